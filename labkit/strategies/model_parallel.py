@@ -35,7 +35,7 @@ class ModelParallel(StagedModel):
         split_points: layers that begin a stage, one fewer than there are ranks.
         accumulate: micro-batches, each of which passes through all stages, forward and backward,
             before the next one begins; as ``LocalGradients`` on one device.
-        amp: see ``Stage``.
+        amp: see ``StagedModel``.
 
     Raises:
         ValueError: ``accumulate`` below 1.
@@ -51,20 +51,18 @@ class ModelParallel(StagedModel):
         self.accumulate = accumulate
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        stage = self.stage
-        before, behind = stage.index - 1, stage.index + 1
-        stage.start(inputs, targets, batch_size, self.accumulate)
-        for part in range(stage.micro_batches):
-            if not stage.is_first:
-                stage.hop(Hop(None, Message("activation", part, before)))
-            stage.forward(part)
-            if not stage.is_last:
-                stage.hop(Hop(Message("activation", part, behind), None))
-            if stage.index >= stage.first_trained:
-                if not stage.is_last:
-                    stage.hop(Hop(None, Message("gradient", part, behind)))
-                stage.backward(part)
-                if stage.index > stage.first_trained:
-                    stage.hop(Hop(Message("gradient", part, before), None))
-        stage.update()
-        return stage.loss
+        before, behind = self.index - 1, self.index + 1
+        for part in range(self.start(inputs, targets, batch_size, self.accumulate)):
+            if not self.is_first:
+                self.hop(Hop(None, Message("activation", part, before)))
+            self.forward(part)
+            if not self.is_last:
+                self.hop(Hop(Message("activation", part, behind), None))
+            if self.index >= self.first_trained:
+                if not self.is_last:
+                    self.hop(Hop(None, Message("gradient", part, behind)))
+                self.backward(part)
+                if self.index > self.first_trained:
+                    self.hop(Hop(Message("gradient", part, before), None))
+        self.update()
+        return self.loss_sum

@@ -33,7 +33,7 @@ class Pipeline(StagedModel):
         split_points: layers that begin a stage, one fewer than there are ranks.
         micro_batches: M; a batch of fewer samples is cut into single samples.
         schedule: ``gpipe``, all forwards first, or ``1f1b``, which holds fewer activations.
-        amp: see ``Stage``.
+        amp: see ``StagedModel``.
 
     Raises:
         ValueError: unknown schedule, or ``micro_batches`` below 1.
@@ -53,10 +53,9 @@ class Pipeline(StagedModel):
         self.micro_batches, self.schedule = micro_batches, pipeline_schedule(schedule)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        stage = self.stage
-        stage.start(inputs, targets, batch_size, self.micro_batches)
-        actions = self.schedule(stage.index, stage.count, stage.micro_batches)
-        for step in with_hops(actions, stage.index, stage.count, stage.first_trained):
-            stage.do(step)
-        stage.update()
-        return stage.loss
+        count = self.start(inputs, targets, batch_size, self.micro_batches)
+        actions = self.schedule(self.index, self.num_stages, count)
+        for step in with_hops(actions, self.index, self.num_stages, self.first_trained):
+            self.do(step)
+        self.update()
+        return self.loss_sum

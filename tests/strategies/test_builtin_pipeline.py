@@ -142,7 +142,7 @@ def sizes_seen(comm, sizes):
     strategy.setup(comm, model, lambda p: torch.optim.SGD(p, lr=0.1))
     for size in sizes:
         strategy.step(torch.randn(size, 1, 4, 4), torch.randint(5, (size,)), size)
-    (counts,) = [layer for layer in strategy.stage.module if isinstance(layer, Counts)]
+    (counts,) = [layer for layer in strategy.module if isinstance(layer, Counts)]
     return counts.seen
 
 

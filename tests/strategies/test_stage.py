@@ -12,7 +12,7 @@ from torch import nn
 
 from labkit import run, strategies
 from labkit.costs.traffic import Cost, model_parallel_cost
-from labkit.strategies.stage import Stage
+from labkit.strategies.stage import StagedModel
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)
@@ -318,7 +318,7 @@ def refusals(comm):
 
     def told(make_model, split_points):
         try:
-            Stage(comm, make_model(), split_points, sgd)
+            StagedModel(split_points).setup(comm, make_model(), sgd)
         except ValueError as error:
             return str(error)
 
