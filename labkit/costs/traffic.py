@@ -323,8 +323,7 @@ def model_parallel_cost(
 
     A cut of S bytes per sample carries M messages and B x S bytes forward, and the same backward
     unless nothing before it is trained. The number of micro-batches changes the messages but not
-    the bytes. Left out: parameters tied across stages, clipping and fp16 (``norms_cost``), and
-    with amp one message of one byte over each cut, forward, in the first step.
+    the bytes. Left out: parameters tied across stages, clipping and fp16 (``norms_cost``).
 
     Args:
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.

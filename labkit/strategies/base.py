@@ -6,6 +6,7 @@ the defaults. There is one object per rank.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -37,9 +38,9 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Strategy:
-    """One technique on one rank. The parameters of its constructor are the options it takes.
+    """One technique on one rank: a dataclass, whose fields are the options that it takes.
 
-    It is made before the ranks start, and each rank gets a copy. So its constructor only refuses
+    It is made before the ranks start, and each rank gets a copy. So ``__post_init__`` only refuses
     options that do not go together, and ``setup`` does everything else.
 
     Where ranks divide a batch, frozen parameters are not communicated, and a missing gradient
@@ -49,6 +50,7 @@ class Strategy:
     run asks of a technique determines the methods and their number.)
 
     Attributes:
+        servers: ranks 0 to ``servers`` - 1 serve the others, and compute no gradients.
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
         through_comm: whether all traffic passes through ``comm``, which counts it.
@@ -65,6 +67,8 @@ class Strategy:
             not hold it there overrides ``predict``, ``full_state`` and ``held``.
     """
 
+    servers = 0
+    straggler: tuple[int, float] | None = None
     in_one_process = False
     survives_lost_workers = False
     through_comm = True
@@ -76,6 +80,7 @@ class Strategy:
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
     instead: ClassVar[dict[str, str]] = {}
+    gradients: LocalGradients
     scaler: LossScaler
     devices: Sequence[torch.device] = ()
     optimizer: Any = None
@@ -115,7 +120,7 @@ class Strategy:
     @property
     def workers(self) -> range:
         """The ranks that divide each batch among themselves; any other ranks serve them."""
-        return range(self.comm.world_size)
+        return range(self.servers, self.comm.world_size) or range(1)
 
     def share(self) -> tuple[int, int]:
         """(index, count) of this rank's part of every batch; (0, 0) for one that only serves."""
@@ -211,38 +216,42 @@ class Strategy:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
 
 
+@dataclass(eq=False)
 class OnShares(Strategy):
     """A technique whose workers hold the whole model, and each compute the gradients of a share.
 
     Args:
-        accumulate, amp, straggler: see ``LocalGradients``.
-        sync_batch_norm: BatchNorm normalises with the statistics of the global batch.
+        accumulate, amp: see ``LocalGradients``; so is ``straggler`` of some of them.
+        sync_batch_norm: of some of them, BatchNorm normalises with the statistics of the global
+            batch.
     """
 
-    gradients: LocalGradients
+    accumulate: int = 1
+    amp: str | None = None
 
-    def __init__(
-        self,
-        accumulate: int = 1,
-        amp: str | None = None,
-        straggler: tuple[int, float] | None = None,
-        sync_batch_norm: bool = False,
-    ):
-        self.sync_batch_norm = sync_batch_norm
-        self.settings: dict[str, Any] = {"accumulate": accumulate, "amp": amp}
-        self.settings["straggler"] = straggler
+    def __post_init__(self) -> None:
+        if self.straggler and self.straggler[0] < self.servers:
+            raise ValueError(
+                f"straggler {self.straggler[0]}: this rank is a server, and a server computes no "
+                f"gradients; choose a worker, rank {self.servers} or above"
+            )
 
     def place(self, comm: Comm, model: nn.Module) -> None:
         """Take the model, whose BatchNorm layers share their statistics if that is asked for."""
         self.comm, self.model = comm, model.to(comm.device).train()
         if self.sync_batch_norm and comm.rank in self.workers:
-            accumulate = self.settings["accumulate"]
-            self.global_batch = convert(self.model, comm, self.workers, accumulate)
+            self.global_batch = convert(self.model, comm, self.workers, self.accumulate)
 
     def compute_with(self, module: nn.Module) -> None:
         """Compute gradients with ``module``: the model, or what wraps it."""
         self.gradients = LocalGradients(
-            self.comm, module, loss=self.loss, global_batch=self.global_batch, **self.settings
+            self.comm,
+            module,
+            loss=self.loss,
+            accumulate=self.accumulate,
+            amp=self.amp,
+            straggler=self.straggler,
+            global_batch=self.global_batch,
         )
         self.scaler = self.gradients.scaler
 
@@ -253,11 +262,15 @@ class OnShares(Strategy):
         return [len(part) for part in self.global_batch.parts(torch.arange(batch_size))]
 
 
+@dataclass(eq=False)
 class OwnPaceStrategy(OnShares):
     """A technique whose workers do not wait for each other: ``train`` replaces ``step``.
 
     Rank 0 is the server, all other ranks are workers. They never stop together, so there are no
     checkpoints.
+
+    Args:
+        straggler: see ``LocalGradients``.
 
     Attributes:
         updates: on the server, (worker, staleness) of every update; set by ``setup``.
@@ -270,9 +283,14 @@ class OwnPaceStrategy(OnShares):
         "sync_batch_norm": "its workers wait for nobody, so there is no common batch whose "
         "statistics they could share; use parameter_server, ddp or ring_all_reduce"
     }
-    updates: Sequence[Sequence[int]]
-    accuracy: Tensor | float = float("nan")
-    lost: dict[int, str]
+    servers = 1
+    straggler: tuple[int, float] | None = None
+    accuracy = float("nan")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.updates: Sequence[Sequence[int]] = []
+        self.lost: dict[int, str] = {}
 
     def check_ranks(self, world_size: int) -> None:
         if world_size < 2:
@@ -280,10 +298,6 @@ class OwnPaceStrategy(OnShares):
                 "an asynchronous parameter server needs a server and at least one worker, got "
                 f"world_size {world_size}: use world_size 2 or more, or strategy single"
             )
-
-    @property
-    def workers(self) -> range:
-        return range(1, self.comm.world_size)
 
     def updates_of(self, samples: int, world_size: int) -> int:
         # One for each worker's share, unless it is empty.

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +35,7 @@ from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.units import check_integer
 
 
+@dataclass(eq=False)
 class DataParallel(Strategy):
     """Synchronous data parallelism on several devices of one process.
 
@@ -49,6 +51,9 @@ class DataParallel(Strategy):
         amp: see ``LocalGradients``; outputs and their gradients move in the half dtype.
     """
 
+    devices: Sequence[Any] = ()
+    accumulate: int = 1
+    amp: str | None = None
     in_one_process = True
     through_comm = False
     instead: ClassVar = {
@@ -56,10 +61,10 @@ class DataParallel(Strategy):
         "their statistics between ranks; use ddp or ring_all_reduce, with a rank for each device"
     }
 
-    def __init__(self, devices: Sequence[str], accumulate: int = 1, amp: str | None = None):
-        self.devices = [torch.device(name) for name in devices]
-        check_integer("accumulate", accumulate)
-        self.accumulate, self.precision = accumulate, MixedPrecision(amp)
+    def __post_init__(self) -> None:
+        self.devices = [torch.device(name) for name in self.devices]
+        check_integer("accumulate", self.accumulate)
+        self.precision = MixedPrecision(self.amp)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm

@@ -24,15 +24,6 @@ from labkit.strategies.sync_batch_norm import GlobalBatch
 from labkit.workload.losses import Loss, sum_cross_entropy
 
 
-def check_straggler(straggler: tuple[int, float] | None, servers: int = 1) -> None:
-    """Raise ValueError if the straggler is one of the first ``servers`` ranks, which serve."""
-    if straggler and straggler[0] < servers:
-        raise ValueError(
-            f"straggler {straggler[0]}: this rank is a server, and a server computes no "
-            f"gradients; choose a worker, rank {servers} or above"
-        )
-
-
 class LocalGradients:
     """Forward and backward of one rank's share of a batch.
 

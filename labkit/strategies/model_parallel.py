@@ -14,7 +14,7 @@ Source: the manual placement that PyTorch's tutorials call model parallelism, he
 process per device.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -24,6 +24,7 @@ from labkit.strategies.stage import ONE_AT_A_TIME, StagedModel
 from labkit.units import check_integer
 
 
+@dataclass(eq=False)
 class ModelParallel(StagedModel):
     """Rank s holds the layers from split point s to the next one.
 
@@ -41,14 +42,12 @@ class ModelParallel(StagedModel):
         ValueError: ``accumulate`` below 1.
     """
 
+    accumulate: int = 1
     instead: ClassVar = ONE_AT_A_TIME
 
-    def __init__(
-        self, split_points: Sequence[int] = (), accumulate: int = 1, amp: str | None = None
-    ):
-        super().__init__(split_points, amp)
-        check_integer("accumulate", accumulate)
-        self.accumulate = accumulate
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("accumulate", self.accumulate)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         before, behind = self.index - 1, self.index + 1

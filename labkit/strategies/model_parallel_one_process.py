@@ -18,6 +18,7 @@ Source: the manual placement that PyTorch's tutorials call model parallelism.
 import statistics
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +36,7 @@ from labkit.workload.samples import on_device
 _MOST_HOPS = 10_000
 
 
+@dataclass(eq=False)
 class ModelParallelOneProcess(Strategy):
     """Stage s of the model on device s, all in one process.
 
@@ -47,28 +49,26 @@ class ModelParallelOneProcess(Strategy):
         accumulate, amp: see ``LocalGradients``.
     """
 
+    split_points: Sequence[int] = ()
+    devices: Sequence[Any] = ("cpu",)
+    accumulate: int = 1
+    amp: str | None = None
     in_one_process = True
     through_comm = False
     instead: ClassVar = ONE_AT_A_TIME
 
-    def __init__(
-        self,
-        split_points: Sequence[int] = (),
-        devices: Sequence[str] = ("cpu",),
-        accumulate: int = 1,
-        amp: str | None = None,
-    ):
-        if twice := [name for name, count in Counter(devices).items() if count > 1]:
+    def __post_init__(self) -> None:
+        if twice := [name for name, count in Counter(self.devices).items() if count > 1]:
             raise ValueError(
-                f"devices {', '.join(devices)}: {twice[0]} comes twice, and two stages on one "
-                "device share its memory and its time: name each once, or leave devices out and "
-                "give each stage its own process"
+                f"devices {', '.join(self.devices)}: {twice[0]} comes twice, and two stages on "
+                "one device share its memory and its time: name each once, or leave devices out "
+                "and give each stage its own process"
             )
-        self.split_points = as_split_points(split_points)
-        check_devices(len(devices), self.split_points)
-        self.devices = [torch.device(name) for name in devices]
-        check_integer("accumulate", accumulate)
-        self.accumulate, self.precision = accumulate, MixedPrecision(amp)
+        self.split_points = as_split_points(self.split_points)
+        check_devices(len(self.devices), self.split_points)
+        self.devices = [torch.device(name) for name in self.devices]
+        check_integer("accumulate", self.accumulate)
+        self.precision = MixedPrecision(self.amp)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm, self.model = comm, model

@@ -13,6 +13,7 @@ Symbols: P ranks and stages, n samples in a micro-batch.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +35,7 @@ from labkit.workload.layers import output_shapes
 from labkit.workload.meta import meta_copy
 
 
+@dataclass(eq=False)
 class StagedModel(Strategy):
     """The base of the techniques that cut a model into stages; they add ``step``.
 
@@ -56,14 +58,16 @@ class StagedModel(Strategy):
             the first step.
     """
 
+    split_points: Sequence[int] = ()
+    amp: str | None = field(default=None, kw_only=True)
     optimizes = "layers"
     instead: ClassVar = {
         "sync_batch_norm": "each layer is on one rank, and sees the whole (micro-)batch already; "
         "leave it out"
     }
 
-    def __init__(self, split_points: Sequence[int] = (), amp: str | None = None):
-        self.split_points, self.amp = as_split_points(split_points), amp
+    def __post_init__(self) -> None:
+        self.split_points = as_split_points(self.split_points)
 
     def check_ranks(self, world_size: int) -> None:
         if len(self.split_points) + 1 != world_size:

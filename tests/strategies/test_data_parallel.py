@@ -163,4 +163,4 @@ def test_devices_must_go_with_the_device_and_torchrun_must_start_one_rank(monkey
 
 def test_the_builtin_takes_each_gpu_once():
     with pytest.raises(ValueError, match="takes each GPU once and nothing else"):
-        strategies.get("data_parallel", builtin=True)(("cuda:0", "cuda:0"))
+        strategies.get("data_parallel", builtin=True)(devices=("cuda:0", "cuda:0"))

@@ -1,6 +1,7 @@
 """PyTorch's DataParallel, in the same loop and with the same batches as ours."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from labkit.strategies.base import MakeOptimizer, OnShares
 from labkit.units import format_count
 
 
+@dataclass(eq=False)
 class TorchDataParallel(OnShares):
     """``torch.nn.DataParallel``, the counterpart of ``data_parallel``.
 
@@ -20,6 +22,7 @@ class TorchDataParallel(OnShares):
     bytes that it moves are not counted.
     """
 
+    devices: Sequence[Any] = ()
     in_one_process = True
     through_comm = False
     instead: ClassVar = {
@@ -27,13 +30,12 @@ class TorchDataParallel(OnShares):
         "ddp or ring_all_reduce, with a rank for each device"
     }
 
-    def __init__(self, devices: Sequence[str], accumulate: int = 1, amp: str | None = None):
-        super().__init__(accumulate, amp)
-        self.devices = [torch.device(name) for name in devices]
+    def __post_init__(self) -> None:
+        names, self.devices = self.devices, [torch.device(name) for name in self.devices]
         kinds = {device.type for device in self.devices}
-        if "cuda" in kinds and (len(kinds) > 1 or len(set(devices)) < len(devices)):
+        if "cuda" in kinds and (len(kinds) > 1 or len(set(names)) < len(names)):
             raise ValueError(
-                f"nn.DataParallel takes each GPU once and nothing else, got {', '.join(devices)}: "
+                f"nn.DataParallel takes each GPU once and nothing else, got {', '.join(names)}: "
                 "give devices that differ, or run our own (without builtin)"
             )
 

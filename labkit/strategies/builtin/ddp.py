@@ -1,5 +1,6 @@
 """PyTorch's DistributedDataParallel, in the same loop and with the same batches as ours."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from labkit.strategies.base import MakeOptimizer, OnShares
 from labkit.strategies.sync_batch_norm import GlobalBatch
 
 
+@dataclass(eq=False)
 class TorchDDP(OnShares):
     """``torch.nn.parallel.DistributedDataParallel``, the counterpart of ring all-reduce and DDP.
 
@@ -32,25 +34,20 @@ class TorchDDP(OnShares):
     CPU, elsewhere by labkit's layers over ``Comm``; ``notes`` say which.
     """
 
+    straggler: tuple[int, float] | None = None
+    sync_batch_norm: bool = False
+    backend: str = "auto"
+    bucket_mb: float = 25
+    hierarchical: bool = False
     replaces_buffers = True
 
-    def __init__(
-        self,
-        backend: str = "auto",
-        bucket_mb: float = 25,
-        accumulate: int = 1,
-        amp: str | None = None,
-        straggler: tuple[int, float] | None = None,
-        sync_batch_norm: bool = False,
-        hierarchical: bool = False,
-    ):
-        if hierarchical and backend != "labkit":
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hierarchical and self.backend != "labkit":
             raise ValueError(
-                f"hierarchical is an all-reduce of the labkit backend, and backend {backend!r} "
-                "chooses its own: use backend 'labkit', or no builtin"
+                f"hierarchical is an all-reduce of the labkit backend, and backend "
+                f"{self.backend!r} chooses its own: use backend 'labkit', or no builtin"
             )
-        super().__init__(accumulate, amp, straggler, sync_batch_norm)
-        self.backend, self.bucket_mb, self.hierarchical = backend, bucket_mb, hierarchical
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.group: Any = None
@@ -70,8 +67,7 @@ class TorchDDP(OnShares):
         self.compute_with(self.replica)
         if by_torch:
             # So that all ranks have as many micro-batches; its layers take empty ones.
-            count = self.settings["accumulate"]
-            self.global_batch = GlobalBatch(comm, self.model, self.workers, count)
+            self.global_batch = GlobalBatch(comm, self.model, self.workers, self.accumulate)
             self.sync_batch_norm = True
         self.optimizer = make_optimizer(self.replica.parameters())
         self.update = self.update_of(self.model.parameters())

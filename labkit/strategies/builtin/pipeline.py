@@ -14,7 +14,7 @@ fixed by 152938).
 """
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +35,7 @@ from labkit.workload.layers import output_shapes
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
+@dataclass(eq=False)
 class TorchPipeline(StagedModel):
     """``ScheduleGPipe`` or ``Schedule1F1B``, the counterpart of ``Pipeline``, with its contract.
 
@@ -46,20 +47,15 @@ class TorchPipeline(StagedModel):
     uses ``gpipe``, because PyTorch's 1F1B needs P micro-batches or more.
     """
 
+    micro_batches: int = 4
+    schedule: str = "gpipe"
     through_comm = False
     instead: ClassVar = PIPELINED_INSTEAD
 
-    def __init__(
-        self,
-        split_points: Sequence[int] = (),
-        micro_batches: int = 4,
-        schedule: str = "gpipe",
-        amp: str | None = None,
-    ):
-        super().__init__(split_points, amp)
-        pipeline_schedule(schedule)  # raises ValueError for an unknown schedule
-        check_integer("micro_batches", micro_batches)
-        self.micro_batches, self.schedule = micro_batches, schedule
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pipeline_schedule(self.schedule)  # raises ValueError for an unknown schedule
+        check_integer("micro_batches", self.micro_batches)
 
     def check_ranks(self, world_size: int) -> None:
         super().check_ranks(world_size)
@@ -139,6 +135,7 @@ class TorchPipeline(StagedModel):
         return {"split_points": list(self.split_points)}
 
 
+@dataclass(eq=False)
 class TorchModelParallel(TorchPipeline):
     """``TorchPipeline`` with one micro-batch, the counterpart of ``ModelParallel``."""
 
@@ -147,8 +144,8 @@ class TorchModelParallel(TorchPipeline):
         "pipeline with micro_batches; without builtin, model_parallel runs them in turn"
     }
 
-    def __init__(self, split_points: Sequence[int] = (), amp: str | None = None):
-        super().__init__(split_points, micro_batches=1, amp=amp)
+    micro_batches: int = field(default=1, init=False)
+    schedule: str = field(default="gpipe", init=False)
 
 
 class _OnSamples(nn.Module):

@@ -19,6 +19,7 @@ import queue
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ from labkit.strategies.flat_parameters import (
     lay_end_to_end,
     load_flat_buffers,
 )
-from labkit.strategies.local_gradients import check_straggler
 from labkit.strategies.state import State, cut, joined, load_state_of_parameter, state_of_parameter
 
 # Waiting for a straggler is not an error, and the run has its own deadline.
@@ -69,22 +69,18 @@ def push_and_pull(*arguments: Any) -> Any:
         raise PeerLostError(f"a remote call to rank 0 broke off: {error}", rank=0) from error
 
 
+@dataclass(eq=False)
 class ServedByRpc(OnShares):
     """A technique whose workers push and pull by remote calls to rank 0."""
 
+    straggler: tuple[int, float] | None = None
+    servers = 1
     optimizes = "elements"
     through_comm = False
 
-    def __init__(
-        self,
-        accumulate: int = 1,
-        amp: str | None = None,
-        straggler: tuple[int, float] | None = None,
-        sync_batch_norm: bool = False,
-    ):
+    def __post_init__(self) -> None:
         check_available()
-        check_straggler(straggler)
-        super().__init__(accumulate, amp, straggler, sync_batch_norm)
+        super().__post_init__()
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.check_ranks(comm.world_size)
@@ -103,6 +99,7 @@ class ServedByRpc(OnShares):
         rpc.shutdown()
 
 
+@dataclass(eq=False)
 class RpcParameterServer(ServedByRpc):
     """``ParameterServer`` with one server, on ``torch.distributed.rpc``.
 
@@ -112,9 +109,7 @@ class RpcParameterServer(ServedByRpc):
     statistics through ``Comm``: PyTorch's RPC has nothing for it.
     """
 
-    @property
-    def workers(self) -> range:
-        return range(1, self.comm.world_size) or range(1)
+    sync_batch_norm: bool = False
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.gradient.zero_()
@@ -154,21 +149,13 @@ class RpcParameterServer(ServedByRpc):
         average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)
 
 
+@dataclass(eq=False)
 class RpcAsyncParameterServer(ServedByRpc, OwnPaceStrategy):
     """``AsyncParameterServer`` on ``torch.distributed.rpc``: one remote call per gradient.
 
     Epochs, batch statistics and notes are those of ``AsyncParameterServer``; staleness has no
     bound here, and a worker that dies ends the run, since RPC can only be shut down by all ranks.
     """
-
-    def __init__(
-        self,
-        accumulate: int = 1,
-        amp: str | None = None,
-        straggler: tuple[int, float] | None = None,
-    ):
-        super().__init__(accumulate, amp, straggler)
-        self.updates, self.lost = [], {}
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         if self.comm.rank == 0:
@@ -227,8 +214,8 @@ def check_available() -> None:
     """Raise ValueError if PyTorch is built without RPC, or if other people could call it, too."""
     if not rpc.is_available():
         raise ValueError(
-            f"PyTorch {torch.__version__} on this system has no torch.distributed.rpc: run without "
-            "builtin, which is the same technique over labkit's own messages"
+            f"PyTorch {torch.__version__} on this system has no torch.distributed.rpc: run "
+            "without builtin, which is the same technique over labkit's own messages"
         )
     people = other_people()
     if people and os.environ.get(TRUST) != "1":

@@ -8,6 +8,7 @@ then the gradient of the mean over the global batch, whatever the sizes of the s
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.strategies.state import State
 
 
+@dataclass(eq=False)
 class DDP(OnShares):
     """Synchronous data parallelism with ``BucketedDDP``.
 
@@ -33,19 +35,11 @@ class DDP(OnShares):
             ``labkit.collectives.hierarchical``.
     """
 
+    straggler: tuple[int, float] | None = None
+    sync_batch_norm: bool = False
+    bucket_mb: float = 25
+    hierarchical: bool = False
     replaces_buffers = True
-
-    def __init__(
-        self,
-        bucket_mb: float = 25,
-        accumulate: int = 1,
-        amp: str | None = None,
-        straggler: tuple[int, float] | None = None,
-        sync_batch_norm: bool = False,
-        hierarchical: bool = False,
-    ):
-        super().__init__(accumulate, amp, straggler, sync_batch_norm)
-        self.bucket_mb, self.hierarchical = bucket_mb, hierarchical
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.place(comm, model)
