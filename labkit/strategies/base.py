@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
 from labkit.strategies.local_gradients import LocalGradients
-from labkit.strategies.mixed_precision import LossScaler
 from labkit.strategies.state import (
     Held,
     State,
@@ -26,7 +25,7 @@ from labkit.strategies.state import (
     state_of_parameter,
 )
 from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms, convert
-from labkit.strategies.update import Update
+from labkit.strategies.update import LossScaler, Update
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 from labkit.workload.sampling import share
 
@@ -285,11 +284,11 @@ class OwnPaceStrategy(OnShares):
     }
     servers = 1
     straggler: tuple[int, float] | None = None
-    accuracy = float("nan")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.updates: Sequence[Sequence[int]] = []
+        self.updates: list[Any] = []
+        self.accuracy: Any = float("nan")
         self.lost: dict[int, str] = {}
 
     def check_ranks(self, world_size: int) -> None:

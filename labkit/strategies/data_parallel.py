@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.mixed_precision import MixedPrecision
+from labkit.strategies.update import MixedPrecision
 from labkit.units import check_integer
 
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.schedules.split_points import as_split_points, check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.stage import ONE_AT_A_TIME, on_several
+from labkit.strategies.update import MixedPrecision
 from labkit.units import check_integer
 from labkit.workload.chain import layers_of
 from labkit.workload.samples import on_device

@@ -25,9 +25,8 @@ from labkit.schedules.pipeline import Action, Hop
 from labkit.schedules.split_points import as_split_points, check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import trained_parameters
-from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.state import Held, State
-from labkit.strategies.update import sum_over
+from labkit.strategies.update import MixedPrecision, sum_over
 from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NonLeaf
 from labkit.workload.chain import named_layers, state_key
@@ -317,7 +316,7 @@ def on_several(stages: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[int]]
     return (home for home in homes.values() if len(home[1]) > 1)
 
 
-def tied_parameters(stages: Sequence[nn.Module]) -> list[tuple[Tensor, list[int]]]:
+def tied_parameters(stages: Sequence[nn.Module]) -> list[tuple[nn.Parameter, list[int]]]:
     """The trained parameters that are on several stages, each with the list of its stages."""
     tied = []
     for tensor, places in on_several(stages):

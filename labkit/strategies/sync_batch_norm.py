@@ -119,17 +119,21 @@ class Statistics(torch.autograd.Function):
         return mean, variance, count
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_mean: Tensor, of_variance: Tensor, _: None) -> tuple[Tensor, None]:
-        x, mean = ctx.saved_tensors
-        sums = ctx.batch.gathered(torch.cat([of_mean, of_variance])).sum(0)
-        if ctx.sits_out:
-            return torch.zeros_like(x), None
-        mean, of_mean, of_variance = (
-            numbers.to(x.dtype).view(1, -1, *[1] * (x.dim() - 2))
-            for numbers in (mean, *(sums / max(1, ctx.count)).chunk(2))
-        )
-        return torch.addcmul(of_mean, x - mean, of_variance, value=2), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _of_inputs(ctx, *gradients), None
+
+
+@once_differentiable
+def _of_inputs(ctx: Any, of_mean: Tensor, of_variance: Tensor, *_: Tensor) -> Tensor:
+    x, mean = ctx.saved_tensors
+    sums = ctx.batch.gathered(torch.cat([of_mean, of_variance])).sum(0)
+    if ctx.sits_out:
+        return torch.zeros_like(x)
+    mean, of_mean, of_variance = (
+        numbers.to(x.dtype).view(1, -1, *[1] * (x.dim() - 2))
+        for numbers in (mean, *(sums / max(1, ctx.count)).chunk(2))
+    )
+    return torch.addcmul(of_mean, x - mean, of_variance, value=2)
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -22,8 +22,8 @@ from labkit.costs.traffic import (
     parameter_server_cost,
 )
 from labkit.strategies.base import OwnPaceStrategy
-from labkit.strategies.mixed_precision import LossScaler
 from labkit.strategies.model_parallel_one_process import ModelParallelOneProcess
+from labkit.strategies.update import LossScaler
 from labkit.training.state import checksum, largest_difference
 from labkit.workload.sampling import share
 

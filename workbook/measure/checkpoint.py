@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from labkit.comm.comm import Comm
-from labkit.strategies.ddp.strategy import DDP
+from labkit.strategies.ddp import DDP
 from labkit.training.checkpoint import Facts, Writer
 from labkit.units import check_choice, format_bytes, format_seconds
 from workbook.measure.model_step import ModelStep
