@@ -85,12 +85,3 @@ def test_asynchronous_workers_go_at_their_own_pace_and_all_samples_count():
     assert 1 <= max(late for _, late in result.notes["staleness"]) < shares
     assert result.replicas_agree
     assert result.epochs[-1]["loss"] < result.epochs[0]["loss"]
-
-
-def test_one_asynchronous_worker_is_plain_training():
-    settings = {"train_size": 100, "batch_size": 30, "epochs": 2, "dtype": "float64"}
-    result = train_with("async_parameter_server", world_size=2, builtin=True, **settings)
-    alone = train_with("single", **settings)
-    assert result.difference_from(alone) < result.tolerance(alone)
-    assert result.epochs[-1]["loss"] == pytest.approx(alone.epochs[-1]["loss"])
-    assert result.test_accuracy == alone.test_accuracy

@@ -10,10 +10,9 @@ from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
 
-from labkit import RunConfig, WorkerError, run, strategies, train_with
+from labkit import WorkerError, run, strategies, train_with
 from labkit.costs.traffic import data_parallel_cost
 from labkit.strategies.data_parallel import DataParallel
-from labkit.training.resolve import make_strategy
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)
@@ -149,18 +148,3 @@ def test_the_builtin_says_that_it_does_not_replicate_on_a_cpu():
     )
     assert result.notes["replicas"] == 1
     assert "called the module itself, without replicas" in result.as_dict()["note"]
-
-
-def test_devices_must_go_with_the_device_and_torchrun_must_start_one_rank(monkeypatch):
-    config = RunConfig("data_parallel", devices="cpu,cpu", device="cpu")
-    assert make_strategy(config).devices == [torch.device("cpu")] * 2
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with pytest.raises(ValueError, match="one process with 2 devices, but torchrun started 2"):
-        make_strategy(config)
-
-
-def test_the_builtin_takes_each_gpu_once():
-    with pytest.raises(ValueError, match="takes each GPU once and nothing else"):
-        strategies.get("data_parallel", builtin=True)(devices=("cuda:0", "cuda:0"))
