@@ -16,7 +16,7 @@ Source: the manual placement that PyTorch's tutorials call model parallelism.
 """
 
 import statistics
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -152,23 +152,20 @@ class ModelParallelOneProcess(Strategy):
 
     def notes(self) -> dict[str, Any]:
         """The placement, and the hops' bytes and median seconds by cut and direction."""
-        found = []
-        for cut in range(len(self.devices) - 1):
-            for direction in ("forward", "backward"):
-                hops = [hop[1:] for hop in self.hops if hop[0] == (cut, direction)]
-                if not hops:
-                    continue
-                # A last batch may be smaller.
-                ((num_bytes, count),) = Counter(size for size, *_ in hops).most_common(1)
-                seconds = [
-                    timer.seconds(end, origin=start)
-                    for size, timer, start, end in hops
-                    if size == num_bytes
-                ]
-                quartiles = statistics.quantiles(seconds, n=4)[::2] if count > 1 else seconds * 2
-                hop = {"cut": cut, "direction": direction, "num_bytes": num_bytes}
-                hop |= {"count": count, "median_s": statistics.median(seconds)}
-                found.append(hop | {"quartiles_s": quartiles})
+        found, by_place = [], defaultdict(list)
+        for place, *hop in self.hops:
+            by_place[place].append(hop)
+        for (cut, direction), hops in sorted(by_place.items(), key=lambda one: one[0][0]):
+            # A last batch may be smaller.
+            ((num_bytes, count),) = Counter(size for size, *_ in hops).most_common(1)
+            seconds = [
+                timer.seconds(end, origin=start)
+                for size, timer, start, end in hops
+                if size == num_bytes
+            ]
+            quartiles = statistics.quantiles(seconds, n=4)[::2] if count > 1 else seconds * 2
+            hop = {"cut": cut, "direction": direction, "num_bytes": num_bytes, "count": count}
+            found.append(hop | {"median_s": statistics.median(seconds), "quartiles_s": quartiles})
         names = [str(device) for device in self.devices]
         return {"split_points": list(self.split_points), "devices": names, "hops": found}
 
