@@ -1,21 +1,18 @@
 """labkit: distributed deep-learning training, from scratch, on real processes."""
 
-import lazy_loader
-
 from labkit.backend.registration import register_backend
 from labkit.runtime.cell_errors import show_errors_on_one_screen
 from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
-from labkit.units import unknown_name
+from labkit.units import lazy_names
 
 # Lazy: a notebook's first cell should not wait for parts that it does not use. The names are
 # listed in __init__.pyi, which editors read, too.
-_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-_refuse = unknown_name(__name__, __all__)
+_load, __dir__, __all__ = lazy_names(__name__, __file__)
 
 
 def __getattr__(name: str):
     with interrupts_later():
-        return _load(name) if name in __all__ else _refuse(name)
+        return _load(name)
 
 
 register_backend()

@@ -17,7 +17,7 @@ from labkit.units import format_count
 STAGED = ("model_parallel", "pipeline")
 # Techniques for which several devices are devices of one process, not one for each rank.
 ONE_PROCESS = ("single", "data_parallel", "model_parallel")
-AUGMENTATIONS = ("crop", "flip")
+AUGMENTATIONS = ("crop", "flip", "randaugment", "colorjitter", "erasing")
 
 # What an optimizer's rates are where none are given.
 _RATES = {
@@ -276,7 +276,7 @@ class RunConfig:
     augment: str | None = _setting(
         None,
         "A,A",
-        "change training images at random: crop (move by up to 4 pixels), flip (left to right)",
+        "change training images at random: crop, flip, randaugment, colorjitter, erasing",
         parse=parse_augment,
     )
     resize: int | None = _setting(

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterable
 from reprlib import repr as shortened
 from typing import Any, Never, ParamSpec, TypeVar
 
+import lazy_loader
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -135,6 +137,18 @@ def unknown_name(module: str, known: Iterable[str] = ()) -> Callable[[str], Neve
         raise AttributeError(text, name=name)
 
     return refuse
+
+
+def lazy_names(
+    module: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names are in __init__.pyi.
+
+    So whoever imports the package imports only the parts that are used.
+    """
+    load, listed, names = lazy_loader.attach_stub(module, file)
+    refuse = unknown_name(module, names)
+    return lambda name: load(name) if name in names else refuse(name), listed, names
 
 
 def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> None:

@@ -552,8 +552,9 @@ def test_a_script_on_two_hosts():
 )
 def test_the_other_ranks_of_a_script_end_with_the_cause(how, words):
     codes, (text,) = faults([2], how)
-    # Where the other one ends first, torchrun's agent asks this one to end.
-    assert codes[0] in (1, -signal.SIGTERM), text
-    assert codes[1] == {"killed": -signal.SIGKILL, "raises": 1, "returns": 0}[how], text
+    # Whichever of them ends first, torchrun's agent then asks the other one to end.
+    raised = {1, -signal.SIGTERM}
+    assert codes[0] in raised, text
+    assert codes[1] in {"killed": {-signal.SIGKILL}, "raises": raised, "returns": {0}}[how], text
     assert re.search(words, text)
     assert "rank 0 waited" in text

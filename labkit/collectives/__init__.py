@@ -27,30 +27,6 @@ card of each host; ``fast_hierarchical_all_reduce`` overlaps its parts. The exac
 half the bytes or fewer.
 """
 
-from labkit.collectives.barrier import dissemination_barrier as dissemination_barrier
-from labkit.collectives.fast_hierarchical import (
-    fast_hierarchical_all_reduce as fast_hierarchical_all_reduce,
-)
-from labkit.collectives.fast_ring import fast_ring_all_reduce as fast_ring_all_reduce
-from labkit.collectives.hierarchical import hierarchical_all_reduce as hierarchical_all_reduce
-from labkit.collectives.naive import naive_all_reduce as naive_all_reduce
-from labkit.collectives.pairwise import all_to_all as all_to_all
-from labkit.collectives.reduction import Reduction as Reduction
-from labkit.collectives.ring import (
-    all_gather as all_gather,
-    reduce_scatter as reduce_scatter,
-    ring_all_reduce as ring_all_reduce,
-    share_only as share_only,
-    share_reduce as share_reduce,
-)
-from labkit.collectives.rooted import (
-    broadcast as broadcast,
-    gather as gather,
-    reduce as reduce,
-    scatter as scatter,
-)
-from labkit.collectives.sparse import sparse_all_reduce as sparse_all_reduce
-from labkit.collectives.tree import tree_all_reduce as tree_all_reduce
-from labkit.units import unknown_name
+from labkit.units import lazy_names
 
-__getattr__ = unknown_name(__name__)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -12,51 +12,6 @@
 The code that counts a real run's messages never imports this package, so a wrong formula shows.
 """
 
-from labkit.costs.async_run import AsyncRun as AsyncRun, simulate as simulate
-from labkit.costs.ddp_step import (
-    BucketTimes as BucketTimes,
-    StepModel as StepModel,
-    bucket_times as bucket_times,
-    predict_step as predict_step,
-)
-from labkit.costs.hosts import (
-    card_bytes as card_bytes,
-    hierarchical_all_reduce_cost as hierarchical_all_reduce_cost,
-    hosts_all_reduce_seconds as hosts_all_reduce_seconds,
-)
-from labkit.costs.link import Link as Link, fit_link as fit_link
-from labkit.costs.makespan import makespan_s as makespan_s, pipeline_streams as pipeline_streams
-from labkit.costs.pipeline_timeline import (
-    Slot as Slot,
-    bubble as bubble,
-    bubble_formula as bubble_formula,
-    predicted_slots as predicted_slots,
-)
-from labkit.costs.seconds import (
-    all_reduce_seconds as all_reduce_seconds,
-    crossover_bytes as crossover_bytes,
-    parameter_server_seconds as parameter_server_seconds,
-)
-from labkit.costs.traffic import (
-    Cost as Cost,
-    all_gather_cost as all_gather_cost,
-    all_to_all_cost as all_to_all_cost,
-    async_parameter_server_cost as async_parameter_server_cost,
-    barrier_cost as barrier_cost,
-    broadcast_cost as broadcast_cost,
-    compressed_cost as compressed_cost,
-    data_parallel_cost as data_parallel_cost,
-    ddp_update_cost as ddp_update_cost,
-    gather_cost as gather_cost,
-    model_parallel_cost as model_parallel_cost,
-    naive_all_reduce_cost as naive_all_reduce_cost,
-    parameter_server_cost as parameter_server_cost,
-    reduce_cost as reduce_cost,
-    reduce_scatter_cost as reduce_scatter_cost,
-    ring_all_reduce_cost as ring_all_reduce_cost,
-    scatter_cost as scatter_cost,
-    share_only_cost as share_only_cost,
-    share_reduce_cost as share_reduce_cost,
-    sync_batch_norm_cost as sync_batch_norm_cost,
-    tree_all_reduce_cost as tree_all_reduce_cost,
-)
+from labkit.units import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -8,10 +8,6 @@ even_split     a split by counted FLOPs, the same in every process
 vgg16_splits   split points of VGG16 to compare
 """
 
-from labkit.placement.planner import (
-    SplitModel as SplitModel,
-    best_split as best_split,
-    predict_split as predict_split,
-)
-from labkit.placement.stage_costs import LayerCost as LayerCost, Profile as Profile
-from labkit.placement.vgg16_splits import VGG16_SPLITS as VGG16_SPLITS
+from labkit.units import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -15,56 +15,6 @@ Each schedule is written once: the real run executes it, the figures draw it, an
 it with the textbook.
 """
 
-from labkit.schedules.bucket_assignment import assign_buckets as assign_buckets
-from labkit.schedules.hierarchical import (
-    HostStep as HostStep,
-    hierarchical_all_reduce as hierarchical_all_reduce,
-)
-from labkit.schedules.learning_rate import (
-    LrSchedule as LrSchedule,
-    lr_factor as lr_factor,
-    parse_lr_schedule as parse_lr_schedule,
-)
-from labkit.schedules.pipeline import (
-    PIPELINES as PIPELINES,
-    Action as Action,
-    Hop as Hop,
-    Message as Message,
-    gpipe as gpipe,
-    in_flight as in_flight,
-    one_f_one_b as one_f_one_b,
-    pipeline_schedule as pipeline_schedule,
-    with_hops as with_hops,
-)
-from labkit.schedules.ring import (
-    RingStep as RingStep,
-    chunk_bounds as chunk_bounds,
-    owned_chunk as owned_chunk,
-    ring_all_reduce as ring_all_reduce,
-    ring_contributions as ring_contributions,
-    ring_share_only as ring_share_only,
-    ring_share_reduce as ring_share_reduce,
-)
-from labkit.schedules.servers import server_turns as server_turns, worker_turns as worker_turns
-from labkit.schedules.split_points import (
-    as_split_points as as_split_points,
-    check_split_points as check_split_points,
-    stage_bounds as stage_bounds,
-    stage_ends as stage_ends,
-)
-from labkit.schedules.staleness import (
-    StalenessTracker as StalenessTracker,
-    Update as Update,
-    check_bound as check_bound,
-    in_time as in_time,
-)
-from labkit.schedules.top_k import kept_elements as kept_elements
-from labkit.schedules.tree import (
-    Transfer as Transfer,
-    binomial_broadcast as binomial_broadcast,
-    binomial_reduce as binomial_reduce,
-    dissemination as dissemination,
-    pairwise_exchange as pairwise_exchange,
-    recursive_doubling as recursive_doubling,
-    recursive_doubling_return as recursive_doubling_return,
-)
+from labkit.units import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

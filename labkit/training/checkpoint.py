@@ -2,49 +2,40 @@
 
     step-00000120/           after 120 steps
         rank0.safetensors    what rank 0 gave; its numbers are JSON in the file's metadata
-        facts.json           written last: the settings, how far the run is, the files' sizes
+        facts.json           written last: how far the run is, what it is, the files' sizes
     .step-00000140.part/     being written, or left by a run that was killed
     best -> step-00000120    the checkpoint of the best epoch
 
-Each rank copies its tensors and writes the copies in a thread while the training goes on. When the
-files of all ranks are there, rank 0 adds the facts and renames the folder. Reading executes
-nothing, and follows no links.
+When the files of all ranks are there, rank 0 adds the facts and renames the folder. Nothing is
+flushed to the disk: what a machine that loses power has not written yet is too short, or no JSON,
+and then the checkpoint before it counts. Reading executes nothing, and follows no links.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import secrets
+import shutil
 import stat
-import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from labkit.comm.comm import Comm
 from labkit.errors import OutputError
 
-FACTS, BEST, PART, FORMAT = "facts.json", "best", ".part", 2
+FACTS, BEST, PART, FORMAT = "facts.json", "best", ".part", 3
 # How many of the newest checkpoints stay, beside the best.
 _KEEP = 2
 _NAME = re.compile(r"step-(\d{8,18})")
 _NUMBERS = "labkit"
-_POLL_S = 0.01
-# Ranks whose launcher was killed notice it a moment later, and hold the folder until then.
-_PATIENCE_S = 10.0
 _ROW = ("loss", "seconds", "test_accuracy")
-
-
-class NotWholeError(ValueError):
-    """A checkpoint is damaged, incomplete, or not one that this version of labkit writes."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,7 @@ class Facts:
         epoch, step: complete epochs, and steps of the one under way.
         steps: of an epoch.
         rows: what the complete epochs have reported.
-        config, model, data, optimizer: of the run, see ``resume.facts_of``.
+        identity, arrangement: of the run, see ``labkit.training.resume``.
         files: by name, their sizes in bytes.
     """
 
@@ -63,10 +54,8 @@ class Facts:
     step: int
     steps: int
     rows: list
-    config: dict
-    model: dict
-    data: dict
-    optimizer: dict
+    identity: dict
+    arrangement: dict
     files: dict
     format: int = FORMAT
 
@@ -91,59 +80,47 @@ def read_facts(path: Path) -> Facts:
     """The checked facts of a checkpoint.
 
     Raises:
-        NotWholeError: they are missing, damaged, forged, or of another format.
+        ValueError: they are missing, damaged, forged, or of another format.
     """
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(path / FACTS, flags)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise NotWholeError(f"{FACTS} is not a file")
+        with open(os.open(path / FACTS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             found = json.load(file)
-    except FileNotFoundError:
-        why = f"no {FACTS}: it is incomplete, or of another version of labkit"
-        raise NotWholeError(why) from None
-    except OSError as error:
-        raise NotWholeError(f"{FACTS} cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise NotWholeError(f"{FACTS} is damaged: it is not JSON") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        told = found.get("format") if isinstance(found, dict) else None
-        raise NotWholeError(f"its format is {told!r}, and this version of labkit reads {FORMAT}")
-    for field in fields(Facts):
-        if not isinstance(found.get(field.name), field.type):  # type: ignore[arg-type]
-            raise NotWholeError(f"{FACTS} is damaged: no valid {field.name}")
-    facts = Facts(**{field.name: found[field.name] for field in fields(Facts)})
-    names = [_file(rank) for rank in range(len(facts.files))]
-    fits = {
-        "epoch and step": facts.epoch >= 0 and 0 <= facts.step < facts.steps,
-        "step of its name": path.name == step_path("", facts.done).name,
-        "rows": len(facts.rows) == facts.epoch and all(map(_is_row, facts.rows)),
-        "files": bool(names) and set(names) == facts.files.keys(),
-    }
-    if wrong := [name for name, is_right in fits.items() if not is_right]:
-        raise NotWholeError(f"{FACTS} is damaged: no valid {', '.join(wrong)}")
-    return facts
-
-
-def _is_row(row: Any) -> bool:
-    return isinstance(row, dict) and all(isinstance(row.get(n), int | float) for n in _ROW)
+        if (kind := found.get("format")) != FORMAT:
+            raise ValueError(f"its format is {kind!r}, and this version of labkit reads {FORMAT}")
+        facts = Facts(**found)
+        types = {field.name: field.type for field in fields(Facts)}
+        names = {_file(rank) for rank in range(len(facts.files))}
+        if not (
+            all(isinstance(found[name], kind) for name, kind in types.items())  # type: ignore
+            and facts.epoch >= 0
+            and 0 <= facts.step < facts.steps
+            and path.name == step_path("", facts.done).name
+            and len(facts.rows) == facts.epoch
+            and all(isinstance(row.get(name), int | float) for row in facts.rows for name in _ROW)
+            and names == facts.files.keys() != set()
+        ):
+            raise ValueError("it does not describe this checkpoint")
+        return facts
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}".removeprefix("ValueError: ")
+        raise ValueError(f"{FACTS} is missing or damaged ({why})") from None
 
 
 def why_not_whole(path: Path) -> str:
     """What is wrong with a checkpoint, by names and sizes; empty if it is whole."""
+    if path.is_symlink():
+        return "it is a link, and runs make folders"
     try:
-        if path.is_symlink():
-            return "it is a link, and runs make folders"
         for name, size in read_facts(path).files.items():
             found = (path / name).lstat()
             if not stat.S_ISREG(found.st_mode):
                 return f"{name} is not a file"
             if found.st_size != size:
                 return f"{name} has {found.st_size} bytes, and {size} were written"
-    except NotWholeError as error:
-        return str(error)
     except OSError as error:
         return f"{os.path.basename(error.filename or path)} cannot be read: {error.strerror}"
+    except ValueError as error:
+        return str(error)
     return ""
 
 
@@ -196,167 +173,89 @@ class Stored:
         return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
 
 
-class Writer:
-    """Writes one rank's part of checkpoints, one at a time; on rank 0 it also makes them whole.
+def save(
+    comm: Comm,
+    folder: str | Path,
+    facts: Facts,
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, Any],
+    best: bool = False,
+) -> None:
+    """Write this rank's part of a checkpoint; a collective call. On rank 0 it returns when all is.
 
     Raises:
-        OutputError: the folder cannot be used, or another run writes there.
+        OutputError: this rank cannot write; the others then lose their peer.
     """
+    path = step_path(folder, facts.done)
+    part = path.with_name(f".{path.name}{PART}")
+    separate: dict[str, Tensor] = {}
+    places = set()
+    for name, tensor in tensors.items():
+        # safetensors refuses two tensors in the same memory, such as tied parameters.
+        is_shared = (place := tensor.data_ptr()) in places
+        separate[name] = tensor.detach().clone() if is_shared else tensor.detach().contiguous()
+        places.add(place)
+    if comm.rank == 0:
+        with _says_where(folder):
+            part.mkdir(parents=True)
+    comm.barrier()
+    with _says_where(folder):
+        save_file(separate, part / _file(comm.rank), {_NUMBERS: json.dumps(numbers)})
+    comm.barrier()
+    if comm.rank == 0:
+        with _says_where(folder):
+            _complete(part, path, facts, comm.world_size, best)
 
-    def __init__(self, folder: str | Path, rank: int, world_size: int):
-        self.folder, self.rank, self.world_size = Path(folder), rank, world_size
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._is_given_up = threading.Event()
-        if rank == 0:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._lock = _locked(self.folder, _PATIENCE_S)
-                _clean(self.folder)
-            except OSError as error:
-                why = error.strerror or error
-                raise OutputError(f"cannot write checkpoints to {folder}: {why}") from None
 
-    def save(
-        self,
-        facts: Facts,
-        tensors: Mapping[str, Tensor],
-        numbers: Mapping[str, Any],
-        best: bool = False,
-    ) -> None:
-        """Copy the tensors, and write them in a thread.
-
-        Raises:
-            OutputError: the checkpoint before could not be written.
-        """
-        self.wait()
-        copies = {
-            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, tensor in tensors.items()
-        }
-        work = facts, copies, json.dumps(numbers), best
-        self._thread = threading.Thread(target=self._write, args=work, daemon=True)
-        self._thread.start()
-
-    @property
-    def is_writing(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until this rank's part of the last checkpoint, on rank 0 all of it, is written."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise OutputError(f"cannot write a checkpoint to {self.folder}: {self._error}")
-
-    def close(self, failed: bool) -> None:
-        """Wait for the last checkpoint; after a failure of the run, give it up."""
-        if failed:
-            self._is_given_up.set()
-        try:
-            if not failed:
-                self.wait()
-        finally:
-            if self.rank == 0:
-                os.close(self._lock)
-
-    def _write(self, facts: Facts, tensors: dict[str, Tensor], numbers: str, best: bool) -> None:
-        path = step_path(self.folder, facts.done)
-        part = path.with_name(f".{path.name}{PART}")
-        try:
-            part.mkdir(exist_ok=True)
-            if part.is_symlink():
-                raise OSError(f"{part} is a link")
-            file = part / _file(self.rank)
-            save_file(tensors, f"{file}.new", {_NUMBERS: numbers})
-            _sync(f"{file}.new")
-            os.rename(f"{file}.new", file)
-            if self.rank == 0:
-                self._complete(part, path, facts, best)
-        except (OSError, SafetensorError) as error:
-            self._error = error
-
-    def _complete(self, part: Path, path: Path, facts: Facts, best: bool) -> None:
-        """When all ranks have written: add the facts, rename, remove what is too old."""
-        names = [_file(rank) for rank in range(self.world_size)]
-        while not all((part / name).exists() for name in names):
-            if self._is_given_up.wait(_POLL_S):
-                return
-        sizes = {name: (part / name).stat().st_size for name in names}
-        with open(part / FACTS, "x") as file:
-            json.dump(asdict(facts) | {"files": sizes}, file)
-        _sync(part / FACTS)
-        _sync(part)
-        if os.path.lexists(path):
-            # A damaged one, from which the run did not go on: it is not ours to remove.
-            os.rename(path, f"{path}.old-{secrets.token_hex(4)}")
-        os.rename(part, path)
-        if best:
-            link = self.folder / f".{BEST}-{secrets.token_hex(8)}{PART}"
-            os.symlink(path.name, link)
-            os.replace(link, self.folder / BEST)
-        _sync(self.folder)
-        stays = {BEST: ""}
-        with contextlib.suppress(OSError):
-            stays = {BEST: os.readlink(self.folder / BEST)}
-        for _, old in steps(self.folder)[_KEEP:]:
-            if old.name != stays[BEST]:
-                _remove(old)
+def _complete(part: Path, path: Path, facts: Facts, world_size: int, best: bool) -> None:
+    """When all ranks have written: add the facts, rename, remove what is too old."""
+    names = [_file(rank) for rank in range(world_size)]
+    sizes = {name: (part / name).stat().st_size for name in names}
+    (part / FACTS).write_text(json.dumps(asdict(facts) | {"files": sizes}))
+    if os.path.lexists(path):
+        # A damaged one, from which the run did not go on: it is not ours to remove.
+        os.rename(path, f"{path}.old-{secrets.token_hex(4)}")
+    os.rename(part, path)
+    link = path.with_name(BEST)
+    if best:
+        new = path.with_name(f".{BEST}-{secrets.token_hex(8)}{PART}")
+        os.symlink(path.name, new)
+        os.replace(new, link)
+    best_name = os.readlink(link) if link.is_symlink() else ""
+    for _, old in steps(path.parent)[_KEEP:]:
+        if old.name != best_name:
+            # Its own files, but nothing else that somebody has put there.
+            for file in [old / FACTS, *old.glob("rank*.safetensors")]:
+                file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                old.rmdir()
 
 
 def remove_unfinished(folder: str | None) -> None:
-    """Remove what ranks that were ended have left, unless another run writes there now."""
-    if folder is not None and os.path.isdir(folder):
-        with contextlib.suppress(OSError):
-            lock = _locked(Path(folder), 0)
-            try:
-                _clean(Path(folder))
-            finally:
-                os.close(lock)
+    """Remove what ranks that were ended have left."""
+    for path in Path(folder).glob(f".*{PART}") if folder else ():
+        if path.name.startswith((".step-", f".{BEST}-")):
+            with contextlib.suppress(OSError):
+                path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
+
+def prepare(comm: Comm, folder: str) -> None:
+    """Make the folder, without what an earlier run has left; a collective call."""
+    if comm.rank == 0:
+        with _says_where(folder):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            remove_unfinished(folder)
+    comm.barrier()
+
+
+@contextlib.contextmanager
+def _says_where(folder: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot write a checkpoint to {folder}: {why}") from None
 
 
 def _file(rank: int) -> str:
     return f"rank{rank}.safetensors"
-
-
-def _locked(folder: Path, patience_s: float) -> int:
-    """The open folder, which this process alone has locked; the lock ends with the process."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    until_s = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            if time.monotonic() > until_s:
-                os.close(lock)
-                raise OSError("another run is writing there: give this run its own") from None
-            time.sleep(10 * _POLL_S)
-        except OSError:  # a file system without locks
-            return lock
-
-
-def _clean(folder: Path) -> None:
-    for name in os.listdir(folder):
-        if name.endswith(PART) and name.startswith((".step-", f".{BEST}-")):
-            _remove(folder / name)
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint, but nothing else that somebody has put into its folder."""
-    with contextlib.suppress(OSError):
-        if path.is_symlink():
-            path.unlink()
-            return
-        # First the facts: without them it is no checkpoint, should this be cut short.
-        for file in [path / FACTS, *path.glob("rank*.safetensors*")]:
-            file.unlink(missing_ok=True)
-        path.rmdir()
-
-
-def _sync(path: str | Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,16 +1,22 @@
-"""What an epoch reports: loss and accuracy on the samples trained on and on the held-out ones."""
+"""What an epoch reports: progress counted, held-out samples judged, and where it is written."""
 
-import json
+import csv
+import io
 import math
+import os
+import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from labkit import gpus
 from labkit.collectives import ring_all_reduce
-from labkit.comm.board import KINDS
-from labkit.comm.comm import Comm
+from labkit.files import write_private
 from labkit.strategies.base import Strategy
 from labkit.training.resolve import Work
 from labkit.workload.losses import predicts_classes
@@ -22,12 +28,108 @@ _BATCH = 512
 _MOST_VALUES = 2**21
 # Accuracy among the likeliest classes says something only where there are more classes.
 _TOP = 5
-# Characters of a kind of span, and bytes that suffice for a row of the board's kinds as JSON.
-_KIND, _TEXT = 32, 256 * KINDS
+_TABLE = "epochs.csv"
+# TensorBoard's names of an epoch's numbers.
+_TAGS = {
+    "loss": "loss/train",
+    "test_loss": "loss/held_out",
+    "train_accuracy": "accuracy/train",
+    "test_accuracy": "accuracy/held_out",
+    "test_top5": "accuracy/held_out_top5",
+    "seconds": "seconds/epoch",
+}
 
-# Numbers by name, and ``phases_s``: seconds by kind.
+# Numbers by name, and ``phases_s``: this rank's seconds by kind of span.
 Row = dict[str, Any]
-Seconds = dict[str, float]
+
+
+@dataclass
+class Progress:
+    """How far a run is, on one rank. Sums over an epoch are of the one under way.
+
+    Attributes:
+        loss_sum: of this rank's losses in the epoch, float64 [1].
+        finite: after how many of the epoch's steps ``loss_sum`` was finite, float64 [1].
+        trained: this rank's right predictions in the epoch and of how many, float64 [2].
+        epoch, step: complete epochs, and steps of the one under way.
+        rows: of the complete epochs, see ``row_of``.
+        seconds, spent_s: of training in the epoch, and by kind of span.
+        sent: messages and bytes by this rank while it trained; None if they are not counted.
+    """
+
+    loss_sum: Tensor
+    finite: Tensor
+    trained: Tensor
+    epoch: int = 0
+    step: int = 0
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+    spent_s: dict[str, float] = field(default_factory=dict)
+    sent: tuple[int, int] | None = (0, 0)
+
+    @classmethod
+    def none(cls, device: torch.device) -> "Progress":
+        """That of a run that begins."""
+        sums = torch.zeros(4, dtype=torch.float64, device=device)
+        return cls(sums[:1], sums[1:2], sums[2:])
+
+    def start_clock(self, strategy: Strategy) -> None:
+        """Count time, messages and bytes from now on."""
+        self._before = _spent(strategy), strategy.sent(), now_s(strategy)
+
+    def stop_clock(self, strategy: Strategy) -> None:
+        """Add what was counted since ``start_clock``, and the right predictions."""
+        spent_s, sent, since_s = self._before
+        self.seconds += now_s(strategy) - since_s
+        now = strategy.sent()
+        if self.sent is None or sent is None or now is None:
+            self.sent = None
+        else:
+            self.sent = self.sent[0] + now[0] - sent[0], self.sent[1] + now[1] - sent[1]
+        for kind, seconds in _spent(strategy).items():
+            if (more := seconds - spent_s.get(kind, 0.0)) > 0:
+                self.spent_s[kind] = self.spent_s.get(kind, 0.0) + more
+        self.trained += strategy.counted()
+
+    def end_step(self, loss: Tensor) -> None:
+        """Count a step; nothing waits for a GPU."""
+        self.step += 1
+        self.loss_sum += loss
+        self.finite += self.loss_sum.isfinite()
+
+    def end_epoch(self, row: Row) -> None:
+        self.rows.append(row | {"phases_s": self.spent_s})
+        self.epoch, self.step, self.seconds, self.spent_s = self.epoch + 1, 0, 0.0, {}
+        for sums in (self.loss_sum, self.finite, self.trained):
+            sums.zero_()
+
+    def numbers(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this rank."""
+        sums = {"loss_sum": self.loss_sum.tolist(), "trained": self.trained.tolist()}
+        return sums | {"seconds": self.seconds, "spent_s": self.spent_s, "sent": self.sent}
+
+    def add(self, numbers: dict[str, Any]) -> None:
+        """Add what a rank had counted."""
+        self.loss_sum += self.loss_sum.new_tensor(numbers["loss_sum"])
+        self.trained += self.trained.new_tensor(numbers["trained"])
+        self.seconds = max(self.seconds, numbers["seconds"])
+        self.spent_s = numbers["spent_s"]
+
+
+def _spent(strategy: Strategy) -> dict[str, float]:
+    """This rank's seconds so far by kind of span; in one process those of its main thread."""
+    session = strategy.comm.session
+    assert session.sums is not None, "the run has started"
+    # On a GPU it waits for the spans' ends: the host has waited for them already.
+    session.recorder.settle()
+    return session.sums.so_far(main_lane_only=strategy.in_one_process)
+
+
+def now_s(strategy: Strategy) -> float:
+    """The host's clock, when all that was queued on the strategy's devices has ended."""
+    for device in {strategy.comm.device, *strategy.devices}:
+        gpus.synchronize(device)
+    return time.perf_counter()
 
 
 def evaluated(work: Work, strategy: Strategy, index: int, count: int) -> Tensor:
@@ -85,53 +187,19 @@ def row_of(work: Work, loss: float, seconds: float, train_accuracy: float, sums:
     }
 
 
-def summed_row(
-    comm: Comm,
-    work: Work,
-    seconds: float,
-    loss_sum: Tensor,
-    finite: Tensor,
-    trained: Tensor,
-    sums: Tensor,
-    spent_s: Seconds,
-) -> tuple[Row, int]:
-    """``row_of`` from what every rank has counted, with ``phases_s``, the mean over the ranks.
-
-    Args:
-        comm: this rank's Comm.
-        work: what is trained.
-        seconds: of training.
-        loss_sum, finite, trained: of this rank, see ``progress.Progress``.
-        sums: of this rank's part of the held-out samples.
-        spent_s: this rank's seconds by kind.
-
-    Returns:
-        The row, and after how many steps the losses of all ranks were finite.
-    """
+def summed_row(work: Work, strategy: Strategy, progress: Progress) -> tuple[Row, int]:
+    """``row_of`` the epoch of all ranks, and after how many steps all their losses were finite."""
+    comm, sums = strategy.comm, evaluated(work, strategy, *strategy.share())
     with comm.span("evaluate"):
-        of_ranks = torch.zeros(comm.world_size, dtype=torch.float64, device=comm.device)
-        of_ranks[comm.rank] = finite[0]
-        everything = torch.cat([loss_sum, trained, sums, of_ranks])
+        of_ranks = sums.new_zeros(comm.world_size)
+        of_ranks[comm.rank] = progress.finite[0]
+        everything = torch.cat([progress.loss_sum, progress.trained, sums, of_ranks])
         if comm.world_size > 1:
             ring_all_reduce(comm, everything)
-        phases_s = _mean_over_ranks(comm, spent_s)
     loss, right, judged = everything[:3].tolist()
-    row = row_of(work, loss / len(work.train), seconds, _part(right, judged), everything[3:8])
-    return row | {"phases_s": phases_s}, int(everything[8:].min())
-
-
-def spent_since(before_s: Seconds, strategy: Strategy) -> Seconds:
-    """This rank's seconds by kind of span since they were ``before_s``; {} is the start.
-
-    Of a technique in one process, whose threads compute at the same time, the main thread's alone.
-    """
-    session = strategy.comm.session
-    assert session.sums is not None, "the run has started"
-    # On a GPU it waits for the spans' ends: the host has waited for them already.
-    session.recorder.settle()
-    now_s = session.sums.so_far(main_lane_only=strategy.in_one_process)
-    spent_s = {kind: seconds - before_s.get(kind, 0.0) for kind, seconds in now_s.items()}
-    return {kind: seconds for kind, seconds in spent_s.items() if seconds > 0}
+    accuracy, loss = _part(right, judged), loss / len(work.train)
+    row = row_of(work, loss, progress.seconds, accuracy, everything[3:8])
+    return row, int(everything[8:].min())
 
 
 def epoch_line(epoch: int, epochs: int, row: Row) -> str:
@@ -162,15 +230,79 @@ def _part(total: float, count: float) -> float:
     return total / count if count else math.nan
 
 
-def _mean_over_ranks(comm: Comm, seconds: Seconds) -> Seconds:
-    """The mean of all ranks' seconds by kind; a kind that a rank does not have counts as 0."""
-    if comm.world_size == 1:
-        return seconds
-    # As text, since the kinds differ from rank to rank; the sum puts the texts side by side.
-    text = json.dumps({kind[:_KIND]: round(s, 9) for kind, s in seconds.items()}).encode()
-    texts = torch.zeros(comm.world_size, _TEXT, dtype=torch.uint8, device=comm.device)
-    texts[comm.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    ring_all_reduce(comm, texts)
-    rows = [json.loads(bytes(row).rstrip(b"\0")) for row in texts.tolist()]
-    kinds = sorted({kind for row in rows for kind in row})
-    return {kind: sum(row.get(kind, 0.0) for row in rows) / len(rows) for kind in kinds}
+class Logs:
+    """``epochs.csv`` and TensorBoard's files in a run's ``log_dir``, on rank 0.
+
+    A log that cannot be written does not end the training: that is said once.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self._failed: set[str] = set()
+        self._events: Any = None
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Take the last of all epochs so far, those before a resumption included."""
+        flat = [_flat(row) for row in rows]
+        for name, write in ((_TABLE, self._write_table), ("TensorBoard", self._write_events)):
+            try:
+                if name not in self._failed:
+                    write(flat)
+            except Exception as error:
+                self._failed.add(name)
+                print(
+                    f"no {name} in {self.folder}: {error}; the training goes on", file=sys.stderr
+                )
+
+    def _write_table(self, rows: list[Row]) -> None:
+        columns = dict.fromkeys(name for row in rows for name in row)
+        text = io.StringIO()
+        table = csv.DictWriter(text, ["epoch", *columns], restval="", lineterminator="\n")
+        table.writeheader()
+        table.writerows({"epoch": number, **row} for number, row in enumerate(rows, start=1))
+        write_private(f"{self.folder}/{_TABLE}", [text.getvalue().encode()], 0o644)
+
+    def _write_events(self, rows: list[Row]) -> None:
+        # Not at the top: few runs need it. It takes a moment, and may not be installed.
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._events is None:
+            # What an interrupted run wrote about later epochs is not shown any more.
+            self._events = SummaryWriter(self.folder, purge_step=len(rows))
+        for name, value in rows[-1].items():
+            if value != "":
+                tag = _TAGS.get(name, f"seconds/{name.removesuffix('_s')}")
+                self._events.add_scalar(tag, value, len(rows))
+        self._events.flush()
+
+    def close(self) -> None:
+        # After an error its thread would never read what is still to be written.
+        if self._events is not None and "TensorBoard" not in self._failed:
+            self._events.close()
+
+
+def _flat(row: Row) -> Row:
+    """An epoch's numbers alone: ``KIND_s`` for each of ``phases_s``, "" where it is not finite."""
+    numbers = {name: value for name, value in row.items() if name != "phases_s"}
+    numbers |= {f"{kind}_s": s for kind, s in sorted(row.get("phases_s", {}).items())}
+    is_number = {n: value is not None and math.isfinite(value) for n, value in numbers.items()}
+    return {name: value if is_number[name] else "" for name, value in numbers.items()}
+
+
+def check_log_dir(folder: str, resumed: bool) -> None:
+    """Make the folder of a run's logs, and refuse one that has another run's.
+
+    Raises:
+        ValueError: logs of another run, or a folder that cannot be made or written.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make log_dir {folder!r}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write to log_dir {folder}: no permission")
+    if not resumed and (Path(folder) / _TABLE).exists():
+        raise ValueError(
+            f"log_dir {folder} has the logs of another run ({_TABLE}): give another folder, or "
+            "continue that run with resume"
+        )

@@ -6,6 +6,7 @@ the ranks. So the runs of two techniques differ only in the technique.
 
 import itertools
 import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,26 +14,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from labkit.collectives import broadcast, ring_all_reduce
 from labkit.comm.comm import Comm
-from labkit.comm.peak_memory import PeakMemory
+from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
 from labkit.errors import PreemptedError
-from labkit.runtime.between_hosts.reports import PLAIN
 from labkit.runtime.prepare import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
-from labkit.training.evaluation import Row, epoch_line, evaluated, row_of, summed_row
-from labkit.training.logs import RunLogs, run_logs
+from labkit.training.evaluation import (
+    Logs,
+    Progress,
+    Row,
+    epoch_line,
+    evaluated,
+    row_of,
+    summed_row,
+)
 from labkit.training.optimizer import optimizer_maker
 from labkit.training.own import NOTHING, Own
-from labkit.training.progress import Progress, added
 from labkit.training.resolve import Work, work_of
-from labkit.training.resume import facts_of
-from labkit.training.saving import Checkpoints
+from labkit.training.resume import Checkpoints, identity, on_sigterm
 from labkit.training.state import checksum
-from labkit.training.stop import Stop
 from labkit.workload.losses import CountedLoss
 from labkit.workload.samples import on_device
 from labkit.workload.sampling import batch_slices, epoch_order
@@ -43,7 +47,7 @@ class RankReport:
     """The result of a training run on one rank.
 
     Attributes:
-        epochs: by epoch, see ``evaluation.row_of``.
+        epochs: by epoch, see ``evaluation.row_of``; ``phases_s`` are this rank's.
         messages, bytes_sent: by this rank while it trained; None if they are not counted.
         checksum: of the parameters and buffers.
         state: these parameters and buffers, on rank 0 only.
@@ -63,7 +67,8 @@ class RankReport:
     ends_s: list[float] = field(default_factory=list)
 
 
-PLAIN.append(RankReport)
+# Ranks of other hosts may return it: it only holds data.
+torch.serialization.add_safe_globals([RankReport])
 
 
 def fit(
@@ -85,119 +90,102 @@ def fit(
             labkit's.
         start: the checkpoint from which the run goes on; None to begin at the beginning.
     """
-    with run_logs(comm, config) as logs:
-        allow_tf32(config.tf32)
-        work = work_of(config, own)
-        strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
-        memory = comm.session.memory_of_part(own.num_bytes)
-        make_optimizer = optimizer_maker(config, own.optimizer, strategy, len(work.train))
-        model = work.make_model()
-        if own.model is not None:
-            _make_equal(comm, model)
-        facts = facts_of(config, own, work, model) if config.checkpoint_dir else None
-        strategy.setup(comm, model, make_optimizer)
-        # A strategy may keep only a part of the model, and the rest is freed.
-        del model
-        ends_s: list[float] = []
-        with Stop(config.checkpoint_dir) as stop, Checkpoints(config, strategy, facts) as saved:
-            run = _Run(config, work, strategy, saved, stop, logs, verbose)
-            progress = saved.load(start, run.rehearse)
-            if isinstance(strategy, OwnPaceStrategy):
-                with memory.counted():
-                    ends_s = run.train_at_own_pace(strategy, progress)
-                run.measure(progress)
-            while progress.epoch < config.epochs:
-                with memory.counted():
-                    progress.start_clock(strategy)
-                    run.train_epoch(progress)
-                    progress.stop_clock(strategy)
-                run.end_epoch(progress)
-        state, notes = strategy.full_state(), strategy.notes()
-        strategy.close()
-        mine = state if comm.rank == 0 else None
-        counts = progress.sent or (None, None)
-        digest = checksum(state)
-        return RankReport(progress.rows, *counts, digest, mine, notes, memory.peak, ends_s)
-
-
-def _make_equal(comm: Comm, model: nn.Module) -> None:
-    """Give all ranks rank 0's parameters and buffers of a learner's own model.
-
-    A function that makes a model may not be the same on all ranks, and under ``torchrun`` each
-    rank has made its own model.
-    """
-    if comm.world_size > 1:
+    allow_tf32(config.tf32)
+    work = work_of(config, own)
+    strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
+    memory = comm.session.memory_of_part(own.num_bytes)
+    model = work.make_model()
+    if own.model is not None and comm.world_size > 1:
+        # A function may not make the same on all ranks, and under torchrun each has its own.
         model.to(comm.device)
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(comm, tensor.data)
+    facts = identity(config, own, work, model) if config.checkpoint_dir else {}
+    strategy.setup(comm, model, optimizer_maker(config, own.optimizer, strategy, len(work.train)))
+    # A strategy may keep only a part of the model, and the rest is freed.
+    del model
+    run = _Run(config, work, strategy, facts, verbose)
+    progress, ends_s = run.progress, []
+    with on_sigterm(run.stop.set if run.checkpoints else None):
+        if start is not None and run.checkpoints:
+            run.checkpoints.load(start, progress, run.rehearse)
+        if isinstance(strategy, OwnPaceStrategy):
+            ends_s = run.train_at_own_pace(strategy, memory)
+        while progress.epoch < config.epochs:
+            with memory.counted():
+                progress.start_clock(strategy)
+                run.train_epoch()
+                progress.stop_clock(strategy)
+            run.end_epoch()
+    if run.logs is not None:
+        run.logs.close()
+    state, notes = strategy.full_state(), strategy.notes()
+    strategy.close()
+    counts = progress.sent or (None, None)
+    mine = state if comm.rank == 0 else None
+    return RankReport(progress.rows, *counts, checksum(state), mine, notes, memory.peak, ends_s)
 
 
 class _Run:
-    """A run on one rank: its parts, and what is done with them in turn."""
+    """A run on one rank: its parts, how far it is, and what is done in turn."""
 
     def __init__(
         self,
         config: RunConfig,
         work: Work,
         strategy: Strategy,
-        checkpoints: Checkpoints,
-        stop: Stop,
-        logs: RunLogs,
+        facts: dict[str, Any],
         verbose: bool,
     ):
         self.config, self.work, self.strategy, self.comm = config, work, strategy, strategy.comm
-        self.checkpoints, self.stop, self.logs, self.verbose = checkpoints, stop, logs, verbose
-        # Of a technique without waits: what its epochs have ended with, not measured yet.
-        self.ends: list[tuple[float, Tensor, float, dict[str, Tensor]]] = []
+        self.steps = math.ceil(len(work.train) / config.batch_size)
+        self.progress, self.stop = Progress.none(self.comm.device), threading.Event()
+        self.checkpoints = self.logs = None
+        if config.checkpoint_dir is not None:
+            self.checkpoints = Checkpoints(config, strategy, facts, self.steps)
+        self.tells = self.comm.rank == 0 and verbose
+        if config.log_dir is not None and self.comm.rank == 0:
+            self.logs = Logs(config.log_dir)
 
-    def train_epoch(self, progress: Progress) -> None:
+    def train_epoch(self) -> None:
         """One pass over the training samples, or what is left of it."""
-        strategy, batches = self.strategy, self.batches(progress.epoch)
-        total = self.config.epochs * len(batches)
-        for batch in self.shares(batches[progress.step :], progress.epoch):
+        strategy, progress = self.strategy, self.progress
+        batches = self.batches(progress.epoch)[progress.step :]
+        for batch in self.shares(batches, progress.epoch):
             loss, samples = strategy.step(*batch).detach(), len(batch[1])
             progress.end_step(loss)
+            done, total = progress.epoch * self.steps + progress.step, self.steps
             now = {"samples": samples, "loss": loss / max(1, samples)}
-            done = progress.epoch * len(batches) + progress.step
-            self.comm.progress(done, total, f"steps, epoch {progress.epoch + 1}", **now)
-            if progress.step < len(batches) and self.checkpoints.writer is not None:
-                before = strategy.sent()
-                is_end = self.agree(progress)
-                # These messages are not the technique's.
-                progress.sent = added(progress.sent, strategy.sent(), before)
-                if is_end or self.checkpoints.is_due(progress):
-                    progress.stop_clock(strategy)
-                    self.checkpoints.save(progress)
-                    progress.start_clock(strategy)
-                if is_end:
-                    self.end_early(progress)
+            label = f"steps, epoch {progress.epoch + 1}"
+            self.comm.progress(done, total * self.config.epochs, label, **now)
+            if self.checkpoints is not None and progress.step < self.steps:
+                # Its messages and seconds are not the technique's.
+                progress.stop_clock(strategy)
+                self.save_and_end(self.agree())
+                progress.start_clock(strategy)
         strategy.end_epoch()
 
-    def end_epoch(self, progress: Progress) -> None:
+    def end_epoch(self) -> None:
         """Evaluate, which is not part of the technique, so it is neither timed nor counted."""
-        sums = evaluated(self.work, self.strategy, *self.strategy.share())
-        measured = progress.loss_sum, progress.finite, progress.trained, sums, progress.spent_s
-        row, finite = summed_row(self.comm, self.work, progress.seconds, *measured)
+        progress = self.progress
+        row, finite = summed_row(self.work, self.strategy, progress)
         if not math.isfinite(row["loss"]):
             self.check_finite(progress.epoch, finite)
-        is_end = self.agree(progress)
+        is_end = self.agree()
         progress.end_epoch(row)
-        self.tell(progress.rows)
-        is_end = is_end and progress.epoch < self.config.epochs
-        if self.checkpoints.is_due(progress) or is_end:
-            self.checkpoints.save(progress)
-        if is_end:
-            self.end_early(progress)
+        self.tell()
+        self.save_and_end(is_end and progress.epoch < self.config.epochs)
 
-    def agree(self, progress: Progress) -> bool:
+    def agree(self) -> bool:
         """Whether a rank has been told to end.
 
         Raises:
             FloatingPointError: the loss of a rank is not finite.
         """
-        if self.checkpoints.writer is None:
+        progress = self.progress
+        if self.checkpoints is None:
             return False
-        words = [float(self.stop.is_told), progress.finite.item() < progress.step]
+        words = [float(self.stop.is_set()), progress.finite.item() < progress.step]
         flags = torch.tensor(words, dtype=torch.float64, device=self.comm.device)
         if self.comm.world_size > 1:
             ring_all_reduce(self.comm, flags)
@@ -205,13 +193,21 @@ class _Run:
             self.check_finite(progress.epoch, progress.step - 1)
         return bool(flags[0])
 
-    def check_finite(self, epoch: int, finite: int) -> None:
-        """Refuse to go on after a loss that is not finite, unless fp16's scaler skips such steps.
+    def save_and_end(self, is_end: bool) -> None:
+        """Save a checkpoint if one is due; raise PreemptedError on all ranks after the last."""
+        if self.checkpoints is not None and (is_end or self.checkpoints.is_due(self.progress)):
+            self.checkpoints.save(self.progress)
+        if is_end:
+            self.comm.barrier()
+            done = self.progress.epoch * self.steps + self.progress.step
+            total = self.config.epochs * self.steps
+            raise PreemptedError(
+                f"stopped by SIGTERM after {done} of {total} steps, with a checkpoint: the same "
+                "command goes on from there with resume"
+            )
 
-        Args:
-            epoch: the one under way.
-            finite: its steps before that.
-        """
+    def check_finite(self, epoch: int, finite: int) -> None:
+        """Refuse to go on after ``finite`` steps of an epoch, unless fp16's scaler skips them."""
         scaler = getattr(self.strategy, "scaler", None)
         if scaler is not None and scaler.is_enabled():
             return
@@ -222,48 +218,40 @@ class _Run:
             f"rate {rate}: try a smaller lr, a warm-up (warmup_epochs) or clip_norm 1"
         )
 
-    def end_early(self, progress: Progress) -> None:
-        """Raise PreemptedError on all ranks when what was saved last is whole."""
-        assert self.checkpoints.writer is not None
-        self.checkpoints.writer.wait()
-        self.comm.barrier()
-        steps = len(self.batches(0))
-        done = progress.epoch * steps + progress.step
-        raise PreemptedError(
-            f"stopped by SIGTERM after {done} of {self.config.epochs * steps} steps, with a "
-            "checkpoint: the same command goes on from there with resume"
-        )
+    def train_at_own_pace(self, strategy: OwnPaceStrategy, memory: Part) -> list[float]:
+        """Train so that no rank waits for the others; return ``RankReport.ends_s``.
 
-    def train_at_own_pace(self, strategy: OwnPaceStrategy, progress: Progress) -> list[float]:
-        """Train so that no rank waits for the others; return ``RankReport.ends_s``."""
-        origin_s, steps = self.comm.session.recorder.origin, len(self.batches(0))
-        ends_s = [time.perf_counter() - origin_s]
-        progress.start_clock(strategy)
-        for end in strategy.train(self.endless_shares(), steps, self.config.epochs):
-            ends_s.append(time.perf_counter() - origin_s)
-            self.ends.append((*end, float(strategy.accuracy), strategy.full_state()))
-            if not end[1].isfinite():
-                self.check_finite(len(self.ends) - 1, steps - 1)
-        progress.stop_clock(strategy)
-        return ends_s
-
-    def measure(self, progress: Progress) -> None:
-        """After training at their own pace: evaluate the parameters with which epochs ended."""
-        assert isinstance(self.strategy, OwnPaceStrategy)
-        now = self.strategy.full_state()
-        for passed_s, loss, accuracy, state in self.ends:
-            self.strategy.load_full_state(state)
-            sums = evaluated(self.work, self.strategy, 0, 1)
+        What the epochs have ended with is evaluated afterwards.
+        """
+        progress, origin_s = self.progress, self.comm.session.recorder.origin
+        endless = (self.shares(self.batches(epoch), epoch) for epoch in itertools.count())
+        batches = itertools.chain.from_iterable(endless)
+        ends, ends_s = [], [time.perf_counter() - origin_s]
+        with memory.counted():
+            progress.start_clock(strategy)
+            for passed_s, loss in strategy.train(batches, self.steps, self.config.epochs):
+                ends_s.append(time.perf_counter() - origin_s)
+                ends.append((passed_s, loss, float(strategy.accuracy), strategy.full_state()))
+                if not loss.isfinite():
+                    self.check_finite(len(ends) - 1, self.steps - 1)
+            progress.stop_clock(strategy)
+        last = strategy.full_state()
+        for passed_s, loss, accuracy, state in ends:
+            strategy.load_full_state(state)
+            sums = evaluated(self.work, strategy, 0, 1)
             seconds = passed_s - sum(row["seconds"] for row in progress.rows)
             progress.rows.append(row_of(self.work, loss.item(), seconds, accuracy, sums))
-            self.tell(progress.rows)
-        self.strategy.load_full_state(now)
+            self.tell()
+        strategy.load_full_state(last)
         progress.epoch = self.config.epochs
+        return ends_s
 
-    def tell(self, rows: list[Row]) -> None:
+    def tell(self) -> None:
         """Say and log what the last epoch has reported."""
-        self.logs.add(rows)
-        if self.verbose and self.comm.rank == 0:
+        rows = self.progress.rows
+        if self.logs is not None:
+            self.logs.add(rows)
+        if self.tells:
             print(epoch_line(len(rows) - 1, self.config.epochs, rows[-1]))
 
     def rehearse(self) -> None:
@@ -282,8 +270,3 @@ class _Run:
             with self.comm.span("data"):
                 inputs, targets = on_device(next(loaded), self.comm.device)
             yield inputs, targets, len(batch)
-
-    def endless_shares(self) -> Iterator[Batch]:
-        """This rank's share of one batch after another, from the first one on."""
-        for epoch in itertools.count():
-            yield from self.shares(self.batches(epoch), epoch)

@@ -7,7 +7,7 @@ measure the same thing say the same.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import torch
@@ -106,33 +106,23 @@ def measure_link(
     where = {"device": device, "devices": devices, "transport": transport}
     settings = pattern, tuple(sizes_bytes), repeats, gamma
     by_rank = run(_measure, *settings, world_size=world_size, **where).values
+    moved_by = by_rank[0][0]
     # Of a ping-pong only rank 0 sees whole rounds, from its send to the answer.
-    timed = [times.seconds for times in by_rank[: 1 if pattern == "ping_pong" else None]]
-    seconds = {size: _slowest([mine[size] for mine in timed]) for size in timed[0]}
+    timed = [seconds for _, seconds, _ in by_rank[: 1 if pattern == "ping_pong" else None]]
+    # A message takes as long as on the slowest rank.
+    seconds = {size: [*map(max, zip(*(one[size] for one in timed)))] for size in timed[0]}
+    added_s = [*map(max, zip(*(added_s for *_, added_s in by_rank)))]
     sizes_bytes, times_s = zip(*[(size, s) for size, times in seconds.items() for s in times])
-    added_s = _slowest([times.added_s for times in by_rank])
     gamma_s_per_byte = statistics.median(added_s) / ADDED_BYTES if added_s else 0.0
     line = fit_link(sizes_bytes, times_s, gamma_s_per_byte)
-    how = {"pattern": pattern, "world_size": world_size, "transport": by_rank[0].transport}
+    how = {"pattern": pattern, "world_size": world_size, "transport": moved_by}
     return MeasuredLink(**asdict(line), **how, seconds=seconds, added_s=added_s)
-
-
-def _slowest(by_rank: list[list[float]]) -> list[float]:
-    return [max(each) for each in zip(*by_rank)]
-
-
-@dataclass
-class _Times:
-    """What one rank measured; see ``MeasuredLink``."""
-
-    transport: str
-    seconds: dict[int, list[float]]
-    added_s: list[float]
 
 
 def _measure(
     comm: Comm, pattern: str, sizes_bytes: tuple[int, ...], repeats: int, gamma: bool
-) -> _Times:
+) -> tuple[str, dict[int, list[float]], list[float]]:
+    """What moved the messages, this rank's seconds of one by size, and those of additions."""
     right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
 
     def move(outgoing: Tensor, incoming: Tensor) -> None:
@@ -160,17 +150,16 @@ def _measure(
     incoming = {size: torch.zeros_like(tensor) for size, tensor in outgoing.items()}
     total = torch.zeros(ADDED_BYTES // 4, device=comm.device)
     add = partial(total.add_, torch.ones_like(total))
-    moved_by = {"nccl": "NCCL"}.get(dist.get_backend(), dist.get_backend())
-    if comm.transport.shares_memory:
-        moved_by = "shared memory"
-    found = _Times(moved_by, {size: [] for size in sizes_bytes}, [])
+    backend = dist.get_backend().replace("nccl", "NCCL")
+    moved_by = "shared memory" if comm.transport.shares_memory else backend
+    seconds: dict[int, list[float]] = {size: [] for size in sizes_bytes}
+    added_s = []
     for _ in range(repeats + 1):
-        for size, times in found.seconds.items():
+        for size, times in seconds.items():
             in_a_row = max(1, min(_MOST_IN_A_ROW, _BYTES_IN_A_ROW // size))
             action = partial(move, outgoing[size], incoming[size])
             times.append(timed(in_a_row, action) / (1 if pattern == "exchange" else 2))
         if gamma:
-            found.added_s.append(timed(1, add))
+            added_s.append(timed(1, add))
     # The first round warms up.
-    by_size = {size: times[1:] for size, times in found.seconds.items()}
-    return replace(found, seconds=by_size, added_s=found.added_s[1:])
+    return moved_by, {size: times[1:] for size, times in seconds.items()}, added_s[1:]

@@ -40,14 +40,6 @@ def optimizer_maker(
     rates = {name: getattr(config, name) for name in _RATES}
     given = {name: float(rate) for name, rate in rates.items() if rate is not None}
 
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        if own is not None:
-            return own(list(parameters))
-        return OPTIMIZERS[config.optimizer](parameters, **given)
-
-    # A scheduler takes some microseconds per update.
-    if not config.changes_lr:
-        return make
     whole, rest = divmod(num_samples, config.batch_size)
     updates = whole * strategy.updates_of(config.batch_size, config.world_size)
     updates += strategy.updates_of(rest, config.world_size) if rest else 0
@@ -59,19 +51,19 @@ def optimizer_maker(
         updates_per_epoch=updates,
     )
 
-    def make_scheduled(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = make(parameters)
-        if any("lr" not in group for group in optimizer.param_groups):
-            raise ValueError(
-                f"lr_schedule and warmup_epochs change the lr of an optimizer, and "
-                f"{type(optimizer).__name__} has no lr in its param_groups: leave them out"
-            )
-        scheduler = LambdaLR(optimizer, factor)
-        setattr(optimizer, _SCHEDULER, scheduler)
-        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if own is not None:
+            optimizer = own(list(parameters))
+        else:
+            optimizer = OPTIMIZERS[config.optimizer](parameters, **given)
+        # A scheduler takes some microseconds per update.
+        if config.changes_lr:
+            scheduler = LambdaLR(optimizer, factor)
+            setattr(optimizer, _SCHEDULER, scheduler)
+            optimizer.register_step_post_hook(lambda *_: scheduler.step())
         return optimizer
 
-    return make_scheduled
+    return make
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> LambdaLR | None:
@@ -108,56 +100,47 @@ def check_optimizer(make: MakeOptimizer, optimizes: str, technique: str) -> None
         ValueError: it makes no optimizer, needs a closure, or makes other updates in pieces.
     """
 
-    def layers(first: Tensor, second: Tensor) -> list[list[Tensor]]:
-        return [[first], [second]]
-
-    def elements(first: Tensor, second: Tensor) -> list[list[Tensor]]:
-        return [[torch.cat([first.flatten(), second[:1]])], [second[1:]]]
-
-    def whole(first: Tensor, second: Tensor) -> list[list[Tensor]]:
-        return [[first, second]]
-
-    expected = _updated(make, whole)
-    why, cut = "", {"layers": layers, "elements": elements, "model": whole}[optimizes]
-    try:
-        is_equal = torch.allclose(expected, _updated(make, cut), rtol=1e-9, atol=1e-12)
-    except ValueError as error:
-        is_equal, why = False, f" ({error})"
-    if not is_equal:
-        gets = {
-            "layers": "each rank has an optimizer for the parameters of its own layers",
-            "elements": "the parameters are flat vectors without shapes, cut at any element",
-            "model": "the same updates have to come out twice",
-        }
-        raise ValueError(
-            f"in {technique} {gets[optimizes]}, and this optimizer then makes other updates than "
-            f"on the whole model{why}: use one that works element by element, such as SGD or "
-            "Adam, or a technique with the whole model on each rank, such as ddp"
-        )
-
-
-def _updated(make: MakeOptimizer, cut: Callable[[Tensor, Tensor], list[list[Tensor]]]) -> Tensor:
-    """All values of two parameters after some updates, with an optimizer for each piece."""
-    generator = torch.Generator().manual_seed(0)
-
-    def two() -> list[list[Tensor]]:
-        options = {"generator": generator, "dtype": torch.float64}
-        return cut(torch.randn(4, 3, **options), torch.randn(5, **options))
-
-    pieces = [[nn.Parameter(tensor.clone()) for tensor in piece] for piece in two()]
-    try:
+    def updated(cut: Cut) -> Tensor:
+        """All values of both after some updates, with an optimizer for each piece."""
+        generator = torch.Generator().manual_seed(0)
+        sizes = [torch.empty(4, 3, dtype=torch.float64), torch.empty(5, dtype=torch.float64)]
+        pieces = [
+            [nn.Parameter(tensor) for tensor in piece]
+            for piece in cut(*(size.clone().normal_(generator=generator) for size in sizes))
+        ]
         optimizers = [make(parameters) for parameters in pieces]
         for _ in range(3):
-            for parameters, gradients in zip(pieces, two()):
-                for parameter, gradient in zip(parameters, gradients):
-                    parameter.grad = gradient.clone()
+            gradients = cut(*(size.clone().normal_(generator=generator) for size in sizes))
+            for parameters, some in zip(pieces, gradients):
+                for parameter, gradient in zip(parameters, some):
+                    parameter.grad = gradient
             for optimizer in optimizers:
-                if not isinstance(optimizer, torch.optim.Optimizer):
-                    raise TypeError(f"it returns a {type(optimizer).__name__}")
                 optimizer.step()
+        return torch.cat([parameter.detach().flatten() for piece in pieces for parameter in piece])
+
+    try:
+        expected, found = updated(_CUTS["model"]), updated(_CUTS[optimizes])
     except Exception as error:
         raise ValueError(
             f"optimizer fails ({type(error).__name__}: {error}): give a function of a list of "
-            "parameters, such as torch.optim.SGD, that returns an optimizer without a closure"
+            "parameters, such as torch.optim.SGD, that returns an optimizer without a closure. In "
+            f"{technique} it gets the {optimizes} of a rank"
         ) from error
-    return torch.cat([parameter.detach().flatten() for piece in pieces for parameter in piece])
+    if not torch.allclose(expected, found, rtol=1e-9, atol=1e-12):
+        raise ValueError(
+            f"in {technique} an optimizer gets the {optimizes} of a rank, and this one then makes "
+            "other updates than on the whole model: use one that works element by element, such "
+            "as SGD or Adam, or a technique with the whole model on each rank, such as ddp"
+        )
+
+
+Cut = Callable[[Tensor, Tensor], list[list[Tensor]]]
+# How techniques divide two parameters among optimizers.
+_CUTS: dict[str, Cut] = {
+    "model": lambda first, second: [[first, second]],
+    "layers": lambda first, second: [[first], [second]],
+    "elements": lambda first, second: [
+        [torch.cat([first.flatten(), second[:1]])],
+        [second[1:].clone()],
+    ],
+}

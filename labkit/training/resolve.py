@@ -6,10 +6,9 @@ few samples. On a rank ``work_of`` finds the same work again.
 
 import copy
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from multiprocessing import parent_process
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from torch.utils.data import Subset
 from labkit import strategies
 from labkit.config import (
     OPTIONS,
-    STAGED,
     RunConfig,
     parse_augment,
     parse_freeze,
@@ -28,7 +26,6 @@ from labkit.config import (
     parse_straggler,
 )
 from labkit.devices import check_named, check_world_size, plan
-from labkit.placement.even_split import even_split
 from labkit.runtime.preload import under_torchrun
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
@@ -48,7 +45,6 @@ from labkit.workload.samples import (
     Samples,
     TensorSamples,
     first_samples,
-    is_integer,
     num_classes,
     parts_of,
 )
@@ -104,38 +100,67 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
         ValueError: unknown names, or parts that do not go together; the message says what to do.
         FileNotFoundError: the data set is absent.
     """
-    find_work = cache(partial(work_of, config, own, download))
-    strategy = make_strategy(config, own=own, work=find_work)
-    work = find_work()
-    if own.model is None and own.dataset is None:
-        check_pixels(config.model, tuple(first_samples(work.train, 1)[0].shape[1:]))
-    is_usual = (config.loss, config.optimizer) == ("cross_entropy", "sgd")
-    is_usual = is_usual and config.weights is None and config.freeze is None
-    if (
-        is_usual
-        and config.dataset in DATASETS
-        and all(part is None for part in vars(own).values())
-    ):
-        return Resolved(strategy, work, "")
-    if len(work.train) < config.world_size and config.strategy not in STAGED:
-        raise ValueError(
-            f"{format_count(len(work.train), 'training sample')} for world_size "
-            f"{config.world_size}: some ranks would never get one. Use fewer ranks or more samples"
-        )
-    model, note = work.start()
+    work = work_of(config, own, download)
+    strategy = make_strategy(config, own=own, work=work)
     inputs, targets = first_samples(work.train, _FEW)
-    _check_loss(work, _outputs(model, inputs, config.seed), targets)
+    if own.model is None and own.dataset is None:
+        check_pixels(config.model, tuple(inputs.shape[1:]))
+    is_usual = all(part is None for part in vars(own).values()) and config.dataset in DATASETS
+    given = config.loss, config.weights, config.freeze
+    if is_usual and given == ("cross_entropy", None, None):
+        return Resolved(strategy, work, "")
+    model, note = work.start()
+    try:
+        with torch.no_grad(), seeded(config.seed):
+            outputs = model.eval()(inputs)
+    except Exception as error:
+        takes = f"{list(inputs.shape)} {inputs.dtype}".replace("torch.", "")
+        raise ValueError(
+            f"{type(model).__name__} does not take inputs {takes}: {error}. Its parameters are "
+            f"{next(model.parameters()).dtype}"
+        ) from error
+    if not isinstance(outputs, Tensor) or len(outputs) != len(inputs):
+        raise ValueError(
+            f"{type(model).__name__} returns {_described(outputs)}: it has to return one tensor "
+            f"with {format_count(len(inputs), 'row')}, one for each sample"
+        )
+    mean, *alone = (
+        _value(work.mean_loss, *pair)
+        for pair in ((outputs, targets), *zip(outputs.split(1), targets.split(1)))
+    )
+    if not torch.allclose(mean, sum(alone) / len(alone), rtol=1e-4, equal_nan=True):
+        raise ValueError(
+            f"loss of {len(alone)} samples is {mean:.4g}, and the mean of their losses one by one "
+            f"is {sum(alone) / len(alone):.4g}: return the mean over samples "
+            "(reduction='mean'; with weights, (weights * losses).mean()), so that shares add up"
+        )
     if own.optimizer is not None:
         make = optimizer_maker(config, own.optimizer, strategy, len(work.train))
         check_optimizer(make, strategy.optimizes, config.strategy)
-    if work.test is not None:
-        _outputs(model, first_samples(work.test, 1)[0], config.seed)
-        return Resolved(strategy, work, note)
-    way_out = "put some into a folder val beside a folder train"
-    if own.dataset is not None:
-        way_out = "give dataset=(train, test) to test on what was not trained on"
-    notes = filter(None, (note, f"no held-out samples: {way_out}"))
-    return Resolved(strategy, work, ". ".join(notes))
+    if work.test is None:
+        way_out = "give dataset=(train, test)" if own.dataset is not None else "add a folder val"
+        note = ". ".join(filter(None, (note, f"no held-out samples: {way_out} to test on others")))
+    return Resolved(strategy, work, note)
+
+
+def _value(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    fits = f"outputs {_described(outputs)} and targets {_described(targets)}"
+    try:
+        value = loss(outputs, targets)
+    except Exception as error:
+        raise ValueError(f"loss does not take {fits}: {error}") from error
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ValueError(
+            f"loss returns {_described(value)} for {fits}: it has to return one number as a "
+            "tensor, the mean over the samples (reduction='mean')"
+        )
+    return value.detach().double().reshape(())
+
+
+def _described(found: Any) -> str:
+    if not isinstance(found, Tensor):
+        return f"a {type(found).__name__}"
+    return f"{list(found.shape)} {str(found.dtype).removeprefix('torch.')}"
 
 
 def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
@@ -144,11 +169,6 @@ def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
     train, test = samples_for(config, own, download)
     loss = own.loss() if isinstance(own.loss, type) else own.loss
     loss = named_loss(config.loss) if loss is None else loss
-    if not callable(loss):
-        raise ValueError(
-            f"loss {config.loss} is of type {type(loss).__name__}: give a function (outputs, "
-            "targets) that returns the mean over the samples"
-        )
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has parameters of its own to train: make them the model's")
     # The same arithmetic for one target per sample, in one step.
@@ -172,11 +192,9 @@ def samples_for(
     config: RunConfig, own: Own, download: bool = False
 ) -> tuple[Samples, Samples | None]:
     """Samples to train on, and held-out ones if there are any; raises as ``resolve``."""
-    dtype, size, changes = getattr(torch, config.dtype), config.train_size, config.augment
-    crop, flip = ("crop" in parse_augment(changes), "flip" in parse_augment(changes))
-    transform = Transform(
-        dtype=dtype, crop=crop, flip=flip, resize=config.resize, seed=config.seed
-    )
+    dtype, size = getattr(torch, config.dtype), config.train_size
+    names = parse_augment(config.augment)
+    transform = Transform(dtype, augment=names, resize=config.resize, seed=config.seed)
     if own.dataset is not None:
         dataset = made(own.dataset, "dataset", config.seed)
         train, test = parts_of(dataset, dtype, config.seed)
@@ -188,11 +206,12 @@ def samples_for(
         return train, test
     if is_folder(config.dataset):
         images, held_out = open_folder(
-            config.dataset, train_size=size, resize=config.resize, crop=crop
+            config.dataset, train_size=size, resize=config.resize, crop="crop" in names
         )
-        # Images are resized one by one, and then a random part takes the place of a shift.
-        crop = crop and config.resize is None
-        transform = replace(transform, standard=IMAGENET, crop=crop, resize=None)
+        if config.resize is not None:
+            # Done as the images are read: a random part of each takes the place of a shift.
+            names = tuple(name for name in names if name != "crop")
+        transform = replace(transform, standard=IMAGENET, augment=names, resize=None)
         train = DatasetSamples(images, dtype, transform, config.seed)
         return train, None if held_out is None else replace(train, dataset=held_out)
     if config.dataset == "fake":
@@ -224,7 +243,7 @@ def _start(config: RunConfig, own: Own, train: Samples) -> tuple[nn.Module, str]
     """The model as training starts with it, and a note about its weights."""
     dtype = getattr(torch, config.dtype)
     if own.model is not None:
-        model = _own_model(own.model, dtype, config.seed)
+        model = _own_model(own.model, config.seed).to(dtype)
     else:
         inputs, _ = first_samples(train, 1)
         if inputs.dim() != 4:
@@ -244,78 +263,75 @@ def _start(config: RunConfig, own: Own, train: Samples) -> tuple[nn.Module, str]
     return model, note
 
 
-def _own_model(part: Any, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The learner's own model in ``dtype``; in the caller's process a copy."""
+def _own_model(part: Any, seed: int) -> nn.Module:
+    """The learner's own model; in the caller's process a copy."""
     if isinstance(part, list | tuple):
-        if not all(isinstance(layer, nn.Module) for layer in part):
-            raise ValueError("model: a list of layers holds nn.Modules, such as nn.Flatten()")
         part = nn.Sequential(*part)
     if not isinstance(part, nn.Module):
-        model = made(part, "model", seed)
-    elif parent_process():
-        model = part
-    else:
+        part = made(part, "model", seed)
+    elif not parent_process():
         try:
-            model = copy.deepcopy(part).cpu()
+            part = copy.deepcopy(part).cpu()
         except Exception as error:
             raise ValueError(
                 f"model {type(part).__name__} cannot be copied ({error}): give a function that "
                 "makes it, which each rank calls"
             ) from None
-    if not isinstance(model, nn.Module):
+    if not isinstance(part, nn.Module):
         raise ValueError(
-            f"model is of type {type(model).__name__}: give an nn.Module, a list of layers, or a "
+            f"model is of type {type(part).__name__}: give an nn.Module, a list of layers, or a "
             "function without arguments that makes one"
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if not any(parameter.requires_grad for parameter in part.parameters()):
         raise ValueError(
-            f"no parameter of {type(model).__name__} requires a gradient: nothing can be trained"
+            f"no parameter of {type(part).__name__} requires a gradient: nothing can be trained"
         )
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, dtype):
-            raise ValueError(
-                f"{name} is {parameter.dtype}, and dtype is {dtype}: give a model in float32, or "
-                "the dtype of the model"
-            )
-    for name, module in model.named_modules():
-        if module.training != model.training:
-            raise ValueError(
-                f"{name} is in {'training' if module.training else 'evaluation'} mode and the "
-                "rest of the model is not, but a run trains all layers in training mode: call "
-                "model.train(), and override train() in a layer that has to stay as it is"
-            )
-    return model.to(dtype)
+    return part
 
 
-def make_strategy(
-    config: RunConfig, *, own: Own = NOTHING, work: Callable[[], Work] | None = None
-) -> Strategy:
+def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = None) -> Strategy:
     """The strategy that ``config`` names, with its options; it is not set up yet.
 
     Args:
         config: the settings.
         own: the learner's own parts, which may determine where to cut.
-        work: what finds the work of the run, for a technique that cuts its model.
+        work: the work of the run, if it is known, for a technique that cuts its model.
 
     Raises:
         ValueError: unknown names, or a technique that does not fit the world size or the model.
     """
-    in_one_process = config.devices is not None
+    world_size, in_one_process = config.world_size, config.devices is not None
     technique = strategies.get(
         config.strategy, builtin=config.builtin, in_one_process=in_one_process
     )
     check_names(config, own)
-    check_world_size(config.world_size, warn=False)
-    options = _options(config, technique)
-    if technique.in_one_process:
-        options["devices"] = devices = _devices_of_one_process(config)
-    elif config.hosts is not None:
-        devices = ()
-    else:
-        ranks = config.world_size
-        if under_torchrun():
-            ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    check_world_size(world_size, warn=False)
+    options, taken = config.options(), [name for name in OPTIONS if name in technique.options()]
+    if not technique.in_one_process:
+        # They are the devices of the ranks, and nothing that the technique has to know.
+        options.pop("devices", None)
+    for name in options:
+        if name not in taken:
+            whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
+            its_own = f"its options are {', '.join(taken)}" if taken else "it has no options"
+            why = technique.instead.get(name, its_own)
+            raise ValueError(f"{whose} takes no option {name}: {why}")
+    if config.straggler is not None:
+        options["straggler"] = parse_straggler(config.straggler, world_size)
+    ranks, devices = world_size, ()
+    if under_torchrun():
+        ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    if technique.in_one_process and under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
+        raise ValueError(
+            f"{config.strategy} is one process with {format_count(world_size, 'device')}, but "
+            f"torchrun started {os.environ['WORLD_SIZE']} ranks: start it without torchrun"
+        )
+    if technique.in_one_process and config.devices is not None:
+        devices = check_named(config.devices, config.device)
+    elif config.hosts is None:
         devices = plan(ranks, config.device, devices=config.devices).devices
+    if technique.in_one_process:
+        options["devices"] = devices
     needs = {"nccl": "cuda", "labkit": "cpu"}.get(config.backend, "")
     if wrong := [device for device in devices if not device.startswith(needs)]:
         raise ValueError(
@@ -323,47 +339,12 @@ def make_strategy(
             f"{wrong[0]}: choose device {needs!r}, or backend 'gloo'"
         )
     if config.tf32 and devices and not any(name.startswith("cuda") for name in devices):
-        raise ValueError(
-            f"tf32 is a mode of NVIDIA's GPUs, and this run is on {devices[0]}: leave it out, or "
-            "run on a GPU"
-        )
+        raise ValueError(f"tf32 is a mode of NVIDIA's GPUs, and this run is on {devices[0]}")
     if "split_points" in technique.options():
-        work = work or partial(work_of, config, own)
-        options["split_points"] = _split_points(config, work())
+        options["split_points"] = _split_points(config, work or work_of(config, own))
     strategy = technique(**options)
-    strategy.check_ranks(config.world_size)
+    strategy.check_ranks(world_size)
     return strategy
-
-
-def _options(config: RunConfig, technique: type[Strategy]) -> dict[str, Any]:
-    """The options that were given for this technique, as its constructor takes them."""
-    taken = [name for name in OPTIONS if name in technique.options()]
-    given = config.options()
-    if not technique.in_one_process:
-        # They are the devices of the ranks, and nothing that the technique has to know.
-        given.pop("devices", None)
-    for name in given:
-        if name not in taken:
-            whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
-            its_own = f"its options are {', '.join(taken)}" if taken else "it has no options"
-            why = technique.instead.get(name, its_own)
-            raise ValueError(f"{whose} takes no option {name}: {why}")
-    if config.straggler is not None:
-        given["straggler"] = parse_straggler(config.straggler, config.world_size)
-    return given
-
-
-def _devices_of_one_process(config: RunConfig) -> tuple[str, ...]:
-    """One per replica or stage."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and under_torchrun():
-        raise ValueError(
-            f"{config.strategy} is one process with {format_count(config.world_size, 'device')}, "
-            f"but torchrun started {os.environ['WORLD_SIZE']} ranks: start it without torchrun"
-        )
-    if config.devices is None:
-        # Its note is about ranks.
-        return plan(config.world_size, config.device).devices
-    return check_named(config.devices, config.device)
 
 
 def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
@@ -378,68 +359,7 @@ def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
             f"model {config.model} has {format_count(num_layers, 'layer')}, at least one for each "
             f"stage: use world_size {num_layers} or less, got {config.world_size}"
         )
+    # Not at the top: it brings all of placement.
+    from labkit.placement.even_split import even_split
+
     return even_split(model, tuple(inputs.shape[1:]), config.world_size, inputs.dtype)
-
-
-def _outputs(model: nn.Module, inputs: Tensor, seed: int) -> Tensor:
-    """The outputs of the model for a few samples, in evaluation mode, if they have a row each."""
-    name, takes = type(model).__name__, f"inputs {_described(inputs)}"
-    try:
-        with torch.no_grad(), seeded(seed):
-            outputs = model.eval()(inputs)
-    except Exception as error:
-        raise ValueError(
-            f"{name} does not take {takes}: {error}. Its parameters are "
-            f"{next(model.parameters()).dtype}"
-        ) from error
-    if not isinstance(outputs, Tensor) or not outputs.dim() or len(outputs) != len(inputs):
-        raise ValueError(
-            f"{name} returns {_described(outputs)} for {takes}: it has to return one tensor with "
-            f"{format_count(len(inputs), 'row')}, one for each sample"
-        )
-    return outputs
-
-
-def _check_loss(work: Work, outputs: Tensor, targets: Tensor) -> None:
-    """Refuse a loss that does not take these outputs, or is not the mean over samples."""
-    if work.loss is sum_cross_entropy and is_integer(targets) and outputs.dim() == 2:
-        known = work.train.targets if isinstance(work.train, TensorSamples) else targets
-        least, most = int(known.min()), int(known.max())
-        if least < 0 or most >= outputs.shape[1]:
-            raise ValueError(
-                f"the targets are classes from {least} to {most}, and the model has "
-                f"{format_count(outputs.shape[1], 'output')} per sample, for classes 0 to "
-                f"{outputs.shape[1] - 1}: give it {most + 1} outputs, or count classes from 0"
-            )
-    mean = _value(work.mean_loss, outputs, targets)
-    each = zip(outputs.split(1), targets.split(1))
-    alone = torch.stack([_value(work.mean_loss, *one) for one in each])
-    if len(alone) > 1 and not torch.allclose(mean, alone.mean(), rtol=1e-4, equal_nan=True):
-        raise ValueError(
-            f"loss of {len(alone)} samples is {mean:.4g}, and the mean of their losses one by one "
-            f"is {alone.mean():.4g}: return the mean over the samples (reduction='mean'; with "
-            "weights, (weights * losses).mean()), so that shares of a batch add up"
-        )
-
-
-def _value(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    fits = f"outputs {_described(outputs)} and targets {_described(targets)}"
-    try:
-        # mse_loss only warns when [n, 1] and [n] become [n, n].
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Using a target size")
-            value = loss(outputs, targets)
-    except Exception as error:
-        raise ValueError(f"loss does not take {fits}: {error}") from error
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ValueError(
-            f"loss returns {_described(value)} for {fits}: it has to return one number as a "
-            "tensor, the mean over the samples (reduction='mean')"
-        )
-    return value.detach().double().reshape(())
-
-
-def _described(found: Any) -> str:
-    if not isinstance(found, Tensor):
-        return f"a {type(found).__name__}"
-    return f"{list(found.shape)} {str(found.dtype).removeprefix('torch.')}"

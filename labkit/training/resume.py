@@ -1,4 +1,12 @@
-"""Whether a run can go on from a checkpoint: what has to be equal, and what may differ.
+"""Interrupted runs: what a run gives to a checkpoint, and whether another can go on from it.
+
+Each rank gives tensors, by kinds and names:
+
+    model/NAME            parameters and buffers, by their names in the model's state dict
+    optimizer/NAME/KEY    what the optimizer keeps of a parameter
+    buffers/NAME          batch statistics of this rank at this moment
+    own/NAME              what else its technique carries from step to step
+    random/NAME           the states of torch's generators; Python's and NumPy's are numbers
 
 A run that goes on with the same **arrangement** (technique, ranks, micro-batches) ends equal to
 the bit to one that was never interrupted. With another one it ends where one device ends, within
@@ -6,21 +14,28 @@ the contract of ``training.state.tolerance``, unless the ranks had something tha
 anew: then it is refused.
 """
 
+import contextlib
 import hashlib
-import math
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from labkit.config import RunConfig
 from labkit.strategies.base import OwnPaceStrategy, Strategy
-from labkit.training.checkpoint import Facts, Stored, newest, steps
-from labkit.training.resolve import Own, Work
+from labkit.strategies.state import State, named
+from labkit.training import checkpoint
+from labkit.training.checkpoint import Facts, Stored
+from labkit.training.evaluation import Progress, is_best
+from labkit.training.optimizer import continue_schedule, scheduler_of
+from labkit.training.own import PARTS, Own, name_of
+from labkit.training.resolve import Resolved, Work
 from labkit.workload.samples import TensorSamples
 
 # What decides who computes what, in which order.
@@ -29,98 +44,108 @@ _ARRANGEMENT = (
     *("backend", "accumulate", "micro_batches", "schedule", "hierarchical"),
 )
 # What must be as it was, whoever computes it.
-_MUST_EQUAL = (
-    *("model", "dataset", "optimizer", "lr", "weight_decay", "lr_schedule"),
-    *("warmup_epochs", "clip_norm", "loss", "dtype", "amp", "batch_size", "seed"),
-    *("train_size", "augment", "resize", "freeze", "sync_batch_norm", "compress"),
+_IDENTITY = (
+    *(*PARTS, "lr", "weight_decay", "lr_schedule", "warmup_epochs", "clip_norm", "dtype", "amp"),
+    *("batch_size", "seed", "train_size", "augment", "resize", "freeze", "sync_batch_norm"),
+    "compress",
 )
 _NAMED = 5
-_NEXT_STEP = "resume with the settings there, or choose another checkpoint_dir for a new run"
 _HASHED = 64
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins.
+def arrangement(config: RunConfig) -> dict[str, Any]:
+    """What decides which rank computes what; which devices they are does not matter."""
+    found = {name: getattr(config, name) for name in _ARRANGEMENT}
+    return found | {"devices": len((config.devices or "").split(","))}
 
-    Attributes:
-        path: of the checkpoint from which it goes on; None to begin at the beginning.
-        note: this, in words; empty if nobody has asked for it.
-    """
+
+def identity(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[str, Any]:
+    """What must be as it was for another run to go on, by names, as JSON has it."""
+    found: dict[str, Any] = {name: getattr(config, name) for name in _IDENTITY}
+    if config.lr_schedule == "cosine":
+        found["epochs of lr_schedule cosine"] = config.epochs
+    for name in PARTS:
+        # The same part may have been given as an object or by its path.
+        if (part := getattr(own, name)) is not None:
+            found[name] = name_of(part) if name == "loss" else "own"
+    if own.optimizer is not None:
+        made = own.optimizer([nn.Parameter(torch.zeros(1))])
+        found["optimizer class"] = type(made).__name__
+        for name, value in made.defaults.items():
+            if isinstance(value, int | float | tuple):
+                found[f"optimizer {name}"] = list(value) if isinstance(value, tuple) else value
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor):
+            found[f"model: {name}"] = list(tensor.shape)
+    found["samples"] = len(work.train)
+    found["held-out samples"] = 0 if work.test is None else len(work.test)
+    if isinstance(work.train, TensorSamples):
+        digest = hashlib.sha256()
+        for tensor in (work.train.targets, work.train.inputs[:_HASHED]):
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        found["SHA-256 of targets and first inputs"] = digest.hexdigest()[:12]
+    return found
+
+
+class Start(NamedTuple):
+    """The checkpoint from which a run goes on, if any, and this in words if it was asked for."""
 
     path: Path | None = None
     note: str = ""
 
 
-def arrangement(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides which rank computes what; which devices they are does not matter."""
-    found = {name: config.get(name) for name in _ARRANGEMENT}
-    return found | {"devices": len((found["devices"] or "").split(","))}
-
-
-def facts_of(config: RunConfig, own: Own, work: Work, model: nn.Module) -> Facts:
-    """What a checkpoint says of its run, to be compared with the run that goes on from it."""
-    state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    data: dict[str, Any] = {"samples": len(work.train)}
-    data["held-out samples"] = 0 if work.test is None else len(work.test)
-    if isinstance(work.train, TensorSamples):
-        digest = hashlib.sha256()
-        for tensor in (work.train.targets, work.train.inputs[:_HASHED]):
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        data["SHA-256 of targets and first inputs"] = digest.hexdigest()[:12]
-    optimizer: dict[str, Any] = {}
-    if own.optimizer is not None:
-        made = own.optimizer([nn.Parameter(torch.zeros(1))])
-        numbers = {k: v for k, v in made.defaults.items() if isinstance(v, int | float | tuple)}
-        optimizer = {"class": type(made).__name__} | numbers
-        optimizer = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer.items()}
-    return Facts(
-        *(0, 0, math.ceil(len(work.train) / config.batch_size), []),
-        config=config.as_dict(),
-        model={name: list(tensor.shape) for name, tensor in state.items()},
-        data=data,
-        optimizer=optimizer,
-        files={},
-    )
-
-
-def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> Start:
+def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
     """Where the run begins: with ``resume``, from the newest whole checkpoint. Only reads.
 
     Raises:
-        ValueError: the folder cannot be used; it has checkpoints that nobody has asked to resume,
-            or none that is whole; or this run differs from the one that has written them.
+        ValueError: there are checkpoints that nobody has asked to resume, or none that is whole;
+            or this run differs from the one that has written them.
     """
     if config.checkpoint_dir is None:
         return Start()
     folder = Path(config.checkpoint_dir)
-    there = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write checkpoints to {folder}: {there} is no folder of yours")
-    if isinstance(strategy, OwnPaceStrategy):
+    if isinstance(ready.strategy, OwnPaceStrategy):
         raise ValueError(
             f"{config.strategy} takes no checkpoint_dir, because its workers never stop together: "
             "leave it out, or use parameter_server"
         )
-    found = steps(folder)
-    if not config.resume:
-        if found:
-            raise ValueError(
-                f"{folder} has checkpoints already, the newest {found[0][1].name}: choose resume "
-                "to continue their run, or another checkpoint_dir for a new one"
-            )
-        return Start()
-    path, skipped = newest(folder)
-    if path is None and found:
+    names = [path.name for _, path in checkpoint.steps(folder)]
+    if names and not config.resume:
+        raise ValueError(
+            f"{folder} has checkpoints already, the newest {names[0]}: choose resume to continue "
+            "their run, or another checkpoint_dir for a new one"
+        )
+    path, skipped = checkpoint.newest(folder)
+    if path is None and names:
         raise ValueError(
             f"no checkpoint in {folder} is whole: {'; '.join(skipped)}. They are as they were: "
             "choose another checkpoint_dir to begin again"
         )
     if path is None:
-        return Start(note=f"no checkpoint in {folder} yet: the run begins at the beginning")
+        note = f"no checkpoint in {folder} yet: the run begins at the beginning"
+        return Start(None, note * config.resume)
     stored = Stored(path)
-    _check_fits(config, own, work, stored)
     epoch, step = stored.facts.epoch, stored.facts.step
+    work, there_is = ready.work, stored.facts.identity
+    here = identity(config, own, work, work.make_model())
+    differ = [
+        f"{name} {there_is.get(name, 'missing')} there, {here.get(name, 'missing')} here"
+        for name in {**there_is, **here}
+        if there_is.get(name) != here.get(name)
+    ]
+    if len(differ) > _NAMED:
+        differ[_NAMED:] = [f"and {len(differ) - _NAMED} more"]
+    if epoch + bool(step) > config.epochs:
+        differ.append(f"epochs {epoch + bool(step)} begun there, {config.epochs} in all here")
+    then, now = stored.facts.arrangement, arrangement(config)
+    if not differ and then != now and (why := _why_not_divided(stored)):
+        moved = [f"{n} {then.get(n)} there, {now[n]} here" for n in now if then.get(n) != now[n]]
+        differ.append(f"{', '.join(moved)}: {why}")
+    if differ:
+        raise ValueError(
+            f"cannot continue from {path}: {'; '.join(differ)}. Next step: resume with the "
+            "settings there, or choose another checkpoint_dir for a new run"
+        )
     if epoch >= config.epochs:
         note = f"the run in {folder} is finished ({path.name}, {epoch} of {config.epochs} epochs)"
         note += ": this is its result. More epochs continue it"
@@ -129,57 +154,6 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
         note = f"continues from {path.name} in {folder}, after {done}; seconds and bytes are sums "
         note += "over the parts of the run"
     return Start(path.absolute(), "; ".join([*(f"skipped {one}" for one in skipped), note]))
-
-
-def _check_fits(config: RunConfig, own: Own, work: Work, stored: Stored) -> None:
-    """Raise ValueError with all that differs from the run that wrote the checkpoint."""
-    facts, here = stored.facts, facts_of(config, own, work, work.make_model())
-    old, new = _comparable(facts), _comparable(here)
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    # Another model, dtype or seed makes other data, too.
-    names = [name for name in names if not name.startswith("data set")] or names
-    # Those with two values say most.
-    names.sort(key=lambda name: not (name in old and name in new))
-    differ = [
-        f"{name} {old.get(name, 'missing')} there, {new.get(name, 'missing')} here"
-        for name in names
-    ]
-    if len(differ) > _NAMED:
-        differ[_NAMED:] = [f"and {len(differ) - _NAMED} more"]
-    begun = facts.epoch + bool(facts.step)
-    if begun > config.epochs:
-        differ.append(f"epochs {begun} begun there, {config.epochs} in all here")
-    if facts.config.get("epochs") != config.epochs and config.lr_schedule == "cosine":
-        differ.append(
-            f"epochs {facts.config.get('epochs')} there, {config.epochs} here, on which the rates "
-            "of lr_schedule cosine depend"
-        )
-    then, now = arrangement(facts.config), arrangement(config.as_dict())
-    if not differ and then != now and (why := _why_not_divided(stored)):
-        moved = [f"{n} {then[n]} there, {now[n]} here" for n in then if then[n] != now[n]]
-        differ.append(f"{', '.join(moved)}: {why}")
-    if differ:
-        raise ValueError(
-            f"cannot continue from {stored.path}: {'; '.join(differ)}. Next step: {_NEXT_STEP}"
-        )
-
-
-def _comparable(facts: Facts) -> dict[str, Any]:
-    # The learner's own parts may go by another name, and are compared themselves.
-    found = {name: _bare(name, facts.config.get(name)) for name in _MUST_EQUAL}
-    found |= {f"model: {name}": shape for name, shape in facts.model.items()}
-    found |= {f"data set: {name}": value for name, value in facts.data.items()}
-    return found | {f"optimizer: {name}": value for name, value in facts.optimizer.items()}
-
-
-def _bare(name: str, value: Any) -> Any:
-    """A name of an own part without its module and its mark; else the value."""
-    is_own = isinstance(value, str) and (value.endswith(" (own)") or ":" in value)
-    if not is_own or value.startswith("step:"):
-        return value
-    if name in ("model", "dataset"):
-        return "(own)"
-    return value.removesuffix(" (own)").rpartition(":")[2].rpartition(".")[2]
 
 
 def _why_not_divided(stored: Stored) -> str:
@@ -201,3 +175,119 @@ def _why_not_divided(stored: Stored) -> str:
                     "avoids it"
                 )
     return ""
+
+
+class Checkpoints:
+    """The checkpoints of a run, on one rank, which has set up its technique.
+
+    Args:
+        config: the settings, with a ``checkpoint_dir``.
+        strategy: set up.
+        facts: of the run, see ``identity``.
+        steps: of an epoch.
+    """
+
+    def __init__(self, config: RunConfig, strategy: Strategy, facts: dict[str, Any], steps: int):
+        assert config.checkpoint_dir is not None
+        self.config, self.strategy, self.folder = config, strategy, config.checkpoint_dir
+        self.facts, self.steps = facts, steps
+        self._draws, self._random = False, self._random_states()
+        checkpoint.prepare(strategy.comm, self.folder)
+
+    def is_due(self, progress: Progress) -> bool:
+        """Whether to save after this step, or this epoch."""
+        every = self.config.checkpoint_every
+        if every and (progress.epoch * self.steps + progress.step) % every == 0:
+            return True
+        is_last = progress.epoch == self.config.epochs
+        return progress.step == 0 and (not every or is_last or is_best(progress.rows))
+
+    def save(self, progress: Progress) -> None:
+        """Save a checkpoint; a collective call."""
+        strategy = self.strategy
+        with strategy.comm.span("checkpoint"):
+            state, now = strategy.state(), self._random_states()
+            before, self._random = self._random, now
+            same = all(torch.equal(one, before[0][name]) for name, one in now[0].items())
+            self._draws |= not same or now[1] != before[1]
+            numbers = progress.numbers() | {"random": now[1], "draws": self._draws}
+            if scheduler := strategy.optimizer and scheduler_of(strategy.optimizer):
+                numbers["updates"] = scheduler.last_epoch
+            if scaler := getattr(strategy, "scaler", None):
+                numbers["scaler"] = scaler.state_dict()
+            how = self.facts, arrangement(self.config), {}
+            facts = Facts(progress.epoch, progress.step, self.steps, progress.rows, *how)
+            best = progress.step == 0 and is_best(progress.rows)
+            tensors = state | named("random", now[0])
+            checkpoint.save(strategy.comm, self.folder, facts, tensors, numbers, best)
+
+    def load(self, path: Path, progress: Progress, rehearse: Callable[[], object]) -> None:
+        """Continue from a checkpoint, which ``find_start`` has found to fit this run.
+
+        Args:
+            path: of the checkpoint.
+            progress: of the run, so far at its beginning.
+            rehearse: does ``Strategy.rehearse``.
+        """
+        stored, strategy = Stored(path), self.strategy
+        facts, rank = stored.facts, strategy.comm.rank
+        progress.epoch, progress.step, progress.rows = facts.epoch, facts.step, facts.rows
+        progress.finite.fill_(facts.step)
+        rehearse()
+        # What it has counted was none of the run's samples.
+        strategy.counted()
+        is_same = facts.arrangement == arrangement(self.config)
+        state: State = {}
+        for kind in ("model", "optimizer", "buffers"):
+            state |= named(kind, stored.of_all(kind))
+        for kind in ("buffers", "own") if is_same else ():
+            state |= named(kind, stored.of_rank(rank, kind))
+        updates = [numbers["updates"] for numbers in stored.numbers if "updates" in numbers]
+        if strategy.optimizer is not None and updates:
+            continue_schedule(strategy.optimizer, updates[0])
+        strategy.load_state(state)
+        scalers = [numbers["scaler"] for numbers in stored.numbers if numbers.get("scaler")]
+        if scalers and getattr(strategy, "scaler", None) is not None:
+            strategy.scaler.load_state_dict(scalers[0])
+        if not is_same:
+            # The sums of the ranks that were there go to rank 0.
+            for numbers in stored.numbers if rank == 0 else ():
+                progress.add(numbers)
+            return
+        numbers = stored.numbers[rank]
+        progress.add(numbers)
+        progress.sent = numbers["sent"] and tuple(numbers["sent"])
+        tensors, (python, numpys) = stored.of_rank(rank, "random"), numbers["random"]
+        self._draws, self._random = numbers["draws"], (tensors, numbers["random"])
+        torch.set_rng_state(tensors["torch"])
+        random.setstate((python[0], tuple(python[1]), python[2]))
+        np.random.set_state((numpys[0], np.array(numpys[1], np.uint32), *numpys[2:]))
+        for place, device in enumerate(self._gpus()):
+            torch.cuda.set_rng_state(tensors[f"torch_{place}"], device)
+
+    def _random_states(self) -> tuple[dict[str, Tensor], list[Any]]:
+        """Torch's generators as tensors, Python's and NumPy's as what JSON can hold."""
+        tensors = {"torch": torch.get_rng_state()}
+        for place, device in enumerate(self._gpus()):
+            tensors[f"torch_{place}"] = torch.cuda.get_rng_state(device)
+        version, words, gauss = random.getstate()
+        numpys: Any = np.random.get_state()
+        name, keys, *rest = numpys
+        return tensors, [[version, [*words], gauss], [name, keys.tolist(), *rest]]
+
+    def _gpus(self) -> list[torch.device]:
+        devices = dict.fromkeys([self.strategy.comm.device, *self.strategy.devices])
+        return [device for device in devices if device.type == "cuda"]
+
+
+@contextlib.contextmanager
+def on_sigterm(action: Callable[[], object] | None) -> Iterator[None]:
+    """Within the block SIGTERM calls ``action``; without one it ends this process, as ever."""
+    if action is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: action())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

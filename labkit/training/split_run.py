@@ -1,8 +1,7 @@
 """A split model on real processes, measured stage by stage and hop by hop.
 
-This module runs what ``placement.predict_split`` predicts: the same model, split points, schedule
-and batch size, on random samples, with a barrier before every step. Times of hops are those of
-the transfers alone: the trace distinguishes them from waiting for the other stage.
+What ``placement.predict_split`` predicts is run on random samples, with a barrier before every
+step. Times of hops are those of the transfers alone, without waiting for the other stage.
 
 Symbols: P stages and ranks, M micro-batches.
 """
@@ -22,14 +21,14 @@ from labkit.comm.peak_memory import PeakMemory
 from labkit.devices import num_cores
 from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
-from labkit.runtime.launch import RunResult, run
+from labkit.runtime.launch import run
 from labkit.schedules.split_points import as_split_points, check_split_points
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.stage import StagedModel
 from labkit.tracing import Span, Trace
 from labkit.tracing.limits import Limit, what_limited
-from labkit.units import format_count
+from labkit.units import check_choice, check_integer
 from labkit.workload.layers import input_dtype, layer_outputs, layers_of
 from labkit.workload.models import MODELS, build_model
 
@@ -76,7 +75,7 @@ class MeasuredSplit:
     peak_memory: list[PeakMemory | None] = field(repr=False, default_factory=list)
 
     def explain(self) -> Limit:
-        """What limited the steps: a stage, the bubble, or the hops, in a sentence or two."""
+        """What limited the steps: a stage, the bubble, or the hops."""
         return what_limited(self.trace)
 
     def typical_step(self) -> Trace:
@@ -101,87 +100,64 @@ def measure_split(
     device: str = "auto",
     devices: str | Sequence[str] | None = None,
 ) -> MeasuredSplit:
-    """Train ``model`` for some steps, with one process per stage, and measure time and memory.
+    """Train ``model`` for some steps, one process per stage, and measure time and memory.
 
     Args:
-        model: one of ``labkit.workload.models.MODELS``, or a chain of layers that ends with
-            logits [n, classes, ...]; it is copied.
+        model: one of ``labkit``'s, or a chain of layers that ends with logits [n, classes, ...].
         split_points: layers that begin a stage; P - 1 of them for P ranks.
         batch_size: random samples per step.
         input_shape: of one sample.
         micro_batches: M, at most one per sample; 1 is model parallelism without a pipeline.
         schedule: ``gpipe`` or ``1f1b``.
-        frozen: the number of first layers that are not trained, as in a frozen backbone.
-        steps: the number of measured steps, after one step that warms up.
+        frozen: how many of the first layers are not trained.
+        steps: how many are measured, after one that warms up.
         transport, device, devices: see ``labkit.run``.
 
     Raises:
-        ValueError: unknown model or schedule, impossible split points or frozen layers, or fewer
-            than one step, sample or micro-batch.
-        WorkerError: a stage failed.
+        ValueError: unknown names, impossible split points, or nothing to measure.
     """
     points, build = as_split_points(split_points), partial(_build, model, input_shape, frozen)
+    check_integer("steps", steps)
+    check_integer("batch_size", batch_size)
     built = build()
-    num_layers = len(layers_of(built))
-    check_split_points(points, num_layers)
-    if not 0 <= frozen < num_layers:
-        raise ValueError(f"{frozen} frozen layers of {num_layers}: at least one has to be trained")
-    if steps < 1 or batch_size < 1:
-        raise ValueError(
-            f"nothing to measure in {format_count(steps, 'step')} of "
-            f"{format_count(batch_size, 'sample')}: give 1 or more of each"
-        )
+    check_split_points(points, len(layers_of(built)))
     strategy: StagedModel = Pipeline(points, micro_batches, schedule)
     if micro_batches == 1:
         strategy = ModelParallel(points)
-    settings: dict[str, Any] = {"transport": transport, "device": device, "devices": devices}
     # As in ``even_split``, real samples: the meta device takes seconds.
     sample = torch.zeros((1, *input_shape), dtype=input_dtype(built))
     *_, logits = layer_outputs(built, sample)
-    if logits.ndim < 2 or not logits.is_floating_point():
-        raise ValueError(
-            f"the last layer makes {list(logits.shape)} of one sample, and the run trains with a "
-            "cross-entropy: end with logits [n, classes]"
-        )
+    settings: dict[str, Any] = {"transport": transport, "device": device, "devices": devices}
     work = strategy, build, (batch_size, *input_shape), (batch_size, *logits.shape[1:]), steps
     result = run(_train, *work, world_size=len(points) + 1, timeout_s=_TIMEOUT_S, **settings)
-    micro_batches = min(micro_batches, batch_size)
-    return MeasuredSplit(points, batch_size, micro_batches, schedule, **_measured(result))
+    held, parameters, peaks = zip(*result.values)
+    traces = _by_step(result.trace)[_WARM_UP:]
+    stages, cuts = range(len(held)), range(len(points))
+    return MeasuredSplit(
+        *(points, batch_size, min(micro_batches, batch_size), schedule),
+        forward_s=[_median(traces, stage, "forward") for stage in stages],
+        backward_s=[_median(traces, stage, "backward") for stage in stages],
+        forward_hop_s=[_seconds_of_hops(traces, cut, cut + 1) for cut in cuts],
+        backward_hop_s=[_seconds_of_hops(traces, cut + 1, cut) for cut in cuts],
+        hop_bytes=[sum(s.num_bytes for s in _hops(traces[0], cut, cut + 1)) for cut in cuts],
+        step_s=[max(s.end_s for s in t.spans) - t.spans[0].start_s for t in traces],
+        memory_bytes=[one + other for one, other in zip(held, parameters)],
+        held_bytes=list(held),
+        trace=Trace.merge((trace.spans for trace in traces), result.trace.devices),
+        peak_memory=list(peaks),
+    )
 
 
 def _build(model: str | nn.Module, input_shape: tuple[int, ...], frozen: int = 0) -> nn.Module:
     if isinstance(model, nn.Module):
         built = copy.deepcopy(model)
-    elif model in MODELS:
+    else:
+        check_choice("model", model, MODELS)
         image = cast("tuple[int, int, int]", input_shape)
         built = build_model(model, num_classes=NUM_CLASSES, input_shape=image, seed=0)
-    else:
-        raise ValueError(
-            f"unknown model {model!r}: choose one of {', '.join(MODELS)}, or give your own "
-            "nn.Sequential itself, not its name"
-        )
     for layer in layers_of(built)[:frozen]:
         layer.requires_grad_(False)
     return built
-
-
-def _measured(result: RunResult) -> dict[str, Any]:
-    """The measurements of a ``MeasuredSplit``."""
-    held, kept, peaks = zip(*result.values)
-    traces = _by_step(result.trace)[_WARM_UP:]
-    stages, cuts = range(len(held)), range(len(held) - 1)
-    return {
-        "forward_s": [_median(traces, stage, "forward") for stage in stages],
-        "backward_s": [_median(traces, stage, "backward") for stage in stages],
-        "forward_hop_s": [_seconds_of_hops(traces, cut, cut + 1) for cut in cuts],
-        "backward_hop_s": [_seconds_of_hops(traces, cut + 1, cut) for cut in cuts],
-        "hop_bytes": [sum(s.num_bytes for s in _hops(traces[0], cut, cut + 1)) for cut in cuts],
-        "step_s": [max(s.end_s for s in t.spans) - t.spans[0].start_s for t in traces],
-        "memory_bytes": [one + other for one, other in zip(held, kept)],
-        "held_bytes": list(held),
-        "trace": Trace.merge((trace.spans for trace in traces), result.trace.devices),
-        "peak_memory": list(peaks),
-    }
 
 
 def measure_profile(

@@ -1,8 +1,12 @@
 """Start a training run: resolve the settings, start the ranks, gather the result."""
 
 import itertools
+import multiprocessing
 import os
+import signal
+import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from labkit.comm.emulated_link import EmulatedLink
@@ -10,17 +14,16 @@ from labkit.config import RunConfig, parse_link
 from labkit.devices import hardware, versions
 from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.launch import RunResult, run
-from labkit.runtime.pickling import UnpicklableError
+from labkit.runtime.pickling import UnpicklableError, find_unpicklable
 from labkit.runtime.preload import under_torchrun, warm_up
 from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import remove_unfinished
-from labkit.training.logs import check_log_dir
+from labkit.training.evaluation import check_log_dir
 from labkit.training.loop import RankReport, fit
-from labkit.training.own import NOTHING, Own, resolved, take_own, why_not_sent
-from labkit.training.resolve import resolve
+from labkit.training.own import NOTHING, PARTS, Own, resolved, take_own
+from labkit.training.resolve import Resolved, resolve
 from labkit.training.result import TrainResult
-from labkit.training.stop import sigterm_ends_ranks
-from labkit.training.together import ready
+from labkit.training.resume import Start, find_start, on_sigterm
 from labkit.units import MOST_SECONDS, check_above_zero, check_keywords, spelled
 from labkit.workload.folders import is_folder
 
@@ -87,11 +90,10 @@ def train_run(
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     if not isinstance(verbose, bool):
         raise ValueError(f"verbose must be True or False, got {type(verbose).__name__}")
-    given, config, own = config, _with_full_paths(config), resolved(config, own)
-    strategy, note, start = ready(config, own, lambda: resolve(config, own, download), timeout_s)
-    if config.log_dir is not None:
-        rank = int(os.environ["RANK"]) if under_torchrun() else None
-        check_log_dir(config.log_dir, config.resume, rank)
+    given, (config, own, (strategy, _, note), start) = (
+        config,
+        _begin(config, own, download, timeout_s),
+    )
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:
         ranks, devices = 1, str(strategy.devices[0])
@@ -100,13 +102,20 @@ def train_run(
     settings: dict[str, Any] = {"device": config.device, "devices": devices}
     settings |= {"timeout_s": timeout_s, "hosts": config.hosts}
     work = fit, config, strategy, verbose, own, start.path
+    passes_on = config.checkpoint_dir is not None and not under_torchrun()
     try:
         if config.hosts is None:
             warm_up()
-        with sigterm_ends_ranks(config.checkpoint_dir):
+        with on_sigterm(_end_ranks if passes_on else None):
             result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)
-    except UnpicklableError as error:
-        raise ValueError(why_not_sent(own) or str(error)) from None
+    except UnpicklableError:
+        culprits = (find_unpicklable(name, getattr(own, name)) for name in PARTS)
+        if culprit := next(filter(None, culprits), ""):
+            raise ValueError(
+                f"{culprit} cannot be sent to the ranks, because it cannot be pickled: give a "
+                "function that makes it, which each rank calls"
+            ) from None
+        raise
     except WorkerError as error:
         _, is_preempted, why = error.worker_traceback.rpartition(f"{PreemptedError.__name__}: ")
         if is_preempted:
@@ -117,14 +126,39 @@ def train_run(
     return _gather(given, strategy, result, [note, start.note])
 
 
-def _with_full_paths(config: RunConfig) -> RunConfig:
-    """The same settings for ranks, which may have been started in another folder."""
+def _begin(
+    config: RunConfig, own: Own, download: bool, timeout_s: float
+) -> tuple[RunConfig, Own, Resolved, Start]:
+    """The settings with full paths, the own parts, what is resolved, and where the run begins."""
+    own = resolved(config, own)
+    # The ranks may have been started in another folder.
     names = ["weights", "checkpoint_dir", "log_dir", *["dataset"] * is_folder(config.dataset)]
     paths = {name: getattr(config, name) for name in names}
-    full: dict[str, Any] = {
-        name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items() if path
-    }
-    return replace(config, **full)
+    full = {n: os.path.abspath(os.path.expanduser(path)) for n, path in paths.items() if path}
+    config = replace(config, **full) if full else config
+    check = partial(resolve, config, own, download)
+    begin = partial(find_start, config, own)
+    if under_torchrun():
+        # Only what torchrun has started needs it.
+        from labkit.training.together import agreed
+
+        ready, start = agreed(config, check, begin, timeout_s)
+    else:
+        ready = check()
+        start = begin(ready)
+    if start.note:
+        print(start.note, file=sys.stderr)
+    if config.log_dir is not None and os.environ.get("RANK", "0") == "0":
+        check_log_dir(config.log_dir, config.resume)
+    return config, own, ready, start
+
+
+def _end_ranks() -> None:
+    """Let the ranks end together, with a checkpoint; the next SIGTERM ends this process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for process in multiprocessing.active_children():
+        if process.name.startswith("labkit-rank-"):
+            process.terminate()
 
 
 def _gather(
@@ -142,18 +176,20 @@ def _gather(
     trace = result.trace
     if strategy.in_one_process:
         trace = replace(trace, devices={0: ", ".join(dict.fromkeys(map(str, strategy.devices)))})
-    epochs = first.epochs
+    by_epoch = [
+        [row["phases_s"] for row in rows] for rows in zip(*(one.epochs for one in reports))
+    ]
     if first.ends_s:
         # Ranks that did not wait for each other have the phases that the trace has.
         windows = [trace.between(*window) for window in itertools.pairwise(first.ends_s)]
-        epochs = [
-            row | {"phases_s": _mean(window.seconds_by_kind(), len(result.values))}
-            for row, window in zip(epochs, windows)
-        ]
+        by_epoch = [[window.seconds_by_kind()] for window in windows]
+    ranks = len(result.values)
     return TrainResult(
         config=config,
-        epochs=epochs,
-        phases_s=_mean(seconds, len(result.values)),
+        epochs=[
+            row | {"phases_s": _mean(parts, ranks)} for row, parts in zip(first.epochs, by_epoch)
+        ],
+        phases_s=_mean([seconds], ranks),
         # A rank that was lost has sent nothing that is known.
         bytes_sent=[r.bytes_sent if r else 0 for r in result.values] if is_counted else None,
         messages=[r.messages if r else 0 for r in result.values] if is_counted else None,
@@ -167,5 +203,6 @@ def _gather(
     )
 
 
-def _mean(seconds: dict[str, float], ranks: int) -> dict[str, float]:
-    return {kind: s / ranks for kind, s in seconds.items()}
+def _mean(parts: list[dict[str, float]], ranks: int) -> dict[str, float]:
+    kinds = sorted({kind for seconds in parts for kind in seconds})
+    return {kind: sum(one.get(kind, 0.0) for one in parts) / ranks for kind in kinds}

@@ -1,23 +1,24 @@
 """Data sets, as the bytes they are stored in, and as tensors in floating point."""
 
-import hashlib
+import contextlib
 import math
 import os
-import pickle
 import struct
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
+from torch.nn import functional
 
+from labkit.files import write_private
 from labkit.units import check_choice, spelled
-from labkit.workload.images import Standard, shifted
+from labkit.workload.images import Standard
 from labkit.workload.models import import_torchvision
-from labkit.workload.shared_file import shared
 
 REPOSITORY_DATA = Path(__file__).resolve().parents[2] / "data"
 
@@ -30,15 +31,12 @@ AUGMENTED_SIZE = 50_000
 # How far a pixel of a copy may be brighter or darker, of 16.
 _NOISE = 1
 
-# File, size in bytes, SHA-256; data/make_digits.py wrote them, data/README.md lists them.
-_DIGITS_FILES = """\
-train-images-idx3-ubyte 91984 29f287361ba63f4c1e31807f62dece0a3ce7ef58d575afb7390cd90a7f3a5790
-train-labels-idx1-ubyte 1445 88b4e19a9f2f12d3602dd4127525c495b3a6437997bea80b9ba035341cf8da55
-t10k-images-idx3-ubyte 23056 26b730c58aae552f4ee63dce0aae72c8f4f0382d91ec9ef076128c43985bbdcb
-t10k-labels-idx1-ubyte 368 a351e0b1f5ae62b48b757c2676d9f9de215374c19c027345506bbd9ccf81f1ed
-"""
+# data/make_digits.py wrote them, data/README.md lists them.
+_DIGITS_FILES = (
+    *("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    *("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+)
 _RESTORE = "restore it with `git checkout -- data/digits` in the workbook's folder"
-
 
 # torchvision's class, and the folder that the class uses in its root.
 _TORCHVISION = {
@@ -199,9 +197,22 @@ def fake_data(
 
 
 def _read_digits(folder: Path) -> tuple[_Part, _Part]:
-    train_images, train_targets, test_images, test_targets = (
-        _read_idx(folder, *line.split()) for line in _DIGITS_FILES.splitlines()
-    )
+    found = []
+    for name in _DIGITS_FILES:
+        # Two zeros, a type, the rank, big-endian sizes, then uint8 values.
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: {_RESTORE}")
+        content = bytearray(path.read_bytes())
+        try:
+            rank = content[3]
+            shape = struct.unpack_from(f">{rank}I", content, offset=4)
+            values = torch.frombuffer(content, dtype=torch.uint8, offset=4 + 4 * rank)
+            found.append(values.view(shape))
+        except (IndexError, struct.error, RuntimeError, ValueError) as error:
+            size = len(content)
+            raise ValueError(f"{path} is damaged: {size} bytes ({error}); {_RESTORE}") from None
+    train_images, train_targets, test_images, test_targets = found
     train = train_images.unsqueeze(1), train_targets.long()
     return train, (test_images.unsqueeze(1), test_targets.long())
 
@@ -212,34 +223,21 @@ def _multiplied(part: _Part, size: int) -> _Part:
     Each copy has its own random numbers, so that a sample is the same whatever the size is.
     """
     images, targets = part
+    height, width = images.shape[-2:]
+    # The places at which an image of this size can be cut out of one with a border of one pixel.
+    cuts = functional.pad(images, (1,) * 4).unfold(2, height, 1).unfold(3, width, 1)
     copies = [images]
     for number in range(1, math.ceil(size / len(images))):
         generator = torch.Generator().manual_seed(number)
         noise = torch.randint(-_NOISE, _NOISE + 1, images.shape, generator=generator)
-        moved = shifted(images, torch.rand((len(images), 2), generator=generator))
-        copies.append((moved + noise).clamp_(0, _STANDARDS["digits"].white).to(torch.uint8))
+        top, left = (torch.rand((len(images), 2), generator=generator) * 3).long().unbind(1)
+        moved = cuts[torch.arange(len(images)), :, top, left] + noise
+        copies.append(moved.clamp_(0, _STANDARDS["digits"].white).to(torch.uint8))
     return torch.cat(copies)[:size], targets.repeat(len(copies))[:size]
 
 
-def _read_idx(folder: Path, name: str, size_bytes: str, sha256: str) -> Tensor:
-    """Read a file of digits: two zeros, a type, the rank, big-endian sizes, then uint8 values."""
-    path = folder / name
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {_RESTORE}")
-    content = path.read_bytes()
-    if len(content) != int(size_bytes):
-        raise ValueError(
-            f"{path} is damaged: {len(content)} bytes, expected {size_bytes}; {_RESTORE}"
-        )
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        raise ValueError(f"{path} is damaged: SHA-256 {found}, expected {sha256}; {_RESTORE}")
-    rank = content[3]
-    shape = struct.unpack_from(f">{rank}I", content, offset=4)
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=4 + 4 * rank).view(shape)
-
-
 def _read_torchvision(name: str, root: Path, download: bool) -> tuple[_Part, _Part]:
+    """Read a set once, and from then on a file of its tensors, whose memory processes share."""
     folder = root / _TORCHVISION[name][1]
     if not folder.is_dir():
         if not download:
@@ -249,14 +247,17 @@ def _read_torchvision(name: str, root: Path, download: bool) -> tuple[_Part, _Pa
                 "LABKIT_DATA names another folder; digits and fake need no download"
             )
         _fetch(name, folder)
-    found = shared(folder, name, partial(_read_parts, name, folder))
-    parts = [found[key] for key in _PARTS]
-    return (parts[0], parts[1]), (parts[2], parts[3])
-
-
-def _read_parts(name: str, folder: Path) -> dict[str, Tensor]:
+    path = folder / f".{name}.safetensors"
+    sources = [one.stat().st_mtime_ns for one in folder.rglob("*") if one != path]
+    if path.is_file() and path.stat().st_mtime_ns > max(sources, default=0):
+        with contextlib.suppress(SafetensorError, KeyError, OSError):
+            found = load_file(path)
+            parts = [found[key] for key in _PARTS]
+            return (parts[0], parts[1]), (parts[2], parts[3])
     train, test = (_read_part(name, folder, train=is_train) for is_train in (True, False))
-    return dict(zip(_PARTS, (*train, *test)))
+    with contextlib.suppress(OSError):
+        write_private(path, [save(dict(zip(_PARTS, (*train, *test))))], mode=0o644)
+    return train, test
 
 
 def _fetch(name: str, folder: Path) -> None:
@@ -286,9 +287,8 @@ def _read_part(name: str, folder: Path, *, train: bool) -> _Part:
     dataset_class = _dataset_class(name)
     try:
         dataset = dataset_class(folder.parent, train=train, download=False)
-    # Which of these is raised depends on the set, and on the byte at which its file was cut.
-    except (RuntimeError, OSError, EOFError, AssertionError, IndexError, TypeError, KeyError,
-            ValueError, pickle.UnpicklingError) as error:  # fmt: skip
+    # Which error is raised depends on the set, and on the byte at which its file was cut.
+    except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"{name} in {folder} is incomplete or damaged ({reason}): delete that folder, then "

@@ -372,7 +372,7 @@ def test_with_pretended_gpus_it_makes_its_folder(tmp_path):
     assert pipeline["ranks"][0]["devices"] == ["cuda:0", "cuda:1"]
     assert {duel["schedule"] for duel in pipeline["duels"]} == {"gpipe", "1f1b"}
     page = (tmp_path / "r" / "index.html").read_text()
-    assert re.search("<h1>labkit on 2 x ", page)
+    assert re.search("<h1>labkit on ", page)
     numbers = Values(page).numbers
     assert len(numbers) > 20
     for row in record["rows"]:

@@ -1,6 +1,5 @@
 """The parts of ``torch.cuda`` that need a GPU, for ``pretended_gpus``."""
 
-import os
 import struct
 import time
 import uuid
@@ -80,19 +79,6 @@ class Event:
     def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
         self._timing, self._interprocess = enable_timing, interprocess
         self._recorded_s = self.device = None
-
-    @classmethod
-    def from_ipc_handle(cls, device, handle):
-        event = cls(interprocess=True)
-        event.device = gpus.resolved(device)
-        assert len(handle) == 64, "not a handle of an event"
-        return event
-
-    def ipc_handle(self):
-        assert self._interprocess, "an event without interprocess=True has no handle"
-        # It belongs to the current GPU from now on.
-        self.device = self.device or gpus.resolved("cuda")
-        return struct.pack("qq", os.getpid(), id(self)).ljust(64, b"\0")
 
     def record(self, stream=None):
         stream = torch.cuda.current_stream() if stream is None else stream

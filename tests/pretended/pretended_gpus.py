@@ -10,7 +10,6 @@ What holds, so that the code for GPUs runs as it would:
   ``.numpy()`` of a tensor on a GPU, or a GPU that does not exist.
 * ``init_process_group("nccl")`` and ``new_group`` are gloo underneath, and say nccl. On nccl a
   tensor on the CPU raises, on gloo a GPU's tensor in ``send`` and ``recv`` does.
-* ``transport="shared"`` (CUDA IPC) passes memory that processes share.
 * ``autocast("cuda")``, ``GradScaler``, ``pin_memory``, DDP with ``device_ids``, and
   ``nn.DataParallel`` work.
 * CUDA is initialised by the first use, and a fork after that cannot use it. A notebook's kernel

@@ -1,6 +1,5 @@
-"""Process groups on pretended GPUs: gloo that says nccl, and what only NCCL and CUDA IPC do."""
+"""Process groups on pretended GPUs: gloo that says nccl, and what only NCCL does."""
 
-import os
 import sys
 
 import pretended_gpus as gpus
@@ -52,7 +51,6 @@ def install():
                 setattr(module, name, value)
     for name in _METHODS:
         _check_tensors(name)
-    _share_memory_as_cuda_ipc()
     for function in (broadcast_coalesced, reduce_add_coalesced, scatter, gather):
         setattr(torch.nn.parallel.comm, function.__name__, function)
 
@@ -106,34 +104,6 @@ class _Waited:
 
     def __getattr__(self, name):
         return getattr(self._work, name)
-
-
-def _share_memory_as_cuda_ipc():
-    """Export and import a pretended GPU's tensor: memory that two processes share."""
-    from torch.multiprocessing import reductions
-
-    plain = reductions.reduce_tensor
-
-    def reduce_tensor(tensor):
-        if labels.shown(tensor).type != "cuda":
-            return plain(tensor)
-        storage = tensor.untyped_storage()
-        descriptor, num_bytes = storage._share_fd_cpu_()
-        kept = os.dup(descriptor)
-        shape = type(tensor), tensor.size(), tensor.stride(), tensor.storage_offset()
-        device = labels.shown(tensor).index
-        handles = device, os.getpid(), kept, num_bytes
-        return rebuild_cuda_tensor, (*shape, torch.storage.TypedStorage, tensor.dtype, *handles)
-
-    def rebuild_cuda_tensor(cls, size, stride, offset, storage_cls, dtype, device, *handle):
-        pid, descriptor, num_bytes = handle
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-        storage = torch.UntypedStorage._new_shared_fd_cpu(opened, num_bytes)
-        tensor = torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
-        return labels.set_label(tensor, torch.device("cuda", device))
-
-    reductions.reduce_tensor = reduce_tensor
-    reductions.rebuild_cuda_tensor = rebuild_cuda_tensor
 
 
 # What nn.DataParallel does between GPUs

@@ -494,7 +494,8 @@ def test_what_is_there_is_what_the_pins_say(framework):
 def test_the_makefile_hands_on_the_python_and_the_build_that_was_chosen(clone):
     for name in ("Makefile", "requirements.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, clone.folder / name)
-    (clone.folder / "tests").mkdir()
+    for name in ("labkit", "workbook", "tests"):
+        (clone.folder / name).mkdir(exist_ok=True)
     ready = clone.folder / ".venv" / ".ready"
     notes = '#!/bin/sh\necho "$*" >> asked_of_python\n'
     (clone.folder / ".venv/bin/python").write_text(notes)

@@ -18,7 +18,50 @@ LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
 
 # Room -> lines and code tokens at most.
-LIMITS = {}
+LIMITS = {
+    "data": (55, 281),
+    "labkit": (1797, 9729),
+    "labkit/backend": (925, 5719),
+    "labkit/collectives": (1314, 7220),
+    "labkit/comm": (4006, 23489),
+    "labkit/costs": (1272, 6385),
+    "labkit/horovod": (1481, 9519),
+    "labkit/placement": (621, 3422),
+    "labkit/runtime": (4523, 26234),
+    "labkit/schedules": (991, 4656),
+    "labkit/strategies": (3859, 24130),
+    "labkit/tracing": (1108, 6916),
+    "labkit/training": (3400, 21807),
+    "labkit/workload": (2509, 14395),
+    "notebooks/scripts": (815, 4598),
+    "tests": (5987, 40652),
+    "tests/backend": (1927, 14233),
+    "tests/collectives": (1392, 13010),
+    "tests/comm": (2661, 19650),
+    "tests/costs": (674, 6526),
+    "tests/exercises": (14781, 103002),
+    "tests/gpu": (703, 5655),
+    "tests/measure": (3138, 25787),
+    "tests/notebook": (1570, 11587),
+    "tests/placement": (421, 4321),
+    "tests/plots": (1558, 15993),
+    "tests/pretended": (1038, 5944),
+    "tests/project": (3787, 25457),
+    "tests/runtime": (3077, 20969),
+    "tests/schedules": (761, 6478),
+    "tests/strategies": (3099, 26795),
+    "tests/tracing": (715, 5712),
+    "tests/training": (2890, 24449),
+    "tests/widgets": (1021, 8203),
+    "tests/workload": (1795, 15159),
+    "tools": (1277, 7545),
+    "workbook": (405, 2190),
+    "workbook/exercises": (11608, 85135),
+    "workbook/measure": (8215, 53083),
+    "workbook/notebook": (2564, 15179),
+    "workbook/plots": (3499, 25384),
+    "workbook/widgets": (1284, 8167),
+}
 # A room that has become lighter by more than this has its new weight written down here.
 SLACK = 1.03
 
@@ -40,7 +83,7 @@ def tokens(text: str) -> int:
 
 def weigh() -> dict[str, tuple[int, int]]:
     """Room (``labkit/comm``, ``tools``) -> its lines and code tokens, of the files under git."""
-    command = ["git", "ls-files", "*.py"]
+    command = ["git", "ls-files", "*.py", "*.pyi"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("not a git clone: which files belong to the repository is not known")

@@ -33,6 +33,7 @@ def rank_1_of_2(monkeypatch):
 def join(monkeypatch, gpus, make_group):
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(joining, "check_usable", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", make_group)
     store = SimpleNamespace(set_timeout=lambda patience: None)
     meeting = SimpleNamespace(store=lambda size: store)

@@ -5,14 +5,17 @@ PyTorch's counterparts are not here: their C++ asks the driver.
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_gpus import FakeComm, pretended
 from torch import nn
 
-from labkit import strategies
-from labkit.workload.samples import on_device
+from labkit import RunConfig, strategies
+from labkit.comm import session as reported_loss
+from labkit.training import loop
+from labkit.workload.samples import TensorSamples, on_device
 
 STEPS = 3
 
@@ -120,3 +123,23 @@ def test_an_asynchronous_server_and_its_worker_wait_for_one_number_a_push(
     in_steps = [wait for wait in gpus.waits if not any(word in wait for word in others)]
     assert len(in_steps) == STEPS
     assert all(needed in wait for wait in in_steps)
+
+
+@pytest.mark.parametrize("technique", ["single", "ddp", "pipeline"])
+def test_the_loop_feeds_the_gpu_and_reports_without_waiting(technique, monkeypatch):
+    """From the samples in memory to the loss that the notebook shows."""
+    config = RunConfig(batch_size=6)
+    monkeypatch.setattr(reported_loss, "_EVERY_S", 0)
+    with pretended(monkeypatch) as gpus:
+        comm = FakeComm(0, 1 if technique == "single" else 2, "cuda:0")
+        options = {"split_points": (3,)} if technique == "pipeline" else {}
+        strategy = strategies.get(technique)(**options)
+        strategy.setup(comm, model(), sgd)
+        data = TensorSamples(torch.randn(20, 1, 8, 8), torch.zeros(20, dtype=torch.int64))
+        run = loop._Run(config, SimpleNamespace(train=data), strategy, {}, False)
+        gpus.waits.clear()
+        for _ in range(2):
+            run.train_epoch()
+            run.progress.step = 0
+        assert gpus.waits == []
+        assert comm.session.board.ranks[0]["loss"] == 1

@@ -86,10 +86,5 @@ def clipped(parameters):
     return optimizer
 
 
-def evaluating(model, index):
-    model[index].eval()
-    return model
-
-
 def net(inputs=6, outputs=3):
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))

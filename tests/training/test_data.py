@@ -1,9 +1,5 @@
 """The data of a run: the same samples for any number of ranks, and what is not trained stays."""
 
-import contextlib
-from collections import defaultdict
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -12,90 +8,15 @@ from ranks import travel_by_value
 from torch import nn
 from torch.utils.data import Dataset
 
-from labkit import RunConfig, run
-from labkit.training.evaluation import evaluated
-from labkit.training.loop import fit
+from labkit import RunConfig
 from labkit.training.own import NOTHING, Own
-from labkit.training.resolve import make_strategy, samples_for, work_of
+from labkit.training.resolve import samples_for, work_of
 from labkit.training.state import largest_difference
 from labkit.training.train_run import train_run, train_with
 from labkit.workload.freezing import is_frozen
 from labkit.workload.samples import TensorSamples
 
 travel_by_value(__name__)
-
-TECHNIQUES = [
-    ("data_parallel", False, {}),
-    ("ddp", False, {}),
-    ("ddp", True, {}),
-    ("ddp", False, {"sync_batch_norm": True}),
-    ("ring_all_reduce", False, {"accumulate": 2}),
-    ("parameter_server", False, {}),
-    ("model_parallel", False, {}),
-    ("model_parallel", True, {}),
-    ("pipeline", False, {"micro_batches": 3}),
-    ("pipeline", True, {"micro_batches": 3}),
-]
-# 90 = 4 x 21 + 6: batches that do not divide, and a last one that is smaller.
-SMALL = {"batch_size": 21, "train_size": 90, "dtype": "float64", "epochs": 2}
-SMALL |= {"augment": "crop,flip", "resize": 12}
-
-
-def backbone():
-    """Frozen up to its BatchNorm, whose averages are not those of the data."""
-    model = nn.Sequential(
-        *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Tanh()),
-        *(nn.Flatten(), nn.Linear(256, 10)),
-    )
-    model[1].running_mean[:] = torch.tensor([0.5, -0.2, 0.1, 0.3])
-    model[1].running_var[:] = torch.tensor([2.0, 0.5, 1.5, 3.0])
-    return model
-
-
-OWN = Own(model=backbone)
-
-
-def in_turn(comm, jobs):
-    return {key: fit(comm, *job, False, OWN) for key, job in jobs.items()}
-
-
-@pytest.fixture(scope="module")
-def trained():
-    """The ranks' reports by technique and world size: one run for each number of ranks."""
-    jobs = defaultdict(dict)
-    for world_size in (1, 2, 3):
-        for index, (name, builtin, options) in enumerate([("single", False, {}), *TECHNIQUES]):
-            if name == "single" and world_size > 1:
-                continue
-            freeze = {"freeze": "0,1"}
-            config = RunConfig(name, world_size, builtin=builtin, **SMALL, **freeze, **options)
-            job = config, make_strategy(config, own=OWN)
-            jobs[1 if name == "data_parallel" else world_size][index, world_size] = job
-    found = {}
-    for ranks, some in jobs.items():
-        values = run(in_turn, some, world_size=ranks, timeout_s=300).values
-        found |= {key: [reports[key] for reports in values] for key in some}
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("index", range(1, len(TECHNIQUES) + 1))
-def test_augmented_resized_and_frozen_it_ends_where_one_device_ends(trained, index, world_size):
-    (single,), reports = trained[0, 1], trained[index, world_size]
-    assert largest_difference(reports[0].state, single.state) < 1e-10
-    assert len({report.checksum for report in reports}) == 1
-    for mine, reference in zip(reports[0].epochs, single.epochs, strict=True):
-        assert mine["loss"] == pytest.approx(reference["loss"], abs=1e-12)
-        assert mine["test_accuracy"] == reference["test_accuracy"]
-
-
-def test_what_is_frozen_stays_to_the_bit_and_the_rest_is_trained(trained):
-    from labkit.training.own import made
-
-    start = made(backbone, "model", 0).double().state_dict()
-    [report] = trained[0, 1]
-    changed = {key for key, value in start.items() if not torch.equal(value, report.state[key])}
-    assert changed == {"3.weight", "3.bias", "6.weight", "6.bias"}
 
 
 class Noisy(Dataset):
@@ -127,16 +48,6 @@ def test_the_random_numbers_of_a_learner_s_data_depend_on_no_rank():
 
 def batches_of(samples, epoch, numbers, **options):
     return list(samples.batches(numbers, epoch=epoch, **options))
-
-
-def test_each_epoch_is_augmented_anew_and_held_out_images_are_not():
-    settings = {"train_size": 64, "epochs": 2, "lr": 1e-30, "model": "mlp"}
-    plain = train_with("single", **settings).epochs
-    moved = train_with("single", augment="crop", **settings).epochs
-    # Of a model that does not change.
-    assert plain[0]["loss"] == pytest.approx(plain[1]["loss"], rel=1e-5)
-    assert len({round(row["loss"], 4) for row in (*moved, plain[0])}) == 3
-    assert moved[0]["test_accuracy"] == plain[0]["test_accuracy"] == moved[1]["test_accuracy"]
 
 
 def test_augmentation_depends_on_seed_epoch_and_sample_alone():
@@ -190,29 +101,6 @@ def test_images_of_any_shape_are_resized_for_a_model_of_that_shape():
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     assert len(norms) == 20
     assert all(map(is_frozen, norms))
-
-
-class Seen:
-    """A strategy that notes how many numbers it is given at a time."""
-
-    uses_gpu = False
-    comm = SimpleNamespace(device=torch.device("cpu"), span=lambda _: contextlib.nullcontext())
-
-    def __init__(self):
-        self.sizes = []
-
-    def predict(self, inputs):
-        self.sizes.append(inputs.numel())
-        return torch.zeros(len(inputs), 10)
-
-
-@pytest.mark.parametrize(("resize", "batches"), [(None, 1), (80, 2), (200, 7)])
-def test_fewer_large_images_are_evaluated_at_a_time(resize, batches):
-    seen = Seen()
-    work = work_of(RunConfig(resize=resize), NOTHING)
-    assert evaluated(work, seen, 0, 1)[1] == 360
-    assert len(seen.sizes) == batches
-    assert max(seen.sizes) < 2_200_000
 
 
 def test_own_images_are_augmented_and_resized_and_points_are_refused():
@@ -272,7 +160,7 @@ def test_saved_parameters_are_the_start_of_another_run(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"augment": "rotate"}, "augment must be crop or flip"),
+        ({"augment": "rotate"}, "unknown augment 'rotate': choose one of crop, flip, randaugment"),
         ({"augment": "crop,flop"}, "did you mean 'flip'"),
         ({"augment": ""}, "augment must be"),
         ({"resize": 0}, "resize"),

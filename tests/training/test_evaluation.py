@@ -14,6 +14,7 @@ from labkit.training.evaluation import epoch_line
 from labkit.training.loop import fit
 from labkit.training.own import Own
 from labkit.training.resolve import make_strategy
+from labkit.training.state import largest_difference
 
 travel_by_value(__name__)
 
@@ -88,9 +89,14 @@ def trained():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_number_is_that_of_one_device_on_every_rank(trained, world_size):
-    due = trained["single", 1][0].epochs
+    (alone,) = trained["single", 1]
+    due = alone.epochs
     for place, (strategy, _) in enumerate(STRATEGIES):
-        for report in trained.get((place, world_size), ()):
+        reports = trained.get((place, world_size), ())
+        assert len({report.checksum for report in reports}) <= 1
+        for report in reports:
+            if report.state is not None:
+                assert largest_difference(report.state, alone.state) < 1e-10, strategy
             for row, expected in zip(report.epochs, due, strict=True):
                 found = {name: row[name] for name in NUMBERS}
                 like = {name: expected[name] for name in NUMBERS}
@@ -129,18 +135,16 @@ def test_the_numbers_are_those_that_a_plain_loop_finds(trained):
         assert 0 < row["train_accuracy"] < 1
 
 
-def test_phases_are_the_same_on_all_ranks_and_fit_into_the_epoch(trained):
+def test_phases_fit_into_the_epoch(trained):
     for (place, _), reports in trained.items():
-        for rows in zip(*(report.epochs for report in reports), strict=True):
-            phases = rows[0]["phases_s"]
-            assert all(row["phases_s"] == phases for row in rows)
-            assert "evaluate" not in phases
-            assert all(seconds > 0 for seconds in phases.values())
+        for row in (row for report in reports for row in report.epochs):
+            assert "evaluate" not in row["phases_s"]
+            assert all(seconds > 0 for seconds in row["phases_s"].values())
             threads = place != "single" and STRATEGIES[place][0] == "ddp"
-            longest = max(row["seconds"] for row in rows)
-            assert threads or sum(phases.values()) <= 1.01 * longest
-    server = trained[STRATEGIES.index(("parameter_server", {})), 3][0].epochs[0]
-    assert {"compute", "push", "pull", "update"} <= server["phases_s"].keys()
+            assert threads or sum(row["phases_s"].values()) <= 1.01 * row["seconds"]
+    server = trained[STRATEGIES.index(("parameter_server", {})), 3]
+    by_rank = [report.epochs[0]["phases_s"].keys() for report in server]
+    assert [{"push", "pull"} <= kinds for kinds in by_rank] == [True, True, True]
 
 
 def test_asynchronous_training_reports_the_same_numbers():

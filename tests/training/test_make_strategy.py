@@ -25,8 +25,8 @@ REFUSED = {
     "strategy=model_parallel world_size=2 accumulate=2 builtin=True": "without builtin, model_",
     "strategy=model_parallel world_size=2 micro_batches=2": "which is accumulate; strategy pipe",
     "strategy=model_parallel devices=cpu micro_batches=2": "which is accumulate; strategy pipe",
-    "amp=tf32 device=cpu": "is a mode of NVIDIA's GPUs, and this run is on cpu: leave it",
-    "strategy=data_parallel amp=tf32 devices=cpu,cpu": "this run is on cpu: leave it out",
+    "amp=tf32 device=cpu": "is a mode of NVIDIA's GPUs, and this run is on cpu",
+    "strategy=data_parallel amp=tf32 devices=cpu,cpu": "this run is on cpu",
     # Options that do not go together, or not with this machine.
     "strategy=pipeline world_size=2 hierarchical=True": "takes no option hierarchical",
     "strategy=ddp builtin=True hierarchical=True": "hierarchical is an all-reduce of the labkit",

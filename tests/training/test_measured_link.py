@@ -4,10 +4,6 @@ import pytest
 
 import labkit
 from labkit.costs.link import Link
-from labkit.runtime.launch import RunResult
-from labkit.tracing import Trace
-from labkit.training import measured_link
-from labkit.training.measured_link import ADDED_BYTES
 
 SIZES = (2**10, 2**20)
 
@@ -32,32 +28,6 @@ def test_an_exchange_of_three_ranks_that_add_what_comes():
     assert link.gamma_s_per_byte > 0
     assert len(link.added_s) == 3
     assert "GB/s added (exchange of 3 ranks, medians of 3 repeats" in str(link)
-
-
-def as_if_timed(monkeypatch, *by_rank):
-    """Let the ranks return these seconds: (of the first size, of the second, of additions)."""
-    times = [
-        measured_link._Times("shared memory", dict(zip(SIZES, by_size)), added_s)
-        for *by_size, added_s in by_rank
-    ]
-    result = RunResult(times, Trace(), 0.0, [0, 0], [0, 0])
-    monkeypatch.setattr(measured_link, "run", lambda *_, **__: result)
-
-
-def test_an_exchange_takes_as_long_as_on_the_slowest_rank(monkeypatch):
-    slow = [20e-6] * 3, [1e-3, 1e-3, 9.0], [1e-3] * 3
-    quick = [10e-6, 10e-6, 30e-6], [0.5e-3] * 3, [2e-3, 2e-3, 0.1]
-    as_if_timed(monkeypatch, quick, slow)
-    link = measure(pattern="exchange", gamma=True)
-    assert link.seconds == {SIZES[0]: [20e-6, 20e-6, 30e-6], SIZES[1]: [1e-3, 1e-3, 9.0]}
-    assert link.message_seconds(SIZES[0]) == pytest.approx(20e-6)
-    assert link.message_seconds(SIZES[1]) == pytest.approx(1e-3)
-    assert link.gamma_s_per_byte == pytest.approx(2e-3 / ADDED_BYTES)
-
-
-def test_a_ping_pong_is_timed_by_the_rank_that_begins(monkeypatch):
-    as_if_timed(monkeypatch, ([1e-6], [1e-3], []), ([9.0], [9.0], []))
-    assert measure().seconds == {SIZES[0]: [1e-6], SIZES[1]: [1e-3]}
 
 
 @pytest.mark.parametrize(

@@ -28,16 +28,6 @@ def in_groups(parameters):
     return torch.optim.SGD([{"params": weights}, {"params": others, "lr": 0.02}], lr=0.05)
 
 
-class Rateless(torch.optim.Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {"rate": 0.1})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data -= group["rate"] * parameter.grad
-
-
 @pytest.fixture(autouse=True)
 def _sgd_without_momentum(monkeypatch):
     """So that an update is the rate times the gradient."""
@@ -95,17 +85,6 @@ def test_it_continues_from_any_update():
     rates(back, 5)
     continue_schedule(back, 2)
     assert rates(back, 10) == pytest.approx(whole[2:])
-
-
-def test_every_group_of_an_own_optimizer_follows():
-    optimizer = make(own=in_groups, lr_schedule="step:1:0.5", warmup_epochs=0)
-    rates(optimizer, 3)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.01]
-
-
-def test_an_own_optimizer_without_a_rate_is_refused_before_any_rank_starts():
-    with pytest.raises(ValueError, match=r"lr_schedule and warmup_epochs .* Rateless has no lr"):
-        train_with("ddp", world_size=2, optimizer=Rateless, **SCHEDULED)
 
 
 def test_an_own_optimizer_that_is_not_elementwise_is_refused_with_a_schedule_too():
@@ -176,25 +155,3 @@ def overflowing(comm, scales):
 def test_an_update_that_overflows_does_not_advance_the_schedule():
     scales = [1.0, 1e38, 1.0, float("inf"), 1.0]
     assert run(overflowing, scales, world_size=1).values == [[1, 1, 2, 2, 3]]
-
-
-def test_without_a_schedule_the_updates_are_torchs_own_to_the_bit():
-    def by_hand(comm):
-        config = RunConfig(**SMALL | {"optimizer": "adamw", "weight_decay": 0.1})
-        strategy = strategies.get("single")()
-        strategy.setup(comm, net(), optimizer_maker(config, None, strategy, 23))
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-        for _ in range(3):
-            inputs, targets = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
-            strategy.step(inputs, targets, 4)
-            optimizer.zero_grad()
-            (functional.cross_entropy(model(inputs), targets, reduction="sum") / 4).backward()
-            optimizer.step()
-        return all(map(torch.equal, strategy.model.parameters(), model.parameters()))
-
-    def net():
-        torch.manual_seed(0)
-        return nn.Linear(6, 3)
-
-    assert run(by_hand, world_size=1).values == [True]

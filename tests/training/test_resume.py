@@ -22,7 +22,7 @@ from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import newest
 from labkit.training.loop import fit
 from labkit.training.own import NOTHING, Own
-from labkit.training.resolve import make_strategy, work_of
+from labkit.training.resolve import Resolved, make_strategy, work_of
 from labkit.training.resume import find_start
 from labkit.training.state import largest_difference
 
@@ -206,7 +206,8 @@ def start_of(saved, name, step=None, **changes):
     settings |= {"checkpoint_dir": str(saved / name), "resume": True} | changes
     settings = {key: value for key, value in settings.items() if value is not None}
     config, own = RunConfig(**settings), OWN.get(name, NOTHING)
-    return find_start(config, own, make_strategy(config, own=own), work_of(config, own))
+    ready = Resolved(make_strategy(config, own=own), work_of(config, own), "")
+    return find_start(config, own, ready)
 
 
 def contents(folder):
@@ -218,14 +219,14 @@ def contents(folder):
     [
         (
             {"model": "small_cnn"},
-            "model mlp there, small_cnn here; model: 3.weight [64",
+            "model mlp there, small_cnn here; model: 1.weight [64",
         ),
         ({"optimizer": "adam"}, "optimizer adamw there, adam here; weight_decay 0.01 there, 0.0"),
         ({"lr": 0.03}, "lr 0.02 there, 0.03 here"),
         ({"dtype": "float32"}, "dtype float64 there, float32 here"),
         ({"train_size": 100}, "train_size 110 there, 100 here"),
         ({"seed": 1}, "seed 0 there, 1 here"),
-        ({"epochs": 3}, "epochs 2 there, 3 here, on which the rates of lr_schedule cosine depend"),
+        ({"epochs": 3}, "epochs of lr_schedule cosine 2 there, 3 here"),
         ({"epochs": 1}, "epochs 2 begun there, 1 in all here"),
         ({"strategy": "async_parameter_server"}, "takes no checkpoint_dir"),
     ],
@@ -265,7 +266,7 @@ def test_what_may_differ(saved):
 def test_a_folder_without_checkpoints_begins_at_the_beginning(tmp_path):
     for folder in (tmp_path, tmp_path / "missing"):
         config = RunConfig("single", checkpoint_dir=str(folder), resume=True)
-        start = find_start(config, NOTHING, Strategy(), None)
+        start = find_start(config, NOTHING, Resolved(Strategy(), None, ""))
         assert start.path is None
         assert "no checkpoint in" in start.note
     assert not (tmp_path / "missing").exists()

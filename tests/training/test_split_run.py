@@ -47,11 +47,6 @@ def test_a_profile_of_this_machine():
     assert [layer.output_bytes for layer in profile.layers] == [4 * 4 * n for n in floats]
 
 
-class Summed(nn.Module):
-    def forward(self, inputs):
-        return inputs.sum(1)
-
-
 OWN = {
     "nested": (nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(64, 8), nn.ReLU())), (1, 8, 8)),
     "tokens": (nn.Sequential(nn.Embedding(5, 6), nn.Flatten(), nn.Linear(18, 3)), (3,)),
@@ -83,17 +78,10 @@ def test_ones_own_chain_of_layers_is_profiled():
     assert [layer.name for layer in profile.layers] == ["Embedding", "Flatten", "Linear"]
 
 
-def test_a_chain_that_ends_without_logits_is_refused():
-    with pytest.raises(ValueError, match=r"makes \[1\] of one sample, .* end with logits"):
-        measure_split(nn.Sequential(nn.Linear(4, 4), Summed()), (1,), input_shape=(4,))
-
-
 def test_what_measures_nothing_is_refused_before_a_process_starts():
-    with pytest.raises(ValueError, match="6 frozen layers of 6"):
-        measure_split("mlp", (2,), frozen=6, **SMALL)
     with pytest.raises(ValueError, match="split point 6 leaves a stage without layers"):
         measure_split("mlp", (6,), **SMALL)
-    with pytest.raises(ValueError, match="0 steps"):
+    with pytest.raises(ValueError, match="steps must be an integer from 1 up, got 0"):
         measure_split("mlp", (2,), steps=0)
     with pytest.raises(ValueError, match="micro_batches must be an integer from 1 up, got 0"):
         measure_split("mlp", (2,), micro_batches=0)

@@ -9,154 +9,91 @@ import torch.distributed as dist
 
 from labkit.config import RunConfig
 from labkit.runtime import rounds
-from labkit.training import resume, together, train_run
-from labkit.training.checkpoint import Writer
-from labkit.training.own import NOTHING
-from labkit.training.resolve import make_strategy, work_of
+from labkit.training import together, train_run
+from labkit.training.resolve import Resolved
+from labkit.training.resume import Start
 
 CONFIG = RunConfig("ddp", world_size=3, model="mlp", train_size=64)
+READY = Resolved(None, None, "")
 
 
-def met(world_size=3, store=None, behind_s=0.0):
-    """The rounds of so many ranks, two on the first host and the others on a second one."""
-    store = store or dist.HashStore()
-    hosts = ["one", "one", *["two"] * world_size][:world_size]
-    agents = [f"agent of {host}" for host in hosts]
-    clocks = [0.0] * (world_size - 1) + [behind_s]
-    return [
-        rounds.Round(rank, world_size, hosts, agents, clocks, "here", store)
-        for rank in range(world_size)
-    ]
+@pytest.fixture
+def agreed(monkeypatch):
+    """What each of three ranks returns or raises: the first two are on one host."""
+    store, here = dist.HashStore(), threading.local()
+    hosts = ["one", "one", "two"]
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(rounds, "join", lambda _: here.round)
+    monkeypatch.setattr(rounds, "code", lambda: here.code)
 
-
-def on_all(function, *by_rank):
-    """What ``function(round, ...)`` returns or raises on each rank."""
-
-    def called(*arguments):
+    def on(rank, config, check, start, code):
+        here.round = rounds.Round(rank, 3, hosts, hosts, [0.0] * 3, "here", store)
+        here.code = code
         try:
-            return function(*arguments)
+            return together.agreed(config, check, lambda _: start, 60)
         except (ValueError, OSError) as error:
             return error
 
-    with ThreadPoolExecutor(len(by_rank[0])) as pool:
-        return list(pool.map(called, *by_rank, timeout=240))
+    def on_all(configs=(CONFIG,) * 3, checks=(lambda: READY,) * 3, start=None, codes="aaa"):
+        with ThreadPoolExecutor(3) as pool:
+            starts = [start] * 3
+            return list(pool.map(on, range(3), configs, checks, starts, codes, timeout=240))
+
+    return on_all
 
 
-def checked(configs, check=lambda: "checked"):
-    return on_all(
-        lambda found, config: together._checked_on_all(found, config, check), met(), configs
-    )
-
-
-def test_equal_ranks_go_on():
-    assert checked([CONFIG] * 3) == ["checked"] * 3
-    # What belongs to a machine may differ.
-    assert checked([CONFIG, CONFIG, replace(CONFIG, weights="w")]) == ["checked"] * 3
+def test_equal_ranks_go_on_and_what_belongs_to_a_machine_may_differ(agreed):
+    found = agreed([CONFIG, CONFIG, replace(CONFIG, weights="w")])
+    assert found == [(READY, Start())] * 3
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "says"),
     [
         ({"lr": 0.1}, "lr 0.05 on rank 0 and 0.1 on rank 2"),
-        ({"batch_size": 32}, "batch_size 64 on rank 0 and 32 on rank 2"),
         ({"checkpoint_dir": "x"}, "checkpoint_dir false on rank 0 and true on rank 2"),
     ],
 )
-def test_a_rank_with_another_command_is_named_on_all(changed, told):
-    found = checked([CONFIG, CONFIG, replace(CONFIG, **changed)])
+def test_a_rank_with_another_command_is_named_on_all(agreed, changed, says):
+    found = agreed([CONFIG, CONFIG, replace(CONFIG, **changed)])
     assert len({str(error) for error in found}) == 1
     assert "rank 2 on two is not of the same run as rank 0 on one" in str(found[0])
-    assert told in str(found[0])
+    assert says in str(found[0])
 
 
-def test_other_code_and_another_torch_are_named(monkeypatch):
-    local = threading.local()
-    monkeypatch.setattr(rounds, "code", lambda: getattr(local, "code", "a"))
-    versions = {"python": "3.11.1", "torch": "2.15.0"}
-    other = versions | {"torch": "2.11.0"}
-    monkeypatch.setattr(together, "versions", lambda: getattr(local, "versions", versions))
-
-    def check():
-        return "checked"
-
-    def rank(found):
-        if found.rank == 1:
-            local.code, local.versions = "b", other
-        try:
-            return together._checked_on_all(found, CONFIG, check)
-        finally:
-            local.__dict__.clear()
-
-    for error in on_all(rank, met()):
-        assert "torch 2.15.0 on rank 0 and 2.11.0 on rank 1; labkit's code a on" in str(error)
+def test_other_code_is_named(agreed):
+    for error in agreed(codes="aab"):
+        assert "labkit's code a on rank 0 and b on rank 2" in str(error)
 
 
-def test_data_that_only_one_machine_lacks():
-    def rank(found):
-        def check():
-            if found.rank == 1:
-                raise FileNotFoundError("no data set digits: get it by --download")
+def test_data_that_only_one_machine_lacks(agreed):
+    def lacks():
+        raise FileNotFoundError("no data set digits: get it by --download")
 
-        return together._checked_on_all(found, CONFIG, check)
-
-    first, own, last = on_all(rank, met())
-    assert str(first) == str(last) == "rank 1 on one: no data set digits: get it by --download"
-    assert isinstance(own, FileNotFoundError)
+    for error in agreed(checks=[lambda: READY, lacks, lambda: READY]):
+        assert str(error) == "rank 1 on one: no data set digits: get it by --download"
 
 
-def test_clocks_that_differ_are_told(capsys):
-    together._warn(met(behind_s=12.4)[0], CONFIG)
-    assert "the clocks of one and two differ by 12 s" in capsys.readouterr().err
-    together._warn(met(behind_s=1.0)[0], CONFIG)
-    assert capsys.readouterr().err == ""
+def test_all_ranks_go_on_from_what_rank_0_has_if_they_can_read_it(agreed, monkeypatch, tmp_path):
+    monkeypatch.setattr(together, "why_not_whole", lambda path: "gone" * (path.parent.name == "b"))
+    folders = [str(tmp_path / name) for name in ("a", "a", "b")]
+    configs = [replace(CONFIG, resume=True, checkpoint_dir=folder) for folder in folders]
+    start = Start(tmp_path / "a" / "step-00000001", "goes on")
+    for error in agreed(configs, start=start):
+        assert "rank 2 on two: cannot read what rank 0 has in" in str(error)
 
 
-def starts(found, configs):
-    strategy, work = make_strategy(configs[0]), work_of(configs[0], NOTHING)
-    return on_all(
-        lambda one, config: together._agreed_start(one, config, NOTHING, strategy, work),
-        found,
-        configs,
-    )
-
-
-def save(folder, config=CONFIG):
-    """A checkpoint of three ranks after one step."""
-    work = work_of(config, NOTHING)
-    facts = replace(resume.facts_of(config, NOTHING, work, work.make_model()), epoch=1)
-    row = {"loss": 0.5, "seconds": 0.1, "test_accuracy": 0.5}
-    writers = [Writer(folder, rank, 3) for rank in range(3)]
-    for writer in reversed(writers):
-        writer.save(replace(facts, rows=[row]), {}, {"draws": False})
-    for writer in writers:
-        writer.close(failed=False)
-
-
-def test_all_ranks_go_on_from_what_rank_0_has_if_they_can_read_it(tmp_path):
-    for name in ("a", "b"):
-        save(tmp_path / name)
-    (tmp_path / "b" / "step-00000001" / "rank1.safetensors").unlink()
-    config = replace(CONFIG, epochs=2)
-    shared = [replace(config, resume=True, checkpoint_dir=str(tmp_path / "a"))] * 3
-    assert {start.path for start in starts(met(), shared)} == {tmp_path / "a" / "step-00000001"}
-    folders = [tmp_path / name for name in ("a", "a", "b")]
-    configs = [replace(config, resume=True, checkpoint_dir=str(one)) for one in folders]
-    for error in starts(met(), configs):
-        assert "rank 2 on two cannot read what rank 0 on one has in" in str(error)
-        assert "rank1.safetensors cannot be read" in str(error)
-
-
-def test_the_world_size_is_that_of_torchrun(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"world_size is 3, but torchrun started 2 ranks: leave"):
-        together._check_world_size(CONFIG)
-    together._check_world_size(replace(CONFIG, world_size=2))
+def test_the_world_size_is_that_of_torchrun(agreed):
+    for error in agreed([replace(CONFIG, world_size=2)] * 3):
+        assert "world_size is 2, but torchrun started 3 ranks: leave" in str(error)
 
 
 @pytest.mark.parametrize("forged", ["", "[]", '{"error": 1}', '{"error": "", "same": 7}', "["])
 def test_what_no_rank_has_written_is_refused(forged):
+    found = rounds.Round(0, 1, ["one"], ["one"], [0.0], "here", None)
+    found.exchange = lambda *_: [forged]
     with pytest.raises(ConnectionError, match="which labkit does not write"):
-        together._read(forged, {"error": str, "same": dict})
+        together.exchange(found, {"error": "", "same": {}}, "a check")
 
 
 def test_the_world_size_that_is_left_out_is_that_of_torchrun(monkeypatch):

@@ -22,9 +22,8 @@ from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
 
-from labkit import RunConfig, devices, run, strategies, train_with
+from labkit import RunConfig, run, strategies, train_with
 from labkit.costs.traffic import broadcast_cost, ddp_update_cost, ring_all_reduce_cost
-from labkit.training import train_run
 from labkit.training.resolve import make_strategy
 from labkit.training.state import checksum, largest_difference, tolerance
 from labkit.workload.models import build_model
@@ -100,35 +99,6 @@ def test_named_devices_are_those_of_the_ranks():
     assert named.difference_from(plain) == 0.0
 
 
-@pytest.fixture
-def placed(monkeypatch):
-    """Where a run would be, with these GPUs."""
-
-    class Placed(Exception):
-        pass
-
-    def stop(*args, **options):
-        raise Placed(options)
-
-    def where(usable, *words, **settings):
-        monkeypatch.setattr(devices, "num_gpus", lambda: usable)
-        with pytest.raises(Placed) as caught:
-            train_with(*words, **SMALL | {"model": "mlp"} | settings)
-        (options,) = caught.value.args
-        return options["world_size"], options["devices"]
-
-    monkeypatch.setattr(train_run, "run", stop)
-    return where
-
-
-def test_one_process_runs_on_the_first_device_that_is_named(placed):
-    assert placed(3, "data_parallel", devices="cuda:2,cuda:1") == (1, "cuda:2")
-    assert placed(3, "model_parallel", devices="cuda:1,cpu") == (1, "cuda:1")
-    assert placed(2, "data_parallel", world_size=2) == (1, "cuda:0")
-    assert placed(2, "pipeline", devices="cuda:1,cuda:0") == (2, "cuda:1,cuda:0")
-    assert placed(2, "single", devices="cuda:1") == (1, "cuda:1")
-
-
 def test_bytes_and_messages_of_a_run_equal_the_formula():
     result = train_with("ring_all_reduce", world_size=3, batch_size=35, **SMALL)
     parameters = sum(tensor.numel() for tensor in result.state.values())
@@ -196,7 +166,6 @@ def test_a_seed_decides_everything():
 # Models that a course meets sooner or later, trained by hand through the strategy protocol.
 
 RING, ONE = strategies.get("ring_all_reduce"), strategies.get("single")
-DDP = strategies.get("ddp", builtin=True)
 # The last batch has two samples for three ranks: BatchNorm's counter then differs.
 SAT_OUT = some_batches((6, 4, 2))
 
@@ -232,8 +201,6 @@ def by_hand():
     }
     calls[2] |= {
         "batch norm": (RING, norm, eight),
-        "PyTorch's": (DDP, norm, eight),
-        "PyTorch's, apart": (DDP, norm, eight, False),
     }
     calls[3]["sat out"] = RING, with_batch_norm_over_pixels, SAT_OUT
     found = {}
@@ -270,12 +237,6 @@ def test_batch_norm_normalises_by_share_and_averages_its_statistics(by_hand):
     torch.testing.assert_close(states[0]["2.weight"], updated.detach())
 
 
-def test_pytorchs_replicas_agree_on_the_running_averages_of_rank_0(by_hand):
-    apart, states = by_hand[2, "PyTorch's, apart"], by_hand[2, "PyTorch's"]
-    assert checksum(apart[0]) == checksum(states[0]) == checksum(states[1])
-    assert checksum(apart[1]) != checksum(states[1])
-
-
 def test_replicas_agree_though_a_rank_sat_a_batch_out(by_hand):
     states = by_hand[3, "sat out"]
     assert len({checksum(state) for state in states}) == 1
@@ -303,11 +264,6 @@ def test_a_nan_of_an_earlier_step_does_not_stay_in_an_empty_share():  # row 12
         return finite
 
     assert run(steps, RING, world_size=2).values == [True, True]
-
-
-def test_states_of_different_models_are_not_compared():
-    with pytest.raises(ValueError, match="differ in tensors"):
-        largest_difference({"a": torch.ones(1)}, {"b": torch.ones(1)})
 
 
 def test_a_state_that_holds_nan_equals_no_other():

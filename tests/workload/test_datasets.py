@@ -91,8 +91,6 @@ def test_augmented_digits_are_the_digits_and_then_copies_that_all_differ():
     some = open_dataset("digits_augmented", train_size=3000)
     assert torch.equal(some.standard(some.train_images, torch.float32), most.train_inputs[:3000])
     assert (some.train_images.max(), some.train_images.dtype) == (16, torch.uint8)
-    found = hashlib.sha256(some.train_images.numpy().tobytes()).hexdigest()
-    assert found.startswith("8a1d8cb7de8691e9")
     with pytest.raises(ValueError, match=r"50001.*50000 training"):
         load_dataset("digits_augmented", train_size=50_001)
 
@@ -123,17 +121,8 @@ def test_a_truncated_file_is_named_with_its_sizes(digits_copy, kept_bytes):
     path.write_bytes(path.read_bytes()[:kept_bytes])
     with pytest.raises(ValueError, match="git checkout") as caught:
         load_dataset("digits", root=digits_copy)
-    for words in (str(path), f"{kept_bytes} bytes", "expected 91984"):
+    for words in (str(path), f"{kept_bytes} bytes"):
         assert words in str(caught.value)
-
-
-def test_a_changed_byte_is_noticed(digits_copy):
-    path = digits_copy / "t10k-labels-idx1-ubyte"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"t10k-labels.*SHA-256.*expected a351e0b1.*git checkout"):
-        load_dataset("digits", root=digits_copy)
 
 
 def test_a_missing_file_is_named(digits_copy):
@@ -201,9 +190,14 @@ def test_a_set_is_read_once_and_shared(tmp_path, monkeypatch):
     assert len(reads) == 2
     assert torch.equal(found[0].train_images[:4], found[1].train_images)
     assert found[0].train_images.shape == (6, 3, 32, 32)
+    path = tmp_path / "cifar-10-batches-py" / ".cifar10.safetensors"
+    maps = Path("/proc/self/maps").read_text()
+    assert str(path) in maps
+    path.write_bytes(path.read_bytes()[:100])
+    open_dataset("cifar10", root=tmp_path)
     (tmp_path / "cifar-10-batches-py" / "test_batch").touch()
     open_dataset("cifar10", root=tmp_path)
-    assert len(reads) == 4
+    assert len(reads) == 6
 
 
 def test_download_puts_the_set_in_place_once(tmp_path, monkeypatch):

@@ -221,7 +221,7 @@ def with_hvd(model, dataset, batch_size, lr, epochs, start, save):
 
 
 TO_DDP = [
-    (with_hvd, "port.still_horovod", "calls labkit.horovod.init"),
+    (with_hvd, "port.still_horovod", "calls labkit.horovod.operations.init"),
     (calls_the_script, "port.still_horovod", "calls workbook.exercises.programs."),
     (port("reads_everything", sampler=lambda self, dataset: None), "port.reads_all"),
     (
