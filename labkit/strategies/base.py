@@ -45,8 +45,7 @@ class Strategy:
     Where ranks divide a batch, frozen parameters are not communicated, and a missing gradient
     counts as zero. Such a run equals that of one device if no layer combines samples and none
     draws random numbers: with dropout each rank draws its own, and BatchNorm normalises each share
-    by itself, unless ``sync_batch_norm`` gives it the global batch's statistics. (What a training
-    run asks of a technique determines the methods and their number.)
+    by itself, unless ``sync_batch_norm`` gives it the global batch's statistics.
 
     Attributes:
         servers: ranks 0 to ``servers`` - 1 serve the others, and compute no gradients.
@@ -55,11 +54,9 @@ class Strategy:
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
-        synchronised_by: whose layers share batch statistics, ``labkit``'s or ``torch``'s.
         replaces_buffers: whether rank 0's replace those of all other ranks before they are used.
         global_batch: what the ranks tell each other about a batch; None if they need not.
-        loss: (outputs, targets) -> the sum over the samples; called once for each sample that is
-            trained on. The loop sets it, and ``clip_norm``.
+        loss: (outputs, targets) -> the sum over the samples. The loop sets it, and ``clip_norm``.
         instead: by option that makes no sense here, why, and what to use instead.
         optimizer: of this rank; None on a rank that makes no updates.
         model: this rank's whole model, on its device or on ``devices[0]``. A technique that does

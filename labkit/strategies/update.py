@@ -13,14 +13,14 @@ When the gradients of the mean loss are complete,
 3. **step**: the optimizer changes the parameters.
 
 Ranks that have all gradients, equal to the bit, all do the same without a message. Where each rank
-has some of them, the ranks add up two numbers: the squares of their norms, and their overflows.
+has some of them, the ranks add up the squares of their norms; a gradient that is not finite makes
+the sum not finite.
 
 Sources: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section
 3.2; Micikevicius et al., "Mixed precision training" (2018), sections 3.1 and 3.2.
 """
 
 import contextlib
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -151,35 +151,23 @@ class Update:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in trained if p.grad is not None]
         self.scaler.unscale(gradients, scale)
-        clips, checks = self.clip_norm is not None, self.scaler.is_enabled()
-        norm, overflowed = torch.zeros(()), False
-        if clips or checks:
+        overflowed = False
+        if self.clip_norm is not None or self.scaler.is_enabled():
             counted = [g for p, g in zip(trained, gradients) if id(p) not in self._elsewhere]
-            norm, overflow = self._over_all_ranks(counted)
-            overflowed = checks and bool(overflow)
+            square = torch.zeros((), dtype=torch.float64, device=self.comm and self.comm.device)
+            if counted := [gradient for gradient in counted if gradient.numel()]:
+                square = get_total_norm(counted).double().square()
+            if self.comm:
+                square = sum_over(self.comm, self.ranks, square)
+            overflowed = self.scaler.is_enabled() and not square.isfinite()
         self.scaler.update(overflowed, scale)
         if overflowed:
             return False
         if self.clip_norm is not None:
-            clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
+            clip_grads_with_norm_(self.parameters, self.clip_norm, square.sqrt())
         if self.optimizer:
             self.optimizer.step()
         return True
-
-    def _over_all_ranks(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The norm of all gradients, and whether one is not finite (if that is asked for)."""
-        gradients = [gradient for gradient in gradients if gradient.numel()]
-        device = self.comm.device if self.comm else None
-        norm = largest = torch.zeros((), device=device)
-        if gradients:
-            norm = get_total_norm(gradients)
-            if self.scaler.is_enabled():
-                largest = get_total_norm(gradients, math.inf)
-        if self.comm is None:
-            return norm, ~largest.isfinite()
-        numbers = torch.stack([norm.double().square(), (~largest.isfinite()).double()])
-        square, overflows = sum_over(self.comm, self.ranks, numbers)
-        return square.sqrt(), overflows
 
 
 def sum_over(comm: Comm, ranks: Sequence[int], tensor: Tensor) -> Tensor:
