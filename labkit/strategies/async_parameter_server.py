@@ -18,6 +18,7 @@ Recht et al., "Hogwild!" (2011).
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,11 @@ from labkit.errors import PeerLostError
 from labkit.schedules.staleness import StalenessTracker, check_bound
 from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
 from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
-from labkit.strategies.local_gradients import check_straggler
 
 _SERVER = 0
 
 
+@dataclass(eq=False)
 class AsyncParameterServer(OwnPaceStrategy):
     """Data parallelism in which every worker runs at its own pace.
 
@@ -58,19 +59,9 @@ class AsyncParameterServer(OwnPaceStrategy):
     ``max_staleness`` is the most updates by other workers that a gradient may miss, W - 1 or more.
     """
 
+    max_staleness: int | None = None
     optimizes = "elements"
     survives_lost_workers = True
-
-    def __init__(
-        self,
-        accumulate: int = 1,
-        amp: str | None = None,
-        straggler: tuple[int, float] | None = None,
-        max_staleness: int | None = None,
-    ):
-        check_straggler(straggler)
-        super().__init__(accumulate, amp, straggler)
-        self.max_staleness = max_staleness
 
     def check_ranks(self, world_size: int) -> None:
         super().check_ranks(world_size)
@@ -91,7 +82,6 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.updates = self.tracker.updates
         # By worker: the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
-        self.lost: dict[int, str] = {}
         # Of this epoch so far: samples, how many of them were predicted right, and their loss.
         self.samples, self.right = 0, self.report.new_zeros((), dtype=torch.double)
         self.loss_sum = torch.zeros_like(self.right)

@@ -1,7 +1,7 @@
 """The part of a training step that needs no other rank: forward and backward of a share.
 
 It may run in micro-batches (gradient accumulation: the activations of one micro-batch at a time,
-the gradients of all of them), in mixed precision (``labkit.strategies.mixed_precision``), and
+the gradients of all of them), in mixed precision (``labkit.strategies.update``), and
 slowed down, as a straggler.
 """
 
@@ -19,18 +19,9 @@ from torch.autograd import Variable
 
 from labkit import gpus
 from labkit.comm.comm import Comm
-from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.sync_batch_norm import GlobalBatch
+from labkit.strategies.update import MixedPrecision
 from labkit.workload.losses import Loss, sum_cross_entropy
-
-
-def check_straggler(straggler: tuple[int, float] | None, servers: int = 1) -> None:
-    """Raise ValueError if the straggler is one of the first ``servers`` ranks, which serve."""
-    if straggler and straggler[0] < servers:
-        raise ValueError(
-            f"straggler {straggler[0]}: this rank is a server, and a server computes no "
-            f"gradients; choose a worker, rank {servers} or above"
-        )
 
 
 class LocalGradients:
