@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import os
 import sys
 import time
 from collections import Counter
@@ -224,6 +225,8 @@ class Logs:
         table = csv.DictWriter(text, ["epoch", *columns], lineterminator="\n")
         table.writeheader()
         table.writerows({"epoch": number, **row} for number, row in enumerate(rows, start=1))
+        # On another host there is no caller that has made it.
+        os.makedirs(self.folder, exist_ok=True)
         # Never through a link, which another user could have put there.
         write_private(f"{self.folder}/{TABLE}", [text.getvalue().encode()], 0o644)
 
