@@ -51,7 +51,7 @@ class Progress:
     step: int = 0
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
-    spent_s: dict[str, float] = field(default_factory=dict)
+    spent_s: Counter[str] = field(default_factory=Counter)
     sent: tuple[int, int] | None = (0, 0)
 
     def start_clock(self, strategy: Strategy) -> None:
@@ -72,7 +72,7 @@ class Progress:
                 self.sent[1] + now[1] - sent[1],
             )
         )
-        self.spent_s = Counter(self.spent_s) + (_spent(strategy) - spent_s)
+        self.spent_s += _spent(strategy) - spent_s
         self.sums[1:3] += strategy.counted()
 
     def end_step(self, loss: Tensor) -> None:
@@ -83,7 +83,7 @@ class Progress:
 
     def end_epoch(self, row: Row) -> None:
         self.rows.append(row | {"phases_s": dict(self.spent_s)})
-        self.epoch, self.step, self.seconds, self.spent_s = self.epoch + 1, 0, 0.0, {}
+        self.epoch, self.step, self.seconds, self.spent_s = self.epoch + 1, 0, 0.0, Counter()
         self.sums.zero_()
 
 
