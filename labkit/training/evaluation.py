@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import os
 import sys
 import time
 from collections import Counter
@@ -50,7 +51,7 @@ class Progress:
     step: int = 0
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
-    spent_s: dict[str, float] = field(default_factory=dict)
+    spent_s: Counter[str] = field(default_factory=Counter)
     sent: tuple[int, int] | None = (0, 0)
 
     def start_clock(self, strategy: Strategy) -> None:
@@ -71,7 +72,7 @@ class Progress:
                 self.sent[1] + now[1] - sent[1],
             )
         )
-        self.spent_s = Counter(self.spent_s) + (_spent(strategy) - spent_s)
+        self.spent_s += _spent(strategy) - spent_s
         self.sums[1:3] += strategy.counted()
 
     def end_step(self, loss: Tensor) -> None:
@@ -82,7 +83,7 @@ class Progress:
 
     def end_epoch(self, row: Row) -> None:
         self.rows.append(row | {"phases_s": dict(self.spent_s)})
-        self.epoch, self.step, self.seconds, self.spent_s = self.epoch + 1, 0, 0.0, {}
+        self.epoch, self.step, self.seconds, self.spent_s = self.epoch + 1, 0, 0.0, Counter()
         self.sums.zero_()
 
 
@@ -224,6 +225,8 @@ class Logs:
         table = csv.DictWriter(text, ["epoch", *columns], lineterminator="\n")
         table.writeheader()
         table.writerows({"epoch": number, **row} for number, row in enumerate(rows, start=1))
+        # On another host there is no caller that has made it.
+        os.makedirs(self.folder, exist_ok=True)
         # Never through a link, which another user could have put there.
         write_private(f"{self.folder}/{TABLE}", [text.getvalue().encode()], 0o644)
 

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -249,7 +250,7 @@ class Checkpoints:
         for numbers in mine:
             progress.sums += progress.sums.new_tensor(numbers["sums"])
             progress.seconds = max(progress.seconds, numbers["seconds"])
-            progress.spent_s = numbers["spent_s"]
+            progress.spent_s = Counter(numbers["spent_s"])
         progress.sums[3] = facts.step
         if not is_same:
             return

@@ -10,10 +10,9 @@ from torch.utils.data import Dataset
 
 from labkit import RunConfig
 from labkit.training.own import NOTHING, Own
-from labkit.training.resolve import samples_for, work_of
+from labkit.training.resolve import samples_for
 from labkit.training.state import largest_difference
 from labkit.training.train_run import train_run, train_with
-from labkit.workload.freezing import is_frozen
 from labkit.workload.samples import TensorSamples
 
 travel_by_value(__name__)
@@ -84,21 +83,6 @@ def test_a_batch_of_bytes_becomes_the_floats_of_the_whole_set(dtype):
             made, _ = part.read(numbers)
             assert torch.equal(made, inputs[numbers])
             assert made.dtype == inputs.dtype
-
-
-def test_images_of_any_shape_are_resized_for_a_model_of_that_shape():
-    config = RunConfig(model="resnet18", resize=80, freeze="features", train_size=10)
-    work = work_of(config, NOTHING)
-    inputs, _ = work.train.read(torch.arange(2))
-    assert inputs.shape == (2, 1, 80, 80)
-    model = work.make_model()
-    # The stem for large images.
-    assert model[0].kernel_size == (7, 7)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert trained == ["14.weight", "14.bias"]
-    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert len(norms) == 20
-    assert all(map(is_frozen, norms))
 
 
 def test_own_images_are_augmented_and_resized_and_points_are_refused():
