@@ -105,7 +105,7 @@ class AsyncParameterServer(OwnPaceStrategy):
             inputs, targets, batch_size = next(batches)
             samples = len(targets)
             self.gradient.zero_()
-            loss = self.gradients.add(inputs, targets, divisor=batch_size)
+            loss = self.gradients.add(inputs, targets, batch_size)
             with self.comm.span("push"):
                 report = self._with_buffers(loss, self.right_of(samples), samples)
                 self.comm.send(report, _SERVER)
