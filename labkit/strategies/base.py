@@ -251,12 +251,6 @@ class OnShares(Strategy):
         )
         self.scaler = self.gradients.scaler
 
-    def common_sizes(self, batch_size: int) -> list[int] | None:
-        """The sizes of this rank's micro-batches, as many as all ranks have; None for any."""
-        if self.global_batch is None:
-            return None
-        return [len(part) for part in self.global_batch.parts(torch.arange(batch_size))]
-
 
 @dataclass(eq=False)
 class OwnPaceStrategy(OnShares):

@@ -99,8 +99,7 @@ class ParameterServer(OnShares):
             self.gradient.zero_()
         # In fp16 a sum over the batch would overflow sooner than the mean.
         divisor = batch_size if self.scaler.is_enabled() else 1
-        sizes = self.common_sizes(batch_size)
-        loss = self.gradients.add(inputs, targets, divisor, sizes=sizes)
+        loss = self.gradients.add(inputs, targets, batch_size, divisor)
         if self.serves:
             self.serve(batch_size // divisor)
         else:

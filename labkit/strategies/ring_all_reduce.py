@@ -73,8 +73,7 @@ class RingAllReduce(OnShares):
         # In fp16 a sum over the batch would overflow sooner than the mean.
         divisor = batch_size if self.scaler.is_enabled() else 1
         # A rank without a sample still takes part in the ring.
-        sizes = self.common_sizes(batch_size)
-        loss = self.gradients.add(inputs, targets, divisor, sizes=sizes)
+        loss = self.gradients.add(inputs, targets, batch_size, divisor)
         self.average_gradients(batch_size // divisor)
         with self.comm.span("update"):
             self.update()

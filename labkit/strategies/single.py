@@ -38,7 +38,7 @@ class Single(OnShares):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self.gradients.add(inputs, targets, divisor=batch_size)
+        loss = self.gradients.add(inputs, targets, batch_size)
         with self.comm.span("update"):
             self.update()
         return loss

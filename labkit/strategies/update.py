@@ -151,10 +151,10 @@ class Update:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in trained if p.grad is not None]
         self.scaler.unscale(gradients, scale)
-        overflowed = False
+        overflowed, device = False, self.comm.device if self.comm else None
+        square = torch.zeros((), dtype=torch.float64, device=device)
         if self.clip_norm is not None or self.scaler.is_enabled():
             counted = [g for p, g in zip(trained, gradients) if id(p) not in self._elsewhere]
-            square = torch.zeros((), dtype=torch.float64, device=self.comm and self.comm.device)
             if counted := [gradient for gradient in counted if gradient.numel()]:
                 square = get_total_norm(counted).double().square()
             if self.comm:

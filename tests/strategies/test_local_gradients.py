@@ -45,5 +45,5 @@ def test_a_straggler_sleeps_for_the_rest_of_its_factor(monkeypatch):
         comm = SimpleNamespace(rank=rank, device=device, span=lambda kind: nullcontext())
         gradients = LocalGradients(comm, nn.Linear(2, 2), straggler=(0, 4.0))
         for count in (3, 3, 3, 3, 6):
-            gradients.add(torch.ones(count, 2), torch.zeros(count, dtype=torch.long))
+            gradients.add(torch.ones(count, 2), torch.zeros(count, dtype=torch.long), 1)
     assert naps == pytest.approx([6.0, 6.0, 6.0, 12.0])

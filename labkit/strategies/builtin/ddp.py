@@ -58,7 +58,7 @@ class TorchDataParallel(OnShares):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
         inputs, targets = inputs.to(self.devices[0]), targets.to(self.devices[0])
-        loss = self.gradients.add(inputs, targets, divisor=batch_size)
+        loss = self.gradients.add(inputs, targets, batch_size)
         with self.comm.span("update"):
             self.update()
         return loss.to(self.comm.device)
@@ -125,8 +125,9 @@ class TorchDDP(OnShares):
         )
         self.compute_with(self.replica)
         if by_torch:
-            # So that all ranks have as many micro-batches; its layers take empty ones.
+            # So that all ranks have as many micro-batches; PyTorch's layers take empty ones.
             self.global_batch = GlobalBatch(comm, self.model, self.workers, self.accumulate)
+            self.gradients.global_batch, self.gradients.takes_empty = self.global_batch, True
             self.sync_batch_norm = True
         self.optimizer = make_optimizer(self.replica.parameters())
         self.update = self.update_of(self.model.parameters())
@@ -135,11 +136,7 @@ class TorchDDP(OnShares):
         self.optimizer.zero_grad()
         ranks, no_sync = self.comm.world_size, self.replica.no_sync
         divisor = batch_size if self.scaler.is_enabled() else batch_size / ranks
-        loss = self.gradients.add(
-            *(inputs, targets, divisor, no_sync),
-            even_if_empty=True,
-            sizes=self.common_sizes(batch_size),
-        )
+        loss = self.gradients.add(inputs, targets, batch_size, divisor, no_sync, True)
         with self.comm.span("update"):
             if self.scaler.is_enabled():
                 for parameter in self.update.parameters:
@@ -151,8 +148,7 @@ class TorchDDP(OnShares):
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         # After its first backward DDP assigns the gradients to other buckets, in whose order it
         # adds up from then on.
-        sizes = self.common_sizes(batch_size)
-        self.gradients.add(inputs, targets, batch_size, even_if_empty=True, sizes=sizes)
+        self.gradients.add(inputs, targets, batch_size, even_if_empty=True)
         self.optimizer.zero_grad()
 
     def end_epoch(self) -> None:

@@ -113,8 +113,7 @@ class RpcParameterServer(ServedByRpc):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.gradient.zero_()
-        sizes = self.common_sizes(batch_size)
-        loss = self.gradients.add(inputs, targets, divisor=batch_size, sizes=sizes)
+        loss = self.gradients.add(inputs, targets, batch_size)
         if self.comm.rank == 0:
             self.serve()
         else:
@@ -169,7 +168,7 @@ class RpcAsyncParameterServer(ServedByRpc, OwnPaceStrategy):
         while goes_on:
             inputs, targets, batch_size = next(batches)
             self.gradient.zero_()
-            loss = self.gradients.add(inputs, targets, divisor=batch_size)
+            loss = self.gradients.add(inputs, targets, batch_size)
             with self.comm.span("communicate"):
                 sums = float(loss), float(self.right_of(len(targets))), len(targets)
                 values, buffers, version, goes_on, scaler = push_and_pull(

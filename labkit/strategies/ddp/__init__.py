@@ -51,10 +51,8 @@ class DDP(OnShares):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
-        no_sync = self.replica.no_sync
-        sizes = self.common_sizes(batch_size)
-        loss = self.gradients.add(inputs, targets, batch_size, no_sync, sizes=sizes)
-        if not len(targets) and sizes is None:
+        loss = self.gradients.add(inputs, targets, batch_size, no_sync=self.replica.no_sync)
+        if not len(targets) and self.global_batch is None:
             self.replica.without_samples()
         with self.comm.span("update"):
             self.update()
