@@ -142,7 +142,7 @@ def _mine() -> dict[str, str]:
     return {"token": secrets.token_hex(8), "host": socket.gethostname()}
 
 
-def _read(text: bytes) -> list[dict[str, str]]:
+def _read(text: bytes) -> list[dict[str, Any]]:
     """What one rank has told of itself, or several of themselves."""
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         told = json.loads(text)
