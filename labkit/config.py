@@ -29,23 +29,13 @@ _RATES = {
 _SGD_LR = {"vgg16": 0.005}
 # The units of a link's numbers, in seconds and in bytes per second. (Mb/s could be megabits or
 # megabytes, and is refused.)
-_LINK_UNITS = {
-    "s": 1.0,
-    "ms": 1e-3,
-    "us": 1e-6,
-    "µs": 1e-6,
-    "B/s": 1.0,
-    "kB/s": 1e3,
-    "KB/s": 1e3,
-    "MB/s": 1e6,
-    "GB/s": 1e9,
-    "KiB/s": 2.0**10,
-    "MiB/s": 2.0**20,
-    "GiB/s": 2.0**30,
-    "kbit/s": 125.0,
-    "Mbit/s": 125e3,
-    "Gbit/s": 125e6,
-}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_BYTES = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20}
+_BYTES |= {"GiB": 2.0**30, "kbit": 125.0, "Mbit": 125e3, "Gbit": 125e6}
+_LINK_UNITS = _SECONDS | {f"{name}/s": value for name, value in _BYTES.items()}
+
+
+# What reads the text of a setting; each raises ValueError for anything else.
 
 
 def _words(name: str, text: object, example: str) -> tuple[str, ...]:
@@ -56,11 +46,7 @@ def _words(name: str, text: object, example: str) -> tuple[str, ...]:
 
 
 def parse_augment(text: str | None) -> tuple[str, ...]:
-    """``"crop,flip"`` is ("crop", "flip"); None is ().
-
-    Raises:
-        ValueError: anything else than some of ``AUGMENTATIONS``, separated by commas.
-    """
+    """``"crop,flip"`` is ("crop", "flip"); None is ()."""
     words = () if text is None else _words("augment", text, "crop,flip")
     for word in words:
         units.check_choice("augment", word, AUGMENTATIONS)
@@ -68,20 +54,12 @@ def parse_augment(text: str | None) -> tuple[str, ...]:
 
 
 def parse_freeze(text: str) -> tuple[str, ...]:
-    """``"0,1.conv1"`` is ("0", "1.conv1").
-
-    Raises:
-        ValueError: no names, or an empty one.
-    """
+    """``"0,1.conv1"`` is ("0", "1.conv1")."""
     return _words("freeze", text, "0,1.conv1 or features")
 
 
 def parse_split_points(text: str) -> tuple[int, ...]:
-    """``"5,12"`` is (5, 12); an empty text is one stage.
-
-    Raises:
-        ValueError: not integers separated by commas.
-    """
+    """``"5,12"`` is (5, 12); an empty text is one stage."""
     words = [word.strip() for word in str(text).split(",")] if str(text).strip() else []
     if not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
         raise ValueError(f"split_points must be layers, as in 5,12, got {shortened(text)}")
@@ -89,14 +67,7 @@ def parse_split_points(text: str) -> tuple[int, ...]:
 
 
 def parse_devices(devices: str | Sequence[Any]) -> tuple[str, ...]:
-    """``"cpu,cpu"`` is ("cpu", "cpu"); GPUs are ``cuda:0``, ``cuda:1``, ...
-
-    Args:
-        devices: the names in one text, or a sequence of names or of ``torch.device``.
-
-    Raises:
-        ValueError: a name that is neither ``cpu`` nor ``cuda:NUMBER``, or none at all.
-    """
+    """``"cpu,cuda:1"``, or a sequence of names or of ``torch.device``, is ("cpu", "cuda:1")."""
     is_list = isinstance(devices, list | tuple)
     names = tuple(str(name).strip() for name in (devices if is_list else str(devices).split(",")))
     for name in names or ("",):
@@ -109,14 +80,7 @@ def parse_devices(devices: str | Sequence[Any]) -> tuple[str, ...]:
 
 
 def parse_hosts(hosts: int | str | Sequence[str]) -> int | tuple[str, ...]:
-    """``2`` and ``"2"`` are 2, ``"10.0.0.1,10.0.0.2"`` is ("10.0.0.1", "10.0.0.2").
-
-    Args:
-        hosts: a number, or addresses in one text or a sequence.
-
-    Raises:
-        ValueError: neither a number above 0 nor addresses.
-    """
+    """``2`` and ``"2"`` are 2, ``"10.0.0.1,10.0.0.2"`` is ("10.0.0.1", "10.0.0.2")."""
     if isinstance(hosts, str) and re.fullmatch(r"-?[0-9]+", hosts.strip()):
         hosts = int(hosts)
     if isinstance(hosts, int) and not isinstance(hosts, bool):
@@ -133,11 +97,7 @@ def parse_hosts(hosts: int | str | Sequence[str]) -> int | tuple[str, ...]:
 
 
 def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
-    """``"1:4.0"`` is (1, 4.0): rank 1 takes four times as long to compute.
-
-    Raises:
-        ValueError: not of this form, no such rank, or a factor below 1.
-    """
+    """``"1:4.0"`` is (1, 4.0): rank 1 takes four times as long to compute."""
     match = re.fullmatch(r"([0-9]{1,4}):([0-9.]{1,9})", str(text), re.ASCII)
     rank, factor = (int(match[1]), units.parse_number(match[2])) if match else (-1, 0.0)
     if not (0 <= rank < world_size and factor >= 1):
@@ -151,12 +111,8 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
 def parse_link(text: str) -> tuple[Any, ...]:
     """``"10ms,100MB/s"`` is (0.01, 1e8): latency in seconds, and bandwidth in bytes per second.
 
-    One of the two may be left out: no latency, or a bandwidth without a limit. MB are 10^6 bytes,
-    MiB are 2^20, and Mbit are 10^6 bits. With ``2 per host`` as one of the parts, a third number
-    says how many ranks stand on each emulated host.
-
-    Raises:
-        ValueError: not of this form, or beyond the limits.
+    One of the two may be left out. With ``2 per host`` as one of the parts, a third number says
+    how many ranks stand on each emulated host.
     """
     found: dict[str, float] = {}
     for word in map(str.strip, str(text).split(",")):
@@ -183,11 +139,7 @@ def parse_link(text: str) -> tuple[Any, ...]:
 
 
 def check_servers(servers: int, world_size: int) -> None:
-    """Refuse a number of servers that leaves no worker; with world size 1, rank 0 is both.
-
-    Raises:
-        ValueError: as many servers as ranks, or more.
-    """
+    """Refuse a number of servers that leaves no worker; with world size 1, rank 0 is both."""
     if servers >= max(world_size, 2):
         fewer = f"at most {world_size - 1} servers" if world_size > 1 else "1 server"
         raise ValueError(
@@ -296,7 +248,7 @@ class RunConfig:
     resume: bool = _setting(
         False, "", "continue from the newest checkpoint in checkpoint_dir, if any"
     )
-    log_dir: str | None = _setting(None, "DIR", "folder for epochs.csv, TensorBoard and rank logs")
+    log_dir: str | None = _setting(None, "DIR", "folder for epochs.csv and TensorBoard's files")
 
     backend: str = _setting(
         "auto", "auto|gloo|nccl|labkit", "for --builtin; labkit is this package's own"
@@ -382,7 +334,7 @@ class RunConfig:
         yield (
             self.warmup_epochs > self.epochs,
             f"warmup_epochs {self.warmup_epochs} of {format_count(self.epochs, 'epoch')}: the "
-            "learning rate would never reach lr. Use fewer, or train for more epochs",
+            "learning rate would never reach lr",
         )
         yield (
             self.amp and self.dtype != "float32",
@@ -391,7 +343,7 @@ class RunConfig:
         yield (
             self.batch_size < self.world_size and self.strategy not in STAGED,
             f"batch_size {self.batch_size} is smaller than world_size {self.world_size}: some "
-            f"ranks would never get a sample. Use a batch of at least {self.world_size}",
+            "ranks would never get a sample",
         )
         yield (
             self.backend != "auto" and not self.builtin,
@@ -405,7 +357,7 @@ class RunConfig:
         yield (
             self.link and self.devices and self.strategy in ONE_PROCESS,
             f"link {self.link!r}: with devices one process moves the tensors, and no messages "
-            "pass a link. Leave out one of the two",
+            "pass a link",
         )
         yield (
             self.link and self.builtin and self.backend != "labkit",

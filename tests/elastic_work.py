@@ -38,6 +38,15 @@ def _told(step, folder, pace_s):
     return telling
 
 
+def _begun(setup, folder):
+    def telling(strategy, comm, *parts):
+        with open(folder.parent / f"begun-{comm.rank}", "a") as file:
+            print(comm.world_size, os.getpid(), file=file)
+        return setup(strategy, comm, *parts)
+
+    return telling
+
+
 if "LABKIT_STEPS" in os.environ:
     if "torch._dynamo" not in sys.modules:
         # To import it takes seconds, and no optimizer needs it.
@@ -45,4 +54,6 @@ if "LABKIT_STEPS" in os.environ:
     _pace_s = float(os.environ["LABKIT_PACE_S"])
     for _name in ("ddp", "ring_all_reduce"):
         _technique = strategies.get(_name)
-        _technique.step = _told(_technique.step, Path(os.environ["LABKIT_STEPS"]), _pace_s)
+        _folder = Path(os.environ["LABKIT_STEPS"])
+        _technique.step = _told(_technique.step, _folder, _pace_s)
+        _technique.setup = _begun(_technique.setup, _folder)

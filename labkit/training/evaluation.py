@@ -6,9 +6,9 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,50 +28,31 @@ _BATCH = 512
 _MOST_VALUES = 2**21
 # Accuracy among the likeliest classes says something only where there are more classes.
 _TOP = 5
-_TABLE = "epochs.csv"
-# TensorBoard's names of an epoch's numbers.
-_TAGS = {
-    "loss": "loss/train",
-    "test_loss": "loss/held_out",
-    "train_accuracy": "accuracy/train",
-    "test_accuracy": "accuracy/held_out",
-    "test_top5": "accuracy/held_out_top5",
-    "seconds": "seconds/epoch",
-}
-
+TABLE = "epochs.csv"
 # Numbers by name, and ``phases_s``: this rank's seconds by kind of span.
 Row = dict[str, Any]
 
 
 @dataclass
 class Progress:
-    """How far a run is, on one rank. Sums over an epoch are of the one under way.
+    """How far a run is, on one rank.
 
     Attributes:
-        loss_sum: of this rank's losses in the epoch, float64 [1].
-        finite: after how many of the epoch's steps ``loss_sum`` was finite, float64 [1].
-        trained: this rank's right predictions in the epoch and of how many, float64 [2].
+        sums: in the epoch under way, float64 [4]: this rank's losses, its right predictions and of
+            how many, and after how many steps the losses' sum was finite.
         epoch, step: complete epochs, and steps of the one under way.
         rows: of the complete epochs, see ``row_of``.
         seconds, spent_s: of training in the epoch, and by kind of span.
         sent: messages and bytes by this rank while it trained; None if they are not counted.
     """
 
-    loss_sum: Tensor
-    finite: Tensor
-    trained: Tensor
+    sums: Tensor
     epoch: int = 0
     step: int = 0
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
-    spent_s: dict[str, float] = field(default_factory=dict)
+    spent_s: Counter[str] = field(default_factory=Counter)
     sent: tuple[int, int] | None = (0, 0)
-
-    @classmethod
-    def none(cls, device: torch.device) -> "Progress":
-        """That of a run that begins."""
-        sums = torch.zeros(4, dtype=torch.float64, device=device)
-        return cls(sums[:1], sums[1:2], sums[2:])
 
     def start_clock(self, strategy: Strategy) -> None:
         """Count time, messages and bytes from now on."""
@@ -82,47 +63,37 @@ class Progress:
         spent_s, sent, since_s = self._before
         self.seconds += now_s(strategy) - since_s
         now = strategy.sent()
-        if self.sent is None or sent is None or now is None:
-            self.sent = None
-        else:
-            self.sent = self.sent[0] + now[0] - sent[0], self.sent[1] + now[1] - sent[1]
-        for kind, seconds in _spent(strategy).items():
-            if (more := seconds - spent_s.get(kind, 0.0)) > 0:
-                self.spent_s[kind] = self.spent_s.get(kind, 0.0) + more
-        self.trained += strategy.counted()
+        self.sent = (
+            self.sent
+            and sent
+            and now
+            and (
+                self.sent[0] + now[0] - sent[0],
+                self.sent[1] + now[1] - sent[1],
+            )
+        )
+        self.spent_s += _spent(strategy) - spent_s
+        self.sums[1:3] += strategy.counted()
 
     def end_step(self, loss: Tensor) -> None:
         """Count a step; nothing waits for a GPU."""
         self.step += 1
-        self.loss_sum += loss
-        self.finite += self.loss_sum.isfinite()
+        self.sums[0] += loss
+        self.sums[3] += self.sums[0].isfinite()
 
     def end_epoch(self, row: Row) -> None:
-        self.rows.append(row | {"phases_s": self.spent_s})
-        self.epoch, self.step, self.seconds, self.spent_s = self.epoch + 1, 0, 0.0, {}
-        for sums in (self.loss_sum, self.finite, self.trained):
-            sums.zero_()
-
-    def numbers(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this rank."""
-        sums = {"loss_sum": self.loss_sum.tolist(), "trained": self.trained.tolist()}
-        return sums | {"seconds": self.seconds, "spent_s": self.spent_s, "sent": self.sent}
-
-    def add(self, numbers: dict[str, Any]) -> None:
-        """Add what a rank had counted."""
-        self.loss_sum += self.loss_sum.new_tensor(numbers["loss_sum"])
-        self.trained += self.trained.new_tensor(numbers["trained"])
-        self.seconds = max(self.seconds, numbers["seconds"])
-        self.spent_s = numbers["spent_s"]
+        self.rows.append(row | {"phases_s": dict(self.spent_s)})
+        self.epoch, self.step, self.seconds, self.spent_s = self.epoch + 1, 0, 0.0, Counter()
+        self.sums.zero_()
 
 
-def _spent(strategy: Strategy) -> dict[str, float]:
+def _spent(strategy: Strategy) -> Counter[str]:
     """This rank's seconds so far by kind of span; in one process those of its main thread."""
     session = strategy.comm.session
     assert session.sums is not None, "the run has started"
     # On a GPU it waits for the spans' ends: the host has waited for them already.
     session.recorder.settle()
-    return session.sums.so_far(main_lane_only=strategy.in_one_process)
+    return Counter(session.sums.so_far(main_lane_only=strategy.in_one_process))
 
 
 def now_s(strategy: Strategy) -> float:
@@ -167,13 +138,8 @@ def evaluated(work: Work, strategy: Strategy, index: int, count: int) -> Tensor:
 def row_of(work: Work, loss: float, seconds: float, train_accuracy: float, sums: Tensor) -> Row:
     """An epoch's numbers, NaN where there is nothing to measure.
 
-    ``loss``, ``test_accuracy``, ``seconds``, ``train_accuracy``, ``test_loss``, ``test_top5``.
-
-    Args:
-        work: what is trained.
-        loss, train_accuracy: means over the training samples, while they were trained on.
-        seconds: of training.
-        sums: of all parts of the held-out samples, see ``evaluated``.
+    ``loss`` and ``train_accuracy`` are means over the training samples, while they were trained
+    on, ``seconds`` those of training, ``sums`` of all held-out samples, see ``evaluated``.
     """
     correct, judged, in_top, ranked, losses = sums.tolist()
     return {
@@ -192,8 +158,8 @@ def summed_row(work: Work, strategy: Strategy, progress: Progress) -> tuple[Row,
     comm, sums = strategy.comm, evaluated(work, strategy, *strategy.share())
     with comm.span("evaluate"):
         of_ranks = sums.new_zeros(comm.world_size)
-        of_ranks[comm.rank] = progress.finite[0]
-        everything = torch.cat([progress.loss_sum, progress.trained, sums, of_ranks])
+        of_ranks[comm.rank] = progress.sums[3]
+        everything = torch.cat([progress.sums[:3], sums, of_ranks])
         if comm.world_size > 1:
             ring_all_reduce(comm, everything)
     loss, right, judged = everything[:3].tolist()
@@ -215,10 +181,7 @@ def epoch_line(epoch: int, epochs: int, row: Row) -> str:
 
 
 def is_best(rows: Sequence[Row]) -> bool:
-    """Whether the last of these epochs is the best: by held-out accuracy, or else by its loss.
-
-    Without held-out samples, by the training loss. Of equal epochs the first is the best.
-    """
+    """Whether the last epoch is the best: by held-out accuracy, or its loss, or training's."""
     for name, sign in (("test_accuracy", 1), ("test_loss", -1), ("loss", -1)):
         found = [sign * row.get(name, math.nan) for row in rows]
         if found and not math.isnan(found[-1]):
@@ -243,24 +206,29 @@ class Logs:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Take the last of all epochs so far, those before a resumption included."""
-        flat = [_flat(row) for row in rows]
-        for name, write in ((_TABLE, self._write_table), ("TensorBoard", self._write_events)):
+        flat = [
+            {name: value for name, value in row.items() if name != "phases_s"}
+            | {f"{kind}_s": s for kind, s in sorted(row.get("phases_s", {}).items())}
+            for row in rows
+        ]
+        for name, write in ((TABLE, self._write_table), ("TensorBoard", self._write_events)):
             try:
                 if name not in self._failed:
                     write(flat)
             except Exception as error:
                 self._failed.add(name)
-                print(
-                    f"no {name} in {self.folder}: {error}; the training goes on", file=sys.stderr
-                )
+                print(f"no {name} in {self.folder}: {error}", file=sys.stderr)
 
     def _write_table(self, rows: list[Row]) -> None:
         columns = dict.fromkeys(name for row in rows for name in row)
         text = io.StringIO()
-        table = csv.DictWriter(text, ["epoch", *columns], restval="", lineterminator="\n")
+        table = csv.DictWriter(text, ["epoch", *columns], lineterminator="\n")
         table.writeheader()
         table.writerows({"epoch": number, **row} for number, row in enumerate(rows, start=1))
-        write_private(f"{self.folder}/{_TABLE}", [text.getvalue().encode()], 0o644)
+        # On another host there is no caller that has made it.
+        os.makedirs(self.folder, exist_ok=True)
+        # Never through a link, which another user could have put there.
+        write_private(f"{self.folder}/{TABLE}", [text.getvalue().encode()], 0o644)
 
     def _write_events(self, rows: list[Row]) -> None:
         # Not at the top: few runs need it. It takes a moment, and may not be installed.
@@ -270,39 +238,11 @@ class Logs:
             # What an interrupted run wrote about later epochs is not shown any more.
             self._events = SummaryWriter(self.folder, purge_step=len(rows))
         for name, value in rows[-1].items():
-            if value != "":
-                tag = _TAGS.get(name, f"seconds/{name.removesuffix('_s')}")
-                self._events.add_scalar(tag, value, len(rows))
+            if math.isfinite(value):
+                self._events.add_scalar(name, value, len(rows))
         self._events.flush()
 
     def close(self) -> None:
         # After an error its thread would never read what is still to be written.
         if self._events is not None and "TensorBoard" not in self._failed:
             self._events.close()
-
-
-def _flat(row: Row) -> Row:
-    """An epoch's numbers alone: ``KIND_s`` for each of ``phases_s``, "" where it is not finite."""
-    numbers = {name: value for name, value in row.items() if name != "phases_s"}
-    numbers |= {f"{kind}_s": s for kind, s in sorted(row.get("phases_s", {}).items())}
-    is_number = {n: value is not None and math.isfinite(value) for n, value in numbers.items()}
-    return {name: value if is_number[name] else "" for name, value in numbers.items()}
-
-
-def check_log_dir(folder: str, resumed: bool) -> None:
-    """Make the folder of a run's logs, and refuse one that has another run's.
-
-    Raises:
-        ValueError: logs of another run, or a folder that cannot be made or written.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make log_dir {folder!r}: {error.strerror}") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write to log_dir {folder}: no permission")
-    if not resumed and (Path(folder) / _TABLE).exists():
-        raise ValueError(
-            f"log_dir {folder} has the logs of another run ({_TABLE}): give another folder, or "
-            "continue that run with resume"
-        )

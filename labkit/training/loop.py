@@ -44,17 +44,10 @@ from labkit.workload.sampling import batch_slices, epoch_order
 
 @dataclass(frozen=True)
 class RankReport:
-    """The result of a training run on one rank.
+    """The result of a training run on one rank, see ``TrainResult``.
 
-    Attributes:
-        epochs: by epoch, see ``evaluation.row_of``; ``phases_s`` are this rank's.
-        messages, bytes_sent: by this rank while it trained; None if they are not counted.
-        checksum: of the parameters and buffers.
-        state: these parameters and buffers, on rank 0 only.
-        notes: the strategy's.
-        ends_s: where ranks do not wait for each other, in seconds of the trace, when the training
-            began here and when each epoch ended here.
-        peak_memory: of its steps, see ``TrainResult``.
+    ``state`` is on rank 0 only. Where ranks do not wait for each other, ``ends_s`` says when the
+    training began here and when each epoch ended here, in seconds of the trace.
     """
 
     epochs: list[Row]
@@ -139,7 +132,8 @@ class _Run:
     ):
         self.config, self.work, self.strategy, self.comm = config, work, strategy, strategy.comm
         self.steps = math.ceil(len(work.train) / config.batch_size)
-        self.progress, self.stop = Progress.none(self.comm.device), threading.Event()
+        sums = torch.zeros(4, dtype=torch.float64, device=self.comm.device)
+        self.progress, self.stop = Progress(sums), threading.Event()
         self.checkpoints = self.logs = None
         if config.checkpoint_dir is not None:
             self.checkpoints = Checkpoints(config, strategy, facts, self.steps)
@@ -185,7 +179,7 @@ class _Run:
         progress = self.progress
         if self.checkpoints is None:
             return False
-        words = [float(self.stop.is_set()), progress.finite.item() < progress.step]
+        words = [float(self.stop.is_set()), bool(progress.sums[3] < progress.step)]
         flags = torch.tensor(words, dtype=torch.float64, device=self.comm.device)
         if self.comm.world_size > 1:
             ring_all_reduce(self.comm, flags)

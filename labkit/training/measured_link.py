@@ -1,8 +1,4 @@
-"""The link between the ranks of this machine: alpha, beta and gamma, measured.
-
-Every page that speaks of "this machine's bandwidth" takes it from here, so that two pages that
-measure the same thing say the same.
-"""
+"""The link between the ranks of this machine: alpha, beta and gamma, measured."""
 
 import statistics
 import time
@@ -71,8 +67,7 @@ def measure_link(
     """Measure what a message between ranks of this machine costs: alpha + beta x bytes.
 
     In each repeat every size has its turn, so that a disturbance of some milliseconds spoils one
-    repeat of each size, not all repeats of one. The line is fitted to the medians, by relative
-    errors (see ``costs.fit_link``). One earlier round is not counted.
+    repeat of each size, not all repeats of one. The line is fitted to the medians.
 
     Args:
         world_size: P. All ranks send at the same time: with more ranks than cores a message
@@ -83,15 +78,10 @@ def measure_link(
         device, devices, transport: see ``labkit.run``.
         sizes_bytes: the sizes of the messages, at least two.
         repeats: counted turns of each size.
-        gamma: also measure gamma, the seconds to add a byte (4 MiB on all ranks at once, float32,
-            the slowest rank). Without it gamma is 0.
-
-    Returns:
-        A ``costs.Link`` with the repeats in seconds; printed, it says what was measured.
+        gamma: also measure gamma, the seconds to add a byte, on all ranks at once.
 
     Raises:
         ValueError: an unknown pattern, a ping-pong of other than 2 ranks, fewer than two sizes.
-        WorkerError: a rank failed.
     """
     check_choice("pattern", pattern, PATTERNS)
     check_integer("repeats", repeats)

@@ -85,16 +85,20 @@ def continue_schedule(optimizer: torch.optim.Optimizer, update: int) -> None:
     scheduler.step()
 
 
+Cut = Callable[[Tensor, Tensor], list[list[Tensor]]]
+# How techniques divide two parameters among optimizers.
+_CUTS: dict[str, Cut] = {
+    "model": lambda first, second: [[first, second]],
+    "layers": lambda first, second: [[first], [second]],
+    "elements": lambda first, second: [[torch.cat([first.flatten(), second[:1]])], [second[1:]]],
+}
+
+
 def check_optimizer(make: MakeOptimizer, optimizes: str, technique: str) -> None:
     """Refuse an optimizer that would not do on the ranks what it does on one device.
 
     It makes some updates of two small parameters at once, and in the pieces in which the technique
-    gives parameters to optimizers.
-
-    Args:
-        make: parameters -> optimizer.
-        optimizes: see ``strategies.base.Strategy``.
-        technique: its name, for the message.
+    gives parameters to optimizers: ``optimizes``, see ``strategies.base.Strategy``.
 
     Raises:
         ValueError: it makes no optimizer, needs a closure, or makes other updates in pieces.
@@ -103,20 +107,20 @@ def check_optimizer(make: MakeOptimizer, optimizes: str, technique: str) -> None
     def updated(cut: Cut) -> Tensor:
         """All values of both after some updates, with an optimizer for each piece."""
         generator = torch.Generator().manual_seed(0)
-        sizes = [torch.empty(4, 3, dtype=torch.float64), torch.empty(5, dtype=torch.float64)]
-        pieces = [
-            [nn.Parameter(tensor) for tensor in piece]
-            for piece in cut(*(size.clone().normal_(generator=generator) for size in sizes))
-        ]
-        optimizers = [make(parameters) for parameters in pieces]
+
+        def random_pieces() -> list[list[Tensor]]:
+            options = {"generator": generator, "dtype": torch.float64}
+            pieces = cut(torch.randn(4, 3, **options), torch.randn(5, **options))
+            return [[tensor.clone() for tensor in piece] for piece in pieces]
+
+        parameters = [[nn.Parameter(tensor) for tensor in piece] for piece in random_pieces()]
+        optimizers = [make(piece) for piece in parameters]
         for _ in range(3):
-            gradients = cut(*(size.clone().normal_(generator=generator) for size in sizes))
-            for parameters, some in zip(pieces, gradients):
-                for parameter, gradient in zip(parameters, some):
+            for piece, gradients, optimizer in zip(parameters, random_pieces(), optimizers):
+                for parameter, gradient in zip(piece, gradients):
                     parameter.grad = gradient
-            for optimizer in optimizers:
                 optimizer.step()
-        return torch.cat([parameter.detach().flatten() for piece in pieces for parameter in piece])
+        return torch.cat([one.detach().flatten() for piece in parameters for one in piece])
 
     try:
         expected, found = updated(_CUTS["model"]), updated(_CUTS[optimizes])
@@ -132,15 +136,3 @@ def check_optimizer(make: MakeOptimizer, optimizes: str, technique: str) -> None
             "other updates than on the whole model: use one that works element by element, such "
             "as SGD or Adam, or a technique with the whole model on each rank, such as ddp"
         )
-
-
-Cut = Callable[[Tensor, Tensor], list[list[Tensor]]]
-# How techniques divide two parameters among optimizers.
-_CUTS: dict[str, Cut] = {
-    "model": lambda first, second: [[first, second]],
-    "layers": lambda first, second: [[first], [second]],
-    "elements": lambda first, second: [
-        [torch.cat([first.flatten(), second[:1]])],
-        [second[1:].clone()],
-    ],
-}

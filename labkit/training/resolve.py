@@ -25,17 +25,15 @@ from labkit.config import (
     parse_split_points,
     parse_straggler,
 )
-from labkit.devices import check_named, check_world_size, plan
+from labkit.devices import check_named, plan
 from labkit.runtime.preload import under_torchrun
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
 from labkit.training.optimizer import OPTIMIZERS, check_optimizer, optimizer_maker
 from labkit.training.own import NOTHING, Own, made
 from labkit.units import check_choice, format_count
-from labkit.workload.chain import layers_of
 from labkit.workload.datasets import DATASETS, load_dataset, open_dataset
 from labkit.workload.folders import IMAGENET, is_folder, open_folder
-from labkit.workload.freezing import freeze
 from labkit.workload.images import Transform
 from labkit.workload.losses import LOSSES, Loss, SumOfMean, named_loss, sum_cross_entropy
 from labkit.workload.models import MODELS, build_model, check_pixels
@@ -48,11 +46,7 @@ from labkit.workload.samples import (
     num_classes,
     parts_of,
 )
-from labkit.workload.weights import load_weights
 
-# Of a data set that is put into floating point as a whole: up to 16 MB. To do it for each batch
-# takes 12 us per batch of digits.
-_MOST_FLOATS = 4 * 2**20
 # Samples that are enough to tell a mean over samples from a sum or a weighted mean.
 _FEW = 4
 
@@ -100,6 +94,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
         ValueError: unknown names, or parts that do not go together; the message says what to do.
         FileNotFoundError: the data set is absent.
     """
+    check_names(config, own)
     work = work_of(config, own, download)
     strategy = make_strategy(config, own=own, work=work)
     inputs, targets = first_samples(work.train, _FEW)
@@ -119,20 +114,15 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
             f"{type(model).__name__} does not take inputs {takes}: {error}. Its parameters are "
             f"{next(model.parameters()).dtype}"
         ) from error
-    if not isinstance(outputs, Tensor) or len(outputs) != len(inputs):
-        raise ValueError(
-            f"{type(model).__name__} returns {_described(outputs)}: it has to return one tensor "
-            f"with {format_count(len(inputs), 'row')}, one for each sample"
-        )
-    mean, *alone = (
-        _value(work.mean_loss, *pair)
-        for pair in ((outputs, targets), *zip(outputs.split(1), targets.split(1)))
+    together = _value(work.mean_loss, outputs, targets)
+    alone = torch.stack(
+        [_value(work.mean_loss, *one) for one in zip(outputs.split(1), targets.split(1))]
     )
-    if not torch.allclose(mean, sum(alone) / len(alone), rtol=1e-4, equal_nan=True):
+    if not torch.allclose(together, alone.mean(), rtol=1e-4, equal_nan=True):
         raise ValueError(
-            f"loss of {len(alone)} samples is {mean:.4g}, and the mean of their losses one by one "
-            f"is {sum(alone) / len(alone):.4g}: return the mean over samples "
-            "(reduction='mean'; with weights, (weights * losses).mean()), so that shares add up"
+            f"loss of {len(alone)} samples is {together:.4g}, and the mean of their losses one by "
+            f"one is {alone.mean():.4g}: return the mean over samples (reduction='mean'; with "
+            "weights, (weights * losses).mean()), so that shares add up"
         )
     if own.optimizer is not None:
         make = optimizer_maker(config, own.optimizer, strategy, len(work.train))
@@ -165,7 +155,6 @@ def _described(found: Any) -> str:
 
 def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
     """The work of a run, the same in every process; raises as ``resolve``."""
-    check_names(config, own)
     train, test = samples_for(config, own, download)
     loss = own.loss() if isinstance(own.loss, type) else own.loss
     loss = named_loss(config.loss) if loss is None else loss
@@ -214,20 +203,15 @@ def samples_for(
         transform = replace(transform, standard=IMAGENET, augment=names, resize=None)
         train = DatasetSamples(images, dtype, transform, config.seed)
         return train, None if held_out is None else replace(train, dataset=held_out)
+    each = transform if transform.changes else None
     if config.dataset == "fake":
         data = load_dataset("fake", train_size=size, dtype=dtype)
-    else:
-        stored = open_dataset(config.dataset, train_size=size, download=download)
-        if transform.changes or stored.train_images.numel() > _MOST_FLOATS:
-            each = replace(transform, standard=stored.standard)
-            train = TensorSamples(
-                stored.train_images, stored.train_targets, stored.num_classes, each
-            )
-            return train, replace(train, inputs=stored.test_images, targets=stored.test_targets)
-        data = stored.in_floats(dtype)
-    each = transform if transform.changes else None
-    train = TensorSamples(data.train_inputs, data.train_targets, data.num_classes, each)
-    return train, replace(train, inputs=data.test_inputs, targets=data.test_targets)
+        train = TensorSamples(data.train_inputs, data.train_targets, data.num_classes, each)
+        return train, replace(train, inputs=data.test_inputs, targets=data.test_targets)
+    stored = open_dataset(config.dataset, train_size=size, download=download)
+    each = replace(transform, standard=stored.standard)
+    train = TensorSamples(stored.train_images, stored.train_targets, stored.num_classes, each)
+    return train, replace(train, inputs=stored.test_images, targets=stored.test_targets)
 
 
 def _first(train: Samples, size: int, name: str) -> Samples:
@@ -255,10 +239,15 @@ def _start(config: RunConfig, own: Own, train: Samples) -> tuple[nn.Module, str]
         options: dict[str, Any] = {"num_classes": classes, "input_shape": shape}
         model = build_model(config.model, **options, seed=config.seed, dtype=dtype)
     note = ""
+    # Not at the top: few runs need it, and every rank would import it.
     if config.weights is not None:
+        from labkit.workload.weights import load_weights
+
         name = config.model if own.model is None else None
         note = load_weights(model, config.weights, name)
     if config.freeze is not None:
+        from labkit.workload.freezing import freeze
+
         freeze(model, parse_freeze(config.freeze))
     return model, note
 
@@ -304,8 +293,6 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
     technique = strategies.get(
         config.strategy, builtin=config.builtin, in_one_process=in_one_process
     )
-    check_names(config, own)
-    check_world_size(world_size, warn=False)
     options, taken = config.options(), [name for name in OPTIONS if name in technique.options()]
     if not technique.in_one_process:
         # They are the devices of the ranks, and nothing that the technique has to know.
@@ -349,6 +336,10 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
 
 def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
     """The given split points, or an even split by FLOPs of this model's layers on this data."""
+    # Not at the top: few runs need it, and it brings all of placement.
+    from labkit.placement.even_split import even_split
+    from labkit.workload.chain import layers_of
+
     model, (inputs, _) = work.make_model(), first_samples(work.train, 1)
     num_layers = len(layers_of(model))
     if config.split_points is not None:
@@ -359,7 +350,4 @@ def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
             f"model {config.model} has {format_count(num_layers, 'layer')}, at least one for each "
             f"stage: use world_size {num_layers} or less, got {config.world_size}"
         )
-    # Not at the top: it brings all of placement.
-    from labkit.placement.even_split import even_split
-
     return even_split(model, tuple(inputs.shape[1:]), config.world_size, inputs.dtype)

@@ -22,25 +22,20 @@ class TrainResult:
 
     Attributes:
         config: the settings.
-        epochs: one dict per epoch: ``loss``, the mean over the training samples while they were
-            trained on, ``test_accuracy``, ``seconds`` of training alone, ``train_accuracy`` (of
-            the predictions of which ``loss`` is the loss), ``test_loss``, ``test_top5`` (the part
-            of the held-out samples whose class is among the five likeliest of more than five),
-            and ``phases_s``: seconds by kind of span within this epoch, as in the run's
-            ``phases_s``. NaN where there is nothing to measure: no held-out samples, or no
-            accuracy because targets are not classes.
+        epochs: one dict per epoch: ``loss`` and ``train_accuracy``, means over the training
+            samples while they were trained on; ``seconds`` of training alone; ``test_accuracy``,
+            ``test_loss`` and ``test_top5`` (among the five likeliest of more classes) of the
+            held-out samples; ``phases_s``. NaN where there is nothing to measure.
         phases_s: seconds by kind of span, the mean over the ranks; for a technique in one process,
             of the main thread alone.
         bytes_sent, messages: of the technique, by rank, counted as they leave; None if they are
-            not counted: a builtin that is not on our backend, or a technique in one process (its
-            ``notes`` say what it moves).
+            not counted: PyTorch's own messages, and those within one process.
         state: parameters and buffers of the whole model, on the CPU.
         checksums: of every rank's parameters and buffers.
         notes: what is special about the technique's run (staleness, lost ranks), from rank 0.
         hardware, versions: of the machine that made the figures.
-        peak_memory: by rank, the most memory that the steps took, see ``PeakMemory``: of model,
-            gradients, optimizer, activations and messages. Evaluation, and what was there before
-            the model, such as the data set, do not count. None for a lost rank.
+        peak_memory: by rank, the most memory that the steps took: of model, gradients, optimizer,
+            activations and messages. None for a lost rank.
     """
 
     config: RunConfig

@@ -1,29 +1,23 @@
 """Interrupted runs: what a run gives to a checkpoint, and whether another can go on from it.
 
-Each rank gives tensors, by kinds and names:
-
-    model/NAME            parameters and buffers, by their names in the model's state dict
-    optimizer/NAME/KEY    what the optimizer keeps of a parameter
-    buffers/NAME          batch statistics of this rank at this moment
-    own/NAME              what else its technique carries from step to step
-    random/NAME           the states of torch's generators; Python's and NumPy's are numbers
+Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY``, ``buffers/NAME`` (batch statistics
+of this rank), ``own/NAME`` (what else its technique carries from step to step), and
+``random/NAME`` (the states of torch's generators).
 
 A run that goes on with the same **arrangement** (technique, ranks, micro-batches) ends equal to
-the bit to one that was never interrupted. With another one it ends where one device ends, within
-the contract of ``training.state.tolerance``, unless the ranks had something that cannot be divided
-anew: then it is refused.
+the bit to one that was never interrupted. With another one it ends where one device ends, unless
+the ranks had something that cannot be divided anew: then it is refused.
 """
 
 import contextlib
 import hashlib
-import random
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +43,8 @@ _IDENTITY = (
     *("batch_size", "seed", "train_size", "augment", "resize", "freeze", "sync_batch_norm"),
     "compress",
 )
+# What a rank gives beside its tensors.
+_NUMBERS = {"sums", "seconds", "spent_s", "sent", "draws"}
 _NAMED = 5
 _HASHED = 64
 
@@ -122,38 +118,38 @@ def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
             "choose another checkpoint_dir to begin again"
         )
     if path is None:
-        note = f"no checkpoint in {folder} yet: the run begins at the beginning"
-        return Start(None, note * config.resume)
+        return Start(None, f"no checkpoint in {folder} yet: the run begins" * config.resume)
     stored = Stored(path)
-    epoch, step = stored.facts.epoch, stored.facts.step
-    work, there_is = ready.work, stored.facts.identity
-    here = identity(config, own, work, work.make_model())
-    differ = [
-        f"{name} {there_is.get(name, 'missing')} there, {here.get(name, 'missing')} here"
-        for name in {**there_is, **here}
-        if there_is.get(name) != here.get(name)
-    ]
-    if len(differ) > _NAMED:
-        differ[_NAMED:] = [f"and {len(differ) - _NAMED} more"]
-    if epoch + bool(step) > config.epochs:
-        differ.append(f"epochs {epoch + bool(step)} begun there, {config.epochs} in all here")
-    then, now = stored.facts.arrangement, arrangement(config)
-    if not differ and then != now and (why := _why_not_divided(stored)):
-        moved = [f"{n} {then.get(n)} there, {now[n]} here" for n in now if then.get(n) != now[n]]
-        differ.append(f"{', '.join(moved)}: {why}")
+    if any(not numbers.keys() >= _NUMBERS for numbers in stored.numbers):
+        raise ValueError(f"checkpoint {path} is damaged: a rank's numbers are missing")
+    facts, begun = stored.facts, stored.facts.epoch + bool(stored.facts.step)
+    here = identity(config, own, ready.work, ready.work.make_model())
+    differ = _differences(facts.identity, here)
+    if begun > config.epochs:
+        differ.append(f"epochs {begun} begun there, {config.epochs} in all here")
+    moved = _differences(facts.arrangement, arrangement(config))
+    if moved and not differ and (why := _why_not_divided(stored)):
+        differ = [f"{', '.join(moved)}: {why}"]
     if differ:
         raise ValueError(
             f"cannot continue from {path}: {'; '.join(differ)}. Next step: resume with the "
             "settings there, or choose another checkpoint_dir for a new run"
         )
-    if epoch >= config.epochs:
-        note = f"the run in {folder} is finished ({path.name}, {epoch} of {config.epochs} epochs)"
-        note += ": this is its result. More epochs continue it"
-    else:
-        done = f"{epoch} of {config.epochs} epochs" + f" and {step} steps" * bool(step)
-        note = f"continues from {path.name} in {folder}, after {done}; seconds and bytes are sums "
-        note += "over the parts of the run"
+    done = f"{facts.epoch} of {config.epochs} epochs"
+    done += f" and {facts.step} steps" * bool(facts.step)
+    note = f"continues from {path.name} in {folder}, after {done}; seconds and bytes are sums"
+    if facts.epoch >= config.epochs:
+        note = f"the run in {folder} is finished ({path.name}, {done}). More epochs continue it"
     return Start(path.absolute(), "; ".join([*(f"skipped {one}" for one in skipped), note]))
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return [
+        f"{name} {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
+        for name in names[:_NAMED]
+    ] + more
 
 
 def _why_not_divided(stored: Stored) -> str:
@@ -207,10 +203,11 @@ class Checkpoints:
         strategy = self.strategy
         with strategy.comm.span("checkpoint"):
             state, now = strategy.state(), self._random_states()
-            before, self._random = self._random, now
-            same = all(torch.equal(one, before[0][name]) for name, one in now[0].items())
-            self._draws |= not same or now[1] != before[1]
-            numbers = progress.numbers() | {"random": now[1], "draws": self._draws}
+            self._draws |= any(not torch.equal(one, self._random[n]) for n, one in now.items())
+            self._random = now
+            sums = {"sums": progress.sums.tolist(), "seconds": progress.seconds}
+            sums |= {"spent_s": progress.spent_s, "sent": progress.sent}
+            numbers = sums | {"draws": self._draws}
             if scheduler := strategy.optimizer and scheduler_of(strategy.optimizer):
                 numbers["updates"] = scheduler.last_epoch
             if scaler := getattr(strategy, "scaler", None):
@@ -218,7 +215,7 @@ class Checkpoints:
             how = self.facts, arrangement(self.config), {}
             facts = Facts(progress.epoch, progress.step, self.steps, progress.rows, *how)
             best = progress.step == 0 and is_best(progress.rows)
-            tensors = state | named("random", now[0])
+            tensors = state | named("random", now)
             checkpoint.save(strategy.comm, self.folder, facts, tensors, numbers, best)
 
     def load(self, path: Path, progress: Progress, rehearse: Callable[[], object]) -> None:
@@ -232,7 +229,6 @@ class Checkpoints:
         stored, strategy = Stored(path), self.strategy
         facts, rank = stored.facts, strategy.comm.rank
         progress.epoch, progress.step, progress.rows = facts.epoch, facts.step, facts.rows
-        progress.finite.fill_(facts.step)
         rehearse()
         # What it has counted was none of the run's samples.
         strategy.counted()
@@ -249,31 +245,25 @@ class Checkpoints:
         scalers = [numbers["scaler"] for numbers in stored.numbers if numbers.get("scaler")]
         if scalers and getattr(strategy, "scaler", None) is not None:
             strategy.scaler.load_state_dict(scalers[0])
+        # The sums of other ranks than there are now go to rank 0.
+        mine = [stored.numbers[rank]] if is_same else stored.numbers * (rank == 0)
+        for numbers in mine:
+            progress.sums += progress.sums.new_tensor(numbers["sums"])
+            progress.seconds = max(progress.seconds, numbers["seconds"])
+            progress.spent_s = Counter(numbers["spent_s"])
+        progress.sums[3] = facts.step
         if not is_same:
-            # The sums of the ranks that were there go to rank 0.
-            for numbers in stored.numbers if rank == 0 else ():
-                progress.add(numbers)
             return
         numbers = stored.numbers[rank]
-        progress.add(numbers)
         progress.sent = numbers["sent"] and tuple(numbers["sent"])
-        tensors, (python, numpys) = stored.of_rank(rank, "random"), numbers["random"]
-        self._draws, self._random = numbers["draws"], (tensors, numbers["random"])
-        torch.set_rng_state(tensors["torch"])
-        random.setstate((python[0], tuple(python[1]), python[2]))
-        np.random.set_state((numpys[0], np.array(numpys[1], np.uint32), *numpys[2:]))
+        self._draws, self._random = numbers["draws"], stored.of_rank(rank, "random")
+        torch.set_rng_state(self._random["torch"])
         for place, device in enumerate(self._gpus()):
-            torch.cuda.set_rng_state(tensors[f"torch_{place}"], device)
+            torch.cuda.set_rng_state(self._random[f"torch_{place}"], device)
 
-    def _random_states(self) -> tuple[dict[str, Tensor], list[Any]]:
-        """Torch's generators as tensors, Python's and NumPy's as what JSON can hold."""
-        tensors = {"torch": torch.get_rng_state()}
-        for place, device in enumerate(self._gpus()):
-            tensors[f"torch_{place}"] = torch.cuda.get_rng_state(device)
-        version, words, gauss = random.getstate()
-        numpys: Any = np.random.get_state()
-        name, keys, *rest = numpys
-        return tensors, [[version, [*words], gauss], [name, keys.tolist(), *rest]]
+    def _random_states(self) -> State:
+        gpus = {f"torch_{n}": torch.cuda.get_rng_state(d) for n, d in enumerate(self._gpus())}
+        return gpus | {"torch": torch.get_rng_state()}
 
     def _gpus(self) -> list[torch.device]:
         devices = dict.fromkeys([self.strategy.comm.device, *self.strategy.devices])

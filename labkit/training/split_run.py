@@ -45,18 +45,15 @@ class MeasuredSplit:
     """The time and memory that the steps of a split model took.
 
     Attributes:
-        split_points, batch_size, micro_batches, schedule: what was run.
         forward_s, backward_s: by stage, seconds per batch, the median over the steps.
         forward_hop_s, backward_hop_s: by cut and step, seconds of all transfers over the cut in
             that direction; empty where nothing crosses.
         hop_bytes: by cut, bytes of one step in one direction.
         step_s: by step, seconds from the first rank's start to the last one's end.
-        memory_bytes: by stage, bytes of parameters, buffers, gradients and momentum, plus
-            ``held_bytes``.
+        memory_bytes: by stage, of parameters, buffers, gradients, momentum and ``held_bytes``.
         held_bytes: by stage, the most bytes of activations held at one time.
         trace: of the counted steps.
-        peak_memory: by stage, the most memory that the counted steps took, see ``PeakMemory``;
-            unlike ``memory_bytes`` also of what torch and the messages need.
+        peak_memory: by stage, also of what torch and the messages need.
     """
 
     split_points: tuple[int, ...]
@@ -170,15 +167,7 @@ def measure_profile(
     device: str = "auto",
     devices: str | Sequence[str] | None = None,
 ) -> Profile:
-    """Run ``profile_layers`` in a process with the cores that one of ``num_stages`` stages has.
-
-    Args:
-        model: one of ``labkit.workload.models.MODELS``, or a chain of layers.
-        batch_size: samples per pass.
-        input_shape: of one sample.
-        num_stages: P, which divide this machine's cores.
-        repeats, device, devices: see ``profile_layers`` and ``labkit.run``.
-    """
+    """``profile_layers`` in a process with the cores that one of ``num_stages`` stages has."""
 
     def profiled(comm: Comm) -> Profile:
         torch.set_num_threads(max(1, num_cores() // num_stages))

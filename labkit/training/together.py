@@ -7,7 +7,6 @@ per rank, on machines that may have other code, other data, or another folder of
 import contextlib
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from labkit.training.checkpoint import step_path, why_not_whole
 from labkit.training.own import PARTS
 from labkit.training.resolve import Resolved
 from labkit.training.resume import Start
-from labkit.units import format_count
 
 # What may differ between machines.
 _OF_A_MACHINE = ("devices", "log_dir", "checkpoint_dir", "weights")
@@ -40,13 +38,6 @@ def agreed(
         ValueError: a rank has an error, or differs in what all must have in common.
         ConnectionError: another rank cannot be reached.
     """
-    started = int(os.environ["WORLD_SIZE"])
-    if config.world_size != started and config.devices is None:
-        raise ValueError(
-            f"world_size is {config.world_size}, but torchrun started "
-            f"{format_count(started, 'rank')}: leave world_size out, and it is what torchrun "
-            "starts, or use another --nproc-per-node"
-        )
     found = rounds.join(min(timeout_s, _RENDEZVOUS_S))
     checked, mine = _tried(check)
     everyone = exchange(found, mine | {"same": _in_common(config)}, "the checks before the run")

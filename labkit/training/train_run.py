@@ -18,7 +18,7 @@ from labkit.runtime.pickling import UnpicklableError, find_unpicklable
 from labkit.runtime.preload import under_torchrun, warm_up
 from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import remove_unfinished
-from labkit.training.evaluation import check_log_dir
+from labkit.training.evaluation import TABLE
 from labkit.training.loop import RankReport, fit
 from labkit.training.own import NOTHING, PARTS, Own, resolved, take_own
 from labkit.training.resolve import Resolved, resolve
@@ -90,10 +90,8 @@ def train_run(
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     if not isinstance(verbose, bool):
         raise ValueError(f"verbose must be True or False, got {type(verbose).__name__}")
-    given, (config, own, (strategy, _, note), start) = (
-        config,
-        _begin(config, own, download, timeout_s),
-    )
+    given = config
+    config, own, (strategy, _, note), start = _begin(config, own, download, timeout_s)
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:
         ranks, devices = 1, str(strategy.devices[0])
@@ -149,7 +147,12 @@ def _begin(
     if start.note:
         print(start.note, file=sys.stderr)
     if config.log_dir is not None and os.environ.get("RANK", "0") == "0":
-        check_log_dir(config.log_dir, config.resume)
+        os.makedirs(config.log_dir, exist_ok=True)
+        if not config.resume and os.path.lexists(os.path.join(config.log_dir, TABLE)):
+            raise ValueError(
+                f"log_dir {config.log_dir} has the logs of another run ({TABLE}): give another "
+                "folder, or continue that run with resume"
+            )
     return config, own, ready, start
 
 

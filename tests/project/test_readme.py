@@ -14,7 +14,8 @@ import pytest
 
 from labkit import EmulatedLink, devices, run
 from labkit.__main__ import config_of, main, make_parser
-from labkit.training.resolve import make_strategy
+from labkit.training.own import NOTHING
+from labkit.training.resolve import check_names, make_strategy
 from labkit.units import format_bytes, format_number
 from labkit.workload.datasets import load_dataset
 from workbook.measure import compare
@@ -113,6 +114,7 @@ def test_every_training_command_is_one_that_runs(command, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])
     monkeypatch.setattr(devices, "num_gpus", lambda: 4 if "cuda:" in command else 0)
     config = config_of(make_parser().parse_args(words[words.index("train") :]))
+    check_names(config, NOTHING)
     make_strategy(config)
     if config.split_points:
         assert config.world_size == 3, "# three stages"

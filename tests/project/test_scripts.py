@@ -36,11 +36,11 @@ def batches(epochs):
     return [batch for order in orders for batch in batch_slices(order, BATCH)]
 
 
-def rounds_of(logs):
+def rounds_of(folder):
     """By start of the ranks: how many they were, and the process of each that has begun."""
-    found, paths = [], (logs / f"rank{rank}.log" for rank in itertools.count())
+    found, paths = [], (folder / f"begun-{rank}" for rank in itertools.count())
     for rank, log in enumerate(itertools.takewhile(Path.exists, paths)):
-        starts = re.findall(rf"rank {rank} of (\d+) on \S+, process (\d+),", log.read_text())
+        starts = [line.split() for line in log.read_text().splitlines()]
         if rank == 0:
             found = [(int(world_size), []) for world_size, _ in starts]
         larger = [processes for world_size, processes in found if world_size > rank]
@@ -65,7 +65,7 @@ def check_samples(agents, epochs, world_sizes):
         By start of the ranks, the update with which they have begun, and how far they came.
     """
     due, done, begun = batches(epochs), agents.steps(), []
-    found = rounds_of(agents.folder / "logs")
+    found = rounds_of(agents.folder)
     # Ranks may have ended before their first step.
     found = [one for one in found if len(one[1]) == one[0] and done.keys() >= set(one[1])]
     assert [world_size for world_size, _ in found] == world_sizes
@@ -118,7 +118,7 @@ def test_a_machine_that_joins_and_is_lost(tmp_path):
 
         def trains_with(world_size):
             """Whether so many ranks train, and have saved something."""
-            *_, (begun, processes) = [(0, []), *rounds_of(tmp_path / "logs")]
+            *_, (begun, processes) = [(0, []), *rounds_of(tmp_path)]
             done = agents.steps()
             steps = [len(done.get(process, [])) for process in processes]
             return begun == world_size == len(steps) and min(steps) > 4
@@ -149,7 +149,7 @@ def test_a_rank_that_is_killed_on_one_machine(tmp_path):
     with Agents(tmp_path, pace_s=0.2, RANKS="2", DIR="checkpoints") as agents:
         agents.start("node", "one_node.sh", *words)
         agents.wait_until(lambda: newest(tmp_path) > 2)
-        victim = rounds_of(tmp_path / "logs")[0][1][1]
+        victim = rounds_of(tmp_path)[0][1][1]
         os.kill(victim, signal.SIGKILL)
         agents.hurry()
         assert agents.wait("node") == 0, agents.told("node")

@@ -118,7 +118,6 @@ DAMAGE = {
     "object has no attribute": lambda path: (path / "facts.json").write_text("[]"),
     "argument: 'epoch'": facts(epoch=...),
     "describe": facts(epoch=-1),
-    "not describe": facts(step=4),
     "does not describe": facts(rows=[{"loss": "low"}] * 2),
     "does not describe this": facts(files={"../rank0.safetensors": 3}),
     "Too many": instead("facts.json", link),

@@ -3,7 +3,8 @@
 import pytest
 
 from labkit import RunConfig
-from labkit.training.resolve import make_strategy
+from labkit.training.own import NOTHING
+from labkit.training.resolve import make_strategy, resolve
 
 REFUSED = {
     "strategy=magic": "unknown strategy 'magic': choose one of single, ",
@@ -67,7 +68,7 @@ def test_what_cannot_run_is_refused(words):
     settings = dict(word.split("=") for word in words.split())
     settings = {name: NUMBERS.get(name, str)(value) for name, value in settings.items()}
     with pytest.raises(ValueError, match=REFUSED[words]):
-        make_strategy(RunConfig(**settings))
+        resolve(RunConfig(**settings), NOTHING)
 
 
 def test_what_is_just_possible():

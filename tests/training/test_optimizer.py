@@ -53,14 +53,6 @@ def rates(optimizer, updates):
     return found
 
 
-def test_a_constant_rate_has_no_scheduler():
-    optimizer = make(lr_schedule="constant", warmup_epochs=0)
-    assert scheduler_of(optimizer) is None
-    continue_schedule(optimizer, 5)
-    assert rates(optimizer, 3) == pytest.approx([0.05] * 3)
-    assert scheduler_of(make(lr_schedule="constant", warmup_epochs=0.1)) is not None
-
-
 def test_epochs_are_counted_in_updates():
     # 23 samples in batches of 9 are three updates.
     found = rates(make(lr_schedule="step:1:0.1", warmup_epochs=0), 7)

@@ -85,7 +85,7 @@ REFUSED = {
     "inputs of dataset are collated to a dict": refuse(dataset=Bad(lambda x, y, i: ({"x": x}, y))),
     "dataset .*WithLock.* cannot be sent .* give a function": refuse(dataset=WithLock()),
     r"does not take inputs \[4, 6\] float32": refuse(model=net(inputs=5)),
-    "TwoOutputs returns a tuple: .* one tensor with 4 rows": refuse(model=TwoOutputs()),
+    "loss does not take outputs a tuple": refuse(model=TwoOutputs()),
     "nothing can be trained": refuse(model=net().requires_grad_(False)),
     "model Sequential cannot be copied": refuse(model=net().to("meta")),
     r"Linear\(\) raised .*Give a function without arguments": refuse(model=nn.Linear),

@@ -17,7 +17,7 @@ from labkit.config import RunConfig
 from labkit.errors import WorkerError
 from labkit.runtime.preload import warm_up
 from labkit.training.own import NOTHING
-from labkit.training.resolve import make_strategy, samples_for
+from labkit.training.resolve import check_names, make_strategy, samples_for
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer
 from labkit.workload.datasets import load_dataset
@@ -127,7 +127,9 @@ class Comparison:
 
     def check(self) -> None:
         """Raise ValueError, before anything runs, for settings with which no run could start."""
-        make_strategy(RunConfig(**self.common))
+        config = RunConfig(**self.common)
+        check_names(config, NOTHING)
+        make_strategy(config)
         most = max(setting.train_size for setting in self.settings)
         load_dataset(self.common["dataset"], train_size=most)
         for setting in self.settings:
