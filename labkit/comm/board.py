@@ -64,8 +64,6 @@ RANK = np.dtype(
         ("until_s", "f8", 2),
         ("begun", "i8", 2),
         ("gave_up", "S1024"),
-        # When the thread that watches this rank was last seen at work, on its host's clock.
-        ("watched_s", "f8"),
     ]
 )
 

@@ -26,7 +26,7 @@ from labkit.comm.board import EDGE, KINDS, LOST, RANK, RECV, SEND, Board
 _HEAD = struct.Struct("!8sII")
 _MARK = b"labkit-m"
 
-_NOT_OF_ROWS = ("pid", "origin_s", "meeting_s", "watched_s")
+_NOT_OF_ROWS = ("pid", "origin_s", "meeting_s")
 _NOT_OF_ENDS = ("posted_s",)
 
 

@@ -22,17 +22,6 @@ def is_stopped(pid: int) -> bool:
     return _state(pid) in _STOPPED
 
 
-def start_of(pid: int) -> str:
-    """When a process was started, as ``/proc`` counts; empty without /proc or the process.
-
-    A later process may have the same id, but not the same start.
-    """
-    try:
-        return (PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
 def is_debugged(pid: int) -> bool:
     """Whether it is a debugger that has stopped the process."""
     return _state(pid) == "t"

@@ -209,16 +209,15 @@ def async_parameter_server_cost(
 def norms_cost(num_ranks: int, place: int = 0) -> Cost:
     """What clipping and fp16 add to one update where ranks have parts of the gradients.
 
-    All ranks send two float64 (the square of their norm, their overflows) to the first of them,
-    which sends the sums back: 2 (R - 1) messages of 16 bytes in all. These are the R = P stages;
-    or the R = K servers, and with fp16 all ranks. Where every rank has all gradients, nothing is
-    sent.
+    All ranks send the square of their norm, a float64, to the first of them, which sends the sum
+    back: 2 (R - 1) messages of 8 bytes in all. These are the R = P stages; or the R = K servers,
+    and with fp16 all ranks. Where every rank has all gradients, nothing is sent.
 
     Args:
         num_ranks: R.
         place: of this rank among them, from 0.
     """
-    return naive_all_reduce_cost(2, 8, num_ranks, place)
+    return naive_all_reduce_cost(1, 8, num_ranks, place)
 
 
 def compressed_cost(
@@ -323,8 +322,7 @@ def model_parallel_cost(
 
     A cut of S bytes per sample carries M messages and B x S bytes forward, and the same backward
     unless nothing before it is trained. The number of micro-batches changes the messages but not
-    the bytes. Left out: parameters tied across stages, clipping and fp16 (``norms_cost``), and
-    with amp one message of one byte over each cut, forward, in the first step.
+    the bytes. Left out: parameters tied across stages, clipping and fp16 (``norms_cost``).
 
     Args:
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.

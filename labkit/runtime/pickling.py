@@ -133,13 +133,15 @@ def load_value(report: Report) -> Any:
         ) from error
 
 
-def find_unpicklable(name: str, value: Any, depth: int = 0) -> str:
-    """The path to the first part that cannot be pickled, as ``value['lock'] (_thread.lock)``.
+def find_unpicklable(
+    name: str, value: Any, dump: Callable[[Any], object] | None = None, depth: int = 0
+) -> str:
+    """The path to the first part that ``dump`` refuses, as ``value['lock'] (_thread.lock)``.
 
-    The path is empty if ``value`` can be pickled.
+    The path is empty if ``value`` can be dumped; by default as a pickle.
     """
     try:
-        dumps(value)
+        (dump or dumps)(value)
         return ""
     except _FAILURES:
         pass
@@ -149,7 +151,7 @@ def find_unpicklable(name: str, value: Any, depth: int = 0) -> str:
         parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, (list, tuple)) and depth < _MOST_DEPTH:
         parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
-    inside = (find_unpicklable(path, part, depth + 1) for path, part in parts)
+    inside = (find_unpicklable(path, part, dump, depth + 1) for path, part in parts)
     return next(filter(None, inside), _named(name, value))
 
 

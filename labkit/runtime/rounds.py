@@ -23,8 +23,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from labkit.comm.meeting import boot_id
-from labkit.comm.processes import start_of
 from labkit.units import format_count
 
 _PLACE = "labkit/round"
@@ -41,18 +39,12 @@ class Round:
     Attributes:
         rank, world_size: as torchrun says.
         hosts: by rank, the name of its machine.
-        agents: by rank, an id of the agent that has started it, and stays when ranks start anew.
-        behind_s: by rank, by how much its clock is behind rank 0's.
-        number: which no other round has.
         store: what it holds is of this round alone.
     """
 
     rank: int
     world_size: int
     hosts: Sequence[str]
-    agents: Sequence[str]
-    behind_s: Sequence[float]
-    number: str
     store: Any
     _calls: int = 0
 
@@ -104,9 +96,7 @@ def join(timeout_s: float) -> Round:
         except dist.DistError as error:
             raise unreachable(error, time.monotonic() - started_s) from None
         store = dist.PrefixStore(f"{_PLACE}/{number}", server)
-        columns = zip(*([one[name] for name in ("host", "agent", "behind_s")] for one in told))
-        hosts, agents, behind_s = columns
-        _joined = Round(rank, world_size, hosts, agents, behind_s, number, store)
+        _joined = Round(rank, world_size, [one["host"] for one in told], store)
     return _joined
 
 
@@ -118,13 +108,12 @@ def current() -> Round | None:
 def _as_first(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     """Offer a number; the round has it when all other ranks have answered."""
     number, until_s = secrets.token_hex(8), time.monotonic() + timeout_s
-    told = {0: _mine() | {"behind_s": 0.0}}
+    told = {0: _mine()}
     store.set("offer", number)
     while len(told) < world_size:
         for other in set(range(1, world_size)) - told.keys():
             if _is_there(store, f"{number}/{other}"):
-                told[other] = _read(store.get(f"{number}/{other}"))
-                told[other]["behind_s"] = time.time() - told[other]["clock_s"]
+                told[other] = _read(store.get(f"{number}/{other}"))[0]
         if time.monotonic() > until_s:
             raise _missing(set(range(world_size)) - told.keys(), rank, timeout_s)
         time.sleep(_POLL_S)
@@ -135,51 +124,34 @@ def _as_first(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
 
 def _as_other(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     """Answer the offer of rank 0, and any later one: the first may be of an earlier round."""
-    token, number, until_s = _mine(), "", time.monotonic() + timeout_s
+    mine, number, until_s = _mine(), "", time.monotonic() + timeout_s
     while True:
         if _is_there(store, "offer") and (offer := store.get("offer").decode()) != number:
             number = offer
-            store.set(f"{number}/{rank}", json.dumps(token | {"clock_s": time.time()}))
+            store.set(f"{number}/{rank}", json.dumps(mine))
         if number and _is_there(store, f"{number}/all"):
-            told = _read_all(store.get(f"{number}/all"))
-            if len(told) == world_size and told[rank]["token"] == token["token"]:
+            told = _read(store.get(f"{number}/all"))
+            if len(told) == world_size and told[rank]["token"] == mine["token"]:
                 return number, told
         if time.monotonic() > until_s:
             raise _missing({0} if not number else set(), rank, timeout_s)
         time.sleep(_POLL_S)
 
 
-def _mine() -> dict[str, Any]:
-    now = {"clock_s": time.time(), "behind_s": 0.0}
-    here = {"host": socket.gethostname(), "agent": _agent()}
-    return {"token": secrets.token_hex(8)} | here | now
+def _mine() -> dict[str, str]:
+    return {"token": secrets.token_hex(8), "host": socket.gethostname()}
 
 
-def _agent() -> str:
-    """An id of the process that has started this one, on this machine, since its start."""
-    parent = os.getppid()
-    what = socket.gethostname(), parent, start_of(parent), boot_id()
-    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
-
-
-def _read_all(text: bytes) -> list[dict[str, Any]]:
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-        return [_checked(one) for one in json.loads(text)]
+def _read(text: bytes) -> list[dict[str, Any]]:
+    """What one rank has told of itself, or several of themselves."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        told = json.loads(text)
+        told = [told] if isinstance(told, dict) else told
+        found = [{name: one.get(name) for name in ("token", "host")} for one in told]
+        texts = [one[name] for one in found for name in one]
+        if found and all(isinstance(one, str) and len(one) < _LONGEST for one in texts):
+            return found
     raise _forged(text)
-
-
-def _read(text: bytes) -> dict[str, Any]:
-    """What another rank has told of itself."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-        return _checked(json.loads(text))
-    raise _forged(text)
-
-
-def _checked(found: Any) -> dict[str, Any]:
-    texts = {name: found.get(name) for name in ("token", "host", "agent")}
-    if not all(isinstance(text, str) and len(text) < _LONGEST for text in texts.values()):
-        raise TypeError("not three short texts")
-    return texts | {name: float(found[name]) for name in ("clock_s", "behind_s")}
 
 
 def _forged(text: bytes) -> ConnectionError:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:  # base imports torch, and checking a name should take no time
 # name -> (ours, PyTorch's counterpart), each as module.class
 TECHNIQUES = {
     "single": ("single.Single", "single.Single"),
-    "data_parallel": ("data_parallel.DataParallel", "builtin.data_parallel.TorchDataParallel"),
-    "ddp": ("ddp.strategy.DDP", "builtin.ddp.TorchDDP"),
+    "data_parallel": ("data_parallel.DataParallel", "builtin.ddp.TorchDataParallel"),
+    "ddp": ("ddp.DDP", "builtin.ddp.TorchDDP"),
     "parameter_server": ("parameter_server.ParameterServer", "builtin.rpc.RpcParameterServer"),
     "async_parameter_server": (
         "async_parameter_server.AsyncParameterServer",

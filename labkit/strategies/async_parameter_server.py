@@ -18,6 +18,7 @@ Recht et al., "Hogwild!" (2011).
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,11 @@ from labkit.errors import PeerLostError
 from labkit.schedules.staleness import StalenessTracker, check_bound
 from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
 from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
-from labkit.strategies.local_gradients import check_straggler
 
 _SERVER = 0
 
 
+@dataclass(eq=False)
 class AsyncParameterServer(OwnPaceStrategy):
     """Data parallelism in which every worker runs at its own pace.
 
@@ -58,19 +59,9 @@ class AsyncParameterServer(OwnPaceStrategy):
     ``max_staleness`` is the most updates by other workers that a gradient may miss, W - 1 or more.
     """
 
+    max_staleness: int | None = None
     optimizes = "elements"
     survives_lost_workers = True
-
-    def __init__(
-        self,
-        accumulate: int = 1,
-        amp: str | None = None,
-        straggler: tuple[int, float] | None = None,
-        max_staleness: int | None = None,
-    ):
-        check_straggler(straggler)
-        super().__init__(accumulate, amp, straggler)
-        self.max_staleness = max_staleness
 
     def check_ranks(self, world_size: int) -> None:
         super().check_ranks(world_size)
@@ -91,10 +82,8 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.updates = self.tracker.updates
         # By worker: the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
-        self.lost: dict[int, str] = {}
-        # Of this epoch so far: samples, how many of them were predicted right, and their loss.
-        self.samples, self.right = 0, self.report.new_zeros((), dtype=torch.double)
-        self.loss_sum = torch.zeros_like(self.right)
+        # Of this epoch so far: the sum of losses, right predictions, samples.
+        self.sums = self.report.new_zeros(3, dtype=torch.double)
         if comm.rank == _SERVER:
             # SGD works element by element, so one flat parameter gives the same updates.
             flat = nn.Parameter(self.parameters)
@@ -105,11 +94,7 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         if self.comm.rank == _SERVER:
-            for passed_s, loss in self.serve(steps * len(self.workers), epochs):
-                # Shares differ in size, and any workers' shares fill an epoch: count the samples.
-                self.accuracy = self.right / self.samples
-                yield passed_s, loss / self.samples
-                self.samples, self.right = 0, torch.zeros_like(self.right)
+            yield from self.serve(steps * len(self.workers), epochs)
         else:
             self.work(batches)
 
@@ -120,7 +105,7 @@ class AsyncParameterServer(OwnPaceStrategy):
             inputs, targets, batch_size = next(batches)
             samples = len(targets)
             self.gradient.zero_()
-            loss = self.gradients.add(inputs, targets, divisor=batch_size)
+            loss = self.gradients.add(inputs, targets, batch_size)
             with self.comm.span("push"):
                 report = self._with_buffers(loss, self.right_of(samples), samples)
                 self.comm.send(report, _SERVER)
@@ -139,24 +124,27 @@ class AsyncParameterServer(OwnPaceStrategy):
         """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all.
 
         Yields:
-            After each epoch, the seconds since the start and the sum of the epoch's losses.
+            After each epoch, the seconds since the start and the mean loss of its samples.
         """
-        start_s, done = self.now_s(), 0
-        while done < shares * epochs:
-            if (worker := self.tracker.next()) is None:
+        start_s, done, last = self.now_s(), 0, shares * epochs
+        while done < last or self.tracker.pulled:
+            # After the last update: receive the late pushes, answer with the final parameters.
+            worker = self.tracker.next() if done < last else next(iter(self.tracker.held), None)
+            if worker is None:
                 self.hear()
                 continue
             with self._may_be_lost():
                 with self.comm.span("push"):
                     self.comm.recv(self.gradient, worker)
-                self.loss_sum += self.update(worker)
-                done += 1
-                if done % shares == 0:
-                    yield self.now_s() - start_s, self.loss_sum.clone()
-                    self.loss_sum.zero_()
-                self.answer(worker, goes_on=done < shares * epochs)
-            self.comm.progress(done, shares * epochs, "shares of all workers")
-        self.dismiss()
+                if done < last:
+                    self.update(worker)
+                    done += 1
+                    if done % shares == 0:
+                        loss, self.accuracy, _ = self.sums / self.sums[2]
+                        self.sums.zero_()
+                        yield self.now_s() - start_s, loss
+                self.answer(worker, goes_on=done < last)
+            self.comm.progress(done, last, "shares of all workers")
 
     def now_s(self) -> float:
         """The host's clock, when all that was queued on this rank's device has ended."""
@@ -177,20 +165,16 @@ class AsyncParameterServer(OwnPaceStrategy):
             self.reports[worker] = self.report.clone()
             self.tracker.push(worker)
 
-    def update(self, worker: int) -> Tensor:
-        """Apply the gradient that was received; returns the share's sum of losses."""
-        loss, right, samples = self.reports[worker][:3]
-        num_samples = int(samples)
-        self.samples += num_samples
-        self.right += right
-        if num_samples:
-            more, scaled = self.reports[worker][3:], self.scaler.is_enabled()
+    def update(self, worker: int) -> None:
+        """Apply the gradient that was received; an empty share makes no update."""
+        report, scaled = self.reports[worker], self.scaler.is_enabled()
+        self.sums += report[:3]
+        if int(report[2]):
             with self.comm.span("update"):
-                is_made = self.apply(more[0].item() if scaled else None)
-            load_flat_buffers(self.model, more[scaled:])
+                is_made = self.apply(report[3].item() if scaled else None)
+            load_flat_buffers(self.model, report[3 + scaled :])
             if is_made:
                 self.tracker.apply(worker)
-        return loss
 
     def answer(self, worker: int, goes_on: bool) -> None:
         """Send ``worker`` the parameters that it pulls, and whether to go on."""
@@ -198,17 +182,6 @@ class AsyncParameterServer(OwnPaceStrategy):
             self.comm.send(self.parameters, worker)
             self.comm.send(self._with_buffers(goes_on), worker)
         self.tracker.pull(worker) if goes_on else self.tracker.drop(worker)
-
-    def dismiss(self) -> None:
-        """After the last update: receive all late pushes, answer with the final parameters."""
-        while self.tracker.pulled:
-            if not self.tracker.held:
-                self.hear()
-                continue
-            with self._may_be_lost():
-                worker = self.tracker.held[0]
-                self.comm.recv(self.gradient, worker)
-                self.answer(worker, goes_on=False)
 
     @contextlib.contextmanager
     def _may_be_lost(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ the defaults. There is one object per rank.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,21 +14,18 @@ from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
 from labkit.strategies.local_gradients import LocalGradients
-from labkit.strategies.mixed_precision import LossScaler
 from labkit.strategies.state import (
     Held,
     State,
     copy_into,
     held_by,
-    load_rates,
     load_state_of_parameter,
     named,
     of_kind,
-    rates,
     state_of_parameter,
 )
 from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms, convert
-from labkit.strategies.update import Update
+from labkit.strategies.update import LossScaler, Update
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 from labkit.workload.sampling import share
 
@@ -39,34 +37,34 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Strategy:
-    """One technique on one rank. The parameters of its constructor are the options it takes.
+    """One technique on one rank: a dataclass, whose fields are the options that it takes.
 
-    It is made before the ranks start, and each rank gets a copy. So its constructor only refuses
+    It is made before the ranks start, and each rank gets a copy. So ``__post_init__`` only refuses
     options that do not go together, and ``setup`` does everything else.
 
     Where ranks divide a batch, frozen parameters are not communicated, and a missing gradient
     counts as zero. Such a run equals that of one device if no layer combines samples and none
     draws random numbers: with dropout each rank draws its own, and BatchNorm normalises each share
-    by itself, unless ``sync_batch_norm`` gives it the global batch's statistics. (What a training
-    run asks of a technique determines the methods and their number.)
+    by itself, unless ``sync_batch_norm`` gives it the global batch's statistics.
 
     Attributes:
+        servers: ranks 0 to ``servers`` - 1 serve the others, and compute no gradients.
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
-        synchronised_by: whose layers share batch statistics, ``labkit``'s or ``torch``'s.
         replaces_buffers: whether rank 0's replace those of all other ranks before they are used.
         global_batch: what the ranks tell each other about a batch; None if they need not.
-        loss: (outputs, targets) -> the sum over the samples; called once for each sample that is
-            trained on. The loop sets it, and ``clip_norm``.
+        loss: (outputs, targets) -> the sum over the samples. The loop sets it, and ``clip_norm``.
         instead: by option that makes no sense here, why, and what to use instead.
         optimizer: of this rank; None on a rank that makes no updates.
         model: this rank's whole model, on its device or on ``devices[0]``. A technique that does
             not hold it there overrides ``predict``, ``full_state`` and ``held``.
     """
 
+    servers = 0
+    straggler: tuple[int, float] | None = None
     in_one_process = False
     survives_lost_workers = False
     through_comm = True
@@ -78,6 +76,7 @@ class Strategy:
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
     instead: ClassVar[dict[str, str]] = {}
+    gradients: LocalGradients
     scaler: LossScaler
     devices: Sequence[torch.device] = ()
     optimizer: Any = None
@@ -117,7 +116,7 @@ class Strategy:
     @property
     def workers(self) -> range:
         """The ranks that divide each batch among themselves; any other ranks serve them."""
-        return range(self.comm.world_size)
+        return range(self.servers, self.comm.world_size) or range(1)
 
     def share(self) -> tuple[int, int]:
         """(index, count) of this rank's part of every batch; (0, 0) for one that only serves."""
@@ -167,15 +166,13 @@ class Strategy:
         """What this rank gives to a checkpoint, see ``strategies.state``; a collective call."""
         held, rank, state = self.held(), self.comm.rank, State()
         has_layers = self.optimizes == "layers"
+        of_optimizer = self.optimizer_state(held.parameters)
+        if has_layers or rank == 0:
+            state |= named("optimizer", of_optimizer)
         if has_layers or rank == self.workers[0]:
             state |= named("model", held.tensors)
         if has_layers or (rank == 0 if self.replaces_buffers else rank in self.workers):
             state |= named("buffers", held.buffers)
-        of_optimizer = self.optimizer_state(held.parameters)
-        if has_layers or rank == 0:
-            state |= named("optimizer", of_optimizer)
-        if self.optimizer is not None:
-            state |= named("own", rates(self.optimizer))
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -185,14 +182,12 @@ class Strategy:
         copy_into(held.buffers, of_kind("buffers", state))
         if self.optimizer is not None:
             self.load_optimizer_state(held.parameters, of_kind("optimizer", state))
-            load_rates(self.optimizer, of_kind("own", state))
 
     def optimizer_state(self, parameters: Mapping[str, Tensor]) -> State:
         """What the optimizer has of the parameters, as NAME/KEY; all ranks call it."""
         found = State()
         for name, parameter in parameters.items() if self.optimizer else ():
-            one = state_of_parameter(self.optimizer, name, parameter)
-            found |= named(name, one)
+            found |= named(name, state_of_parameter(self.optimizer, parameter))
         return found
 
     def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
@@ -217,53 +212,55 @@ class Strategy:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
 
 
+@dataclass(eq=False)
 class OnShares(Strategy):
     """A technique whose workers hold the whole model, and each compute the gradients of a share.
 
     Args:
-        accumulate, amp, straggler: see ``LocalGradients``.
-        sync_batch_norm: BatchNorm normalises with the statistics of the global batch.
+        accumulate, amp: see ``LocalGradients``; so is ``straggler`` of some of them.
+        sync_batch_norm: of some of them, BatchNorm normalises with the statistics of the global
+            batch.
     """
 
-    gradients: LocalGradients
+    accumulate: int = 1
+    amp: str | None = None
 
-    def __init__(
-        self,
-        accumulate: int = 1,
-        amp: str | None = None,
-        straggler: tuple[int, float] | None = None,
-        sync_batch_norm: bool = False,
-    ):
-        self.sync_batch_norm = sync_batch_norm
-        self.settings: dict[str, Any] = {"accumulate": accumulate, "amp": amp}
-        self.settings["straggler"] = straggler
+    def __post_init__(self) -> None:
+        if self.straggler and self.straggler[0] < self.servers:
+            raise ValueError(
+                f"straggler {self.straggler[0]}: this rank is a server, and a server computes no "
+                f"gradients; choose a worker, rank {self.servers} or above"
+            )
 
     def place(self, comm: Comm, model: nn.Module) -> None:
         """Take the model, whose BatchNorm layers share their statistics if that is asked for."""
         self.comm, self.model = comm, model.to(comm.device).train()
         if self.sync_batch_norm and comm.rank in self.workers:
-            accumulate = self.settings["accumulate"]
-            self.global_batch = convert(self.model, comm, self.workers, accumulate)
+            self.global_batch = convert(self.model, comm, self.workers, self.accumulate)
 
     def compute_with(self, module: nn.Module) -> None:
         """Compute gradients with ``module``: the model, or what wraps it."""
         self.gradients = LocalGradients(
-            self.comm, module, loss=self.loss, global_batch=self.global_batch, **self.settings
+            self.comm,
+            module,
+            loss=self.loss,
+            accumulate=self.accumulate,
+            amp=self.amp,
+            straggler=self.straggler,
+            global_batch=self.global_batch,
         )
         self.scaler = self.gradients.scaler
 
-    def common_sizes(self, batch_size: int) -> list[int] | None:
-        """The sizes of this rank's micro-batches, as many as all ranks have; None for any."""
-        if self.global_batch is None:
-            return None
-        return [len(part) for part in self.global_batch.parts(torch.arange(batch_size))]
 
-
+@dataclass(eq=False)
 class OwnPaceStrategy(OnShares):
     """A technique whose workers do not wait for each other: ``train`` replaces ``step``.
 
     Rank 0 is the server, all other ranks are workers. They never stop together, so there are no
     checkpoints.
+
+    Args:
+        straggler: see ``LocalGradients``.
 
     Attributes:
         updates: on the server, (worker, staleness) of every update; set by ``setup``.
@@ -276,9 +273,14 @@ class OwnPaceStrategy(OnShares):
         "sync_batch_norm": "its workers wait for nobody, so there is no common batch whose "
         "statistics they could share; use parameter_server, ddp or ring_all_reduce"
     }
-    updates: Sequence[Sequence[int]]
-    accuracy: Tensor | float = float("nan")
-    lost: dict[int, str]
+    servers = 1
+    straggler: tuple[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.updates: list[Any] = []
+        self.accuracy: Any = float("nan")
+        self.lost: dict[int, str] = {}
 
     def check_ranks(self, world_size: int) -> None:
         if world_size < 2:
@@ -286,10 +288,6 @@ class OwnPaceStrategy(OnShares):
                 "an asynchronous parameter server needs a server and at least one worker, got "
                 f"world_size {world_size}: use world_size 2 or more, or strategy single"
             )
-
-    @property
-    def workers(self) -> range:
-        return range(1, self.comm.world_size)
 
     def updates_of(self, samples: int, world_size: int) -> int:
         # One for each worker's share, unless it is empty.

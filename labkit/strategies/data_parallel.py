@@ -21,8 +21,9 @@ section 2.2), which runs the same steps; there autograd runs back through gather
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -30,10 +31,11 @@ from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.mixed_precision import MixedPrecision
+from labkit.strategies.update import MixedPrecision
 from labkit.units import check_integer
 
 
+@dataclass(eq=False)
 class DataParallel(Strategy):
     """Synchronous data parallelism on several devices of one process.
 
@@ -49,6 +51,9 @@ class DataParallel(Strategy):
         amp: see ``LocalGradients``; outputs and their gradients move in the half dtype.
     """
 
+    devices: Sequence[Any] = ()
+    accumulate: int = 1
+    amp: str | None = None
     in_one_process = True
     through_comm = False
     instead: ClassVar = {
@@ -56,10 +61,10 @@ class DataParallel(Strategy):
         "their statistics between ranks; use ddp or ring_all_reduce, with a rank for each device"
     }
 
-    def __init__(self, devices: Sequence[str], accumulate: int = 1, amp: str | None = None):
-        self.devices = [torch.device(name) for name in devices]
-        check_integer("accumulate", accumulate)
-        self.accumulate, self.precision = accumulate, MixedPrecision(amp)
+    def __post_init__(self) -> None:
+        self.devices = [torch.device(name) for name in self.devices]
+        check_integer("accumulate", self.accumulate)
+        self.precision = MixedPrecision(self.amp)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
@@ -93,13 +98,18 @@ class DataParallel(Strategy):
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         """A step without its update; returns the sum of the losses."""
+
+        def outputs_of(replica: nn.Module, part: Tensor) -> Tensor:
+            with self.precision.autocast(part.device):
+                return replica(part)
+
         count = max(1, min(self.accumulate, len(targets)))
         total, replicas = torch.zeros((), dtype=torch.float64, device=self.devices[0]), []
         for batch, expected in zip(inputs.tensor_split(count), targets.tensor_split(count)):
             parts = self.scatter(batch)
             # The first micro-batch is the largest, and no parameter changes before the update.
             replicas = replicas or self.replicate(len(parts))
-            outputs = self.parallel(self.outputs_of, replicas[: len(parts)], parts)
+            outputs = self.parallel(outputs_of, replicas[: len(parts)], parts)
             loss, gradients = self.loss_on_device_0(outputs, expected, batch_size)
             self.parallel(torch.autograd.backward, outputs, gradients)
             total += loss
@@ -130,26 +140,21 @@ class DataParallel(Strategy):
                 replica.zero_grad()
         return self.replicas[:count]
 
-    def outputs_of(self, replica: nn.Module, part: Tensor) -> Tensor:
-        with self.precision.autocast(part.device):
-            return replica(part)
-
     def parallel(self, fn: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
         """Call ``fn(*arguments[.., i])`` for all i at once, in thread i; return the results by i.
 
         An exception in a thread is raised here, after all threads have ended.
         """
         first, *rest = zip(*arguments)
-        grad = torch.is_grad_enabled()  # each thread has its own mode
         futures = [
-            thread.submit(self._compute, index, grad, fn, *args)
+            thread.submit(self._compute, index, fn, *args)
             for index, (thread, args) in enumerate(zip(self.threads, rest), start=1)
         ]
         try:
-            result = self._compute(0, grad, fn, *first)
+            result = self._compute(0, fn, *first)
         finally:
             with self.comm.span("wait"):
-                errors = [future.exception() for future in futures]
+                wait(futures)
                 # What device 0 does next needs their results; the host need not wait for a GPU's.
                 first_device, *others = self.devices[: len(futures) + 1]
                 for device in others:
@@ -158,9 +163,15 @@ class DataParallel(Strategy):
                         waiting.wait_stream(torch.cuda.current_stream(device))
                     elif device.type == "cuda":
                         torch.cuda.current_stream(device).synchronize()
-        for error in filter(None, errors):
-            raise error
         return [result, *(future.result() for future in futures)]
+
+    def _compute(self, index: int, fn: Callable[..., Any], *args: Any) -> Any:
+        device = self.devices[index]
+        with (
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+            self.comm.span("compute", device if index else None),
+        ):
+            return fn(*args)
 
     def loss_on_device_0(
         self, outputs: list[Tensor], targets: Tensor, batch_size: int
@@ -192,15 +203,6 @@ class DataParallel(Strategy):
             pieces = total.split([p.numel() for p in self.trained])
             for piece, parameter in zip(pieces, self.trained):
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
-
-    def _compute(self, index: int, grad: bool, fn: Callable[..., Any], *args: Any) -> Any:
-        device = self.devices[index]
-        with (
-            torch.set_grad_enabled(grad),
-            torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
-            self.comm.span("compute", device if index else None),
-        ):
-            return fn(*args)
 
     def _send(self, phase: str, tensor: Tensor, index: int) -> Tensor:
         """Copy ``tensor`` from device 0 to device ``index``, also if both are the CPU."""

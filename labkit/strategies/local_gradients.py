@@ -1,7 +1,7 @@
 """The part of a training step that needs no other rank: forward and backward of a share.
 
 It may run in micro-batches (gradient accumulation: the activations of one micro-batch at a time,
-the gradients of all of them), in mixed precision (``labkit.strategies.mixed_precision``), and
+the gradients of all of them), in mixed precision (``labkit.strategies.update``), and
 slowed down, as a straggler.
 """
 
@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -19,18 +19,9 @@ from torch.autograd import Variable
 
 from labkit import gpus
 from labkit.comm.comm import Comm
-from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.sync_batch_norm import GlobalBatch
+from labkit.strategies.update import MixedPrecision
 from labkit.workload.losses import Loss, sum_cross_entropy
-
-
-def check_straggler(straggler: tuple[int, float] | None, servers: int = 1) -> None:
-    """Raise ValueError if the straggler is one of the first ``servers`` ranks, which serve."""
-    if straggler and straggler[0] < servers:
-        raise ValueError(
-            f"straggler {straggler[0]}: this rank is a server, and a server computes no "
-            f"gradients; choose a worker, rank {servers} or above"
-        )
 
 
 class LocalGradients:
@@ -62,6 +53,7 @@ class LocalGradients:
     ):
         self.comm, self.model, self.loss = comm, model, loss
         self.global_batch, self.accumulate = global_batch, accumulate
+        self.takes_empty = False  # whether layers that share statistics take an empty batch
         self.precision = MixedPrecision(amp)
         self.scaler = self.precision.scaler
         slow, factor = straggler or (None, 1.0)
@@ -75,44 +67,42 @@ class LocalGradients:
         self,
         inputs: Tensor,
         targets: Tensor,
-        divisor: float = 1,
+        batch_size: int,
+        divisor: float | None = None,
         no_sync: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         even_if_empty: bool = False,
-        sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """Add the gradient of (sum of losses) / ``divisor`` to the parameters' ``grad``.
 
         Args:
             inputs, targets: [n, ...] and [n], this rank's share; n may be 0.
-            divisor: the size of the global batch, if the gradient is to be that of the mean loss.
+            batch_size: samples of the global batch.
+            divisor: by default ``batch_size``, for the gradient of the mean loss.
             no_sync: a context in which every micro-batch except the last one runs.
             even_if_empty: run the model on an empty share, too, for hooks that rely on it.
-            sizes: of the micro-batches, some of which may be empty; None cuts into equal ones.
 
         Returns:
             The sum of the losses, a scalar, detached and not scaled.
         """
-        if sizes is not None:
-            parts = list(zip(inputs.split(list(sizes)), targets.split(list(sizes))))
+        if self.global_batch is not None:
+            # As many micro-batches as on all other ranks; some may be empty.
+            parts = self.global_batch.parts(torch.arange(batch_size))
+            sizes = [len(part) for part in parts]
+            micro_batches = list(zip(inputs.split(sizes), targets.split(sizes)))
+        elif len(targets) or even_if_empty:
+            count = max(1, min(self.accumulate, len(targets)))
+            micro_batches = list(zip(inputs.tensor_split(count), targets.tensor_split(count)))
         else:
-            parts = self._micro_batches(inputs, targets, even_if_empty)
+            micro_batches = []
         total = targets.new_zeros((), dtype=torch.float64)
-        for number, part in enumerate(parts, start=1):
-            quietly = no_sync if number < len(parts) else contextlib.nullcontext
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            quietly = no_sync if number < len(micro_batches) else contextlib.nullcontext
             with self.comm.span("compute"), quietly():
-                if self.global_batch is not None and not len(part[1]):
-                    self._sit_out(part[0], self.global_batch)
+                if self.global_batch and not len(micro_batch[1]) and not self.takes_empty:
+                    self._sit_out(micro_batch[0], self.global_batch)
                 else:
-                    total += self._forward_backward(part, divisor)
+                    total += self._forward_backward(micro_batch, divisor or batch_size)
         return total
-
-    def _micro_batches(
-        self, inputs: Tensor, targets: Tensor, even_if_empty: bool
-    ) -> list[tuple[Tensor, Tensor]]:
-        if not len(targets):
-            return [(inputs, targets)] if even_if_empty else []
-        count = min(self.accumulate, len(targets))
-        return list(zip(inputs.tensor_split(count), targets.tensor_split(count)))
 
     def _forward_backward(self, part: tuple[Tensor, Tensor], divisor: float) -> Tensor:
         inputs, targets = part

@@ -14,7 +14,7 @@ Source: the manual placement that PyTorch's tutorials call model parallelism, he
 process per device.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -24,6 +24,7 @@ from labkit.strategies.stage import ONE_AT_A_TIME, StagedModel
 from labkit.units import check_integer
 
 
+@dataclass(eq=False)
 class ModelParallel(StagedModel):
     """Rank s holds the layers from split point s to the next one.
 
@@ -35,36 +36,32 @@ class ModelParallel(StagedModel):
         split_points: layers that begin a stage, one fewer than there are ranks.
         accumulate: micro-batches, each of which passes through all stages, forward and backward,
             before the next one begins; as ``LocalGradients`` on one device.
-        amp: see ``Stage``.
+        amp: see ``StagedModel``.
 
     Raises:
         ValueError: ``accumulate`` below 1.
     """
 
+    accumulate: int = 1
     instead: ClassVar = ONE_AT_A_TIME
 
-    def __init__(
-        self, split_points: Sequence[int] = (), accumulate: int = 1, amp: str | None = None
-    ):
-        super().__init__(split_points, amp)
-        check_integer("accumulate", accumulate)
-        self.accumulate = accumulate
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("accumulate", self.accumulate)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        stage = self.stage
-        before, behind = stage.index - 1, stage.index + 1
-        stage.start(inputs, targets, batch_size, self.accumulate)
-        for part in range(stage.micro_batches):
-            if not stage.is_first:
-                stage.hop(Hop(None, Message("activation", part, before)))
-            stage.forward(part)
-            if not stage.is_last:
-                stage.hop(Hop(Message("activation", part, behind), None))
-            if stage.index >= stage.first_trained:
-                if not stage.is_last:
-                    stage.hop(Hop(None, Message("gradient", part, behind)))
-                stage.backward(part)
-                if stage.index > stage.first_trained:
-                    stage.hop(Hop(Message("gradient", part, before), None))
-        stage.update()
-        return stage.loss
+        before, behind = self.index - 1, self.index + 1
+        for part in range(self.start(inputs, targets, batch_size, self.accumulate)):
+            if not self.is_first:
+                self.hop(Hop(None, Message("activation", part, before)))
+            self.forward(part)
+            if not self.is_last:
+                self.hop(Hop(Message("activation", part, behind), None))
+            if self.index >= self.first_trained:
+                if not self.is_last:
+                    self.hop(Hop(None, Message("gradient", part, behind)))
+                self.backward(part)
+                if self.index > self.first_trained:
+                    self.hop(Hop(Message("gradient", part, before), None))
+        self.update()
+        return self.loss_sum

@@ -16,8 +16,9 @@ Source: the manual placement that PyTorch's tutorials call model parallelism.
 """
 
 import statistics
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -26,8 +27,8 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.schedules.split_points import as_split_points, check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.stage import ONE_AT_A_TIME, on_several
+from labkit.strategies.update import MixedPrecision
 from labkit.units import check_integer
 from labkit.workload.chain import layers_of
 from labkit.workload.samples import on_device
@@ -35,6 +36,7 @@ from labkit.workload.samples import on_device
 _MOST_HOPS = 10_000
 
 
+@dataclass(eq=False)
 class ModelParallelOneProcess(Strategy):
     """Stage s of the model on device s, all in one process.
 
@@ -47,28 +49,26 @@ class ModelParallelOneProcess(Strategy):
         accumulate, amp: see ``LocalGradients``.
     """
 
+    split_points: Sequence[int] = ()
+    devices: Sequence[Any] = ("cpu",)
+    accumulate: int = 1
+    amp: str | None = None
     in_one_process = True
     through_comm = False
     instead: ClassVar = ONE_AT_A_TIME
 
-    def __init__(
-        self,
-        split_points: Sequence[int] = (),
-        devices: Sequence[str] = ("cpu",),
-        accumulate: int = 1,
-        amp: str | None = None,
-    ):
-        if twice := [name for name, count in Counter(devices).items() if count > 1]:
+    def __post_init__(self) -> None:
+        if twice := [name for name, count in Counter(self.devices).items() if count > 1]:
             raise ValueError(
-                f"devices {', '.join(devices)}: {twice[0]} comes twice, and two stages on one "
-                "device share its memory and its time: name each once, or leave devices out and "
-                "give each stage its own process"
+                f"devices {', '.join(self.devices)}: {twice[0]} comes twice, and two stages on "
+                "one device share its memory and its time: name each once, or leave devices out "
+                "and give each stage its own process"
             )
-        self.split_points = as_split_points(split_points)
-        check_devices(len(devices), self.split_points)
-        self.devices = [torch.device(name) for name in devices]
-        check_integer("accumulate", accumulate)
-        self.accumulate, self.precision = accumulate, MixedPrecision(amp)
+        self.split_points = as_split_points(self.split_points)
+        check_devices(len(self.devices), self.split_points)
+        self.devices = [torch.device(name) for name in self.devices]
+        check_integer("accumulate", self.accumulate)
+        self.precision = MixedPrecision(self.amp)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm, self.model = comm, model
@@ -152,23 +152,20 @@ class ModelParallelOneProcess(Strategy):
 
     def notes(self) -> dict[str, Any]:
         """The placement, and the hops' bytes and median seconds by cut and direction."""
-        found = []
-        for cut in range(len(self.devices) - 1):
-            for direction in ("forward", "backward"):
-                hops = [hop[1:] for hop in self.hops if hop[0] == (cut, direction)]
-                if not hops:
-                    continue
-                # A last batch may be smaller.
-                ((num_bytes, count),) = Counter(size for size, *_ in hops).most_common(1)
-                seconds = [
-                    timer.seconds(end, origin=start)
-                    for size, timer, start, end in hops
-                    if size == num_bytes
-                ]
-                quartiles = statistics.quantiles(seconds, n=4)[::2] if count > 1 else seconds * 2
-                hop = {"cut": cut, "direction": direction, "num_bytes": num_bytes}
-                hop |= {"count": count, "median_s": statistics.median(seconds)}
-                found.append(hop | {"quartiles_s": quartiles})
+        found, by_place = [], defaultdict(list)
+        for place, *hop in self.hops:
+            by_place[place].append(hop)
+        for (cut, direction), hops in sorted(by_place.items(), key=lambda one: one[0][0]):
+            # A last batch may be smaller.
+            ((num_bytes, count),) = Counter(size for size, *_ in hops).most_common(1)
+            seconds = [
+                timer.seconds(end, origin=start)
+                for size, timer, start, end in hops
+                if size == num_bytes
+            ]
+            quartiles = statistics.quantiles(seconds, n=4)[::2] if count > 1 else seconds * 2
+            hop = {"cut": cut, "direction": direction, "num_bytes": num_bytes, "count": count}
+            found.append(hop | {"median_s": statistics.median(seconds), "quartiles_s": quartiles})
         names = [str(device) for device in self.devices]
         return {"split_points": list(self.split_points), "devices": names, "hops": found}
 

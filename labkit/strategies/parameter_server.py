@@ -15,6 +15,7 @@ is its synchronous case ("sequential consistency", section 3.4).
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +27,7 @@ from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
 from labkit.strategies.base import MakeOptimizer, OnShares
 from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
-from labkit.strategies.local_gradients import check_straggler
-from labkit.strategies.state import (
-    State,
-    cut,
-    joined,
-    load_state_of_parameter,
-    only_trained,
-    state_of_parameter,
-)
+from labkit.strategies.state import State, cut, joined, load_state_of_parameter, state_of_parameter
 
 
 @torch.no_grad()
@@ -51,6 +44,7 @@ def answer_one_by_one(comm: Comm, values: Tensor, lr: float = 0.1) -> None:
         comm.send(values, worker)
 
 
+@dataclass(eq=False)
 class ParameterServer(OnShares):
     """Synchronous data parallelism through servers: all ranks wait for the slowest worker.
 
@@ -71,19 +65,10 @@ class ParameterServer(OnShares):
         accumulate, amp, straggler, sync_batch_norm: see ``OnShares``; servers take no part.
     """
 
+    straggler: tuple[int, float] | None = None
+    sync_batch_norm: bool = False
+    servers: int = 1
     optimizes = "elements"
-
-    def __init__(
-        self,
-        servers: int = 1,
-        accumulate: int = 1,
-        amp: str | None = None,
-        straggler: tuple[int, float] | None = None,
-        sync_batch_norm: bool = False,
-    ):
-        check_straggler(straggler, servers)
-        super().__init__(accumulate, amp, straggler, sync_batch_norm)
-        self.servers = servers
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         check_servers(self.servers, comm.world_size)
@@ -109,17 +94,12 @@ class ParameterServer(OnShares):
         ranks = range(comm.world_size if self.scaler.is_enabled() else self.servers)
         self.update = self.update_of(parameters, comm=comm, ranks=ranks)
 
-    @property
-    def workers(self) -> range:
-        return range(self.servers, self.comm.world_size) or range(1)
-
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         if self.works:
             self.gradient.zero_()
         # In fp16 a sum over the batch would overflow sooner than the mean.
         divisor = batch_size if self.scaler.is_enabled() else 1
-        sizes = self.common_sizes(batch_size)
-        loss = self.gradients.add(inputs, targets, divisor, sizes=sizes)
+        loss = self.gradients.add(inputs, targets, batch_size, divisor)
         if self.serves:
             self.serve(batch_size // divisor)
         else:
@@ -163,7 +143,7 @@ class ParameterServer(OnShares):
         mine, comm = State(), self.comm
         if self.serves:
             (flat,) = self.update.parameters
-            mine = state_of_parameter(self.optimizer, "the parameters", flat)
+            mine = state_of_parameter(self.optimizer, flat)
         for key, value in mine.items() if self.servers > 1 else ():
             # A number is the same on all servers.
             if value.dim() and comm.rank:
@@ -173,10 +153,10 @@ class ParameterServer(OnShares):
                 mine[key] = torch.cat(
                     [value, *(comm.recv(part, rank) for rank, part in enumerate(rest, start=1))]
                 )
-        return cut(mine, only_trained(parameters)) if comm.rank == 0 else {}
+        return cut(mine, parameters) if comm.rank == 0 else {}
 
     def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
-        whole = joined(state, only_trained(parameters))
+        whole = joined(state, parameters)
         start, end = self.slices[self.comm.rank]
         mine = {key: value[start:end] if value.dim() else value for key, value in whole.items()}
         load_state_of_parameter(self.optimizer, self.update.parameters[0], mine)

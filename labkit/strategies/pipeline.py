@@ -13,7 +13,7 @@ Source: Huang et al., "GPipe: Efficient training of giant neural networks using 
 parallelism" (2019); Narayanan et al., "PipeDream" (2019), for the order called 1F1B.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from labkit.strategies.stage import PIPELINED_INSTEAD, StagedModel
 from labkit.units import check_integer
 
 
+@dataclass(eq=False)
 class Pipeline(StagedModel):
     """``ModelParallel`` with micro-batches under way on all stages at once.
 
@@ -33,30 +34,25 @@ class Pipeline(StagedModel):
         split_points: layers that begin a stage, one fewer than there are ranks.
         micro_batches: M; a batch of fewer samples is cut into single samples.
         schedule: ``gpipe``, all forwards first, or ``1f1b``, which holds fewer activations.
-        amp: see ``Stage``.
+        amp: see ``StagedModel``.
 
     Raises:
         ValueError: unknown schedule, or ``micro_batches`` below 1.
     """
 
+    micro_batches: int = 4
+    schedule: str = "gpipe"
     instead: ClassVar = PIPELINED_INSTEAD
 
-    def __init__(
-        self,
-        split_points: Sequence[int] = (),
-        micro_batches: int = 4,
-        schedule: str = "gpipe",
-        amp: str | None = None,
-    ):
-        super().__init__(split_points, amp)
-        check_integer("micro_batches", micro_batches)
-        self.micro_batches, self.schedule = micro_batches, pipeline_schedule(schedule)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("micro_batches", self.micro_batches)
+        self.stream = pipeline_schedule(self.schedule)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        stage = self.stage
-        stage.start(inputs, targets, batch_size, self.micro_batches)
-        actions = self.schedule(stage.index, stage.count, stage.micro_batches)
-        for step in with_hops(actions, stage.index, stage.count, stage.first_trained):
-            stage.do(step)
-        stage.update()
-        return stage.loss
+        count = self.start(inputs, targets, batch_size, self.micro_batches)
+        actions = self.stream(self.index, self.num_stages, count)
+        for step in with_hops(actions, self.index, self.num_stages, self.first_trained):
+            self.do(step)
+        self.update()
+        return self.loss_sum

@@ -10,6 +10,7 @@ device even if the shares differ in size. Symbols: P ranks, N trainable paramete
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from labkit.strategies.state import State
 _WITH_RESIDUAL = TopK | CompressedBetween
 
 
+@dataclass(eq=False)
 class RingAllReduce(OnShares):
     """Synchronous data parallelism over ``labkit.collectives.ring``.
 
@@ -42,22 +44,19 @@ class RingAllReduce(OnShares):
         ValueError: ``topk`` together with amp ``fp16``.
     """
 
-    def __init__(
-        self,
-        accumulate: int = 1,
-        amp: str | None = None,
-        straggler: tuple[int, float] | None = None,
-        compress: str | None = None,
-        sync_batch_norm: bool = False,
-        hierarchical: bool = False,
-    ):
-        if compress == "topk" and amp == "fp16":
+    straggler: tuple[int, float] | None = None
+    sync_batch_norm: bool = False
+    compress: str | None = None
+    hierarchical: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compress == "topk" and self.amp == "fp16":
             raise ValueError(
                 "topk keeps the values that it does not send for the next update, which fp16 may "
                 "scale differently or skip: choose amp bf16, or compress fp16"
             )
-        super().__init__(accumulate, amp, straggler, sync_batch_norm)
-        self.all_reduce = all_reduce_of(compress, hierarchical)
+        self.all_reduce = all_reduce_of(self.compress, self.hierarchical)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.place(comm, model)
@@ -74,8 +73,7 @@ class RingAllReduce(OnShares):
         # In fp16 a sum over the batch would overflow sooner than the mean.
         divisor = batch_size if self.scaler.is_enabled() else 1
         # A rank without a sample still takes part in the ring.
-        sizes = self.common_sizes(batch_size)
-        loss = self.gradients.add(inputs, targets, divisor, sizes=sizes)
+        loss = self.gradients.add(inputs, targets, batch_size, divisor)
         self.average_gradients(batch_size // divisor)
         with self.comm.span("update"):
             self.update()

@@ -3,12 +3,15 @@
 Each of them has to end with the same parameters.
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, OnShares
 
 
+@dataclass(eq=False)
 class Single(OnShares):
     """Plain training of the whole batch on one device.
 
@@ -17,8 +20,7 @@ class Single(OnShares):
         sync_batch_norm: nothing changes, as one device sees the whole batch.
     """
 
-    def __init__(self, accumulate: int = 1, amp: str | None = None, sync_batch_norm: bool = False):
-        super().__init__(accumulate, amp, None, sync_batch_norm)
+    sync_batch_norm: bool = False
 
     def check_ranks(self, world_size: int) -> None:
         if world_size != 1:
@@ -36,7 +38,7 @@ class Single(OnShares):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self.gradients.add(inputs, targets, divisor=batch_size)
+        loss = self.gradients.add(inputs, targets, batch_size)
         with self.comm.span("update"):
             self.update()
         return loss

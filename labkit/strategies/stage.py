@@ -13,6 +13,7 @@ Symbols: P ranks and stages, n samples in a micro-batch.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -24,65 +25,70 @@ from labkit.schedules.pipeline import Action, Hop
 from labkit.schedules.split_points import as_split_points, check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import trained_parameters
-from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.state import Held, State
-from labkit.strategies.update import Update, sum_over
+from labkit.strategies.update import MixedPrecision, sum_over
 from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NonLeaf
 from labkit.workload.chain import named_layers, state_key
 from labkit.workload.layers import output_shapes
-from labkit.workload.losses import Loss, sum_cross_entropy
 from labkit.workload.meta import meta_copy
 
-# Those that an activation may have; a stage tells the next one a place in this list.
-_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
-
-class Stage:
-    """This rank's layers, and the micro-batches that are under way in them.
+@dataclass(eq=False)
+class StagedModel(Strategy):
+    """The base of the techniques that cut a model into stages; they add ``step``.
 
     Every rank is given the same seeded model and keeps its own layers. A tied parameter that
     belongs to layers on several stages is on each of these stages: ``update`` sums its gradients
     first, so that they all make the same step. No gradient crosses a cut if nothing before the
-    cut is trained.
+    cut is trained. With ``amp``, float32 crosses a cut in the half dtype, as the next product
+    would take it.
 
-    With ``amp``, what crosses a cut has the dtype that it has on one device, which depends on the
-    layers: before its first activation a stage tells the next one this dtype, in one byte.
+    Args:
+        split_points: layers that begin a stage, one fewer than there are ranks.
+        amp: ``bf16`` or ``fp16``, see ``MixedPrecision``.
 
     Attributes:
-        index, count: s and P.
+        index, num_stages: s and P.
         module: this stage's layers.
         first_trained: the first stage that trains anything.
-        loss: the sum of the losses so far in this step, on the last stage.
+        loss_sum: the sum of the losses so far in this step, on the last stage.
         held_bytes: the most bytes that forwards kept for their backward at one time, measured in
             the first step.
-
-    Raises:
-        ValueError: the model is not a chain of layers, impossible split points, nothing to train,
-            or a buffer (BatchNorm's averages) that layers on several stages share.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        model: nn.Module,
-        split_points: Sequence[int],
-        make_optimizer: MakeOptimizer,
-        loss: Loss = sum_cross_entropy,
-        amp: str | None = None,
-        clip_norm: float | None = None,
-    ):
-        self.comm, self.loss_of, self.precision = comm, loss, MixedPrecision(amp)
-        self.index, self.count = comm.rank, comm.world_size
-        self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
+    split_points: Sequence[int] = ()
+    amp: str | None = field(default=None, kw_only=True)
+    optimizes = "layers"
+    instead: ClassVar = {
+        "sync_batch_norm": "each layer is on one rank, and sees the whole (micro-)batch already; "
+        "leave it out"
+    }
+
+    def __post_init__(self) -> None:
+        self.split_points = as_split_points(self.split_points)
+
+    def check_ranks(self, world_size: int) -> None:
+        if len(self.split_points) + 1 != world_size:
+            raise ValueError(
+                f"{format_count(len(self.split_points), 'split point')} for "
+                f"{format_count(world_size, 'rank')}, each of which holds one stage: give "
+                f"{world_size - 1}"
+            )
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.comm, self.precision = comm, MixedPrecision(self.amp)
+        self.scaler = self.precision.scaler
+        self.index, self.num_stages = comm.rank, comm.world_size
+        self.is_first, self.is_last = self.index == 0, self.index == self.num_stages - 1
         layers = named_layers(model)
-        points = check_split_points(split_points, len(layers), self.count)
+        points = check_split_points(self.split_points, len(layers), self.num_stages)
         self.bounds = stage_bounds(points, len(layers))
         stages = [nn.ModuleList(layer for _, layer in layers[a:b]) for a, b in self.bounds]
         trained_parameters(nn.ModuleList(stages))
         trains = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         self.first_trained = trains.index(True)
-        self.tied = _tied(stages)
+        self.tied = tied_parameters(stages)
         # By name of a parameter or buffer, its stage; those that are missing no layer uses.
         self.stage_of = {
             state_key(name, key): stage
@@ -92,13 +98,10 @@ class Stage:
         }
         # The shapes of all layers, without the other stages' memory.
         self.meta_model = meta_copy(model)
-        names = {id(p): name for name, p in model.named_parameters()}
         self.layers = layers[slice(*self.bounds[self.index])]
-        self.module = nn.Sequential(*stages[self.index])
-        used = [names[id(p)] for p in self.module.parameters()]
-        # Moving a module may replace its parameters, but keeps their order.
-        self.module.to(comm.device).train()
-        self.parameters = dict(zip(used, self.module.parameters()))
+        self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
+        names = {id(p): name for name, p in model.named_parameters()}
+        self.parameters = {names[id(p)]: p for p in self.module.parameters()}
         # Without gradients, all stages make the same updates of what no layer uses.
         state = model.state_dict(keep_vars=True)
         self.outside = {key: value for key, value in state.items() if key not in self.stage_of}
@@ -108,33 +111,31 @@ class Stage:
                 self.parameters[names[id(value)]] = value
         self.trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained) if self.trained else None
-        self.update_trained = Update(
-            self.optimizer,
+        self.update_trained = self.update_of(
             self.trained,
-            clip_norm=clip_norm,
-            scaler=self.precision.scaler,
             comm=comm,
-            ranks=range(self.count),
+            ranks=range(self.num_stages),
             counted_elsewhere=[p for p, places in self.tied if self.index != places[0]],
         )
         self.held_bytes, self._measures = 0, True
         self._shapes: dict[tuple[Any, ...], list[Any]] = {}
-        # The neighbours with whom the dtype of activations is agreed, and that of what comes in.
-        self._agreed = set[int]()
-        self._entering_dtype: torch.dtype | None = None
+
+    def share(self) -> tuple[int, int]:
+        # The whole batch: the first stage needs the inputs, the last one the targets.
+        return 0, 1
 
     def start(
         self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int = 1
-    ) -> None:
-        """Begin a step: cut the batch into micro-batches, as evenly as possible.
+    ) -> int:
+        """Begin a step: cut the batch into micro-batches, as evenly as possible; returns how many.
 
         All ranks have the batch: the first stage uses the inputs, the last one the targets, all
         others only the sizes. Fewer samples make fewer micro-batches.
         """
-        self.micro_batches = count = min(micro_batches, len(targets))
+        count = min(micro_batches, len(targets))
         self._inputs, self._targets = inputs.tensor_split(count), targets.tensor_split(count)
         self._divisor = batch_size
-        self.loss = targets.new_zeros((), dtype=torch.float64)
+        self.loss_sum = targets.new_zeros((), dtype=torch.float64)
         # By micro-batch: what the layers get and return, and the gradient of what they return,
         # then of what they got.
         self._entering: dict[int, Tensor] = {}
@@ -142,6 +143,7 @@ class Stage:
         self._gradients: dict[int, Tensor] = {}
         self._held: dict[int, HeldBytes] = {}
         self.zero_grad()
+        return count
 
     def zero_grad(self) -> None:
         for parameter in self.trained:
@@ -159,9 +161,11 @@ class Stage:
             with self.precision.autocast(self.comm.device):
                 leaving = self.module(NonLeaf.apply(entering))
             if self.is_last:
-                loss = self.loss_of(self.precision.wide(leaving), self._targets[micro_batch])
-                self.loss += loss.detach()
-                leaving = self.precision.scaler.scale(loss / self._divisor)
+                loss = self.loss(self.precision.wide(leaving), self._targets[micro_batch])
+                self.loss_sum += loss.detach()
+                leaving = self.scaler.scale(loss / self._divisor)
+            else:
+                leaving = leaving.to(self.crossing(leaving.dtype))
             self._leaving[micro_batch] = leaving
 
     def backward(self, micro_batch: int) -> None:
@@ -192,8 +196,6 @@ class Stage:
 
     def hop(self, hop: Hop) -> None:
         """Send, receive, or both at once; what lands is put where an action will look for it."""
-        if self.precision.half is not None:
-            self._agree_on_dtypes(hop)
         outgoing = landing = None
         if hop.send and hop.send.kind == "gradient":
             outgoing = self._gradients.pop(hop.send.micro_batch)
@@ -205,7 +207,8 @@ class Stage:
             landing = torch.empty_like(self._leaving[hop.recv.micro_batch])
             self._gradients[hop.recv.micro_batch] = landing
         elif hop.recv:
-            landing = self._empty(self._inputs[hop.recv.micro_batch], self._entering_dtype)
+            shape, dtype = self._enters(self._inputs[hop.recv.micro_batch])
+            landing = torch.empty(shape, dtype=self.crossing(dtype), device=self.comm.device)
             self._entering[hop.recv.micro_batch] = landing
         carry_out(self.comm, hop, outgoing, landing)
 
@@ -225,7 +228,9 @@ class Stage:
         """Logits [n, classes] in evaluation mode on the last stage, None on the others."""
         value = inputs
         if not self.is_first:
-            value = self.comm.recv(self._empty(inputs), self.index - 1)
+            shape, dtype = self._enters(inputs)
+            value = torch.empty(shape, dtype=dtype, device=self.comm.device)
+            self.comm.recv(value, self.index - 1)
         self.module.eval()
         value = self.module(value)
         self.module.train()
@@ -255,6 +260,12 @@ class Stage:
             state[key] = value.cpu()
         return state
 
+    def notes(self) -> dict[str, Any]:
+        """The split points, and by stage the most bytes of activations held at one time."""
+        held = torch.tensor([self.held_bytes], device=self.comm.device)
+        by_stage = torch.cat(all_gather(self.comm, held)).tolist()
+        return {"split_points": list(self.split_points), "held_bytes": by_stage}
+
     @contextlib.contextmanager
     def _measured(self, micro_batch: int) -> Iterator[None]:
         """Count, in the first step, the bytes that a forward keeps for its backward."""
@@ -266,27 +277,17 @@ class Stage:
         held_now = sum(held.num_bytes for held in self._held.values())
         self.held_bytes = max(self.held_bytes, held_now)
 
-    def _agree_on_dtypes(self, hop: Hop) -> None:
-        """Tell the next stage the dtype of the activations before the first one."""
-        for message in filter(None, (hop.send, hop.recv)):
-            if message.kind != "activation" or message.peer in self._agreed:
-                continue
-            self._agreed.add(message.peer)
-            code = torch.zeros(1, dtype=torch.uint8, device=self.comm.device)
-            if message is hop.send:
-                dtype = self._leaving[message.micro_batch].dtype
-                self.comm.send(code.fill_(_DTYPES.index(dtype)), message.peer)
-            else:
-                self._entering_dtype = _DTYPES[int(self.comm.recv(code, message.peer))]
+    def crossing(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which an activation crosses a cut."""
+        return self.precision.half if self.precision.half and dtype == torch.float32 else dtype
 
-    def _empty(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory for the input of this stage, [n, ...], if ``inputs`` [n, ...] enter the model."""
+    def _enters(self, inputs: Tensor) -> tuple[torch.Size, torch.dtype]:
+        """What this stage gets, without ``amp``, if ``inputs`` [n, ...] enter the model."""
         key = inputs.shape, inputs.dtype
         if key not in self._shapes:
             n, *sample = inputs.shape
             self._shapes[key] = output_shapes(self.meta_model, tuple(sample), n, inputs.dtype)
-        shape, plain = self._shapes[key][self.bounds[self.index][0] - 1]
-        return torch.empty(shape, dtype=dtype or plain, device=self.comm.device)
+        return self._shapes[key][self.bounds[self.index][0] - 1]
 
 
 def carry_out(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:
@@ -315,54 +316,18 @@ def on_several(stages: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[int]]
     return (home for home in homes.values() if len(home[1]) > 1)
 
 
-class StagedModel(Strategy):
-    """The base of the techniques that cut a model into stages; they add ``step``.
-
-    ``split_points`` are the layers that begin a stage, one fewer than there are ranks.
-    """
-
-    optimizes = "layers"
-    instead: ClassVar = {
-        "sync_batch_norm": "each layer is on one rank, and sees the whole (micro-)batch already; "
-        "leave it out"
-    }
-
-    def __init__(self, split_points: Sequence[int] = (), amp: str | None = None):
-        self.split_points, self.amp = as_split_points(split_points), amp
-
-    def check_ranks(self, world_size: int) -> None:
-        if len(self.split_points) + 1 != world_size:
+def tied_parameters(stages: Sequence[nn.Module]) -> list[tuple[nn.Parameter, list[int]]]:
+    """The trained parameters that are on several stages, each with the list of its stages."""
+    tied = []
+    for tensor, places in on_several(stages):
+        if not isinstance(tensor, nn.Parameter):
             raise ValueError(
-                f"{format_count(len(self.split_points), 'split point')} for "
-                f"{format_count(world_size, 'rank')}, each of which holds one stage: give "
-                f"{world_size - 1}"
+                f"a buffer {list(tensor.shape)} belongs to layers on stages {places}: a layer "
+                "with statistics cannot be on two stages; move a split point"
             )
-
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.comm = comm
-        settings = {"loss": self.loss, "amp": self.amp, "clip_norm": self.clip_norm}
-        self.stage = Stage(comm, model, self.split_points, make_optimizer, **settings)
-        self.scaler = self.stage.precision.scaler
-        self.optimizer = self.stage.optimizer
-
-    def share(self) -> tuple[int, int]:
-        # The whole batch: the first stage needs the inputs, the last one the targets.
-        return 0, 1
-
-    def predict(self, inputs: Tensor) -> Tensor | None:
-        return self.stage.predict(inputs)
-
-    def full_state(self) -> State:
-        return self.stage.full_state()
-
-    def held(self) -> Held:
-        return self.stage.held()
-
-    def notes(self) -> dict[str, Any]:
-        """The split points, and by stage the most bytes of activations held at one time."""
-        held = torch.tensor([self.stage.held_bytes], device=self.comm.device)
-        by_stage = torch.cat(all_gather(self.comm, held)).tolist()
-        return {"split_points": list(self.split_points), "held_bytes": by_stage}
+        if tensor.requires_grad:
+            tied.append((tensor, places))
+    return tied
 
 
 # Of the techniques that cut a model into stages, and have no micro-batches under way at once.
@@ -375,17 +340,3 @@ PIPELINED_INSTEAD = StagedModel.instead | {
     "accumulate": "a pipeline adds up the gradients of its micro-batches already: choose their "
     "number with micro_batches"
 }
-
-
-def _tied(stages: list[nn.ModuleList]) -> list[tuple[nn.Parameter, list[int]]]:
-    """The trained parameters of layers on several stages, with these."""
-    tied = []
-    for tensor, places in on_several(stages):
-        if not isinstance(tensor, nn.Parameter):
-            raise ValueError(
-                f"a buffer {list(tensor.shape)} belongs to layers on stages {places}: a layer "
-                "with statistics cannot be on two stages; move a split point"
-            )
-        if tensor.requires_grad:
-            tied.append((tensor, places))
-    return tied

@@ -10,7 +10,7 @@ another number of ranks, or with another technique.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,34 +50,9 @@ def copy_into(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> No
         tensor.copy_(values[name])
 
 
-def rates(optimizer: torch.optim.Optimizer) -> State:
-    """The floats in the optimizer's groups, such as lr and betas, which a run may change."""
-    return {
-        f"rates/{place}.{name}": torch.as_tensor(value, dtype=torch.float64)
-        for place, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if isinstance(value, float | Tensor)
-        or (isinstance(value, tuple) and all(isinstance(one, float) for one in value))
-    }
-
-
-def load_rates(optimizer: torch.optim.Optimizer, values: Mapping[str, Tensor]) -> None:
-    for key, value in of_kind("rates", values).items():
-        place, _, name = key.partition(".")
-        group = optimizer.param_groups[int(place)]
-        if isinstance(group[name], Tensor):
-            group[name].copy_(value)
-        else:
-            group[name] = type(group[name])(value.tolist())
-
-
-def state_of_parameter(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> State:
-    """What the optimizer has of one parameter, as KEY or NAME/KEY.
-
-    Raises:
-        ValueError: something else than tensors and numbers.
-    """
-    found: dict[str, Any] = {}
+def state_of_parameter(optimizer: torch.optim.Optimizer, parameter: Tensor) -> State:
+    """What the optimizer has of one parameter, by KEY: tensors and numbers."""
+    found = State()
     for key, value in optimizer.state.get(parameter, {}).items():
         if isinstance(value, bool | int | float):
             kind = torch.float64 if isinstance(value, float) else None
@@ -86,9 +61,8 @@ def state_of_parameter(optimizer: torch.optim.Optimizer, name: str, parameter: T
             found[key] = value
         elif value is not None:
             raise ValueError(
-                f"the optimizer keeps {key} of {name} as a {type(value).__name__}, and a "
-                "checkpoint holds tensors and numbers: use another optimizer, such as SGD or "
-                "Adam, or leave checkpoint_dir out"
+                f"the optimizer keeps {key} as a {type(value).__name__}, and a checkpoint holds "
+                "tensors and numbers: use another optimizer, or leave checkpoint_dir out"
             )
     return found
 
@@ -106,28 +80,25 @@ def load_state_of_parameter(
             optimizer.state[parameter][key] = value.to(device, copy=True)
 
 
-def only_trained(parameters: Mapping[str, Tensor]) -> State:
-    return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-
-
 def cut(flat: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> State:
-    """What an optimizer has of one flat parameter [N], as NAME/KEY of its parts."""
-    sizes = [parameter.numel() for parameter in parameters.values()]
-    found = {}
+    """What an optimizer has of one flat parameter [N], as NAME/KEY of the trained parameters."""
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    found, sizes = State(), [p.numel() for p in trained.values()]
     for key, value in flat.items():
         parts = value.split(sizes) if value.dim() else [value] * len(sizes)
-        for (name, parameter), part in zip(parameters.items(), parts):
+        for (name, parameter), part in zip(trained.items(), parts):
             found[f"{name}/{key}"] = part.view(parameter.shape) if value.dim() else part
     return found
 
 
 def joined(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> State:
     """The reverse of ``cut``."""
-    flat = {}
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    flat = State()
     for key in dict.fromkeys(name.rpartition("/")[2] for name in state):
-        parts = [state[f"{name}/{key}"] for name in parameters]
+        parts = [state[f"{name}/{key}"] for name in trained]
         # Of a parameter without dimensions, too, the rest has its shape.
         is_number = key == "step" or key.startswith(_NUMBER)
-        is_number |= any(part.shape != p.shape for part, p in zip(parts, parameters.values()))
+        is_number |= any(part.shape != p.shape for part, p in zip(parts, trained.values()))
         flat[key] = parts[0] if is_number else torch.cat([part.flatten() for part in parts])
     return flat

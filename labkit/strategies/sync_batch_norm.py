@@ -9,17 +9,15 @@ Where ranks divide a batch between them, a layer sees only a share of it. Forwar
    square of the sum would cancel where the mean is large. 4. y = (x - m) / sqrt(v + eps), and
    weight and bias.
 
-Backward, with g = dL/dy and z = (x - m) / sqrt(v + eps):
-
-5. Each worker computes sum g and sum g z over its share: the gradients of bias and weight there,
-   which the technique adds up like all gradients. 6. All workers get these 2 C numbers of all
-   others and add them. 7. dL/dx = weight / sqrt(v + eps) (g - sum g / n - z sum (g z) / n): m and
-   v depend on every x of the batch, so the gradient of each x depends on all workers' shares.
+Backward: m and v depend on every x of the batch, so the gradient of each x depends on all workers'
+shares. 5. Autograd computes dL/dm and dL/dv from this worker's y. 6. All workers get these 2 C
+numbers of all others and add them. 7. dL/dx = (dL/dm + 2 (x - m) dL/dv) / n, beside what comes
+through step 4.
 
 The rows travel as float64, and all workers combine them in the same order: their statistics and
 running averages are equal to the bit.
 
-Symbols: W workers, r one of them, N samples, C channels, n values per channel in the whole batch.
+Symbols: W workers, r one of them, C channels, n values per channel in the whole batch.
 Sources: Ioffe and Szegedy, "Batch normalization" (2015), section 3; Chan, Golub and LeVeque,
 "Algorithms for computing the sample variance" (1983), for step 3; Peng et al., "MegDet" (2018),
 section 3.3, for the exchange; PyTorch's ``nn.SyncBatchNorm``, which runs on GPUs only.
@@ -33,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from labkit.comm.comm import Comm
@@ -101,10 +98,49 @@ class GlobalBatch:
         return self
 
 
+class Statistics(torch.autograd.Function):
+    """Inputs [n, C, ...] -> mean [C] and variance [C] of the global batch, and their count n."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, batch: GlobalBatch) -> tuple[Tensor, Tensor, int]:
+        channels = x.shape[1]
+        row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+        if x.numel() and not batch.sits_out:
+            axes = [axis for axis in range(x.dim()) if axis != 1]
+            variance, mean = torch.var_mean(x, axes, correction=0)
+            row[:channels], row[-1] = mean, x.numel() // channels
+            row[channels:-1] = variance.double() * row[-1]
+        means, squares, counts = batch.gathered(row).split([channels, channels, 1], dim=1)
+        count = int(counts.sum())
+        mean = (counts * means).sum(0) / max(1, count)
+        variance = (squares + counts * (means - mean) ** 2).sum(0) / max(1, count)
+        ctx.save_for_backward(x, mean)
+        ctx.batch, ctx.count, ctx.sits_out = batch, count, batch.sits_out
+        return mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _of_inputs(ctx, *gradients), None
+
+
+@once_differentiable
+def _of_inputs(ctx: Any, of_mean: Tensor, of_variance: Tensor, *_: Tensor) -> Tensor:
+    x, mean = ctx.saved_tensors
+    sums = ctx.batch.gathered(torch.cat([of_mean, of_variance])).sum(0)
+    if ctx.sits_out:
+        return torch.zeros_like(x)
+    mean, of_mean, of_variance = (
+        numbers.to(x.dtype).view(1, -1, *[1] * (x.dim() - 2))
+        for numbers in (mean, *(sums / max(1, ctx.count)).chunk(2))
+    )
+    return torch.addcmul(of_mean, x - mean, of_variance, value=2)
+
+
 class SyncBatchNorm(_BatchNorm):
     """What ``convert`` makes of BatchNorm1d, 2d and 3d: another class, the same object.
 
     Parameters, buffers, names and hooks stay. In evaluation mode it is the layer that it was.
+    16-bit inputs are computed in float32.
     """
 
     global_batch: GlobalBatch
@@ -114,90 +150,37 @@ class SyncBatchNorm(_BatchNorm):
         if (has_averages and not self.training) or not self.global_batch.model.training:
             return super().forward(input)
         self._check_input_dim(input)
-        factor = self.momentum or 0.0
-        is_tracked = self.training and self.track_running_stats
-        if is_tracked and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                factor = 1 / float(self.num_batches_tracked)
-        averages = (self.running_mean, self.running_var) if is_tracked else (None, None)
-        arguments = averages, factor, self.eps, self.global_batch
-        return _Normalise.apply(input, self.weight, self.bias, *arguments)
-
-
-class _Normalise(torch.autograd.Function):
-    """Steps 1 to 4 forward, steps 5 to 7 backward. 16-bit inputs are computed in float32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        averages: tuple[Tensor | None, Tensor | None],
-        factor: float,
-        eps: float,
-        batch: GlobalBatch,
-    ) -> Tensor:
-        channels, axes = inputs.shape[1], [axis for axis in range(inputs.dim()) if axis != 1]
-        with torch.autocast(inputs.device.type, enabled=False), torch.no_grad():
-            x = inputs.float() if inputs.dtype.itemsize < 4 else inputs
-            row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
-            if x.numel() and not batch.sits_out:
-                variance, mean = torch.var_mean(x, axes, correction=0)
-                row[:channels], row[-1] = mean, x.numel() // channels
-                row[channels:-1] = variance.double() * row[-1]
-            means, squares, counts = batch.gathered(row).split([channels, channels, 1], dim=1)
-            count = int(counts.sum())
+        with torch.autocast(input.device.type, enabled=False):
+            x = input.float() if input.dtype.itemsize < 4 else input
+            mean, variance, count = Statistics.apply(x, self.global_batch)
             if count == 1:
-                size = torch.Size([1, *inputs.shape[1:]])
+                size = torch.Size([1, *input.shape[1:]])
                 raise ValueError(
                     f"Expected more than 1 value per channel when training, got input size {size}"
                 )
-            mean = (counts * means).sum(0) / max(1, count)
-            variance = (squares + counts * (means - mean) ** 2).sum(0) / max(1, count)
-            unbiased = variance * (count / max(1, count - 1))
-            for average, now in zip(averages, (mean, unbiased)):
-                # An empty batch has none.
-                if average is not None and count:
-                    average.mul_(1 - factor).add_(now.to(average.dtype), alpha=factor)
-            ctx.batch, ctx.count, ctx.sits_out = batch, count, batch.sits_out
-            deviation = (variance + eps).sqrt().to(x.dtype)
-            mean, variance = mean.to(x.dtype), variance.to(x.dtype)
-            ctx.save_for_backward(inputs, weight, mean, deviation)
-            # What is left is BatchNorm in evaluation mode, with these averages.
-            weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
-            normed = functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
-            return normed.to(inputs.dtype)
+            if self.training and self.track_running_stats:
+                self.track(mean.detach(), variance.detach(), count)
+            scale = (variance + self.eps).rsqrt()
+            if self.weight is not None:
+                scale = scale * self.weight
+            shape = 1, -1, *[1] * (input.dim() - 2)
+            mean, scale = mean.to(x.dtype).view(shape), scale.to(x.dtype).view(shape)
+            if self.bias is None:
+                return ((x - mean) * scale).to(input.dtype)
+            bias = self.bias.to(x.dtype).view(shape)
+            return torch.addcmul(bias, x - mean, scale).to(input.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, *gradients)
-
-
-@once_differentiable
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    inputs, weight, mean, deviation = ctx.saved_tensors
-    shape = 1, -1, *[1] * (inputs.dim() - 2)
-    with torch.autocast(inputs.device.type, enabled=False):
-        x, g = (t.float() if t.dtype.itemsize < 4 else t for t in (inputs, gradient))
-        z = (x - mean.view(shape)) / deviation.view(shape)
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        mine = torch.stack([g.sum(axes), (g * z).sum(axes)])
-        if ctx.sits_out:
-            mine.zero_()
-        of_input = None
-        if ctx.needs_input_grad[0]:
-            sums = ctx.batch.gathered(mine.double().flatten()).sum(0)
-            means = (sums / max(1, ctx.count)).to(x.dtype).view_as(mine)
-            slope = 1 / deviation if weight is None else weight.to(x.dtype) / deviation
-            of_input = g - means[0].view(shape) - z * means[1].view(shape)
-            of_input = (of_input * slope.view(shape)).to(inputs.dtype)
-            if ctx.sits_out:
-                of_input.zero_()
-    found = (of_input, mine[1], mine[0])
-    needed = [f if needs else None for f, needs in zip(found, ctx.needs_input_grad)]
-    return *needed, None, None, None, None
+    def track(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Move the running averages towards these; an empty batch has none."""
+        factor = self.momentum or 0.0
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1 / float(self.num_batches_tracked)
+        unbiased = variance * (count / max(1, count - 1))
+        for average, now in ((self.running_mean, mean), (self.running_var, unbiased)):
+            if average is not None and count:
+                average.mul_(1 - factor).add_(now.to(average.dtype), alpha=factor)
 
 
 def convert(
@@ -226,8 +209,7 @@ def convert(
             why = "does not know its channels yet" if is_lazy else "has a forward of its own"
             raise ValueError(
                 f"{name} is a {type(layer).__name__} that {why}, so sync_batch_norm cannot give "
-                "it the statistics of the global batch: use BatchNorm1d, 2d or 3d, or leave out "
-                "sync_batch_norm"
+                "it the statistics of the global batch: use BatchNorm1d, 2d or 3d, or leave it out"
             )
         if not isinstance(layer, SyncBatchNorm):
             layer.__class__ = _synchronised(type(layer))

@@ -212,10 +212,10 @@ def _train(
     with memory.counted():
         for _ in range(steps):
             step()
-    stage = strategy.stage.module
+    stage = strategy.module
     trained = sum(p.nbytes for p in stage.parameters() if p.requires_grad)
     kept = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
-    return strategy.stage.held_bytes, kept + 2 * trained, memory.peak
+    return strategy.held_bytes, kept + 2 * trained, memory.peak
 
 
 def _by_step(trace: Trace) -> list[Trace]:

@@ -54,9 +54,14 @@ def open_folder(
             has = format_count(count, "training image")
             raise ValueError(f"train_size {train_size}: {train} has {has}")
         part = Subset(images, [i * count // train_size for i in range(train_size)])
-    held_out = [path for n in _HELD_OUT if (path := folder / n).is_dir() and train != folder]
+    held_out = [path for name in _HELD_OUT if (path := folder / name).is_dir()]
     if not held_out:
         return part, None
+    if train == folder:
+        raise ValueError(
+            f"{folder} has {held_out[0].name} and no train: put the images to train on into a "
+            "folder train beside it"
+        )
     test = _images_in(held_out[0], resize, crop=False)
     if test.classes != images.classes:
         differing = ", ".join(sorted({*test.classes} ^ {*images.classes})[:5])

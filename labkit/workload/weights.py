@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from labkit.files import check_regular
 from labkit.workload.models import torchvision_layers
@@ -44,14 +46,28 @@ def load_weights(model: nn.Module, path: str | Path, name: str | None = None) ->
         ValueError: no such file, none of these formats, or it does not fit; the message names the
             first differences.
     """
-    wanted = model.state_dict()
-    given = _without_prefix(read_weights(path), wanted)
+    wanted, given = model.state_dict(), read_weights(path)
+    # DistributedDataParallel puts this before each name.
+    consume_prefix_in_state_dict_if_present(given, "module.")
     left: dict[str, list[str]] = {}
     if name is not None:
         given = _renamed(given, model, name)
         left = _left_out(given, model)
-    kept = {key for keys in left.values() for key in keys}
-    differences = _differences(given, wanted, kept)
+    stays = {key for keys in left.values() for key in keys}
+    differences = [
+        f"{key} is {list(given[key].shape)} in the file and {list(value.shape)} in the model"
+        for key, value in wanted.items()
+        if key in given and key not in stays and given[key].shape != value.shape
+    ]
+    # Before 2018, BatchNorm did not count its batches.
+    missing = [key for key in wanted if key not in stays and not key.endswith("batches_tracked")]
+    for mine, theirs, where in ((missing, given, "file"), (given, wanted, "model")):
+        state = wanted if where == "file" else given
+        differences += [
+            f"{key} {list(state[key].shape)} is not in the {where}"
+            for key in mine
+            if key not in theirs
+        ]
     if differences:
         more = len(differences) - _NAMED
         told = "; ".join(differences[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
@@ -59,9 +75,13 @@ def load_weights(model: nn.Module, path: str | Path, name: str | None = None) ->
             f"{path} does not fit the model {name or type(model).__name__}: {told}. Give "
             "parameters of the same model, for images of the same kind"
         )
-    fitting = {key: value for key, value in given.items() if key not in kept}
-    model.load_state_dict(fitting, strict=False)
-    return _told(path, left, wanted)
+    model.load_state_dict({key: v for key, v in given.items() if key not in stays}, strict=False)
+    parts = [
+        f"the {what} layer ({keys[0]} {list(wanted[keys[0]].shape)})"
+        for what, keys in left.items()
+    ]
+    here = f"not in this shape in {Path(path).name}: as initialised"
+    return f"{' and '.join(parts)} {here}" if parts else ""
 
 
 def read_weights(path: str | Path) -> State:
@@ -78,12 +98,24 @@ def read_weights(path: str | Path) -> State:
         with open(path, "rb") as file:
             head = file.read(9)
         # The length of the JSON that follows, in 8 bytes.
-        found = _read_safetensors(path) if head[8:9] == b"{" else _read_torch(path)
+        if head[8:9] == b"{":
+            found: Any = load_file(path)
+        else:
+            with warnings.catch_warnings():
+                # That of a file of another pickle protocol, which is read or refused all the same.
+                warnings.simplefilter("ignore")
+                found = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"weights: there is no file {path}") from None
     # Damaged files raise errors of many kinds, those of zip and pickle among them.
     except Exception as error:
-        raise ValueError(f"weights: {path} cannot be read: {_why_unreadable(error)}") from None
+        why = " ".join(str(error).split(". ")[0].split()) or type(error).__name__
+        if "weights only" in str(error).lower():
+            why = "it holds other objects than tensors, which could run code, or it is damaged"
+        raise ValueError(
+            f"weights: {path} cannot be read: {why}. Give safetensors, or model.state_dict() as "
+            "torch.save writes it"
+        ) from None
     for key in _INSIDE:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
@@ -96,38 +128,6 @@ def read_weights(path: str | Path) -> State:
                 "save model.state_dict()"
             )
     return dict(found)
-
-
-def _why_unreadable(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if "weights only" in str(error).lower():
-        return (
-            "it holds objects other than tensors, which could run code, or it is damaged: save "
-            "model.state_dict()"
-        )
-    reason = str(error).split(". ")[0].strip() or type(error).__name__
-    return f"it is damaged, or neither safetensors nor a file of torch.save ({reason})"
-
-
-def _read_safetensors(path: str | Path) -> Any:
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
-def _read_torch(path: str | Path) -> Any:
-    with warnings.catch_warnings():
-        # That of a file of another pickle protocol, which is read or refused all the same.
-        warnings.simplefilter("ignore")
-        return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _without_prefix(state: State, wanted: State) -> State:
-    """Without the ``module.`` that DistributedDataParallel puts before each name."""
-    if all(key.startswith("module.") for key in state) and not state.keys() & wanted.keys():
-        return {key.removeprefix("module."): value for key, value in state.items()}
-    return state
 
 
 def _renamed(given: State, model: nn.Module, name: str) -> State:
@@ -166,38 +166,6 @@ def _left_out(given: State, model: nn.Module) -> dict[str, list[str]]:
         # Other classes are other rows; another stem has other filters, or channels to filter.
         same = slice(1, None) if what == "last" else slice(0, 1)
         fits = all(a.ndim == b.ndim and a.shape[same] == b.shape[same] for a, b in other)
-        if (other and fits and (what == "last" or other[0][0].ndim == 4)) or (
-            what == "last" and not pairs
-        ):
+        if (other and fits) or (what == "last" and not pairs):
             found[what] = list(wanted)
     return found
-
-
-def _differences(given: State, wanted: State, kept: set[str]) -> list[str]:
-    told = [
-        f"{key} is {list(given[key].shape)} in the file and {list(value.shape)} in the model"
-        for key, value in wanted.items()
-        if key in given and key not in kept and given[key].shape != value.shape
-    ]
-    # Before 2018, BatchNorm did not count its batches.
-    told += [
-        f"{key} {list(value.shape)} is not in the file"
-        for key, value in wanted.items()
-        if key not in given and key not in kept and not key.endswith("num_batches_tracked")
-    ]
-    told += [
-        f"{key} {list(value.shape)} is not in the model"
-        for key, value in given.items()
-        if key not in wanted
-    ]
-    return told
-
-
-def _told(path: str | Path, left: dict[str, list[str]], wanted: State) -> str:
-    if not left:
-        return ""
-    parts = [
-        f"the {what} layer ({keys[0]} {list(wanted[keys[0]].shape)})"
-        for what, keys in left.items()
-    ]
-    return f"{' and '.join(parts)} not in this shape in {Path(path).name}: as initialised"

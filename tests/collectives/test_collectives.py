@@ -43,13 +43,11 @@ from labkit.costs.traffic import (
     share_reduce_cost,
     tree_all_reduce_cost,
 )
-from labkit.errors import WorkerError
 from labkit.schedules.ring import owned_chunk
 
 travel_by_value(__name__)
 
 WORLD_SIZES = [1, 2, 3, 4]
-TRANSPORTS = ["shared", "gloo"]
 SIZES = (0, 1, 3, 7, 1000)
 ALL_REDUCES = {
     "naive": naive_all_reduce,
@@ -432,29 +430,3 @@ def test_what_is_received_and_what_is_sent_share_no_memory(transport):
     for texts, _, _ in run(shared_memory_faults, world_size=2, transport=transport).values:
         for name, text in texts.items():
             assert "share memory, and one would be overwritten before it is sent" in text, name
-
-
-def test_shares_that_do_not_fit_are_refused_and_not_stretched():
-    def uneven_shares(comm):
-        return scatter(comm, [torch.ones(3), torch.ones(1)], torch.empty(3))
-
-    with pytest.raises(WorkerError, match=r"share of rank 1 is float32 \[1\].*float32 \[3\]"):
-        run(uneven_shares, world_size=2)
-    with pytest.raises(WorkerError, match="0 tensors to scatter for 2 ranks"):
-        run(lambda comm: scatter(comm, None, torch.empty(3)), world_size=2)
-
-
-def test_the_trace_names_the_phases():
-    def collectives(comm):
-        tensor = torch.ones(100)
-        ring_all_reduce(comm, tensor)
-        tree_all_reduce(comm, tensor)
-        broadcast(comm, tensor)
-        all_to_all(comm, [tensor, tensor])
-
-    trace = run(collectives, world_size=2).trace
-    phases = {"share_reduce": 200, "share_only": 200, "all_reduce": 400, "all_to_all": 400}
-    assert set(trace.kinds) <= {*phases, "broadcast", "wait"}
-    for phase, num_bytes in phases.items():
-        assert sum(span.num_bytes for span in trace.of(0, phase)) == num_bytes
-    assert sum(span.num_bytes for span in trace.of(0, "broadcast")) == 400

@@ -6,8 +6,7 @@ from ranks import travel_by_value
 
 from labkit import run, train_with
 from labkit.collectives.compressed import TopK, all_reduce_of
-from labkit.costs.traffic import compressed_cost, ring_all_reduce_cost
-from labkit.schedules.top_k import kept_elements
+from labkit.costs.traffic import compressed_cost
 
 travel_by_value(__name__)
 
@@ -49,24 +48,6 @@ def test_all_ranks_end_with_the_same_bits_at_the_cost_of_the_formula(world_size)
             inputs = torch.stack([numbers(rank, size, dtype) for rank in range(world_size)])
             bound = world_size * 2.0 ** -EXACT_BITS[compress] * inputs.abs().sum(dim=0)
             assert bool(((first - inputs.sum(dim=0)).abs() <= bound).all())
-
-
-def test_half_precision_halves_the_bytes_of_the_ring():
-    exact = ring_all_reduce_cost(1200, 4, 4)
-    assert 2 * compressed_cost("fp16", 1200, 4, 4).num_bytes == exact.num_bytes
-    assert compressed_cost("topk", 1200, 4, 4).num_bytes == 3 * 12 * 8
-    assert [kept_elements(n) for n in (0, 1, 99, 199, 200)] == [0, 1, 1, 1, 2]
-
-
-def large_and_small(comm):
-    numbers = torch.tensor([60000.0, 3e-9])
-    return [all_reduce_of(half)(comm, numbers.clone()).tolist() for half in ("fp16", "bf16")]
-
-
-def test_bf16_has_the_range_that_fp16_lacks():
-    for fp16, bf16 in run(large_and_small, world_size=2, device="cpu").values:
-        assert fp16 == [float("inf"), 0.0]
-        assert bf16 == pytest.approx([120000.0, 6e-9], rel=0.01)
 
 
 def many_rounds(comm, rounds):

@@ -8,12 +8,11 @@ import torch
 from cases import OPS, paid, values_of
 from ranks import travel_by_value
 
-from labkit import WorkerError, run
+from labkit import run
 from labkit.collectives import Reduction, fast_ring_all_reduce, ring_all_reduce
 from labkit.comm.deadlock import latest_collectives
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
-from labkit.costs.traffic import Cost, ring_all_reduce_cost
-from labkit.errors import PeerLostError
+from labkit.costs.traffic import ring_all_reduce_cost
 
 travel_by_value(__name__)
 
@@ -66,54 +65,6 @@ def test_bits_and_price_are_those_of_the_readable_ring(world_size):  # rows 10, 
         assert set(bytes_to) == ({(rank + 1) % world_size} if world_size > 1 else set())
 
 
-def breaks_its_ring(comm, fault, size):
-    """Returns the counts of one all-reduce on a ring with the same fault on all ranks."""
-    from labkit.collectives import fast_ring
-
-    class Broken(fast_ring.Ring):
-        extra = True
-
-        def put(self, segment, dtype):
-            super().put(segment, dtype)
-            if fault == "sends a segment twice" and self.extra:
-                super().put(segment, dtype)
-
-        def reduce_column(self, segments, following):
-            if fault == "skips a segment" and following is None:
-                # The last hop of the last column is neither sent nor waited for.
-                self.steps = [*self.steps[:-2], (self.steps[-2][0], None)]
-            if fault == "sends a segment twice" and self.extra:
-                self.extra = False
-                self.left.arrive(segments[self.steps[0][0].recv_chunk].numel(), torch.float32)
-                self.left.release()
-            if fault == "runs the timetable twice":
-                super().reduce_column(segments, None)
-                self.begin(segments)
-            super().reduce_column(segments, following)
-
-    fast_ring.Ring = Broken
-    return paid(comm, fast_ring_all_reduce, torch.ones(size), "sum")[1]
-
-
-@pytest.mark.parametrize(
-    ("fault", "messages", "segments"),
-    [
-        ("none", 4, 8),
-        ("skips a segment", 4, 7),
-        ("sends a segment twice", 5, 9),
-        ("runs the timetable twice", 8, 16),
-    ],
-)
-def test_what_a_broken_ring_moves_is_what_is_counted(fault, messages, segments):
-    """Two columns on three ranks: 4 messages of 2 segments each, if nothing is broken."""
-    size = 2 * 3 * SEGMENT_BYTES // 4
-    price = ring_all_reduce_cost(size, 4, 3)
-    assert (price.messages, price.num_bytes) == (4, 8 * SEGMENT_BYTES)
-    for counted in run(breaks_its_ring, fault, size, world_size=3).values:
-        assert counted == Cost(messages, messages, segments * SEGMENT_BYTES)
-        assert (counted == price) == (fault == "none")
-
-
 def test_over_gloo_it_is_the_readable_ring():
     few = [case for case in cases(2) if case[2] <= 3 and case[0] in (torch.float16, torch.int64)]
 
@@ -154,20 +105,3 @@ def test_many_in_a_row_of_ranks_at_different_speeds_between_other_messages():
             if number % 3 == 0:
                 expected.append([float((rank - 1) % 3)])
         assert found == expected
-
-
-def test_a_fault_inside_is_not_taken_for_a_lost_peer():
-    """Over gloo a RuntimeError means a lost peer; in shared memory it is an ordinary error."""
-
-    def breaks(comm):
-        def combine(*_):
-            raise RuntimeError("out of something")
-
-        Reduction.combine = combine
-        try:
-            fast_ring_all_reduce(comm, torch.ones(4))
-        except PeerLostError:
-            return "lost"
-
-    with pytest.raises(WorkerError, match="RuntimeError: out of something"):
-        run(breaks, world_size=2)

@@ -15,7 +15,7 @@ from labkit.collectives import (
     hierarchical_all_reduce,
     ring_all_reduce,
 )
-from labkit.collectives.compressed import CompressedBetween, all_reduce_of
+from labkit.collectives.compressed import all_reduce_of
 from labkit.comm.deadlock import latest_collectives
 from labkit.comm.shared_memory import SEGMENT_BYTES
 from labkit.costs import card_bytes, hierarchical_all_reduce_cost
@@ -159,25 +159,6 @@ def test_with_one_host_or_one_rank_per_host_it_has_the_rings_bits():
         assert name.endswith("hierarchical_all_reduce float32 [2] sum")
 
 
-def refused(comm):
-    comm.hosts = ((0, 1), (2,))
-    before, found = comm.messages, []
-    for tensor, op in ((torch.ones(3).int(), "mean"), (torch.ones(1).expand(3), "sum")):
-        for all_reduce in (hierarchical_all_reduce, fast_hierarchical_all_reduce):
-            try:
-                all_reduce(comm, tensor, op)
-            except ValueError as error:
-                found.append(str(error))
-    return found, comm.messages - before
-
-
-def test_what_cannot_be_reduced_is_refused_before_the_first_message():
-    for found, messages in run(refused, world_size=3).values:
-        assert ["a mean is not an integer" in text for text in found] == [True, True, False, False]
-        assert ["expanded" in text for text in found] == [False, False, True, True]
-        assert messages == 0
-
-
 # Compressed between hosts
 
 
@@ -215,18 +196,3 @@ def test_compressed_between_hosts_only(hosts):
         left = [sum(by_rank[rank][compress][3] for rank in on_host) for on_host in hosts]
         formula = card_bytes("hierarchical", 300, 4, hosts, compress=compress)
         assert left == [rounds * num_bytes for num_bytes in formula]
-
-
-def plain_and_between(comm):
-    found = []
-    for compress in ("fp16", "topk"):
-        plain, between = all_reduce_of(compress), CompressedBetween(compress)
-        for number in range(3):
-            gradients = [values_of(10 * number + comm.rank, 99, torch.float32) for _ in range(2)]
-            found.append(torch.equal(plain(comm, gradients[0]), between(comm, gradients[1])))
-    return found
-
-
-def test_on_one_host_the_same_is_compressed_as_without_the_option():
-    for found in run(plain_and_between, world_size=2).values:
-        assert found == [True] * 6

@@ -34,9 +34,7 @@ def busy_board() -> Board:
 
 def same_but(there: Board, here: Board, ranks) -> None:
     """Checks that all but pids and clocks of ``ranks`` is equal on both boards."""
-    own = [
-        name for name in RANK.names if name not in ("pid", "origin_s", "meeting_s", "watched_s")
-    ]
+    own = [name for name in RANK.names if name not in ("pid", "origin_s", "meeting_s")]
     for rank in ranks:
         for name in own:
             assert np.array_equal(there.ranks[rank][name], here.ranks[rank][name]), name

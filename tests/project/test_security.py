@@ -302,13 +302,13 @@ class TestRpcAmongStrangers:
     def test_among_other_people_it_is_refused_unless_they_are_trusted(self, monkeypatch):
         self.people(monkeypatch, 1001, 1004)
         with pytest.raises(ValueError, match=r"user 1001, 1004.*without builtin"):
-            remote.check_available("parameter_server")
+            remote.check_available()
         monkeypatch.setenv(remote.TRUST, "1")
-        remote.check_available("parameter_server")
+        remote.check_available()
 
     def test_alone_it_runs(self, monkeypatch):
         self.people(monkeypatch)
-        remote.check_available("parameter_server")
+        remote.check_available()
 
     @linux_only
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -61,7 +61,6 @@ def test_epochs_of_the_asynchronous_server(machine, monkeypatch):
 
     def update(worker):
         machine.stream("cuda:0").work(0.5)
-        return 0.0
 
     server = AsyncParameterServer()
     server.comm = SimpleNamespace(
@@ -71,10 +70,10 @@ def test_epochs_of_the_asynchronous_server(machine, monkeypatch):
         progress=lambda *_, **__: None,
     )
     server.report, server.gradient, server.lost = torch.zeros(1), None, {}
-    server.shares, server.passed_s, server.loss_sum = [0, 0], 0.0, torch.zeros(())
-    server.tracker = SimpleNamespace(next=lambda: 1, pulled={1: 0})
+    server.sums = torch.ones(3)
+    server.tracker = SimpleNamespace(next=lambda: 1, pulled={})
     server.update = update
-    server.answer = server.dismiss = lambda *_, **__: None
+    server.answer = lambda *_, **__: None
     machine.stream("cuda:0").work(9.0)  # the set-up
     seconds = [passed_s for passed_s, _ in server.serve(shares=4, epochs=2)]
     assert seconds == pytest.approx([2.0, 4.0])

@@ -68,7 +68,7 @@ def test_what_no_rank_has_written_is_refused(forged, monkeypatch):
 
 def test_texts_of_all_ranks_in_the_order_of_the_calls():
     store = dist.HashStore()
-    found = [rounds.Round(r, 2, ["h"] * 2, ["a"] * 2, [0.0] * 2, "n", store) for r in range(2)]
+    found = [rounds.Round(r, 2, ["h"] * 2, store) for r in range(2)]
 
     def rank(one):
         return [one.exchange(f"{call} of {one.rank}", "a call") for call in range(3)]
@@ -80,7 +80,7 @@ def test_texts_of_all_ranks_in_the_order_of_the_calls():
 
 def test_a_rank_that_does_not_come_to_a_call(monkeypatch):
     monkeypatch.setattr(rounds, "_CHECKS_S", 0.2)
-    one = rounds.Round(0, 2, ["a", "b"], ["a"] * 2, [0.0] * 2, "n", dist.HashStore())
+    one = rounds.Round(0, 2, ["a", "b"], dist.HashStore())
     with pytest.raises(
         ConnectionError, match=r"rank 0 waited 0.2 s for rank 1 on b to come to the"
     ):

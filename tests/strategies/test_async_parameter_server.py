@@ -29,17 +29,6 @@ def train_small(**settings):
     return train_with("async_parameter_server", **(SMALL | settings))
 
 
-def test_one_worker_alone_is_one_device():
-    # Nobody comes between its pulls and pushes.
-    alone = train_small(world_size=2, dtype="float64")
-    single = train_with("single", **(SMALL | {"dtype": "float64"}))
-    assert alone.difference_from(single) < alone.tolerance(single)
-    assert alone.replicas_agree
-    assert alone.epochs[0]["loss"] == pytest.approx(single.epochs[0]["loss"], rel=1e-10)
-    assert alone.test_accuracy == single.test_accuracy
-    assert alone.notes["staleness"] == [[1, 0]] * 4
-
-
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_a_bound_is_kept_and_every_share_is_worked_through(world_size):
     workers = world_size - 1

@@ -1,6 +1,5 @@
 """DDP on a GPU, without one: what runs on which stream, and when, by the clocks of streams."""
 
-import _thread
 import threading
 from types import SimpleNamespace
 
@@ -119,35 +118,3 @@ def test_whoever_waits_goes_on_after_the_operation_and_nobody_else(comm):
     simulated_gpu.set_stream(None)
     assert other.at_ms == 27
     queue.end()
-
-
-def test_tensors_are_kept_until_the_stream_has_used_them(comm, monkeypatch):
-    noted = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: noted.append((t.numel(), s)))
-    queue, used = WorkQueue("test", comm), []
-
-    def operation(comm):
-        used.append(simulated_gpu.current_stream())
-
-    queue.add("sum", operation, [torch.ones(3)], [torch.ones(4)]).wait()
-    queue.end()
-    assert noted == [(3, used[0]), (4, used[0])]
-    assert used[0] is not simulated_gpu.current_stream()
-
-
-def test_autograds_thread_has_the_lane_of_the_thread_that_waits_for_it(comm, monkeypatch):
-    """On a GPU the hooks of a backward run in a thread that C++ has started."""
-    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 0)
-    ended = threading.Event()
-
-    def end_of_backward():
-        with comm.span("wait"):
-            simulated_gpu.kernel(7)
-        ended.set()
-
-    with comm.span("compute"):
-        simulated_gpu.kernel(3)
-        _thread.start_new_thread(end_of_backward, ())
-        assert ended.wait(5)
-        simulated_gpu.kernel(2)
-    assert spans(comm, 0) == [("compute", 0, 3), ("wait", 3, 10), ("compute", 10, 12)]

@@ -56,25 +56,6 @@ def test_equal_to_one_device_and_every_hop_is_told(frozen):
         assert 0 < hop["quartiles_s"][0] <= hop["median_s"] <= hop["quartiles_s"][1]
 
 
-def tied(comm):
-    built = model()
-    built[5] = built[3]
-    try:
-        ModelParallelOneProcess((4,), ("cpu", "cpu:0")).setup(comm, built, sgd)
-    except ValueError as error:
-        return str(error)
-
-
-def test_what_cannot_be_placed_is_refused():
-    with pytest.raises(ValueError, match="2 devices for 3 stages"):
-        ModelParallelOneProcess((1, 2), ("cpu", "cpu:0"))
-    with pytest.raises(ValueError, match="1 device for 2 stages"):
-        ModelParallelOneProcess((1,), ("cpu",))
-    with pytest.raises(ValueError, match=r"got 5: write \(5,\)"):
-        ModelParallelOneProcess(5, ("cpu", "cpu:0"))
-    assert "(it is tied), and can be on only one device" in run(tied, world_size=1).values[0]
-
-
 def test_one_device_by_name_is_one_stage():
     settings = {"model": "mlp", "train_size": 64, "batch_size": 32}
     placed = train_with("model_parallel", devices="cpu", **settings)

@@ -1,7 +1,5 @@
 """The parameter server: equal to one device with any number of servers, counted to the byte."""
 
-import os
-import signal
 from functools import partial
 
 import pytest
@@ -11,7 +9,7 @@ from odd_models import Everything, seeded, sgd, some_batches, with_batch_norm
 from ranks import travel_by_value
 from torch import nn
 
-from labkit import WorkerError, run, train_with
+from labkit import run
 from labkit.costs.traffic import parameter_server_cost
 from labkit.strategies.parameter_server import ParameterServer, answer_one_by_one
 from labkit.strategies.single import Single
@@ -19,8 +17,6 @@ from labkit.training.state import checksum, largest_difference
 from labkit.workload.sampling import share
 
 travel_by_value(__name__)
-
-SMALL = {"epochs": 1, "train_size": 107, "batch_size": 35, "lr": 0.02, "dtype": "float64"}
 
 
 class OneNumber(nn.Module):
@@ -98,22 +94,6 @@ def test_over_a_stream_that_queues(alone):
     test_any_number_of_servers_equals_one_device(alone, 4, 2)
 
 
-def test_a_training_run_is_counted_repeatable_and_named():
-    result, again = (
-        train_with("parameter_server", world_size=4, servers=2, **SMALL) for _ in range(2)
-    )
-    assert result.replicas_agree
-    assert result.difference_from(again) == 0
-    parameters = sum(tensor.numel() for tensor in result.state.values())
-    costs = [parameter_server_cost(parameters, 8, 4, rank, 2) for rank in range(4)]
-    assert result.bytes_sent == [4 * cost.num_bytes for cost in costs]
-    assert result.messages == [4 * cost.messages for cost in costs]
-    kinds = {rank: {span.kind for span in result.trace.of(rank)} for rank in range(4)}
-    for rank, does, does_not in ((0, "update", "compute"), (3, "compute", "update")):
-        assert {"push", "pull", does} <= kinds[rank]
-        assert does_not not in kinds[rank]
-
-
 def test_batch_statistics_are_the_workers_own_and_their_running_ones_the_mean():
     inputs, targets = some_batches((8,))[0]
     make = partial(ParameterServer, servers=2)
@@ -125,22 +105,3 @@ def test_batch_statistics_are_the_workers_own_and_their_running_ones_the_mean():
     means = [0.1 * first_layer(half).mean(dim=0) for half in inputs.split(4)]
     torch.testing.assert_close(states[0]["1.running_mean"], sum(means).detach() / 2)
     assert states[0]["1.num_batches_tracked"] == 1
-
-
-def step_and_lose(comm, lost):
-    strategy, at = ParameterServer(), 0
-    strategy.setup(comm, nn.Linear(6, 6), lambda p: torch.optim.SGD(p, lr=0.1))
-    while True:
-        at += 1
-        if comm.rank == lost and at == 3:
-            if comm.rank == 0:
-                comm.recv(torch.empty(42), 1)  # in the middle of a step: one push has come
-            os.kill(os.getpid(), signal.SIGKILL)
-        n = min(comm.rank, 1)
-        strategy.step(torch.ones(n, 6), torch.zeros(n, dtype=torch.int64), 2)
-
-
-@pytest.mark.parametrize("lost", [0, 2], ids=["server", "worker"])
-def test_a_rank_that_dies_ends_the_run(lost):
-    with pytest.raises(WorkerError, match=rf"rank {lost}\b(?s:.)*SIGKILL"):
-        run(step_and_lose, lost, world_size=3)

@@ -12,7 +12,6 @@ from torch import nn
 
 from labkit import run, strategies
 from labkit.costs.traffic import Cost, model_parallel_cost
-from labkit.strategies.stage import Stage
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)
@@ -311,48 +310,3 @@ def test_fill_and_drain_holds_all_micro_batches_and_1f1b_no_more_than_stages_are
         assert found["1f1b", 6][0] < found["gpipe", 6][0]
     # Stage 0 keeps its input (6 numbers a sample), and what Linear hands Tanh, which keeps it.
     assert found["gpipe", 2][0] == 8 * 8 * (6 + 6)
-
-
-def refusals(comm):
-    """What the ranks say to settings that cannot be."""
-
-    def told(make_model, split_points):
-        try:
-            Stage(comm, make_model(), split_points, sgd)
-        except ValueError as error:
-            return str(error)
-
-    def two_averages():
-        model = with_batch_norm()
-        model[4] = model[1]
-        return model
-
-    frozen = plain().requires_grad_(False)
-    return [
-        told(lambda: nn.Linear(2, 2), (1,)),
-        told(plain, (1, 2)),
-        told(plain, (7,)),
-        told(lambda: frozen, (3,)),
-        told(two_averages, (3,)),
-    ]
-
-
-def test_what_cannot_be_is_refused_on_every_rank_with_the_reason():
-    for told in run(refusals, world_size=2).values:
-        expected = (
-            "Linear cannot be cut into layers",
-            "2 split points (1, 2) for 2 stages: give 1",
-            "split point 7 leaves a stage without layers",
-            "no parameter of this model requires a gradient",
-            "a layer with statistics cannot be on two stages",
-        )
-        for reason, text in zip(expected, told, strict=True):
-            assert reason in text
-
-
-def test_split_points_that_do_not_fit_are_named():
-    for make in (strategies.get("model_parallel"), strategies.get("pipeline")):
-        with pytest.raises(ValueError, match=r"one for each cut, got 5: write \(5,\)"):
-            make(5)
-    with pytest.raises(ValueError, match="1 split point for 1 rank, each of which"):
-        strategies.get("model_parallel")((5,)).check_ranks(1)

@@ -22,8 +22,8 @@ from labkit.costs.traffic import (
     parameter_server_cost,
 )
 from labkit.strategies.base import OwnPaceStrategy
-from labkit.strategies.mixed_precision import LossScaler
 from labkit.strategies.model_parallel_one_process import ModelParallelOneProcess
+from labkit.strategies.update import LossScaler
 from labkit.training.state import checksum, largest_difference
 from labkit.workload.sampling import share
 
@@ -302,15 +302,12 @@ def test_mixed_precision_equals_one_device_to_the_bit(halved, world_size, amp):
             assert mine_scaler["scale"] == scaler["scale"] if scaler else mine_scaler == {}
 
 
-def test_what_crosses_a_cut_in_mixed_precision_has_its_own_dtype(halved):
-    """Before the convolution 6 numbers of 4 bytes, after it 24 of 2, and once the dtype."""
-    ranks = halved[3]["cuts"]
-    for rank, (_, sent, _) in enumerate(ranks):
+def test_what_crosses_a_cut_in_mixed_precision_has_two_bytes(halved):
+    """Before the convolution 6 numbers, after it 24."""
+    for rank, (_, sent, _) in enumerate(halved[3]["cuts"]):
         # Batches of 8, 4 and 2 samples; nothing before the first cut is trained.
-        steps = [model_parallel_cost([24, 48], n, rank, 3, first_trained=1) for n in (8, 4, 2)]
-        once = int(rank < 2)
-        messages = sum(cost.messages for cost in steps) + once
-        assert sent == (messages, sum(cost.num_bytes for cost in steps) + once)
+        steps = [model_parallel_cost([12, 48], n, rank, 3, first_trained=1) for n in (8, 4, 2)]
+        assert sent == (sum(c.messages for c in steps), sum(c.num_bytes for c in steps))
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
@@ -395,25 +392,6 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all_and_halves_all_scales(w
         assert first[0] == second[0] != third[0] != fourth[0], name
 
 
-def overflow_in_one_process(comm, cases):
-    return [overflowing(comm, *case) for case in cases]
-
-
-def test_an_overflow_of_one_replica_or_stage_of_one_process_skips_the_update():
-    batches = [(x.float(), y) for x, y in some_batches((6, 6, 6, 6))]
-    makes = [
-        technique("data_parallel", devices=("cpu", "cpu"), amp="fp16"),
-        technique("data_parallel", builtin=True, devices=("cpu", "cpu"), amp="fp16"),
-        partial(ModelParallelOneProcess, split_points=(1,), devices=("cpu", "cpu:0"), amp="fp16"),
-    ]
-    cases = [(make, numbers, batches, 0, 2) for make in makes]
-    for found in run(overflow_in_one_process, cases, world_size=1, device="cpu").values[0]:
-        states, scales, _ = zip(*found)
-        assert scales == (1024, 512, 512, 512)
-        assert states[0] == states[1]
-        assert len(set(states)) == 3
-
-
 def overflow_at_own_pace(comm, builtin):
     """The number of updates of the first pushes, and the scale with which this rank ends."""
     torch.manual_seed(0)
@@ -464,45 +442,6 @@ def test_the_scale_is_that_of_pytorch():
     assert other.state_dict() == ours.state_dict()
 
 
-def test_a_scale_that_has_changed_since_is_not_changed_again():
-    scaler = LossScaler()
-    for _ in range(3):
-        scaler.update(overflowed=True, scale=2.0**16)
-    assert scaler.get_scale() == 2.0**15
-
-
-def blow_up(comm, make_strategy, value):
-    """The state after a step in which one gradient is ``value``."""
-    torch.manual_seed(0)
-    strategy, built = make_strategy(), numbers().double()
-    built[0].weight.register_hook(lambda gradient: gradient.abs() * value)
-    strategy.clip_norm = 1.0
-    strategy.setup(comm, built, lambda p: torch.optim.SGD(p, lr=1.0))
-    inputs, targets = some_batches((4,))[0]
-    mine = share(torch.arange(4), *strategy.share())
-    strategy.step(inputs[mine], targets[mine], 4)
-    return {name: value.isnan() for name, value in strategy.full_state().items()}
-
-
-def blow_up_each(comm, cases):
-    return [blow_up(comm, *case) for case in cases]
-
-
-def test_a_norm_that_is_not_finite_makes_what_it_makes_in_pytorch():
-    """By an infinite norm finite gradients become zeros; by NaN, all become NaN."""
-    makes = [
-        technique("ring_all_reduce"),
-        technique("parameter_server", servers=2),
-        technique("model_parallel", split_points=(1, 2)),
-    ]
-    cases = [(make, value) for make in makes for value in (math.inf, math.nan)]
-    found = run(blow_up_each, cases, world_size=3, device="cpu").values
-    for rank in found:
-        for (_, value), state in zip(cases, rank):
-            for name, is_nan in state.items():
-                assert is_nan.all() == (math.isnan(value) or name == "0.weight")
-
-
 def test_fp16_costs_short_messages_of_servers(halved):
     elements = sum(p.numel() for p in numbers().parameters())
     for rank, (_, sent, _) in enumerate(halved[3]["ParameterServer(servers=2, amp=fp16)"]):
@@ -513,24 +452,3 @@ def test_fp16_costs_short_messages_of_servers(halved):
     for serves, (_, sent, _) in zip((True, False), ranks):
         cost = async_parameter_server_cost(elements, 9, 4, 3, serves, fp16=True)
         assert sent == (cost.messages, cost.num_bytes)
-
-
-def move_at_own_pace(comm, builtin):
-    """How far the parameters are from their start after ten pushes of two workers."""
-    torch.manual_seed(0)
-    strategy, built = technique("async_parameter_server", builtin)(), numbers().double()
-    before = torch.cat([p.detach().flatten() for p in built.parameters()])
-    strategy.clip_norm = 0.01
-    strategy.setup(comm, built, lambda p: torch.optim.SGD(p, lr=1.0))
-    inputs, targets = some_batches((4,))[0]
-    list(strategy.train(itertools.cycle([(inputs, targets, 8)]), 5, 1))
-    after = torch.cat([value.flatten() for value in strategy.full_state().values()])
-    strategy.close()
-    return (after - before).norm().item()
-
-
-@pytest.mark.parametrize("builtin", [False, True])
-def test_an_asynchronous_push_moves_no_further_than_its_part_of_the_norm(builtin):
-    """All gradients point in almost the same direction, because the steps are so small."""
-    for distance in run(move_at_own_pace, builtin, world_size=3, device="cpu").values:
-        assert distance == pytest.approx(10 * 0.01 / 2, rel=0.02)

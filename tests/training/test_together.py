@@ -27,7 +27,7 @@ def agreed(monkeypatch):
     monkeypatch.setattr(rounds, "code", lambda: here.code)
 
     def on(rank, config, check, start, code):
-        here.round = rounds.Round(rank, 3, hosts, hosts, [0.0] * 3, "here", store)
+        here.round = rounds.Round(rank, 3, hosts, store)
         here.code = code
         try:
             return together.agreed(config, check, lambda _: start, 60)
@@ -85,7 +85,7 @@ def test_all_ranks_go_on_from_what_rank_0_has_if_they_can_read_it(agreed, monkey
 
 @pytest.mark.parametrize("forged", ["", "[]", '{"error": 1}', '{"error": "", "same": 7}', "["])
 def test_what_no_rank_has_written_is_refused(forged):
-    found = rounds.Round(0, 1, ["one"], ["one"], [0.0], "here", None)
+    found = rounds.Round(0, 1, ["one"], None)
     found.exchange = lambda *_: [forged]
     with pytest.raises(ConnectionError, match="which labkit does not write"):
         together.exchange(found, {"error": "", "same": {}}, "a check")

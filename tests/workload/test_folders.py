@@ -102,6 +102,11 @@ def no_image(pets):
     return r"cat/0\.png cannot be read"
 
 
+def no_train(pets):
+    (pets / "train").rename(pets / "elsewhere")
+    return "has val and no train"
+
+
 def no_classes(pets):
     for name in ("cat", "dog"):
         for path in (pets / "train" / name).iterdir():
@@ -110,10 +115,10 @@ def no_classes(pets):
     return "train is no folder of images: "
 
 
-MISTAKES = (empty_class, empty_class_held_out, other_class, damaged, no_image, no_classes)
+MISTAKES = (empty_class, empty_class_held_out, other_class, damaged, no_image, no_train)
 
 
-@pytest.mark.parametrize("make", MISTAKES)
+@pytest.mark.parametrize("make", [*MISTAKES, no_classes])
 def test_mistakes_are_named(pets, make):
     words = make(pets)
     with pytest.raises(ValueError, match=words):

@@ -17,7 +17,7 @@ from labkit import schedules
 from labkit.comm.comm import Comm
 from labkit.costs.pipeline_timeline import Slot, bubble as idle_share, predicted_slots
 from labkit.schedules.pipeline import Action, Hop, Message, with_hops
-from labkit.strategies.stage import Stage
+from labkit.strategies.stage import StagedModel
 from labkit.workload.emulated_layer import EmulatedLayer
 from workbook.exercises.grader import (
     WORLD_SIZES,
@@ -271,12 +271,12 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 def _train_by(fn: Callable, comm: Comm) -> list[Tensor | None]:
     """Run this rank's stage by ``fn``'s stream; return its gradients, by parameter."""
-    split_points = range(1, comm.world_size)
-    stage = Stage(comm, _model(comm.world_size), split_points, make_optimizer=torch.optim.SGD)
+    stage = StagedModel(range(1, comm.world_size))
+    stage.setup(comm, _model(comm.world_size), torch.optim.SGD)
     inputs, targets = _batch()
-    stage.start(inputs, targets, len(targets), _MICRO_BATCHES)
-    actions = stream_of(fn, stage.index, stage.count, stage.micro_batches)
-    for step in with_hops(actions, stage.index, stage.count):
+    micro_batches = stage.start(inputs, targets, len(targets), _MICRO_BATCHES)
+    actions = stream_of(fn, comm.rank, comm.world_size, micro_batches)
+    for step in with_hops(actions, comm.rank, comm.world_size):
         stage.do(step)
     return [parameter.grad for parameter in stage.module.parameters()]
 

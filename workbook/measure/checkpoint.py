@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from labkit.comm.comm import Comm
-from labkit.strategies.ddp.strategy import DDP
+from labkit.strategies.ddp import DDP
 from labkit.training import checkpoint
 from labkit.training.checkpoint import Facts
 from labkit.units import check_choice, format_bytes, format_seconds

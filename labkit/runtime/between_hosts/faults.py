@@ -6,7 +6,7 @@ The explanations are those of ``labkit.run``, with the hosts of the ranks.
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,8 @@ from labkit.runtime.messages import Report
 # While others wait: how long a rank may be stopped, and a host with broken connections silent.
 STOPPED_S = 3.0
 SILENT_S = 2.0
-# If the host's own system still answers, its ranks may only be busy: then this is said first.
-NOTICE_S, BUSY_S = 6.0, 30.0
+# If the host's own system still answers, its ranks may only be busy.
+BUSY_S = 30.0
 # How many beats of every other host must pass without any rank moving: the look that led to the
 # last of them began after this host had seen that nobody moves.
 _STILL_BEATS = 3
@@ -39,7 +39,6 @@ class Faults:
         board: of this host, with mirrored rows of the others.
         hosts: the ranks of each host.
         near: the ranks whose processes this rank can see.
-
         names: of the hosts.
     """
 
@@ -130,32 +129,15 @@ class Faults:
         Args:
             connected: whether all connections to other hosts still stand.
         """
-        for host, silent_s in self._silences(beats, BUSY_S if connected else SILENT_S):
-            why = _BUSY if connected else _GONE
-            return self._lost_host(host, f"nothing was heard of it for {silent_s:.0f} s: {why}")
-        return None
-
-    def notice(self, beats: Mapping[int, Beat]) -> str:
-        """What is to be said of a host that is silent, but may go on; empty for nothing."""
-        for host, silent_s in self._silences(beats, NOTICE_S):
-            heard = f"nothing was heard of it for {silent_s:.0f} s"
-            found = self._lost_host(host, f"{heard}: {_BUSY}", "silent")
-            return f"{found.text}\nThe run ends if this lasts {BUSY_S:g} s."
-        return ""
-
-    def _silences(
-        self, beats: Mapping[int, Beat], longest_s: float
-    ) -> Iterator[tuple[int, float]]:
-        now_s = time.monotonic()
         for host, beat in beats.items():
-            if now_s - beat.heard_s > longest_s and self.is_needed(host):
-                yield host, now_s - beat.heard_s
-
-    def is_needed(self, host: int) -> bool:
-        """Whether a rank of another host is in an operation with a rank of ``host``."""
-        theirs = self.hosts[host]
-        others = (r for r in range(self.board.world_size) if r not in theirs)
-        return any(takes_part(self.board, r, peer) for r in others for peer in theirs)
+            silent_s, theirs = time.monotonic() - beat.heard_s, self.hosts[host]
+            others = (r for r in range(self.board.world_size) if r not in theirs)
+            is_needed = any(takes_part(self.board, r, peer) for r in others for peer in theirs)
+            if silent_s > (BUSY_S if connected else SILENT_S) and is_needed:
+                why = _BUSY if connected else _GONE
+                heard = f"nothing was heard of it for {silent_s:.0f} s"
+                return self._lost_host(host, f"{heard}: {why}")
+        return None
 
     def store_is_gone(self, address: str, why: str) -> Verdict:
         """The store of the run does not answer: it is on the host of rank 0."""
@@ -163,16 +145,15 @@ class Faults:
         held = f"the store at {address}, which its torchrun holds"
         return self._lost_host(host, f"{held}, does not answer ({why})")
 
-    def _lost_host(self, host: int, why: str, how: str = "lost") -> Verdict:
+    def _lost_host(self, host: int, why: str) -> Verdict:
         ranks = self.hosts[host]
-        lines = [f"host {host} ({ranks_of(ranks)}) is {how}: {why}."]
-        lines += [f"  rank {rank}, when last heard of, {self._last_seen(rank)}" for rank in ranks]
+        lines = [f"host {host} ({ranks_of(ranks)}) is lost: {why}."]
+        for rank in ranks:
+            known = "had not started, or had returned"
+            if self.board.ranks[rank]["state"] == RUNNING:
+                _, where = waits_in(self.board, rank)
+                where = f", at {readable(where)}" if where else ""
+                known = f"was {explain_rank(self.board, rank)}{where}"
+            waiting = self._evidence().who_waited_for(rank)
+            lines.append(f"  rank {rank}, when last heard of, {known}.{waiting}")
         return self.explained(WorkerError("\n".join(lines), rank=ranks[0]))
-
-    def _last_seen(self, rank: int) -> str:
-        known = "had not started, or had returned"
-        if self.board.ranks[rank]["state"] == RUNNING:
-            _, where = waits_in(self.board, rank)
-            where = f", at {readable(where)}" if where else ""
-            known = f"was {explain_rank(self.board, rank)}{where}"
-        return f"{known}.{self._evidence().who_waited_for(rank)}"

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 
 from labkit.comm.board import LEFT, Board
 from labkit.comm.processes import exit_code, is_running, is_stopped
-from labkit.runtime.between_hosts.verdict import Verdict
 
-# A watching thread that was not seen for so long does not watch.
-_AWAKE_S = 1.0
 # A rank that was asked to end (by torchrun, because it ends all ranks) is not the cause.
 _ENDING_S = 1.0
 _ASKED_TO_END = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
@@ -60,19 +57,19 @@ class Neighbours:
             self._is_over(r) or not self._runs(r) or is_stopped(self._pid(r)) for r in self._near
         )
 
-    def is_on_duty(self) -> bool:
-        """Whether this is the first rank of its host whose thread is at work."""
-        now_s = time.monotonic()
-        awake = (r for r in self._near if now_s - self._slots[r]["watched_s"] < _AWAKE_S)
-        return next(awake, self._rank) == self._rank
+    def is_first(self, *, but: int | None = None, left: bool) -> bool:
+        """Whether this is the first rank of its host whose process goes on.
 
-    def speaks(self, verdict: Verdict) -> bool:
-        """Whether this is the first rank of its host that is left, and no traceback will tell."""
+        Args:
+            but: a rank that does not count.
+            left: whether a rank counts that has left the run.
+        """
         for rank in self._near:
-            raises = verdict.is_raised and verdict.rank == rank
-            there = self._runs(rank) and not is_stopped(self._pid(rank))
-            if rank == self._rank or (there and not raises):
-                return rank == self._rank and not raises
+            if rank == self._rank:
+                return rank != but
+            counts = rank != but and (left or not self._is_over(rank))
+            if counts and self._runs(rank) and not is_stopped(self._pid(rank)):
+                return False
         return False
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from labkit.comm.meeting import SUSPICION
 from labkit.comm.peak_memory import DeviceMemory, PeakMemory
 from labkit.runtime.messages import Report
-from labkit.runtime.pickling import UnpicklableError
+from labkit.runtime.pickling import UnpicklableError, find_unpicklable
 from labkit.tracing import Span
 
 # What the packages above the runtime let their ranks return: classes that only hold data.
@@ -37,7 +37,6 @@ _OF_NUMPY: list[Any] = [
     *{type(np.dtype(kind)) for kind in _KINDS_OF_NUMBERS},
 ]
 _LENGTH = struct.Struct("!Q")
-_MOST_DEPTH = 20
 # The types of a report's fields as JSON; those of a span are checked when it is made.
 _TYPES: dict[Any, Any] = {str: str, int: int, float: (int, float)}
 
@@ -51,10 +50,11 @@ def dump_plain(value: Any) -> bytes:
     try:
         return _dump(value)
     except (Exception, SystemExit):
+        culprit = find_unpicklable("value", value, _dump)
         raise UnpicklableError(
-            f"{_culprit('value', value)} is not plain data, and nothing else travels between "
-            "hosts. Return tensors, numbers, texts, or lists and dicts of them; or let every "
-            "rank allow a class of yours: torch.serialization.add_safe_globals([Class])"
+            f"{culprit} is not plain data, and nothing else travels between hosts. Return "
+            "tensors, numbers, texts, or lists and dicts of them; or let every rank allow a class "
+            "of yours: torch.serialization.add_safe_globals([Class])"
         ) from None
 
 
@@ -75,21 +75,6 @@ def load_plain(data: bytes) -> Any:
     """
     with safe_globals([*PLAIN, *_OF_NUMPY]):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _culprit(name: str, value: Any, depth: int = 0) -> str:
-    """The path to the first part that cannot travel, as ``value['lock'] (_thread.lock)``."""
-    parts: list[tuple[str, Any]] = []
-    if isinstance(value, dict) and depth < _MOST_DEPTH:
-        parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
-    elif isinstance(value, (list, tuple)) and depth < _MOST_DEPTH:
-        parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
-    for path, part in parts:
-        try:
-            _dump(part)
-        except (Exception, SystemExit):
-            return _culprit(path, part, depth + 1)
-    return f"{name} ({type(value).__module__}.{type(value).__qualname__})"
 
 
 def to_bytes(report: Report) -> bytes:

@@ -106,7 +106,6 @@ class Watch:
         self._lock = threading.Lock()
         self._store_lost_s = 0.0
         self._store_error: str | None = None
-        self._noticed = False
         self._wake_end, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._termination = Termination(self._wake)
@@ -212,9 +211,15 @@ class Watch:
 
     def _end_as_asked(self) -> None:
         """End by SIGTERM: torchrun ends this rank, mostly because of another one."""
-        if self.verdict is not None and self._neighbours.speaks(self.verdict):
-            tell(self.verdict.text)
+        self._say()
         self._termination.end()
+
+    def _say(self) -> None:
+        """Print the explanation, once per host; Python prints it where the cause was raised."""
+        if self.verdict is not None:
+            raiser = self.verdict.rank if self.verdict.is_raised else None
+            if self._neighbours.is_first(but=raiser, left=True):
+                tell(self.verdict.text)
 
     def _sleep(self) -> None:
         """Until the next look is due, or a process of this host ends, or somebody wakes it."""
@@ -228,19 +233,18 @@ class Watch:
                 self._is_asked = self._is_asked or self._termination.is_meant(told)
 
     def _look(self) -> None:
-        self._board.ranks[self._rank]["watched_s"] = time.monotonic()
         if found := self._board.conclusion():
             self._take(found)
             return
         ended = self._neighbours.ended()
         verdict = self._faults.of_ends(ended) if ended else None
-        if verdict is None and self._neighbours.is_on_duty():
+        if verdict is None and self._neighbours.is_first(left=False):
             verdict = self._on_duty()
         if verdict is not None:
             self._conclude(verdict)
 
     def _on_duty(self) -> Verdict | None:
-        beats = {}
+        beats, connected = {}, True
         if self._rows is not None:
             if self._store_error is None:
                 try:
@@ -248,25 +252,15 @@ class Watch:
                 except ConnectionError as error:
                     return Verdict.of(WorkerError(str(error)))
                 except RuntimeError as error:
-                    self._store_error = first_line(error)
-                    self._store_lost_s = time.monotonic()
+                    self._store_error, self._store_lost_s = first_line(error), time.monotonic()
             if self._store_error is not None:
-                return self._without_store(self._store_error)
-            beats = self._rows.beats
-        found = self._faults.standing_still(beats) or self._faults.stopped()
-        if found is None and beats:
-            connected = are_alive(self._connections)
-            found = self._faults.silent(beats, connected)
-            if connected and not self._noticed and (notice := self._faults.notice(beats)):
-                self._noticed = True
-                tell(notice)
-        return found
-
-    def _without_store(self, why: str) -> Verdict | None:
-        """A verdict, once the store has been away for so long that nobody can say more."""
-        if time.monotonic() - self._store_lost_s < _STORE_S:
-            return None
-        return self._faults.store_is_gone(self._address, why)
+                # Whoever knows more may still say it.
+                if time.monotonic() - self._store_lost_s < _STORE_S:
+                    return None
+                return self._faults.store_is_gone(self._address, self._store_error)
+            beats, connected = self._rows.beats, are_alive(self._connections)
+        faults = self._faults
+        return faults.standing_still(beats) or faults.stopped() or faults.silent(beats, connected)
 
     def _await_word(self) -> None:
         """Wait until a host has found a fault, or the run has ended."""
@@ -300,8 +294,7 @@ class Watch:
     def _end(self) -> None:
         """End this rank: print why if it is this rank's turn, and let its function raise."""
         assert self.verdict is not None
-        if self._neighbours.speaks(self.verdict):
-            tell(self.verdict.text)
+        self._say()
         first_line = self.verdict.text.splitlines()[0]
         for board in (self._board, *self._more_boards):
             board.give_up(self._rank, first_line)

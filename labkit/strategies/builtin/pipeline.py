@@ -14,7 +14,7 @@ fixed by 152938).
 """
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +27,6 @@ from torch.nn.utils.rnn import pad_sequence
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import pipeline_schedule
 from labkit.strategies.base import MakeOptimizer
-from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.stage import PIPELINED_INSTEAD, StagedModel
 from labkit.units import check_integer
 from labkit.workload.activations import NonLeaf
@@ -36,6 +35,7 @@ from labkit.workload.layers import output_shapes
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
+@dataclass(eq=False)
 class TorchPipeline(StagedModel):
     """``ScheduleGPipe`` or ``Schedule1F1B``, the counterpart of ``Pipeline``, with its contract.
 
@@ -43,27 +43,19 @@ class TorchPipeline(StagedModel):
     The evaluation uses our own hops. The bytes that PyTorch sends are not counted; in the trace
     ``communicate`` is everything in a step except forward, backward and update, waiting included.
 
-    PyTorch wants to know the dtypes at the cuts before the first step, so with ``amp`` activations
-    cross as float32: a layer that would take the half dtype there as it comes (BatchNorm, pooling)
-    then computes in float32, unlike on one device. A batch of fewer samples than micro-batches is
-    cut into single samples, and one of fewer than P uses ``gpipe``, because PyTorch's 1F1B needs P
-    micro-batches or more.
+    A batch of fewer samples than micro-batches is cut into single samples, and one of fewer than P
+    uses ``gpipe``, because PyTorch's 1F1B needs P micro-batches or more.
     """
 
+    micro_batches: int = 4
+    schedule: str = "gpipe"
     through_comm = False
     instead: ClassVar = PIPELINED_INSTEAD
 
-    def __init__(
-        self,
-        split_points: Sequence[int] = (),
-        micro_batches: int = 4,
-        schedule: str = "gpipe",
-        amp: str | None = None,
-    ):
-        super().__init__(split_points, amp)
-        pipeline_schedule(schedule)  # raises ValueError for an unknown schedule
-        check_integer("micro_batches", micro_batches)
-        self.micro_batches, self.schedule = micro_batches, schedule
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pipeline_schedule(self.schedule)  # raises ValueError for an unknown schedule
+        check_integer("micro_batches", self.micro_batches)
 
     def check_ranks(self, world_size: int) -> None:
         super().check_ranks(world_size)
@@ -81,13 +73,12 @@ class TorchPipeline(StagedModel):
                 "have to use, sends host memory only: use device cpu, or our own (without builtin)"
             )
         super().setup(comm, model, make_optimizer)
-        self.layers = _OnSamples(self.stage.module, self.stage.precision)
+        # By count and shape of the micro-batches: shapes are fixed in PyTorch's stages.
         self._prepared: dict[tuple[Any, ...], Any] = {}
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        stage = self.stage
-        stage.zero_grad()
-        self._loss_sum = targets.new_zeros((), dtype=torch.float64)
+        self.zero_grad()
+        self.loss_sum = targets.new_zeros((), dtype=torch.float64)
         self._divisor = batch_size
         count = min(self.micro_batches, len(targets))
         rows, options = math.ceil(len(targets) / count), {}
@@ -100,12 +91,12 @@ class TorchPipeline(StagedModel):
                 pad_sequence(list(tensor.tensor_split(count)), batch_first=True).flatten(0, 1)
                 for tensor in (inputs, targets)
             )
-        entering = [inputs] if stage.is_first else []
-        expected = targets if stage.is_last else None
-        with stage.comm.span("communicate"):
-            self._prepared[key].step(*entering, target=expected, return_outputs=False, **options)
-        stage.update()
-        return self._loss_sum
+        entering = [inputs] if self.is_first else []
+        options |= {"target": targets if self.is_last else None, "return_outputs": False}
+        with self.comm.span("communicate"):
+            self._prepared[key].step(*entering, **options)
+        self.update()
+        return self.loss_sum
 
     def _schedule(self, count: int, rows: int, inputs: Tensor) -> Any:
         """The schedule for ``count`` micro-batches of ``rows`` rows.
@@ -113,41 +104,38 @@ class TorchPipeline(StagedModel):
         The shapes are given: otherwise PyTorch (up to 2.11) finds them by a pass through the
         layers, which changes BatchNorm's averages.
         """
-        stage, sample = self.stage, tuple(inputs.shape[1:])
-        outputs = output_shapes(stage.meta_model, sample, rows, inputs.dtype)
-        shapes = [((rows, *sample), inputs.dtype), *outputs]
+        sample = tuple(inputs.shape[1:])
+        outputs = output_shapes(self.meta_model, sample, rows, inputs.dtype)
+        crossing = [(shape, self.crossing(dtype)) for shape, dtype in outputs[:-1]]
+        shapes = [((rows, *sample), inputs.dtype), *crossing, outputs[-1]]
+        first, end = self.bounds[self.index]
         entering, leaving = (
             torch.empty(shape, dtype=dtype, device="meta", requires_grad=has_gradient)
-            for (shape, dtype), has_gradient in zip(
-                (shapes[layer] for layer in stage.bounds[stage.index]),
-                (stage.index > stage.first_trained, stage.index >= stage.first_trained),
+            for (shape, dtype), has_gradient in (
+                (shapes[first], self.index > self.first_trained),
+                (shapes[end], self.index >= self.first_trained),
             )
         )
-        traced = _TracedStage(
-            self.layers,
-            stage.index,
-            stage.count,
-            stage.comm.device,
-            input_args=entering,
-            output_args=leaving,
-        )
-        traced.comm = stage.comm
-        name = self.schedule if count >= stage.count else "gpipe"
-        # The loss is a sum over samples already: do not divide by the number of micro-batches.
-        return _SCHEDULES[name](traced, count, self._loss, scale_grads=False)
+        layers, place = _OnSamples(self), (self.index, self.num_stages, self.comm.device)
+        stage = _TracedStage(layers, *place, input_args=entering, output_args=leaving)
+        stage.comm = self.comm
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        # PyTorch calls this right after the forward of the same micro-batch.
-        count = self.layers.count
-        loss = self.loss(logits[:count], targets[:count])
-        self._loss_sum += loss.detach()
-        return self.scaler.scale(loss / self._divisor)
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            # PyTorch calls this right after the forward of the same micro-batch.
+            loss = self.loss(logits[: layers.count], targets[: layers.count])
+            self.loss_sum += loss.detach()
+            return self.scaler.scale(loss / self._divisor)
+
+        name = self.schedule if count >= self.num_stages else "gpipe"
+        # The loss is a sum over samples already: do not divide by the number of micro-batches.
+        return _SCHEDULES[name](stage, count, loss, scale_grads=False)
 
     def notes(self) -> dict[str, Any]:
         """Where the model was cut."""
         return {"split_points": list(self.split_points)}
 
 
+@dataclass(eq=False)
 class TorchModelParallel(TorchPipeline):
     """``TorchPipeline`` with one micro-batch, the counterpart of ``ModelParallel``."""
 
@@ -156,37 +144,36 @@ class TorchModelParallel(TorchPipeline):
         "pipeline with micro_batches; without builtin, model_parallel runs them in turn"
     }
 
-    def __init__(self, split_points: Sequence[int] = (), amp: str | None = None):
-        super().__init__(split_points, micro_batches=1, amp=amp)
+    micro_batches: int = field(default=1, init=False)
+    schedule: str = field(default="gpipe", init=False)
 
 
 class _OnSamples(nn.Module):
     """A stage's layers, applied only to the first ``samples`` of the rows [n, ...], if given.
 
-    A batch that divides has no empty rows. The output has as many rows as the input, and is
-    contiguous, as gloo requires. With mixed precision it is float32. ``count`` is the last
-    ``samples``.
+    The output has as many rows as the input, and is contiguous, as gloo requires. ``count`` is the
+    last ``samples``.
     """
 
-    def __init__(self, layers: nn.Module, precision: MixedPrecision):
+    def __init__(self, strategy: TorchPipeline):
         super().__init__()
-        self.layers, self.precision = layers, precision
+        self.layers, self.strategy = strategy.module, strategy
         self.count: int | None = None
 
     def forward(self, rows: Tensor, samples: Tensor | None = None) -> Tensor:
         # A new tensor: if the layers return their input itself, PyTorch (up to 2.11) detaches the
         # buffer into which it will receive the next input.
         entering = NonLeaf.apply(rows)
-        self.count = None if samples is None else int(samples)
-        if samples is None:
-            return self._run(entering).contiguous()
-        leaving = self._run(entering[:samples])
+        self.count = len(rows) if samples is None else int(samples)
+        strategy = self.strategy
+        with strategy.precision.autocast(rows.device):
+            leaving = self.layers(entering[: self.count])
+        if strategy.is_last:
+            leaving = strategy.precision.wide(leaving)
+        else:
+            leaving = leaving.to(strategy.crossing(leaving.dtype))
         empty = (0, 0) * (leaving.dim() - 1) + (0, len(rows) - len(leaving))
         return functional.pad(leaving, empty).contiguous()
-
-    def _run(self, entering: Tensor) -> Tensor:
-        with self.precision.autocast(entering.device):
-            return self.precision.wide(self.layers(entering))
 
 
 class _TracedStage(PipelineStage):
