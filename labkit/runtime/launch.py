@@ -18,7 +18,7 @@ from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job
 from labkit.tracing import Trace
-from labkit.tracing.limits import Limit, what_limited, without_spans
+from labkit.tracing.limits import Limit, what_limited
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer, spelled
 
 
@@ -47,8 +47,6 @@ class RunResult:
 
     def explain(self) -> Limit:
         """What limited the run: computing, messages, or waiting and for whom, in words."""
-        if not self.trace.spans:
-            return without_spans(self.duration_s)
         return what_limited(self.trace, start_s=0.0)
 
 
