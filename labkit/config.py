@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from reprlib import repr as shortened
 from typing import Any, get_args
@@ -148,19 +148,10 @@ def check_servers(servers: int, world_size: int) -> None:
         )
 
 
-def _setting(
-    default: Any,
-    unit: str,
-    help: str,
-    *,
-    least: float | None = None,
-    most: float = units.MOST,
-    above_zero: bool = False,
-    parse: Callable[[Any], Any] | None = None,
-) -> Any:
+def _setting(default: Any, unit: str, help: str, **limits: Any) -> Any:
     """A field with the limits of its number, or what reads its text; ``a|b`` are all choices."""
-    limits = {"least": least, "most": most, "above_zero": above_zero, "parse": parse}
-    return field(default=default, metadata={"unit": unit, "help": help, **limits})
+    usual = {"least": None, "most": units.MOST, "above_zero": False, "parse": None}
+    return field(default=default, metadata={"unit": unit, "help": help} | usual | limits)
 
 
 def type_of(setting: Any) -> type:
@@ -301,7 +292,7 @@ class RunConfig:
         for setting in fields(self):
             value = getattr(self, setting.name)
             if value is not None or setting.default is not None:
-                _check(setting.name, value, type_of(setting), **setting.metadata)
+                _check(setting, value)
         rates = _RATES.get(self.optimizer, {})
         if self.optimizer == "sgd" and self.model in _SGD_LR:
             rates = rates | {"lr": _SGD_LR[self.model]}
@@ -411,31 +402,23 @@ _NAMES = [setting.name for setting in fields(RunConfig)]
 OPTIONS = tuple(_NAMES[_NAMES.index("backend") :])
 
 
-def _check(
-    name: str,
-    value: Any,
-    kind: type,
-    *,
-    unit: str,
-    least: float | None,
-    most: float,
-    above_zero: bool,
-    parse: Callable[[Any], Any] | None,
-    help: str,
-) -> None:
+def _check(setting: Any, value: Any) -> None:
     """Refuse a value of another type, outside its limits, or of another form."""
+    name, kind, limits = setting.name, type_of(setting), setting.metadata
+    least, most = limits["least"], limits["most"]
     if kind is bool and not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
-    if above_zero:
+    if limits["above_zero"]:
         units.check_above_zero(name, value, most)
     elif kind is int:
         units.check_integer(name, value, 1 if least is None else int(least), int(most))
     elif kind is float:
         units.check_number(name, value, least or 0, most)
     elif kind is str:
+        parse = limits["parse"]
         if not isinstance(value, str) or "\0" in value or (not value and parse is None):
             raise ValueError(f"{name} must be a text that is not empty, got {value!r}")
-        if "|" in unit:
-            units.check_choice(name, value, unit.split("|"))
+        if "|" in limits["unit"]:
+            units.check_choice(name, value, limits["unit"].split("|"))
         elif parse is not None:
             parse(value)

@@ -15,6 +15,7 @@ from ranks import is_alive, session_of, wait_until
 from safetensors.torch import load_file
 from test_files import at_most
 
+from labkit import run
 from labkit.__main__ import main
 from workbook import measure
 from workbook.measure.launch import LaunchResult
@@ -209,12 +210,11 @@ TORCHRUN = {
 }
 
 
-def test_a_wrong_world_size_under_torchrun_is_an_error_of_use(monkeypatch, capsys):
+def test_a_wrong_world_size_under_torchrun_is_an_error_of_use(monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "x")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit):
-        main(["train", "--strategy", "ring_all_reduce", "--world-size", "3"])
-    assert "world_size is 3, but torchrun started 2 ranks" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="world_size is 3, but torchrun started 2 ranks"):
+        run(print, world_size=3)
 
 
 def test_ranks_that_cannot_be_reached_under_torchrun_are_a_failed_run(monkeypatch, capsys):

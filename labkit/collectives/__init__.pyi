@@ -1,4 +1,3 @@
-from .barrier import dissemination_barrier as dissemination_barrier
 from .fast_hierarchical import (
     fast_hierarchical_all_reduce as fast_hierarchical_all_reduce,
 )
@@ -21,4 +20,7 @@ from .rooted import (
     scatter as scatter,
 )
 from .sparse import sparse_all_reduce as sparse_all_reduce
-from .tree import tree_all_reduce as tree_all_reduce
+from .tree import (
+    dissemination_barrier as dissemination_barrier,
+    tree_all_reduce as tree_all_reduce,
+)

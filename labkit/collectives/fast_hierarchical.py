@@ -10,25 +10,22 @@ segment g - 1 is shared there. So a large tensor takes about as long as its byte
 
 Blocks, order of additions and bytes are those of ``hierarchical_all_reduce``, so the result is the
 same to the bit. Between hosts a message is a segment. Where hosts differ in size, ranks are in
-different numbers of rings, and nothing overlaps.
+different numbers of rings: then it is ``hierarchical_all_reduce`` itself.
 
 Symbols: H hosts, m ranks of a host, g a segment.
 """
-
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from labkit.collectives.common import in_place
 from labkit.collectives.fast_ring import Ring, fast_ring_all_reduce, with_following
-from labkit.collectives.hierarchical import all_reduce_between, parts_of, rings_of
+from labkit.collectives.hierarchical import hierarchical_all_reduce, parts_of
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import share_only, share_reduce
 from labkit.comm.comm import Comm, SubComm, exchange_under_way
 from labkit.schedules.hierarchical import num_blocks, rings_between
 from labkit.schedules.ring import (
-    RingStep,
     chunk_bounds,
     ring_all_reduce,
     ring_share_only,
@@ -39,8 +36,6 @@ from labkit.schedules.ring import (
 SEGMENT_BYTES = 2 * 2**20
 
 _HALVES = {"share_reduce": ring_share_reduce, "share_only": ring_share_only}
-# One tensor for each rank of a host: the same place in each of their parts.
-Row = list[Tensor]
 
 
 def fast_hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -51,90 +46,30 @@ def fast_hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") ->
     Args:
         tensor: any shape and size, equal on every rank; reduced in place and returned.
         op: an operation of ``Reduction``: "sum", "mean", "max", ....
-
-    Raises:
-        ValueError: ``op`` does not suit the tensor's dtype.
-        MismatchError: another rank calls another collective, or with another tensor.
     """
     if len(comm.hosts) in (1, comm.world_size):
         return fast_ring_all_reduce(comm, tensor, op)
+    if len({len(ranks) for ranks in comm.hosts}) > 1:
+        return hierarchical_all_reduce(comm, tensor, op)
     reduction = Reduction.of(op, tensor)
     with (
         torch.no_grad(),
         in_place(tensor) as flat,
         comm.collective("fast_hierarchical_all_reduce", tensor, op),
     ):
-        partial, inside = flat.to(reduction.wide), Inside(comm, reduction)
-        if len({len(ranks) for ranks in comm.hosts}) == 1:
-            Pipeline(comm, inside, reduction, partial, flat).run()
-            return tensor
-        inside.share_reduce([parts_of(comm, partial)])
-        for ring, begin, end in rings_of(comm, flat.numel()):
-            all_reduce_between(ring, partial[begin:end], flat[begin:end], reduction, comm)
-        inside.share_only([parts_of(comm, flat)])
+        Pipeline(comm, reduction, flat.to(reduction.wide), flat).run()
     return tensor
-
-
-class Inside:
-    """The two halves of the ring inside this rank's host, through channels where it has some."""
-
-    def __init__(self, comm: Comm, reduction: Reduction):
-        self._comm, self._op = comm, reduction.partial
-        self._ranks = ranks = comm.hosts[comm.host]
-        others = [rank for rank in ranks if rank != comm.rank]
-        self._has_channels = all(map(comm.transport.shares_memory_with, others)) and bool(others)
-        summed = Reduction(self._op, reduction.wide)
-        self._rings = {
-            name: Ring(comm, summed, with_following(self._steps(half)))
-            for name, half in _HALVES.items()
-            if self._has_channels
-        }
-
-    def _steps(self, half: Callable[[int, int], Iterator[RingStep]]) -> Iterator[RingStep]:
-        ranks = self._ranks
-        for step in half(ranks.index(self._comm.rank), len(ranks)):
-            yield step._replace(dst=ranks[step.dst], src=ranks[step.src])
-
-    def share_reduce(self, rows: list[Row]) -> None:
-        """Add up each row in the host; this rank's tensor of the row is then complete there."""
-        self._run("share_reduce", rows)
-
-    def share_only(self, rows: list[Row]) -> None:
-        """Give the host's ranks each row, of which every rank has its own tensor complete."""
-        self._run("share_only", rows)
-
-    def _run(self, name: str, rows: list[Row]) -> None:
-        comm, ranks = self._comm, self._ranks
-        if self._has_channels:
-            ring = self._rings[name]
-            columns = [column for row in rows for column in ring.columns(row)]
-            with comm.span(name), comm.session.streaming(name, ring.dst, ranks):
-                ring.run(columns)
-            return
-        # All ranks come to equally many meetings, also those of a host without channels.
-        with comm.session.meeting(name):
-            pass
-        alone = SubComm(comm, ranks)
-        for row in rows:
-            if name == "share_reduce":
-                share_reduce(alone, row, self._op)
-            else:
-                share_only(alone, row)
 
 
 class Pipeline:
     """The segments of one tensor on their way, over hosts of equal size.
 
     Args:
-        inside: the rings inside this rank's host.
         partial, flat: [N], the sums so far, in the wide dtype, and the result; maybe one memory.
     """
 
-    def __init__(
-        self, comm: Comm, inside: Inside, reduction: Reduction, partial: Tensor, flat: Tensor
-    ):
-        self.comm, self.inside, self.reduction = comm, inside, reduction
-        self.partial, self.flat = partial, flat
+    def __init__(self, comm: Comm, reduction: Reduction, partial: Tensor, flat: Tensor):
+        self.comm, self.reduction, self.partial, self.flat = comm, reduction, partial, flat
         most = SEGMENT_BYTES // partial.itemsize
         bounds = chunk_bounds(flat.numel(), num_blocks(comm.hosts))
         # By block, its segments. The first block is the longest; shorter ones end with empty ones.
@@ -147,13 +82,25 @@ class Pipeline:
         # The blocks of this rank's part, which its ring between hosts sums.
         self.mine = range(first, end)
         self.landing = partial.new_empty(min(most, partial.numel()))
+        # The two halves of the ring inside this rank's host, through channels if it has some.
+        self.ranks = ranks = comm.hosts[comm.host]
+        others = (rank for rank in ranks if rank != comm.rank)
+        self.has_channels = all(map(comm.transport.shares_memory_with, others))
+        summed = Reduction(reduction.partial, reduction.wide)
+        self.rings = {}
+        for name, half in _HALVES.items() if self.has_channels else ():
+            steps = (
+                step._replace(dst=ranks[step.dst], src=ranks[step.src])
+                for step in half(ranks.index(comm.rank), len(ranks))
+            )
+            self.rings[name] = Ring(comm, summed, with_following(steps))
 
     def run(self) -> None:
         """Send one segment after another around the ring between hosts."""
-        self._share_reduce(0)
+        self._inside("share_reduce", 0)
         for number in range(self.count):
             self._between(number)
-        self._share_only(self.count - 1)
+        self._inside("share_only", self.count - 1)
 
     def _between(self, number: int) -> None:
         """Ring all-reduce of a segment between hosts; meanwhile, inside, of those beside it."""
@@ -168,28 +115,40 @@ class Pipeline:
             ends = outgoing, members[step.dst], incoming, members[step.src]
             with self.comm.span("between_hosts"), exchange_under_way(self.comm, *ends):
                 if place == 0 and number + 1 < self.count:
-                    self._share_reduce(number + 1)
+                    self._inside("share_reduce", number + 1)
                 if place == len(steps) - 1 and number:
-                    self._share_only(number - 1)
+                    self._inside("share_only", number - 1)
             if is_sum:
                 self.reduction.combine(mine, incoming, out=mine)
             if is_sum and place == len(members) - 2:
                 total = self.reduction.finish(mine, self.comm.world_size)
                 self.results[self.mine[step.recv_chunk]][number].copy_(total)
 
-    def _share_reduce(self, number: int) -> None:
-        self.inside.share_reduce(self._rows(self.sums, self.partial, number))
-
-    def _share_only(self, number: int) -> None:
-        self.inside.share_only(self._rows(self.results, self.flat, number))
-
-    def _rows(self, blocks: list[list[Tensor]], whole: Tensor, number: int) -> list[Row]:
-        """Segment ``number`` of all blocks, by their place in the parts of the host's ranks."""
+    def _inside(self, name: str, number: int) -> None:
+        """``share_reduce`` or ``share_only`` of segment ``number`` of all blocks, in the host."""
+        comm, is_sum = self.comm, name == "share_reduce"
+        # Each row has one tensor for each rank of the host: the same place in their parts.
         if self.count == 1:
             # The blocks of a part lie side by side.
-            return [parts_of(self.comm, whole)]
-        each = len(self.mine)
-        return [[block[number] for block in blocks[place::each]] for place in range(each)]
+            rows = [parts_of(comm, self.partial if is_sum else self.flat)]
+        else:
+            blocks, each = self.sums if is_sum else self.results, len(self.mine)
+            rows = [[block[number] for block in blocks[place::each]] for place in range(each)]
+        if self.has_channels:
+            ring = self.rings[name]
+            columns = [column for row in rows for column in ring.columns(row)]
+            with comm.span(name), comm.session.streaming(name, ring.dst, self.ranks):
+                ring.run(columns)
+            return
+        # All ranks come to equally many meetings, also those of a host without channels.
+        with comm.session.meeting(name):
+            pass
+        alone = SubComm(comm, self.ranks)
+        for row in rows:
+            if is_sum:
+                share_reduce(alone, row, self.reduction.partial)
+            else:
+                share_only(alone, row)
 
 
 def _segments(block: Tensor, most: int, count: int) -> list[Tensor]:

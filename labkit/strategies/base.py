@@ -45,7 +45,8 @@ class Strategy:
     Where ranks divide a batch, frozen parameters are not communicated, and a missing gradient
     counts as zero. Such a run equals that of one device if no layer combines samples and none
     draws random numbers: with dropout each rank draws its own, and BatchNorm normalises each share
-    by itself, unless ``sync_batch_norm`` gives it the global batch's statistics.
+    by itself, unless ``sync_batch_norm`` gives it the global batch's statistics. (What a training
+    run asks of a technique determines the methods and their number.)
 
     Attributes:
         servers: ranks 0 to ``servers`` - 1 serve the others, and compute no gradients.

@@ -10,12 +10,10 @@ import torch
 from odd_models import Everything, seeded, some_batches, train_by_hand, with_batch_norm
 from ranks import travel_by_value
 from torch import nn
-from torch.distributed import rpc
 
-from labkit import RunConfig, WorkerError, run, train_with
+from labkit import WorkerError, run, train_with
 from labkit.strategies.builtin.rpc import RpcAsyncParameterServer, RpcParameterServer
 from labkit.strategies.single import Single
-from labkit.training.resolve import make_strategy
 from labkit.training.state import checksum, largest_difference
 
 pytestmark = pytest.mark.slow
@@ -66,12 +64,6 @@ def lose_a_rank(comm, technique, lost):
 def test_a_rank_that_dies_ends_the_run(technique, lost):
     with pytest.raises(WorkerError, match=rf"rank {lost}\b(?s:.)*SIGKILL"):
         run(lose_a_rank, technique, lost, world_size=3)
-
-
-def test_where_pytorch_has_no_rpc_the_way_on_is_told(monkeypatch):
-    monkeypatch.setattr(rpc, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="run without builtin"):
-        make_strategy(RunConfig("parameter_server", world_size=2, builtin=True))
 
 
 def test_asynchronous_workers_go_at_their_own_pace_and_all_samples_count():

@@ -1,6 +1,5 @@
 """Data parallelism in one process: replicas in threads end where one device ends."""
 
-import threading
 from collections import Counter
 
 import pytest
@@ -70,43 +69,6 @@ def test_batch_norm_normalises_by_part_and_keeps_the_averages_of_device_0():
         functional.cross_entropy(model(half), target, reduction="sum").div(8).backward()
     updated = model[2].weight - 0.1 * model[2].weight.grad
     torch.testing.assert_close(state["2.weight"], updated.detach())
-
-
-class Spy(nn.Module):
-    """Tells in which thread, and with which autograd mode, each of its replicas was called."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, inputs):
-        self.seen = threading.current_thread(), torch.is_grad_enabled(), len(inputs)
-        return self.layer(inputs)
-
-
-def test_every_replica_is_a_copy_with_a_thread_of_its_own():
-    def seen(comm):
-        strategy = set_up(comm, Spy, ["cpu"] * 3)
-        ((inputs, targets),) = some_batches((8,))
-        strategy.step(inputs, targets, 8)
-        threads, grad_modes, sizes = zip(*(replica.seen for replica in strategy.replicas))
-        weights = [replica.layer.weight for replica in strategy.replicas]
-        agreed = strategy.replicate(3) and all(torch.equal(w, weights[0]) for w in weights)
-        return {
-            "threads": len(set(threads)),
-            "memories": len({w.data_ptr() for w in weights}),
-            "grad": all(grad_modes),
-            "sizes": sizes,
-            "agreed": agreed,
-        }
-
-    assert on_one_rank(seen) == {
-        "threads": 3,
-        "memories": 3,
-        "grad": True,
-        "sizes": (3, 3, 2),
-        "agreed": True,
-    }
 
 
 class Picky(nn.Linear):

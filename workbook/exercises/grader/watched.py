@@ -15,6 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import labkit
+from labkit import collectives, costs, placement, schedules
 from labkit.comm.comm import Comm
 
 _GRADER = str(Path(__file__).parent)
@@ -165,6 +166,9 @@ def _text_of(code: CodeType) -> tuple:
 @cache
 def _originals() -> dict[tuple, str]:
     """The text of every function of labkit that solves an exercise -> its name."""
+    for room in (collectives, costs, placement, schedules):
+        for name in room.__all__:
+            getattr(room, name)  # each room imports its modules when they are asked for
     found = {}
     files = {name: getattr(m, "__file__", None) or "" for name, m in list(sys.modules.items())}
     for module in [sys.modules[name] for name in files if files[name].startswith(_SOLUTIONS)]:
