@@ -105,7 +105,8 @@ def dump_value(value: Any) -> bytes:
     except MemoryError:
         raise MemoryError(result_too_large(num_bytes(value))) from None
     except _FAILURES as error:
-        culprit = find_unpicklable("value", value) or _named("value", value)
+        kind = type(value)
+        culprit = find_unpicklable("value", value) or f"value ({kind.__module__}.{kind.__name__})"
         raise UnpicklableError(
             f"{culprit} cannot be pickled ({described(error)}). "
             "Return tensors, numbers, or containers of them"
@@ -152,8 +153,5 @@ def find_unpicklable(
     elif isinstance(value, (list, tuple)) and depth < _MOST_DEPTH:
         parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
     inside = (find_unpicklable(path, part, dump, depth + 1) for path, part in parts)
-    return next(filter(None, inside), _named(name, value))
-
-
-def _named(name: str, value: Any) -> str:
-    return f"{name} ({type(value).__module__}.{type(value).__qualname__})"
+    itself = f"{name} ({type(value).__module__}.{type(value).__qualname__})"
+    return next(filter(None, inside), itself)

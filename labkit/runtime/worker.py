@@ -70,14 +70,7 @@ def run_rank(
 ) -> None:
     """The body of a rank's process.
 
-    Args:
-        rank: this rank.
-        environment: this process's variables.
-        control: this rank's end of the pipe for its report and the launcher's answer.
-        output: the writing end of the pipe for stdout and stderr.
-        job: what to run.
-        arena: the shared memory of all ranks, with the status board.
-        meeting: the rendezvous of the ranks.
+    ``control`` carries its report and the launcher's answer, ``output`` its stdout and stderr.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -134,14 +127,7 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
 def success(
     comm: Comm, value: Any, duration_s: float, dump: Callable[[Any], bytes] = dump_value
 ) -> Report:
-    """Close the Comm of a rank whose function has returned ``value``, and return its report.
-
-    Args:
-        dump: makes bytes of the value.
-
-    Raises:
-        UnpicklableError: the value cannot be pickled.
-    """
+    """Close the Comm of a rank whose function has returned ``value``, and return its report."""
     meter = comm.session.memory
     peak_memory = meter.total() if meter else None
     payload = dump(value)

@@ -1,11 +1,13 @@
 """How a rank records its spans, and the timers that measure them."""
 
 import itertools
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from labkit.tracing.spans import LOCAL_KINDS, Meeting, Span
@@ -112,21 +114,14 @@ class CudaTimer:
         return max(times_s)
 
 
+@dataclass(slots=True)
 class _Region:
-    """A region that is open in a thread.
+    """A region that is open in a thread, in which nothing has been recorded since ``resumed``."""
 
-    Attributes:
-        kind: of its spans.
-        timer: of its spans.
-        resumed: the mark since which nothing inside it has been recorded.
-        is_cut: whether anything inside it has been recorded.
-    """
-
-    __slots__ = ("is_cut", "kind", "resumed", "timer")
-
-    def __init__(self, kind: str, timer: Timer, start: Any):
-        self.kind, self.timer, self.resumed = kind, timer, start
-        self.is_cut = False
+    kind: str
+    timer: Timer
+    resumed: Any
+    is_cut: bool = False
 
 
 class Recorder:
@@ -159,7 +154,9 @@ class Recorder:
 
     def _stack(self) -> list[_Region]:
         if not hasattr(self._open, "stack"):
-            if _is_thread_of_autograd():
+            # A thread that Python has not started, inside a backward, is autograd's.
+            is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
+            if is_foreign and sys.modules["torch"]._C._current_graph_task_id() >= 0:
                 self._open.stack, self._open.lane = self._first_stack, 0
             else:
                 self._open.stack, self._open.lane = [], next(self._lanes)
@@ -203,10 +200,6 @@ class Recorder:
         self._add(region.timer, region.kind, region.resumed, start)
         region.is_cut = True
 
-    def _begin(self, kind: str | None) -> None:
-        if self.listener is not None:
-            self.listener.begun(kind, self._open.lane)
-
     @contextmanager
     def region(self, kind: str, timer: Timer | None = None) -> Iterator[None]:
         """Record the block as ``kind``, except for operations that record their own spans."""
@@ -217,7 +210,8 @@ class Recorder:
             self._cut(outer, start if outer.timer is timer else outer.timer.mark())
         inner = _Region(kind, timer, start)
         stack.append(inner)
-        self._begin(kind)
+        if self.listener is not None:
+            self.listener.begun(kind, self._open.lane)
         try:
             yield
         finally:
@@ -225,7 +219,8 @@ class Recorder:
             stack.pop()
             # An empty region marks a moment, even if a GPU reaches both ends at the same time.
             self._add(timer, kind, inner.resumed, end, is_empty=not inner.is_cut)
-            self._begin(outer.kind if outer else None)
+            if self.listener is not None:
+                self.listener.begun(outer.kind if outer else None, self._open.lane)
             if outer is not None:
                 outer.resumed = end if outer.timer is timer else outer.timer.mark()
 
@@ -280,12 +275,3 @@ class Recorder:
             for start_s, end_s, (kind, num_bytes, peer, lane, meets, is_empty) in self._past
             if end_s > start_s or num_bytes or meets or is_empty
         ]
-
-
-def _is_thread_of_autograd() -> bool:
-    """Whether this thread was not started in Python, and is inside a backward."""
-    if not isinstance(threading.current_thread(), threading._DummyThread):
-        return False
-    import torch
-
-    return torch._C._current_graph_task_id() >= 0

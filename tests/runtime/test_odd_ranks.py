@@ -19,7 +19,6 @@ from ranks import end_server, is_alive, running_ranks, server_pid, travel_by_val
 
 from labkit import RunConfig, WorkerError, run, strategies, warm_up
 from labkit.runtime import preload
-from labkit.runtime.prepare import seed_random_numbers
 from labkit.training.loop import fit
 
 travel_by_value(__name__)
@@ -183,19 +182,6 @@ class TestRandomNumbers:
         torch.manual_seed(77)
         random.seed(77)
         assert run(draws, world_size=2).values == first[:2]
-
-    def test_no_two_ranks_draw_alike(self):
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        drawn = set()
-        try:
-            for rank in range(64):
-                seed_random_numbers(rank)
-                drawn |= {random.random(), np.random.rand(), torch.rand(1).item()}
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
-        assert len(drawn) == 3 * 64
 
 
 def variables(comm, *names):
