@@ -18,7 +18,7 @@ from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job
 from labkit.tracing import Trace
-from labkit.tracing.limits import Limit, what_limited
+from labkit.tracing.limits import Limit, what_limited, without_spans
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer, spelled
 
 
@@ -47,6 +47,8 @@ class RunResult:
 
     def explain(self) -> Limit:
         """What limited the run: computing, messages, or waiting and for whom, in words."""
+        if not self.trace.spans:
+            return without_spans(self.duration_s)
         return what_limited(self.trace, start_s=0.0)
 
 
@@ -103,12 +105,26 @@ def run(
             )
         here = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *here))
+    where = device, transport, devices
     if hosts is not None:
         # It would import much that a run on one machine does not need.
         from labkit.runtime.ray_ranks import run_on
 
-        where = device, transport, devices
         return _result(run_on(hosts, fn, args, world_size, where, timeout_s, link))
+    return _run_here(fn, args, where, world_size, timeout_s, frozenset(may_lose), link)
+
+
+def _run_here(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    where: tuple[str, str, str | Sequence[str] | None],
+    world_size: int,
+    timeout_s: float,
+    may_lose: frozenset[int],
+    link: EmulatedLink | None,
+) -> RunResult:
+    """Run the ranks on this machine."""
+    device, transport, devices = where
     chosen = plan(world_size, device, transport, devices=devices)
     if may_lose and transport == "auto" and chosen.backend == "nccl":
         # A group of NCCL does not outlive any of its ranks.
@@ -122,7 +138,7 @@ def run(
             "save it as a file and run that"
         )
     call = dump_call(fn, args)
-    job = Job(call, cell_sources(), chosen, world_size, timeout_s, frozenset(may_lose), link)
+    job = Job(call, cell_sources(), chosen, world_size, timeout_s, may_lose, link)
     try:
         supervisor = Supervisor(job)
         reports = supervisor.run()

@@ -66,30 +66,21 @@ def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
     """
     files = {str(path): _load(path) for path in paths}
     for path, (_, events) in files.items():
-        names = [e["args"] for e in events if e.get("name") == "process_name" and e.get("args")]
-        lanes = [_OURS.fullmatch(str(args.get("name"))) for args in names]
-        if not lanes or not all(lanes):
-            continue
-        if len(paths) > 1:
-            raise ValueError(
-                f"{path} is a trace of labkit's, which has all ranks: give that file alone, "
-                "or only files of PyTorch's profiler"
-            )
-        devices = {int(one[1]): one[2] for one in lanes if one and one[2]}
-        spans: list[Span] = []
-        for event in (event for event in events if event.get("ph") == "X"):
-            start_us, seconds = _times_us(path, event)
-            args = event.get("args") or {}
-            rank, lane, kind = event.get("pid", 0), event.get("tid", 0), str(event.get("name"))
-            start_s, end_s = start_us / 1e6, start_us / 1e6 + seconds / 1e6
-            size, peer = args.get("num_bytes", 0), args.get("peer")
-            spans.append(Span(rank, kind, start_s, end_s, size, peer, lane))
-        return ReadTrace(Trace.merge([spans], devices), "code outside all spans")
+        lanes = [_OURS.fullmatch(name) for name in _process_names(events)]
+        if lanes and all(lanes):
+            if len(paths) > 1:
+                raise ValueError(
+                    f"{path} is a trace of labkit's, which has all ranks: give that file alone, "
+                    "or only files of PyTorch's profiler"
+                )
+            devices = {int(one[1]): one[2] for one in lanes if one and one[2]}
+            spans = [_our_span(path, event) for event in events if event.get("ph") == "X"]
+            return ReadTrace(Trace.merge([spans], devices), "code outside all spans")
     return _read_profiles(files)
 
 
 def _load(path: str | Path) -> File:
-    """The file's object without its events, and its events."""
+    """The file's object without its events, and its events that are objects."""
     try:
         check_regular(path)
         with open(path, "rb") as file:
@@ -105,7 +96,7 @@ def _load(path: str | Path) -> File:
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot read {path}: {why}") from None
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a Chrome trace: its JSON is broken, or cut off ({error})"
         ) from None
@@ -113,22 +104,37 @@ def _load(path: str | Path) -> File:
     events = head.pop("traceEvents", None)
     if not isinstance(events, list):
         raise ValueError(f"{path} is not a Chrome trace: it has no list of traceEvents")
-    known = [event for event in events if isinstance(event, dict)]
-    return head, [event for event in known if isinstance(event.get("args") or {}, dict)]
+    return head, [event for event in events if isinstance(event, dict)]
 
 
-def _times_us(path: str, event: Event) -> tuple[float, float]:
-    """The start and the duration of an event, in microseconds."""
-    try:
-        start_us, duration_us = float(event["ts"]), float(event["dur"])
-    except (KeyError, TypeError, ValueError):
-        start_us = duration_us = math.nan
-    if math.isfinite(start_us) and 0 <= duration_us < math.inf:
-        return start_us, duration_us
-    raise ValueError(
-        f"{path} is not a Chrome trace: event {str(event.get('name'))[:60]!r} has no ts and dur "
-        "in microseconds"
-    )
+def _process_names(events: list[Event]) -> list[str]:
+    named = [e for e in events if e.get("ph") == "M" and e.get("name") == "process_name"]
+    return [str(e["args"].get("name")) for e in named if isinstance(e.get("args"), dict)]
+
+
+def _integer(value: object, otherwise: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
+
+
+def _number(path: str, event: Event, name: str) -> float:
+    """A time of an event, in microseconds."""
+    value = event.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or (name == "dur" and value < 0):
+        raise ValueError(
+            f"{path} is not a Chrome trace: event {str(event.get('name'))[:60]!r} has {name} "
+            f"{str(value)[:60]!r}, not a number of microseconds"
+        )
+    return float(value)
+
+
+def _our_span(path: str, event: Event) -> Span:
+    start_s, seconds = _number(path, event, "ts") / 1e6, _number(path, event, "dur") / 1e6
+    args = event["args"] if isinstance(event.get("args"), dict) else {}
+    rank, num_bytes = _integer(event.get("pid"), 0), _integer(args.get("num_bytes"), 0)
+    peer = args["peer"] if isinstance(args.get("peer"), int) else None
+    lane, kind = _integer(event.get("tid"), 0), str(event.get("name"))
+    return Span(rank, kind, start_s, start_s + seconds, num_bytes, peer, lane)
 
 
 def _read_profiles(files: dict[str, File]) -> ReadTrace:
@@ -136,47 +142,54 @@ def _read_profiles(files: dict[str, File]) -> ReadTrace:
     spans: dict[int, list[Span]] = {}
     world_size, gap = 1, "code between PyTorch's operators"
     for path, (head, events) in files.items():
-        info = head.get("distributedInfo") or {}
-        rank = info.get("rank", len(spans))
+        info = head.get("distributedInfo")
+        info = info if isinstance(info, dict) else {}
+        rank = _integer(info.get("rank"), len(spans))
         if rank in spans:
             raise ValueError(f"{path} is the trace of rank {rank}, as is a file before it")
-        world_size = max(world_size, info.get("world_size", 1))
+        world_size = max(world_size, _integer(info.get("world_size"), 1))
         known = [e for e in events if e.get("ph") == "X" and e.get("cat") in _PROFILER]
         if not known:
             raise ValueError(
                 f"{path} has no spans of labkit or of PyTorch's profiler: save a run with "
                 "result.trace.save(FILE), or a profile with export_chrome_trace(FILE)"
             )
-        base_us = head.get("baseTimeNanoseconds", 0) / 1e3
+        base_ns = head.get("baseTimeNanoseconds")
+        base_us = base_ns / 1e3 if isinstance(base_ns, int | float) else 0.0
         on_gpu = any(event.get("cat") in _ON_GPU for event in known)
         gap = "a GPU without work" if on_gpu else gap
         lanes: dict[str, int] = {}
         spans[rank] = []
         for event in known:
-            name, on_this = str(event.get("name")), (event["cat"] in _ON_GPU) == on_gpu
-            start_us, duration_us = _times_us(path, event)
-            if name.startswith("ProfilerStep"):
-                kind, duration_us = "data", 0.0
-            elif on_this and _COLLECTIVE.match(name):
-                kind = "communicate"
-            elif on_this and event["cat"] != "user_annotation":
-                kind = "compute"
-            else:
-                continue
-            lane = lanes.setdefault(str((event.get("pid"), event.get("tid"))), len(lanes))
-            start_s = (base_us + start_us) / 1e6
-            end_s = (base_us + start_us + duration_us) / 1e6
-            spans[rank].append(Span(rank, kind, start_s, end_s, lane=lane))
+            if kind := _kind(event, on_gpu):
+                start_us = base_us + _number(path, event, "ts")
+                end_us = start_us + (0 if kind == "data" else _number(path, event, "dur"))
+                lane = lanes.setdefault(str((event.get("pid"), event.get("tid"))), len(lanes))
+                spans[rank].append(Span(rank, kind, start_us / 1e6, end_us / 1e6, lane=lane))
         spans[rank].sort(key=lambda span: span.start_s)
-    note = ""
+    missing = ""
     if len(spans) < world_size:
         have = format_count(len(spans), "rank")
-        note = f"The files have {have} of {world_size}: waiting for the others counts as messages."
+        missing = (
+            f"The files have {have} of {world_size}: waiting for the others counts as messages."
+        )
     merged = Trace.merge(_with_waits(spans).values()).spans
     # From second 0 on: a double has no microseconds of this century.
     zero_s = merged[0].start_s if merged else 0.0
     moved = (replace(s, start_s=s.start_s - zero_s, end_s=s.end_s - zero_s) for s in merged)
-    return ReadTrace(Trace(tuple(moved)), gap, note)
+    return ReadTrace(Trace(tuple(moved)), gap, missing)
+
+
+def _kind(event: Event, on_gpu: bool) -> str:
+    """The span's kind for an event of the profiler; empty for one that says nothing more."""
+    name, category = str(event.get("name")), event.get("cat")
+    if name.startswith("ProfilerStep"):
+        return "data"
+    if (category in _ON_GPU) != on_gpu:
+        return ""
+    if _COLLECTIVE.match(name):
+        return "communicate"
+    return "" if category == "user_annotation" else "compute"
 
 
 def _with_waits(spans: dict[int, list[Span]]) -> dict[int, list[Span]]:

@@ -54,9 +54,10 @@ def test_the_command_names_the_gpu_of_the_rank_that_limited_the_run(tmp_path, ca
     path = Trace(read.spans, devices).save(tmp_path / "gpu.json")
     assert main(["explain", str(path)]) == 0
     told = capsys.readouterr().out
-    ranks = ", ".join(map(str, read.ranks))
+    others = ", ".join(str(rank) for rank in read.ranks if rank != 1)
+    noun = "ranks" if len(read.ranks) > 2 else "rank"
     assert told.startswith(alone[1].strip())
-    assert f"On cuda:0: ranks {ranks}." in told
+    assert f"Rank 1 is on cuda:0, which it shares with {noun} {others}." in told
 
 
 def test_operators_and_collectives_of_a_cpu_profile(tmp_path):
@@ -110,6 +111,11 @@ def test_collectives_that_do_not_match_are_left_as_they_are(tmp_path):
     assert not read_traces(paths).trace.of(kind="wait")
 
 
+def test_the_command_says_what_limited_the_run(capsys):
+    assert main(["explain", str(RECORDED / "straggler.json.gz")]) == 0
+    assert capsys.readouterr().out.startswith("Rank 1 limited the run: it took ")
+
+
 def test_the_command_says_which_ranks_are_missing(capsys):
     assert main(["explain", str(RECORDED / "profiler_rank0.json.gz")]) == 0
     assert "The files have 1 rank of 2: waiting" in capsys.readouterr().out
@@ -128,10 +134,10 @@ BROKEN = {
     "no list": (b'{"traceEvents": {}}', "has no list of traceEvents"),
     "no events": (b'{"traceEvents": []}', "has no spans of labkit or of PyTorch's profiler"),
     "another tool's": (b'[{"ph": "X", "ts": 1, "dur": 2}]', "has no spans of labkit"),
-    "a time in words": (GOOD.replace("2", '"two"').encode(), "has no ts and dur"),
-    "no start": (GOOD.replace('"ts": 1, ', "").encode(), "has no ts and dur"),
-    "not a number": (GOOD.replace("2", "NaN").encode(), "has no ts and dur"),
-    "ends before it begins": (GOOD.replace("2", "-2").encode(), "has no ts and dur"),
+    "a time in words": (GOOD.replace("2", '"two"').encode(), "has dur 'two', not a number"),
+    "no start": (GOOD.replace('"ts": 1, ', "").encode(), "has ts 'None', not a number"),
+    "not a number": (GOOD.replace("2", "NaN").encode(), "has dur 'nan', not a number"),
+    "ends before it begins": (GOOD.replace("2", "-2").encode(), "has dur '-2', not a number"),
 }
 
 

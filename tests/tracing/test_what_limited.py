@@ -99,6 +99,12 @@ def test_a_unit_of_work_begins_with_its_data():
 # The kinds of limits, on traces made by hand
 
 
+def test_one_rank_that_computes():
+    limit = what_limited(trace_of((0, "compute", 0, 9), (0, "update", 9, 10)))
+    assert (limit.kind, limit.rank) == ("computing", None)
+    assert str(limit) == "Computing limited the run: it took 100% of the time."
+
+
 def test_a_straggler_is_named_with_its_factor():
     limit = what_limited(
         trace_of(
@@ -130,6 +136,17 @@ def test_a_slow_rank_for_which_nobody_waits_is_not_the_limit():
     assert str(limit).endswith("and hardly any of them waited for it.")
 
 
+def test_stages_that_take_turns_have_a_bubble():
+    limit = what_limited(
+        trace_of(
+            *((0, "forward", 0, 1), (0, "wait", 1, 5, 1), (0, "backward", 5, 8)),
+            *((1, "wait", 0, 1, 0), (1, "forward", 1, 2), (1, "backward", 2, 5)),
+            (1, "wait", 5, 8, 0),
+        )
+    )
+    assert (limit.kind, limit.shares["wait"]) == ("bubble", 0.5)
+
+
 def test_messages_that_nothing_hides():
     limit = what_limited(
         trace_of(
@@ -149,6 +166,12 @@ def test_evaluation_is_no_part_of_the_run():
 
 def test_an_empty_trace():
     assert what_limited(Trace()).kind == "nothing"
+
+
+def test_a_limit_shows_as_a_paragraph_in_a_notebook():
+    limit = what_limited(trace_of((0, "compute", 0, 1)), gap="<gap>")
+    assert limit._repr_html_() == f"<p>{limit}</p>"
+    assert repr(limit) == str(limit)
 
 
 # Recorded runs

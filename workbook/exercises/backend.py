@@ -221,7 +221,7 @@ def group(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
         inputs=lambda rank, case: (case,),
         call=_hosted,
         judge=_trained,
-        may_call=frozenset(collectives.__all__) | {"carried_out"},
+        may_call=frozenset(dir(collectives)) | {"carried_out"},
         world_sizes=world_sizes,
     )
 

@@ -90,7 +90,7 @@ def largest(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         },
         sizes=SIZES,
         score=_in_bytes(8, "one number from each rank but one, and one to each"),
-        may_call=frozenset(collectives.__all__),
+        may_call=frozenset(dir(collectives)),
     )
     return _puzzle(fn, exercise, world_sizes)
 
@@ -177,7 +177,7 @@ def same_bits(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ve
         judge=_rounded_once,
         sizes=SIZES,
         score=_in_bytes(12, "exact partial sums in 8 bytes, the rounded result in 4"),
-        may_call=frozenset(collectives.__all__),
+        may_call=frozenset(dir(collectives)),
     )
     return _puzzle(fn, exercise, world_sizes)
 

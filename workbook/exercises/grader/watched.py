@@ -167,7 +167,7 @@ def _text_of(code: CodeType) -> tuple:
 def _originals() -> dict[tuple, str]:
     """The text of every function of labkit that solves an exercise -> its name."""
     for room in (collectives, costs, placement, schedules):
-        for name in room.__all__:
+        for name in dir(room):
             getattr(room, name)  # each room imports its modules when they are asked for
     found = {}
     files = {name: getattr(m, "__file__", None) or "" for name, m in list(sys.modules.items())}
