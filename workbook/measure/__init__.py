@@ -5,7 +5,7 @@
     ddp           a step of our DDP, and of PyTorch's on the backend "labkit" and on others
     placement     the cuts of VGG16: hops by placement, and every single cut against the planner
     pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
-    checkpoint    a step with and without a checkpoint being written in the background
+    checkpoint    for how long a checkpoint stops the training
     two-hosts     one worker, two on one host, four on two hosts, over cables of several rates
     elsewhere     the same training by PyTorch, Horovod and TensorFlow, and by labkit
 
