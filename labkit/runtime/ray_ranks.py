@@ -16,6 +16,7 @@ import os
 import site
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from labkit.errors import WorkerError
 from labkit.runtime import torchrun
 from labkit.runtime.between_hosts import reports
 from labkit.runtime.between_hosts.rows import Rows
-from labkit.runtime.between_hosts.verdict import Verdict
+from labkit.runtime.between_hosts.verdict import Verdict, plain
 from labkit.runtime.between_hosts.watch import Watch
 from labkit.runtime.connect import connect, group_connections, host_names
 from labkit.runtime.failures import Evidence, deadline_error
@@ -84,21 +85,25 @@ class RankActor:
         sources: dict[str, list[str]],
         timeout_s: float,
         link: EmulatedLink | None,
-    ) -> tuple[str, bytes, bytes]:
-        """Run a function as this rank: (its output, its report or b"", the verdict or b"").
+    ) -> tuple[bytes, bytes]:
+        """Run a function as this rank: (its report or b"", the verdict or b"").
 
         The report is plain data (``between_hosts.reports``), of which nothing is executed.
         """
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        meeting = MeetingStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        run, rank = next(self._runs), os.environ["RANK"]
+        lines = _Lines(dist.PrefixStore(f"lines/{run}/{rank}", meeting.store(0)))
+        with contextlib.redirect_stdout(lines), contextlib.redirect_stderr(lines):
             try:
-                report = self._run(call, sources, timeout_s, link)
-                return said.getvalue(), reports.to_bytes(report), b""
+                report = self._run(call, sources, timeout_s, link, meeting, run)
+                return reports.to_bytes(report), b""
             except BaseException as error:
                 if not isinstance(error, _Explained):
-                    text = f"rank {os.environ['RANK']} raised {type(error).__name__}: {error}"
+                    text = f"rank {rank} raised {type(error).__name__}: {error}"
                     error = _Explained(Verdict.of(WorkerError(text)))
-                return said.getvalue(), b"", error.verdict.to_bytes()
+                return b"", error.verdict.to_bytes()
+            finally:
+                lines.end()
 
     def _run(
         self,
@@ -106,9 +111,9 @@ class RankActor:
         sources: dict[str, list[str]],
         timeout_s: float,
         link: EmulatedLink | None,
+        meeting: MeetingStore,
+        run: int,
     ) -> Report:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        meeting, run = MeetingStore(address, port), next(self._runs)
         comm = connect(self._plan, timeout_s, meeting=meeting, link=link)
         hosts = comm.session.hosts
 
@@ -122,7 +127,7 @@ class RankActor:
             hosts,
             host_names,
             store if len(hosts) > 1 else None,
-            f"{address}:{port}",
+            f"{meeting.address}:{meeting.port}",
             group_connections,
             lambda: dist.distributed_c10d._get_default_group().abort(),
         )
@@ -143,6 +148,37 @@ class RankActor:
 class _Explained(Exception):
     def __init__(self, verdict: Verdict):
         self.verdict = verdict
+
+
+class _Lines(io.TextIOBase):
+    """What a rank prints, line by line, in the store, from which the driver prints it."""
+
+    def __init__(self, store: dist.Store):
+        self._store, self._rest, self._count = store, "", 0
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in lines:
+                with contextlib.suppress(RuntimeError):
+                    self._store.set(str(self._count), line.rpartition("\r")[2])
+                self._count += 1
+        return len(text)
+
+    def end(self) -> None:
+        if self._rest:
+            self.write("\n")
+
+
+def _show_lines(store: dist.Store, shown: list[int]) -> None:
+    """Print the lines of each rank from number ``shown`` on, as far as they have come."""
+    for rank, number in enumerate(shown):
+        while store.check([f"{rank}/{number}"]):
+            line = store.get(f"{rank}/{number}").decode(errors="replace")
+            print(f"[rank {rank}] {plain(line)}")
+            number += 1
+        shown[rank] = number
 
 
 class _Ranks:
@@ -209,7 +245,14 @@ class _Ranks:
     def end(self) -> None:
         for actor in self.actors:
             with contextlib.suppress(Exception):
-                self.ray.kill(actor)
+                _connected(self.ray).kill(actor)
+
+
+def _connected(ray: Any) -> Any:
+    """Ray, if this process is still connected: its calls would start another cluster."""
+    if not ray.is_initialized():
+        raise WorkerError("the ranks were lost: this process has left its cluster") from None
+    return ray
 
 
 # Those of this process's latest run, with what they are for.
@@ -280,25 +323,26 @@ def _watch(ranks: _Ranks, settings: tuple[Any, ...], timeout_s: float) -> list[R
     ray, world_size = ranks.ray, len(ranks.actors)
     board = Board(world_size)
     watcher = Watcher(board)
-    store = dist.PrefixStore(f"watch/{next(ranks.runs)}", ranks.store)
-    rows = Rows(store, board, ranks.places, None)
+    run, shown = next(ranks.runs), [0] * world_size
+    rows = Rows(dist.PrefixStore(f"watch/{run}", ranks.store), board, ranks.places, None)
+    lines = dist.PrefixStore(f"lines/{run}", ranks.store)
     waiting = {actor.call.remote(*settings): r for r, actor in enumerate(ranks.actors)}
-    came: dict[int, tuple[str, bytes, bytes]] = {}
+    came: dict[int, tuple[bytes, bytes]] = {}
     lost: dict[int, str] = {}
     began_s, lost_s, error = time.monotonic(), 0.0, None
     while waiting and error is None:
         try:
-            ready, _ = ray.wait(list(waiting), timeout=_POLL_S)
-        except SystemExit:
-            # So Ray answers a driver that has called ray.shutdown meanwhile.
-            raise WorkerError("the ranks were lost: this process has left its cluster") from None
-        for one in ready:
-            rank = waiting.pop(one)
-            try:
-                came[rank] = ray.get(one)
-            except ray.exceptions.RayError as gone:
-                lost[rank] = str(gone).strip().splitlines()[0]
-                lost_s = lost_s or time.monotonic()
+            for one in ray.wait(list(waiting), timeout=_POLL_S)[0]:
+                rank = waiting.pop(one)
+                try:
+                    came[rank] = _connected(ray).get(one)
+                except ray.exceptions.RayError as gone:
+                    lost[rank] = str(gone).strip().splitlines()[0]
+                    lost_s = lost_s or time.monotonic()
+        except (SystemExit, Exception):
+            # Ray answers in many ways where the program has called ray.shutdown meanwhile.
+            _connected(ray)
+            raise
         if len(ranks.places) > 1:
             # What one rank writes at a moment may be half there: the next look has it.
             with contextlib.suppress(RuntimeError, ConnectionError):
@@ -306,8 +350,9 @@ def _watch(ranks: _Ranks, settings: tuple[Any, ...], timeout_s: float) -> list[R
             starts = (board.ranks["state"] == RUNNING) & (board.ranks["origin_s"] == 0)
             board.ranks["origin_s"][starts] = time.perf_counter()
             watcher.update({})
+        _show_lines(lines, shown)
         now_s = time.monotonic()
-        verdicts = [verdict for _, _, verdict in came.values() if verdict]
+        verdicts = [verdict for _, verdict in came.values() if verdict]
         if verdicts:
             error = Verdict.from_bytes(verdicts[0], world_size).error()
         elif lost and now_s - lost_s > _EXPLAIN_S:
@@ -325,12 +370,10 @@ def _watch(ranks: _Ranks, settings: tuple[Any, ...], timeout_s: float) -> list[R
         for one in ray.wait(list(waiting), num_returns=len(waiting), timeout=1)[0]:
             with contextlib.suppress(Exception):
                 came[waiting[one]] = ray.get(one)
-    for rank in sorted(came):
-        for line in came[rank][0].splitlines():
-            print(f"[rank {rank}] {line}")
+    _show_lines(lines, shown)
     found = None
     if error is None:
-        found = [reports.from_bytes(came[rank][1], rank) for rank in range(world_size)]
+        found = [reports.from_bytes(came[rank][0], rank) for rank in range(world_size)]
     watcher.close(None if found is None else trace_of(found))
     if found is None:
         raise error or WorkerError("the ranks have ended without a report")

@@ -1,6 +1,7 @@
 """Ranks on the nodes of a real Ray cluster, here of several nodes on one machine."""
 
 import contextlib
+import io
 import os
 import signal
 import threading
@@ -81,8 +82,29 @@ def test_the_ranks_of_two_nodes_are_one_run(nodes, monkeypatch, tmp_path, capfd)
     assert totals == ([3.0] * 3,) * 3
     assert set(folders) == {str(tmp_path)}
     lines = [f"[rank {rank}] line of {rank}" for rank in range(3)]
-    assert capfd.readouterr().out.splitlines() == lines
+    assert sorted(capfd.readouterr().out.splitlines()) == lines
     assert all(map(is_alive, pids))
+
+
+def test_a_line_is_shown_while_its_rank_goes_on(nodes, tmp_path):
+    def waits(comm, path):
+        print("begun")
+        until_s = time.monotonic() + 20
+        while not os.path.exists(path) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        print(f"\n{comm.rank}", end="")
+        return os.path.exists(path)
+
+    class Seen(io.StringIO):
+        def write(self, text):
+            if "begun" in text:
+                (tmp_path / "seen").touch()
+            return super().write(text)
+
+    with contextlib.redirect_stdout(Seen()) as said:
+        assert run(waits, str(tmp_path / "seen"), world_size=2, hosts=2).values == [True, True]
+    lines = [f"[rank {rank}] {text}" for rank in (0, 1) for text in ("", rank, "begun")]
+    assert sorted(said.getvalue().splitlines()) == lines
 
 
 def test_the_ranks_are_kept_for_the_next_run_and_keep_no_cores(nodes):

@@ -56,7 +56,7 @@ class Verdict:
         if not is_rank or not isinstance(found["is_raised"], bool):
             raise ValueError("the numbers are not those of a verdict")
         kind, text, location = texts
-        return Verdict(kind, _plain(text), rank, _plain(location), found["is_raised"])
+        return Verdict(kind, plain(text), rank, plain(location), found["is_raised"])
 
     @staticmethod
     def of(error: WorkerError, is_raised: bool = False) -> "Verdict":
@@ -69,7 +69,7 @@ class Verdict:
         return error
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Without control characters, which a terminal would obey."""
     return "".join(char if char.isprintable() or char in "\n\t" else " " for char in text)
 
