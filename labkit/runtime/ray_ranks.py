@@ -245,14 +245,7 @@ class _Ranks:
     def end(self) -> None:
         for actor in self.actors:
             with contextlib.suppress(Exception):
-                _connected(self.ray).kill(actor)
-
-
-def _connected(ray: Any) -> Any:
-    """Ray, if this process is still connected: its calls would start another cluster."""
-    if not ray.is_initialized():
-        raise WorkerError("the ranks were lost: this process has left its cluster") from None
-    return ray
+                self.ray.kill(actor)
 
 
 # Those of this process's latest run, with what they are for.
@@ -331,18 +324,13 @@ def _watch(ranks: _Ranks, settings: tuple[Any, ...], timeout_s: float) -> list[R
     lost: dict[int, str] = {}
     began_s, lost_s, error = time.monotonic(), 0.0, None
     while waiting and error is None:
-        try:
-            for one in ray.wait(list(waiting), timeout=_POLL_S)[0]:
-                rank = waiting.pop(one)
-                try:
-                    came[rank] = _connected(ray).get(one)
-                except ray.exceptions.RayError as gone:
-                    lost[rank] = str(gone).strip().splitlines()[0]
-                    lost_s = lost_s or time.monotonic()
-        except (SystemExit, Exception):
-            # Ray answers in many ways where the program has called ray.shutdown meanwhile.
-            _connected(ray)
-            raise
+        for one in ray.wait(list(waiting), timeout=_POLL_S)[0]:
+            rank = waiting.pop(one)
+            try:
+                came[rank] = ray.get(one)
+            except ray.exceptions.RayError as gone:
+                lost[rank] = str(gone).strip().splitlines()[0]
+                lost_s = lost_s or time.monotonic()
         if len(ranks.places) > 1:
             # What one rank writes at a moment may be half there: the next look has it.
             with contextlib.suppress(RuntimeError, ConnectionError):

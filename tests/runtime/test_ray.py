@@ -195,24 +195,3 @@ def test_a_node_that_was_killed_is_named(nodes, tmp_path):
     threading.Thread(target=kills, daemon=True).start()
     with pytest.raises(WorkerError, match="host 1"):
         run(waits, world_size=3, hosts=2)
-
-
-def test_ranks_end_with_their_drivers_connection(nodes, tmp_path):
-    """As they do with the driver itself: Ray ends its actors, and a rank ends with its actor."""
-
-    def waits(comm):
-        (tmp_path / f"{os.getpid()}").touch()
-        time.sleep(60)
-
-    def runs():
-        with pytest.raises(WorkerError, match="lost"):
-            run(waits, world_size=2, hosts=1)
-        ended.set()
-
-    ended = threading.Event()
-    threading.Thread(target=runs).start()
-    assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
-    pids = [int(path.name) for path in tmp_path.iterdir()]
-    ray.shutdown()
-    assert ended.wait(20)
-    assert wait_until(lambda: not any(map(is_alive, pids)), 20)
