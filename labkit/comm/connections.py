@@ -88,8 +88,11 @@ def are_alive(connections: Sequence[Connection]) -> bool:
 
 
 def cut(connections: Sequence[Connection]) -> None:
-    """Shut the connections down: whoever waits for a message on one of them gets an error."""
+    """End what the connections bring: whoever waits for a message on one of them gets an error.
+
+    Only that direction: gloo forgets the waits on a message that it could not write.
+    """
     for connection in connections:
         with connection.opened() as handle, contextlib.suppress(OSError):
             if handle is not None:
-                handle.shutdown(socket.SHUT_RDWR)
+                handle.shutdown(socket.SHUT_RD)
