@@ -7,12 +7,12 @@ import torch
 from ranks import travel_by_value
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from workbook.exercises.elsewhere_steps import GRADIENTS, STATISTICS, step_of
 
 import labkit
 import labkit.horovod as hvd
 from workbook.exercises import elsewhere
 from workbook.exercises.elsewhere_judge import wrong_training
-from workbook.exercises.elsewhere_steps import GRADIENTS, STATISTICS, step_of
 from workbook.exercises.elsewhere_training import RIGHT, Setting, alike, momentum_of, played
 from workbook.exercises.grader import Case
 from workbook.exercises.grader.watched import Watched

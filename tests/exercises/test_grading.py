@@ -15,6 +15,8 @@ from answers.pipeline import in_words
 from answers.ring import neighbours
 from graded import in_shared_runs
 from ranks import travel_by_value
+from workbook.exercises.grader.words import WORDS, Mistake, named
+from workbook.exercises.grader.wrong_tensor import contents, name_mistake
 
 from labkit import collectives
 from labkit.collectives.ring import split_chunks
@@ -23,8 +25,6 @@ from workbook import check
 from workbook.exercises import fairness, placement
 from workbook.exercises.grader import grader, on_ranks
 from workbook.exercises.grader.exercise import Case
-from workbook.exercises.grader.words import WORDS, Mistake, named
-from workbook.exercises.grader.wrong_tensor import contents, name_mistake
 
 travel_by_value(__name__)
 

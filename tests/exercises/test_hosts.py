@@ -9,6 +9,8 @@ import torch.distributed as dist
 from answers.hosts import around_all_ranks, as_on_the_page
 from answers.rendezvous import as_on_the_page as meets, reads_the_environment, waits_for_rank_zero
 from ranks import travel_by_value
+from workbook.exercises.grader.judge_cards import bytes_out, cell
+from workbook.exercises.grader.shared_store import SharedStore, untold, visit
 
 import labkit
 from labkit.collectives import hierarchical_all_reduce, ring_all_reduce
@@ -16,8 +18,6 @@ from workbook import check
 from workbook.exercises import hosts
 from workbook.exercises.grader import Case
 from workbook.exercises.grader.exercise import Cards
-from workbook.exercises.grader.judge_cards import bytes_out, cell
-from workbook.exercises.grader.shared_store import SharedStore, untold, visit
 
 travel_by_value(__name__)
 

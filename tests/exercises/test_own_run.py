@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import travel_by_value
+from workbook.exercises.overlap_run import own_run
 
 import labkit
 from labkit import collectives
@@ -16,7 +17,6 @@ from workbook import check
 from workbook.exercises.grader import Case, Target
 from workbook.exercises.grader.held_memory import PeakBytes
 from workbook.exercises.grader.own_run import _caption, _spend
-from workbook.exercises.overlap_run import own_run
 
 travel_by_value(__name__)
 

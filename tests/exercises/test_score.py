@@ -5,12 +5,12 @@ import pytest
 import torch
 from answers.puzzles import by_doubling
 from ranks import travel_by_value
+from workbook.exercises.grader.score import Score, praise_score, scored
 
 from workbook import check
 from workbook.exercises import puzzles
 from workbook.exercises.grader.exercise import Case, Outcome
 from workbook.exercises.grader.held_memory import HeldBytes
-from workbook.exercises.grader.score import Score, praise_score, scored
 
 travel_by_value(__name__)
 

@@ -319,17 +319,9 @@ BARRIER = [
 
 
 ANSWERS = [
-    Answers(check.collectives.broadcast, [collectives.broadcast, sends_to_each], BROADCAST),
     Answers(
         check.collectives.gather,
         [collectives.gather, receives_from_each(every_rank), stacks_them],
         GATHER,
     ),
-    Answers(
-        check.collectives.scatter,
-        [collectives.scatter, deals_out(lambda rank, P, root: rank)],
-        SCATTER,
-    ),
-    Answers(check.collectives.reduce, [collectives.reduce], REDUCE),
-    Answers(check.collectives.barrier, [collectives.dissemination_barrier], BARRIER, 4),
 ]

@@ -276,14 +276,6 @@ RING = [
 # The other options: the way to the left, and the mean
 
 
-def share_only_left(fn, world_sizes=(2, 3, 4)):
-    return check.ring.share_only(fn, to="left", world_sizes=world_sizes)
-
-
-def ring_mean(fn, world_sizes=(2, 3, 4)):
-    return check.ring.all_reduce(fn, op="mean", world_sizes=world_sizes)
-
-
 # weighted_mean(comm, gradient, num_samples)
 
 
@@ -366,8 +358,6 @@ ANSWERS = [
     ),
     Answers(check.ring.share_only, [collectives.share_only, copies()], SHARE_ONLY, 4),
     Answers(check.ring.all_reduce, [collectives.ring_all_reduce], RING, 4),
-    Answers(share_only_left, [copies(to="left")], [(collectives.share_only, "peers.right")]),
-    Answers(ring_mean, [takes_the_mean], [(collectives.ring_all_reduce, "sum.not_divided")]),
     Answers(
         check.ring.weighted_mean,
         [packs, count_first, in_numpy, padded, by_halves, in_two_rows],

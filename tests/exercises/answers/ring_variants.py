@@ -8,7 +8,7 @@ import torch
 from graded import Answers
 from ranks import travel_by_value
 
-from answers.ring import adds, copies, neighbours, overwrites, reduces_in, share_only_left, variant
+from answers.ring import adds, copies, neighbours, overwrites, reduces_in, variant
 from labkit import collectives
 from labkit.collectives.ring import split_chunks
 from workbook import check
@@ -448,7 +448,6 @@ ANSWERS = [
     Answers(check.ring.share_reduce, RIGHT_SHARE_REDUCE, WRONG_SHARE_REDUCE, 4),
     Answers(check.ring.share_only, to_the_right(RIGHT_WAYS), WRONG_SHARE_ONLY, 4),
     Answers(check.ring.all_reduce, RIGHT_RING, WRONG_RING, 4),
-    Answers(share_only_left, to_the_left(RIGHT_WAYS), WRONG_LEFT, 4),
 ]
 
 

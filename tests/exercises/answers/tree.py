@@ -160,33 +160,6 @@ def by_a_size(num_bytes, world_size, alpha_s, beta_s_per_byte):
 
 ANSWERS = [
     Answers(
-        check.tree.all_reduce,
-        [collectives.tree_all_reduce, lower_rank_sends_first],
-        [
-            (
-                adds_itself,
-                "sum.other",
-                "not sum.overwritten",
-                "it is 4 x rank 0, expected rank 0 + rank 1",
-            ),
-            (leaves_ten_alone, "value.size_other"),
-            (leaves_alone(1), "value.size_one"),
-            (stops_after_one_round, "sum.lacks"),
-            (doubles(2, lambda rank, k: rank ^ 1), "sum.other"),
-            (
-                doubles(3, lambda rank, k: rank ^ (1, 2, 1)[k]),
-                "messages.one_more",
-                "not bytes.whole_tensor",
-            ),
-            (doubles(2, lambda rank, k: rank ^ 2**k, add=False), "sum.overwritten"),
-            (sends_its_own_each_time, "sum.lacks_one"),
-            (doubles(2, lambda rank, k: (rank + 2**k) % 4), "run.stuck"),
-            (collectives.naive_all_reduce, "peers.bottleneck"),
-            (collectives.ring_all_reduce, "traffic.off_target", "6, where the target is 2"),
-        ],
-        on=4,
-    ),
-    Answers(
         check.tree.choose,
         [
             chooses,
