@@ -89,6 +89,8 @@ class Watched:
                     self.changed = f"the function changes what it was given: the {name}"
         if (grad_mode, dtype) != (torch.is_grad_enabled(), torch.get_default_dtype()):
             self.changed = "the function leaves autograd, or the default dtype, in another mode"
+            torch.set_grad_enabled(grad_mode)
+            torch.set_default_dtype(dtype)
         return self._watched(found) if isinstance(found, Generator) else found
 
     def _watched(self, generator: Generator) -> Iterator:
