@@ -1,13 +1,12 @@
 """A predicted run of an asynchronous parameter server: pushes, waiting times and staleness."""
 
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from labkit.schedules.staleness import StalenessTracker, Update, check_bound
 from labkit.tracing import Span, Trace
 
-# The spans of a run, and its updates, each with the second at which the server has made it.
+# Spans, and updates with the second at which the server has made them.
 _Events = tuple[list[Span], list[tuple[float, Update]]]
 
 
@@ -78,7 +77,10 @@ def simulate(
     else:
         spans, ends = _one_by_one(computes_s, server_s, duration_s, bound)
     updates = tuple(update for end_s, update in ends if end_s <= duration_s)
-    return AsyncRun(_until(spans, duration_s), updates, duration_s)
+    # Nothing is shown after the end, and nothing empty.
+    cut = [(s.rank, s.kind, s.start_s, min(s.end_s, duration_s)) for s in spans]
+    shown = tuple(Span(*span) for span in cut if span[2] < span[3])
+    return AsyncRun(shown, updates, duration_s)
 
 
 def _in_rounds(computes_s: dict[int, float], server_s: float, until_s: float) -> _Events:
@@ -124,12 +126,3 @@ def _one_by_one(
     # A worker whose push is still held waits until the end.
     spans += [Span(worker, "wait", arrived_s[worker], until_s) for worker in tracker.held]
     return spans, ends
-
-
-def _until(spans: Iterable[Span], until_s: float) -> tuple[Span, ...]:
-    """The spans cut off at ``until_s``, without empty ones."""
-    return tuple(
-        Span(s.rank, s.kind, s.start_s, min(s.end_s, until_s))
-        for s in spans
-        if s.start_s < min(s.end_s, until_s)
-    )

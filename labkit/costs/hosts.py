@@ -39,8 +39,8 @@ def hierarchical_all_reduce_cost(
     Args:
         compress: of the messages between hosts, ``fp16``, ``bf16`` or ``topk``.
     """
-    inside = _sent("hierarchical", num_elements, element_bytes, hosts, rank, partial_bytes, False)
-    return inside + _between(num_elements, element_bytes, hosts, rank, partial_bytes, compress)
+    counts = "hierarchical", num_elements, element_bytes, hosts, rank, partial_bytes
+    return _sent(*counts, False) + _sent(*counts, True, compress)
 
 
 def card_bytes(
@@ -63,13 +63,12 @@ def card_bytes(
         compress: see ``hierarchical_all_reduce_cost``, for ``hierarchical`` only.
     """
     check_choice("algorithm", algorithm, _SCHEDULES)
-    counts = num_elements, element_bytes, hosts
-    if algorithm == "ring":
-        assert compress is None, "the flat ring compresses all messages: compressed_cost"
-        costs = [[_sent("ring", *counts, r, partial_bytes, True) for r in on] for on in hosts]
-    else:
-        costs = [[_between(*counts, r, partial_bytes, compress) for r in on] for on in hosts]
-    return [sum(cost.num_bytes for cost in of_host) for of_host in costs]
+    assert algorithm != "ring" or compress is None, "the flat ring compresses all messages"
+    counts = algorithm, num_elements, element_bytes, hosts
+    return [
+        sum(_sent(*counts, rank, partial_bytes, True, compress).num_bytes for rank in ranks)
+        for ranks in hosts
+    ]
 
 
 def hosts_all_reduce_seconds(
@@ -133,38 +132,21 @@ def _sent(
     rank: int,
     partial_bytes: int | None,
     is_between: bool,
+    compress: str | None = None,
 ) -> Cost:
     """What a rank sends between hosts, or inside its own."""
     bounds = chunk_bounds(num_elements, _num_blocks(algorithm, hosts))
     found = NOTHING
+    if is_between and compress == "topk":
+        for members, (first, end) in hierarchical.rings_between(rank, hosts):
+            kept = kept_elements(bounds[end - 1][1] - bounds[first][0])
+            found += all_gather_cost(2 * kept, element_bytes, len(hosts), members.index(rank))
+        return found
+    partial_bytes = partial_bytes or element_bytes
+    if is_between and compress:
+        element_bytes = partial_bytes = 2
     for step in _SCHEDULES[algorithm](rank, hosts):
         if step.is_between == is_between:
-            each = element_bytes
-            if step.phase == "share_reduce":
-                each = partial_bytes or element_bytes
-            size = bounds[step.send[1] - 1][1] - bounds[step.send[0]][0]
-            found += Cost(1, 1, size * each)
-    return found
-
-
-def _between(
-    num_elements: int,
-    element_bytes: int,
-    hosts: Hosts,
-    rank: int,
-    partial_bytes: int | None,
-    compress: str | None,
-) -> Cost:
-    """What a rank sends between hosts in the hierarchical all-reduce."""
-    counts = num_elements, element_bytes, hosts, rank
-    if compress is None:
-        return _sent("hierarchical", *counts, partial_bytes, True)
-    if compress != "topk":
-        return _sent("hierarchical", num_elements, 2, hosts, rank, None, True)
-    bounds = chunk_bounds(num_elements, hierarchical.num_blocks(hosts))
-    found = NOTHING
-    for members, (first, end) in hierarchical.rings_between(rank, hosts):
-        kept = kept_elements(bounds[end - 1][1] - bounds[first][0])
-        place = members.index(rank)
-        found += all_gather_cost(2 * kept, element_bytes, len(hosts), place)
+            each = partial_bytes if step.phase == "share_reduce" else element_bytes
+            found += Cost(1, 1, (bounds[step.send[1] - 1][1] - bounds[step.send[0]][0]) * each)
     return found

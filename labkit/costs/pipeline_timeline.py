@@ -1,18 +1,15 @@
 """A predicted pipeline step: when each stage runs which action, from the schedule and the seconds.
 
-The course shows this model beside the real run. It also finds schedules that can never finish,
-before any process is started. Symbols: P stages, M micro-batches.
+The order in which actions need each other does not depend on their seconds: ``in_order`` finds it
+once, ``ends_s`` is one pass over it. Symbols: P stages, M micro-batches.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from labkit.schedules.pipeline import Action
 from labkit.units import format_count
-
-# (stage, action) -> when it has ended.
-_Ended = dict[tuple[int, Action], float]
 
 
 class Slot(NamedTuple):
@@ -25,6 +22,12 @@ class Slot(NamedTuple):
     end_s: float
 
 
+# What an action needs: (stage, 1 for a backward or 0, input, cut). ``input`` is the place, from 1,
+# of the neighbour's action whose result it needs, ``cut`` what this crosses; 0 and -1 for an input
+# that is there from the start. A plain tuple: ``best_split`` goes through thousands of them.
+Step = tuple[int, int, int, int]
+
+
 def predicted_slots(
     streams: Sequence[Sequence[Action]],
     forward_s: Sequence[float],
@@ -33,12 +36,11 @@ def predicted_slots(
 ) -> list[Slot]:
     """Run every action as early as possible: in its stage's order, once its inputs have arrived.
 
-    A forward needs the same micro-batch's forward on the stage before; a backward needs its
-    backward on the stage after, and its forward on the same stage. A transfer takes time and
-    occupies no stage. Stages before the first trained one have no backwards in their streams.
+    A transfer takes time and occupies no stage.
 
     Args:
-        streams: by stage, its actions in order (``schedules.gpipe``, ``one_f_one_b``).
+        streams: by stage, its actions in order (``schedules.gpipe``, ``one_f_one_b``); frozen
+            first stages have no backwards.
         forward_s, backward_s: by stage, seconds for one micro-batch.
         hop_s: by cut, seconds of one transfer, the same in both directions; 0 by default.
 
@@ -46,27 +48,26 @@ def predicted_slots(
         The slots, stage after stage.
 
     Raises:
-        ValueError: a stream lacks an action, repeats one, or waits for an action that never runs
-            (the message names stages and actions); or seconds are missing for a stage or a cut.
+        ValueError: as ``in_order``; or seconds are missing for a stage or a cut.
     """
-    _check_streams(streams)
-    hop_s = hop_s or [0.0] * (len(streams) - 1)
-    _check_seconds(len(streams), forward_s=forward_s, backward_s=backward_s, hop_s=hop_s)
-    todo = [deque(stream) for stream in streams]
-    slots: list[list[Slot]] = [[] for _ in streams]
-    free_s = [0.0] * len(streams)
-    ended: _Ended = {}
-    while left := sum(map(len, todo)):
-        for stage, actions in enumerate(todo):
-            while actions and (ready_s := _ready_s(ended, stage, actions[0], hop_s)) is not None:
-                action = actions.popleft()
-                start_s = max(ready_s, free_s[stage])
-                seconds = forward_s[stage] if action.kind == "forward" else backward_s[stage]
-                free_s[stage] = ended[stage, action] = start_s + seconds
-                slots[stage].append(Slot(stage, *action, start_s, free_s[stage]))
-        if sum(map(len, todo)) == left:
-            raise ValueError(_standstill(todo, ended))
-    return [slot for row in slots for slot in row]
+    stages = len(streams)
+    hop_s = hop_s or [0.0] * (stages - 1)
+    given = {"forward_s": forward_s, "backward_s": backward_s, "hop_s": hop_s}
+    for name, seconds in given.items():
+        expected = stages - (name == "hop_s")
+        if len(seconds) != expected:
+            with_stages = format_count(stages, "stage")
+            raise ValueError(
+                f"{name} has length {len(seconds)}: with {with_stages} give {expected}"
+            )
+    steps = in_order(streams)
+    ends, _ = ends_s(steps.values(), forward_s, backward_s, hop_s)
+    slots, free_s = [], [0.0] * stages
+    for ((stage, action), (*_, source, cut)), end_s in zip(steps.items(), ends[1:]):
+        ready_s = ends[source] + (hop_s[cut] if source else 0.0)
+        slots.append(Slot(stage, *action, max(ready_s, free_s[stage]), end_s))
+        free_s[stage] = end_s
+    return sorted(slots, key=lambda slot: slot.stage)
 
 
 def bubble(slots: Sequence[Slot]) -> float:
@@ -87,61 +88,64 @@ def bubble_formula(num_stages: int, num_micro_batches: int) -> float:
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
-def _ready_s(ended: _Ended, stage: int, action: Action, hop_s: Sequence[float]) -> float | None:
-    """When all inputs of an action have arrived; None if one is still missing."""
-    ready_s = 0.0
-    for source, needed in _needs(stage, action, len(hop_s) + 1):
-        if (source, needed) not in ended:
-            return None
-        transfer_s = hop_s[min(source, stage)] if source != stage else 0.0
-        ready_s = max(ready_s, ended[source, needed] + transfer_s)
-    return ready_s
+def in_order(streams: Sequence[Sequence[Action]]) -> dict[tuple[int, Action], Step]:
+    """The actions of all stages, each after those that it needs.
+
+    A forward needs the same micro-batch's forward on the stage before; a backward needs its own
+    forward, and its backward on the stage after.
+
+    Raises:
+        ValueError: a stream repeats an action, or waits for one that never runs.
+    """
+    steps: dict[tuple[int, Action], Step] = {}
+    places: dict[tuple[int, Action], int] = {}
+
+    def missing(stage: int, action: Action) -> list[tuple[int, Action]]:
+        needs = [(stage - 1, action)]
+        if action.kind == "backward":
+            needs = [(stage, Action("forward", action.micro_batch)), (stage + 1, action)]
+        return [need for need in needs if 0 <= need[0] < len(streams) and need not in steps]
+
+    todo = [deque(stream) for stream in streams]
+    while any(todo):
+        before = len(steps)
+        for stage, actions in enumerate(todo):
+            while actions and not missing(stage, actions[0]):
+                action = actions.popleft()
+                if (stage, action) in steps:
+                    raise ValueError(f"stage {stage} runs {action} more than once")
+                backward = action.kind == "backward"
+                neighbour = stage + 1 if backward else stage - 1
+                source = places.get((neighbour, action), 0)
+                cut = min(stage, neighbour) if source else -1
+                steps[stage, action] = (stage, int(backward), source, cut)
+                places[stage, action] = len(steps)
+        if len(steps) == before:
+            waits = []
+            for stage, actions in enumerate(todo):
+                if actions:
+                    needs = [
+                        f"its own {need}" if of == stage else f"{need} of stage {of}"
+                        for of, need in missing(stage, actions[0])
+                    ]
+                    waits.append(f"stage {stage} cannot run {actions[0]} before ")
+                    waits[-1] += " and ".join(needs)
+            raise ValueError(f"these streams can never finish: {'; '.join(waits)}")
+    return steps
 
 
-def _needs(stage: int, action: Action, num_stages: int) -> list[tuple[int, Action]]:
-    """The (stage, action) pairs that must have ended before this action."""
-    if action.kind == "forward":
-        return [(stage - 1, action)] if stage > 0 else []
-    own = (stage, Action("forward", action.micro_batch))
-    return [own, (stage + 1, action)] if stage + 1 < num_stages else [own]
-
-
-def _check_streams(streams: Sequence[Sequence[Action]]) -> None:
-    """Raise ValueError unless all stages run the same actions, once each."""
-    wanted = {action for stream in streams for action in stream}
-    forwards = {action for action in wanted if action.kind == "forward"}
-    frozen = True
-    for stage, stream in enumerate(streams):
-        # The first stages may be frozen, and have no backward.
-        frozen = frozen and all(action.kind == "forward" for action in stream)
-        repeated = sorted({action for action in stream if stream.count(action) > 1})
-        lacking = sorted((forwards if frozen else wanted) - set(stream))
-        for problem, actions in (("more than once", repeated), ("never", lacking)):
-            if actions:
-                raise ValueError(f"stage {stage} runs {', '.join(map(str, actions))} {problem}")
-
-
-def _check_seconds(num_stages: int, **seconds: Sequence[float]) -> None:
-    """Raise ValueError unless there is a number for each stage, or each cut."""
-    for name, given in seconds.items():
-        wanted = num_stages - (name == "hop_s")
-        if len(given) != wanted:
-            raise ValueError(
-                f"{name} has length {len(given)}: with {format_count(num_stages, 'stage')} give "
-                f"{wanted}"
-            )
-
-
-def _standstill(todo: Sequence[Sequence[Action]], ended: _Ended) -> str:
-    """Which stage waits for which action when no stage can continue."""
-    waits = []
-    for stage, actions in enumerate(todo):
-        if not actions:
-            continue
-        needs = [
-            f"{needed} of stage {source}" if source != stage else f"its own {needed}"
-            for source, needed in _needs(stage, actions[0], len(todo))
-            if (source, needed) not in ended
-        ]
-        waits.append(f"stage {stage} cannot run {actions[0]} before {' and '.join(needs)}")
-    return f"these streams can never finish: {'; '.join(waits)}"
+def ends_s(
+    steps: Iterable[Step],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    hop_s: Sequence[float],
+) -> tuple[list[float], list[float]]:
+    """When each step of ``in_order`` ends, by its place (0 at place 0); when each stage does."""
+    seconds, hop_s = (forward_s, backward_s), (*hop_s, 0.0)
+    free_s, ended_s = [0.0] * len(forward_s), [0.0]
+    for stage, backward, source, cut in steps:
+        ready_s, stage_s = ended_s[source] + hop_s[cut], free_s[stage]
+        end_s = (ready_s if ready_s > stage_s else stage_s) + seconds[backward][stage]
+        free_s[stage] = end_s
+        ended_s.append(end_s)
+    return ended_s, free_s

@@ -180,46 +180,6 @@ def parameter_server_cost(
     return Cost(2 * workers, workers, workers * (end - start) * element_bytes)
 
 
-def async_parameter_server_cost(
-    num_elements: int,
-    num_buffers: int,
-    element_bytes: int,
-    pushes: int,
-    serves: bool,
-    fp16: bool = False,
-) -> Cost:
-    """What the server or the workers send for ``pushes`` asynchronous pushes, and their pulls.
-
-    A push is a gradient, and a short message with 3 numbers and the model's buffers; the answer is
-    the parameters, and a short message with 1 number and the buffers. A run of E epochs of b
-    batches on W workers takes E b W pushes, and W - 1 more that arrive after its end.
-
-    Args:
-        num_elements: trained parameters.
-        num_buffers: elements of the model's buffers.
-        element_bytes: bytes of an element of either.
-        pushes: of one worker, or of all together.
-        serves: True for what the server sends, False for what the workers send.
-        fp16: whether the short messages have the scale of the loss as well.
-    """
-    short = (1 if serves else 3) + fp16 + num_buffers
-    return Cost(4 * pushes, 2 * pushes, pushes * (num_elements + short) * element_bytes)
-
-
-def norms_cost(num_ranks: int, place: int = 0) -> Cost:
-    """What clipping and fp16 add to one update where ranks have parts of the gradients.
-
-    All ranks send the square of their norm, a float64, to the first of them, which sends the sum
-    back: 2 (R - 1) messages of 8 bytes in all. These are the R = P stages; or the R = K servers,
-    and with fp16 all ranks. Where every rank has all gradients, nothing is sent.
-
-    Args:
-        num_ranks: R.
-        place: of this rank among them, from 0.
-    """
-    return naive_all_reduce_cost(1, 8, num_ranks, place)
-
-
 def compressed_cost(
     compress: str, num_elements: int, element_bytes: int, world_size: int, rank: int = 0
 ) -> Cost:
@@ -246,9 +206,7 @@ def data_parallel_cost(
 ) -> dict[str, int]:
     """Bytes that one step of data parallelism in one process moves between P devices, by phase.
 
-    Device 0 keeps the first ceil(B / P) of the B samples; a batch of fewer than P samples uses B
-    devices. Everything passes through device 0, whose links are the bottleneck. With accumulate,
-    inputs and outputs of each micro-batch are those of a batch of its size, the rest is the same.
+    Device 0 keeps the first ceil(B / P) of the B samples; fewer than P samples use B devices.
 
     Args:
         batch_size: B, samples of the global batch.
@@ -271,44 +229,6 @@ def data_parallel_cost(
     }
 
 
-def ddp_update_cost(
-    bucket_elements: Sequence[int],
-    element_bytes: int,
-    world_size: int,
-    rank: int = 0,
-    buffer_bytes: Sequence[int] = (),
-) -> Cost:
-    """One update of ``BucketedDDP``: a ring per bucket, and a broadcast of rank 0's buffers.
-
-    Args:
-        bucket_elements: the elements of each bucket. The number of buckets changes the messages,
-            2 (P - 1) per bucket, but hardly the bytes.
-        buffer_bytes: of the module's buffers, one number per dtype.
-    """
-    rings = [ring_all_reduce_cost(n, element_bytes, world_size, rank) for n in bucket_elements]
-    return sum([*rings, *(broadcast_cost(n, 1, world_size, rank) for n in buffer_bytes)], NOTHING)
-
-
-def sync_batch_norm_cost(
-    channels: Iterable[int], world_size: int, rank: int = 0, micro_batches: int = 1
-) -> Cost:
-    """BatchNorm with the statistics of the global batch, in one forward and backward pass.
-
-    Two rounds of share-only for each layer of C channels: of 2 C + 1 numbers forward (means, sums
-    of squared deviations, the count), of 2 C backward, each of 8 bytes. Without the backward ones
-    where a layer's input needs no gradient, because nothing before it is trained.
-
-    Args:
-        channels: C by layer; a layer that runs twice in a forward counts twice.
-        world_size: P, the ranks that divide a batch; of a parameter server, the workers.
-        rank: among these.
-        micro_batches: of one step.
-    """
-    rows = [numbers for layer in channels for numbers in (2 * layer + 1, 2 * layer)]
-    rounds = (all_gather_cost(row, 8, world_size, rank) for row in rows * micro_batches)
-    return sum(rounds, NOTHING)
-
-
 def model_parallel_cost(
     cut_bytes_per_sample: Sequence[int],
     batch_size: int,
@@ -321,25 +241,27 @@ def model_parallel_cost(
     """One training step of a model that is cut into stages, on one rank.
 
     A cut of S bytes per sample carries M messages and B x S bytes forward, and the same backward
-    unless nothing before it is trained. The number of micro-batches changes the messages but not
-    the bytes. Left out: parameters tied across stages, clipping and fp16 (``norms_cost``).
+    unless nothing before it is trained. Left out: parameters tied across stages, clipping, fp16.
 
     Args:
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.
         batch_size: B, samples.
-        rank: the rank that the cost is for, 0 to P - 1.
         num_stages: P, one per rank.
         micro_batches: M, at most one per sample.
         first_trained: the first stage that trains anything; P if none does.
-        schedule: of ``Pipeline``, a name in ``schedules.PIPELINES``. It decides how often a send
-            and a receive are one exchange (``schedules.with_hops``), and so the steps. None is
-            ``ModelParallel``: one micro-batch after another, and one step per message.
+        schedule: of ``Pipeline``, a name in ``schedules.PIPELINES``; sends and receives may be one
+            step (``schedules.with_hops``). None is ``ModelParallel``: one step per message.
 
     Raises:
         ValueError: not one number for each of the P - 1 cuts, an unknown rank or schedule, or no
             micro-batch.
     """
-    _check_stages(len(cut_bytes_per_sample), rank, num_stages)
+    if len(cut_bytes_per_sample) != num_stages - 1 or not 0 <= rank < num_stages:
+        cuts = format_count(len(cut_bytes_per_sample), "cut")
+        raise ValueError(
+            f"rank {rank} and bytes for {cuts} of {format_count(num_stages, 'stage')}: give "
+            f"{num_stages - 1}, and a rank from 0 to {num_stages - 1}"
+        )
     check_integer("micro_batches", micro_batches)
     count = min(micro_batches, batch_size)
     actions = pipeline_schedule(schedule or "gpipe")(rank, num_stages, count)
@@ -351,15 +273,6 @@ def model_parallel_cost(
     cuts = [min(rank, peer) for peer in {message.peer for message in sent}]
     num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for cut in cuts)
     return Cost(steps, len(sent), num_bytes)
-
-
-def _check_stages(num_cuts: int, rank: int, num_stages: int) -> None:
-    stages = format_count(num_stages, "stage")
-    if num_cuts != num_stages - 1:
-        cuts = format_count(num_cuts, "cut")
-        raise ValueError(f"bytes for {cuts} of {stages}: give {num_stages - 1}")
-    if not 0 <= rank < num_stages:
-        raise ValueError(f"no rank {rank}: with {stages} the ranks are 0 to {num_stages - 1}")
 
 
 def _chunks_cost(

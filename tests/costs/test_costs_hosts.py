@@ -83,17 +83,3 @@ def test_compression_is_of_what_travels_between_hosts():
     assert few == Cost(3, 3, 2 * 500 * 4 + 2 * 5 * 4)
     assert card_bytes("hierarchical", n, 4, hosts, compress="bf16") == [2000, 2000]
     assert card_bytes("hierarchical", n, 4, hosts, compress="topk") == [80, 80]
-
-
-def test_hosts_of_different_sizes_send_the_same():
-    for hosts in (((0,), (1, 2)), ((0, 1, 2), (3,)), ((0, 1), (2, 3, 4))):
-        assert card_bytes("hierarchical", 1200, 4, hosts) == [4800, 4800]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "num_bytes", "words"),
-    [("tree", 1.0, "unknown algorithm 'tree'"), ("ring", -1.0, "a tensor of -1.0 bytes")],
-)
-def test_what_cannot_be(algorithm, num_bytes, words):
-    with pytest.raises(ValueError, match=words):
-        hosts_all_reduce_seconds(algorithm, num_bytes, in_order(2, 2), INSIDE, CARD)

@@ -151,11 +151,7 @@ def test_no_gradient_goes_where_nothing_is_trained():
 
 
 def test_stages_without_a_cut_between_them_are_named():
-    with pytest.raises(ValueError, match="bytes for 1 cut of 3 stages: give 2"):
+    with pytest.raises(ValueError, match="rank 0 and bytes for 1 cut of 3 stages: give 2"):
         model_parallel_cost([400], 10, 0, 3)
-    with pytest.raises(ValueError, match="no rank 2: with 2 stages the ranks are 0 to 1"):
+    with pytest.raises(ValueError, match=r"rank 2 .* a rank from 0 to 1"):
         model_parallel_cost([400], 10, 2, 2)
-    with pytest.raises(ValueError, match="'zb': choose one of gpipe, 1f1b"):
-        model_parallel_cost([400], 10, 0, 2, schedule="zb")
-    with pytest.raises(ValueError, match="micro_batches must be an integer from 1 up, got 0"):
-        model_parallel_cost([400], 10, 0, 2, 0, schedule="gpipe")

@@ -1,7 +1,10 @@
 """Pipelines on paper: the papers' pictures, the bubble's formula, streams that never end."""
 
+import random
+
 import pytest
 
+from labkit.costs.makespan import makespan_s, pipeline_streams
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula, predicted_slots
 from labkit.schedules.pipeline import PIPELINES, Action, gpipe, one_f_one_b
 
@@ -19,14 +22,6 @@ def picture(schedule, num_stages, num_micro_batches, backward_s=1):
 
 def streams_of(schedule, num_stages, num_micro_batches):
     return [list(schedule(s, num_stages, num_micro_batches)) for s in range(num_stages)]
-
-
-def test_gpipe_as_the_paper_draws_it():
-    assert picture(gpipe, 3, 3) == [
-        "F0 F1 F2 .  .  .  .  B0 B1 B2",
-        ".  F0 F1 F2 .  .  B0 B1 B2 .",
-        ".  .  F0 F1 F2 B0 B1 B2 .  .",
-    ]
 
 
 def test_one_forward_one_backward_with_backward_twice_as_long():
@@ -55,17 +50,6 @@ def test_a_hop_delays_the_neighbour_and_occupies_no_stage():
     assert max(slot.end_s for slot in slots) == 7  # B1's gradient leaves at 5.5 and takes 0.5
 
 
-def test_the_slowest_stage_sets_the_pace():
-    slots = predicted_slots(streams_of(gpipe, 3, 8), [1, 5, 1], [1, 5, 1])
-    assert max(slot.end_s for slot in slots) == (1 + 8 * 5 + 1) + (1 + 8 * 5 + 1)
-
-
-def test_frozen_stages_run_no_backward():
-    streams = [[a for a in gpipe(0, 2, 3) if a.kind == "forward"], list(gpipe(1, 2, 3))]
-    slots = predicted_slots(streams, [1, 1], [1, 1])
-    assert max(slot.end_s for slot in slots) == 1 + 3 + 3
-
-
 def test_streams_that_can_never_finish_are_told_apart():
     forward, backward = Action("forward", 0), Action("backward", 0)
     with pytest.raises(ValueError, match="stage 0 cannot run B0 before its own F0"):
@@ -77,20 +61,39 @@ def test_streams_that_can_never_finish_are_told_apart():
     expected = "stage 0 cannot run B0 before B0 of stage 1; stage 1 cannot run F1 before F1 of"
     with pytest.raises(ValueError, match=expected + " stage 0"):
         predicted_slots(crossed, [1, 1], [1, 1])
-    with pytest.raises(ValueError, match="stage 1 runs B0 never"):
+    with pytest.raises(ValueError, match="stage 0 cannot run B0 before B0 of stage 1"):
         predicted_slots([[forward, backward], [forward]], [1, 1], [1, 1])
     with pytest.raises(ValueError, match="stage 0 runs F0 more than once"):
         predicted_slots([[forward, forward, backward]], [1], [1])
 
 
-def test_seconds_for_every_stage_and_every_cut():
-    streams = streams_of(gpipe, 3, 2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6])
+def test_it_ends_with_the_last_slot(schedule, num_stages):
+    draw = random.Random(num_stages)
+    for micro_batches in (1, 2, 3, 8):
+        for first_trained in range(num_stages + 1):
+            forward_s, backward_s = ([draw.random() for _ in range(num_stages)] for _ in range(2))
+            hop_s = [draw.random() for _ in range(num_stages - 1)]
+            streams = pipeline_streams(schedule, num_stages, micro_batches, first_trained)
+            slots = predicted_slots(streams, forward_s, backward_s, hop_s)
+            end_s = makespan_s(
+                schedule, micro_batches, forward_s, backward_s, hop_s, first_trained
+            )
+            assert end_s == max(slot.end_s for slot in slots)
+
+
+def test_frozen_stages_have_no_backward():
+    streams = pipeline_streams("1f1b", 3, 2, first_trained=1)
+    assert [" ".join(map(str, stream)) for stream in streams] == [
+        "F0 F1",
+        "F0 F1 B0 B1",
+        "F0 B0 F1 B1",
+    ]
+    # Two forwards on stage 0, a hop, stage 1, a hop, stage 2, and back to stage 1 only.
+    assert makespan_s("gpipe", 1, [1, 1, 1], [7, 2, 2], [0.5, 0.5], first_trained=1) == 8.5
+
+
+def test_seconds_for_every_stage():
     with pytest.raises(ValueError, match="backward_s has length 2: with 3 stages give 3"):
-        predicted_slots(streams, [1] * 3, [1] * 2)
-    with pytest.raises(ValueError, match="hop_s has length 3: with 3 stages give 2"):
-        predicted_slots(streams, [1] * 3, [1] * 3, [1] * 3)
-
-
-def test_nothing_to_do_has_no_bubble():
-    assert predicted_slots([[], []], [1, 1], [1, 1]) == []
-    assert bubble([]) == 0
+        predicted_slots(streams_of(gpipe, 3, 2), [1] * 3, [1] * 2)

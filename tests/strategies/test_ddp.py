@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import run, strategies
-from labkit.costs.traffic import NOTHING, ddp_update_cost
+from labkit.costs.traffic import NOTHING, broadcast_cost, ring_all_reduce_cost
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.strategies.ddp.naive import NaiveDDP
 from labkit.training.state import checksum, largest_difference
@@ -256,10 +256,9 @@ def test_traffic_equals_the_formula_and_the_line_has_a_lane_of_its_own():
     buffers = [2 * (8 + 6) * 8, 2 * 8]
     for rank, found in enumerate(run(counted, world_size=3).values):
         for sizes, used, _ in found:
-            gradients = ddp_update_cost(sizes, 8, 3, rank)
-            with_buffers = ddp_update_cost(sizes, 8, 3, rank, buffers)
-            # Nothing is behind before the first forward.
-            costs = [gradients, with_buffers, with_buffers]
+            # Before the first forward no buffers are sent.
+            costs = [ring_all_reduce_cost(size, 8, 3, rank) for size in sizes] * 3
+            costs += [broadcast_cost(num_bytes, 1, 3, rank) for num_bytes in buffers] * 2
             expected = sum(costs, start=NOTHING)
             assert used == (expected.messages, expected.num_bytes)
         assert [len(sizes) > 1 for sizes, _, _ in found] == [False, True]

@@ -14,11 +14,10 @@ from labkit import run, strategies
 from labkit.collectives import ring_all_reduce
 from labkit.costs.traffic import (
     NOTHING,
+    all_gather_cost,
     broadcast_cost,
-    ddp_update_cost,
     parameter_server_cost,
     ring_all_reduce_cost,
-    sync_batch_norm_cost,
 )
 from labkit.strategies.single import Single
 from labkit.strategies.sync_batch_norm import convert
@@ -269,11 +268,11 @@ def test_every_technique_equals_one_device(by_job):
 def expected(name, world_size, rank, elements):
     """Of three steps of ``Residual``; its buffers are 30 numbers and four counters."""
     # Batches of 7, 5 and 2 samples: the last has two micro-batches.
-    norms = {"rank": rank, "micro_batches": 8 if "three" in name else 3}
+    micro_batches = 8 if "three" in name else 3
     if "ring" in name:
         steps = [ring_all_reduce_cost(elements, 8, world_size, rank)] * 3
     elif name == "ddp":
-        steps = [ddp_update_cost([elements], 8, world_size, rank)] * 3
+        steps = [ring_all_reduce_cost(elements, 8, world_size, rank)] * 3
         # Before the first forward nothing can have changed.
         steps += [broadcast_cost(n, 1, world_size, rank) for n in (30 * 8, 4 * 8)] * 2
     else:
@@ -281,8 +280,11 @@ def expected(name, world_size, rank, elements):
         steps = [parameter_server_cost(elements, 8, world_size, rank, servers)] * 3
         if rank < servers:
             return sum(steps, NOTHING)
-        norms["rank"], world_size = rank - servers, world_size - servers
-    return sum(steps, NOTHING) + sync_batch_norm_cost((3, 4, 4, 4), world_size, **norms)
+        rank, world_size = rank - servers, world_size - servers
+    # Of C channels: means, sums of squared deviations and the count forward, two sums backward.
+    rows = [row for channels in (3, 4, 4, 4) for row in (2 * channels + 1, 2 * channels)]
+    norms = [all_gather_cost(row, 8, world_size, rank) for row in rows]
+    return sum([*steps, *norms * micro_batches], NOTHING)
 
 
 @pytest.mark.parametrize(

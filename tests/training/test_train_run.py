@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
-from labkit.costs.traffic import broadcast_cost, ddp_update_cost, ring_all_reduce_cost
+from labkit.costs.traffic import broadcast_cost, ring_all_reduce_cost
 from labkit.training.resolve import make_strategy
 from labkit.training.state import checksum, largest_difference, tolerance
 from labkit.workload.models import build_model
@@ -131,7 +131,9 @@ def test_pytorchs_ddp_on_our_backend_sends_what_ours_does_and_three_things_more(
     by_dtype = [sum(buffers) - integers, integers] if buffers else []
     told = [4 * (len(list(net.parameters())) + 1), 4, *buffers]
     for rank in range(world_size):
-        step = ddp_update_cost([elements], 4, world_size, rank, by_dtype)
+        step = ring_all_reduce_cost(elements, 4, world_size, rank)
+        for num_bytes in by_dtype:
+            step += broadcast_cost(num_bytes, 1, world_size, rank)
         once = [broadcast_cost(num_bytes, 1, world_size, rank) for num_bytes in told]
         assert theirs.bytes_sent[rank] == 2 * step.num_bytes + sum(one.num_bytes for one in once)
         assert theirs.messages[rank] == 2 * step.messages + sum(one.messages for one in once)
