@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from labkit.costs.link import Link
-from labkit.costs.pipeline_timeline import bubble, bubble_formula
+from labkit.costs.pipeline_timeline import bubble
 from labkit.placement.planner import best_split, predict_split
 from labkit.placement.stage_costs import LayerCost, Profile
 from labkit.placement.vgg16_splits import VGG16_SPLITS
@@ -66,31 +66,9 @@ def test_frozen_layers_have_no_backward_and_send_no_gradient_back():
     assert predict_split(HAND, [1, 4], LINK, frozen=1).first_trained == 1
 
 
-def test_a_parameterless_first_stage_trains_nothing():
-    flat = replace(HAND, layers=(LayerCost("flatten", 0.5, 0.5, 64, 0, 0), *HAND.layers))
-    model = predict_split(flat, [1], LINK)
-    assert (model.first_trained, model.backward_s[0]) == (1, 0.0)
-    assert model.backward_hop_s == (0.0,)
-
-
 def equal_layers(count, output_bytes=0):
     layer = LayerCost("layer", 1.0, 2.0, output_bytes, 4, 64)
     return Profile("equal", 32, 0, (layer,) * count)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_equal_stages_and_free_hops_are_the_formula(schedule):
-    for stages, micro_batches in ((2, 2), (4, 1), (4, 8), (3, 32)):
-        points = [2 * stage for stage in range(1, stages)]
-        model = predict_split(
-            equal_layers(2 * stages),
-            points,
-            Link(0, 0),
-            micro_batches=micro_batches,
-            schedule=schedule,
-        )
-        assert model.step_s == pytest.approx(6.0 / micro_batches * (micro_batches + stages - 1))
-        assert model.bubble == pytest.approx(bubble_formula(stages, micro_batches))
 
 
 def test_micro_batches_pay_alpha_each_and_share_the_bytes():
@@ -127,15 +105,6 @@ def test_memory_counts_the_micro_batches_in_flight():
     assert eager.memory_bytes == (12 + 32, 12 + 24, 12 + 16, 12 + 8)
     few = predict_split(profile, points, link, micro_batches=2, schedule="1f1b")
     assert few.memory_bytes == (whole, whole, whole, 12 + 32)
-
-
-def test_a_fraction_of_a_held_byte_counts_as_a_byte():
-    profile = Profile(
-        "odd", 3, 4, (LayerCost("", 1.0, 1.0, 4, 4, 4), LayerCost("", 1.0, 1.0, 4, 0, 4))
-    )
-    held = predict_split(profile, (1,), Link(0, 0), micro_batches=3, schedule="1f1b")
-    # Two of three micro-batches of 4 bytes, and one of them.
-    assert held.memory_bytes == (3 * 4 + 3, 2)
 
 
 def random_profile(draw, num_layers):
@@ -251,12 +220,8 @@ def test_a_cap_names_the_smallest_one_that_works():
     ("options", "words"),
     [
         ({"num_stages": 6}, "num_stages .* from 1 to 5, the number of layers of hand; got 6"),
-        ({"num_stages": 0}, "num_stages .* got 0"),
-        ({"num_stages": 2.0}, "num_stages .* got 2.0"),
         ({"micro_batches": 0}, "micro_batches must be .* from 1 up, got 0"),
-        ({"micro_batches": True}, "micro_batches .* got True"),
         ({"frozen": 6}, "frozen .* from 0 to 5, the number of layers of hand; got 6"),
-        ({"frozen": -1}, "frozen .* got -1"),
         ({"schedule": "zb"}, "unknown schedule 'zb': choose one of gpipe, 1f1b"),
         ({"objective": "bytes"}, "unknown objective 'bytes': choose one of step, largest_stage"),
     ],

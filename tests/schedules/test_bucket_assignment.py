@@ -11,10 +11,6 @@ def test_buckets_run_from_the_last_parameter_to_the_first():
     assert assign_buckets([1] * 6, cap_bytes=3, first_cap_bytes=2) == [[5, 4], [3, 2, 1], [0]]
 
 
-def test_a_cap_of_0_is_one_bucket_per_parameter():
-    assert assign_buckets([4, 8, 4], cap_bytes=0) == [[2], [1], [0]]
-
-
 def test_a_cap_above_all_is_one_bucket_only_without_a_small_first_one():
     assert assign_buckets([4, 8, 4], cap_bytes=10**9) == [[2, 1, 0]]
     assert assign_buckets([2 * MIB, 4, MIB], cap_bytes=10**9) == [[2], [1, 0]]
@@ -32,10 +28,6 @@ def test_what_was_gathered_beside_a_large_one_leaves_before_it_when_ready_before
 def test_a_bucket_holds_one_kind():
     kinds = ["half", "half", "full", "half"]
     assert assign_buckets([1] * 4, cap_bytes=9, kinds=kinds) == [[3], [2], [1, 0]]
-
-
-def test_no_parameters_no_buckets():
-    assert assign_buckets([], cap_bytes=1) == []
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -11,7 +11,7 @@ from labkit.schedules.hierarchical import (
     own_blocks,
     rounds,
 )
-from labkit.schedules.ring import chunk_bounds, ring_all_reduce
+from labkit.schedules.ring import ring_all_reduce
 
 HOSTS = [
     ((0,),),
@@ -110,32 +110,6 @@ def test_with_one_host_or_one_rank_per_host_it_is_the_flat_ring(hosts):
         assert [(step.phase, step.dst, step.send[0]) for step in steps] == [
             (step.phase, step.dst, step.send_chunk) for step in ring_all_reduce(rank, len(ranks))
         ]
-
-
-def crossing(schedule, hosts, num_elements):
-    """By host, the elements that leave it."""
-    count = num_blocks(hosts) if schedule is hierarchical_all_reduce else len(all_ranks(hosts))
-    bounds = chunk_bounds(num_elements, count)
-    left = [0] * len(hosts)
-    for steps in rounds(schedule, hosts):
-        for rank, step in steps.items():
-            if step.is_between:
-                sent = bounds[step.send[0] : step.send[1]]
-                left[host_of(rank, hosts)] += sum(end - start for start, end in sent)
-    return left
-
-
-def test_each_host_sends_its_share_once_and_the_sum_once():
-    """2 (H - 1) / H of the tensor, however many ranks: for H = 2 the lower bound."""
-    for hosts, tensors in [(HOSTS[3], 1), (HOSTS[9], 1), (HOSTS[8], 4 / 3), (HOSTS[7], 1)]:
-        assert crossing(hierarchical_all_reduce, hosts, 480) == [480 * tensors] * len(hosts)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "tensors"), [(HOSTS[3], 1.5), (HOSTS[9], 1.75), (((0, 2), (1, 3)), 3)]
-)
-def test_the_flat_ring_sends_more_over_a_card_and_most_if_ranks_are_dealt_out(hosts, tensors):
-    assert crossing(flat_ring, hosts, 480) == [480 * tensors] * 2
 
 
 def test_a_rank_on_no_host_is_refused():

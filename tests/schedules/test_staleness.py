@@ -77,13 +77,6 @@ def test_nobody_waits_for_a_dropped_worker():
     assert tracker.updates == [Update(1, 0), Update(1, 0)]
 
 
-def test_a_push_without_a_gradient_is_no_update():
-    tracker = StalenessTracker([1, 2])
-    tracker.push(1)
-    tracker.pull(1)
-    assert (tracker.version, tracker.held, tracker.updates) == (0, [], [])
-
-
 def test_a_bound_that_cannot_be_kept_is_refused_with_the_smallest_that_can():
     with pytest.raises(ValueError, match=r"at most 1 cannot be kept with 3 workers.*Use 2"):
         StalenessTracker([1, 2, 3], bound=1)
