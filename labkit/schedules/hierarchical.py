@@ -17,7 +17,7 @@ hierarchy" (2019), section 3, for equal hosts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from labkit.schedules.ring import (
@@ -55,29 +55,14 @@ Round = Mapping[int, HostStep]
 
 def hierarchical_all_reduce(rank: int, hosts: Hosts) -> Iterator[HostStep]:
     """All three parts: 2 (m - 1) steps inside the host, 2 (H - 1) between hosts in each ring."""
-    yield from share_reduce_inside(rank, hosts)
-    yield from all_reduce_between(rank, hosts)
-    yield from share_only_inside(rank, hosts)
-
-
-def share_reduce_inside(rank: int, hosts: Hosts) -> Iterator[HostStep]:
-    """m - 1 steps on the ring of a host; the rank then has its host's sum of ``own_blocks``."""
     yield from _inside(ring_share_reduce, rank, hosts)
-
-
-def share_only_inside(rank: int, hosts: Hosts) -> Iterator[HostStep]:
-    """m - 1 steps on the ring of a host, each of complete blocks."""
-    yield from _inside(ring_share_only, rank, hosts)
-
-
-def all_reduce_between(rank: int, hosts: Hosts) -> Iterator[HostStep]:
-    """2 (H - 1) steps on each ring that the rank is in: share_reduce, then share_only."""
     for members, (first, end) in rings_between(rank, hosts):
         size = (end - first) // len(hosts)
         for step in ring_all_reduce(members.index(rank), len(hosts)):
             begins = (first + chunk * size for chunk in (step.send_chunk, step.recv_chunk))
             sent, received = ((begin, begin + size) for begin in begins)
             yield HostStep(step.phase, True, members[step.dst], sent, members[step.src], received)
+    yield from _inside(ring_share_only, rank, hosts)
 
 
 def rings_between(rank: int, hosts: Hosts) -> Iterator[tuple[list[int], Blocks]]:
@@ -87,11 +72,15 @@ def rings_between(rank: int, hosts: Hosts) -> Iterator[tuple[list[int], Blocks]]
     begins = {start for ranks in hosts for start, _ in parts_inside(len(ranks), hosts)}
     begins = sorted(begin for begin in begins if first <= begin < end)
     for start, stop in zip(begins, [*begins[1:], end]):
-        yield [_owner(ranks, start, hosts) for ranks in hosts], (start, stop)
+        members = []
+        for ranks in hosts:
+            part = start * len(ranks) // num_blocks(hosts)
+            members += [r for n, r in enumerate(ranks) if owned_chunk(n, len(ranks)) == part]
+        yield members, (start, stop)
 
 
 def own_blocks(rank: int, hosts: Hosts) -> Blocks:
-    """The blocks of which ``rank`` has its host's sum after ``share_reduce_inside``."""
+    """The blocks of which ``rank`` has its host's sum after the first part."""
     ranks = hosts[host_of(rank, hosts)]
     return parts_inside(len(ranks), hosts)[owned_chunk(ranks.index(rank), len(ranks))]
 
@@ -147,26 +136,6 @@ def rounds(schedule: Callable[[int, Hosts], Iterable[HostStep]], hosts: Hosts) -
     return found
 
 
-def contributions(
-    schedule: Callable[[int, Hosts], Iterable[HostStep]], hosts: Hosts, count: int
-) -> list[dict[int, list[frozenset[int]]]]:
-    """Which ranks' values each of ``count`` blocks contains: [state][rank][block].
-
-    State 0 is the start, and each of the ``rounds`` adds one state.
-    """
-    held = {rank: [frozenset({rank})] * count for ranks in hosts for rank in ranks}
-    states = [{rank: list(row) for rank, row in held.items()}]
-    for steps in rounds(schedule, hosts):
-        sent = {rank: held[rank][slice(*step.send)] for rank, step in steps.items()}
-        for rank, step in steps.items():
-            mine = held[rank][slice(*step.recv)]
-            if step.phase == "share_only":
-                mine = [frozenset[int]()] * len(mine)
-            held[rank][slice(*step.recv)] = [a | b for a, b in zip(mine, sent[step.src])]
-        states.append({rank: list(row) for rank, row in held.items()})
-    return states
-
-
 def _meets(rank: int, step: HostStep, others: Round) -> bool:
     left, right = others.get(step.src), others.get(step.dst)
     return (
@@ -185,9 +154,3 @@ def _inside(
     for step in half(ranks.index(rank), len(ranks)):
         sent, received = parts[step.send_chunk], parts[step.recv_chunk]
         yield HostStep(step.phase, False, ranks[step.dst], sent, ranks[step.src], received)
-
-
-def _owner(ranks: Sequence[int], block: int, hosts: Hosts) -> int:
-    """Which of a host's ranks has the host's sum of ``block``."""
-    part = block * len(ranks) // num_blocks(hosts)
-    return next(r for n, r in enumerate(ranks) if owned_chunk(n, len(ranks)) == part)

@@ -38,14 +38,13 @@ def parse_lr_schedule(text: str) -> LrSchedule:
         ValueError: not of one of the three forms, or a step that makes the rate grow or vanish.
     """
     kind, *numbers = str(text).split(":")
-    if (kind, numbers) in (("constant", []), ("cosine", [])):
+    if kind in ("constant", "cosine") and not numbers:
         return LrSchedule(kind)
     try:
-        if kind != "step":
-            raise ValueError(f"{kind} is no schedule")
+        if kind != "step" or len(numbers) != 2:
+            raise ValueError
         epochs, factor = units.parse_integer(numbers[0]), units.parse_number(numbers[1])
-        (_, _) = numbers
-    except (ValueError, IndexError):
+    except ValueError:
         raise ValueError(
             "lr_schedule must be constant, cosine, or step:EPOCHS:FACTOR as in step:30:0.1, got "
             f"{shortened(text)}"

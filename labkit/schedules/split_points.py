@@ -50,7 +50,7 @@ def check_split_points(
             not a sequence.
     """
     points = as_split_points(split_points)
-    shown = ", ".join(map(str, points))
+    shown = ", ".join(map(str, points)) or "none"
     for point in points:
         if isinstance(point, bool) or not isinstance(point, int):
             raise ValueError(f"split point {point!r} is not an integer: give a layer's number")
@@ -60,14 +60,11 @@ def check_split_points(
                 f"{format_count(num_layers, 'layer')} "
                 + (f"it is 1 to {num_layers - 1}" if num_layers > 1 else "there is nothing to cut")
             )
-    for before, after in itertools.pairwise(points):
-        if before == after:
-            raise ValueError(f"split point {before} comes twice in {shown}: give each once")
-        if before > after:
-            raise ValueError(f"split points {shown} are out of order: {after} follows {before}")
+    if any(before >= after for before, after in itertools.pairwise(points)):
+        raise ValueError(f"split points {shown} are out of order: give each once, from the first")
     if num_stages is not None and len(points) != num_stages - 1:
         raise ValueError(
-            f"{format_count(len(points), 'split point')} ({shown or 'none'}) for "
+            f"{format_count(len(points), 'split point')} ({shown}) for "
             f"{format_count(num_stages, 'stage')}: give {num_stages - 1}"
         )
     return points

@@ -50,7 +50,7 @@ REFUSED = {
     # Where to cut.
     "strategy=model_parallel split_points=7": "7 leaves a stage without layers: with 7 layers",
     "strategy=model_parallel split_points=5,3": "split points 5, 3 are out of order",
-    "strategy=model_parallel split_points=3,3": "split point 3 comes twice",
+    "strategy=model_parallel split_points=3,3": "split points 3, 3 are out of order",
     "strategy=model_parallel split_points=3.5": "must be layers, as in 5,12, got '3.5'",
     "strategy=model_parallel split_points=3 world_size=3": "'3' makes 2 stages, but world_size is",
     "strategy=model_parallel world_size=8": "has 7 layers, .* use world_size 7 or less, got 8",
