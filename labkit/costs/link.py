@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from labkit.units import format_count, format_number, format_seconds
 
 
@@ -71,37 +73,9 @@ def fit_link(
         ValueError: the lists differ in length, have fewer than two sizes, or contain a value that
             cannot be a measurement.
     """
-    points = _medians(sizes_bytes, seconds)
-    weights = [1 / time_s**2 for _, time_s in points]
-    total = sum(weights)
-    mean_size = sum(w * size for w, (size, _) in zip(weights, points)) / total
-    mean_s = sum(w * time_s for w, (_, time_s) in zip(weights, points)) / total
-    spread = sum(w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points))
-    joint = sum(w * (size - mean_size) * (t - mean_s) for w, (size, t) in zip(weights, points))
-    beta = joint / spread
-    alpha = mean_s - beta * mean_size
-    if beta < 0:
-        alpha, beta = mean_s, 0.0
-    elif alpha < 0:
-        through_zero = sum(w * size * size for w, (size, _) in zip(weights, points))
-        alpha, beta = 0.0, sum(w * n * t for w, (n, t) in zip(weights, points)) / through_zero
-    return Link(alpha, beta, gamma_s_per_byte)
-
-
-def _rate(seconds_per_byte: float) -> str:
-    if not seconds_per_byte:
-        return "bytes at no cost"
-    per_s = 1 / seconds_per_byte
-    scale, unit = (1e9, "GB/s") if per_s >= 0.9995e9 else (1e6, "MB/s")
-    return f"{format_number(per_s / scale)} {unit}"
-
-
-def _medians(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> list[tuple[float, float]]:
-    """(size, median seconds) by size; checks the arguments of ``fit_link``."""
     if len(sizes_bytes) != len(seconds):
-        sizes, times = (len(sizes_bytes), "size"), (len(seconds), "time")
-        counts = f"{format_count(*sizes)} and {format_count(*times)}"
-        raise ValueError(f"{counts}: give one time per size")
+        counts = format_count(len(sizes_bytes), "size"), format_count(len(seconds), "time")
+        raise ValueError(f"{' and '.join(counts)}: give one time per size")
     by_size: dict[float, list[float]] = {}
     for size, time_s in zip(sizes_bytes, seconds):
         if not (math.isfinite(size) and size >= 0 and math.isfinite(time_s) and time_s > 0):
@@ -115,4 +89,19 @@ def _medians(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> list[tup
             f"a line needs two different sizes, got {sorted(by_size)}: measure "
             "a small message and a large one"
         )
-    return [(size, statistics.median(times)) for size, times in sorted(by_size.items())]
+    sizes = np.array(list(by_size))
+    medians = np.array([statistics.median(times) for times in by_size.values()])
+    beta, alpha = np.polyfit(sizes, medians, 1, w=1 / medians)
+    if beta < 0:
+        alpha, beta = np.average(medians, weights=medians**-2), 0.0
+    elif alpha < 0:
+        alpha, beta = 0.0, np.sum(sizes / medians) / np.sum((sizes / medians) ** 2)
+    return Link(float(alpha), float(beta), gamma_s_per_byte)
+
+
+def _rate(seconds_per_byte: float) -> str:
+    if not seconds_per_byte:
+        return "bytes at no cost"
+    per_s = 1 / seconds_per_byte
+    scale, unit = (1e9, "GB/s") if per_s >= 0.9995e9 else (1e6, "MB/s")
+    return f"{format_number(per_s / scale)} {unit}"

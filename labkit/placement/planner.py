@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from labkit.costs.link import Link
 from labkit.costs.makespan import pipeline_streams
 from labkit.costs.pipeline_timeline import Slot, predicted_slots
-from labkit.placement.search import Combine, StageCost, cheapest_cuts, cheapest_rest, search_cuts
+from labkit.placement.search import StageCost, cheapest_cuts, cheapest_rest, search_cuts
 from labkit.placement.stage_costs import Profile, StageCosts
 from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.units import check_choice, format_bytes, format_count
@@ -133,17 +133,24 @@ def best_split(
     """
     check_choice("objective", objective, OBJECTIVES)
     costs = StageCosts(profile, num_stages, link, micro_batches, schedule, frozen)
+    sizes = costs.num_layers, costs.num_stages
     if memory_cap_bytes is not None:
-        _check_cap(costs, memory_cap_bytes)
+        least = cheapest_rest(costs.memory_bytes, *sizes, max)[0][0]
+        if least > memory_cap_bytes:
+            raise ValueError(
+                f"no split into {format_count(num_stages, 'stage')} keeps every stage within "
+                f"{memory_cap_bytes:,.0f} bytes ({format_bytes(memory_cap_bytes)}): the least "
+                f"that the largest stage can need is {least:,} ({format_bytes(least)}). Raise the "
+                "cap, or take more stages or a smaller batch"
+            )
     compute_s = _capped(costs.compute_s, costs, memory_cap_bytes)
     if objective == "largest_stage":
-        points = _cheapest(costs, compute_s, max)
+        points = cheapest_cuts(compute_s, *sizes, max)
     elif micro_batches == 1:
         hops_s = _capped(costs.hops_before_s, costs, memory_cap_bytes)
-        points = _cheapest(costs, hops_s, operator.add)
+        points = cheapest_cuts(hops_s, *sizes, operator.add)
     else:
         through_s = functools.cache(costs.through_s)
-        sizes = costs.num_layers, costs.num_stages
         points = search_cuts(compute_s, through_s, costs.step_s, *sizes)
     return _predict(costs, points)
 
@@ -177,21 +184,3 @@ def _capped(cost: StageCost, costs: StageCosts, cap_bytes: float | None) -> Stag
         return cost(stage, start, end) if fits else math.inf
 
     return functools.cache(capped)
-
-
-def _cheapest(costs: StageCosts, cost: StageCost, combine: Combine) -> tuple[int, ...]:
-    rest = cheapest_rest(cost, costs.num_layers, costs.num_stages, combine)
-    return cheapest_cuts(cost, rest, combine)
-
-
-def _check_cap(costs: StageCosts, cap_bytes: float) -> None:
-    """Raise ValueError if no split keeps the cap."""
-    rest = cheapest_rest(costs.memory_bytes, costs.num_layers, costs.num_stages, max)
-    least = rest[0][0]
-    if least > cap_bytes:
-        raise ValueError(
-            f"no split into {format_count(costs.num_stages, 'stage')} keeps every stage within "
-            f"{cap_bytes:,.0f} bytes ({format_bytes(cap_bytes)}): the least that the largest "
-            f"stage can need is {least:,} ({format_bytes(least)}). Raise the cap, or take more "
-            "stages or a smaller batch"
-        )

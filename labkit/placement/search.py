@@ -50,14 +50,11 @@ def cheapest_rest(
     return rest
 
 
-def cheapest_cuts(cost: StageCost, rest: list[list[float]], combine: Combine) -> tuple[int, ...]:
-    """The split points that reach ``rest[0][0]``; of several, the earliest cuts.
-
-    Args:
-        cost, combine: the arguments of ``cheapest_rest``.
-        rest: its result.
-    """
-    num_stages, num_layers = len(rest), len(rest[0])
+def cheapest_cuts(
+    cost: StageCost, num_layers: int, num_stages: int, combine: Combine
+) -> tuple[int, ...]:
+    """The split points that cost least; of several, the earliest. As ``cheapest_rest``."""
+    rest = cheapest_rest(cost, num_layers, num_stages, combine)
     points: list[int] = []
     start, spent = 0, 0.0
     for stage in range(num_stages - 1):

@@ -73,9 +73,13 @@ class StageCosts:
         schedule: str,
         frozen: int,
     ):
-        layers = profile.layers
-        _check_up_to_layers("num_stages", num_stages, 1, profile)
-        _check_up_to_layers("frozen", frozen, 0, profile)
+        layers, most = profile.layers, len(profile.layers)
+        for name, value, least in (("num_stages", num_stages, 1), ("frozen", frozen, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ValueError(
+                    f"{name} must be an integer from {least} to {most}, the number of layers of "
+                    f"{profile.model}; got {value!r}"
+                )
         check_integer("micro_batches", micro_batches)
         self.num_layers, self.num_stages = len(layers), num_stages
         self.micro_batches = micro_batches = min(micro_batches, profile.batch_size)
@@ -145,13 +149,4 @@ class StageCosts:
             [self.backward_s(*bound) / self.micro_batches for bound in bounds],
             [self.message_s(cut) for cut in points],
             self.first_trained_stage(points),
-        )
-
-
-def _check_up_to_layers(name: str, value: int, least: int, profile: Profile) -> None:
-    most = len(profile.layers)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(
-            f"{name} must be an integer from {least} to {most}, the number of layers of "
-            f"{profile.model}; got {value!r}"
         )
