@@ -4,7 +4,6 @@
     phases            seconds by kind, stacked
     ring_steps        an all-reduce worked out on paper, state by state (ring_states: the states)
     ring_step         one step of a ring all-reduce, in numbers and words (ring_words: the words)
-    hosts_rounds      an all-reduce over several hosts, round by round
     learning_curves   loss and held-out accuracy, by epoch and by second
     bars              one quantity, measured beside model
     bucket_overlap    a backward pass with DDP's buckets, on paper
@@ -25,7 +24,6 @@ from workbook.plots.bars import bars
 from workbook.plots.bucket_overlap import BUCKET_SIZES_MB, LINKS, bucket_overlap
 from workbook.plots.communication_time import communication_time, hop_rows
 from workbook.plots.figure import CaptionedFigure
-from workbook.plots.hosts import hosts_rounds
 from workbook.plots.learning_curves import learning_curves
 from workbook.plots.palette import STYLES, Style
 from workbook.plots.phases import phases
@@ -50,7 +48,6 @@ __all__ = [
     "communication_time",
     "crossings",
     "hop_rows",
-    "hosts_rounds",
     "learning_curves",
     "measured_slots",
     "phases",
