@@ -186,7 +186,7 @@ class AllReduceResult(Result):
     def figures(self) -> Figures:
         """Time by size, beside the models of tree and ring; and bus bandwidth by size."""
         from workbook.plots import size_curves
-        from workbook.plots.bandwidth_curves import with_bandwidth
+        from workbook.plots.size_curves import with_bandwidth
 
         names = [name for name in _DRAWN if name in next(iter(self.seconds.values()))]
         model = {

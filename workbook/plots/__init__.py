@@ -15,8 +15,7 @@
     pipeline_timetable, pipeline_timeline   a pipeline's step on paper, and as it ran
     step_by_micro_batches   a step's time and memory over the number of micro-batches
 
-Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes. The name of each
-function begins with the name of its file (``ring_steps`` is in ``ring.py``).
+Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 """
 
 from labkit.units import unknown_name
@@ -26,15 +25,17 @@ from workbook.plots.communication_time import communication_time, hop_rows
 from workbook.plots.figure import CaptionedFigure
 from workbook.plots.learning_curves import learning_curves
 from workbook.plots.palette import STYLES, Style
-from workbook.plots.phases import phases
-from workbook.plots.pipeline import measured_slots, pipeline_timeline, pipeline_timetable
+from workbook.plots.pipeline import (
+    measured_slots,
+    pipeline_timeline,
+    pipeline_timetable,
+    step_by_micro_batches,
+)
 from workbook.plots.ring import RingState, ring_states, ring_step, ring_steps, ring_words
 from workbook.plots.size_curves import crossings, size_curves
-from workbook.plots.split_costs import split_costs
-from workbook.plots.split_scatter import split_scatter
+from workbook.plots.split_costs import split_costs, split_scatter
 from workbook.plots.staleness import staleness_histogram, staleness_model
-from workbook.plots.step_by_micro_batches import step_by_micro_batches
-from workbook.plots.timeline import timeline
+from workbook.plots.timeline import phases, timeline
 
 __all__ = [
     "BUCKET_SIZES_MB",

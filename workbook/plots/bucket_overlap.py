@@ -75,24 +75,40 @@ def bucket_overlap(
     """
     step = example_step(bucket_mb, world_size, link)
     sweep = [example_step(size, world_size, link).step_s for size in BUCKET_SIZES_MB]
-    return CaptionedFigure(
-        _draw(step, sweep, bucket_mb, world_size, link),
-        alt=_alt(step, bucket_mb, world_size, link),
-        caption=_caption(step, sweep, bucket_mb),
-    )
+    figure = Figure(figsize=(WIDTH_IN, 4.6))
+    above = fixed_axes(figure, 84, 600, 226, 296)
+    spans = [Span(0, "compute", 0.0, step.backward_s)]
+    if step.exposed_s > 0:
+        spans.append(Span(0, "wait", step.backward_s, step.step_s))
+    spans += [Span(1, "all_reduce", times.start_s, times.end_s) for times in step.times]
+    # The longest step of the sweep sets the scale, so that a slider moves the bars, not the axis.
+    above.set_xlim(0, max(*sweep, step.step_s) * 1e3)
+    draw_spans(above, spans, [0, 1], 1e-3, model=True)
+    label_lanes(above, ["main thread", "link"])
+    above.set_xlabel("time since backward began (ms)")
+    _draw_sweep(fixed_axes(figure, 84, 600, 84, 182), step, sweep, bucket_mb)
+    size, ranks = size_name(bucket_mb), format_count(world_size, "rank")
+    add_title(figure, f"Buckets of {size}, {ranks}, {link} (model)")
+    names = {"compute": "backward", "all_reduce": "all-reduce of a bucket", "wait": "exposed"}
+    add_legend(figure, [swatch(name, STYLES[kind], model=True) for kind, name in names.items()])
 
-
-def _caption(step: StepModel, sweep: list[float], bucket_mb: float) -> str:
-    """The exposed communication time, and the best bucket size."""
+    exposed, takes = format_seconds(step.exposed_s), format_seconds(step.step_s)
     best, best_mb = min(zip(sweep, BUCKET_SIZES_MB))
-    text = (
-        f"Model: buckets of {size_name(bucket_mb)} make {len(step.buckets)} all-reduces. They end "
-        f"{format_seconds(step.exposed_s)} after backward, so the step takes "
-        f"{format_seconds(step.step_s)}."
-    )
+    others = f"With {size_name(best_mb)} it would take {format_seconds(best)}."
     if step.step_s <= best * (1 + 1e-9):
-        return f"{text} No other size on the curve is faster."
-    return f"{text} With {size_name(best_mb)} it would take {format_seconds(best)}."
+        others = "No other size on the curve is faster."
+    alt = (
+        f"Predicted backward pass of {format_seconds(step.backward_s)} on {ranks} over {link}, "
+        f"buckets of {size}. The first of {len(step.buckets)} all-reduces begins at "
+        f"{format_seconds(step.times[0].start_s)}, the last ends at "
+        f"{format_seconds(step.times[-1].end_s)}: {exposed} exposed. Below, the predicted step's "
+        "time over the size of a bucket."
+    )
+    caption = (
+        f"Model: buckets of {size} make {len(step.buckets)} all-reduces. They end {exposed} after "
+        f"backward, so the step takes {takes}. {others}"
+    )
+    return CaptionedFigure(figure, alt=alt, caption=caption)
 
 
 def size_name(bucket_mb: float) -> str:
@@ -100,44 +116,6 @@ def size_name(bucket_mb: float) -> str:
     if bucket_mb == 0:
         return "one parameter"
     return "everything" if math.isinf(bucket_mb) else format_bytes(bucket_mb * MIB)
-
-
-def _alt(step: StepModel, bucket_mb: float, world_size: int, link: str) -> str:
-    first, last = step.times[0], step.times[-1]
-    return (
-        f"Predicted backward pass of {format_seconds(step.backward_s)} on "
-        f"{format_count(world_size, 'rank')} over {link}, buckets of {size_name(bucket_mb)}. The "
-        f"first of {len(step.buckets)} all-reduces begins at {format_seconds(first.start_s)}, the "
-        f"last ends at {format_seconds(last.end_s)}: {format_seconds(step.exposed_s)} exposed. "
-        "Below, the predicted step's time over the size of a bucket."
-    )
-
-
-def _draw(
-    step: StepModel, sweep: list[float], bucket_mb: float, world_size: int, link: str
-) -> Figure:
-    figure = Figure(figsize=(WIDTH_IN, 4.6))
-    above = fixed_axes(figure, 84, 600, 226, 296)
-    below = fixed_axes(figure, 84, 600, 84, 182)
-    # The longest step of the sweep sets the scale, so that a slider moves the bars, not the axis.
-    _draw_lanes(above, step, max(*sweep, step.step_s) * 1e3)
-    _draw_sweep(below, step, sweep, bucket_mb)
-    ranks = format_count(world_size, "rank")
-    add_title(figure, f"Buckets of {size_name(bucket_mb)}, {ranks}, {link} (model)")
-    names = {"compute": "backward", "all_reduce": "all-reduce of a bucket", "wait": "exposed"}
-    add_legend(figure, [swatch(name, STYLES[kind], model=True) for kind, name in names.items()])
-    return figure
-
-
-def _draw_lanes(axes: Axes, step: StepModel, longest_ms: float) -> None:
-    spans = [Span(0, "compute", 0.0, step.backward_s)]
-    if step.exposed_s > 0:
-        spans.append(Span(0, "wait", step.backward_s, step.step_s))
-    spans += [Span(1, "all_reduce", times.start_s, times.end_s) for times in step.times]
-    axes.set_xlim(0, longest_ms)
-    draw_spans(axes, spans, [0, 1], 1e-3, model=True)
-    label_lanes(axes, ["main thread", "link"])
-    axes.set_xlabel("time since backward began (ms)")
 
 
 def _draw_sweep(axes: Axes, step: StepModel, sweep: list[float], bucket_mb: float) -> None:

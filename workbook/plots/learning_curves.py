@@ -45,14 +45,22 @@ def learning_curves(
         _draw_curve(dict(zip(rows, grid)), label, curve, *look)
         for (label, curve), look in zip(curves.items(), itertools.cycle(SERIES))
     ]
-    _label_curves(grid, max(len(curve["epoch"]) for curve in curves.values()))
+    names = {"loss": "training loss", "train accuracy": "training accuracy (%)"}
+    for row, (left, _) in zip(rows, grid):
+        left.set_ylabel(names.get(row, "held-out accuracy (%)"))
+    most = max(len(curve["epoch"]) for curve in curves.values())
+    by_epoch, by_second = grid[-1]
+    by_epoch.set(xlabel="epoch", xlim=(0.5, most + 0.5))
+    by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    by_second.set_xlabel("time in training (s)")
+    by_second.set_xlim(left=0)
+    for axes in grid.flat:
+        axes.grid()
     add_title(figure, title or "Loss and held-out accuracy")
     add_legend(figure, lines)
     ends = "; ".join(_end_of(label, curve) for label, curve in curves.items())
-    count = format_count(len(curves), "run")
-    return CaptionedFigure(
-        figure, alt=f"Learning curves of {count}. {ends}.", caption=_curves_caption(curves)
-    )
+    alt = f"Learning curves of {format_count(len(curves), 'run')}. {ends}."
+    return CaptionedFigure(figure, alt=alt, caption=_caption(curves))
 
 
 def _median_curve(label: str, run: Any) -> Curve:
@@ -106,28 +114,15 @@ def _draw_curve(grid, label: str, curve: Curve, style: Style, marker: str, line:
     return grid["loss"][0].lines[-1]
 
 
-def _label_curves(grid, num_epochs: int) -> None:
-    grid[0, 0].set_ylabel("training loss")
-    if len(grid) > 2:
-        grid[1, 0].set_ylabel("training accuracy (%)")
-    grid[-1, 0].set(xlabel="epoch", ylabel="held-out accuracy (%)", xlim=(0.5, num_epochs + 0.5))
-    grid[-1, 1].set_xlabel("time in training (s)")
-    grid[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    grid[-1, 1].set_xlim(left=0)
-    for axes in grid.flat:
-        axes.grid()
-
-
 def _end_of(label: str, curve: Curve) -> str:
-    epochs = len(curve["epoch"])
-    count = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    epochs, seconds = format_count(len(curve["epoch"]), "epoch"), curve["second"][-1]
     return (
         f"{label} ends at loss {curve['loss'][-1]:.3g} and held-out accuracy "
-        f"{curve['accuracy'][-1]:.1f}% after {count} and {format_seconds(curve['second'][-1])}"
+        f"{curve['accuracy'][-1]:.1f}% after {epochs} and {format_seconds(seconds)}"
     )
 
 
-def _curves_caption(curves: dict[str, Curve]) -> str:
+def _caption(curves: dict[str, Curve]) -> str:
     best = max(curves, key=lambda label: np.nan_to_num(curves[label]["accuracy"][-1], nan=-1))
     fast = min(curves, key=lambda label: curves[label]["second"][-1])
     text = f"{_end_of(best, curves[best])}."
@@ -139,7 +134,6 @@ def _curves_caption(curves: dict[str, Curve]) -> str:
             f"Best held-out accuracy at the end: {whose}, {ends[best]}. "
             f"First to end: {fast}, after {format_seconds(curves[fast]['second'][-1])}."
         )
-    text = f"{text} The left column counts epochs, the right one seconds of training."
     if any("low loss" in curve for curve in curves.values()):
         text += " Lines are medians of the repeats, bands span all of them."
     return text

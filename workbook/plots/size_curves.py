@@ -4,40 +4,32 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
-from labkit.units import as_repeats, format_bytes, format_seconds
-from workbook.plots.figure import CaptionedFigure, add_legend, drawn, new_axes
+from labkit.units import as_repeats, format_bytes, format_number, format_seconds
+from workbook.plots.figure import (
+    CaptionedFigure,
+    add_legend,
+    drawn,
+    joined,
+    new_axes,
+    number_axis,
+    range_words,
+    repeats_words,
+)
 from workbook.plots.palette import DARK, SERIES
-from workbook.plots.repeats import counts_words, range_words
 
 # {name: {size in bytes: seconds, or the list of their repeats}}
 Measured = Mapping[str, Mapping[int, float | Iterable[float]]]
 # {name: {size in bytes: seconds}}
 Model = Mapping[str, Mapping[int, float]]
 Series = dict[str, dict[int, list[float]]]
-
-
-class _Win(NamedTuple):
-    """The fastest algorithm at one size, and how many times as fast as the second it is."""
-
-    num_bytes: int
-    name: str
-    ratio: float
-
-
-class _Crossover(NamedTuple):
-    """The sizes in bytes at which the fastest algorithm changes: predicted, and measured."""
-
-    model_bytes: float
-    measured_bytes: list[float]
-    pair: tuple[str, str] | None
-    in_view: bool
+_BANDWIDTH_HEIGHT_IN = 3.2
+_DASHED: Any = (0, (5, 3))
 
 
 @drawn
@@ -70,20 +62,27 @@ def size_curves(
     predicted = _checked(model or {}, "model")
     if not seconds:
         raise ValueError('no curves to draw: give at least one, {"ring": {1024: [1e-4, 2e-4]}}')
-    wins = _wins(seconds)
-    change = _change(seconds, crossover, between, wins)
+    wins, sizes = _wins(seconds), sorted({*itertools.chain(*seconds.values())})
+    figure, axes = new_axes(4.6, title or "Time by size")
+    lines = _draw_series(axes, seconds, predicted)
+    change = ""
+    if crossover is not None:
+        pair = _pair(seconds, wins, between)
+        found = crossings(*(seconds[name] for name in pair)) if pair else []
+        is_in_view = sizes[0] <= crossover <= sizes[-1]
+        lines += _draw_crossovers(axes, crossover if is_in_view else None, found)
+        change = _crossover_words(crossover, is_in_view, pair, found)
+    _label_axes(axes, {*itertools.chain(*seconds.values(), *predicted.values())})
+    add_legend(figure, lines)
     takeaway = _takeaway(wins, seconds)
-    sentences = [
-        takeaway,
-        _change_sentence(change),
-        _model_sentence(seconds, predicted),
-        _repeats_sentence(seconds),
-    ]
-    return CaptionedFigure(
-        _draw(seconds, predicted, change, title or "Time by size"),
-        alt=_alt(seconds, predicted, takeaway if wins else ""),
-        caption=" ".join(filter(None, sentences)),
-    )
+    curves = [_ends_of(name, points) for name, points in seconds.items()]
+    curves += [_ends_of(_model_name(name), points) for name, points in predicted.items()]
+    extent = f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
+    alt = f"Curves of time by size, {extent}, on logarithmic axes. {'; '.join(curves)}."
+    repeats = [each for points in seconds.values() for each in points.values()]
+    spread = repeats_words(repeats, "Points") or "Each point is one measurement."
+    caption = joined(takeaway, change, _model_words(seconds, predicted), spread)
+    return CaptionedFigure(figure, alt=joined(alt, takeaway if wins else ""), caption=caption)
 
 
 def crossings(
@@ -130,8 +129,8 @@ def _checked(series: Measured | Model, what: str) -> Series:
     return found
 
 
-def _wins(seconds: Series) -> list[_Win]:
-    """The fastest at each size that two or more were measured at, in ascending order of size."""
+def _wins(seconds: Series) -> list[tuple[int, str, float]]:
+    """(size, the fastest, how many times as fast as the second) at sizes that two have."""
     wins = []
     for size in sorted({*itertools.chain(*seconds.values())}):
         medians = sorted(
@@ -141,41 +140,27 @@ def _wins(seconds: Series) -> list[_Win]:
         )
         if len(medians) > 1:
             (best, name), (second, _) = medians[:2]
-            wins.append(_Win(size, name, second / best))
+            wins.append((size, name, second / best))
     return wins
 
 
-def _change(
-    seconds: Series, crossover: float | None, between: tuple[str, str] | None, wins: list[_Win]
-) -> _Crossover | None:
-    if crossover is None:
-        return None
-    if between is None and len(seconds) == 2:
-        first, second = seconds
-        between = first, second
-    elif between is None and wins and wins[0].name != wins[-1].name:
-        between = wins[0].name, wins[-1].name
-    if unknown := sorted({*(between or ())} - seconds.keys()):
-        raise ValueError(f"{', '.join(unknown)} is not measured: {', '.join(seconds)} are")
-    sizes = {*itertools.chain(*seconds.values())}
-    found = crossings(*(seconds[name] for name in between)) if between else []
-    in_view = min(sizes) <= crossover <= max(sizes)
-    return _Crossover(crossover, found, between, in_view)
-
-
-def _draw(seconds: Series, predicted: Series, change: _Crossover | None, title: str) -> Figure:
-    figure, axes = new_axes(4.6, title)
-    lines = _draw_series(axes, seconds, predicted)
-    lines += _draw_crossovers(axes, change)
-    _label_axes(axes, {*itertools.chain(*seconds.values(), *predicted.values())})
-    add_legend(figure, lines)
-    return figure
+def _pair(
+    seconds: Series, wins: list[tuple[int, str, float]], between: tuple[str, str] | None
+) -> tuple[str, ...]:
+    """The names that a crossover is of; none if the same one is fastest at both ends."""
+    if between is not None:
+        if unknown := sorted({*between} - seconds.keys()):
+            raise ValueError(f"{', '.join(unknown)} is not measured: {', '.join(seconds)} are")
+        return between
+    if len(seconds) == 2:
+        return tuple(seconds)
+    ends = (wins[0][1], wins[-1][1]) if wins else ()
+    return ends if len(set(ends)) == 2 else ()
 
 
 def _draw_series(axes: Axes, measured: Series, predicted: Series) -> list[Line2D]:
     """Draw measurements with markers, predictions as dashed lines; return the lines."""
-    names = dict.fromkeys([*measured, *predicted])
-    looks = dict(zip(names, itertools.cycle(SERIES)))
+    looks = dict(zip(dict.fromkeys([*measured, *predicted]), itertools.cycle(SERIES)))
     lines = []
     for name, points in measured.items():
         style, marker, _ = looks[name]
@@ -186,7 +171,7 @@ def _draw_series(axes: Axes, measured: Series, predicted: Series) -> list[Line2D
         low, high = ([end(repeats) for repeats in points.values()] for end in (min, max))
         axes.fill_between(sizes, low, high, color=style.color, alpha=0.2, linewidth=0)
     for name, points in predicted.items():
-        look: dict[str, Any] = {"color": looks[name][0].model.ink, "linestyle": (0, (5, 3))}
+        look: dict[str, Any] = {"color": looks[name][0].model.ink, "linestyle": _DASHED}
         look |= {"marker": "x" if len(points) == 1 else "", "linewidth": 1.6}
         values = [statistics.median(repeats) for repeats in points.values()]
         lines += axes.plot(list(points), values, label=_model_name(name), zorder=3, **look)
@@ -197,21 +182,28 @@ def _model_name(name: str) -> str:
     return name if name == "model" or name.endswith(" model") else f"{name} model"
 
 
-def _draw_crossovers(axes: Axes, change: _Crossover | None) -> list[Line2D]:
-    if change is None:
-        return []
+def _draw_crossovers(axes: Axes, model: float | None, found: list[float]) -> list[Line2D]:
     lines = []
-    if change.in_view:
-        label = f"crossover, model: {format_bytes(change.model_bytes)}"
-        lines = [axes.axvline(change.model_bytes, label=label, color=DARK, ls=(0, (5, 3)), lw=1.2)]
-    found = [axes.axvline(size, color=DARK, linewidth=1.2) for size in change.measured_bytes]
-    if found:
-        found[0].set_label(f"crossover, measured: {_sizes(change.measured_bytes)}")
-    return lines + found[:1]
+    if model is not None:
+        label = f"crossover, model: {format_bytes(model)}"
+        lines.append(axes.axvline(model, label=label, color=DARK, linestyle=_DASHED, lw=1.2))
+    measured = [axes.axvline(size, color=DARK, linewidth=1.2) for size in found]
+    for line in measured[:1]:
+        line.set_label(f"crossover, measured: {', '.join(map(format_bytes, found))}")
+    return lines + measured[:1]
 
 
-def _sizes(sizes: Iterable[float]) -> str:
-    return ", ".join(format_bytes(size) for size in sizes)
+def _crossover_words(
+    model: float, is_in_view: bool, pair: tuple[str, ...], found: list[float]
+) -> str:
+    of = f" of {' and '.join(pair)}" if pair else ""
+    said = f"The model has no crossover{of}"
+    if 0 < model < math.inf:
+        where = "" if is_in_view else ", outside the sizes measured"
+        said = f"The model puts the crossover{of} at {format_bytes(model)}{where}"
+    if not found:
+        return f"{said}; none was measured."
+    return f"{said}; it was measured at {', '.join(map(format_bytes, found))}."
 
 
 def _label_axes(axes: Axes, sizes: set[int]) -> None:
@@ -226,45 +218,40 @@ def _label_axes(axes: Axes, sizes: set[int]) -> None:
     # An axis of few decades has few ticks: 2 and 5 are labelled as well.
     subs = (1.0,) if top / bottom > 1000 else (1.0, 2.0, 5.0)
     axes.yaxis.set_major_locator(LogLocator(10, subs))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    number_axis(axes.yaxis, format_seconds)
     axes.set(xlabel="size of the tensor (bytes, log scale)", ylabel="time (seconds, log scale)")
     axes.grid()
 
 
-def _takeaway(wins: list[_Win], seconds: Series) -> str:
+def _takeaway(wins: list[tuple[int, str, float]], seconds: Series) -> str:
     """Which algorithm is fastest at which sizes, and by how much."""
     if not wins:
         return f"{'; '.join(_ends_of(name, row) for name, row in seconds.items())}."
-    runs = [list(run) for _, run in itertools.groupby(wins, key=lambda win: win.name)]
+    runs = [list(run) for _, run in itertools.groupby(wins, key=lambda win: win[1])]
     if len(runs) > 3:
-        counts = {name: sum(win.name == name for win in wins) for name in seconds}
+        counts = {name: sum(win[1] == name for win in wins) for name in seconds}
         told = ", ".join(f"{name} at {count}" for name, count in counts.items() if count)
-        last = wins[-1]
+        size, name, _ = wins[-1]
         return (
             f"No clear order. Of {len(wins)} sizes, the fastest is {told}. At "
-            f"{format_bytes(last.num_bytes)} it is {last.name}, {_times([last])}."
+            f"{format_bytes(size)} it is {name}, {_times(wins[-1:])}."
         )
-    parts = [
-        f"{run[0].name} {_where(run, number, len(runs))}, {_times(run)}"
-        for number, run in enumerate(runs)
-    ]
+    parts = []
+    for number, run in enumerate(runs):
+        first, last = (format_bytes(win[0]) for win in (run[0], run[-1]))
+        where = f"from {first} to {last}"
+        if len(run) == 1:
+            where = f"at {first}"
+        elif len(runs) == 1:
+            where = f"at every size {where}"
+        elif number in (0, len(runs) - 1):
+            where = f"from {first} up" if number else f"up to {last}"
+        parts.append(f"{run[0][1]} {where}, {_times(run)}")
     return f"Fastest: {'; '.join(parts)}."
 
 
-def _where(run: list[_Win], number: int, count: int) -> str:
-    first, last = (format_bytes(win.num_bytes) for win in (run[0], run[-1]))
-    if len(run) == 1:
-        return f"at {first}"
-    if count == 1:
-        return f"at every size from {first} to {last}"
-    if number == 0:
-        return f"up to {last}"
-    return f"from {first} up" if number == count - 1 else f"from {first} to {last}"
-
-
-def _times(run: list[_Win]) -> str:
-    times = range_words(win.ratio for win in run)
+def _times(run: list[tuple[int, str, float]]) -> str:
+    times = range_words(ratio for *_, ratio in run)
     return "as fast as the next" if times == "1" else f"{times} times as fast as the next"
 
 
@@ -279,22 +266,7 @@ def _ends_of(name: str, points: dict[int, list[float]]) -> str:
     return f"{name} {', '.join(values)}"
 
 
-def _change_sentence(change: _Crossover | None) -> str:
-    if change is None:
-        return ""
-    pair = f" of {' and '.join(change.pair)}" if change.pair else ""
-    said = f"The model has no crossover{pair}"
-    if 0 < change.model_bytes < math.inf:
-        where = "" if change.in_view else ", outside the sizes measured"
-        said = f"The model puts the crossover{pair} at {format_bytes(change.model_bytes)}{where}"
-    if not change.measured_bytes:
-        return f"{said}; none was measured."
-    return f"{said}; it was measured at {_sizes(change.measured_bytes)}."
-
-
-def _model_sentence(seconds: Series, predicted: Series) -> str:
-    if not predicted:
-        return ""
+def _model_words(seconds: Series, predicted: Series) -> str:
     ratios = [
         statistics.median(seconds[name][size]) / statistics.median(repeats)
         for name, points in predicted.items()
@@ -302,22 +274,59 @@ def _model_sentence(seconds: Series, predicted: Series) -> str:
         if size in seconds.get(name, ())
     ]
     if not ratios:
-        return "Dashed lines are models."
+        return "Dashed lines are models." if predicted else ""
     return f"Measured times are {range_words(ratios)} times the model's (dashed)."
 
 
-def _repeats_sentence(seconds: Series) -> str:
-    times = counts_words(repeats for points in seconds.values() for repeats in points.values())
-    if not times:
-        return "Each point is one measurement."
-    return f"Points are medians of {times} repeats; bands span all of them."
+@drawn
+def with_bandwidth(
+    times: CaptionedFigure, measured: Measured, world_size: int, limit_bytes_per_s: float
+) -> CaptionedFigure:
+    """Add a panel to a figure of ``size_curves``: the bus bandwidth of its all-reduces.
 
+    The bus bandwidth is 2 (P - 1) / P x S / t, with the median t: what each link of a ring
+    carries, as nccl-tests define it.
 
-def _alt(seconds: Series, predicted: Series, takeaway: str) -> str:
-    sizes = sorted({*itertools.chain(*seconds.values())})
-    curves = [_ends_of(name, points) for name, points in seconds.items()]
-    curves += [_ends_of(_model_name(name), points) for name, points in predicted.items()]
-    return (
-        f"Curves of time by size, {format_bytes(sizes[0])} to "
-        f"{format_bytes(sizes[-1])}, on logarithmic axes. {'; '.join(curves)}. {takeaway}"
-    ).rstrip()
+    Args:
+        times: the curves of time of the same names, whose legend is shared.
+        measured: ``{name: {size in bytes: seconds, or the list of their repeats}}``.
+        world_size: P, 2 or more.
+        limit_bytes_per_s: the bus bandwidth that memory or links allow, drawn as a line.
+    """
+    carried = 2 * (world_size - 1) / world_size
+    speeds = {
+        name: {size: carried * size / statistics.median(each) for size, each in points.items()}
+        for name, points in _checked(measured, "measured").items()
+    }
+    figure, (above,) = times.figure, times.figure.axes
+    heights = [figure.get_figheight(), _BANDWIDTH_HEIGHT_IN]
+    grid = figure.add_gridspec(2, 1, height_ratios=heights)
+    figure.set_figheight(sum(heights))
+    above.set_subplotspec(grid[0])
+    axes = figure.add_subplot(grid[1], sharex=above)
+    for by_size, (style, marker, _) in zip(speeds.values(), itertools.cycle(SERIES)):
+        gigabytes = [speed / 1e9 for speed in by_size.values()]
+        axes.plot(list(by_size), gigabytes, color=style.color, marker=marker, linewidth=1.6)
+    limit = limit_bytes_per_s / 1e9
+    axes.axhline(limit, color=DARK, linestyle=(0, (1, 2)), linewidth=1.4)
+    told = f"limit: {format_number(limit)} GB/s"
+    axes.annotate(told, (0.01, limit), (0, 3), ("axes fraction", "data"), "offset points")
+    axes.set_yscale("log")
+    number_axis(axes.yaxis)
+    axes.set(xlabel=above.get_xlabel(), ylabel="bus bandwidth (GB/s, log)")
+    above.set_xlabel("")
+    axes.grid()
+    best = {name: max((s, size) for size, s in row.items()) for name, row in speeds.items()}
+    words = {
+        name: f"{format_number(speed / 1e9)} GB/s at {format_bytes(size)}"
+        for name, (speed, size) in best.items()
+    }
+    name = max(best, key=best.__getitem__)
+    reached = "; ".join(f"{name} reaches {each}" for name, each in words.items())
+    return CaptionedFigure(
+        figure,
+        alt=f"{times.alt} Below, curves of bus bandwidth by size: {reached}.",
+        caption=f"{times.caption} The highest bus bandwidth, 2 (P - 1) / P x bytes / seconds, is "
+        f"that of {name}: {words[name]}, {best[name][0] / limit_bytes_per_s:.0%} of the limit "
+        "(dotted).",
+    )

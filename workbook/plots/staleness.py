@@ -9,10 +9,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from labkit.costs.async_run import AsyncRun, simulate
+from labkit.costs.async_run import simulate
 from labkit.units import format_count
 from workbook.plots.figure import (
     WIDTH_IN,
@@ -31,12 +30,14 @@ MAX_WORKERS = 6
 # The model's unit of time is one gradient on a worker that is not a straggler.
 _WATCHED_S = 20.0
 
-Updates = Sequence[tuple[int, int]]
-
 
 @drawn
 def staleness_histogram(
-    updates: Updates, *, bound: int | None = None, title: str | None = None, model: bool = False
+    updates: Sequence[tuple[int, int]],
+    *,
+    bound: int | None = None,
+    title: str | None = None,
+    model: bool = False,
 ) -> CaptionedFigure:
     """Draw the number of updates at each staleness, stacked by worker.
 
@@ -49,20 +50,23 @@ def staleness_histogram(
     Raises:
         ValueError: no updates.
     """
-    updates = [(int(worker), int(late)) for worker, late in updates]
-    if not updates:
+    late = _late_by_worker(updates)
+    if not late:
         raise ValueError('no updates to draw: give result.notes["staleness"] of a training run')
     title = title or "Staleness of the updates"
     figure, axes = new_axes(3.4, f"{title} (model)" if model else title)
-    groups = {f"worker {worker}": late for worker, late in _late_by_worker(updates).items()}
-    entries = _draw_histogram(axes, groups, itertools.cycle(SERIES), bound, model)
-    add_legend(figure, entries)
+    groups = {f"worker {worker}": mine for worker, mine in late.items()}
+    add_legend(figure, _draw_histogram(axes, groups, itertools.cycle(SERIES), bound, model))
+    every = [staleness for mine in late.values() for staleness in mine]
     kind = "Predicted histogram" if model else "Histogram"
+    workers = format_count(len(late), "worker")
+    limit = "no bound was set" if bound is None else f"the bound was {bound}"
     return CaptionedFigure(
         figure,
-        alt=f"{kind} of the staleness of {len(updates):,} updates, stacked by worker. "
-        f"{_by_worker(updates)}.",
-        caption=_histogram_caption(updates, bound),
+        alt=f"{kind} of the staleness of {len(every):,} updates, stacked by worker. "
+        f"{_by_worker(late)}.",
+        caption=f"Mean staleness {statistics.fmean(every):.2f} with {workers}, largest "
+        f"{max(every)}; {limit}.",
     )
 
 
@@ -87,46 +91,29 @@ def staleness_model(
     figure = Figure(figsize=(WIDTH_IN, 5.4))
     above = fixed_axes(figure, 64, 600, 244, 354)
     below = fixed_axes(figure, 64, 600, 92, 196)
-    kinds = _draw_lanes(above, free, workers)
+    above.set_xlim(0, free.duration_s)
+    kinds = draw_spans(above, list(free.trace.spans), list(range(workers + 1)), 1.0, model=True)
+    label_lanes(above, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
+    above.set_xlabel("time (gradients of a worker that does not straggle)")
     late = _late_by_worker(free.updates)
     others = [s for worker in late if worker != 1 for s in late[worker]]
     groups = {"the straggler": late.get(1, []), "other workers": others}
     # These looks differ from those of the spans above.
     entries = _draw_histogram(below, groups, SERIES[3:5], bound, model=True)
-    crew, limit = format_count(workers, "worker"), _bound_name(bound)
+    crew = format_count(workers, "worker")
+    limit = "no bound" if bound is None else f"bound {bound}"
     add_title(figure, f"{crew}, one {factor:g}x straggler, {limit} (model)")
     add_legend(figure, kinds + entries)
+    waits = f"{free.waiting_share():.0%} of their time"
+    largest = max(update.staleness for update in free.updates)
     return CaptionedFigure(
         figure,
         alt=f"Predicted timeline of a server and {crew}, worker 1 {factor:g} times as slow, "
-        f"{limit}: workers wait {free.waiting_share():.0%} of their time. Below, predicted "
-        f"staleness. {_by_worker(free.updates)}.",
-        caption=_model_caption(free, rounds, bound),
+        f"{limit}: workers wait {waits}. Below, predicted staleness. {_by_worker(late)}.",
+        caption=f"Model: staleness {free.mean_staleness():.1f} on average and at most {largest}, "
+        f"{limit}. {len(free.updates)} gradients are applied while synchronous rounds apply "
+        f"{len(rounds.updates)}; workers wait {waits} instead of {rounds.waiting_share():.0%}.",
     )
-
-
-def _model_caption(free: AsyncRun, rounds: AsyncRun, bound: int | None) -> str:
-    """The staleness, and the speed compared with synchronous rounds."""
-    largest = max(update.staleness for update in free.updates)
-    return (
-        f"Model: staleness {free.mean_staleness():.1f} on average and at most {largest}, "
-        f"{_bound_name(bound)}. {len(free.updates)} gradients are applied while synchronous "
-        f"rounds apply {len(rounds.updates)}; workers wait {free.waiting_share():.0%} of their "
-        f"time instead of {rounds.waiting_share():.0%}."
-    )
-
-
-def _bound_name(bound: int | None) -> str:
-    return "no bound" if bound is None else f"bound {bound}"
-
-
-def _draw_lanes(axes: Axes, run: AsyncRun, workers: int) -> list[Patch]:
-    axes.set_xlim(0, run.duration_s)
-    lanes = list(range(workers + 1))
-    entries = draw_spans(axes, list(run.trace.spans), lanes, 1.0, model=True)
-    label_lanes(axes, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
-    axes.set_xlabel("time (gradients of a worker that does not straggle)")
-    return entries
 
 
 def _draw_histogram(
@@ -158,22 +145,16 @@ def _draw_histogram(
     return entries
 
 
-def _late_by_worker(updates: Updates) -> dict[int, list[int]]:
-    workers = sorted({worker for worker, _ in updates})
-    return {worker: [late for w, late in updates if w == worker] for worker in workers}
+def _late_by_worker(updates: Iterable[Sequence[int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for worker, late in updates:
+        found.setdefault(int(worker), []).append(int(late))
+    return dict(sorted(found.items()))
 
 
-def _by_worker(updates: Updates) -> str:
+def _by_worker(late: dict[int, list[int]]) -> str:
     return "; ".join(
         f"worker {worker}: {format_count(len(mine), 'update')}, mean staleness "
         f"{statistics.fmean(mine):.1f}, largest {max(mine)}"
-        for worker, mine in _late_by_worker(updates).items()
+        for worker, mine in late.items()
     )
-
-
-def _histogram_caption(updates: Updates, bound: int | None) -> str:
-    late = [staleness for _, staleness in updates]
-    workers = format_count(len({worker for worker, _ in updates}), "worker")
-    limit = "no bound was set" if bound is None else f"the bound was {bound}"
-    mean = statistics.fmean(late)
-    return f"Mean staleness {mean:.2f} with {workers}, largest {max(late)}; {limit}."

@@ -1,7 +1,10 @@
-"""The timeline of a run: what each rank did when."""
+"""What each rank did when, and how long: the timeline of a run, and its seconds by kind.
 
-import statistics
-from collections.abc import Collection, Mapping
+The captions are what ``explain()`` says, over the time that is drawn: there is one definition of
+how much of a run is computing, messages and waiting. The figures themselves show seconds.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,21 +14,26 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.path import Path
 
-from labkit.tracing import LOCAL_KINDS, Span, Trace
-from labkit.units import format_count, format_seconds, second_unit
+from labkit import RunResult
+from labkit.comm.peak_memory import PeakMemory
+from labkit.tracing import Span, Trace
+from labkit.tracing.limits import what_limited
+from labkit.units import format_bytes, format_count, format_seconds, second_unit
 from workbook.plots.figure import (
     WIDTH_PX,
     CaptionedFigure,
     add_legend,
     drawn,
+    joined,
     label_lanes,
     new_axes,
 )
-from workbook.plots.lane_names import device_words, lane_names, memory_words, peaks_of
 from workbook.plots.palette import Style, styles_of, swatch
 
-# {rank or bar: {kind: share of its time}}
-Shares = dict[str, dict[str, float]]
+# With more lanes, a lane is too low for a second line, and each rank's numbers are too many words.
+_MOST_TALL, _MOST_NAMED = 15, 8
+
+Peaks = Mapping[int, PeakMemory]
 
 
 @drawn
@@ -41,7 +49,6 @@ def timeline(
     """Draw what each rank did when: one lane per rank, one bar per span.
 
     A lane names its rank's device, and the peak memory of the whole run if the result knows it.
-
     If a rank has another thread, such as DDP's communication thread, that thread gets a thinner
     lane under the rank's own: bars one above the other happened at the same time.
 
@@ -56,40 +63,94 @@ def timeline(
         ValueError: nothing to draw; the message says what to do.
     """
     trace = trace_of(result)
-    lanes = _chosen_ranks(trace, ranks)
-    peaks = {rank: peak for rank, peak in peaks_of(result).items() if rank in lanes}
+    lanes = sorted(trace.ranks if ranks is None else set(ranks))
+    if not lanes or not set(lanes) <= set(trace.ranks):
+        raise ValueError(f"ranks {lanes} cannot be drawn: the trace has ranks {trace.ranks}")
+    first_s, last_s = extent_of(trace)
+    is_whole = start_s is None and end_s is None
     if start_s is None:
-        start_s = min(0.0, *(span.start_s for span in trace.spans))
-    if end_s is None:
-        end_s = max(span.end_s for span in trace.spans)
-    spans = _spans_between(trace, lanes, start_s, end_s)
-    shares = _shares([s for s in spans if s.lane == 0], lanes, start_s, end_s)
-    beside = _beside_words(_shares([s for s in spans if s.lane > 0], lanes, start_s, end_s))
+        # As ``explain`` counts: from second 0 of a run, and from when a training run trains.
+        start_s = min(0.0, first_s) if isinstance(result, RunResult) else first_s
+    end_s = last_s if end_s is None else end_s
+    window = trace.between(start_s, end_s)
+    if not start_s < end_s or not set(lanes) & set(window.ranks):
+        raise ValueError(
+            f"no span lies between start_s={start_s:g} and end_s={end_s:g}: the trace runs from "
+            f"{first_s:g} to {last_s:g} s"
+        )
+    peaks = {rank: peak for rank, peak in peaks_of(result).items() if rank in lanes}
     title = title or ("What each rank should do (model)" if model else "What each rank did")
-    thin = sum(span.duration_s < (end_s - start_s) / WIDTH_PX for span in spans)
-    said = joined(device_words(trace, lanes), memory_words(peaks))
-    names = lane_names(trace, lanes, peaks)
-    return CaptionedFigure(
-        _draw_timeline(spans, lanes, names, start_s, end_s, title, model),
-        alt=joined(_timeline_alt(shares, end_s - start_s, model) + beside[0], said),
-        caption=joined(_timeline_caption(shares, end_s - start_s, thin) + beside[1], said),
-    )
+    figure = _draw(trace, lanes, peaks, start_s, end_s, title, model)
+    has_words = is_whole and hasattr(result, "explain")
+    gap = "idle time" if model else "code outside all spans"
+    limit = result.explain() if has_words else what_limited(window, start_s, gap)
+    alt = _alt(window, lanes, end_s - start_s, peaks, model)
+    thin = sum(s.duration_s < (end_s - start_s) / WIDTH_PX for s in window.spans)
+    spans = "1 span is" if thin == 1 else f"{thin:,} spans are"
+    narrow = f"{spans} narrower than a pixel: start_s and end_s zoom in." if thin else ""
+    words = f"Model: {limit}" if model else str(limit)
+    return CaptionedFigure(figure, alt=alt, caption=joined(words, narrow, _beside(window)))
+
+
+def _draw(
+    trace: Trace,
+    lanes: list[int],
+    peaks: Peaks,
+    start_s: float,
+    end_s: float,
+    title: str,
+    model: bool,
+) -> Figure:
+    # 1.5 s is still shown as 1500 ms, so that ticks are integers.
+    scale, unit = second_unit((end_s - start_s) / 2)
+    figure, axes = new_axes(1.5 + min(0.45 * len(lanes), 7), title)
+    margin_s = 0.003 * (end_s - start_s)
+    axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
+    # Whole, not cut: a bar that goes on beyond the edge has no end there.
+    spans = [s for s in trace.spans if s.rank in lanes and s.end_s > start_s and s.start_s < end_s]
+    entries = draw_spans(axes, spans, lanes, scale, model)
+    name_lanes(axes, trace, lanes, peaks)
+    axes.set_xlabel(f"time since the start ({unit})")
+    axes.ticklabel_format(axis="x", useOffset=False)
+    add_legend(figure, entries)
+    return figure
 
 
 def timeline_words(trace: Trace) -> tuple[str, str]:
     """The alt text and the caption of the timeline of a whole trace, which has spans."""
-    end_s = max(span.end_s for span in trace.spans)
-    lanes = [[span for span in trace.spans if (span.lane > 0) == beside] for beside in (0, 1)]
-    shares, others = (_shares(spans, trace.ranks, 0.0, end_s) for spans in lanes)
-    beside = _beside_words(others)
-    alt, caption = _timeline_alt(shares, end_s, False), _timeline_caption(shares, end_s, 0)
-    said = device_words(trace, trace.ranks)
-    return joined(alt + beside[0], said), joined(caption + beside[1], said)
+    alt = _alt(trace, trace.ranks, extent_of(trace)[1], {}, model=False)
+    return alt, joined(str(what_limited(trace, 0.0)), _beside(trace))
 
 
-def joined(*sentences: str) -> str:
-    """The sentences that are not empty."""
-    return " ".join(filter(None, sentences))
+def _beside(trace: Trace) -> str:
+    has_others = any(span.lane > 0 for span in trace.spans)
+    return "The thin lane under a rank is what its other thread did." if has_others else ""
+
+
+def _alt(trace: Trace, lanes: list[int], extent_s: float, peaks: Peaks, model: bool) -> str:
+    kind = "Predicted timeline" if model else "Timeline"
+    head = f"{kind} of {format_count(len(lanes), 'rank')} over {format_seconds(extent_s)}."
+    others = Trace(tuple(span for span in trace.spans if span.lane and span.rank in lanes))
+    if len(lanes) > _MOST_NAMED:
+        rows = f"In all, {seconds_words(trace.seconds_by_kind(lane=0))}."
+    else:
+        seconds = [seconds_words(trace.seconds_by_kind(rank, lane=0)) for rank in lanes]
+        rows = "; ".join(f"rank {rank}: {words}" for rank, words in zip(lanes, seconds)) + "."
+    beside = ""
+    if others.spans:
+        beside = f"At the same time, in other threads: {seconds_words(others.seconds_by_kind())}."
+    return joined(head, rows, beside, device_words(trace, lanes), memory_words(peaks))
+
+
+def seconds_words(seconds: Mapping[str, float]) -> str:
+    """``compute 4 ms, wait 1 ms``"""
+    kinds = styles_of(kind for kind, s in seconds.items() if s > 0)
+    return ", ".join(f"{kind} {format_seconds(seconds[kind])}" for kind in kinds)
+
+
+def extent_of(trace: Trace) -> tuple[float, float]:
+    """From the first span to the last."""
+    return min(s.start_s for s in trace.spans), max(s.end_s for s in trace.spans)
 
 
 def trace_of(result: Any) -> Trace:
@@ -111,54 +172,137 @@ def trace_of(result: Any) -> Trace:
     return trace
 
 
-def _chosen_ranks(trace: Trace, ranks: Collection[int] | None) -> list[int]:
-    known = trace.ranks
-    if ranks is None:
-        return known
-    if not ranks or not set(ranks) <= set(known):
-        raise ValueError(f"ranks {sorted(ranks)} cannot be drawn: the trace has ranks {known}")
-    return sorted(set(ranks))
+@drawn
+def phases(result: Any, *, title: str | None = None, model: bool = False) -> CaptionedFigure:
+    """Draw the seconds by kind as stacked bars, one bar per rank (or run).
 
+    Args:
+        result: a ``Trace``, a result that has one, ``{kind: seconds}``, or
+            ``{rank or name: {kind: seconds}}``.
+        title: above the figure.
+        model: the seconds are predictions, and are drawn as such.
 
-def _spans_between(
-    trace: Trace, ranks: Collection[int], start_s: float, end_s: float
-) -> list[Span]:
-    wanted = set(ranks)
-    spans = [
-        span
-        for span in trace.spans
-        if span.rank in wanted and span.end_s > start_s and span.start_s < end_s
-    ]
-    if not spans or not start_s < end_s:
-        first_s = min(span.start_s for span in trace.spans)
-        last_s = max(span.end_s for span in trace.spans)
+    Raises:
+        ValueError: nothing to draw; the message says what to do.
+    """
+    if isinstance(result, Mapping):
+        by_name = any(isinstance(row, Mapping) for row in result.values())
+        named = result if by_name else {"run": result}
+    else:
+        trace = trace_of(result)
+        named = {rank: trace.seconds_by_kind(rank) for rank in trace.ranks}
+    rows = {
+        f"rank {name}" if isinstance(name, int) else str(name): dict(row)
+        for name, row in named.items()
+    }
+    totals = {name: sum(row.values()) for name, row in rows.items()}
+    if not any(totals.values()):
         raise ValueError(
-            f"no span lies between start_s={start_s:g} and end_s={end_s:g}: the trace runs from "
-            f"{first_s:g} to {last_s:g} s"
+            "no phase took any time, so there is nothing to draw: give what labkit.run returned, "
+            'or seconds by kind such as {"compute": 0.8, "communicate": 0.2}'
         )
-    return spans
+    title = title or ("Time by phase (model)" if model else "Time by phase")
+    bars = "; ".join(
+        f"{name} {format_seconds(totals[name])}: {seconds_words(row)}"
+        for name, row in rows.items()
+        if totals[name]
+    )
+    figure = _draw_phases(rows, totals, title, model)
+    caption = _phases_caption(result, rows, totals)
+    return CaptionedFigure(figure, alt=f"{title}. {bars}.", caption=caption)
 
 
-def _draw_timeline(
-    spans: list[Span],
-    lanes: list[int],
-    names: tuple[str, list[str]],
-    start_s: float,
-    end_s: float,
-    title: str,
-    model: bool,
+def _draw_phases(
+    rows: dict[str, dict[str, float]], totals: dict[str, float], title: str, model: bool
 ) -> Figure:
-    # 1.5 s is still shown as 1500 ms, so that ticks are integers.
-    scale, unit = second_unit((end_s - start_s) / 2)
-    figure, axes = new_axes(1.5 + min(0.45 * len(lanes), 7), title)
-    margin_s = 0.003 * (end_s - start_s)
-    axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
-    entries = draw_spans(axes, spans, lanes, scale, model)
-    axes.set(xlabel=f"time since the start ({unit})", ylabel=names[0])
-    axes.ticklabel_format(axis="x", useOffset=False)
-    label_lanes(axes, names[1])
-    add_legend(figure, entries)
+    figure, axes = new_axes(1.5 + min(0.45 * len(rows), 9), title)
+    scale, unit = second_unit(max(totals.values()) / 2)
+    longest = max(totals.values()) / scale
+    styles = styles_of(kind for row in rows.values() for kind, s in row.items() if s > 0)
+    for lane, (name, row) in enumerate(rows.items()):
+        left = 0.0
+        for kind, style in styles.items():
+            width = row.get(kind, 0.0) / scale
+            look = style.model if model else style
+            axes.barh(lane, width, 0.72, left, label=kind, **look.fill)
+            if width > 0.1 * longest:
+                tag(axes, left + width / 2, lane, format_seconds(row[kind]), pad=0.2)
+            left += width
+        axes.text(left, lane, f" {format_seconds(totals[name])}", va="center", ha="left")
+    axes.set(xlim=(0, 1.14 * longest), xlabel=f"time ({unit})")
+    label_lanes(axes, list(rows))
+    add_legend(figure, [swatch(kind, style, model) for kind, style in styles.items()])
     return figure
+
+
+def _phases_caption(
+    result: Any, rows: dict[str, dict[str, float]], totals: dict[str, float]
+) -> str:
+    if not isinstance(result, Mapping):
+        trace = trace_of(result)
+        limit = result.explain() if hasattr(result, "explain") else what_limited(trace)
+        adds = any(span.lane for span in trace.spans)
+        return joined(str(limit), "A bar adds up the rank's threads." if adds else "")
+    slow, fast = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
+    kind, seconds = max(rows[slow].items(), key=lambda item: item[1])
+    most = f"{format_seconds(totals[slow])}, of which {kind} takes {format_seconds(seconds)}"
+    if format_seconds(totals[slow]) == format_seconds(totals[fast]):
+        return f"A bar is {most}."
+    shortest = f"{fast}: {format_seconds(totals[fast])}"
+    return f"The longest bar is {slow}: {most}; the shortest is {shortest}."
+
+
+def peaks_of(result: Any) -> Peaks:
+    """The peak memory of the ranks of a result, as far as it is known."""
+    peaks: Sequence[PeakMemory | None] = getattr(result, "peak_memory", ())
+    return {rank: peak for rank, peak in enumerate(peaks) if peak and peak.by_device}
+
+
+def name_lanes(
+    axes: Axes, trace: Trace, ranks: Sequence[int], peaks: Peaks, noun: str = "rank"
+) -> None:
+    """Label each lane with its rank (or stage), device, and peak memory if there is room."""
+    has_peaks = len(ranks) <= _MOST_TALL and any(rank in peaks for rank in ranks)
+    names = []
+    for rank in ranks:
+        name = trace.lane(rank).removeprefix("rank ")
+        if has_peaks and rank in peaks:
+            name += f"\n{' + '.join(map(format_bytes, peaks[rank].by_device.values()))}"
+        names.append(name)
+    label = f"{noun} · device" if any(rank in trace.devices for rank in ranks) else noun
+    axes.set_ylabel(f"{label},\npeak memory" if has_peaks else label)
+    label_lanes(axes, names)
+
+
+def device_words(trace: Trace, ranks: Sequence[int]) -> str:
+    """Which ranks are on which GPU, in a sentence; empty if none is on a GPU."""
+    of_device: dict[str, list[int]] = {}
+    for rank in ranks:
+        of_device.setdefault(trace.devices.get(rank, "cpu"), []).append(rank)
+    if not of_device.keys() - {"cpu"}:
+        return ""
+    parts = [
+        f"{name} has rank{'s' * (len(mine) > 1)} {', '.join(map(str, mine))}"
+        for name, mine in of_device.items()
+    ]
+    return f"Devices: {'; '.join(parts)}."
+
+
+def memory_words(peaks: Peaks, noun: str = "rank") -> str:
+    """The peak memory of each rank, or of many ranks the most; empty if unknown."""
+    largest = sorted(peaks, key=lambda rank: -max(peaks[rank].by_device.values()))
+    if not largest:
+        return ""
+    named = sorted(largest) if len(largest) <= _MOST_NAMED else largest[:1]
+    parts = []
+    for rank in named:
+        sizes = [
+            format_bytes(size) + ("" if name == "cpu" else f" on {name}")
+            for name, size in peaks[rank].by_device.items()
+        ]
+        parts.append(f"{noun} {rank} {' and '.join(sizes)}")
+    most = "at most " if len(named) < len(largest) else ""
+    return f"Peak memory: {most}{', '.join(parts)}."
 
 
 def draw_spans(
@@ -222,84 +366,3 @@ def _corners(spans: list[Span], lanes: list[int], scale: float) -> np.ndarray:
     xs = np.stack([left, left, right, right], axis=1)
     ys = np.stack([top, bottom, bottom, top], axis=1)
     return np.stack([xs, ys], axis=2)
-
-
-def _shares(spans: list[Span], ranks: list[int], start_s: float, end_s: float) -> Shares:
-    """By rank, by kind: the share of the time from ``start_s`` to ``end_s``."""
-    kinds = styles_of(span.kind for span in spans)
-    shares = {f"rank {rank}": dict.fromkeys(kinds, 0.0) for rank in ranks}
-    for span in spans:
-        inside_s = min(span.end_s, end_s) - max(span.start_s, start_s)
-        shares[f"rank {span.rank}"][span.kind] += inside_s / (end_s - start_s)
-    return shares
-
-
-def percents(share: Mapping[str, float], least: float = 0.0) -> str:
-    """``compute 60%, wait 40%``, without the shares that are not above ``least``."""
-    return ", ".join(f"{kind} {percent(part)}" for kind, part in share.items() if part > least)
-
-
-def percent(part: float) -> str:
-    return "under 1%" if 0 < part < 0.005 else f"{part:.0%}"
-
-
-def _mean_share(shares: Shares) -> dict[str, float]:
-    kinds = next(iter(shares.values()))
-    return {kind: statistics.fmean(row[kind] for row in shares.values()) for kind in kinds}
-
-
-def _timeline_alt(shares: Shares, extent_s: float, model: bool) -> str:
-    kind = "Predicted timeline" if model else "Timeline"
-    head = f"{kind} of {format_count(len(shares), 'rank')} over {format_seconds(extent_s)}."
-    if len(shares) > 8:
-        return f"{head} Mean share of the time: {percents(_mean_share(shares))}."
-    rows = "; ".join(f"{name}: {percents(share)}" for name, share in shares.items())
-    return f"{head} Share of the time by {rows}."
-
-
-def _timeline_caption(shares: Shares, extent_s: float, thin: int) -> str:
-    mean = _mean_share(shares)
-    blank = 1 - sum(mean.values())
-    whose = "Mean over the ranks" if len(shares) > 1 else "In all"
-    sentences = [communication_words(shares, dict.fromkeys(shares, extent_s))]
-    sentences.append(f"{whose}: {percents(mean, least=0.005)}.")
-    if blank > 0.02:
-        sentences.append(f"Blank, {percent(blank)}, is time outside any span.")
-    if thin:
-        spans = "1 span is" if thin == 1 else f"{thin:,} spans are"
-        sentences.append(f"{spans} narrower than a pixel: start_s and end_s zoom in.")
-    return " ".join(sentences)
-
-
-def _beside_words(beside: Shares) -> tuple[str, str]:
-    """The sentences on the thin lanes in alt text and caption; empty if there are none."""
-    mean = _mean_share(beside)
-    if not mean:
-        return "", ""
-    rows = "; ".join(f"{name}: {percents(share)}" for name, share in beside.items())
-    if len(beside) > 8:
-        rows = f"mean {percents(mean)}"
-    return (
-        f" At the same time, in threads beside the main one, {rows}.",
-        " The thin lane under each rank is what its other thread did at the same time: "
-        f"{percents(mean, least=0.005)}.",
-    )
-
-
-def communication_words(shares: Shares, totals: Mapping[str, float]) -> str:
-    """Which rank communicates and waits most, and which least."""
-    parts = {
-        name: sum(part for kind, part in share.items() if kind not in LOCAL_KINDS)
-        for name, share in shares.items()
-    }
-    most, least = max(parts, key=parts.__getitem__), min(parts, key=parts.__getitem__)
-    total = format_seconds(totals[most])
-    where = "on" if most.startswith("rank ") else "in"
-    if not parts[most]:
-        return f"None of the {total} goes to communication or waiting."
-    text = f"Communication and waiting take {percent(parts[most])} of {total} {where} {most}"
-    if percent(parts[most]) != percent(parts[least]):
-        text += f" and {percent(parts[least])} {where} {least}"
-    elif len(parts) > 1:
-        text += f", and as much {where} the others"
-    return f"{text}."
