@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from labkit.placement.planner import SplitModel
@@ -176,10 +175,10 @@ def split_caption(predicted: SplitModel, measured: "MeasuredSplit | None" = None
 
 
 def _draw(profile: Profile, predicted: SplitModel, bars: list[_SplitBars], title: str) -> Figure:
-    figure = Figure(figsize=(WIDTH_IN, 5.8), layout=ConstrainedLayoutEngine(h_pad=0.1))
+    figure = Figure(figsize=(WIDTH_IN, 5.8))
     add_title(figure, title)
-    below = "ssssssssshhhhh" if predicted.hop_s else "s" * 14
-    panels = figure.subplot_mosaic(f"bbbbbbbbbmmmmm\n{below}", height_ratios=[2, 3])
+    rows = "bm\nsh" if predicted.hop_s else "bm\nss"
+    panels = figure.subplot_mosaic(rows, width_ratios=[5, 3], height_ratios=[2, 3])
     for name, axes in panels.items():
         titles = {"b": "Bytes over a cut", "m": "Memory", "h": "Hops, there and back"}
         axes.set_title(titles.get(name, "Stages, and the whole step"))
