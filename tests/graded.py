@@ -19,12 +19,6 @@ from workbook.exercises.grader import grader, on_ranks
 
 travel_by_value(__name__)
 
-ENDS_ITS_RUN = {
-    *("run.stuck", "run.error", "run.second_call", "stub.raise_left", "stub.calls_stub"),
-    *("answer.ended", "answer.endless"),
-}
-
-
 # Answers in one run: if one of them ends it after all, each of them gets its own run.
 TOGETHER = 100
 # Runs of several ranks at the same time.
@@ -37,14 +31,13 @@ class Answers(NamedTuple):
     Attributes:
         check: the check, called with an answer (and ``world_sizes=``, if it takes them).
         right: answers that pass on each of its world sizes, see ``sizes_of``.
-        wrong: tuples of an answer and what its verdict must contain: ids of mistakes, ``not``
-            with an id that it must not contain, and words (with numbers) of the text.
+        wrong: answers that do not; those that end their run are marked by ``ends``.
         on: the world size on which the wrong answers are graded.
     """
 
     check: Callable[..., Verdict]
     right: list[Callable]
-    wrong: list[tuple]
+    wrong: list[Callable]
     on: int = 3
 
     def grade(self, fn: Callable, world_size: int | None = None) -> Verdict:
@@ -76,10 +69,19 @@ class Answers(NamedTuple):
         shared = {
             (fn, P): partial(self.grade, fn, P) for fn in self.right for P in self.sizes_of(fn)
         }
-        wrong = {fn: partial(self.grade, fn, self.on) for fn, *_ in self.wrong}
-        ending = {fn for fn, *ids in self.wrong if ENDS_ITS_RUN & {*ids}}
-        alone = {fn: wrong.pop(fn) for fn in ending} | {a_stub: partial(self.grade, a_stub)}
+        wrong = {fn: partial(self.grade, fn, self.on) for fn in self.wrong}
+        alone = {fn: wrong.pop(fn) for fn in self.wrong if fn in _ENDING}
+        alone |= {a_stub: partial(self.grade, a_stub)}
         return shared | wrong, alone
+
+
+_ENDING: list[Callable] = []
+
+
+def ends(fn: Callable) -> Callable:
+    """``fn``, marked as an answer that ends its run, by an error or a deadlock."""
+    _ENDING.append(fn)
+    return fn
 
 
 def in_turn(sizes: tuple, number: int) -> tuple:

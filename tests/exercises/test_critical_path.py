@@ -6,11 +6,11 @@ from workbook.exercises.grader.critical_path import seconds_in_a_row, steps_in_a
 
 
 def exchanges(rank, P, steps):
-    return [("exchange", (rank + 1) % P, (rank - 1) % P)] * steps
+    return [("exchange", (rank + 1) % P, (rank - 1) % P, 0)] * steps
 
 
 def one_way(rank, P, steps, sends_first):
-    calls = [("send", (rank + 1) % P, None), ("recv", None, (rank - 1) % P)]
+    calls = [("send", (rank + 1) % P, None, 0), ("recv", None, (rank - 1) % P, 0)]
     return (calls if sends_first else calls[::-1]) * steps
 
 

@@ -4,67 +4,25 @@ import os
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 from answers.hosts import around_all_ranks, as_on_the_page
 from answers.rendezvous import as_on_the_page as meets, reads_the_environment, waits_for_rank_zero
 from ranks import travel_by_value
 
-import labkit
-from labkit.collectives import hierarchical_all_reduce, ring_all_reduce
 from workbook import check
 from workbook.exercises import hosts
-from workbook.exercises.grader import Case
-from workbook.exercises.grader.exercise import Cards
-from workbook.exercises.grader.judge_cards import bytes_out, cell
-from workbook.exercises.grader.shared_store import SharedStore, untold, visit
+from workbook.exercises.shared_store import SharedStore, untold, visit
 
 travel_by_value(__name__)
 
-TWO_AND_ONE = Cards(((0, 1), (2,)), [0, 0], [0, 0])
 
-
-def test_only_what_goes_to_another_host_leaves_by_the_card():
-    sent_to = [{1: 100, 2: 10}, {0: 1000, 2: 1}, {0: 5, 1: 2}]
-    assert bytes_out(TWO_AND_ONE, sent_to) == [11, 7]
-    assert cell([7, 7]) == "7 B"
-    assert cell([11, 7]) == "11 B  7 B"
-
-
-def sent_over_hosts(comm, case):
-    counts = []
-    for all_reduce in (ring_all_reduce, hierarchical_all_reduce):
-        before = comm.bytes_to.copy()
-        comm.hosts = hosts.hosts_of(case)
-        all_reduce(comm, torch.ones(case.size))
-        counts.append(dict(comm.bytes_to - before))
-    return counts
-
-
-@pytest.mark.parametrize("world_size", [4, 5, 6])
-def test_the_targets_are_what_labkit_s_own_functions_send(world_size):
-    case = Case(world_size, 240)
-    cards = hosts._cards(case)
-    assert sum(map(len, cards.hosts)) == world_size
-    by_rank = labkit.run(sent_over_hosts, case, world_size=world_size, device="cpu").values
-    flat, over = (bytes_out(cards, sent) for sent in zip(*by_rank))
-    assert flat == cards.flat_bytes
-    assert over == cards.num_bytes
-
-
-def test_an_all_reduce_over_hosts_is_drawn_beside_its_target_and_the_flat_ring():
+def test_an_all_reduce_over_hosts_is_drawn():
     run = check.hosts.all_reduce(as_on_the_page, world_sizes=(4,)).own_run()
-    assert run.sentence.startswith("passed, with exactly the card bytes of the target.")
-    assert run.columns == ["yours", "target", "labkit"]
-    assert run.rows["card bytes"] == ["3.81 MiB"] * 3
-    assert "one ring through all ranks has 5.72 MiB of them" in run.caption
+    assert run.sentence.startswith("passed")
     assert run.figure is not None
-
-
-def test_without_the_four_ranks_of_its_link_it_is_drawn_all_the_same():
-    run = check.hosts.all_reduce(around_all_ranks, world_sizes=(5,)).own_run(5)
-    assert run.sentence.startswith("not right yet, with 1.6 times the card bytes of the target.")
-    assert run.rows["card bytes"][1] == "3.81 MiB"
+    flat = check.hosts.all_reduce(around_all_ranks, world_sizes=(5,))
+    assert "leave host 0 by its card" in repr(flat)
+    assert flat.own_run(5).figure is not None
 
 
 # The rendezvous
@@ -73,7 +31,6 @@ def test_without_the_four_ranks_of_its_link_it_is_drawn_all_the_same():
 def test_a_rendezvous_is_drawn_in_the_order_in_which_the_processes_came():
     run = check.rendezvous.meet(meets, world_sizes=(2,)).own_run(3)
     assert run.sentence == "passed, in 15 operations on the store."
-    assert run.columns == ["1st", "2nd", "3rd"]
     assert run.rows["rank"] == ["0", "1", "2"]
     assert [run.rows[op] for op in ("add", "set", "get")] == [["1"] * 3, ["1"] * 3, ["3"] * 3]
     assert "wait" in run.figure.alt
@@ -83,7 +40,7 @@ def test_a_rendezvous_is_drawn_in_the_order_in_which_the_processes_came():
     ("fn", "said"),
     [
         (waits_for_rank_zero, "not right yet, in "),
-        (reads_the_environment, "it did not finish, so there is nothing to draw.\nrank"),
+        (reads_the_environment, "it did not finish"),
         (lambda store, address, world_size, attempt: (0, []), "the store was not used"),
     ],
 )
@@ -93,7 +50,7 @@ def test_a_rendezvous_that_fails_says_so(fn, said):
 
 
 def test_a_wait_for_a_key_that_nobody_sets_ends(monkeypatch):
-    monkeypatch.setattr("workbook.exercises.grader.shared_store._PATIENCE_S", 0.05)
+    monkeypatch.setattr("workbook.exercises.shared_store._PATIENCE_S", 0.05)
     store = SharedStore(dist.HashStore())
     found = visit(waits_for_rank_zero, store, "here", 2, 0)
     assert found.result is None

@@ -4,8 +4,6 @@ All ranks are played here, one after another, in float64: the right training, an
 deviation. Symbols: P ranks, N samples.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -148,25 +146,16 @@ class Ways(NamedTuple):
     """How a training goes; by default as it should.
 
     Attributes:
-        weights: of the other ranks at the start: rank 0's ("shared"), rank 0's from before the
-            checkpoint ("early"), their own ("own"), their own without a checkpoint ("fresh").
-        buffers: the same.
-        momentum: at a resumed start, on all ranks ("shared"), on rank 0 ("first"), nowhere ("").
-        loads: whether the checkpoint is loaded at all.
+        shared: whether all ranks begin with the state of rank 0, and not with their own.
         power: of P, by which the learning rate is scaled.
-        gradients: the "mean" over ranks, the "sum", the mean over P again ("twice"), "own".
-        clip: the gradient "after" the exchange, the rank's own before it ("before"), or none ("").
-        halved: whether the loss is divided by the passes of an update.
+        averaged: whether the gradients are averaged over the ranks.
+        clip: the gradient "after" the exchange, or the rank's own "before" it.
     """
 
-    weights: str = "shared"
-    buffers: str = "shared"
-    momentum: str = "shared"
-    loads: bool = True
+    shared: bool = True
     power: int = 1
-    gradients: str = "mean"
+    averaged: bool = True
     clip: str = "after"
-    halved: bool = True
 
 
 RIGHT = Ways()
@@ -200,7 +189,7 @@ def _played(setting: Setting, ways: Ways) -> list[Replica]:
         for number, rows in enumerate(zip(*of_ranks), start=1):
             for rank, (model, _) in enumerate(replicas):
                 loss = _loss(setting, model, rows[rank])
-                (loss / (setting.passes if ways.halved else 1)).backward()
+                (loss / setting.passes).backward()
                 sums[rank] += loss.item()
             if number % setting.passes == 0:
                 _update(setting, ways, replicas)
@@ -213,19 +202,11 @@ def _played(setting: Setting, ways: Ways) -> list[Replica]:
 
 
 def _begin(setting: Setting, ways: Ways, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, found = setting.model(rank), setting.checkpoint() if ways.loads else None
+    model, found = setting.model(rank), setting.checkpoint()
     optimizer = setting.optimizer(model, setting.case.world_size**ways.power)
-    first = setting.model(0).state_dict()
-    loaded = found["model"] if found else first
-    own = model.state_dict()
-    kinds = {"shared": loaded, "early": first, "own": own, "fresh": loaded if found else own}
-    parameters = dict(model.named_parameters())
-    if rank == 0:
-        model.load_state_dict(loaded)
-    else:
-        names = {n: ways.weights if n in parameters else ways.buffers for n in loaded}
-        model.load_state_dict({name: kinds[kind][name] for name, kind in names.items()})
-    if found and (ways.momentum == "shared" or (ways.momentum == "first" and rank == 0)):
+    if rank == 0 or ways.shared:
+        model.load_state_dict(found["model"] if found else setting.model(0).state_dict())
+    if found:
         optimizer.load_state_dict(found["optimizer"])
     return model, optimizer
 
@@ -237,27 +218,18 @@ def _loss(setting: Setting, model: nn.Module, rows: list[int]) -> Tensor:
 
 def _update(setting: Setting, ways: Ways, replicas: list) -> None:
     by_rank = [list(model.parameters()) for model, _ in replicas]
-    if ways.clip == "before" and setting.clips:
-        _clip(setting, by_rank)
-    for of_ranks in zip(*by_rank):
-        gradients = torch.stack([parameter.grad for parameter in of_ranks])
-        together = {
-            "mean": gradients.mean(0),
-            "sum": gradients.sum(0),
-            "twice": gradients.mean(0) / len(gradients),
-        }
-        for parameter, own in zip(of_ranks, gradients):
-            parameter.grad = together.get(ways.gradients, own).clone()
-    if ways.clip == "after" and setting.clips:
-        _clip(setting, by_rank)
+    for when in ("before", "after"):
+        if setting.clips and ways.clip == when:
+            for parameters in by_rank:
+                clip_grad_norm_(parameters, setting.max_norm)
+        if when == "before" and ways.averaged:
+            for of_ranks in zip(*by_rank):
+                mean = torch.stack([parameter.grad for parameter in of_ranks]).mean(0)
+                for parameter in of_ranks:
+                    parameter.grad = mean.clone()
     for _, optimizer in replicas:
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _clip(setting: Setting, by_rank: list[list[nn.Parameter]]) -> None:
-    for parameters in by_rank:
-        clip_grad_norm_(parameters, setting.max_norm)
 
 
 def _copied(state: State) -> State:
@@ -276,17 +248,3 @@ def alike(one: State, other: State) -> bool:
         one[name].shape == value.shape and torch.allclose(one[name], value, rtol=1e-8, atol=1e-10)
         for name, value in other.items()
     )
-
-
-def deviating(
-    deviations: Sequence[tuple[str, dict[str, Any]]], fits: Callable[[Ways], bool]
-) -> list[str]:
-    """The fewest deviations, two at most, that lead to the training that was found."""
-    pairs = itertools.combinations(deviations, 2)
-    for some in itertools.chain(((one,) for one in deviations), pairs):
-        together = {field: value for _, ways in some for field, value in ways.items()}
-        # Two ways of one field exclude each other.
-        excluded = len(together) < sum(len(ways) for _, ways in some)
-        if not excluded and fits(RIGHT._replace(**together)):
-            return [id for id, _ in some]
-    return []

@@ -1,4 +1,4 @@
-"""Checks of page 12: all-reduce over several hosts, in pieces, and the place of a process.
+"""Page 12: all-reduce over several hosts, in pieces, and the place of a process.
 
 The ranks of one machine play the ranks of several hosts: what counts is which of them send to
 each other. Hosts have different numbers of ranks, and ranks are numbered host by host.
@@ -9,6 +9,7 @@ Symbols: P ranks on H hosts, S bytes of a rank's tensor.
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,20 +21,27 @@ from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.hosts import card_bytes
 from labkit.schedules.ring import chunk_bounds
+from labkit.units import format_bytes
 from workbook.exercises.grader import Case, Exercise, Target, Verdict, answers, grade
-from workbook.exercises.grader.exercise import DRAWN, Cards
-from workbook.exercises.ring import reduced, ring_target
+from workbook.exercises.grader.exercise import DRAWN, Found, Ranks
+from workbook.exercises.ring import ring_target
 
 Hosts = tuple[tuple[int, ...], ...]
 
 # P -> the number of ranks on each host.
 _RANKS = {4: (2, 2), 5: (3, 2), 6: (1, 3, 2)}
-_WORDS = {P: f"hosts of {' + '.join(map(str, sizes))}" for P, sizes in _RANKS.items()}
 _WORLD_SIZES = tuple(_RANKS)
 # The card of each host in a run that is drawn: 1 MB takes 25 ms.
 _LINK = EmulatedLink(0.001, 40e6, ranks_per_host=2)
 # Divisible by 1, 2 and 3 parts of 2 and 3 pieces, and large beside the rounding of the others.
 _SIZES = (240, 50, 7, 1, 0)
+
+
+def _in_words(case: Case) -> str:
+    return f"hosts of {' + '.join(map(str, _RANKS[case.world_size]))} ranks"
+
+
+_exercise = partial(Exercise, sizes=_SIZES, drawn_size=DRAWN, special=_in_words)
 
 
 def inside(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
@@ -42,19 +50,30 @@ def inside(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verd
     There are as many chunks as the smallest host has ranks. Target per rank: one message for each
     chunk that it does not keep, to a rank of its own host.
     """
-    exercise = Exercise(
+
+    def target(rank: int, case: Case) -> Target:
+        host = _host(rank, case)
+        sizes = [end - start for start, end in chunk_bounds(case.size, _parts(case))]
+        sent = [size for owner, size in zip(host, sizes) if owner != rank]
+        return Target(len(sent), 4 * sum(sent), peers=frozenset(host) - {rank})
+
+    def sums(of: Callable[[int, Case], Iterable[int]], rank: int, case: Case) -> list:
+        """The sum over some ranks of the chunk that ``rank`` keeps; None for the others."""
+        host, columns = _host(rank, case), zip(*(_chunks(r, case) for r in of(rank, case)))
+        return [_sum(one) if host[i] == rank else None for i, one in enumerate(columns)]
+
+    exercise = _exercise(
         "hosts.inside",
+        partial(sums, _host),
         signature="comm, chunks, host",
         inputs=lambda rank, case: (_chunks(rank, case), _host(rank, case)),
-        expected=lambda rank, case: _own_chunk_over(_host(rank, case), rank, case),
         chunked=True,
         mistakes={
-            "hosts.over_all": lambda r, c: _own_chunk_over(range(c.world_size), r, c),
+            "it is the sum over the ranks of all hosts: only those in host belong": partial(
+                sums, lambda rank, case: range(case.world_size)
+            ),
         },
-        target=_inside_target,
-        sizes=_SIZES,
-        drawn_size=DRAWN,
-        ranks_words=_WORDS,
+        target=target,
     )
     return grade(fn, exercise, world_sizes)
 
@@ -65,18 +84,35 @@ def between(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Ver
     It is called on these ranks only. Target per rank: the ring of H ranks, 2 (H - 1) messages of
     one piece of the chunk each, to others of ``peers``.
     """
-    exercise = Exercise(
+
+    def peers_of(rank: int, case: Case) -> tuple[int, ...]:
+        """The ranks at this rank's place on each host; place 0 if not every host has it."""
+        place = _host(rank, case).index(rank)
+        return tuple(host[place if place < _parts(case) else 0] for host in hosts_of(case))
+
+    def call(fn: Callable, comm: Comm, chunk: Tensor, peers: tuple[int, ...]) -> Any:
+        return fn(comm, chunk, peers) if comm.rank in peers else None
+
+    def expected(rank: int, case: Case) -> Tensor | None:
+        peers = peers_of(rank, case)
+        return _sum(map(case.tensor, peers)) if rank in peers else None
+
+    def target(rank: int, case: Case) -> Target:
+        peers = peers_of(rank, case)
+        if rank not in peers:
+            return Target(0, 0, peers=frozenset())
+        ring = ring_target(case.size, 4, peers.index(rank), Case(len(peers), case.size))
+        return ring._replace(peers=frozenset(peers) - {rank})
+
+    exercise = _exercise(
         "hosts.between",
+        expected,
         signature="comm, chunk, peers",
-        inputs=lambda rank, case: (case.tensor(rank), _peers(rank, case)),
-        expected=_sum_over_peers,
-        call=_call_if_peer,
-        target=_between_target,
+        inputs=lambda rank, case: (case.tensor(rank), peers_of(rank, case)),
+        call=call,
+        target=target,
         any_chunks=True,
-        sizes=_SIZES,
-        drawn_size=DRAWN,
         drawn_link=_LINK,
-        ranks_words=_WORDS,
     )
     return grade(fn, exercise, world_sizes)
 
@@ -87,31 +123,57 @@ def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
     ``hosts`` are the ranks of each host. Target: 2 (H - 1) / H x S bytes leave each host. Inside
     of the hosts any traffic is right. The results must be equal to the bit.
     """
-    exercise = Exercise(
+
+    def leaves_too_much(case: Case, ranks: Ranks) -> Found:
+        hosts = hosts_of(case)
+        allowed = card_bytes("hierarchical", case.size, 4, hosts)
+        ring = card_bytes("ring", case.size, 4, hosts)
+        # Ranks may cut a tensor into up to P pieces before the ring of hosts cuts them into H.
+        slack = 4 * 2 * (len(hosts) - 1) * case.world_size
+        for number, host in enumerate(hosts):
+            sent = sum(
+                num_bytes
+                for rank in host
+                for peer, num_bytes in ranks[rank].bytes_to.items()
+                if peer not in host
+            )
+            if sent > allowed[number] + slack:
+                text = (
+                    f"{format_bytes(sent)} leave host {number} by its card, where the target is "
+                )
+                text += f"{format_bytes(allowed[number])}; one ring through all ranks has "
+                return f"{text}{format_bytes(ring[number])}: add up inside each host first"
+        return None
+
+    def not_inside(rank: int, case: Case) -> Tensor:
+        by_place = zip(*(host[: _parts(case)] for host in hosts_of(case)))
+        return torch.cat(
+            [_sum(_chunks(peer, case)[i] for peer in peers) for i, peers in enumerate(by_place)]
+        )
+
+    def labkits(comm: Comm, tensor: Tensor, hosts: Hosts) -> None:
+        before, comm.hosts = comm.hosts, hosts
+        try:
+            hierarchical_all_reduce(comm, tensor)
+        finally:
+            comm.hosts = before
+
+    exercise = _exercise(
         "hosts.all_reduce",
+        lambda rank, case: case.total(),
         signature="comm, tensor, hosts",
         inputs=lambda rank, case: (case.tensor(rank), hosts_of(case)),
-        expected=lambda rank, case: reduced("sum", rank, case),
-        cards=_cards,
-        mistakes={"hosts.not_inside": _not_inside, "hosts.not_shared": _not_shared},
+        rule=leaves_too_much,
+        mistakes={
+            "each chunk is summed over one rank of each host: the others of it are missing": (
+                not_inside
+            ),
+        },
         same_bits=True,
-        sizes=_SIZES,
-        library=_labkits,
-        drawn_size=DRAWN,
+        library=labkits,
         drawn_link=_LINK,
-        ranks_words=_WORDS,
     )
     return grade(fn, exercise, world_sizes)
-
-
-def _labkits(comm: Comm, tensor: Tensor, hosts: Hosts) -> None:
-    """labkit's own function, with the hosts of the exercise."""
-    before = comm.hosts
-    comm.hosts = hosts
-    try:
-        hierarchical_all_reduce(comm, tensor)
-    finally:
-        comm.hosts = before
 
 
 def hosts_of(case: Case) -> Hosts:
@@ -133,91 +195,18 @@ def _chunks(rank: int, case: Case) -> list[Tensor]:
     return split_chunks(case.tensor(rank), _parts(case))
 
 
-def _own_chunk_over(ranks: Iterable[int], rank: int, case: Case) -> list[Tensor | None]:
-    """The sum over ``ranks`` of the chunk that ``rank`` keeps; None for the others."""
-    host = _host(rank, case)
-    sums = [_sum(chunks) for chunks in zip(*(_chunks(other, case) for other in ranks))]
-    return [total if host[i] == rank else None for i, total in enumerate(sums)]
-
-
 def _sum(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([tensor.double() for tensor in tensors]).sum(0).float()
 
 
-def _inside_target(rank: int, case: Case) -> Target:
-    host = _host(rank, case)
-    sizes = [end - start for start, end in chunk_bounds(case.size, _parts(case))]
-    sent = [size for owner, size in zip(host, sizes) if owner != rank]
-    return Target(len(sent), 4 * sum(sent), peers=frozenset(host) - {rank})
-
-
-def _peers(rank: int, case: Case) -> tuple[int, ...]:
-    """The ranks at this rank's place on each host; those of place 0 if not every host has it."""
-    place = _host(rank, case).index(rank)
-    return tuple(host[place if place < _parts(case) else 0] for host in hosts_of(case))
-
-
-def _call_if_peer(fn: Callable, comm: Comm, chunk: Tensor, peers: tuple[int, ...]) -> Any:
-    return fn(comm, chunk, peers) if comm.rank in peers else None
-
-
-def _sum_over_peers(rank: int, case: Case) -> Tensor | None:
-    peers = _peers(rank, case)
-    return _sum(map(case.tensor, peers)) if rank in peers else None
-
-
-def _between_target(rank: int, case: Case) -> Target:
-    peers = _peers(rank, case)
-    if rank not in peers:
-        return Target(0, 0, peers=frozenset())
-    ring = Case(len(peers), case.size)
-    due = ring_target(case.size, 4, peers.index(rank), ring)
-    return due._replace(peers=frozenset(peers) - {rank})
-
-
-def _not_inside(rank: int, case: Case) -> Tensor:
-    """The result if each chunk is summed between the hosts alone."""
-    by_place = zip(*(host[: _parts(case)] for host in hosts_of(case)))
-    return torch.cat(
-        [_sum(_chunks(peer, case)[i] for peer in peers) for i, peers in enumerate(by_place)]
-    )
-
-
-def _not_shared(rank: int, case: Case) -> Tensor:
-    """The result if nobody brings the complete chunks to the other ranks of the host."""
-    complete = _own_chunk_over(range(case.world_size), rank, case)
-    own = _chunks(rank, case)
-    return torch.cat([mine if done is None else done for mine, done in zip(own, complete)])
-
-
-def _cards(case: Case) -> Cards:
-    hosts = hosts_of(case)
-    both = (card_bytes(name, case.size, 4, hosts) for name in ("hierarchical", "ring"))
-    return Cards(hosts, *both)
-
-
 # The place of a process
 
-
-def place(fn: Callable) -> Verdict:
-    """Grade ``fn(environment)``: (rank, local rank, host) of a process of torchrun or of Slurm.
-
-    ``environment`` is a dict of texts. Under Slurm the local rank and the host follow from
-    SLURM_PROCID and SLURM_TASKS_PER_NODE. Under a torchrun that Slurm has started, torchrun's
-    variables are right. Runs in this process.
-    """
-    return answers(
-        fn,
-        [((environment,), _place(environment)) for environment in _ENVIRONMENTS],
-        name="hosts.place",
-        signature="environment",
-        mistakes={f"place.{key}": wrong for key, wrong in _WRONG_PLACES.items()},
-    )
+_TORCHRUN = {"MASTER_ADDR": "node01", "MASTER_PORT": "29400"}
 
 
 def _torchrun(rank: int, local_rank: int, host: int, **more: str) -> dict[str, str]:
     own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
-    return {"MASTER_ADDR": "node01", "MASTER_PORT": "29400", **own, **more}
+    return _TORCHRUN | own | more
 
 
 def _slurm(rank: int, tasks: str) -> dict[str, str]:
@@ -229,22 +218,6 @@ def _tasks(text: str) -> list[int]:
     """The tasks of each node: ``2(x3),1`` is [2, 2, 2, 1]."""
     parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in parts for _ in range(int(times or 1))]
-
-
-def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    if "RANK" in environment:
-        rank, local_rank, host = (environment[n] for n in ("RANK", "LOCAL_RANK", "GROUP_RANK"))
-        return int(rank), int(local_rank), int(host)
-    return _by_tasks(int(environment["SLURM_PROCID"]), environment["SLURM_TASKS_PER_NODE"])
-
-
-def _by_tasks(rank: int, tasks: str) -> tuple[int, int, int]:
-    first = 0
-    for host, count in enumerate(_tasks(tasks)):
-        if rank < first + count:
-            return rank, rank - first, host
-        first += count
-    raise AssertionError("a rank that no node has")
 
 
 # Of torchrun with 4 and 2 processes on its nodes, alone and started by Slurm; of Slurm.
@@ -259,34 +232,45 @@ _ENVIRONMENTS = [
 ]
 
 
-def _even(environment: Mapping[str, str], count: Callable[[list[int]], int]) -> tuple:
-    """As if all nodes had as many tasks as ``count`` says."""
-    if "RANK" in environment:
-        return _place(environment)
-    rank, tasks = int(environment["SLURM_PROCID"]), _tasks(environment["SLURM_TASKS_PER_NODE"])
-    return rank, rank % count(tasks), rank // count(tasks)
+def place(fn: Callable) -> Verdict:
+    """Grade ``fn(environment)``: (rank, local rank, host) of a process of torchrun or of Slurm.
 
+    ``environment`` is a dict of texts. Under Slurm the local rank and the host follow from
+    SLURM_PROCID and SLURM_TASKS_PER_NODE. Under a torchrun that Slurm has started, torchrun's
+    variables are right. Runs in another process.
+    """
 
-def _without_times(environment: Mapping[str, str]) -> tuple | None:
-    """As if ``2(x3)`` were one node of 2 tasks: the ranks that are then on no node stay None."""
-    if "RANK" in environment:
-        return _place(environment)
-    tasks = re.sub(r"\(x\d+\)", "", environment["SLURM_TASKS_PER_NODE"])
-    rank = int(environment["SLURM_PROCID"])
-    return _by_tasks(rank, tasks) if rank < sum(_tasks(tasks)) else None
+    def place_in(environment: Mapping[str, str], torchruns: bool = True) -> tuple[int, int, int]:
+        if "RANK" in environment and torchruns:
+            names = ("RANK", "LOCAL_RANK", "GROUP_RANK")
+            rank, local_rank, host = (int(environment[name]) for name in names)
+            return rank, local_rank, host
+        rank, first = int(environment["SLURM_PROCID"]), 0
+        for host, count in enumerate(_tasks(environment["SLURM_TASKS_PER_NODE"])):
+            if rank < first + count:
+                return rank, rank - first, host
+            first += count
+        raise AssertionError("a rank that no node has")
 
+    def even_nodes(environment: Mapping[str, str]) -> tuple[int, int, int]:
+        if "RANK" in environment:
+            return place_in(environment)
+        rank = int(environment["SLURM_PROCID"])
+        count = _tasks(environment["SLURM_TASKS_PER_NODE"])[0]
+        return rank, rank % count, rank // count
 
-_WRONG_PLACES: dict[str, Callable[[Mapping[str, str]], tuple | None]] = {
-    "even_nodes": lambda env: _even(env, lambda tasks: tasks[0]),
-    "mean_node": lambda env: _even(env, lambda tasks: max(1, sum(tasks) // len(tasks))),
-    "times": _without_times,
-    "slurm_first": lambda env: (
-        _by_tasks(int(env["SLURM_PROCID"]), env["SLURM_TASKS_PER_NODE"])
-        if "SLURM_PROCID" in env
-        else _place(env)
-    ),
-    "host_from_one": lambda env: (*_place(env)[:2], _place(env)[2] + 1),
-    "local_is_rank": lambda env: (_place(env)[0], _place(env)[0], _place(env)[2]),
-    "texts": lambda env: tuple(map(str, _place(env))),
-    "order": lambda env: (_place(env)[0], *_place(env)[:0:-1]),
-}
+    return answers(
+        fn,
+        [((environment,), place_in(environment)) for environment in _ENVIRONMENTS],
+        name="hosts.place",
+        signature="environment",
+        mistakes={
+            "it holds only where every node has as many tasks as the first": even_nodes,
+            "inside of a Slurm job, torchrun's RANK, LOCAL_RANK and GROUP_RANK are right": (
+                lambda env: place_in(env, torchruns="SLURM_PROCID" not in env)
+            ),
+            "everything in an environment is a text: make integers of the answers": (
+                lambda env: tuple(map(str, place_in(env)))
+            ),
+        },
+    )

@@ -1,12 +1,13 @@
-"""An overlapping backward on a rank: what ``check.overlap.backward`` runs and records.
+"""The overlapping backward of page 03, on real ranks: run, judged, and drawn beside labkit's.
 
-Symbols: P ranks.
+Symbols: P ranks, B samples in the global batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +15,31 @@ from torch.nn import functional
 
 from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.tensors import check_tensor
 from labkit.comm.work import WorkQueue
-from workbook.exercises.grader import Case, Mistake
-from workbook.exercises.grader.exercise import random_tensor
-from workbook.exercises.grader.limits import OutOfTime, limited_time
+from labkit.errors import WorkerError
+from labkit.runtime.launch import RunResult, run
+from labkit.runtime.watch import undrawn
+from labkit.schedules.bucket_assignment import MIB, assign_buckets
+from labkit.strategies.ddp.bucketed import BucketedDDP, start_all_reduce
+from labkit.units import format_number, format_seconds
+from workbook.exercises.grader import WORLD_SIZES, Case, Verdict, Wrong, returns
+from workbook.exercises.grader.compare import same, short
+from workbook.exercises.grader.exercise import Found, random_tensor
+from workbook.exercises.grader.in_process import OutOfTime, limited_time
+from workbook.exercises.grader.own_run import OwnRun
+from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET
+from workbook.notebook import verdict
+
+if TYPE_CHECKING:
+    from workbook.plots import CaptionedFigure
 
 # A step of the learner's function takes milliseconds.
 _MOST_S = 2.0
 # Samples of the global batch: with so many every rank uses every parameter, or some do not.
 ALL_USED, SOME_UNUSED = 11, 7
-_FEATURES, _HIDDEN, _CLASSES = 4, 6, 3
+_FEATURES, _CLASSES = 4, 3
 # In the order of registration: both layers of the trunk, two branches, one that rank 0 alone uses,
 # one that nobody uses, the last layer.
 SHAPES = ((6, 4), (6,), (6, 6), (6, 6, 2), (5,), (2,), (3, 6), (3,))
@@ -32,6 +47,46 @@ BUCKETS = ((7, 6), (5, 3), (4, 2), (1, 0))
 _SIZES = [torch.Size(shape).numel() for shape in SHAPES]
 # No two buckets have equally many elements, so a start tells which bucket it is.
 BUCKET_OF_SIZE = {sum(_SIZES[i] for i in bucket): b for b, bucket in enumerate(BUCKETS)}
+
+
+def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(loss, parameters, buckets, start, batch_size)``: a backward with overlap.
+
+    ``start(flat)`` begins the all-reduce of a tensor and returns a handle. At the end each
+    parameter's ``grad`` is the gradient of the mean loss over the B samples of all ranks. Two
+    steps are made with one model. Ranks get their gradients in different orders, and in one case
+    some parameters get none.
+    """
+    words = {SOME_UNUSED: "where not every rank uses every parameter"}
+    found = returns(
+        fn,
+        name="overlap.backward",
+        signature="loss, parameters, buckets, start, batch_size",
+        call=_two_steps,
+        inputs=lambda rank, case: (case,),
+        judge=_judge,
+        sizes=(ALL_USED, SOME_UNUSED),
+        nouns=("rank", "sample"),
+        special=lambda case: words.get(case.size, ""),
+        world_sizes=world_sizes,
+    )
+    found.run_again = partial(own_run, found.name, fn)
+    return found
+
+
+def start_moments(buckets: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
+    """By bucket: how many gradients are there when it may start; of the first buckets only.
+
+    A bucket may start with its last gradient, and not before the buckets before it. One whose
+    gradients are never all there has no entry, nor have those after it.
+    """
+    place = {index: number for number, index in enumerate(order, start=1)}
+    full = []
+    for bucket in buckets:
+        if any(index not in place for index in bucket):
+            break
+        full.append(max(place[index] for index in bucket))
+    return list(accumulate(full, max))
 
 
 class Step(NamedTuple):
@@ -54,7 +109,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """What a rank returns."""
+    """What a rank returns. (No tuple: a check makes lists of those.)"""
 
     steps: list[Step] = field(default_factory=list)
 
@@ -105,7 +160,12 @@ class _Watch:
         number = len(self.starts)
         self.starts.append((flat.numel(), len(self.ready)))
         self.waits.append(None)
-        started = _Started(flat, partial(self._note_wait, number))
+
+        def note_wait() -> None:
+            if self.waits[number] is None:
+                self.waits[number] = len(self.ready)
+
+        started = _Started(flat, note_wait)
         started.work = self._add(lambda comm: self._round(comm, started.values))
         return started
 
@@ -122,10 +182,6 @@ class _Watch:
         self._queue.end()
         for hook in self._hooks:
             hook.remove()
-
-    def _note_wait(self, number: int) -> None:
-        if self.waits[number] is None:
-            self.waits[number] = len(self.ready)
 
     def _add(self, operation: Callable[[Comm], object]) -> Any:
         return self._queue.add("all_reduce", operation, [], [])
@@ -159,11 +215,10 @@ def _loss(parameters: list[nn.Parameter], rank: int, case: Case, step: int) -> T
         out = out * rare.exp().sum()
     if case.size == ALL_USED:
         out = out + never.sum()
-    scores = out @ last.T + last_bias
-    return functional.cross_entropy(scores, targets, reduction="sum")
+    return functional.cross_entropy(out @ last.T + last_bias, targets, reduction="sum")
 
 
-def two_steps(fn: Callable, comm: Comm, case: Case) -> Steps | Mistake:
+def _two_steps(fn: Callable, comm: Comm, case: Case) -> Steps | Wrong:
     """On a rank: two calls of the learner's function, with one model."""
     if case.call:
         # The second step has shown already what the function keeps from one call to the next.
@@ -173,10 +228,9 @@ def two_steps(fn: Callable, comm: Comm, case: Case) -> Steps | Mistake:
     try:
         for number in range(2):
             watch.begin()
-            done = _one_step(
-                fn, watch, parameters, _loss(parameters, comm.rank, case, number), case
-            )
-            if isinstance(done, Mistake):
+            loss = _loss(parameters, comm.rank, case, number)
+            done = _one_step(fn, watch, parameters, loss, case)
+            if isinstance(done, Wrong):
                 return done
             steps.append(done)
     finally:
@@ -186,34 +240,182 @@ def two_steps(fn: Callable, comm: Comm, case: Case) -> Steps | Mistake:
 
 def _one_step(
     fn: Callable, watch: _Watch, parameters: list[nn.Parameter], loss: Tensor, case: Case
-) -> Step | Mistake:
+) -> Step | Wrong:
+    def num_hooks() -> int:
+        # PyTorch has no public way to ask.
+        kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
+        return sum(len(getattr(p, kind, None) or ()) for p in parameters for kind in kinds)
+
     for parameter in parameters:
         parameter.grad = None
-    before = [parameter.detach().clone() for parameter in parameters]
-    num_hooks = _num_hooks(parameters)
+    before, hooks = [parameter.detach().clone() for parameter in parameters], num_hooks()
     try:
         with limited_time(_MOST_S):
             fn(loss, list(parameters), [list(b) for b in BUCKETS], watch.start, case.size)
     except OutOfTime:
         absent = [i for i in range(len(parameters)) if i not in watch.ready]
-        return Mistake("overlap.endless", seconds=_MOST_S, indices=absent or "none")
+        text = f"the function had not ended after {_MOST_S:g} s; no gradient came for parameters "
+        return Wrong(f"{text}{absent}, and a hook on such a parameter never runs")
     finally:
         watch.until_all_end()
-    if not all(torch.equal(p, kept) for p, kept in zip(parameters, before)):
-        return Mistake("gradient.updated")
+    if not all(map(torch.equal, parameters, before)):
+        return Wrong("the parameters have changed; this function only sets their gradients")
     found = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
-    left = _num_hooks(parameters) - num_hooks
-    return Step(watch.ready, watch.starts, watch.waits, found, left)
+    return Step(watch.ready, watch.starts, watch.waits, found, num_hooks() - hooks)
 
 
-def _num_hooks(parameters: list[nn.Parameter]) -> int:
-    """How many hooks are on the parameters: PyTorch has no public way to ask."""
-    kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
-    return sum(len(getattr(p, kind, None) or ()) for p in parameters for kind in kinds)
+def _judge(case: Case, values: list[Any]) -> Found:
+    for number, steps in enumerate(zip(*(value.steps for value in values))):
+        for rank, step in enumerate(steps):
+            if wrong := _wrong_moments(step):
+                return f"rank {rank} {wrong}"
+        if wrong := _wrong_gradients(case, steps, number):
+            return wrong
+        if left := max(step.hooks for step in steps):
+            return f"{left} hooks are still on the parameters: remove them after backward"
+    return None
 
 
-def own_gradients(rank: int, case: Case, step: int) -> list[Tensor]:
-    parameters = _parameters()
-    loss = _loss(parameters, rank, case, step)
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)]
+def _wrong_moments(step: Step) -> Found:
+    """What is wrong with the moments of starts and waits; nothing here depends on a clock."""
+    last = len(step.ready)
+    if not step.ready:
+        return "computes no gradient: call loss.backward()"
+    buckets = [BUCKET_OF_SIZE.get(size) for size, _ in step.starts]
+    if buckets != [*range(len(BUCKETS))]:
+        sizes = [size for size, _ in step.starts]
+        text = (
+            f"starts all-reduces of {sizes} elements, expected {[*BUCKET_OF_SIZE]}, in this order"
+        )
+        never = [b for b in range(len(BUCKETS)) if b not in buckets]
+        why = (
+            f": bucket {never[0]} is never started, also if a gradient never comes"
+            if never
+            else ""
+        )
+        return text + why
+    moments = start_moments(BUCKETS, step.ready)
+    for b, ((_, so_far), waited) in enumerate(zip(step.starts, step.waits)):
+        latest = moments[b] if b < len(moments) else last
+        absent = [i for i in BUCKETS[b] if i not in step.ready[:so_far]]
+        if so_far < last and absent:
+            return f"starts bucket {b} before gradient {absent[0]}, which belongs to it, is there"
+        if so_far > latest:
+            over = ", when backward is over" if so_far == last else ""
+            return f"starts bucket {b} at gradient {so_far}{over}, but could at gradient {latest}"
+        if waited is None:
+            return f"does not wait for bucket {b}: the sum may not be there"
+        if waited < last:
+            return f"waits for bucket {b} while {last - waited} gradients are still to come"
+    return None
+
+
+def _wrong_gradients(case: Case, steps: Sequence[Step], number: int) -> Found:
+    own = []
+    for rank in range(case.world_size):
+        parameters = _parameters()
+        loss = _loss(parameters, rank, case, number)
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        own.append([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)])
+    total = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*own)]
+    for rank, step in enumerate(steps):
+        looks = {
+            "the sum, not divided by batch_size": total,
+            "divided by the number of ranks, not by batch_size": [
+                t / case.world_size for t in total
+            ],
+            "this rank's own": [one / case.size for one in own[rank]],
+        }
+        for index, found in enumerate(step.gradients):
+            expected = total[index] / case.size
+            if (found is None and not expected.any()) or same(found, expected):
+                continue
+            like = [name for name, of in looks.items() if same(found, of[index])]
+            seen = like[0] if like else short(found)
+            text = f"rank {rank} is the first with a wrong gradient, in parameters[{index}].grad: "
+            return f"{text}{seen}, expected {short(expected)}"
+    return None
+
+
+# The learner's backward, drawn
+
+# Gigabit Ethernet: a message needs about as long as the layer that it hides behind.
+LINK = EmulatedLink(0.001, 125e6)
+_WIDTH, _LAYERS, _SAMPLES, _STEPS = 512, 6, 256, 3
+_TIMEOUT_S = 30.0
+
+
+def own_run(name: str, fn: Callable, status: str, world_size: int = 2) -> OwnRun:
+    """Run a learner's backward for a few steps, for its timeline; nothing is raised."""
+    if status == NOT_ATTEMPTED:
+        return OwnRun.failed(name, status)
+    options = {"world_size": world_size, "device": "cpu", "timeout_s": _TIMEOUT_S, "link": LINK}
+    try:
+        with undrawn():
+            results = [run(_steps, one, **options) for one in (fn, None)]
+    except (WorkerError, ValueError):
+        return OwnRun.failed(name, status)
+    titles = "One step, your backward", "One step, labkit's BucketedDDP"
+    figures = [_last_step(result, title) for result, title in zip(results, titles)]
+    rows = {
+        "all-reduces per step": [str(one.values[0]) for one in results],
+        "hidden communication": [f"{one.explain().hidden:.0%}" for one in results],
+    }
+    megabytes_per_s = format_number(LINK.bandwidth_bytes_per_s / 1e6)
+    link = f"a link of {format_seconds(LINK.latency_s)} and {megabytes_per_s} MB/s"
+    caption = f"{world_size} ranks over {link}, {_LAYERS} layers, {_SAMPLES} samples per rank."
+    text = "not right yet" if status == NOT_YET else status
+    said = f"{text}. {verdict.overlap(results[0]).text}"
+    return OwnRun(name, said, ["yours", "labkit"], rows, caption, *figures)
+
+
+class _Shown:
+    """An all-reduce under way, whose ``wait`` is recorded as waiting."""
+
+    def __init__(self, comm: Comm, flat: Tensor):
+        self._comm, self._work = comm, start_all_reduce(comm, flat)
+
+    def wait(self) -> None:
+        with self._comm.span("wait"):
+            self._work.wait()
+
+
+def _steps(comm: Comm, fn: Callable | None) -> int:
+    """On a rank: a few training steps by ``fn``, or by BucketedDDP; the all-reduces per step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = [part for _ in range(_LAYERS) for part in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(_WIDTH, 10))
+    labkits = None if fn else BucketedDDP(comm, model, bucket_mb=1, op="sum")
+    parameters = list(model.parameters())
+    buckets = assign_buckets([4 * p.numel() for p in parameters], MIB)
+    batch_size, started = _SAMPLES * comm.world_size, []
+    inputs, targets = torch.randn(_SAMPLES, _WIDTH), torch.randint(10, (_SAMPLES,))
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+
+    def start(flat: Tensor) -> _Shown:
+        started.append(_Shown(comm, flat))
+        return started[-1]
+
+    for _ in range(_STEPS):
+        comm.barrier()
+        optimizer.zero_grad()
+        with comm.span("compute"):
+            loss = functional.cross_entropy((labkits or model)(inputs), targets, reduction="sum")
+            if fn:
+                fn(loss, parameters, buckets, start, batch_size)
+            else:
+                (loss / batch_size).backward()
+        with comm.span("update"):
+            optimizer.step()
+    return len(labkits.buckets) if labkits else len(started) // _STEPS
+
+
+def _last_step(result: RunResult, title: str) -> "CaptionedFigure":
+    # Imported here: ranks load the checks, but draw nothing.
+    from workbook.plots.timeline import timeline
+
+    updates = [result.trace.of(rank, "update") for rank in result.trace.ranks]
+    start_s = max(own[-2].end_s for own in updates)
+    end_s = max(own[-1].end_s for own in updates)
+    return timeline(result, title=title, start_s=start_s, end_s=end_s)

@@ -1,4 +1,4 @@
-"""The ten puzzles of page 17: first right, then scored against the best that is known.
+"""Page 17: ten puzzles, first right, then scored against the best that is known.
 
 A puzzle is passed when its score is as good as the best known. Rounds are counted along the
 longest chain of messages that wait for each other; an exchange takes one round, as a send with its
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from labkit import collectives
 from labkit.units import format_bytes, format_count, format_seconds, html_table, text_table
-from workbook.exercises.grader import Case, Exercise, Mistake, Target, Verdict, grade
+from workbook.exercises.grader import Case, Exercise, Target, Verdict, grade
 from workbook.exercises.grader.critical_path import seconds_in_a_row, steps_in_a_row
-from workbook.exercises.grader.exercise import Outcome, Score
+from workbook.exercises.grader.exercise import Found, Ranks, Score
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET
 
 # Odd and even, powers of two and others; the last is shown on the scoreboard.
@@ -31,16 +31,21 @@ SIZES = (24, 7)
 MESSAGES = 8
 LATENCY_S, BYTES_PER_S = 1e-3, 1e6
 
-Ranks = tuple[Outcome, ...]
 # The puzzles in their order -> their verdicts, as far as this session has tried them.
 _TRIED: dict[str, Verdict | None] = {}
 
 
-def _puzzle(fn: Callable, exercise: Exercise, world_sizes: tuple[int, ...]) -> Verdict:
-    verdict = grade(fn, exercise, world_sizes)
-    before = _TRIED.get(exercise.name)
+def _puzzle(
+    fn: Callable, world_sizes: tuple[int, ...], name: str, expected: Any = None, **more: Any
+) -> Verdict:
+    """Grade a function that returns its result, unless ``more`` says otherwise."""
+    fields: dict[str, Any] = {"written": None, "sizes": SIZES, "drawn_size": 100_000} | more
+    if expected is not None:
+        fields["expected"] = expected
+    verdict = grade(fn, Exercise(f"puzzles.{name}", **fields), world_sizes)
+    before = _TRIED.get(verdict.name)
     if before is None or not before.score or (verdict.score and verdict.score <= before.score):
-        _TRIED[exercise.name] = verdict
+        _TRIED[verdict.name] = verdict
     return verdict
 
 
@@ -48,23 +53,20 @@ def _rounds(case: Case, ranks: Ranks) -> int | None:
     return steps_in_a_row([outcome.steps for outcome in ranks])
 
 
-def _bytes_in_all(case: Case, ranks: Ranks) -> int:
-    return sum(outcome.num_bytes for outcome in ranks)
-
-
-def _log2(case: Case) -> int:
-    """log2 P, rounded up: in a round, at most twice as many ranks can know something."""
-    return math.ceil(math.log2(case.world_size))
-
-
 def _in_log_rounds(source: str) -> Score:
-    return Score(_rounds, _log2, partial(format_count, noun="round"), source, of_rounds=True)
+    """log2 P rounds, rounded up: in one, at most twice as many ranks can know something."""
+    return Score(
+        _rounds,
+        lambda case: math.ceil(math.log2(case.world_size)),
+        partial(format_count, noun="round"),
+        source,
+    )
 
 
 def _in_bytes(of_one: int, source: str) -> Score:
     """Each rank but one sends and is sent to once: ``of_one`` bytes in all."""
     return Score(
-        _bytes_in_all,
+        lambda case, ranks: sum(outcome.num_bytes for outcome in ranks),
         lambda case: of_one * (case.world_size - 1),
         partial(format_count, noun="byte"),
         source,
@@ -76,31 +78,32 @@ def largest(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 
     All numbers are below -1. Score: the bytes that all ranks send; best 8 (P - 1).
     """
-    exercise = Exercise(
-        "puzzles.largest",
-        inputs=lambda rank, case: (_below_zero(rank, case),),
-        expected=_largest_of_all,
-        written=None,
+
+    def below_zero(rank: int, case: Case) -> Tensor:
+        return -1 - case.tensor(rank).abs()
+
+    return _puzzle(
+        fn,
+        world_sizes,
+        "largest",
+        lambda rank, case: max(below_zero(r, case).max().item() for r in range(case.world_size)),
+        inputs=lambda rank, case: (below_zero(rank, case),),
         mistakes={
-            "puzzle.own": lambda r, c: _below_zero(r, c).max().item(),
-            "puzzle.zero": lambda r, c: 0.0,
-            "puzzle.magnitude": lambda r, c: min(
-                _below_zero(rank, c).min().item() for rank in range(c.world_size)
+            "it is the rank's own largest: nothing of the others is in it": (
+                lambda rank, case: below_zero(rank, case).max().item()
+            ),
+            "it is 0, but all numbers are negative: was the largest so far 0 at first?": (
+                lambda rank, case: 0.0
             ),
         },
-        sizes=SIZES,
         score=_in_bytes(8, "one number from each rank but one, and one to each"),
         may_call=frozenset(dir(collectives)),
     )
-    return _puzzle(fn, exercise, world_sizes)
 
 
-def _below_zero(rank: int, case: Case) -> Tensor:
-    return -1 - case.tensor(rank).abs()
-
-
-def _largest_of_all(rank: int, case: Case) -> float:
-    return max(_below_zero(r, case).max().item() for r in range(case.world_size))
+def _no_exchange(case: Case, ranks: Ranks) -> Found:
+    used = any(step[0] == "exchange" for outcome in ranks for step in outcome.steps)
+    return "comm.exchange is not allowed in this puzzle: use send and recv" if used else None
 
 
 def pass_on(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -108,30 +111,18 @@ def pass_on(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 
     Score: rounds; best 2 with an even P, else 3.
     """
-    exercise = Exercise(
-        "puzzles.pass_on",
-        expected=lambda rank, case: case.tensor((rank - 1) % case.world_size),
-        written=None,
-        mistakes={
-            "puzzle.from_the_right": lambda r, c: c.tensor((r + 1) % c.world_size),
-            "puzzle.own": lambda r, c: c.tensor(r),
-        },
-        sizes=SIZES,
-        score=Score(
-            _rounds,
-            lambda case: 2 + case.world_size % 2,
-            partial(format_count, noun="round"),
-            "every rank is in two messages, and an odd ring cannot pair all of its ranks at once",
-            rule=_no_exchange,
-            of_rounds=True,
-        ),
+    score = Score(
+        _rounds,
+        lambda case: 2 + case.world_size % 2,
+        partial(format_count, noun="round"),
+        "every rank is in two messages, and an odd ring cannot pair all of its ranks at once",
     )
-    return _puzzle(fn, exercise, world_sizes)
+    more: dict[str, Any] = {"rule": _no_exchange, "score": score, "drawn_size": 0}
+    return _puzzle(fn, world_sizes, "pass_on", _left_neighbours, **more)
 
 
-def _no_exchange(case: Case, ranks: Ranks) -> Mistake | None:
-    used = any(step[0] == "exchange" for outcome in ranks for step in outcome.steps)
-    return Mistake("puzzle.exchange") if used else None
+def _left_neighbours(rank: int, case: Case) -> Tensor:
+    return case.tensor((rank - 1) % case.world_size)
 
 
 def pass_in_place(fn: Callable, *, world_sizes: tuple[int, ...] = (3, 6)) -> Verdict:
@@ -140,28 +131,31 @@ def pass_in_place(fn: Callable, *, world_sizes: tuple[int, ...] = (3, 6)) -> Ver
     Target: 8 messages per rank at most. Score: the most memory that a rank's new tensors (and
     other objects) hold at one time; best S / 8.
     """
-    exercise = Exercise(
-        "puzzles.pass_in_place",
-        expected=lambda rank, case: case.tensor((rank - 1) % case.world_size),
-        target=lambda rank, case: Target(messages=MESSAGES),
-        mistakes={"puzzle.from_the_right": lambda r, c: c.tensor((r + 1) % c.world_size)},
-        sizes=(80_003, 10),
-        holds=True,
-        score=Score(
-            lambda case, ranks: max(outcome.held_bytes for outcome in ranks),
-            _one_segment,
-            format_bytes,
-            "one of eight segments waits in a spare tensor",
-            # An array in place of the spare tensor is counted with the rest of Python.
-            slack=0.8,
-        ),
+
+    def one_segment(case: Case) -> float | None:
+        """Of a long tensor; what the first call imports, and Python's own, are not scored."""
+        return 4.0 * -(-case.size // MESSAGES) if case.size > 1000 and case.call else None
+
+    score = Score(
+        lambda case, ranks: max(outcome.held_bytes for outcome in ranks),
+        one_segment,
+        format_bytes,
+        "one of eight segments waits in a spare tensor",
+        # An array in place of the spare tensor is counted with the rest of Python.
+        slack=0.8,
     )
-    return _puzzle(fn, exercise, world_sizes)
-
-
-def _one_segment(case: Case) -> float | None:
-    """Of a long tensor; what the first call imports, and Python's own objects, are not scored."""
-    return 4.0 * -(-case.size // MESSAGES) if case.size > 1000 and case.call else None
+    return _puzzle(
+        fn,
+        world_sizes,
+        "pass_in_place",
+        _left_neighbours,
+        written=0,
+        target=lambda rank, case: Target(messages=MESSAGES),
+        sizes=(80_003, 10),
+        drawn_size=0,
+        holds=True,
+        score=score,
+    )
 
 
 def same_bits(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -170,39 +164,36 @@ def same_bits(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ve
     The numbers are multiples of 1/256 below 65,536. Score: the bytes that all ranks send; best
     12 (P - 1).
     """
-    exercise = Exercise(
-        "puzzles.same_bits",
-        inputs=lambda rank, case: (_on_a_grid(rank, case),),
-        written=None,
-        judge=_rounded_once,
-        sizes=SIZES,
+
+    def on_a_grid(rank: int, case: Case) -> Tensor:
+        """[case.size]: multiples of 1/256, which float32 holds exactly, unlike their sums."""
+        numbers = (case.tensor(rank) * 2**21).round().clamp(-(2**24) + 1, 2**24 - 1) / 256
+        # The large sums of the first and the last rank nearly cancel, and their roundings remain.
+        ends = {0: 1, case.world_size - 1: -1}
+        return numbers.abs() * ends[rank] if rank in ends else numbers
+
+    def rounded_once(case: Case, values: list[Any]) -> Found:
+        numbers = [on_a_grid(rank, case).double() for rank in range(case.world_size)]
+        expected = torch.stack(numbers).sum().float().item()
+        for rank, value in enumerate(values):
+            try:
+                found = torch.tensor(float(value), dtype=torch.float64).float().item()
+            except (TypeError, ValueError, RuntimeError):
+                return f"rank {rank} returned a value of type {type(value).__name__}, no number"
+            if found != expected:
+                text = f"rank {rank} returned {found!r}, but the exact sum, rounded once to "
+                return f"{text}float32, is {expected!r}"
+        return None
+
+    return _puzzle(
+        fn,
+        world_sizes,
+        "same_bits",
+        inputs=lambda rank, case: (on_a_grid(rank, case),),
+        judge=rounded_once,
         score=_in_bytes(12, "exact partial sums in 8 bytes, the rounded result in 4"),
         may_call=frozenset(dir(collectives)),
     )
-    return _puzzle(fn, exercise, world_sizes)
-
-
-def _on_a_grid(rank: int, case: Case) -> Tensor:
-    """[case.size]: multiples of 1/256, which float32 holds exactly, unlike their sums."""
-    numbers = (case.tensor(rank) * 2**21).round().clamp(-(2**24) + 1, 2**24 - 1) / 256
-    # The large sums of the first and the last rank nearly cancel, and their roundings remain.
-    ends = {0: 1, case.world_size - 1: -1}
-    return numbers.abs() * ends[rank] if rank in ends else numbers
-
-
-def _rounded_once(case: Case, values: list[Any]) -> Mistake | None:
-    numbers = [_on_a_grid(rank, case).double() for rank in range(case.world_size)]
-    due = torch.stack(numbers).sum().float().item()
-    for rank, value in enumerate(values):
-        try:
-            found = torch.tensor(float(value), dtype=torch.float64).float().item()
-        except (TypeError, ValueError, RuntimeError):
-            return Mistake("puzzle.no_number", rank=rank, found=type(value).__name__)
-        if found != due:
-            close = abs(found - due) < 1e-4 * abs(torch.stack(numbers)).sum().item()
-            how = "puzzle.rounded" if close else "puzzle.other_sum"
-            return Mistake(how, rank=rank, found=repr(found), due=repr(due))
-    return None
 
 
 def broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -210,16 +201,12 @@ def broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ve
 
     Score: rounds; best log2 P, rounded up.
     """
-    exercise = Exercise(
-        "puzzles.broadcast",
-        expected=lambda rank, case: case.tensor(0),
-        written=None,
-        mistakes={"puzzle.own": lambda r, c: c.tensor(r)},
-        sizes=SIZES,
-        drawn_size=100_000,
-        score=_in_log_rounds("a binomial tree; in a round, twice as many ranks know at most"),
-    )
-    return _puzzle(fn, exercise, world_sizes)
+    score = _in_log_rounds("a binomial tree; in a round, twice as many ranks know at most")
+    return _puzzle(fn, world_sizes, "broadcast", _first_tensor, score=score)
+
+
+def _first_tensor(rank: int, case: Case) -> Tensor:
+    return case.tensor(0)
 
 
 def prefix_sum(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -227,25 +214,19 @@ def prefix_sum(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
 
     Score: rounds; best log2 P, rounded up.
     """
-    exercise = Exercise(
-        "puzzles.prefix_sum",
-        expected=lambda rank, case: _sum_of(case, range(rank + 1)),
-        written=None,
-        mistakes={
-            "puzzle.exclusive": lambda r, c: _sum_of(c, range(r)),
-            "puzzle.suffix": lambda r, c: _sum_of(c, range(r, c.world_size)),
-            "puzzle.total": lambda r, c: c.total(),
-            "puzzle.two_alone": lambda r, c: _sum_of(c, range(max(0, r - 1), r + 1)),
-        },
-        sizes=SIZES,
-        drawn_size=100_000,
+
+    def sum_of(case: Case, ranks: Sequence[int]) -> Tensor:
+        return sum(
+            (case.tensor(r).double() for r in ranks), torch.zeros(case.size).double()
+        ).float()
+
+    return _puzzle(
+        fn,
+        world_sizes,
+        "prefix_sum",
+        lambda rank, case: sum_of(case, range(rank + 1)),
         score=_in_log_rounds("Hillis and Steele, 1986"),
     )
-    return _puzzle(fn, exercise, world_sizes)
-
-
-def _sum_of(case: Case, ranks: Sequence[int]) -> Tensor:
-    return sum((case.tensor(r).double() for r in ranks), torch.zeros(case.size).double()).float()
 
 
 def all_gather(fn: Callable, *, world_sizes: tuple[int, ...] = WITH_SIX) -> Verdict:
@@ -253,24 +234,21 @@ def all_gather(fn: Callable, *, world_sizes: tuple[int, ...] = WITH_SIX) -> Verd
 
     Target: (P - 1) S bytes per rank. Score: rounds; best log2 P, rounded up.
     """
-    exercise = Exercise(
-        "puzzles.all_gather",
-        expected=lambda rank, case: [case.tensor(r) for r in range(case.world_size)],
-        written=None,
+    return _puzzle(
+        fn,
+        world_sizes,
+        "all_gather",
+        lambda rank, case: [case.tensor(r) for r in range(case.world_size)],
         target=lambda rank, case: Target(num_bytes=4 * case.size * (case.world_size - 1)),
         mistakes={
-            "puzzle.own_first": lambda r, c: [
-                c.tensor((r + i) % c.world_size) for i in range(c.world_size)
-            ],
-            "puzzle.backwards": lambda r, c: [
-                c.tensor((r - i) % c.world_size) for i in range(c.world_size)
-            ],
+            "the list begins with the rank's own tensor: put it into the order of the ranks": (
+                lambda rank, case: [
+                    case.tensor((rank + i) % case.world_size) for i in range(case.world_size)
+                ]
+            ),
         },
-        sizes=SIZES,
-        drawn_size=100_000,
         score=_in_log_rounds("Bruck and others, 1997"),
     )
-    return _puzzle(fn, exercise, world_sizes)
 
 
 def long_broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -279,31 +257,23 @@ def long_broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) 
     Score: the time of its messages where each takes 1 ms and its bytes at 1 MB/s; best that of a
     chain of ranks through which the tensor goes in segments.
     """
-    exercise = Exercise(
-        "puzzles.long_broadcast",
-        expected=lambda rank, case: case.tensor(0),
-        sizes=(8_000, 7),
-        score=Score(
-            _seconds_on_the_link,
-            _chain_s,
-            format_seconds,
-            "a chain in segments of the best size; cleverer schedules are known",
-            slack=0.05,
-        ),
+
+    def chain_s(case: Case) -> float | None:
+        """The shortest time of a chain over all numbers of segments; None for a short tensor."""
+        if case.size < 1000:
+            return None
+        num_bytes, hops = 4 * case.size, case.world_size - 2
+        return min((n + hops) * (LATENCY_S + num_bytes / n / BYTES_PER_S) for n in range(1, 200))
+
+    score = Score(
+        lambda case, ranks: seconds_in_a_row([o.steps for o in ranks], LATENCY_S, BYTES_PER_S),
+        chain_s,
+        format_seconds,
+        "a chain in segments of the best size; cleverer schedules are known",
+        slack=0.05,
     )
-    return _puzzle(fn, exercise, world_sizes)
-
-
-def _seconds_on_the_link(case: Case, ranks: Ranks) -> float | None:
-    return seconds_in_a_row([outcome.steps for outcome in ranks], LATENCY_S, BYTES_PER_S)
-
-
-def _chain_s(case: Case) -> float | None:
-    """The shortest time of a chain over all numbers of segments; None for a short tensor."""
-    if case.size < 1000:
-        return None
-    num_bytes, hops = 4 * case.size, case.world_size - 2
-    return min((n + hops) * (LATENCY_S + num_bytes / n / BYTES_PER_S) for n in range(1, 200))
+    more: dict[str, Any] = {"written": 0, "sizes": (8_000, 7), "drawn_size": 0, "score": score}
+    return _puzzle(fn, world_sizes, "long_broadcast", _first_tensor, **more)
 
 
 def reduce_blocks(fn: Callable, *, world_sizes: tuple[int, ...] = WITH_SIX) -> Verdict:
@@ -312,28 +282,20 @@ def reduce_blocks(fn: Callable, *, world_sizes: tuple[int, ...] = WITH_SIX) -> V
     ``blocks`` [P, N]. Target: P - 1 blocks of bytes per rank. Score: rounds; best log2 P, rounded
     up.
     """
-    exercise = Exercise(
-        "puzzles.reduce_blocks",
+
+    def blocks(rank: int, case: Case) -> Tensor:
+        return case.random(50 * rank + case.size, case.world_size, case.size)
+
+    return _puzzle(
+        fn,
+        world_sizes,
+        "reduce_blocks",
+        lambda rank, case: case.over_ranks(lambda r: blocks(r, case)[rank]),
         signature="comm, blocks",
-        inputs=lambda rank, case: (_blocks(rank, case),),
-        expected=lambda rank, case: case.over_ranks(lambda r: _blocks(r, case)[rank]),
-        written=None,
+        inputs=lambda rank, case: (blocks(rank, case),),
         target=lambda rank, case: Target(num_bytes=4 * case.size * (case.world_size - 1)),
-        mistakes={
-            "puzzle.own": lambda r, c: _blocks(r, c)[r],
-            "puzzle.next_block": lambda r, c: c.over_ranks(
-                lambda rank: _blocks(rank, c)[(r + 1) % c.world_size]
-            ),
-        },
-        sizes=SIZES,
-        drawn_size=100_000,
         score=_in_log_rounds("Träff, 2024"),
     )
-    return _puzzle(fn, exercise, world_sizes)
-
-
-def _blocks(rank: int, case: Case) -> Tensor:
-    return case.random(50 * rank + case.size, case.world_size, case.size)
 
 
 def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WITH_SIX) -> Verdict:
@@ -341,15 +303,8 @@ def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WITH_SIX) -> Verd
 
     Score: rounds; best log2 P, rounded up, also where P is no power of two.
     """
-    exercise = Exercise(
-        "puzzles.all_reduce",
-        expected=lambda rank, case: case.total(),
-        written=None,
-        sizes=SIZES,
-        drawn_size=100_000,
-        score=_in_log_rounds("Bar-Noy, Kipnis and Schieber, 1993"),
-    )
-    return _puzzle(fn, exercise, world_sizes)
+    score = _in_log_rounds("Bar-Noy, Kipnis and Schieber, 1993")
+    return _puzzle(fn, world_sizes, "all_reduce", lambda rank, case: case.total(), score=score)
 
 
 _PUZZLES = (largest, pass_on, pass_in_place, same_bits, broadcast)

@@ -1,4 +1,4 @@
-"""The check of page 12: processes that get their ranks, and learn of each other, from a store.
+"""Page 12: processes that get their ranks, and learn of each other, from a store.
 
 The processes and the store are real, and three attempts are made on one store, since a store
 outlives the attempt that failed. In the first, all processes go step by step together, so that a
@@ -11,17 +11,26 @@ Symbols: P processes.
 import contextlib
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from labkit.comm.comm import Comm
-from workbook.exercises.grader import WORLD_SIZES, Case, Exercise, Mistake, Verdict, grade
-from workbook.exercises.grader.shared_store import Died, SharedStore, Use, Visit, visit
-from workbook.exercises.rendezvous_run import own_run
+from labkit.errors import WorkerError
+from labkit.runtime.launch import run
+from labkit.runtime.watch import undrawn
+from labkit.tracing import Span, Trace
+from workbook.exercises.grader import WORLD_SIZES, Case, Verdict, returns
+from workbook.exercises.grader.compare import short
+from workbook.exercises.grader.exercise import Found
+from workbook.exercises.grader.own_run import OwnRun
+from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET
+from workbook.exercises.shared_store import Died, SharedStore, Visit, visit
+
+if TYPE_CHECKING:
+    from workbook.plots import CaptionedFigure
 
 TOGETHER, ONE_DIES, IN_TURN = ATTEMPTS = range(3)
 # So many operations of each process are made step by step, and each waits so long at most.
@@ -29,7 +38,8 @@ _STEPS, _STEP_S = 6, 0.3
 # A process comes when those before it wait or have ended, but after this time at the latest.
 _TURN_S = 2.0
 _POLL_S = 0.001
-_READS = ("get", "add", "check")
+# Drawn: each process comes this much after the one before, so that the figure shows who waits.
+_LATER_S, _TIMEOUT_S = 0.05, 10.0
 
 _calls = itertools.count()
 
@@ -40,18 +50,17 @@ def meet(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict
     Every process has an address and the same store, a ``torch.distributed`` store. Any order of
     ranks is right, if every process finds the same one.
     """
-    exercise = Exercise(
-        "rendezvous.meet",
+    verdict = returns(
+        fn,
+        name="rendezvous.meet",
         signature="store, address, world_size, attempt",
         inputs=lambda rank, case: (case,),
-        written=None,
         call=_meet,
         judge=_judge,
-        sizes=(),
         nouns=("process", ""),
+        world_sizes=world_sizes,
     )
-    verdict = grade(fn, exercise, world_sizes)
-    verdict.run_again = partial(own_run, exercise.name, fn)
+    verdict.run_again = partial(own_run, verdict.name, fn)
     return verdict
 
 
@@ -87,8 +96,8 @@ class _Meeting:
 
     def _until(self, groups: list[list[str]], limit_s: float) -> None:
         """Wait until one key of each group is set; not forever, since a process may just sleep."""
-        until_s = time.monotonic() + limit_s
-        while groups and time.monotonic() < until_s:
+        deadline_s = time.monotonic() + limit_s
+        while groups and time.monotonic() < deadline_s:
             groups = [keys for keys in groups if not any(self._notes.check([k]) for k in keys)]
             time.sleep(_POLL_S)
 
@@ -109,7 +118,9 @@ def _meet(fn: Callable, comm: Comm, case: Case) -> list[Visit]:
             store = meeting.store(real, attempt)
             visits.append(visit(fn, store, address, case.world_size, attempt))
         elif place == 0:
-            _die(fn, SharedStore(real, _dies), address, case.world_size)
+            # Alone, it fails in one way or another.
+            with contextlib.suppress(Died, Exception):
+                visit(fn, SharedStore(real, _die), address, case.world_size, attempt)
         if visits[-1].waited_for:
             notes.set("in vain", "1")
         meeting.end(attempt)
@@ -118,13 +129,7 @@ def _meet(fn: Callable, comm: Comm, case: Case) -> list[Visit]:
     return visits
 
 
-def _die(fn: Callable, store: SharedStore, address: str, world_size: int) -> None:
-    # Alone, it fails in one way or another.
-    with contextlib.suppress(Died, Exception):
-        visit(fn, store, address, world_size, ONE_DIES)
-
-
-def _dies(number: int) -> None:
+def _die(number: int) -> None:
     raise Died
 
 
@@ -135,108 +140,137 @@ def _address(rank: int, attempt: int, case: Case) -> str:
     return f"10.0.{10 * attempt + rank}.{host}:{port}"
 
 
-# What went wrong
-
-
-def _judge(case: Case, values: list[Any]) -> Mistake | None:
-    """The mistake of the first attempt that went wrong. ``values``: the visits of each process."""
+def _judge(case: Case, values: list[Any]) -> Found:
+    """What is wrong in the first attempt that went wrong. ``values``: the visits by process."""
     former = {_address(r, one, case) for r in range(case.world_size) for one in ATTEMPTS[:-1]}
     for attempt, visits in zip((TOGETHER, IN_TURN), zip(*values)):
-        found = _in_vain(visits) or _kinds(visits) or _ranks(visits, attempt)
-        found = found or _addresses(visits, former if attempt else set())
-        if found:
-            return Mistake("rendezvous.later", what=found) if attempt else found
+        if found := _wrong_meeting(visits, former if attempt else set()):
+            later = "in a later attempt, with a store that holds the keys of those before: "
+            return later + found if attempt else found
     return None
 
 
-def _in_vain(visits: Sequence[Visit]) -> Mistake | None:
-    """Why a process waited for a key that nobody has set."""
-    waiting = next((one for one in visits if one.waited_for), None)
-    if waiting is None:
-        return None
-    if taken := _taken_twice(visits):
-        return taken
-    keys = sorted({use.key for one in visits for use in one.uses if use.op in ("set", "add")})
-    was_set = ", ".join(keys) or "none"
-    return Mistake(
-        "rendezvous.waits_forever", address=waiting.address, key=waiting.waited_for, keys=was_set
+def _wrong_meeting(visits: Sequence[Visit], former: set[str]) -> Found:
+    P, known = len(visits), {one.address for one in visits}
+    race = _race(visits)
+    for one in visits:
+        if one.waited_for:
+            keys = sorted({use.key for v in visits for use in v.uses if use.op in ("set", "add")})
+            text = f"the process at {one.address} waits for {one.waited_for}, which nobody sets"
+            return race or f"{text}; what was set: {', '.join(keys) or 'none'}"
+        match one.result:
+            case [int(rank), [*addresses]] if not isinstance(rank, bool):
+                if not all(isinstance(address, str) for address in addresses):
+                    return (
+                        f"the addresses are no texts (store.get returns bytes): {short(addresses)}"
+                    )
+            case _:
+                text = f"the process at {one.address} returned {short(one.result)}: return "
+                return f"{text}(rank, addresses), a number and the list of all addresses"
+    ranks = [one.result[0] for one in visits]
+    if sorted(ranks) != [*range(P)]:
+        text = f"the ranks are {sorted(ranks)}, expected each of 0 to {P - 1} once"
+        if former and len({*ranks}) == P:
+            text += ": the number of the attempt belongs into every key"
+        return race or text
+    for one in visits:
+        rank, addresses = one.result
+        place = f"the process at {one.address}, rank {rank}, returned"
+        if old := former & {*addresses}:
+            why = "of an attempt before: the number of the attempt belongs into every key"
+            return f"{place} {min(old)}, an address {why}"
+        if len(addresses) != P:
+            why = "store.get waits for a key until it is set"
+            return f"{place} {len(addresses)} addresses of {P} processes: {why}"
+        if strange := {*addresses} - known:
+            return f"{place} {short(min(strange))}, which is the address of no process"
+        if addresses[rank] != one.address:
+            return f"{place} at place {rank} the address {addresses[rank]}: its own belongs there"
+    if len({tuple(one.result[1]) for one in visits}) > 1:
+        return "two processes found different lists"
+    return None
+
+
+def _race(visits: Sequence[Visit]) -> Found:
+    """Two processes that write under one key what both have read there, or what differs."""
+    found = None
+    for key in sorted({use.key for one in visits for use in one.uses if use.op == "set"}):
+        writers, values, read_first = [], set(), True
+        for one in visits:
+            ops = [use.op for use in one.uses if use.key == key]
+            if "set" in ops:
+                writers.append(one.address)
+                values |= {use.value for use in one.uses if use.key == key and use.op == "set"}
+                read_first &= any(op in ("get", "add", "check") for op in ops[: ops.index("set")])
+        if len(writers) < 2:
+            continue
+        who = f"the processes at {writers[0]} and {writers[1]} both "
+        if read_first:
+            why = "store.add reads and writes in one step"
+            return f"{who}read {key}, and then both wrote it: {why}"
+        if len(values) > 1:
+            found = found or f"{who}write their own value under {key}, so one of them is lost"
+    return found
+
+
+# The learner's rendezvous, drawn: what each process asks of the store, and when it waits
+
+
+def own_run(name: str, fn: Callable, status: str, world_size: int = 4) -> OwnRun:
+    """Run a learner's rendezvous once more, the processes one after another; nothing is raised."""
+    if status == NOT_ATTEMPTED:
+        return OwnRun.failed(name, status)
+    try:
+        with undrawn():
+            more: dict[str, Any] = {"device": "cpu", "timeout_s": _TIMEOUT_S}
+            visits = run(_come_later, fn, world_size=world_size, **more).values
+    except (WorkerError, ValueError):
+        return OwnRun.failed(name, status)
+    if not any(one.uses for one in visits):
+        return OwnRun(name, "the store was not used, so there is nothing to draw.")
+    # Lanes in the order in which the processes came.
+    order = sorted(visits, key=lambda one: [use.start_s for use in one.uses][:1])
+    ops = dict.fromkeys(use.op for one in visits for use in one.uses)
+    ranks = [
+        one.result[0] if isinstance(one.result, list) and one.result else "-" for one in order
+    ]
+    waits = [[u.end_s - u.start_s for u in one.uses if u.op in _WAITS] for one in order]
+    rows = {"rank": list(map(str, ranks))}
+    rows |= {op: [str(sum(use.op == op for use in one.uses)) for one in order] for op in ops}
+    rows["waited"] = [f"{sum(seconds) * 1e3:.0f} ms" for seconds in waits]
+    text = "not right yet" if status == NOT_YET else status
+    return OwnRun(
+        name,
+        f"{text}, in {sum(len(one.uses) for one in order)} operations on the store.",
+        [f"process {number}" for number in range(1, 1 + len(order))],
+        rows,
+        f"{world_size} processes, each {_LATER_S * 1e3:g} ms after the one before. Below, a lane "
+        "is a process, in the order in which they came.",
+        _drawn(order),
     )
 
 
-def _taken_twice(visits: Sequence[Visit]) -> Mistake | None:
-    """Two processes that write different things, or a count that both have read, under one key."""
-    wrote: dict[str, dict[str, str]] = {}
-    for one in visits:
+_WAITS = ("get", "wait")
+
+
+def _come_later(comm: Comm, fn: Callable) -> Visit:
+    real = dist.PrefixStore("own run", dist.distributed_c10d._get_default_store())
+    comm.barrier()
+    time.sleep(_LATER_S * comm.rank)
+    return visit(fn, SharedStore(real), f"10.0.0.{comm.rank + 1}:29400", comm.world_size, 0)
+
+
+def _drawn(visits: list[Visit]) -> "CaptionedFigure":
+    # Imported here: ranks load the checks, but draw nothing.
+    from workbook.plots.timeline import timeline
+
+    start_s = min(use.start_s for one in visits for use in one.uses)
+    spans = []
+    for lane, one in enumerate(visits):
         for use in one.uses:
-            if use.op == "set":
-                wrote.setdefault(use.key, {})[one.address] = use.value
-    race, same = None, None
-    for key, by_process in wrote.items():
-        if len(by_process) < 2:
-            continue
-        one, other, *_ = by_process
-        details = {"one": one, "other": other, "key": key}
-        if all(_reads_first(v.uses, key) for v in visits if v.address in by_process):
-            race = race or Mistake("rendezvous.race", **details)
-        elif len({*by_process.values()}) > 1:
-            same = same or Mistake("rendezvous.same_key", **details)
-    return race or same
-
-
-def _reads_first(uses: Sequence[Use], key: str) -> bool:
-    ops = [use.op for use in uses if use.key == key]
-    return any(op in _READS for op in ops[: ops.index("set")])
-
-
-def _kinds(visits: Sequence[Visit]) -> Mistake | None:
-    for one in visits:
-        match one.result:
-            case [int(rank), [*addresses]] if not isinstance(rank, bool):
-                strange = next((a for a in addresses if not isinstance(a, str)), None)
-                if isinstance(strange, bytes):
-                    return Mistake("rendezvous.bytes", found=strange)
-                if strange is not None or None in addresses:
-                    return Mistake("rendezvous.strange", found=repr(strange))
-            case _:
-                found = "nothing (None)" if one.result is None else f"{one.result!r:.80}"
-                return Mistake("rendezvous.kind", address=one.address, found=found)
-    return None
-
-
-def _ranks(visits: Sequence[Visit], attempt: int) -> Mistake | None:
-    P, ranks = len(visits), [one.result[0] for one in visits]
-    if sorted(ranks) == [*range(P)]:
-        return None
-    if attempt and len({*ranks}) == P and (strange := {*ranks} - {*range(P)}):
-        return Mistake("rendezvous.counts_on", rank=min(strange), last=P - 1)
-    if taken := _taken_twice(visits):
-        return taken
-    if sorted(ranks) == [*range(1, P + 1)]:
-        return Mistake("rendezvous.from_one", last=P)
-    if not any(ranks):
-        return Mistake("rendezvous.all_zero")
-    told = ", ".join(map(str, sorted(ranks)))
-    rank, count = Counter(ranks).most_common(1)[0]
-    why = Mistake("rendezvous.taken", rank=rank, count=count) if count > 1 else None
-    return Mistake("rendezvous.other_ranks", why, ranks=told, last=P - 1)
-
-
-def _addresses(visits: Sequence[Visit], former: set[str]) -> Mistake | None:
-    P, known = len(visits), {one.address for one in visits}
-    # The first to come knows the fewest.
-    for one in sorted(visits, key=lambda visit: len(visit.result[1])):
-        rank, addresses = one.result
-        if old := former & {*addresses}:
-            return Mistake("rendezvous.former", address=one.address, old=min(old))
-        if len(addresses) != P:
-            few = "few" if len(addresses) < P else "many"
-            return Mistake(f"rendezvous.{few}", address=one.address, found=len(addresses), due=P)
-        if strange := [a for a in addresses if a not in known]:
-            return Mistake("rendezvous.strange", found=repr(strange[0]))
-        if addresses[rank] != one.address:
-            details = {"address": one.address, "rank": rank, "found": addresses[rank]}
-            return Mistake("rendezvous.not_own", **details)
-    # Each process stands at its own rank in its own list.
-    if len({tuple(one.result[1]) for one in visits}) > 1:
-        return Mistake("rendezvous.differ")
-    return None
+            kind = "wait" if use.op in _WAITS else use.op
+            # A number that is drawn needs a width.
+            end_s = max(use.end_s, use.start_s + 1e-3)
+            spans.append(Span(lane, kind, use.start_s - start_s, end_s - start_s))
+    title = "Your rendezvous: who asks the store, and who waits"
+    return timeline(Trace.merge([spans]), title=title)

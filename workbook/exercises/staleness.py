@@ -1,4 +1,4 @@
-"""The checks of page 05: an asynchronous server, staleness and its bound.
+"""Page 05: an asynchronous server, staleness and its bound.
 
 On real ranks, worker w pushes w times; the workers are this module's code. Worker 1 begins when
 all others have ended, so that a server which waits for it first never ends.
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from labkit.comm.comm import Comm
 from labkit.schedules.staleness import in_time
-from workbook.exercises.grader import WORLD_SIZES, Case, Mistake, Target, Verdict, answers, returns
+from workbook.exercises.grader import WORLD_SIZES, Case, Target, Verdict, answers, returns
 from workbook.exercises.grader.compare import plain, same, short
+from workbook.exercises.grader.exercise import Found
 
 Event = tuple[str, int]
 
@@ -46,29 +47,69 @@ _SITUATIONS = tuple(
 def bookkeeping(fn: Callable) -> Verdict:
     """Grade ``fn(events)``: the staleness of every push, from a server's list of events.
 
-    ``events`` are ("pull", worker) and ("push", worker) in their order. Runs in this process.
+    ``events`` are ("pull", worker) and ("push", worker) in their order. Runs in another process.
     """
     return answers(
         fn,
-        [((list(events),), _by_version(events)) for events in _HISTORIES],
+        [((list(events),), _staleness(events)) for events in _HISTORIES],
         name="staleness.bookkeeping",
         signature="events",
-        mistakes=_BOOKKEEPING_MISTAKES,
+        mistakes={
+            "each push counts its own update, too": (
+                lambda events: [late + 1 for late in _staleness(events)]
+            ),
+            "a gradient is as old as the worker's latest pull, not as its latest push": partial(
+                _staleness, since="push"
+            ),
+            "one version is stored for all workers, but each pulls at a different time": (
+                lambda events: _staleness((kind, 0) for kind, _ in events)
+            ),
+        },
     )
+
+
+def _staleness(events: Iterable[Event], since: str = "pull") -> list[int]:
+    """Of every push: the updates since its worker's latest ``since``."""
+    version, seen, late = 0, dict[int, int](), []
+    for kind, worker in events:
+        if kind == "push":
+            late.append(version - seen.get(worker, 0))
+            version += 1
+        if kind == since:
+            seen[worker] = version
+    return late
 
 
 def admission(fn: Callable) -> Verdict:
     """Grade ``fn(worker, version, pulled, bound)``: whether a push may be applied now.
 
     ``pulled`` holds the version from which each worker, the pushing one included, computes its
-    current gradient. Runs in this process.
+    current gradient. Runs in another process.
     """
+
+    def others(worker: int, pulled: Mapping[int, int]) -> list[int]:
+        return [version for other, version in pulled.items() if other != worker]
+
+    def may(worker: int, version: int, pulled: Mapping[int, int], bound: int) -> bool:
+        return in_time(others(worker, pulled), version + 1, bound)
+
     return answers(
         fn,
-        [(args, _may(*args)) for args in _SITUATIONS],
+        [(args, may(*args)) for args in _SITUATIONS],
         name="staleness.admission",
         signature="worker, version, pulled, bound",
-        mistakes=_ADMISSION_MISTAKES,
+        mistakes={
+            "the rule looks only one update ahead: of two equally stale workers, one has to push "
+            "after the other": (
+                lambda w, V, pulled, bound: all(V + 1 - v <= bound for v in others(w, pulled))
+            ),
+            "a staleness equal to the bound is allowed": (
+                lambda w, V, pulled, bound: may(w, V, pulled, bound - 1)
+            ),
+            "the pushing worker has finished its gradient: only the others still have to push": (
+                lambda w, V, pulled, bound: in_time(pulled.values(), V + 1, bound)
+            ),
+        },
     )
 
 
@@ -78,12 +119,23 @@ def push(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict
     It has to receive a gradient [W], change ``parameters`` [W] in place to parameters - gradient,
     and send them to the worker. Target: one message per push.
     """
+
+    def push_by_push(fn: Callable, comm: Comm, parameters: Tensor) -> Any:
+        """Rank 0 serves the last worker first, in turns as long as each has pushes."""
+        if comm.rank:
+            return _work(comm, parameters)
+        workers = range(comm.world_size - 1, 0, -1)
+        for turn in range(comm.world_size - 1):
+            for worker in workers[: len(workers) - turn]:
+                fn(comm, parameters, worker)
+        return parameters.tolist()
+
     return returns(
         fn,
         name="staleness.push",
         signature="comm, parameters, worker",
         inputs=lambda rank, case: (torch.zeros(case.world_size - 1),),
-        call=_push_by_push,
+        call=push_by_push,
         judge=_judge_server,
         target=lambda rank, case: _one_message_per_push(rank, case, has_tokens=False),
         world_sizes=world_sizes,
@@ -115,83 +167,48 @@ def smaller_steps(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -
     As in ``server``, but each push changes ``parameters`` to parameters - gradient / (1 + its
     staleness), and expected is the list of (worker, staleness), by push.
     """
+
+    def judge(case: Case, values: list[Any]) -> Found:
+        (books, ended), workers = values[0], range(1, case.world_size)
+        if not isinstance(books, list) or not all(_is_pair(row) for row in books):
+            return f"expected a list of (worker, staleness), got {short(books)}"
+        served = [worker for worker, _ in books]
+        if sorted(served) != [worker for worker in workers for _ in range(worker)]:
+            return f"the list names the workers {served}: every push has to be in it, once"
+        events = [("pull", worker) for worker in workers]
+        events += [event for worker in served for event in (("push", worker), ("pull", worker))]
+        late, expected = [late for _, late in books], _staleness(events)
+        if not same(late, expected):
+            text = f"by the order {served} the pushes were {expected} updates late, the list says "
+            return text + short(late)
+        # The parameters [W] after each update.
+        after = [[0.0] * len(workers)]
+        for worker, one in zip(served, expected):
+            after.append([*after[-1]])
+            after[-1][worker - 1] -= 1 / (1 + one)
+        if not same(ended, after[-1]):
+            return f"the parameters end as {short(ended)}, expected {short(after[-1])}"
+        for worker in workers:
+            own = [after[n + 1] for n, one in enumerate(served) if one == worker]
+            if not same(values[worker], own):
+                text = f"worker {worker} pulls {short(values[worker])}, expected {short(own)}"
+                return f"{text}: those right after its own update"
+        return None
+
     return returns(
         fn,
         name="staleness.smaller_steps",
         signature="comm, parameters, num_updates",
         inputs=_parameters_and_updates,
         call=partial(_serve_and_work, with_books=True),
-        judge=_judge_smaller_steps,
+        judge=judge,
         target=_one_message_per_push,
         world_sizes=world_sizes,
     )
 
 
-# From a list of events
-
-
-def _by_version(
-    events: Iterable[Event],
-    *,
-    others_only: bool = False,
-    since: str = "pull",
-    first_pull: bool = False,
-    every_event: bool = False,
-) -> list[int]:
-    """The staleness of every push; each option makes a mistake."""
-    version, own, seen, late = 0, {}, {}, []
-    for kind, worker in events:
-        if kind == "push":
-            late.append(version - seen.get(worker, 0) - (own.get(worker, 0) if others_only else 0))
-            version += 1
-            own[worker] = own.get(worker, 0) + 1
-        elif every_event:
-            version += 1
-        if kind == since and not (first_pull and worker in seen):
-            seen[worker], own[worker] = version, 0
-    return late
-
-
-_BOOKKEEPING_MISTAKES: dict[str, Callable[[Iterable[Event]], list[int]]] = {
-    "staleness.itself": lambda events: [late + 1 for late in _by_version(events)],
-    "staleness.since_push": partial(_by_version, since="push"),
-    "staleness.since_first_pull": partial(_by_version, first_pull=True),
-    "staleness.one_for_all": lambda events: _by_version((kind, 0) for kind, _ in events),
-    "staleness.pulls": partial(_by_version, every_event=True),
-    "staleness.others_only": partial(_by_version, others_only=True),
-    "staleness.version": lambda events: [*range(sum(kind == "push" for kind, _ in events))],
-}
-
-
-# The rule of a bound
-
-
-def _others(worker: int, pulled: Mapping[int, int]) -> list[int]:
-    return [version for other, version in pulled.items() if other != worker]
-
-
-def _may(worker: int, version: int, pulled: Mapping[int, int], bound: int) -> bool:
-    return in_time(_others(worker, pulled), version + 1, bound)
-
-
-def _newest_first(worker: int, version: int, pulled: Mapping[int, int], bound: int) -> bool:
-    newest_first = sorted(_others(worker, pulled), reverse=True)
-    return all(version + 1 + place - v <= bound for place, v in enumerate(newest_first))
-
-
-# w pushes, V is the version, b the bound.
-_ADMISSION_MISTAKES: dict[str, Callable[[int, int, Mapping[int, int], int], bool]] = {
-    "admission.everything": lambda w, V, pulled, b: True,
-    "admission.one_ahead": (
-        lambda w, V, pulled, b: all(V + 1 - v <= b for v in _others(w, pulled))
-    ),
-    "admission.bound_allowed": lambda w, V, pulled, b: _may(w, V, pulled, b - 1),
-    "admission.counts_itself": lambda w, V, pulled, b: in_time(pulled.values(), V + 1, b),
-    "admission.newest_first": _newest_first,
-}
-
-
-# The server, on real ranks
+def _is_pair(row: Any) -> bool:
+    return isinstance(row, list) and len(row) == 2
 
 
 def _num_updates(case: Case) -> int:
@@ -220,8 +237,11 @@ def _serve_and_work(
 ) -> Any:
     """Rank 0: the parameters at the end. A worker: what it pulled after each of its pushes."""
     if comm.rank == 0:
-        found = fn(comm, parameters, num_updates)
-        return [_as_books(found), parameters.tolist()] if with_books else parameters.tolist()
+        books = plain(fn(comm, parameters, num_updates))
+        books = books.tolist() if isinstance(books, Tensor) else books
+        if isinstance(books, list):
+            books = [row.tolist() if isinstance(row, Tensor) else row for row in books]
+        return [books, parameters.tolist()] if with_books else parameters.tolist()
     if pause_s:
         return _work(comm, parameters, pause_s * (3 if comm.rank == 1 else 1))
     token = torch.empty(0)
@@ -247,94 +267,16 @@ def _work(comm: Comm, parameters: Tensor, pause_s: float = 0.0) -> list[list[flo
     return pulled
 
 
-def _push_by_push(fn: Callable, comm: Comm, parameters: Tensor) -> Any:
-    """Rank 0 serves the last worker first, in turns as long as each has pushes."""
-    if comm.rank:
-        return _work(comm, parameters)
-    workers = range(comm.world_size - 1, 0, -1)
-    for turn in range(comm.world_size - 1):
-        for worker in workers[: len(workers) - turn]:
-            fn(comm, parameters, worker)
-    return parameters.tolist()
-
-
-def _judge_server(case: Case, values: list[Any]) -> Mistake | None:
+def _judge_server(case: Case, values: list[Any]) -> Found:
     workers = range(1, case.world_size)
-    ended = values[0]
-    due = [-float(worker) for worker in workers]
-    if not any(ended):
-        return Mistake("async.unchanged")
-    if ended == [-update for update in due]:
-        return Mistake("async.wrong_sign")
-    if ended == [update / len(workers) for update in due] and len(workers) > 1:
-        return Mistake("async.averaged")
-    if ended != due:
-        return Mistake("async.ended", ended=ended, due=due)
+    expected = [-float(worker) for worker in workers]
+    if values[0] != expected:
+        same_place = " (in place?)" if not any(values[0]) else ""
+        text = f"the parameters end as {values[0]}{same_place}, expected {expected}: "
+        return f"{text}each push subtracts its gradient, once"
     for worker in workers:
         own = [-pulled[worker - 1] for pulled in values[worker]]
-        if own == list(range(worker)):
-            return Mistake("async.answered_first", worker=worker)
-        if own != list(range(1, worker + 1)):
-            return Mistake("async.own", worker=worker, own=own)
+        if own != [*range(1, worker + 1)]:
+            text = f"worker {worker} pulls parameters with {own} of its own updates in them, "
+            return f"{text}expected 1, 2, ...: update first, then answer"
     return None
-
-
-def _as_books(found: Any) -> Any:
-    """[[worker, staleness], ...] if it is that in any form."""
-    found = plain(found)
-    rows = found.tolist() if isinstance(found, Tensor) else found
-    if not isinstance(rows, list):
-        return f"{found!r:.60}"
-    rows = [plain(row) for row in rows]
-    return [row.tolist() if isinstance(row, Tensor) else row for row in rows]
-
-
-def _judge_smaller_steps(case: Case, values: list[Any]) -> Mistake | None:
-    (books, ended), workers = values[0], range(1, case.world_size)
-    if not isinstance(books, list) or not all(_is_pair(row) for row in books):
-        return Mistake("smaller_steps.kind", books=f"{books!r:.60}")
-    served = [worker for worker, _ in books]
-    if sorted(served) != [worker for worker in workers for _ in range(worker)]:
-        return Mistake("smaller_steps.workers", served=served)
-    events = [("pull", worker) for worker in workers]
-    events += [event for worker in served for event in (("push", worker), ("pull", worker))]
-    due, late = _by_version(events), [late for _, late in books]
-    if not same(late, due):
-        mistakes = (id for id, rule in _BOOKKEEPING_MISTAKES.items() if same(late, rule(events)))
-        why = next(map(Mistake, mistakes), None)
-        return Mistake("smaller_steps.books", why, served=served, late=short(late), due=due)
-    after = _states(served, [1 / (1 + one) for one in due], len(workers))
-    if not same(ended, after[-1]):
-        why = None
-        for id, factors in _wrong_factors(due).items():
-            if same(ended, _states(served, factors, len(workers))[-1]):
-                why = why or Mistake(id)
-        return Mistake("smaller_steps.ended", why, ended=short(ended), due=short(after[-1]))
-    for worker in workers:
-        places = [place for place, one in enumerate(served) if one == worker]
-        if not same(values[worker], [after[place] for place in places]):
-            return Mistake("smaller_steps.pulled", worker=worker)
-    return None
-
-
-def _is_pair(row: Any) -> bool:
-    return isinstance(row, list) and len(row) == 2
-
-
-def _states(served: Iterable[int], factors: Iterable[float], count: int) -> list[list[float]]:
-    """The parameters [W] after each update, if update k is ``factors[k]`` times its gradient."""
-    parameters, states = [0.0] * count, []
-    for worker, factor in zip(served, factors):
-        parameters[worker - 1] -= factor
-        states.append([*parameters])
-    return states
-
-
-def _wrong_factors(late: list[int]) -> dict[str, list[float]]:
-    return {
-        "smaller_steps.full": [1.0] * len(late),
-        "smaller_steps.never_full": [1 / (2 + one) for one in late],
-        "smaller_steps.larger": [1.0 + one for one in late],
-        "async.unchanged": [0.0] * len(late),
-        "async.wrong_sign": [-1 / (1 + one) for one in late],
-    }

@@ -1,10 +1,8 @@
-"""Checks of page 01: time a step, count operations and bytes, cut the batch, scale the loss.
+"""Page 01: time a step, count operations and bytes, cut the batch, scale the loss.
 
 They need no ranks. Symbols: n samples.
 """
 
-import copy
-import itertools
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -15,18 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.units import format_seconds
-from workbook.exercises.grader import Mistake, Verdict, answers
-from workbook.exercises.grader.compare import agree, fit, plain
-from workbook.exercises.grader.exercise import random_tensor
-from workbook.exercises.grader.in_process import Question, ask
-from workbook.exercises.grader.report import told
+from workbook.exercises.grader import Verdict, answers, ask
+from workbook.exercises.grader.compare import agree, fit, short
+from workbook.exercises.grader.exercise import Found, random_tensor
+from workbook.exercises.grader.in_process import Question
 
 # Odd, even and one: only an odd number of repeats has a single median.
 REPEATS = (7, 4, 1)
 # By which factors the calls of a step are slower than the step itself; the first is cold, one in
 # five is disturbed.
-_COLD = 12.0
-_SLOWER = (1.1, 1.0, 1.3, 6.0, 1.2)
+_COLD, _SLOWER = 12.0, (1.1, 1.0, 1.3, 6.0, 1.2)
 _MOST_WARM_UPS = 10
 
 
@@ -59,60 +55,41 @@ def timer(fn: Callable) -> Verdict:
     ``step()`` makes a step of a simulated machine, ``clock()`` returns its time in seconds. One
     step at least has to warm up. Of an even number, anything between the two middle ones will do.
     """
-    questions = [Question((repeats,), f"with repeats={repeats}") for repeats in REPEATS]
-    judge = partial(
-        *(ask, "step.timer", fn, questions, _wrong_time),
-        call=_timed,
+
+    def call(fn: Callable, repeats: int) -> _Timed:
+        clock = Clock()
+        found = fn(clock.step, clock.read, repeats)
+        return _Timed(clock.seconds, fit(found, 0.0))
+
+    def wrong(question: Question, taken: _Timed) -> Found:
+        (repeats,), calls = question.args, len(taken.seconds)
+        if not repeats < calls <= repeats + _MOST_WARM_UPS:
+            why = "none of them warms up" if calls == repeats else "and one or a few warm up"
+            return f"{question.words}: step was called {calls} times, {why}"
+        if not isinstance(taken.found, (int, float)):
+            return f"{question.words}: the function returned {short(taken.found)}, no number"
+        timed = taken.seconds[-repeats:]
+        low, high = statistics.median_low(timed), statistics.median_high(timed)
+        if low - 1e-9 <= taken.found <= high + 1e-9:
+            return None
+        looks = {
+            "the mean": statistics.fmean(timed),
+            "the median with the warm-up in it": statistics.median(taken.seconds),
+            "the total": sum(timed),
+        }
+        like = next((f", {name}" for name, s in looks.items() if abs(s - taken.found) < 1e-9), "")
+        text = f"{question.words}: the function returned {taken.found:.6g} s{like}, "
+        return f"{text}expected the median of the repeats, {statistics.median(timed):.6g} s"
+
+    return ask(
+        "step.timer",
+        fn,
+        [Question((repeats,), f"with repeats={repeats}") for repeats in REPEATS],
+        wrong,
+        call=call,
         right=lambda found: f"{REPEATS[0]} steps, median {format_seconds(found[0].found)}",
         signature="step, clock, repeats",
     )
-    return told("step.timer", judge)
-
-
-def _timed(fn: Callable, repeats: int) -> _Timed:
-    clock = Clock()
-    found = fn(clock.step, clock.read, repeats)
-    return _Timed(clock.seconds, fit(found, 0.0))
-
-
-def _wrong_time(question: Question, taken: _Timed) -> Mistake | None:
-    (repeats,) = question.args
-    calls, seconds = len(taken.seconds), taken.seconds[-repeats:]
-    kind = isinstance(taken.found, (int, float))
-    wrong = None if kind else Mistake("timer.kind", kind=type(taken.found).__name__)
-    if kind and not _is_median(taken.found, seconds):
-        looks = [id for id, rule in _WRONG_TIMES if _near(rule(taken.seconds, repeats), taken)]
-        due = format_seconds(statistics.median(seconds))
-        found = format_seconds(taken.found)
-        wrong = Mistake(looks[0]) if looks else Mistake("timer.other", found=found, due=due)
-    if calls == repeats and (kind or not calls):
-        wrong = Mistake("timer.no_warm_up")
-    elif not repeats < calls <= repeats + _MOST_WARM_UPS:
-        wrong = Mistake("timer.calls", calls=calls, repeats=repeats)
-    return Mistake("told.place", place=question.words, what=wrong) if wrong else None
-
-
-def _is_median(found: float, seconds: list[float]) -> bool:
-    low, high = statistics.median_low(seconds), statistics.median_high(seconds)
-    return low - 1e-9 <= found <= high + 1e-9
-
-
-def _near(seconds: float, taken: _Timed) -> bool:
-    return abs(seconds - taken.found) < 1e-9 * 41.5
-
-
-# A mistake's id, and what it makes of the seconds of all calls and the number of repeats.
-_WRONG_TIMES: list[tuple[str, Callable[[list[float], int], float]]] = [
-    ("timer.cold", lambda s, n: statistics.median(s)),
-    ("timer.mean", lambda s, n: statistics.fmean(s[-n:])),
-    ("timer.mean", lambda s, n: statistics.fmean(s)),
-    ("timer.mean", lambda s, n: sum(s) / n),
-    ("timer.best", lambda s, n: min(s)),
-    ("timer.total", lambda s, n: sum(s[-n:])),
-    ("timer.milliseconds", lambda s, n: 1e3 * statistics.median(s[-n:])),
-    ("timer.one", lambda s, n: s[-1]),
-    ("timer.one", lambda s, n: s[0]),
-]
 
 
 # samples, side, c_in, c_out, window
@@ -125,25 +102,25 @@ def flops(fn: Callable) -> Verdict:
     Images [samples, c_in, side, side], output [samples, c_out, side, side], a multiply-add counts
     as two.
     """
+
+    def count(samples: int, side: int, c_in: int, c_out: int, window: int) -> int:
+        return 2 * samples * side**2 * c_in * c_out * window**2
+
     return answers(
         fn,
-        {conv: _conv_flops(*conv) for conv in _CONVOLUTIONS},
+        {conv: count(*conv) for conv in _CONVOLUTIONS},
         name="step.flops",
         signature="samples, side, c_in, c_out, window",
         mistakes={
-            "flops.multiply_adds": lambda *conv: _conv_flops(*conv) // 2,
-            "flops.window": lambda n, s, i, o, w: 2 * n * s**2 * i * o * w,
-            "flops.side": lambda n, s, i, o, w: 2 * n * s * i * o * w**2,
-            "flops.inputs": lambda n, s, i, o, w: 2 * n * s**2 * o * w**2,
-            "flops.outputs": lambda n, s, i, o, w: 2 * n * s**2 * i * w**2,
-            "flops.samples": lambda n, s, i, o, w: _conv_flops(1, s, i, o, w),
-            "flops.channels_added": lambda n, s, i, o, w: 2 * n * s**2 * (i + o) * w**2,
+            "a multiply-add counts as two": lambda *conv: count(*conv) // 2,
+            "the window has window x window numbers": (
+                lambda n, s, i, o, w: 2 * n * s**2 * i * o * w
+            ),
+            "every output number reads a window of all c_in channels": (
+                lambda n, s, i, o, w: 2 * n * s**2 * o * w**2
+            ),
         },
     )
-
-
-def _conv_flops(samples: int, side: int, c_in: int, c_out: int, window: int) -> int:
-    return 2 * samples * side**2 * c_in * c_out * window**2
 
 
 # num_parameters, state, kept_bytes, memory_bytes; the last one is too small for any sample
@@ -159,30 +136,23 @@ def largest_batch(fn: Callable) -> Verdict:
     A parameter takes 4 bytes, its gradient as many, and the optimizer keeps ``state`` numbers of 4
     bytes for it; a sample keeps ``kept_bytes`` for backward. 0 if not even one sample fits.
     """
+
+    def largest(parameters: int, state: int, kept: int, memory: int, others: int = 2) -> int:
+        return max(0, (memory - 4 * (others + state) * parameters) // kept)
+
     return answers(
         fn,
-        {memory: _largest_batch(*memory) for memory in _MEMORIES},
+        {memory: largest(*memory) for memory in _MEMORIES},
         name="step.largest_batch",
         signature="num_parameters, state, kept_bytes, memory_bytes",
         mistakes={
-            "memory.no_gradients": lambda p, s, k, m: _samples(m - 4 * (1 + s) * p, k),
-            "memory.no_state": lambda p, s, k, m: _samples(m - 8 * p, k),
-            "memory.numbers": lambda p, s, k, m: _samples(m - (2 + s) * p, k),
-            "memory.kept_alone": lambda p, s, k, m: _samples(m, k),
-            "memory.state_alone": lambda p, s, k, m: _samples(m - 4 * s * p, k),
-            "memory.negative": lambda p, s, k, m: (m - 4 * (2 + s) * p) // k,
-            "memory.rounded_up": lambda p, s, k, m: max(0, -((4 * (2 + s) * p - m) // k)),
-            "memory.fraction": lambda p, s, k, m: max(0.0, (m - 4 * (2 + s) * p) / k),
+            "the gradients are missing: one number for each parameter": partial(largest, others=1),
+            "the optimizer's state is missing": lambda p, s, k, m: largest(p, 0, k, m),
+            "it is negative where not even one sample fits": (
+                lambda p, s, k, m: (m - 4 * (2 + s) * p) // k
+            ),
         },
     )
-
-
-def _samples(left_bytes: int, kept_bytes: int) -> int:
-    return max(0, left_bytes // kept_bytes)
-
-
-def _largest_batch(num_parameters: int, state: int, kept_bytes: int, memory_bytes: int) -> int:
-    return _samples(memory_bytes - 4 * (2 + state) * num_parameters, kept_bytes)
 
 
 # n samples, the most in a micro-batch
@@ -207,114 +177,81 @@ def accumulate(fn: Callable) -> Verdict:
     gradient of the mean cross-entropy over the n samples. Forward and backward run on one
     micro-batch, of ``most`` samples at most, before the next.
     """
-    questions = [Question(batch, f"with n={batch[0]} and most={batch[1]}") for batch in _BATCHES]
-    judge = partial(
-        *(ask, "step.accumulate", fn, questions, _wrong_gradients),
-        call=_accumulated,
+
+    def model() -> nn.Sequential:
+        layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        for key, parameter in enumerate(layers.parameters()):
+            parameter.data.copy_(random_tensor(key, *parameter.shape))
+        return layers
+
+    def batch(samples: int) -> tuple[Tensor, Tensor]:
+        return random_tensor(samples, samples, 6).double(), torch.arange(samples) ** 2 % 3
+
+    def call(fn: Callable, samples: int, most: int) -> _Accumulated:
+        layers, order, sizes = model(), [], []
+
+        def note(module: nn.Module, given: tuple, output: Tensor) -> None:
+            order.append("F")
+            sizes.append(len(output))
+            if output.requires_grad:
+                output.register_hook(lambda gradient: order.append("B"))
+
+        layers.register_forward_hook(note)
+        with torch.enable_grad():
+            fn(layers, *batch(samples), most)
+        return _Accumulated([p.grad for p in layers.parameters()], sizes, "".join(order))
+
+    def gradients(samples: int, sizes: list[int], reduction: str) -> list[Tensor]:
+        """Of the sum over the micro-batches of their summed, or mean, losses."""
+        layers, (inputs, targets) = model(), batch(samples)
+        with torch.enable_grad():
+            for x, y in zip(inputs.split(sizes), targets.split(sizes)):
+                functional.cross_entropy(layers(x), y, reduction=reduction).backward()
+        return [torch.as_tensor(parameter.grad) for parameter in layers.parameters()]
+
+    def wrong(question: Question, found: _Accumulated) -> Found:
+        (samples, most), text = question.args, f"{question.words}: "
+        if max(found.sizes, default=0) > most:
+            return f"{text}a micro-batch has {max(found.sizes)} samples, {most} at most fit"
+        if sum(found.sizes) != samples:
+            return f"{text}the model ran on micro-batches of {found.sizes} samples"
+        if "B" not in found.order or any(one is None for one in found.gradients):
+            return f"{text}a parameter has no gradient: call backward"
+        if "FF" in found.order:
+            return (
+                f"{text}two micro-batches are kept at once: backward runs before the next forward"
+            )
+        sums = gradients(samples, found.sizes, "sum")
+        if agree(found.gradients, [one / samples for one in sums]):
+            return None
+        means = gradients(samples, found.sizes, "mean")
+        looks = {
+            ": every micro-batch has the same weight, however many samples it has": [
+                one / len(found.sizes) for one in means
+            ],
+            ": the micro-batches' means are added up": means,
+            ": it is the sum over the samples": sums,
+        }
+        why = next((name for name, one in looks.items() if agree(found.gradients, one)), "")
+        return f"{text}the gradients are not those of the mean loss over the batch{why}"
+
+    return ask(
+        "step.accumulate",
+        fn,
+        [Question(one, f"with n={one[0]} and most={one[1]}") for one in _BATCHES],
+        wrong,
+        call=call,
         right=lambda found: f"micro-batches of {found[0].sizes}: the gradient of the whole batch",
         signature="model, inputs, targets, most",
     )
-    return told("step.accumulate", judge)
 
 
-def _model() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    for key, parameter in enumerate(model.parameters()):
-        parameter.data.copy_(random_tensor(key, *parameter.shape))
-    return model
-
-
-def _batch(samples: int) -> tuple[Tensor, Tensor]:
-    return random_tensor(samples, samples, 6).double(), torch.arange(samples) ** 2 % 3
-
-
-def _accumulated(fn: Callable, samples: int, most: int) -> _Accumulated:
-    model, order, sizes = _model(), [], []
-
-    def note(module: nn.Module, given: tuple, output: Tensor) -> None:
-        order.append("F")
-        sizes.append(len(output))
-        if output.requires_grad:
-            output.register_hook(lambda gradient: order.append("B"))
-
-    model.register_forward_hook(note)
-    with torch.enable_grad():
-        fn(model, *_batch(samples), most)
-    return _Accumulated([p.grad for p in model.parameters()], sizes, "".join(order))
-
-
-def _wrong_gradients(question: Question, found: _Accumulated) -> Mistake | None:
-    samples, most = question.args
-    wrong = _wrong_micro_batches(samples, most, found)
-    # With gradients of the sum over samples: those of each micro-batch.
-    parts = _by_part(samples, found.sizes) if wrong is None else []
-    due = [sum(one) / samples for one in zip(*parts)]
-    if wrong is None and not _equal(found.gradients, due):
-        looks = [id for id, rule in _WRONG_SUMS if _equal(found.gradients, rule(parts, found))]
-        wrong = Mistake(looks[0] if looks else "accumulate.other")
-    return Mistake("told.place", place=question.words, what=wrong) if wrong else None
-
-
-def _wrong_micro_batches(samples: int, most: int, found: _Accumulated) -> Mistake | None:
-    if not found.sizes:
-        return Mistake("accumulate.no_forward")
-    if max(found.sizes) > most:
-        return Mistake("accumulate.too_large", size=max(found.sizes), most=most)
-    if "B" not in found.order or any(gradient is None for gradient in found.gradients):
-        return Mistake("accumulate.none")
-    if sum(found.sizes) != samples:
-        return Mistake("accumulate.samples", sizes=found.sizes, samples=samples)
-    return Mistake("accumulate.all_kept") if "FF" in found.order else None
-
-
-Parts = list[list[Tensor]]
-
-
-def _by_part(samples: int, sizes: list[int]) -> Parts:
-    inputs, targets = _batch(samples)
-    parts = []
-    for first, last in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
-        model = _model()
-        with torch.enable_grad():
-            outputs = model(inputs[first:last])
-            functional.cross_entropy(outputs, targets[first:last], reduction="sum").backward()
-        parts.append([plain(p.grad) for p in model.parameters()])
-    return parts
-
-
-def _equal(found: list, due: list) -> bool:
-    return agree(found, due)
-
-
-def _weighted(parts: Parts, weights: list[float]) -> list[Tensor]:
-    by_parameter = map(torch.stack, zip(*parts))
-    return [torch.tensordot(torch.tensor(weights).double(), one, 1) for one in by_parameter]
-
-
-# A mistake's id, and the gradients that it leads to.
-_WRONG_SUMS: list[tuple[str, Callable[[Parts, _Accumulated], list[Tensor]]]] = [
-    (
-        "accumulate.mean_of_means",
-        lambda parts, f: _weighted(parts, [1 / n / len(f.sizes) for n in f.sizes]),
-    ),
-    ("accumulate.sum_of_means", lambda parts, f: _weighted(parts, [1 / n for n in f.sizes])),
-    ("accumulate.sum", lambda parts, f: _weighted(parts, [1.0] * len(f.sizes))),
-    ("accumulate.last", lambda parts, f: [one / f.sizes[-1] for one in parts[-1]]),
-    ("accumulate.last", lambda parts, f: [one / sum(f.sizes) for one in parts[-1]]),
-    (
-        "accumulate.by_parts",
-        lambda parts, f: _weighted(parts, [1 / len(f.sizes)] * len(f.sizes)),
-    ),
-]
-
-
-_LR, _PATIENCE = 0.5, 3
 _INF = float("inf")
 # gradient, scale, good
 _UPDATES: tuple[tuple[list[float], float, int], ...] = (
     *(([4.0, -8.0, 2.0], 4.0, 0), ([4.0, _INF, 2.0], 4.0, 1), ([4.0, -_INF, _INF], 4.0, 2)),
     *(([float("nan"), -8.0, 2.0], 1024.0, 1), ([4.0, -8.0, 2.0], 1024.0, 2)),
-    *(([0.0, 0.0, 0.0], 8.0, 1), ([4.0, -8.0, _INF], 2.0, 0)),
+    *(([0.0, 0.0, 0.0], 8.0, 1), ([4.0, -8.0, _INF], 2.0, 0), ([2.0, 1.0, -0.5], 0.25, 2)),
 )
 
 
@@ -324,58 +261,31 @@ def loss_scaling(fn: Callable) -> Verdict:
     ``gradient`` [N] is ``scale`` times the gradient of the loss; ``good`` counts the updates since
     the scale last changed. Expected is (weight, scale, good).
     """
-    weight = torch.tensor([1.0, 2.0, 3.0])
-    questions = [
-        ((weight, torch.tensor(gradient), scale, good, _LR, _PATIENCE), 0)
-        for gradient, scale, good in _UPDATES
-    ]
+
+    def updated(
+        weight: Tensor, gradient: Tensor, scale: float, good: int, lr: float, patience: int
+    ) -> list:
+        if not gradient.isfinite().all():
+            return [weight, scale / 2, 0]
+        weight = weight - lr * gradient / scale
+        return [weight, 2 * scale, 0] if good + 1 >= patience else [weight, scale, good + 1]
+
+    def scaled(weight: Tensor, gradient: Tensor, scale: float, *rest: Any) -> list:
+        return updated(weight, gradient * scale, scale, *rest)
+
+    def sees_no_nan(weight: Tensor, gradient: Tensor, *rest: Any) -> list:
+        found = updated(weight, gradient.nan_to_num(0.0, _INF, -_INF), *rest)
+        return [found[0] + 0 * gradient, *found[1:]] if gradient.isnan().any() else found
+
+    start = torch.tensor([1.0, 2.0, 3.0])
+    cases = [(start, torch.tensor(g), scale, good, 0.5, 3) for g, scale, good in _UPDATES]
     return answers(
         fn,
-        [(args, _scaled_update(*copy.deepcopy(args))) for args, _ in questions],
+        [(case, updated(*case)) for case in cases],
         name="step.loss_scaling",
         signature="weight, gradient, scale, good, lr, patience",
         mistakes={
-            "scaler.still_scaled": partial(_scaled_update, unscaled=False),
-            "scaler.updated_anyway": partial(_scaled_update, skips="nothing"),
-            "scaler.patched": partial(_scaled_update, skips="elements"),
-            "scaler.not_lowered": partial(_scaled_update, down=1.0),
-            "scaler.never_raised": partial(_scaled_update, up=1.0),
-            "scaler.not_reset": partial(_scaled_update, resets=False),
-            "scaler.counts_on": partial(_scaled_update, starts_again=False),
-            "scaler.one_late": partial(_scaled_update, late=1),
-            "scaler.one_early": partial(_scaled_update, late=-1),
-            "scaler.overlooks_nan": partial(_scaled_update, sees_nan=False),
+            "the gradient is still multiplied by the scale: divide before the update": scaled,
+            "infinity is noticed, but not NaN: isfinite finds both": sees_no_nan,
         },
     )
-
-
-def _scaled_update(
-    weight: Tensor,
-    gradient: Tensor,
-    scale: float,
-    good: int,
-    lr: float,
-    patience: int,
-    *,
-    unscaled: bool = True,
-    skips: str = "all",
-    down: float = 0.5,
-    up: float = 2.0,
-    resets: bool = True,
-    starts_again: bool = True,
-    late: int = 0,
-    sees_nan: bool = True,
-) -> list:
-    """The update; the options after the arguments are the mistakes that one can make."""
-    updated = weight - lr * (gradient / scale if unscaled else gradient)
-    finite = gradient.isfinite() if sees_nan else ~gradient.isinf()
-    if not finite.all():
-        kept = {
-            "all": weight,
-            "nothing": updated,
-            "elements": torch.where(finite, updated, weight),
-        }
-        return [kept[skips], down * scale, 0 if resets else good]
-    if good + 1 - late >= patience:
-        return [updated, up * scale, 0 if starts_again else good + 1]
-    return [updated, scale, good + 1]

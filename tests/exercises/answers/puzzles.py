@@ -1,11 +1,10 @@
 """Answers to ``check.puzzles``."""
 
 import math
-from functools import partial
 
 import numpy as np
 import torch
-from graded import Answers
+from graded import Answers, ends
 from ranks import travel_by_value
 
 from labkit import collectives
@@ -61,31 +60,12 @@ def along_a_chain(comm, tensor):
     return best.item()
 
 
-def by_the_library(comm, tensor):
-    return collectives.naive_all_reduce(comm, tensor.max().view(1), "max").item()
-
-
-def with_sorted_numpy(comm, tensor):
-    number = torch.tensor([np.sort(tensor.numpy())[-1]])
-    collectives.reduce(comm, number, 0, "max")
-    collectives.broadcast(comm, number, 0)
-    return float(number)
-
-
 def sends_all(comm, tensor):
     return collectives.naive_all_reduce(comm, tensor, "max").max()
 
 
-def asks_everyone(comm, tensor):
-    return max(one.item() for one in collectives.all_gather(comm, tensor.max().view(1)))
-
-
 def looks_at_its_own(comm, tensor):
     return tensor.max().item()
-
-
-def starts_at_zero(comm, tensor):
-    return max(0.0, along_a_chain(comm, tensor))
 
 
 def by_magnitude(comm, tensor):
@@ -103,14 +83,6 @@ def by_parity(comm, tensor):
     else:
         comm.send(tensor, right)
         comm.recv(incoming, left)
-    return incoming
-
-
-def by_parity_the_other_way(comm, tensor):
-    (right, left), incoming = neighbours(comm), torch.zeros_like(tensor)
-    calls = [partial(comm.recv, incoming, left), partial(comm.send, tensor, right)]
-    for call in calls if comm.rank % 2 == 0 else calls[::-1]:
-        call()
     return incoming
 
 
@@ -146,25 +118,10 @@ def to_the_left(comm, tensor):
     return comm.exchange(tensor, left, torch.empty_like(tensor), right)
 
 
-def keeps_its_own(comm, tensor):
-    by_parity(comm, tensor)
-    return tensor
-
-
 def all_send_first(comm, tensor):
     right, left = neighbours(comm)
     comm.send(tensor, right)
     return comm.recv(torch.empty_like(tensor), left)
-
-
-def receives_from_any(comm, tensor):
-    (right, left), incoming = neighbours(comm), torch.empty_like(tensor)
-    if comm.rank % 2 == 0:
-        comm.send(tensor, right)
-    comm.recv_any(incoming, [left])
-    if comm.rank % 2:
-        comm.send(tensor, right)
-    return incoming
 
 
 # pass_in_place(comm, tensor)
@@ -175,50 +132,6 @@ def in_chunks(comm, tensor):
     spare = torch.empty_like(tensor[: -(-len(tensor) // 8)])
     for segment in tensor.chunk(8):
         segment.copy_(comm.exchange(segment, right, spare[: len(segment)], left))
-
-
-def in_split_parts(comm, tensor):
-    right, left = neighbours(comm)
-    for segment in tensor.tensor_split(8):
-        incoming = torch.empty_like(segment)
-        comm.exchange(segment, right, incoming, left)
-        segment[:] = incoming
-        del incoming
-
-
-def only_one_waits(comm, tensor):
-    """Rank 0 keeps what comes in until its own segment is gone; nobody else has to."""
-    right, left = neighbours(comm)
-    for part in tensor.tensor_split(8):
-        if comm.rank:
-            comm.send(part, right)
-            comm.recv(part, left)
-        else:
-            incoming = comm.recv(torch.empty_like(part), left)
-            comm.send(part, right)
-            part.copy_(incoming)
-            del incoming
-
-
-def by_bounds(*, comm, tensor):
-    right, left = neighbours(comm)
-    size = math.ceil(tensor.numel() / 8)
-    spare = tensor.new_zeros(size)
-    for begin in range(0, tensor.numel(), size):
-        end = min(begin + size, tensor.numel())
-        comm.exchange(tensor[begin:end], right, spare[: end - begin], left)
-        tensor[begin:end] = spare[: end - begin]
-
-
-def with_a_numpy_spare(comm, tensor):
-    right, left = neighbours(comm)
-    spare = np.empty(-(-len(tensor) // 8), dtype=np.float32)
-    values = tensor.numpy()
-    for begin in range(0, len(values), len(spare)):
-        part = values[begin : begin + len(spare)]
-        incoming = spare[: len(part)]
-        comm.exchange(torch.from_numpy(part), right, torch.from_numpy(incoming), left)
-        part[...] = incoming
 
 
 def recursively(comm, tensor, left_over=8):
@@ -237,26 +150,10 @@ def in_a_spare_tensor(comm, tensor):
     tensor.copy_(by_exchange(comm, tensor))
 
 
-def clones_segments(comm, tensor):
-    right, left = neighbours(comm)
-    for part in tensor.chunk(8):
-        part.copy_(comm.exchange(part.clone(), right, torch.empty_like(part), left))
-
-
 def hides_it_in_numpy(comm, tensor):
     right, left = neighbours(comm)
     spare = torch.from_numpy(np.empty(len(tensor), dtype=np.float32))
     tensor.copy_(comm.exchange(tensor, right, spare, left))
-
-
-def in_sixteen(comm, tensor):
-    right, left = neighbours(comm)
-    for part in tensor.tensor_split(16):
-        part.copy_(comm.exchange(part, right, torch.empty_like(part), left))
-
-
-def to_the_left_in_place(comm, tensor):
-    tensor.copy_(to_the_left(comm, tensor))
 
 
 # same_bits(comm, tensor)
@@ -272,28 +169,6 @@ def exact_up_rounded_down(comm, tensor):
     for rank in range(1, comm.world_size):
         comm.send(total.float(), rank)
     return total.float()
-
-
-def as_a_number(comm, tensor):
-    return exact_up_rounded_down(comm, tensor).item()
-
-
-def in_a_list(comm, tensor):
-    return exact_up_rounded_down(comm, tensor).view(1)
-
-
-def in_whole_numbers(comm, tensor):
-    """Multiples of 1/256 are integers."""
-    total = (tensor.double() * 256).long().sum().view(1)
-    collectives.reduce(comm, total, 0)
-    rounded = (total.double() / 256).float()
-    return collectives.broadcast(comm, rounded, 0).item()
-
-
-def with_fsum(comm, tensor):
-    total = torch.tensor([math.fsum(tensor.tolist())], dtype=torch.float64)
-    collectives.reduce(comm, total, 0)
-    return float(collectives.broadcast(comm, total.float(), 0))
 
 
 def exact_along_a_chain(comm, tensor):
@@ -312,10 +187,6 @@ def exact_along_a_chain(comm, tensor):
 
 def exact_both_ways(comm, tensor):
     return collectives.naive_all_reduce(comm, tensor.double().sum().view(1)).item()
-
-
-def rounds_each_part(comm, tensor):
-    return collectives.naive_all_reduce(comm, tensor.double().sum().float().view(1)).item()
 
 
 def sums_its_own(comm, tensor):
@@ -340,24 +211,6 @@ def by_doubling(comm, tensor):
     return tensor
 
 
-def by_halves(comm, tensor):
-    """Recursion: the first rank of a range tells the first of its second half."""
-    tensor = tensor.clone()
-
-    def tell(first, end):
-        if end - first < 2:
-            return
-        middle = first + (end - first + 1) // 2
-        if comm.rank == first:
-            comm.send(tensor, middle)
-        elif comm.rank == middle:
-            comm.recv(tensor, first)
-        tell(*((first, middle) if comm.rank < middle else (middle, end)))
-
-    tell(0, comm.world_size)
-    return tensor
-
-
 def by_bits(comm, tensor):
     """A rank hears from the one without its highest bit."""
     begin = comm.rank.bit_length()
@@ -374,14 +227,6 @@ def root_tells_all(comm, tensor):
         return comm.recv(tensor, 0)
     for rank in range(1, comm.world_size):
         comm.send(tensor, rank)
-    return tensor
-
-
-def from_neighbour_to_neighbour(comm, tensor):
-    if comm.rank:
-        comm.recv(tensor, comm.rank - 1)
-    if comm.rank < comm.world_size - 1:
-        comm.send(tensor, comm.rank + 1)
     return tensor
 
 
@@ -420,17 +265,6 @@ def hillis_steele(comm, tensor):
     return total
 
 
-def around_the_circle(comm, tensor):
-    """All exchange; what comes from the end of the circle is not added."""
-    total = tensor
-    for step in range(math.ceil(math.log2(comm.world_size))):
-        to, source = comm.rank + 2**step, comm.rank - 2**step
-        incoming = torch.empty_like(tensor)
-        comm.exchange(total, to % comm.world_size, incoming, source % comm.world_size)
-        total = total + incoming if source >= 0 else total
-    return total
-
-
 def in_double(comm, tensor):
     return hillis_steele(comm, tensor.double())
 
@@ -443,17 +277,9 @@ def prefix_in_a_row(comm, tensor):
     return tensor
 
 
-def without_its_own(comm, tensor):
-    return hillis_steele(comm, tensor) - tensor
-
-
 def from_the_end(comm, tensor):
     total = collectives.naive_all_reduce(comm, tensor.clone())
     return total - hillis_steele(comm, tensor) + tensor
-
-
-def sums_all(comm, tensor):
-    return collectives.naive_all_reduce(comm, tensor)
 
 
 def stops_after_one_step(comm, tensor):
@@ -509,20 +335,6 @@ def gathers_around_a_ring(comm, tensor):
     return found
 
 
-def gathers_and_spreads(comm, tensor):
-    P, rank = comm.world_size, comm.rank
-    found = torch.zeros(P, len(tensor))
-    found[rank] = tensor
-    if rank:
-        comm.send(tensor, 0)
-        return comm.recv(found, 0)
-    for source in range(1, P):
-        comm.recv(found[source], source)
-    for other in range(1, P):
-        comm.send(found, other)
-    return found
-
-
 def rotated(way):
     def gathers(comm, tensor):
         found = bruck(comm, tensor)
@@ -556,27 +368,6 @@ def in_segments(comm, tensor):
     through_a_chain(comm, tensor.tensor_split(best_number(comm, tensor)))
 
 
-def in_segments_by_keyword(*, comm, tensor):
-    in_segments(comm, tensor)
-
-
-def in_segments_and_returned(comm, tensor):
-    in_segments(comm, tensor)
-    return tensor
-
-
-def by_trying_all(comm, tensor):
-    """The number of segments with the shortest time by the formula."""
-    P = comm.world_size
-    time = {n: (n + P - 2) * (1 + tensor.nbytes / n / 1000) for n in range(1, 50)}
-    through_a_chain(comm, tensor.tensor_split(min(time, key=time.get)))
-
-
-def a_few_more_segments(comm, tensor):
-    size = -(-len(tensor) // (best_number(comm, tensor) + 1))
-    through_a_chain(comm, tensor.split(size))
-
-
 def in_reverse(comm, tensor):
     """The last segment first."""
     through_a_chain(comm, tensor.chunk(best_number(comm, tensor))[::-1])
@@ -586,18 +377,8 @@ def in_a_tree(comm, tensor):
     by_doubling(comm, tensor)
 
 
-def in_one_piece(comm, tensor):
-    through_a_chain(comm, [tensor])
-
-
 def number_by_number(comm, tensor):
     through_a_chain(comm, tensor.tensor_split(min(len(tensor), 200)))
-
-
-def one_after_another(comm, tensor):
-    """Each rank passes on a segment before it receives the next."""
-    for segment in tensor.tensor_split(best_number(comm, tensor)):
-        from_neighbour_to_neighbour(comm, segment)
 
 
 def sends_nothing(comm, tensor):
@@ -617,31 +398,6 @@ def by_halving(comm, blocks):
         comm.exchange(leaving, (rank + keep) % P, incoming, (rank - keep) % P)
         mine = mine[:keep].clone()
         mine[: len(incoming)] += incoming
-    return mine[0]
-
-
-def halving_in_numpy(comm, blocks):
-    return by_halving(comm, blocks).numpy()
-
-
-def halving_by_keyword(*, blocks, comm):
-    return by_halving(comm, blocks)
-
-
-def halving_into_a_row(comm, blocks):
-    blocks[comm.rank] = by_halving(comm, blocks)
-    return blocks[comm.rank].tolist()
-
-
-def halving_in_a_list(comm, blocks):
-    P, rank = comm.world_size, comm.rank
-    mine = [blocks[(rank + i) % P] for i in range(P)]
-    while (count := len(mine)) > 1:
-        keep = -(-count // 2)
-        incoming = torch.empty(count - keep, blocks.shape[1])
-        comm.exchange(torch.stack(mine[keep:]), (rank + keep) % P, incoming, (rank - keep) % P)
-        came = [*incoming, *[0] * (2 * keep - count)]
-        mine = [one + other for one, other in zip(mine, came)]
     return mine[0]
 
 
@@ -668,10 +424,6 @@ def block_by_block(comm, blocks):
     return total
 
 
-def reduces_everything(comm, blocks):
-    return in_census(comm, blocks)[comm.rank]
-
-
 def keeps_its_own_block(comm, blocks):
     return blocks[comm.rank]
 
@@ -694,21 +446,6 @@ def in_census(comm, tensor):
         before = before + incoming
         count += distance
     return before + tensor
-
-
-def census_to_the_left(comm, tensor):
-    P, rank = comm.world_size, comm.rank
-    after, with_own, count = None, tensor, 0
-    for bit in range((P - 1).bit_length() - 1, -1, -1):
-        odd = P - 1 >> bit & 1
-        distance = count + odd
-        sent = with_own if odd else after
-        came = comm.exchange(
-            sent, (rank - distance) % P, torch.empty_like(tensor), (rank + distance) % P
-        )
-        after = came if after is None else after + came
-        with_own, count = after + tensor, count + distance
-    return with_own
 
 
 def census_in_double(comm, tensor):
@@ -755,136 +492,66 @@ GATHERED += [lambda comm, tensor: tuple(bruck(comm, tensor))]
 GATHERED += [lambda comm, tensor: torch.stack(bruck(comm, tensor)).numpy()]
 GATHERED += [lambda *, comm, tensor: dict(enumerate(bruck(comm, tensor))).values()]
 
+
 ANSWERS = [
     Answers(
         check.puzzles.largest,
-        [
-            *(through_rank_0, along_a_chain, by_the_library, with_sorted_numpy),
-            *in_clothes(through_rank_0)[1:],
-        ],
-        [
-            (sends_all, "score.above"),
-            (asks_everyone, "score.above"),
-            (looks_at_its_own, "puzzle.own"),
-            (starts_at_zero, "puzzle.zero"),
-            (by_magnitude, "puzzle.magnitude"),
-        ],
-        6,
+        [through_rank_0, *in_clothes(through_rank_0)[1:]],
+        [sends_all, looks_at_its_own, by_magnitude],
+        on=6,
     ),
     Answers(
         check.puzzles.pass_on,
-        [*in_clothes(by_parity), by_parity_the_other_way, last_rank_last],
-        [
-            (rank_0_first, "score.above", "score.neighbours"),
-            (by_exchange, "puzzle.exchange"),
-            (to_the_left, "puzzle.from_the_right"),
-            (keeps_its_own, "puzzle.own"),
-            (receives_from_any, "score.untold"),
-            (all_send_first, "run.stuck"),
-        ],
-        6,
+        [*in_clothes(by_parity), last_rank_last],
+        [rank_0_first, to_the_left, ends(all_send_first)],
+        on=6,
     ),
     Answers(
         check.puzzles.pass_in_place,
-        [
-            *(in_chunks, in_split_parts, only_one_waits),
-            *(by_bounds, with_a_numpy_spare, passes_all_in_place),
-        ],
-        [
-            (in_a_spare_tensor, "score.above"),
-            (clones_segments, "score.above"),
-            (hides_it_in_numpy, "score.above"),
-            (in_sixteen, "traffic.off_target"),
-            (to_the_left_in_place, "puzzle.from_the_right"),
-            (by_exchange, "value.new_tensor"),
-        ],
-        6,
+        [in_chunks, passes_all_in_place],
+        [in_a_spare_tensor, hides_it_in_numpy, by_exchange],
+        on=6,
     ),
     Answers(
         check.puzzles.same_bits,
-        [
-            *(exact_up_rounded_down, as_a_number, in_a_list),
-            *(in_whole_numbers, with_fsum, exact_along_a_chain),
-        ],
-        [
-            (exact_both_ways, "score.above", "80 bytes"),
-            (rounds_each_part, "puzzle.rounded"),
-            (sums_its_own, "puzzle.other_sum"),
-            (returns_all_sums, "puzzle.no_number"),
-        ],
-        6,
+        [exact_up_rounded_down, exact_along_a_chain],
+        [exact_both_ways, sums_its_own, returns_all_sums],
+        on=6,
     ),
     Answers(
         check.puzzles.broadcast,
-        [*in_clothes(by_doubling), by_halves, by_bits],
-        [
-            (root_tells_all, "score.through_one"),
-            (from_neighbour_to_neighbour, "score.neighbours"),
-            (two_chains, "score.above", "4 rounds"),
-            (tells_nobody, "puzzle.own"),
-        ],
-        8,
+        [*in_clothes(by_doubling), by_bits],
+        [root_tells_all, two_chains, tells_nobody],
+        on=8,
     ),
     Answers(
         check.puzzles.prefix_sum,
-        [*in_clothes(hillis_steele), around_the_circle, in_double],
-        [
-            (prefix_in_a_row, "score.neighbours"),
-            (without_its_own, "puzzle.exclusive"),
-            (from_the_end, "puzzle.suffix"),
-            (sums_all, "puzzle.total"),
-            (stops_after_one_step, "puzzle.two_alone"),
-        ],
-        6,
+        [*in_clothes(hillis_steele), in_double],
+        [prefix_in_a_row, from_the_end, stops_after_one_step],
+        on=6,
     ),
     Answers(
         check.puzzles.all_gather,
-        GATHERED,
-        [
-            (gathers_around_a_ring, "score.neighbours"),
-            (gathers_and_spreads, "traffic.off_target"),
-            (rotated(1), "puzzle.own_first"),
-            (rotated(-1), "puzzle.backwards"),
-        ],
-        6,
+        [bruck, in_a_dict],
+        [gathers_around_a_ring, rotated(1), rotated(-1)],
+        on=6,
     ),
     Answers(
         check.puzzles.long_broadcast,
-        [
-            *(in_segments, in_segments_by_keyword, in_segments_and_returned),
-            *(by_trying_all, a_few_more_segments, in_reverse),
-        ],
-        [
-            (in_a_tree, "score.above", "99 ms"),
-            (in_one_piece, "score.above", "165 ms"),
-            (number_by_number, "score.above"),
-            (one_after_another, "score.above"),
-            (sends_nothing, "value.unchanged"),
-        ],
-        6,
+        [in_segments, in_reverse],
+        [in_a_tree, number_by_number, sends_nothing],
+        on=6,
     ),
     Answers(
         check.puzzles.reduce_blocks,
-        [
-            *(by_halving, halving_in_numpy, halving_by_keyword),
-            *(halving_into_a_row, halving_in_a_list, halving_to_the_left),
-        ],
-        [
-            (block_by_block, "score.above", "5 rounds"),
-            (reduces_everything, "traffic.off_target"),
-            (keeps_its_own_block, "puzzle.own"),
-            (block_of_the_next, "puzzle.next_block"),
-        ],
-        6,
+        [by_halving, halving_to_the_left],
+        [block_by_block, keeps_its_own_block, block_of_the_next],
+        on=6,
     ),
     Answers(
         check.puzzles.all_reduce,
-        [*in_clothes(in_census), census_to_the_left, census_in_double],
-        [
-            (by_folding, "score.above", "4 rounds"),
-            (rotates, "score.neighbours"),
-            (doubles_around_the_circle, "sum.twice"),
-        ],
-        6,
+        [*in_clothes(in_census), census_in_double],
+        [by_folding, rotates, doubles_around_the_circle],
+        on=6,
     ),
 ]

@@ -1,12 +1,13 @@
 """Answers to ``check.ring``."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from graded import Answers
 from ranks import travel_by_value
 
 from labkit import collectives
-from labkit.collectives.ring import split_chunks
 from workbook import check
 
 travel_by_value(__name__)
@@ -48,10 +49,6 @@ def overwrites(chunks, i, incoming):
     chunks[i].copy_(incoming)
 
 
-def makes_new_ones(chunks, i, incoming):
-    chunks[i] = chunks[i] + incoming
-
-
 def sends_the_wrong_chunk(comm, chunks):
     right, left = neighbours(comm)
     for step in range(comm.world_size - 1):
@@ -60,15 +57,6 @@ def sends_the_wrong_chunk(comm, chunks):
         comm.exchange(chunks[(comm.rank - step + 1) % comm.world_size], right, incoming, left)
         n = min(target.numel(), incoming.numel())
         target[:n] += incoming[:n]
-
-
-def sends_the_whole_tensor(comm, chunks):
-    right, left = neighbours(comm)
-    for step in range(comm.world_size - 1):
-        target = (comm.rank - step - 1) % comm.world_size
-        incoming = torch.empty(sum(map(len, chunks)))
-        comm.exchange(torch.cat(chunks), right, incoming, left)
-        chunks[target] += incoming.split([len(chunk) for chunk in chunks])[target]
 
 
 def sends_then_receives(comm, chunks):
@@ -85,43 +73,9 @@ def sends_then_receives(comm, chunks):
         chunks[chunk - 1] += incoming
 
 
-def waits_in_a_row(comm, chunks):
-    right, left = neighbours(comm)
-    for step in range(comm.world_size - 1):
-        chunk = (comm.rank - step) % comm.world_size
-        incoming = torch.empty_like(chunks[chunk - 1])
-        if comm.rank == 0:
-            comm.send(chunks[chunk], right)
-        comm.recv(incoming, left)
-        if comm.rank:
-            comm.send(chunks[chunk], right)
-        chunks[chunk - 1] += incoming
-
-
-def all_receive_first(comm, chunks):
-    right, left = neighbours(comm)
-    comm.recv(torch.empty_like(chunks[comm.rank - 1]), left)
-    comm.send(chunks[comm.rank], right)
-
-
 def divides_its_chunk(comm, chunks):
     collectives.share_reduce(comm, chunks)
     chunks[(comm.rank + 1) % comm.world_size] /= comm.world_size
-
-
-SHARE_REDUCE = [
-    (variant(put=overwrites), "sum.overwritten"),
-    (variant(more=-2), "value.unchanged", "messages.one_less"),
-    (variant(more=0), "messages.one_more"),
-    (variant(first=-1), "chunk.other_complete"),
-    (variant(to="left"), "peers.left"),
-    (sends_the_wrong_chunk, "chunk.foreign"),
-    (sends_the_whole_tensor, "bytes.whole_tensor"),
-    (waits_in_a_row, "rounds.in_a_row"),
-    (all_receive_first, "run.stuck"),
-    (variant(put=makes_new_ones), "value.new_chunks"),
-    (divides_its_chunk, "sum.mean"),
-]
 
 
 # share_only(comm, chunks)
@@ -150,91 +104,11 @@ def stores_one_place_too_far(comm, chunks):
         chunk.copy_(moved)
 
 
-def puts_what_came(chunks, i, incoming):
-    chunks[i] = incoming
-
-
-SHARE_ONLY = [
-    (variant(first=1), "copy.added"),
-    (copies(more=-2), "value.unchanged"),
-    (copies(first=0), "value.unchanged"),
-    (copies(to="left"), "peers.left"),
-    (copies_the_whole_tensor, "bytes.whole_tensor"),
-    (copies(put=puts_what_came), "value.new_chunks"),
-    (lambda comm, chunks: None, "traffic.nothing"),
-    (stores_one_place_too_far, "value.rotated"),
-]
-
-
 # all_reduce(comm, tensor)
-
-
-def adds_its_own_again(comm, tensor):
-    own = tensor.clone()
-    collectives.ring_all_reduce(comm, tensor)
-    tensor += own
-
-
-def stops_the_second_half_early(comm, tensor):
-    chunks = split_chunks(tensor, comm.world_size)
-    collectives.share_reduce(comm, chunks)
-    copies(more=-2)(comm, chunks)
-
-
-def rotates_and_adds(comm, tensor):
-    right, left = neighbours(comm)
-    passing = tensor.clone()
-    for _ in range(comm.world_size - 1):
-        incoming = torch.empty_like(tensor)
-        comm.exchange(passing, right, incoming, left)
-        tensor += incoming
-        passing = incoming
-
-
-def returns_a_new_tensor(comm, tensor):
-    return collectives.ring_all_reduce(comm, tensor.clone())
-
-
-def binds_the_name_anew(comm, tensor):
-    tensor = collectives.ring_all_reduce(comm, tensor.clone())
 
 
 def takes_the_mean(comm, tensor):
     collectives.ring_all_reduce(comm, tensor, "mean")
-
-
-def drops_the_remainder(comm, tensor):
-    size = tensor.numel() // comm.world_size
-    chunks = [tensor[size * c : size * (c + 1)] for c in range(comm.world_size)]
-    collectives.share_reduce(comm, chunks)
-    collectives.share_only(comm, chunks)
-
-
-def takes_one_dimension_only(comm, tensor):
-    P, N = comm.world_size, len(tensor)
-    padded = torch.zeros(-(-N // P) * P)
-    padded[:N] = tensor
-    rows = list(padded.view(P, -1))
-    collectives.share_reduce(comm, rows)
-    collectives.share_only(comm, rows)
-    tensor.copy_(padded[:N])
-
-
-def cuts_rows_by_the_number_of_elements(comm, tensor):
-    chunks = split_chunks(tensor, comm.world_size)
-    collectives.share_reduce(comm, chunks)
-    collectives.share_only(comm, chunks)
-
-
-def uses_torch_chunk(comm, tensor):
-    chunks = tensor.chunk(comm.world_size)
-    chunks[comm.world_size - 1]
-    collectives.ring_all_reduce(comm, tensor)
-
-
-def reduces_from_uninitialised_memory(comm, tensor):
-    collectives.ring_all_reduce(comm, tensor)
-    tensor += torch.full_like(tensor, torch.nan)
 
 
 def works_in_float16(comm, tensor):
@@ -243,45 +117,7 @@ def works_in_float16(comm, tensor):
     tensor.copy_(half)
 
 
-def right_but_for_small_ones(comm, tensor):
-    before = tensor.clone()
-    collectives.ring_all_reduce(comm, tensor)
-    if len(tensor) == 2:
-        tensor.copy_(before)
-
-
-RING = [
-    (works_in_float16, "sum.rounded"),
-    (adds_its_own_again, "sum.own_twice"),
-    (
-        lambda comm, tensor: collectives.share_reduce(comm, split_chunks(tensor, comm.world_size)),
-        "value.unchanged",
-    ),
-    (stops_the_second_half_early, "sum.lacks_one"),
-    (rotates_and_adds, "value.last_bits"),
-    (collectives.naive_all_reduce, "peers.bottleneck"),
-    (returns_a_new_tensor, "value.new_tensor"),
-    (binds_the_name_anew, "value.unchanged"),
-    (takes_the_mean, "sum.mean"),
-    (drops_the_remainder, "value.size_indivisible"),
-    (right_but_for_small_ones, "value.size_below_ranks"),
-    (uses_torch_chunk, "run.error"),
-    (takes_one_dimension_only, "run.error", "in a tensor of shape [12, 9]"),
-    (cuts_rows_by_the_number_of_elements, "in a tensor of shape [12, 9]"),
-    (reduces_from_uninitialised_memory, "value.not_finite"),
-    (lambda comm, tensor: tensor.zero_(), "value.zeros"),
-]
-
-
 # The other options: the way to the left, and the mean
-
-
-def share_only_left(fn, world_sizes=(2, 3, 4)):
-    return check.ring.share_only(fn, to="left", world_sizes=world_sizes)
-
-
-def ring_mean(fn, world_sizes=(2, 3, 4)):
-    return check.ring.all_reduce(fn, op="mean", world_sizes=world_sizes)
 
 
 # weighted_mean(comm, gradient, num_samples)
@@ -291,35 +127,6 @@ def packs(comm, gradient, num_samples):
     packed = torch.cat([num_samples * gradient, gradient.new_tensor([num_samples])])
     collectives.ring_all_reduce(comm, packed)
     return packed[:-1] / packed[-1]
-
-
-def count_first(*, num_samples, gradient, comm):
-    packed = torch.empty(len(gradient) + 1, dtype=torch.float64)
-    packed[0], packed[1:] = num_samples, gradient.double() * num_samples
-    count, *total = collectives.ring_all_reduce(comm, packed).tolist()
-    return [number / count for number in total]
-
-
-def in_numpy(comm, gradient, num_samples):
-    mine = np.append(gradient.numpy() * num_samples, np.float32(num_samples))
-    total = collectives.ring_all_reduce(comm, torch.from_numpy(mine)).numpy()
-    return total[:-1] / total[-1]
-
-
-def padded(comm, gradient, num_samples):
-    ones = torch.nn.functional.pad(gradient, (0, 1), value=1.0)
-    total = collectives.ring_all_reduce(comm, ones * num_samples)
-    gradient.copy_(total[: len(gradient)]).div_(total[-1])
-    return gradient
-
-
-def by_halves(comm, gradient, num_samples):
-    packed = torch.cat([num_samples * gradient, torch.tensor([float(num_samples)])])
-    chunks = split_chunks(packed, comm.world_size)
-    collectives.share_reduce(comm, chunks)
-    collectives.share_only(comm, chunks)
-    *total, count = packed
-    return (number / count for number in total)
 
 
 def in_two_rows(comm, gradient, num_samples):
@@ -342,50 +149,80 @@ def sums_samples(comm, gradient, num_samples):
     return collectives.ring_all_reduce(comm, num_samples * gradient)
 
 
-def divides_by_ranks(comm, gradient, num_samples):
-    return sums_samples(comm, gradient, num_samples) / comm.world_size
-
-
-def divides_means_by_samples(comm, gradient, num_samples):
-    packed = torch.cat([gradient, gradient.new_tensor([num_samples])])
-    collectives.ring_all_reduce(comm, packed)
-    return packed[:-1] / packed[-1]
-
-
 def two_all_reduces(comm, gradient, num_samples):
     count = collectives.ring_all_reduce(comm, torch.tensor([float(num_samples)]))
     return sums_samples(comm, gradient, num_samples) / count
 
 
+# rotate_and_add(comm, tensor)
+
+
+def rotates(comm, tensor, to="right", steps=-1, first=None):
+    right, left = neighbours(comm)
+    dst, src = (right, left) if to == "right" else (left, right)
+    passing = tensor.clone() if first is None else first(tensor)
+    for _ in range(comm.world_size + steps):
+        incoming = torch.empty_like(tensor)
+        comm.exchange(passing, dst, incoming, src)
+        tensor += incoming
+        passing = incoming
+
+
+def rotates_in_numpy(comm, tensor):
+    right, left = neighbours(comm)
+    total, passing = tensor.numpy(), tensor.numpy().copy()
+    for _ in range(comm.world_size - 1):
+        incoming = np.zeros_like(passing)
+        comm.exchange(torch.from_numpy(passing), right, torch.from_numpy(incoming), left)
+        total += incoming
+        passing = incoming
+
+
+def passes_on_the_sum(comm, tensor):
+    right, left = neighbours(comm)
+    for _ in range(comm.world_size - 1):
+        incoming = torch.empty_like(tensor)
+        comm.exchange(tensor, right, incoming, left)
+        tensor += incoming
+
+
+def adds_to_a_new_tensor(comm, tensor):
+    total = tensor.clone()
+    rotates(comm, total)
+    return total
+
+
 ANSWERS = [
     Answers(
         check.ring.share_reduce,
-        [collectives.share_reduce, variant(), sends_then_receives],
-        SHARE_REDUCE,
-        4,
+        [collectives.share_reduce, sends_then_receives],
+        [variant(put=overwrites), sends_the_wrong_chunk, divides_its_chunk],
+        on=4,
     ),
-    Answers(check.ring.share_only, [collectives.share_only, copies()], SHARE_ONLY, 4),
-    Answers(check.ring.all_reduce, [collectives.ring_all_reduce], RING, 4),
-    Answers(share_only_left, [copies(to="left")], [(collectives.share_only, "peers.right")]),
-    Answers(ring_mean, [takes_the_mean], [(collectives.ring_all_reduce, "sum.not_divided")]),
+    Answers(
+        check.ring.share_only,
+        [collectives.share_only, copies()],
+        [variant(first=1), copies_the_whole_tensor, stores_one_place_too_far],
+        on=4,
+    ),
+    Answers(
+        check.ring.all_reduce,
+        [collectives.ring_all_reduce],
+        [works_in_float16, takes_the_mean, lambda comm, tensor: tensor.zero_()],
+        on=4,
+    ),
     Answers(
         check.ring.weighted_mean,
-        [packs, count_first, in_numpy, padded, by_halves, in_two_rows],
+        [packs, in_two_rows],
         [
-            (
-                then_weighted(lambda comm, own, total, n: total / comm.world_size),
-                "weighted.ranks_alike",
-            ),
-            (then_weighted(lambda comm, own, total, n: total), "weighted.sum_of_means"),
-            (
-                then_weighted(lambda comm, own, total, n: total / (comm.world_size - 1)),
-                "weighted.some_ranks_alike",
-            ),
-            (divides_means_by_samples, "weighted.means_over_samples"),
-            (then_weighted(lambda comm, own, total, n: own), "weighted.own"),
-            (sums_samples, "weighted.sum"),
-            (divides_by_ranks, "weighted.over_ranks"),
-            (two_all_reduces, "traffic.off_target"),
+            then_weighted(lambda comm, own, total, n: total / comm.world_size),
+            then_weighted(lambda comm, own, total, n: own),
+            two_all_reduces,
         ],
+    ),
+    Answers(
+        check.ring.rotate_and_add,
+        [partial(rotates, to="left"), rotates_in_numpy],
+        [passes_on_the_sum, adds_to_a_new_tensor, partial(rotates, steps=-2)],
     ),
 ]

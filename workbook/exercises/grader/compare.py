@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbook.exercises.grader.words import Mistake
-
 _EPS = torch.finfo(torch.float32).eps
 # Of a number that was computed in a few operations.
 _FEW = 16
@@ -121,19 +119,20 @@ def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> T
     return alike | ((value - expected).abs() <= _EPS * may_differ)
 
 
-def agree(answer: Any, due: Any) -> bool:
+def agree(answer: Any, expected: Any) -> bool:
     """Whether an answer equals the expected one; None in it has to be None."""
-    return same(answer, due, gaps=False)
+    return same(answer, expected, gaps=False)
 
 
-def other_kind(value: Any, expected: Any) -> Mistake | None:
-    """Return the mistake if the value has another kind or shape than expected, else None."""
+def other_kind(value: Any, expected: Any) -> str | None:
+    """Say so if the value has another kind or shape than expected, else None."""
     expected = plain(expected)
-    found, due = _kind(fit(value, expected)), _kind(expected)
-    return None if found == due else Mistake("value.kind", found=found, due=due)
+    found, wanted = kind_of(fit(value, expected)), kind_of(expected)
+    return None if found == wanted else f"it is {found}, expected {wanted}"
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """``a tensor [3, 2]``, ``a number``, ``nothing (None)`` ..."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, list):
@@ -144,9 +143,9 @@ def _kind(value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """Format a value for a sentence: tensors as lists, floats with four digits."""
+    """Format a value for a sentence: tensors as lists, floats with four digits, not too long."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, list):
-        return "[" + ", ".join(map(short, value)) + "]"
-    return f"{value:.4g}" if isinstance(value, float) else repr(value)
+        return f"[{', '.join(map(short, value[:6]))}{', ...' if len(value) > 6 else ''}]"
+    return f"{value:.4g}" if isinstance(value, float) else f"{value!r:.80}"

@@ -1,9 +1,5 @@
 """What a check calls a learner's function with, and what each call leaves behind.
 
-An ``Exercise`` is the data by which a function is graded: ``inputs`` are its arguments on each
-rank, ``cases`` the sizes and roots that are tried, ``call`` is how it is called. The other fields
-judge the outcome.
-
 Symbols: P ranks.
 """
 
@@ -19,7 +15,6 @@ from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.traffic import Cost
 from labkit.units import format_count, spelled
-from workbook.exercises.grader.words import Found, Mistake
 
 # The first is divisible by 2, 3 and 4, with enough elements per chunk to tell what it contains.
 SIZES = (96, 10, 2, 1, 0)
@@ -45,13 +40,17 @@ def with_parameters(layers: nn.Sequential, seed: int) -> nn.Sequential:
     return layers
 
 
+def new_seed() -> int:
+    """The seed of the next check's data, another one each time."""
+    return SystemRandom().randrange(_SEEDS)
+
+
 class Target(NamedTuple):
     """The traffic that one rank may cause in one call; a field of None is not judged.
 
     Less is better: it passes, if the values are right. ``operations`` counts the calls of send,
-    recv and exchange; an exchange may also be a send and a recv, in an order in which the ranks
-    do not wait for each other in a row. ``peers`` are the ranks it may send to. ``barriers``
-    counts the calls of ``comm.barrier``.
+    recv and exchange; ``peers`` are the ranks it may send to; ``barriers`` the calls of
+    ``comm.barrier``.
     """
 
     messages: int | None = None
@@ -111,29 +110,14 @@ class Case:
         return Target(cost.messages, cost.num_bytes, cost.steps, frozenset(peers))
 
 
-class Cards(NamedTuple):
-    """The ranks of each host, and the bytes that may leave each host: by its network card.
-
-    ``flat_bytes`` are those of the ring through all ranks.
-    """
-
-    hosts: tuple[tuple[int, ...], ...]
-    num_bytes: list[int]
-    flat_bytes: list[int]
-
-
-# One call of comm: its name, to which rank it sends, from which it receives, the bytes it sends.
-Step = tuple[Any, ...]
-
-
 class Outcome(NamedTuple):
     """What one rank's call left behind.
 
     ``value`` is graded; ``stand_in`` is what the learner may have meant instead (a returned
-    tensor, a list whose entries were replaced). ``bytes_to`` is by peer. ``steps`` are the calls
-    of comm in their order: ``("exchange", dst, src, bytes)``, ``("send", dst, None, bytes)`` ....
-    ``library`` names a function that solves the exercise and that the learner's function called.
-    ``held_bytes`` is the most memory that it held at one time, if the exercise asks for it.
+    tensor, a list whose entries were replaced). ``steps`` are the calls of comm in their order:
+    ``("exchange", dst, src, bytes)``, ``("send", dst, None, bytes)`` .... ``library`` names a
+    function that solves the exercise and that was called; ``changed`` says what the call has done
+    to its arguments. ``held_bytes`` is the most memory held at one time, if that is asked for.
     """
 
     value: Any
@@ -143,9 +127,38 @@ class Outcome(NamedTuple):
     operations: int
     bytes_to: dict[int, int]
     barriers: int = 0
-    steps: tuple[Step, ...] = ()
+    steps: tuple[tuple, ...] = ()
     library: str = ""
+    changed: str = ""
     held_bytes: int = 0
+
+
+class Wrong(str):
+    """What a rank, or a ``call``, has noticed itself: a sentence in place of a value."""
+
+
+# What a judge returns: a sentence, or None if nothing is wrong.
+Found = str | None
+Ranks = tuple[Outcome, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a puzzle is scored by: one number, the less the better.
+
+    Attributes:
+        of: (case, outcomes by rank) -> the number; None if it cannot be told.
+        best: case -> the best known; None for a case that is not scored.
+        shown: the number -> its text, with a unit.
+        source: who reaches the best, in words.
+        slack: by which part of the best a number may be larger and still be as good.
+    """
+
+    of: Callable[[Case, Ranks], float | None]
+    best: Callable[[Case], float | None]
+    shown: Callable[[float], str]
+    source: str
+    slack: float = 0.0
 
 
 def one_tensor(rank: int, case: Case) -> tuple:
@@ -173,32 +186,6 @@ def nothing(rank: int, case: Case) -> Any:
     return None
 
 
-Ranks = tuple[Outcome, ...]
-
-
-@dataclass(frozen=True)
-class Score:
-    """What a puzzle is scored by.
-
-    Attributes:
-        of: (case, outcomes by rank) -> the number; None if it cannot be told.
-        best: case -> the best known; None for a case that is not scored.
-        shown: the number -> its text, with a unit.
-        source: who reaches the best, in words.
-        rule: (case, outcomes) -> which of the puzzle's rules is broken, or None.
-        slack: by which part of the best a number may be larger and still be as good.
-        of_rounds: whether the pattern of the messages may explain a score.
-    """
-
-    of: Callable[[Case, Ranks], float | None]
-    best: Callable[[Case], float | None]
-    shown: Callable[[float], str]
-    source: str
-    rule: Callable[[Case, Ranks], Mistake | None] = lambda case, ranks: None
-    slack: float = 0.0
-    of_rounds: bool = False
-
-
 @dataclass(frozen=True)
 class Exercise:
     """What a function has to do on P ranks.
@@ -212,31 +199,30 @@ class Exercise:
         written: the position of the argument after ``comm`` that is written in place and graded;
             None if the returned value is graded.
         chunked: judge the tensor as P chunks, and name the first wrong one.
+        parts: case -> name -> what a wrong value may be made of, shaped as ``expected``; by
+            default the tensors of all ranks.
+        mistakes: a sentence -> (rank, case) -> the wrong value that the mistake leads to; three
+            at most, where a teacher knows more than the numbers say.
+        judge: (case, values by rank) -> what is wrong, or None; used instead of ``expected``
+            where the ranks must be judged together.
+        rule: (case, outcomes by rank) -> what is wrong although the values are right, or None.
+        same_bits: the ranks must agree to the bit.
         target: (rank, case) -> Target of this rank.
         total: case -> Target of all ranks together (``operations`` of the busiest rank), for
             exercises that do not prescribe which rank sends.
-        cards: case -> what may leave each host, where the ranks are those of several hosts.
         any_chunks: the ranks may cut their tensors as they like, so that fewer bytes than those of
             the target, which is for the longest chunks, are no mistake.
-        same_bits: the ranks must agree to the bit.
-        mistakes: a mistake's id (or a page's own sentence) -> (rank, case) -> the wrong value that
-            it leads to. A mistake that explains all ranks is preferred to a mistake that explains
-            only the first wrong rank.
-        judge: (case, values by rank) -> what is wrong, or None; used instead of ``expected``
-            where the ranks must be judged together.
-        call: (fn, comm, *inputs) -> what is graded, or a ``Mistake`` that the rank has noticed
-            itself.
+        score: what a puzzle is scored by, once all values are right.
+        holds: count the memory that the function holds.
+        call: (fn, comm, *inputs) -> what is graded, or a ``Wrong``.
         sizes: the numbers of elements to try in a rank's tensor, the most informative first; ()
             if the exercise has no tensor of variable size.
+        root_name: the word for ``case.root`` in a sentence, if each rank is tried as root.
+        nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
+        special: case -> what is special about it, in words, or "".
         library: labkit's own function with the same arguments, shown beside the learner's run.
         drawn_size: the elements of a rank's tensor in that run; by default the first of ``sizes``.
         drawn_link: the link of that run, if it is on four ranks.
-        root_name: the word for ``case.root`` in a sentence, if each rank is tried as root.
-        nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
-        case_words: a size that means a special case -> what is special about it, in words.
-        ranks_words: a world size -> how its ranks are arranged, in words.
-        score: what a puzzle is scored by, once all values are right.
-        holds: count the memory that the function holds.
         may_call: names of functions of labkit or PyTorch that solve exercises, and of modules
             with such functions, that the learner may call all the same.
     """
@@ -247,24 +233,24 @@ class Exercise:
     signature: str = "comm, tensor"
     written: int | None = 0
     chunked: bool = False
-    target: Callable[[int, Case], Target] | None = None
-    total: Callable[[Case], Target] | None = None
-    cards: Callable[[Case], Cards] | None = None
-    any_chunks: bool = False
-    same_bits: bool = False
+    parts: Callable[[Case], Mapping[str, Any]] | None = None
     mistakes: Mapping[str, Callable[[int, Case], Any]] = field(default_factory=dict)
     judge: Callable[[Case, list[Any]], Found] | None = None
+    rule: Callable[[Case, Ranks], Found] = lambda case, ranks: None
+    same_bits: bool = False
+    target: Callable[[int, Case], Target] | None = None
+    total: Callable[[Case], Target] | None = None
+    any_chunks: bool = False
+    score: Score | None = None
+    holds: bool = False
     call: Callable[..., Any] = call_plainly
     sizes: tuple[int, ...] = SIZES
+    root_name: str = ""
+    nouns: tuple[str, str] = ("rank", "element")
+    special: Callable[[Case], str] = lambda case: ""
     library: Callable | None = None
     drawn_size: int = 0
     drawn_link: EmulatedLink | None = None
-    root_name: str = ""
-    nouns: tuple[str, str] = ("rank", "element")
-    case_words: Mapping[int, str] = field(default_factory=dict)
-    ranks_words: Mapping[int, str] = field(default_factory=dict)
-    score: Score | None = None
-    holds: bool = False
     may_call: frozenset[str] = frozenset()
 
     def cases(self, world_size: int, seed: int = 0) -> list[Case]:
@@ -279,51 +265,18 @@ class Exercise:
 
     def to_run(self) -> "Exercise":
         """The same without its judging fields, whose functions may not be picklable."""
-        parts = {"expected": nothing, "target": None, "total": None, "judge": None}
-        parts |= {"score": None, "mistakes": {}, "library": None, "case_words": {}, "cards": None}
+        parts = {"expected": nothing, "target": None, "total": None, "judge": None, "parts": None}
+        parts |= {"score": None, "mistakes": {}, "library": None, "special": None, "rule": None}
         return replace(self, **parts)
+
+    def where(self, case: Case) -> str:
+        """The case in words: ``with 4 ranks and 10 elements``, and the root if there is one."""
+        ranks, elements = self.nouns
+        parts = [format_count(case.world_size, ranks)] if ranks else []
+        parts += [format_count(case.size, elements)] if self.sizes and elements else []
+        text = f"with {' and '.join(parts)}" if parts else "here"
+        text += f", {words}" if (words := self.special(case)) else ""
+        return text + (f", {self.root_name} {case.root}" if self.root_name else "")
 
 
 Exercise.__init__ = spelled(Exercise.__init__)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong.
-
-    Attributes:
-        row: the row of the table.
-        cell: the text of its cell.
-        mistake: what to tell about it; None if another row's mistake explains this one.
-        named: whether the mistake has a name, not only numbers.
-    """
-
-    row: str
-    cell: str
-    mistake: Mistake | None
-    named: bool = True
-
-
-def at_its_size(problem: Problem, case: Case, exercise: Exercise) -> Problem:
-    """Add the size to the problem's cell, if the rest of the table is for another size."""
-    if not exercise.sizes or case.size == exercise.sizes[0]:
-        return problem
-    return replace(problem, cell=f"{problem.cell} (at {case.size})")
-
-
-def where(case: Case, exercise: Exercise) -> str:
-    """The case in words: ``with 4 ranks and 10 elements``, and the root if there is one."""
-    ranks, elements = exercise.nouns
-    parts = [format_count(case.world_size, ranks)] if ranks else []
-    parts += [format_count(case.size, elements)] if exercise.sizes and elements else []
-    if case.world_size in exercise.ranks_words:
-        parts[0] += f" on {exercise.ranks_words[case.world_size]}"
-    text = f"with {' and '.join(parts)}" if parts else "here"
-    if case.size in exercise.case_words:
-        text += f", {exercise.case_words[case.size]}"
-    return text + (f", {exercise.root_name} {case.root}" if exercise.root_name else "")
-
-
-def new_seed() -> int:
-    """The seed of the next check's data, another one each time."""
-    return SystemRandom().randrange(_SEEDS)

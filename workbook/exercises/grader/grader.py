@@ -1,7 +1,7 @@
 """Run a learner's function on real ranks, and judge its results and its traffic.
 
 ``grade`` makes one ``labkit.run`` per world size, with all tensor sizes in it, judges values and
-traffic, prints one short table, and never raises.
+traffic, shows one verdict, and never raises.
 """
 
 import inspect
@@ -15,28 +15,35 @@ from labkit.units import format_count
 from workbook.exercises.grader.exercise import (
     Case,
     Exercise,
-    Outcome,
-    Problem,
+    Found,
+    Ranks,
     new_seed,
     no_arguments,
     nothing,
 )
-from workbook.exercises.grader.judge_cards import FLAT, ROW as CARD, bytes_out, cell
 from workbook.exercises.grader.judge_traffic import (
     FIELDS,
+    Scored,
     by_rank,
     counts,
     praise,
+    score_of,
     traffic_problems,
 )
-from workbook.exercises.grader.judge_values import value_problems
+from workbook.exercises.grader.judge_values import Problem, value_problem
 from workbook.exercises.grader.on_ranks import DidNotFinish, outcomes_of
 from workbook.exercises.grader.own_run import own_run
-from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, Verdict, status_of_right, told
-from workbook.exercises.grader.score import Scored, praise_score, score_problems, scored
+from workbook.exercises.grader.report import (
+    CALLS_LIBRARY,
+    NOT_ATTEMPTED,
+    NOT_YET,
+    NOT_YOURS,
+    PASSED,
+    Verdict,
+    told,
+)
 from workbook.exercises.grader.stub import about_stub, is_stub, is_untouched
 from workbook.exercises.grader.watched import names_to_call_by
-from workbook.exercises.grader.words import Mistake
 
 WORLD_SIZES = (2, 3, 4)
 
@@ -97,23 +104,25 @@ def returns(
     return grade(fn, exercise, world_sizes)
 
 
-def _misuse(fn: Callable, signature: str) -> Mistake | None:
+def _misuse(fn: Callable, signature: str) -> Found:
     """Return why ``fn`` cannot be called on a rank, or None if it can."""
     if not callable(fn):
-        return Mistake("fn.missing", kind=type(fn).__name__)
+        kind = type(fn).__name__
+        return f"expected a function, got {kind}: pass the function's name, without ()"
     takes = None
     try:
         takes = inspect.signature(fn)
         names = names_to_call_by(fn, signature)
         takes.bind(*([] if names else signature.split(", ")), **dict.fromkeys(names))
     except TypeError:
-        return Mistake("fn.signature", takes=takes, signature=signature)
+        return f"the function takes {takes}, but the check calls it with ({signature})"
     except ValueError:
         pass  # a builtin without a signature: wrong arguments show in the call
     try:
         dumps(fn)
     except Exception as error:
-        return Mistake("fn.cannot_travel", error=error)
+        why = f"because of an object from outside that it uses ({error})"
+        return f"the function cannot be sent to other processes, {why}: create it inside"
     return None
 
 
@@ -123,77 +132,63 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         return Verdict(exercise.name, NOT_ATTEMPTED)
     columns: dict[int, dict[str, str]] = {}
     problems: dict[str, Problem] = {}
-    right: list[Mistake | str] = []
     best: Scored | None = None
-    seed = new_seed()
+    seed, library, praises = new_seed(), "", list[str]()
     for world_size in world_sizes:
         cases, failure = exercise.cases(world_size, seed), None
         try:
-            outcomes = outcomes_of(fn, exercise, cases)
+            tried = outcomes_of(fn, exercise, cases)
         except DidNotFinish as did_not:
-            failure = did_not
+            failure, tried = did_not, did_not.tried
             if is_stub(fn, failure.unwritten):
                 return Verdict(exercise.name, NOT_ATTEMPTED)
-            cases, outcomes = list(failure.outcomes), list(failure.outcomes.values())
-        found = value_problems(exercise, cases, outcomes)
-        found += traffic_problems(exercise, cases, outcomes, right=not found)
-        best = None
-        if exercise.score and cases and not found:
-            tried = dict(zip(cases, outcomes))
-            found += score_problems(exercise.score, exercise, tried)
-            best = scored(exercise.score, tried)
+        found, best = _judged(exercise, tried)
         # Where two world sizes have the same problem, the larger one shows more of it.
         problems |= {problem.row: problem for problem in found}
-        columns[world_size] = _column(exercise, cases[0], outcomes[0]) if cases else {}
-        if best:
-            columns[world_size] |= {"score": best.yours, "best known": best.best}
-        for problem in found:
-            columns[world_size] |= {problem.row: problem.cell, **_not_looked_at(problem, exercise)}
+        columns[world_size] = _column(exercise, tried, best, found)
         if failure is not None:
-            problems["finished"] = _unfinished(fn, failure)
+            about = about_stub(fn, failure.unwritten) if failure.unwritten else str(failure)
+            problems["finished"] = Problem("finished", failure.ending, about)
             columns[world_size] = {"finished": failure.ending} | columns[world_size]
             columns[world_size]["finished"] = failure.ending
             break
-        right = _said_when_right(exercise, cases[0], outcomes, best)
-    verdict = _verdict(exercise, columns, list(problems.values()), right)
-    verdict.score = best
-    return verdict
+        library = library or next((o.library for r in tried.values() for o in r if o.library), "")
+        praises = [best.praise(exercise.score, world_size)] if exercise.score and best else []
+        praises += praise(exercise, cases[0], tried[cases[0]])
+    return _verdict(exercise, columns, list(problems.values()), library, praises, best)
 
 
-def _unfinished(fn: Callable, failure: DidNotFinish) -> Problem:
-    """What to tell about a run that broke off."""
-    mistake = failure.mistake
-    if failure.not_attempted:
-        mistake = about_stub(fn, failure.unwritten)
-    return Problem("finished", failure.ending, mistake)
+def _judged(exercise: Exercise, tried: dict[Case, Ranks]) -> tuple[list[Problem], Scored | None]:
+    """What is wrong on one world size: the values, then the traffic, then rule and score."""
+    first = value_problem(exercise, tried)
+    found = [first] if first else []
+    found += traffic_problems(exercise, tried, right=not found)
+    if found or not tried:
+        return found, None
+    for case, ranks in tried.items():
+        if broken := exercise.rule(case, ranks):
+            text = f"all results are right, but {exercise.where(case)}: {broken}"
+            return [Problem("rules", "broken", text)], None
+    if exercise.score is None:
+        return [], None
+    best, problem = score_of(exercise, exercise.score, tried)
+    return [problem] if problem else [], best
 
 
-def _said_when_right(
-    exercise: Exercise, case: Case, outcomes: list[tuple[Outcome, ...]], best: Scored | None
-) -> list[Mistake | str]:
-    """What to say if nothing is wrong: that it is the library's, or how good it is."""
-    names = [outcome.library for ranks in outcomes for outcome in ranks if outcome.library]
-    if names:
-        return [Mistake("library.called", name=names[0])]
-    said = []
-    if exercise.score and best:
-        said = [praise_score(exercise.score, case.world_size, best)]
-    return [*said, *praise(exercise, case, outcomes[0])]
-
-
-def _not_looked_at(problem: Problem, exercise: Exercise) -> dict[str, str]:
-    """A dash for each row that is compared only if the rows before it are right."""
-    rows = ["shape", "value", *(["same bits"] if exercise.same_bits else [])]
-    return dict.fromkeys(rows[rows.index(problem.row) + 1 :] if problem.row in rows else [], "-")
-
-
-def _column(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> dict[str, str]:
-    """The cells of one world size if nothing is wrong."""
-    cells = {"finished": "yes", "value": "right"}
-    if exercise.judge is None:
-        cells = {"finished": "yes", "shape": "right", "value": "right"}
-    if exercise.same_bits:
-        cells["same bits"] = "yes"
+def _column(
+    exercise: Exercise, tried: dict[Case, Ranks], best: Scored | None, found: list[Problem]
+) -> dict[str, str]:
+    """The cells of one world size."""
+    if not tried:
+        return {}
+    case, ranks = next(iter(tried.items()))
+    cells = {"finished": "yes"}
+    wrong = {problem.row: problem.cell for problem in found}
+    for row in ("shape", "value", "same bits"):
+        used = {"shape": exercise.judge is None, "same bits": exercise.same_bits}
+        if used.get(row, True):
+            cells[row] = "-" if {"shape", "value"} & {*wrong} & {*cells} else "right"
+            cells |= {row: wrong[row]} if row in wrong else {}
     if any(by_rank("barriers", ranks)):
         cells["barriers"] = counts(by_rank("barriers", ranks))
     if exercise.total is not None:
@@ -202,41 +197,40 @@ def _column(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> dict[
         target = exercise.target(0, case)
         for row, field in FIELDS.items():
             if getattr(target, field) is not None and row != "barriers":
-                cells[row] = "right" if row == "peers" else counts(by_rank(row, ranks))
-    if exercise.cards is not None:
-        cards, sent_to = exercise.cards(case), [outcome.bytes_to for outcome in ranks]
-        cells[CARD] = cell(bytes_out(cards, sent_to))
-        cells[FLAT] = cell(cards.flat_bytes)
-    return cells
+                cells[row] = counts(by_rank(row, ranks))
+        if target.peers is not None:
+            cells["peers"] = "right"
+    if best:
+        cells |= {"score": best.yours, "best known": best.best}
+    return cells | wrong
 
 
 def _verdict(
     exercise: Exercise,
     columns: dict[int, dict[str, str]],
     problems: list[Problem],
-    right: list[Mistake | str],
+    library: str,
+    praises: list[str],
+    best: Scored | None,
 ) -> Verdict:
     names = max(columns.values(), key=len)
-    verdict = Verdict(exercise.name, NOT_YET if problems else status_of_right(right))
-    noun = exercise.nouns[0]
-    heads = {n: format_count(n, noun) if noun else "this process" for n in columns}
-    verdict.columns = [exercise.ranks_words.get(n, head) for n, head in heads.items()]
-    verdict.rows = {name: [c.get(name, "-") for c in columns.values()] for name in names}
-    verdict.notes = [Mistake("told.row", row=p.row, what=p.mistake) for p in problems if p.mistake]
-    verdict.notes += [] if problems else right
-    verdict.caption = _caption(exercise, names)
-    return verdict
-
-
-def _caption(exercise: Exercise, rows: Iterable[str]) -> str:
-    """What the numbers of the table are."""
-    noun = exercise.nouns[1]
-    size = f", for {format_count(exercise.sizes[0], noun)}" if exercise.sizes and noun else ""
-    if "messages" in rows:
+    notes = [problem.sentence for problem in problems if problem.sentence]
+    status = NOT_YET
+    if not problems:
+        status = NOT_YOURS if library else PASSED
+        notes = [CALLS_LIBRARY.format(name=library)] if library else praises
+    ranks, elements = exercise.nouns
+    caption = ""
+    if "messages" in names:
+        size = exercise.sizes and elements and f", for {format_count(exercise.sizes[0], elements)}"
         whose = "each rank" if exercise.target is not None else "all ranks together"
-        rounds = ", and rounds," if "rounds" in rows else ""
-        return f"Messages and bytes sent{rounds} are those of {whose}{size}."
-    if CARD in rows:
-        both = "your function, and one ring through all ranks"
-        return f"Card bytes are those that leave each host, by {both}{size}."
-    return ""
+        caption = f"Messages, bytes and rounds are those of {whose}{size or ''}."
+    return Verdict(
+        exercise.name,
+        status,
+        [format_count(n, ranks) if ranks else "this process" for n in columns],
+        {name: [one.get(name, "-") for one in columns.values()] for name in names},
+        notes,
+        caption,
+        best,
+    )

@@ -1,6 +1,5 @@
 """The memory that a function's tensors hold while it runs."""
 
-import functools
 import tracemalloc
 import weakref
 from collections.abc import Callable
@@ -10,6 +9,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Of Python's own objects: what a few calls of comm leave behind.
 _SMALL_BYTES = 48 * 2**10
 
 
@@ -45,16 +45,6 @@ class PeakBytes(TorchDispatchMode):
                 self._add(storage.nbytes())
                 weakref.finalize(storage, self._add, -storage.nbytes())
         return result
-
-    def around(self, fn: Callable) -> Callable:
-        """``fn``, which counts its tensors whenever it is called."""
-
-        @functools.wraps(fn)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return fn(*args, **kwargs)
-
-        return counted
 
     def _add(self, num_bytes: int) -> None:
         self._held += num_bytes

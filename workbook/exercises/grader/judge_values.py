@@ -1,10 +1,10 @@
-"""Judge the values: name the first wrong rank and part, and what is wrong with it.
+"""Judge the values: name the first wrong rank and part, and say of what the value is made.
 
-``workbook.exercises.grader.wrong_tensor`` works out what a wrong tensor is made of.
+The inputs are random, so a linear fit tells how a value was put together: "it is 0.5 x rank 0 +
+rank 2, expected rank 0 + rank 1 + rank 2".
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,45 +14,49 @@ from torch import Tensor
 
 from labkit.collectives.ring import split_chunks
 from labkit.units import format_count
-from workbook.exercises.grader.compare import close, fit, other_kind, plain, same
-from workbook.exercises.grader.exercise import Case, Exercise, Outcome, Problem, at_its_size, where
-from workbook.exercises.grader.words import Found, Mistake, named
-from workbook.exercises.grader.wrong_tensor import contents, name_mistake
+from workbook.exercises.grader.compare import close, fit, other_kind, plain, same, short
+from workbook.exercises.grader.exercise import Case, Exercise, Ranks, Wrong
 
-Ranks = tuple[Outcome, ...]
-Tried = dict[Case, Ranks]
+# Values that were rounded to bfloat16 after every addition are still recognised.
+_ROUNDED = 1e-2
+# More parts, or larger factors, explain nothing.
+_MOST_PARTS, _LARGEST = 8, 100
+Tried = Mapping[Case, Ranks]
 
 
-def value_problems(exercise: Exercise, cases: list[Case], outcomes: list[Ranks]) -> list[Problem]:
-    """Return the first problem with the values, over the cases in order: a list of at most one."""
-    tried = dict(zip(cases, outcomes))
+class Problem(NamedTuple):
+    """One thing that is wrong: a row of the table, its cell, and a sentence ("" for none)."""
+
+    row: str
+    cell: str
+    sentence: str
+
+
+def value_problem(exercise: Exercise, tried: Tried) -> Problem | None:
+    """Return the first problem with the values, over the cases in order."""
     for case, ranks in tried.items():
-        found = _told(exercise, case, [outcome.value for outcome in ranks])
+        found = _noticed(exercise, case, ranks)
         if not found and exercise.judge is None:
-            found = _first_wrong(exercise, tried, case) or _same_bits(exercise, case, ranks)
+            found = _first_wrong(exercise, tried, case) or _other_bits(exercise, case, ranks)
+        changed = next((outcome.changed for outcome in ranks if outcome.changed), "")
+        if not found and changed:
+            found = Problem("value", "wrong", f"{exercise.where(case)}: {changed}")
         if found:
-            return [at_its_size(_if_called_again(found, exercise, case), case, exercise)]
-    return []
+            again = ". The first call, with other values, went right" if case.call else ""
+            return found._replace(sentence=found.sentence + again)
+    return None
 
 
-def _if_called_again(found: Problem, exercise: Exercise, case: Case) -> Problem:
-    """Say so if only the second call went wrong: the first of each kind was judged before it."""
-    if case.call and found.mistake:
-        found.mistake.also.append(Mistake("value.second_call"))
-    return found
-
-
-def _told(exercise: Exercise, case: Case, values: list[Any]) -> Problem | None:
+def _noticed(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
     """What a rank has noticed itself, or what the exercise's judge has found."""
-    place = where(case, exercise)
-    noticed = [rank for rank, value in enumerate(values) if isinstance(value, Mistake)]
-    if noticed:
-        place += f", rank {noticed[0]}" if case.world_size > 1 else ""
-        found = values[noticed[0]]
-    else:
-        found = exercise.judge and exercise.judge(case, values)
-    told = Mistake("told.place", place=place, what=found)
-    return Problem("value", "wrong", told) if found else None
+    values = [outcome.value for outcome in ranks]
+    place = exercise.where(case)
+    for rank, value in enumerate(values):
+        if isinstance(value, Wrong):
+            who = f", rank {rank}" if case.world_size > 1 else ""
+            return Problem("value", "wrong", f"{place}{who}: {value}")
+    found = exercise.judge and exercise.judge(case, values)
+    return Problem("value", "wrong", f"{place}: {found}") if found else None
 
 
 def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Problem | None:
@@ -61,17 +65,22 @@ def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Problem | None
     if all(right):
         return None
     rank = right.index(False)
-    wrong = Mistake("value.wrong", place=where(case, exercise), rank=rank, part="")
-    if kind := other_kind(ranks[rank].value, exercise.expected(rank, case)):
-        wrong.why = kind
-        return Problem("shape", "wrong", wrong)
-    wrong.why = _whole_mistake(exercise, tried, case, rank)
-    if not wrong.why:
-        wrong.details["part"], wrong.why = _part_mistake(exercise, tried, case, rank)
+    text = f"{exercise.where(case)}, rank {rank} is the first with a wrong result"
+    expected = exercise.expected(rank, case)
+    if kind := other_kind(ranks[rank].value, expected):
+        return Problem("shape", "wrong", f"{text}: {kind}")
+    part, why = "", _mistake(exercise, tried, case, rank)
+    if not why:
+        parts = _parts(exercise, case, ranks[rank].value, expected)
+        wrong = next((one for one in parts if not one.right), parts[0])
+        part = f", in {wrong.name} {wrong.index}" if wrong.name else ""
+        why = _look(exercise, case, wrong, parts)
     if sum(right) == 1 and exercise.expected(right.index(True), case) is not None:
-        wrong.also.append(Mistake("value.one_right", rank=right.index(True)))
-    wrong.also += _odd_size(exercise, case)
-    return Problem("value", "wrong", wrong)
+        why += f". Only rank {right.index(True)} has the right result"
+    if exercise.sizes and case.size != exercise.sizes[0] and not exercise.special(case):
+        sizes = [format_count(n, exercise.nouns[1]) for n in (exercise.sizes[0], case.size)]
+        why += f". With {sizes[0]} the result is right, with {sizes[1]} it is not"
+    return Problem("value", "wrong", f"{text}{part}: {why}")
 
 
 def _is_right(exercise: Exercise, case: Case, rank: int, value: Any) -> bool:
@@ -83,65 +92,35 @@ def _is_right(exercise: Exercise, case: Case, rank: int, value: Any) -> bool:
     return all(part.right for part in _parts(exercise, case, value, expected))
 
 
-def _whole_mistake(exercise: Exercise, tried: Tried, case: Case, rank: int) -> Found:
-    """A mistake that explains the whole value in all cases, or a result in new tensors."""
-    every = range(case.world_size)
-    for ranks, rights_too in ((every, True), (every, False), ([rank], False)):
-        for key, wrong in exercise.mistakes.items():
-            if _explains(wrong, exercise, tried, ranks, rights_too):
-                return named(key)
-    if case.call and same(tried[case][rank].value, exercise.expected(rank, replace(case, call=0))):
-        return Mistake("value.of_first_call")
-    meant = tried[case][rank].stand_in
-    if meant is None or not _is_right(exercise, case, rank, meant):
-        return None
-    return Mistake("value.new_chunks" if isinstance(meant, list) else "value.new_tensor")
+def _mistake(exercise: Exercise, tried: Tried, case: Case, rank: int) -> str:
+    """The sentence of a mistake that explains all wrong values of all cases, or of this rank."""
 
+    def explains(wrong: Any, of: Iterable[int]) -> bool:
+        return all(
+            same(outcomes[r].value, wrong(r, one))
+            or (r != rank and _is_right(exercise, one, r, outcomes[r].value))
+            for one, outcomes in tried.items()
+            for r in of
+        )
 
-def _explains(
-    mistake: Callable, exercise: Exercise, tried: Tried, ranks: Iterable[int], rights_too: bool
-) -> bool:
-    """Whether a mistake leads to all values of these ranks, or to all that are wrong."""
-    return all(
-        same(outcomes[rank].value, mistake(rank, case))
-        or not (rights_too or not _is_right(exercise, case, rank, outcomes[rank].value))
-        for case, outcomes in tried.items()
-        for rank in ranks
+    for of in (range(case.world_size), [rank]):
+        for sentence, wrong in exercise.mistakes.items():
+            if explains(wrong, of):
+                return sentence
+    outcome = tried[case][rank]
+    if case.call and same(outcome.value, exercise.expected(rank, replace(case, call=0))):
+        return "it is the result of the first call, although the values are others now"
+    if outcome.stand_in is None or not _is_right(exercise, case, rank, outcome.stand_in):
+        return ""
+    if isinstance(outcome.stand_in, list):
+        return (
+            "the list holds the right values, but in new tensors, and the given chunks have not "
+            "changed: write into them (+=, .copy_, recv)"
+        )
+    return (
+        "the returned tensor is right, but the given tensor has not changed: work in place "
+        "(tensor += ..., tensor.copy_(...)), because tensor = tensor + ... makes a new one"
     )
-
-
-def _part_mistake(exercise: Exercise, tried: Tried, case: Case, rank: int) -> tuple[str, Mistake]:
-    """Where the first wrong part is, in words, and what it looks like."""
-    wrong, looks = _first_part(exercise, tried, case, rank)
-    place = f", in {wrong.name} {wrong.index}" if wrong.name else ""
-    if not isinstance(wrong.due, Tensor):
-        value, due = f"{wrong.value!r:.60}", f"{wrong.due!r:.60}"
-        return place, Mistake("value.differs", value=value, due=due)
-    if looks and looks.id != "value.kind" and not _looks_alike_again(exercise, tried, case, rank):
-        looks = None
-    return place, looks or _numbers_differ(wrong)
-
-
-def _looks_alike_again(exercise: Exercise, tried: Tried, case: Case, rank: int) -> bool:
-    """Whether the value of the other call, with other data, has the same name."""
-    twin = replace(case, call=1 - case.call)
-    if twin not in tried:
-        return True
-    if other_kind(tried[twin][rank].value, exercise.expected(rank, twin)):
-        return False
-    both = [_first_part(exercise, tried, one, rank)[1] for one in (case, twin)]
-    return len({looks.id if looks else None for looks in both}) == 1
-
-
-def _first_part(
-    exercise: Exercise, tried: Tried, case: Case, rank: int
-) -> tuple["_Part", Mistake | None]:
-    """The first part of a value that is wrong, and the mistake that it looks like."""
-    value, expected = tried[case][rank].value, exercise.expected(rank, case)
-    parts = _parts(exercise, case, value, expected)
-    wrong = next((part for part in parts if not part.right), parts[0])
-    is_tensor = isinstance(wrong.due, Tensor)
-    return wrong, _look(exercise, case, rank, wrong, parts) if is_tensor else None
 
 
 class _Part(NamedTuple):
@@ -153,143 +132,134 @@ class _Part(NamedTuple):
     name: str
     index: int
     value: Any
-    due: Any
+    expected: Any
     summands: list[Tensor]
 
     @property
     def right(self) -> bool:
-        return self.due is None or same(self.value, self.due, self.summands)
+        return self.expected is None or same(self.value, self.expected, self.summands)
 
 
 def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> list[_Part]:
     expected = plain(expected)
-    value = fit(value, expected)
-    if isinstance(expected, list):
-        name = "chunk" if exercise.chunked else "entry"
-    elif exercise.chunked:
-        name, value, expected = "chunk", _chunks(value, case), _chunks(expected, case)
+    value, name = fit(value, expected), "chunk" if exercise.chunked else "entry"
+    if not isinstance(expected, list):
+        value, expected = _pieces(exercise, case, value), _pieces(exercise, case, expected)
+        name = name if exercise.chunked else ""
+    given = [_given(exercise, case, rank) for rank in range(case.world_size)]
+    if exercise.chunked:
+        columns = [[row[i] for row in given if i < len(row)] for i in range(len(expected))]
     else:
-        name, value, expected = "", [value], [expected]
-    given = _given(exercise, case)
+        columns = [list(chain(*given)) for _ in expected]
+    rows = enumerate(zip(value, expected, columns))
     return [
-        _Part(name, i, v, e, given[i] if exercise.chunked else list(chain(*given.values())))
-        for i, (v, e) in enumerate(zip(value, expected))
+        _Part(name, i, v, e, [g for g in column if g is not None]) for i, (v, e, column) in rows
     ]
 
 
-def _chunks(tensor: Tensor, case: Case) -> list[Tensor]:
-    return split_chunks(tensor.flatten(), case.world_size)
+def _pieces(exercise: Exercise, case: Case, value: Any) -> list:
+    """The chunks of a tensor, if it is judged by chunks; a list as it is."""
+    if isinstance(value, list):
+        return value
+    return split_chunks(value.flatten(), case.world_size) if exercise.chunked else [value]
 
 
-def _given(exercise: Exercise, case: Case) -> dict[int, list[Tensor]]:
-    """The tensors that all ranks get, by chunk, or by entry of a list."""
-    found: dict[int, list[Tensor]] = defaultdict(list)
-    for rank in range(case.world_size):
-        for arg in exercise.inputs(rank, case):
-            if isinstance(arg, Tensor):
-                arg = _chunks(arg, case) if exercise.chunked else [arg]
-            for index, entry in enumerate(arg if isinstance(arg, list) else []):
-                found[index] += [entry] if isinstance(entry, Tensor) else []
+def _given(exercise: Exercise, case: Case, rank: int) -> list[Tensor | None]:
+    """The tensors that a rank gets, by chunk or entry; None for what is no tensor."""
+    found = []
+    for argument in exercise.inputs(rank, case):
+        if isinstance(argument, (Tensor, list)):
+            pieces = _pieces(exercise, case, argument)
+            found += [one if isinstance(one, Tensor) else None for one in pieces]
     return found
 
 
-def _look(
-    exercise: Exercise, case: Case, rank: int, wrong: _Part, parts: list[_Part]
-) -> Mistake | None:
-    """The mistake that a wrong tensor looks like; None if it looks like none."""
-    value, due = wrong.value, wrong.due
-    if wrong.right:
-        return None
-    if kind := other_kind(value, due):
+def _look(exercise: Exercise, case: Case, wrong: _Part, parts: list[_Part]) -> str:
+    """What a wrong part looks like."""
+    value, expected = wrong.value, wrong.expected
+    if kind := other_kind(value, expected):
         return kind
-    if not torch.isfinite(value).all():
-        return Mistake("value.not_finite")
-    if not value.any():
-        return Mistake("value.zeros")
+    flat, wanted = _flat(value), _flat(expected)
+    if flat is None or wanted is None or flat.shape != wanted.shape:
+        return f"it is {short(value)}, expected {short(expected)}"
+    if not torch.isfinite(flat).all():
+        return (
+            "it holds NaN or infinity (was a tensor from torch.empty read before it was filled?)"
+        )
+    if not flat.any():
+        return "it is all zeros"
     for other in parts:
-        if other is not wrong and other.due is not None and same(value, other.due):
-            id = "value.rotated" if exercise.chunked else "value.elsewhere"
-            shift = (other.index - wrong.index) % case.world_size
-            return Mistake(id, name=other.name, index=other.index, shift=shift)
-    basis, chunk = _basis(exercise, case), wrong.index if exercise.chunked else 0
-    found, wanted = contents(value, basis, chunk), contents(due, basis, chunk)
-    if found is None or wanted is None:
-        return None
-    complete = _complete_elsewhere(basis, case, parts)
-    if complete is not None:
-        shift = (complete - chunk) % case.world_size
-        return Mistake("chunk.other_complete", other=complete, chunk=chunk, shift=shift)
-    if found == wanted:
-        return _inexact(wrong)
-    return name_mistake(found, wanted, (rank, chunk), case.world_size)
-
-
-def _inexact(wrong: _Part) -> Mistake:
-    """Almost right: were the values stored in 16 bits, or is the error of another kind?"""
-    value = wrong.value.float()
-    if any(torch.equal(value, value.to(kind).float()) for kind in (torch.half, torch.bfloat16)):
-        return Mistake("sum.rounded")
-    place = _first_difference(wrong)
-    numbers = (f"{float(tensor.flatten()[place]):.8g}" for tensor in (value, wrong.due))
-    return Mistake("sum.inexact", place=place, **dict(zip(("value", "due"), numbers)))
-
-
-def _complete_elsewhere(basis: dict, case: Case, parts: list[_Part]) -> int | None:
-    """A chunk that holds the sum over all ranks, among those that may hold anything."""
-    for part in parts:
-        everyone = {(rank, part.index): 1 for rank in range(case.world_size)}
-        if part.due is None and contents(part.value, basis, part.index) == everyone:
-            return part.index
-    return None
-
-
-def _basis(exercise: Exercise, case: Case) -> dict[tuple[int, int], Tensor]:
-    """Everything that a wrong value can be made of: each rank's input, chunk by chunk."""
+        is_other = other.index != wrong.index and other.expected is not None
+        if is_other and same(value, other.expected):
+            return f"it holds the values that belong in {other.name} {other.index}"
     basis = {}
-    for rank in range(case.world_size):
-        args = exercise.inputs(rank, case)
-        own = next((arg for arg in args if isinstance(arg, (Tensor, list))), [])
-        if isinstance(own, Tensor):
-            own = _chunks(own, case) if exercise.chunked else [own]
-        for index, piece in enumerate(own):
-            if isinstance(piece, Tensor):
-                basis[rank, index] = piece
-    return basis
-
-
-def _odd_size(exercise: Exercise, case: Case) -> list[Mistake]:
-    """That it is right at the first size, where this size is but another size."""
-    if not exercise.sizes or case.size == exercise.sizes[0] or case.size in exercise.case_words:
-        return []
-    what = "one" if case.size == 1 else "other"
-    if exercise.chunked and case.size < case.world_size:
-        what = "below_ranks"
-    elif exercise.chunked and case.size % case.world_size:
-        what = "indivisible"
-    sizes = [format_count(size, exercise.nouns[1]) for size in (exercise.sizes[0], case.size)]
-    named = {"size": sizes[0], "odd": sizes[1], "ranks": case.world_size}
-    return [Mistake(f"value.size_{what}", **named)]
-
-
-def _numbers_differ(wrong: _Part) -> Mistake:
-    first = _first_difference(wrong)
+    if exercise.parts:
+        basis = {name: _flat(one) for name, one in exercise.parts(case).items()}
+    else:
+        for r in range(case.world_size):
+            for i, piece in enumerate(_given(exercise, case, r)):
+                where = f"rank {r}" if i == wrong.index or not exercise.chunked else ""
+                basis.setdefault(where or f"chunk {i} of rank {r}", _flat(piece))
+    made, should = made_of(flat, basis), made_of(wanted, basis)
+    if made and should and made != should:
+        return f"it is {in_words(made)}, expected {in_words(should)}"
+    if made and made == should:
+        first = f"place {_first_difference(wrong)} holds"
+        pair = (f"{float(x[_first_difference(wrong)]):.8g}" for x in (flat, wanted))
+        return f"it is almost right: {first} {', expected '.join(pair)} (rounded to 16 bits?)"
+    first = _first_difference(wrong) if isinstance(expected, Tensor) else 0
     start = f"from index {first} on it has" if first else "it begins with"
-    value, due = (_numbers(tensor.flatten()[first:]) for tensor in (wrong.value, wrong.due))
-    return Mistake("value.numbers", start=start, value=value, due=due)
+    return f"{start} {short(flat[first:])}, expected {short(wanted[first:])}"
+
+
+def _flat(value: Any) -> Tensor | None:
+    """A tensor, or a list of tensors, in one row; None for anything else."""
+    value = list(value) if isinstance(value, tuple) else value
+    if isinstance(value, list) and value and all(isinstance(one, Tensor) for one in value):
+        value = torch.cat([one.flatten() for one in value])
+    return value.flatten() if isinstance(value, Tensor) and value.dtype != torch.bool else None
 
 
 def _first_difference(wrong: _Part) -> int:
-    return int((~close(wrong.value, wrong.due, wrong.summands)).flatten().nonzero()[0])
+    return int((~close(wrong.value, wrong.expected, wrong.summands)).flatten().nonzero()[0])
 
 
-def _numbers(tensor: Tensor) -> str:
-    first = ", ".join(f"{x:.4g}" for x in tensor[:3].tolist())
-    return f"[{first}{', ...' if tensor.numel() > 3 else ''}]"
+def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """By which factors the named parts add up to a value; {} if that cannot be told.
+
+    Args:
+        value: [n].
+        basis: name -> [n]; what has another shape is left out.
+    """
+    parts = {k: t for k, t in basis.items() if t is not None and t.shape == value.shape}
+    # A fit over as many parts as there are numbers would explain anything.
+    if not parts or 2 * len(parts) > value.numel():
+        parts = {name: one for name, one in parts.items() if not name.startswith("chunk")}
+    if not parts or len(parts) >= value.numel():
+        return {}
+    matrix = torch.stack([one.double() for one in parts.values()], dim=1)
+    target = value.detach().double().reshape(-1, 1)
+    found = torch.linalg.lstsq(matrix, target).solution
+    # Multiples of 1 / 12 where they fit: whole numbers, also divided by 2, 3 or 4 ranks.
+    for rounded in ((found * 12).round() / 12, (found * 1000).round() / 1000):
+        near = torch.allclose(matrix @ rounded, target, rtol=_ROUNDED, atol=_ROUNDED)
+        factors = {name: x for name, x in zip(parts, rounded.flatten().tolist()) if x}
+        if near and 0 < len(factors) <= _MOST_PARTS:
+            return factors if max(map(abs, factors.values())) < _LARGEST else {}
+    return {}
 
 
-def _same_bits(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
+def in_words(made: Mapping[str, float]) -> str:
+    """``0.5 x rank 0 + rank 2``."""
+    return " + ".join(name if x == 1 else f"{x:.3g} x {name}" for name, x in made.items())
+
+
+def _other_bits(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
     for rank, outcome in enumerate(ranks if exercise.same_bits else ()):
         if not torch.equal(outcome.value, ranks[0].value):
-            told = Mistake("value.last_bits", place=where(case, exercise), rank=rank)
-            return Problem("same bits", "no", told)
+            told = (
+                f"{exercise.where(case)}, the sums on ranks 0 and {rank} differ in the last bits"
+            )
+            why = "the ranks add in different orders, so replicas would drift apart"
+            return Problem("same bits", "no", f"{told}: {why}")
     return None

@@ -2,28 +2,25 @@
 
 Each function is called twice on every rank: first to count what it sends and the memory it holds,
 then, without the counting, for the timeline.
-
-Symbols: P ranks.
 """
 
 import functools
 import html
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.comm.comm import Comm
-from labkit.errors import DeadlineError, DeadlockError, WorkerError
+from labkit.errors import WorkerError
 from labkit.runtime.launch import run
 from labkit.runtime.watch import undrawn
 from labkit.tracing import Trace
 from labkit.units import format_bytes, format_count, format_number, html_table, text_table
 from workbook.exercises.grader.exercise import Case, Exercise
 from workbook.exercises.grader.held_memory import PeakBytes
-from workbook.exercises.grader.judge_cards import ROW as CARD, bytes_out, cell
 from workbook.exercises.grader.judge_traffic import FIELDS, by_rank
-from workbook.exercises.grader.on_ranks import TIMEOUT_S, call_once, story_of
+from workbook.exercises.grader.on_ranks import TIMEOUT_S, call_once
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET
 
 if TYPE_CHECKING:
@@ -32,21 +29,7 @@ if TYPE_CHECKING:
 WORLD_SIZE = 4
 ROWS = ("messages", "bytes", "rounds")
 HELD = "memory held"
-_WHOSE = ("your function", "labkit's")
-
-
-class Spent(NamedTuple):
-    """What one call of a function took, by rank, and when it ran in its trace.
-
-    ``counts`` is by row: messages, bytes and rounds of each rank, and what leaves each host, if
-    there are several. ``held_bytes`` is the most memory that each rank's new tensors held at one
-    time.
-    """
-
-    counts: dict[str, list[int]]
-    held_bytes: list[int]
-    start_s: float
-    end_s: float
+_IN_BYTES = ("bytes", HELD)
 
 
 @dataclass(frozen=True)
@@ -71,6 +54,14 @@ class OwnRun:
     figure: "CaptionedFigure | None" = field(default=None, repr=False)
     library_figure: "CaptionedFigure | None" = field(default=None, repr=False)
 
+    @staticmethod
+    def failed(name: str, status: str) -> "OwnRun":
+        """Without a run; the check has told why, if it was attempted."""
+        why = "it did not finish, as the check says"
+        if status == NOT_ATTEMPTED:
+            why = "not attempted yet"
+        return OwnRun(name, f"{why}, so there is nothing to draw.")
+
     def __repr__(self) -> str:
         title = f"your run of {self.name}: {self.sentence}"
         if not self.rows:
@@ -79,11 +70,8 @@ class OwnRun:
         return "\n\n".join([title, table, self.caption, repr(self.figure)])
 
     def _repr_html_(self) -> str:
-        # Why a run did not finish takes several lines.
-        first, _, story = self.sentence.partition("\n")
         title = f"<p><strong>Your run of {html.escape(self.name)}</strong>: "
-        title += f"{html.escape(first)}</p>"
-        title += f"<pre>{html.escape(story)}</pre>" if story else ""
+        title += f"{html.escape(self.sentence)}</p>"
         if not self.rows:
             return title
         table = html_table(["", *self.columns], self._table())
@@ -98,6 +86,17 @@ class OwnRun:
         return [[name, *cells] for name, cells in self.rows.items()]
 
 
+class Spent(NamedTuple):
+    """What one call of a function took, and when it ran in its trace.
+
+    ``counts`` is by row, then by rank (or one number, where the target is that of all ranks).
+    """
+
+    counts: dict[str, list[int]]
+    start_s: float
+    end_s: float
+
+
 def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WORLD_SIZE) -> OwnRun:
     """Run a learner's function once more, for its timeline; nothing is raised.
 
@@ -108,61 +107,74 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WOR
         world_size: P.
     """
     if status == NOT_ATTEMPTED:
-        return OwnRun(exercise.name, "not attempted yet, so there is nothing to draw.")
+        return OwnRun.failed(exercise.name, status)
     case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
     fns = [fn, exercise.library] if exercise.library else [fn]
     link = exercise.drawn_link if world_size == WORLD_SIZE else None
     options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
-    options["timeout_s"] = TIMEOUT_S
     try:
         with undrawn():
-            result = run(_spend, fns, exercise.to_run(), case, **options)
-    except (WorkerError, ValueError) as error:
-        story = _story(error, fn, exercise, case, options)
-        return OwnRun(exercise.name, f"it did not finish, so there is nothing to draw.\n{story}")
-    spent = [_over_ranks(parts, exercise, case) for parts in zip(*result.values)]
+            result = run(_spend, fns, exercise.to_run(), case, timeout_s=TIMEOUT_S, **options)
+    except (WorkerError, ValueError):
+        return OwnRun.failed(exercise.name, status)
     if not result.trace.spans:
         return OwnRun(exercise.name, "no message was sent, so there is nothing to draw.")
-    return _told(exercise, case, status, spent, result.trace)
-
-
-def _story(
-    error: Exception, fn: Callable, exercise: Exercise, case: Case, options: dict[str, Any]
-) -> str:
-    """Why a run did not finish. Of a deadlock, without the barriers around the function's call."""
-    if isinstance(error, DeadlockError) and not isinstance(error, DeadlineError):
-        try:
-            with undrawn():
-                run(call_once, fn, exercise.to_run(), case, **options)
-        except (WorkerError, ValueError) as alone:
-            error = alone
-    return story_of(error)
+    own, *others = (_over_ranks(parts, exercise) for parts in zip(*result.values))
+    target = _target(exercise, case)
+    rows = {}
+    for row in own.counts:
+        shown = [own.counts[row], *([target.get(row, [])] if target else [])]
+        rows[row] = [_cell(row, one) for one in (*shown, *(other.counts[row] for other in others))]
+    ranks, elements = exercise.nouns
+    what = format_count(world_size, ranks or "rank")
+    what += f" and {format_count(case.size, elements)}" if exercise.sizes and elements else ""
+    together = exercise.total is not None
+    whose = "Messages and bytes are those of all ranks together. " if together else ""
+    caption = f"With {what}. {whose}Where ranks differ, the numbers are by rank. Rounds are a "
+    caption += "rank's calls of send, recv and exchange; memory held is the most that its new "
+    caption += "tensors took at one time."
+    draw = functools.partial(_draw, result.trace, exercise.name)
+    library_figure = draw(others[0], "labkit's") if others else None
+    return OwnRun(
+        exercise.name,
+        _sentence(status, own, target, others[0] if others else None),
+        ["yours", *(["target"] if target else []), *("labkit" for _ in others)],
+        rows,
+        caption,
+        draw(own, "your function"),
+        library_figure,
+    )
 
 
 def _spend(
     comm: Comm, fns: list[Callable], exercise: Exercise, case: Case
-) -> list[tuple[dict[str, int], dict[int, int], int, float, float]]:
-    """On a rank: counts by row, bytes by peer, held bytes, start and end, of each function."""
+) -> list[tuple[dict[str, int], float, float]]:
+    """On a rank: counts by row, start and end, of each function."""
     found = []
     for fn in fns:
         comm.barrier()
-        held = PeakBytes()
-        outcome = call_once(comm, held.around(fn), exercise, case)
-        counts = {row: getattr(outcome, FIELDS[row]) for row in ROWS}
+        held, clock = PeakBytes(), _Clock(comm)
+        outcome = call_once(comm, _within(held, fn), exercise, case)
+        counts = {row: getattr(outcome, FIELDS[row]) for row in ROWS} | {HELD: held.num_bytes}
         # The ranks make their arguments before they start together.
-        ready = replace(
-            exercise, inputs=functools.partial(_given, exercise.inputs(comm.rank, case))
-        )
+        made = functools.partial(_given, exercise.inputs(comm.rank, case))
         comm.barrier()
-        clock = _Clock(comm)
-        call_once(comm, clock.around(fn), ready, case)
-        to = outcome.bytes_to
-        found.append((counts, to, held.num_bytes, clock.start_s, clock.end_s))
+        call_once(comm, clock.around(fn), replace(exercise, inputs=made), case)
+        found.append((counts, clock.start_s, clock.end_s))
     return found
 
 
 def _given(args: tuple, rank: int, case: Case) -> tuple:
     return args
+
+
+def _within(held: PeakBytes, fn: Callable) -> Callable:
+    @functools.wraps(fn)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with held:
+            return fn(*args, **kwargs)
+
+    return counted
 
 
 class _Clock:
@@ -173,8 +185,7 @@ class _Clock:
     """
 
     def __init__(self, comm: Comm):
-        self._comm = comm
-        self._recorder = comm.session.recorder
+        self._comm, self._recorder = comm, comm.session.recorder
         self.start_s, self.end_s = math.inf, -math.inf
 
     def _now_s(self) -> float:
@@ -192,65 +203,13 @@ class _Clock:
         return timed
 
 
-def _over_ranks(parts: tuple, exercise: Exercise, case: Case) -> Spent:
-    counts, sent_to, held_bytes, start_s, end_s = zip(*parts)
-    by_row = {row: [one[row] for one in counts] for row in ROWS}
+def _over_ranks(parts: tuple, exercise: Exercise) -> Spent:
+    counts, start_s, end_s = zip(*parts)
+    by_row = {row: [one[row] for one in counts] for row in counts[0]}
     if exercise.total is not None:
         by_row |= {row: [sum(by_row[row])] for row in ("messages", "bytes")}
         by_row["rounds"] = [max(by_row["rounds"])]
-    if exercise.cards is not None:
-        by_row[CARD] = bytes_out(exercise.cards(case), sent_to)
-    return Spent(by_row, list(held_bytes), min(start_s), max(end_s))
-
-
-def _told(exercise: Exercise, case: Case, status: str, spent: list[Spent], trace: Trace) -> OwnRun:
-    own, *others = spent
-    due = _target(exercise, case)
-    figures = [_draw(trace, one, exercise.name, whose) for one, whose in zip(spent, _WHOSE)]
-    return OwnRun(
-        exercise.name,
-        _sentence(status, own, due, others[0] if others else None),
-        ["yours", *(["target"] if due else []), *("labkit" for _ in others)],
-        {row: _cells(row, spent, due) for row in (*own.counts, HELD)},
-        _caption(exercise, case),
-        *figures,
-    )
-
-
-def _cells(row: str, spent: list[Spent], due: dict[str, list[int]]) -> list[str]:
-    own, *others = [
-        _cell(row, one.held_bytes if row == HELD else one.counts[row]) for one in spent
-    ]
-    target = [_cell(row, due[row]) if row in due else "-"] if due else []
-    return [own, *target, *others]
-
-
-def _cell(row: str, numbers: list[int]) -> str:
-    """One number if all ranks have the same, else the numbers by rank."""
-    as_bytes = row in ("bytes", HELD, CARD)
-    shown = [format_bytes(n) if as_bytes else f"{n:,}" for n in numbers]
-    return shown[0] if len(set(shown)) == 1 else "  ".join(shown)
-
-
-def _caption(exercise: Exercise, case: Case) -> str:
-    ranks, elements = exercise.nouns
-    what = format_count(case.world_size, ranks or "rank")
-    if exercise.sizes and elements:
-        what += " and " + format_count(case.size, elements).replace(
-            str(case.size), f"{case.size:,}"
-        )
-        what += " per rank" if elements == "element" else ""
-    whose = "Where ranks differ, the numbers are by rank."
-    if exercise.total is not None:
-        whose = "Messages and bytes are those of all ranks together, rounds of the busiest rank."
-    if exercise.cards is not None:
-        flat = cell(exercise.cards(case).flat_bytes)
-        whose += f" Card bytes leave a host; one ring through all ranks has {flat} of them."
-    counted = (
-        "Rounds are a rank's calls of send, recv and exchange; "
-        "memory held is the most that its new tensors took at one time."
-    )
-    return f"With {what}. {whose} {counted}"
+    return Spent(by_row, min(start_s), max(end_s))
 
 
 def _target(exercise: Exercise, case: Case) -> dict[str, list[int]]:
@@ -261,12 +220,16 @@ def _target(exercise: Exercise, case: Case) -> dict[str, list[int]]:
     elif exercise.total is not None:
         targets = [exercise.total(case)]
     by_row = {row: by_rank(row, targets) for row in ROWS}
-    if exercise.cards is not None:
-        by_row[CARD] = exercise.cards(case).num_bytes
     return {row: numbers for row, numbers in by_row.items() if numbers and None not in numbers}
 
 
-def _draw(trace: Trace, spent: Spent, name: str, whose: str) -> "CaptionedFigure | None":
+def _cell(row: str, numbers: list[int]) -> str:
+    """One number if all ranks have the same, else the numbers by rank."""
+    shown = [format_bytes(n) if row in _IN_BYTES else f"{n:,}" for n in numbers] or ["-"]
+    return shown[0] if len(set(shown)) == 1 else "  ".join(shown)
+
+
+def _draw(trace: Trace, name: str, spent: Spent, whose: str) -> "CaptionedFigure | None":
     # Imported here: ranks load the checks, but draw nothing.
     from workbook.plots.timeline import timeline
 
@@ -281,23 +244,25 @@ def _draw(trace: Trace, spent: Spent, name: str, whose: str) -> "CaptionedFigure
     ]
     if not inside:
         return None
-    end_s = spent.end_s - spent.start_s
     own = Trace.merge([inside], trace.devices)
+    end_s = spent.end_s - spent.start_s
     return timeline(own, title=f"{name}, {whose}", start_s=0.0, end_s=end_s)
 
 
-def _sentence(status: str, own: Spent, due: dict[str, list[int]], library: Spent | None) -> str:
+def _sentence(status: str, own: Spent, target: dict[str, list[int]], library: Spent | None) -> str:
     """How the run compares with the target, and with labkit's; of each, the busiest rank."""
     text = "not right yet" if status == NOT_YET else status
-    if due:
-        text += f", {_beside_target(own.counts, due, right=status != NOT_YET)}"
+    beside = _ratios(own.counts, target)
+    # A number that is not divisible by P makes a chunk longer than the others by one.
+    other = {row: ratio for row, ratio in beside.items() if not 0.999 < ratio < 1.001}
+    if other:
+        text += f", with {_times(other)} of the target"
+    elif beside:
+        text += f", with exactly the {_listed([*beside])} of the target"
     if library is None:
         return f"{text}."
-    ratios = _ratios(
-        {**own.counts, HELD: own.held_bytes}, {**library.counts, HELD: library.held_bytes}
-    )
     # Small tensors, such as counters, are not worth a sentence.
-    differ = {row: ratio for row, ratio in ratios.items() if not 0.95 < ratio < 1.05}
+    differ = {r: x for r, x in _ratios(own.counts, library.counts).items() if not 0.95 < x < 1.05}
     if not differ:
         return f"{text}. labkit's function takes the same."
     return f"{text}. Compared with labkit's function it takes {_times(differ)}."
@@ -307,25 +272,10 @@ def _ratios(own: dict[str, list[int]], other: dict[str, list[int]]) -> dict[str,
     return {row: max(own[row]) / max(other[row]) for row in other if max(other[row])}
 
 
-def _beside_target(own: dict[str, list[int]], due: dict[str, list[int]], right: bool) -> str:
-    ratios = _ratios(own, due)
-    # A number that is not divisible by P makes a chunk longer than the others by one.
-    if more := {row: ratio for row, ratio in ratios.items() if ratio > 1.001}:
-        return f"with {_times(more)} of the target"
-    if less := {row: ratio for row, ratio in ratios.items() if ratio < 0.999}:
-        better = ", which is better than asked" if right else ""
-        return f"with {_times(less)} of the target{better}"
-    if not ratios:
-        return "without messages"
-    in_all = [sum(own[row]) / sum(due[row]) for row in ratios]
-    where = "" if all(0.999 < ratio < 1.001 for ratio in in_all) else " on the busiest rank"
-    return f"with exactly the {_listed(ratios)} of the target{where}"
-
-
 def _times(ratios: dict[str, float]) -> str:
-    return _listed(f"{format_number(ratio)} times the {row}" for row, ratio in ratios.items())
+    return _listed([f"{format_number(ratio)} times the {row}" for row, ratio in ratios.items()])
 
 
-def _listed(words: Iterable[str]) -> str:
+def _listed(words: list[str]) -> str:
     *most, last = words
     return f"{', '.join(most)} and {last}" if most else last

@@ -1,6 +1,7 @@
-"""The verdict of a check: one short table, as text and as HTML."""
+"""The verdict of a check: a card in a notebook, and the same as text."""
 
 import html
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,13 +9,20 @@ from typing import Any
 
 from labkit.runtime.watch import undrawn
 from labkit.units import html_table, text_table
-from workbook.exercises.grader.score import Scored
-from workbook.exercises.grader.words import Mistake
+from workbook.exercises.grader.judge_traffic import Scored
 from workbook.notebook.record import note_verdict
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
 # The library's or PyTorch's own function was called in place of writing it.
 NOT_YOURS = "works, but not yours yet"
+CALLS_LIBRARY = (
+    "it works, and it is not yours yet: the function calls {name}, which already does what this "
+    "exercise asks for. Write it yourself"
+)
+_COLOURS = {PASSED: "#1a7f37", NOT_YOURS: "#9a6700", NOT_YET: "#b42318", NOT_ATTEMPTED: "#57606a"}
+_NEXT = {NOT_YET: "Next: mend the first thing that is named here, and run the check again."}
+# Longer stories are folded.
+_MOST_LINES = 12
 
 
 @dataclass
@@ -27,18 +35,18 @@ class Verdict:
             ``not yet`` or ``not attempted yet``.
         columns: the world sizes in words, one per column.
         rows: what was judged -> one cell per column.
-        notes: mistakes, or sentences that say what is right.
+        notes: what is wrong, the first thing first; or what is right.
         caption: what the numbers in the table are.
         score: of a puzzle, on the most ranks, beside the best known.
         run_again: (status, P) -> the learner's run, drawn; None if there are no ranks.
-        shown: whether the check has just printed it.
+        shown: whether the check has just shown it.
     """
 
     name: str
     status: str
     columns: list[str] = field(default_factory=list)
     rows: dict[str, list[str]] = field(default_factory=dict)
-    notes: list[Mistake | str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     caption: str = ""
     score: Scored | None = None
     run_again: Callable[[str, int], Any] | None = field(default=None, repr=False, compare=False)
@@ -53,30 +61,31 @@ class Verdict:
         """Whether all results are right, be they the learner's work or not."""
         return self.status in (PASSED, NOT_YOURS)
 
-    @property
-    def ids(self) -> list[str]:
-        """The ids of all mistakes in the notes."""
-        return [i for note in self.notes if isinstance(note, Mistake) for i in note.ids]
-
     def __bool__(self) -> bool:
         return self.passed
 
     def __repr__(self) -> str:
         title = f"{self.status}: {self.name}"
-        if not self.rows:
-            return "\n".join([title, *map(str, self.notes)])
-        table = text_table(["", *self.columns], self._table())
-        return "\n\n".join([title, table, *filter(None, [self.caption]), *map(str, self.notes)])
+        if self.status == NOT_ATTEMPTED:
+            return title
+        table = text_table(["", *self.columns], self._table()) if self.rows else ""
+        end = _NEXT.get(self.status, "")
+        parts = [title, *self.notes, table, self.caption if self.rows else "", end]
+        return "\n\n".join(filter(None, parts))
 
     def _repr_html_(self) -> str:
-        table = html_table(["", *self.columns], self._table())
-        table += f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
-        notes = "".join(f"<pre>{html.escape(str(note))}</pre>" for note in self.notes)
-        title = f"<p><strong>{self.status}</strong>: {html.escape(self.name)}</p>"
-        return title + (table if self.rows else "") + notes
+        colour = _COLOURS[self.status]
+        title = f'<strong style="color: {colour}">{self.status}</strong>: {html.escape(self.name)}'
+        body = "".join(map(_paragraph, self.notes))
+        if self.rows:
+            body += html_table(["", *self.columns], self._table())
+            body += f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
+        body += f"<p><em>{_NEXT[self.status]}</em></p>" if self.status in _NEXT else ""
+        style = f"border-left: 4px solid {colour}; padding: 0 1em; overflow-wrap: break-word"
+        return f'<div style="{style}"><p>{title}</p>{body}</div>'
 
     def _ipython_display_(self) -> None:
-        """Show the table, unless the check has just printed it: a cell often ends with a check."""
+        """Show the card, unless the check has just shown it: a cell often ends with a check."""
         from IPython.display import display
 
         if self.shown:
@@ -99,9 +108,18 @@ class Verdict:
         return self.run_again(self.status, world_size)
 
 
-def status_of_right(notes: list[Mistake | str]) -> str:
-    """The status where nothing is wrong; a mistake in the notes says whose function it is."""
-    return NOT_YOURS if any(isinstance(note, Mistake) for note in notes) else PASSED
+def _paragraph(note: str) -> str:
+    """A note as HTML: its lines as they are, a long rest in a fold."""
+    first, *rest = html.escape(note).split("\n")
+    text = f"<p>{first}</p>"
+    if not rest:
+        return text
+    lines = "<pre style='white-space: pre-wrap'>{}</pre>"
+    shown, folded = rest[:_MOST_LINES], rest[_MOST_LINES:]
+    text += lines.format("\n".join(shown))
+    if folded:
+        text += f"<details><summary>more</summary>{lines.format(chr(10).join(folded))}</details>"
+    return text
 
 
 @contextmanager
@@ -115,14 +133,15 @@ def announces_a_stop(name: str) -> Iterator[None]:
 
 
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
-    """Print and return the verdict of ``judge``, or one that says which error it raised."""
+    """Show and return the verdict of ``judge``, or one that says which error it raised."""
     try:
         with announces_a_stop(name), undrawn():
             verdict = judge()
     except Exception as error:
-        note = Mistake("check.broke", error=f"{type(error).__name__}: {error}")
+        note = f"the check itself failed with {type(error).__name__}: {error}"
         verdict = Verdict(name, NOT_YET, notes=[note])
-    print(verdict)
+    in_notebook = "ipykernel" in sys.modules and verdict.status != NOT_ATTEMPTED
+    verdict._ipython_display_() if in_notebook else print(verdict)
     verdict.shown = True
     if verdict.status != NOT_ATTEMPTED:
         note_verdict(verdict.name, verdict.status, verdict.passed)

@@ -7,8 +7,6 @@ import textwrap
 from collections.abc import Callable
 from traceback import extract_tb
 
-from workbook.exercises.grader.words import Mistake
-
 # A stub is told by this line, not by the type: PyTorch raises NotImplementedError, too.
 STUB = "raise NotImplementedError"
 # A stub may contain one line that prepares the result, and one that returns it.
@@ -33,22 +31,34 @@ def is_untouched(fn: Callable) -> bool:
 def is_stub(fn: Callable, raised_in: str) -> bool:
     """Whether ``fn`` is still a stub, where the stub ``raised_in`` ("" for none) was reached."""
     own = _plain_function(fn)
-    if inspect.isclass(own):
-        return raised_in in vars(own) and not _has_begun(own)
-    if raised_in != getattr(own, "__name__", raised_in) or not raised_in:
+    if not inspect.isclass(own):
+        same = raised_in == getattr(own, "__name__", raised_in)
+        return bool(raised_in) and same and not _has_work(_body(own))
+    if raised_in not in vars(own):
         return False
-    return not _has_work(_body(own))
-
-
-def _has_begun(cls: type) -> bool:
-    """Whether a method of the class is written; an ``__init__`` may be given."""
-    for name, method in vars(cls).items():
+    # A class: it has begun if any method of it is written; an ``__init__`` may be given.
+    for name, method in vars(own).items():
         body = _body(method) if inspect.isfunction(method) else []
-        if any(isinstance(line, _WORK) for line in body):
-            return True
-        if name != "__init__" and _has_work(body):
-            return True
-    return False
+        if any(isinstance(line, _WORK) for line in body) or (
+            name != "__init__" and _has_work(body)
+        ):
+            return False
+    return True
+
+
+def about_stub(fn: Callable, raised_in: str) -> str:
+    """What to say where a written function came to the raise of the stub ``raised_in``."""
+    if raised_in == getattr(_plain_function(fn), "__name__", raised_in):
+        return f"the function is written, but the stub's line {STUB} is still in it: delete it"
+    return f"the function calls {raised_in}, which is not written yet: it is still a stub"
+
+
+def _plain_function(fn: Callable) -> Callable:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = inspect.unwrap(fn)
+    is_written = inspect.isfunction(fn) or inspect.ismethod(fn) or inspect.isclass(fn)
+    return fn if is_written else type(fn).__call__
 
 
 def _body(function: Callable) -> list[ast.stmt]:
@@ -61,26 +71,9 @@ def _body(function: Callable) -> list[ast.stmt]:
     return first.body if first else []
 
 
-def about_stub(fn: Callable, raised_in: str, place: str = "") -> Mistake:
-    """What to tell where a written function came to the raise of the stub ``raised_in``."""
-    if raised_in == getattr(_plain_function(fn), "__name__", raised_in):
-        return Mistake("stub.raise_left", place=place)
-    return Mistake("stub.calls_stub", name=raised_in, place=place)
-
-
-def _plain_function(fn: Callable) -> Callable:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    fn = inspect.unwrap(fn)
-    is_written = inspect.isfunction(fn) or inspect.ismethod(fn) or inspect.isclass(fn)
-    return fn if is_written else type(fn).__call__
-
-
 def _has_work(body: list[ast.stmt]) -> bool:
     lines = [line for line in body if not _is_filler(line)]
-    if any(isinstance(line, _WORK) for line in lines) or len(lines) > _GIVEN_LINES:
-        return True
-    if any(isinstance(line, ast.Expr) for line in lines):
+    if len(lines) > _GIVEN_LINES or any(isinstance(x, (*_WORK, ast.Expr)) for x in lines):
         return True
     match lines:
         case [ast.Return(value=value)]:
@@ -92,6 +85,5 @@ def _is_filler(line: ast.stmt) -> bool:
     """A docstring, ``...``, ``pass`` or the stub's raise."""
     if isinstance(line, ast.Expr):
         return isinstance(line.value, ast.Constant)
-    return isinstance(line, ast.Pass) or (
-        isinstance(line, ast.Raise) and STUB in ast.unparse(line)
-    )
+    is_raise = isinstance(line, ast.Raise) and STUB in ast.unparse(line)
+    return is_raise or isinstance(line, ast.Pass)

@@ -1,4 +1,4 @@
-"""What a learner's function does while it runs: which functions of the library it calls, and how.
+"""A learner's function while it runs: what of the library it calls, and what it does to its input.
 
 ``Watched`` stands for the function. It looks at every call with Python's profiler, so that a
 function is noticed under any name, in any wrapper, and in a copy of its source, too.
@@ -13,6 +13,9 @@ from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 import labkit
 from labkit import collectives, costs, placement, schedules
@@ -53,23 +56,41 @@ class Watched:
         fn: the function.
         signature: the names of the arguments with which it is called, in one string.
         may_call: names of library functions, or of modules, that do not count.
+        written: the argument that the function has to change.
 
     Attributes:
         library: the first function called that solves the exercise, such as
             ``labkit.collectives.ring.share_reduce``; "" if none was.
         called: all such functions, those in ``may_call``, too.
+        changed: what a call has done to its arguments, in words; "" if nothing.
         steps: the calls of comm, see ``Outcome``.
     """
 
-    def __init__(self, fn: Callable, signature: str, may_call: Collection[str]):
-        self._fn, self._may_call = fn, may_call
+    def __init__(
+        self, fn: Callable, signature: str, may_call: Collection[str], written: Any = None
+    ):
+        self._fn, self._may_call, self._written = fn, may_call, written
         self._names = names_to_call_by(fn, signature)
         self.library, self.called, self.steps = "", set[str](), []
+        self.changed = ""
 
     def __call__(self, *args: Any) -> Any:
+        given = (
+            one for argument in args if argument is not self._written for one in _inside(argument)
+        )
+        before = [(one, _state(one)) for one in given]
+        grad_mode, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
         with self._watching():
             named = dict(zip(self._names, args))
             found = self._fn(*args[len(named) :], **named)
+        for one, state in before:
+            for name, was in state.items():
+                if _state(one)[name] != was and not self.changed:
+                    self.changed = f"the function changes what it was given: the {name}"
+        if (grad_mode, dtype) != (torch.is_grad_enabled(), torch.get_default_dtype()):
+            self.changed = "the function leaves autograd, or the default dtype, in another mode"
+            torch.set_grad_enabled(grad_mode)
+            torch.set_default_dtype(dtype)
         return self._watched(found) if isinstance(found, Generator) else found
 
     def _watched(self, generator: Generator) -> Iterator:
@@ -102,14 +123,34 @@ class Watched:
             given = frame.f_locals
             num_bytes = getattr(given.get(sent), "nbytes", 0)
             self.steps.append((step, given.get(dst), given.get(src), num_bytes))
-        elif (name := _solution(code)) and not _inside_labkit(frame.f_back):
+        elif (name := _solution(code)) and not _inside_library(frame.f_back):
             self.called.add(name)
-            if not self.library and self._counts(name):
+            module, _, function = name.rpartition(".")
+            allowed = function in self._may_call or module.startswith(tuple(self._may_call))
+            if not self.library and not allowed:
                 self.library = name
 
-    def _counts(self, name: str) -> bool:
-        module, _, function = name.rpartition(".")
-        return function not in self._may_call and not module.startswith(tuple(self._may_call))
+
+def _inside(argument: Any) -> Iterator[Any]:
+    """An argument, and what is in it, if it is a list."""
+    yield argument
+    for one in argument if isinstance(argument, list) else ():
+        yield from _inside(one)
+
+
+def _state(argument: Any) -> dict[str, Any]:
+    """What a call must leave as it is: a tensor's memory and graph, a list, a module's modes."""
+    if isinstance(argument, Tensor):
+        is_dense = argument.layout is torch.strided
+        memory = argument.data_ptr() if is_dense else 0, argument.shape
+        return {"memory of a tensor": memory, "graph behind a tensor": argument.grad_fn is None}
+    if isinstance(argument, nn.Module):
+        modules = list(argument.modules())
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
+        memory = [parameter.data_ptr() for parameter in argument.parameters()]
+        modes = [module.training for module in modules]
+        return {"mode of a module": modes, "hooks of a module": hooks, "parameters": memory}
+    return {"length of a list": len(argument)} if isinstance(argument, list) else {}
 
 
 def names_to_call_by(fn: Callable, signature: str) -> list[str]:
@@ -124,13 +165,15 @@ def names_to_call_by(fn: Callable, signature: str) -> list[str]:
     return names if known == names else []
 
 
-def _inside_labkit(frame: FrameType | None) -> bool:
-    """Whether a function of labkit, other than the check, has made this call."""
+def _inside_library(frame: FrameType | None) -> bool:
+    """Whether a function of labkit or PyTorch, other than the check, has made this call."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_GRADER):
             return False
-        if name.startswith((_LABKIT, _WORKBOOK)) or "/torch/" in name:
+        # Decorators such as torch.no_grad only pass the call on.
+        passes_on = name.endswith("/torch/utils/_contextlib.py")
+        if name.startswith((_LABKIT, _WORKBOOK)) or ("/torch/" in name and not passes_on):
             return True
         frame = frame.f_back
     return False
@@ -144,7 +187,7 @@ def _solution(code: CodeType) -> str:
         return ""
     if file.startswith(_SOLUTIONS):
         # The classes in schedules and costs hold data.
-        is_data = inner and "/strategies/" not in file and inner[0] != "<locals>"
+        is_data = inner and inner[0] != "<locals>" and ("/schedules/" in file or "/costs/" in file)
         return "" if is_data else _dotted(file, name)
     if any(part in file for part in _PYTORCH):
         return "torch" + _dotted(file, name).rpartition("torch")[2]
