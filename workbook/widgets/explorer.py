@@ -104,4 +104,4 @@ def _in_words(control: ipywidgets.ValueWidget) -> str:
         return f"{control.description} {control.min} to {control.max}"
     if isinstance(control, ipywidgets.Dropdown):
         return f"{control.description} ({', '.join(control.options)})"
-    return str(control.description)
+    return str(getattr(control, "description", ""))

@@ -130,7 +130,8 @@ class SplitPicture(anywidget.AnyWidget):
     ):
         self._models, self._measure, self._state = models, measure, state
         self.runs: dict[Choice, MeasuredSplit] = state.setdefault("runs", {})
-        self._job, self._axis = Job(self._say), ((), 0.0)
+        self._job = Job(self._say)
+        self._axis: tuple[tuple, float] = (), 0.0
         settings = {**start._asdict(), "points": list(start.points), **state.get("settings", {})}
         super().__init__(options=models.offered(start.batch_size), **settings)
         self.on_msg(self._pressed)
