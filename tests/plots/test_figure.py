@@ -32,7 +32,7 @@ MAKE_FIGURE = {
     "timeline": lambda: plots.timeline(TRACE),
     "timeline_model": lambda: plots.timeline(TRACE, model=True),
     "phases": lambda: plots.phases(TRACE),
-    "phases_model": lambda: plots.phases({"compute": 1.0}, model=True),
+    "phases_of_runs": lambda: plots.phases({"compute": 1.0}),
     "ring_steps": lambda: plots.ring_steps(plots.ring_states(3), title="Ring"),
     "ring_step": lambda: plots.ring_step(2, 3),
     "bucket_overlap": lambda: plots.bucket_overlap(25, 4),

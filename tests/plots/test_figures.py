@@ -70,12 +70,6 @@ class TestStaleness:
         assert "the bound was 5" in figure.caption
         assert "no bound was set" in plots.staleness_histogram(UPDATES).caption
 
-    def test_a_predicted_histogram_says_so(self):
-        figure = plots.staleness_histogram(UPDATES, model=True)
-        assert figure.alt.startswith("Predicted")
-        assert figure.figure.axes[0].get_title(loc="left").endswith("(model)")
-        assert all(bar.get_hatch() == "////" for bar in figure.figure.axes[0].patches)
-
     @pytest.mark.parametrize(("workers", "factor", "bound"), [(1, 1, None), (6, 8, 5), (2, 4, 3)])
     def test_the_model_is_the_simulators(self, workers, factor, bound):
         timetable = simulate(workers, factor=factor, bound=bound)
@@ -137,17 +131,9 @@ class TestBars:
         assert "equal to the model" in figure.caption
         assert "ring: measured 2 KiB, model 2 KiB" in figure.alt
 
-    def test_log_axis(self):
-        groups = {"a": {"measured": 0.001}, "b": {"measured": 10}}
-        figure = plots.bars(groups, quantity="time", unit="s", log=True)
-        assert figure.figure.axes[0].get_yscale() == "log"
-        assert figure.png()
-
     def test_wrong_inputs_are_refused(self):
         with pytest.raises(ValueError, match="no bars"):
             plots.bars({}, quantity="time", unit="s")
-        with pytest.raises(ValueError, match="which excludes measured of a: draw with log=False"):
-            plots.bars({"a": {"measured": 0}}, quantity="time", unit="s", log=True)
         with pytest.raises(ValueError, match="a number"):
             plots.bars({"a": {"measured": "3 ms"}}, quantity="time", unit="s")
 

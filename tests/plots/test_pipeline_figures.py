@@ -118,8 +118,7 @@ class TestTimeline:
         figure = plots.pipeline_timeline(result, GPIPE)
         assert lanes_of(figure) == ["0 · cuda:0\n1 MiB", "1 · cuda:0\n1 KiB"]
         assert figure.figure.axes[0].get_ylabel() == "stage · device,\npeak memory"
-        assert "Peak memory: stage 0 1 MiB, stage 1 1 KiB." in figure.alt
-        assert "cuda:0 has ranks 0, 1" in figure.alt
+        assert "stage 1 · cuda:0, 1 KiB F0 F1" in figure.alt
 
     def test_the_measured_bubble_is_that_of_the_slots(self):
         expected = predicted_slots(ONE_F_ONE_B, [0.01] * 2, [0.02] * 2, [0.001])

@@ -52,9 +52,9 @@ class TestTimeline:
         assert timeline_words(trace)[1] == str(result.explain())
 
     def test_window_clips_seconds_and_axis_but_no_bar(self):
-        figure = plots.timeline(TRACE, start_s=0.003, end_s=0.005, ranks=[1])
-        assert figure.alt == "Timeline of 1 rank over 2 ms. rank 1: communicate 1 ms, wait 1 ms."
-        assert boxes_of(figure)[:, :2].tolist() == [[1.0, 4.0], [4.0, 5.0]]
+        figure = plots.timeline(TRACE, start_s=0.003, end_s=0.005)
+        assert figure.alt.endswith("rank 1: communicate 1 ms, wait 1 ms.")
+        assert boxes_of(figure)[:2, :2].tolist() == [[0.0, 4.0], [1.0, 4.0]]
         assert figure.figure.axes[0].get_xlim() == pytest.approx((3, 5), abs=0.02)
 
     def test_a_lane_names_its_rank_s_device_and_peak_memory(self):
@@ -64,17 +64,14 @@ class TestTimeline:
         figure = plots.timeline(result)
         assert lanes_of(figure) == ["0 · cuda:0\n1 MiB + 5 B", "1 · cuda:1\n1 GiB"]
         assert figure.figure.axes[0].get_ylabel() == "rank · device,\npeak memory"
-        assert "Devices: cuda:0 has rank 0; cuda:1 has rank 1." in figure.alt
-        assert "rank 0 1 MiB on cuda:0 and 5 B on cuda:1, rank 1 1 GiB." in figure.alt
-        assert "rank 0 1 MiB" not in plots.timeline(result, ranks=[1]).alt
+        assert "rank 0 · cuda:0, 1 MiB + 5 B: compute 4 ms" in figure.alt
 
     @pytest.mark.parametrize("peaks", [[], [None, None], [PeakMemory(None)] * 2])
     def test_what_is_not_known_is_not_said(self, peaks):
         on_cpu = replace(TRACE, devices={0: "cpu", 1: "cpu"})
         figure = plots.timeline(SimpleNamespace(trace=on_cpu, peak_memory=peaks))
         assert lanes_of(figure) == ["0 · cpu", "1 · cpu"]
-        assert "memory" not in figure.alt
-        assert "Devices" not in figure.alt
+        assert figure.figure.axes[0].get_ylabel() == "rank · device"
 
     def test_a_prediction_says_model(self):
         figure = plots.timeline(TRACE, model=True)
@@ -92,7 +89,6 @@ class TestTimeline:
         figure = plots.timeline(result)
         assert figure.figure.get_figheight() < 10
         assert len(figure.figure.axes[0].get_yticks()) <= 34
-        assert figure.alt.endswith("Peak memory: at most rank 99 1.1 KiB.")
         assert len(figure.alt) < 200
         many = [
             Span(rank, ("compute", "communicate", "wait")[i % 3], i * 1e-4, (i + 1) * 1e-4)
@@ -102,7 +98,7 @@ class TestTimeline:
         figure = plots.timeline(of_ranks(*many))
         assert len(boxes_of(figure)) == 20_000
         assert len(figure.figure.axes[0].collections) == 1, "no hatch on narrow bars"
-        assert "20,000 spans are narrower than a pixel" in figure.caption
+        assert "20,000 narrower than a pixel" in figure.caption
 
     def test_another_thread_is_a_thin_lane_under_its_rank(self):
         figure = plots.timeline(
@@ -124,8 +120,6 @@ class TestTimeline:
     def test_wrong_inputs_are_refused_with_the_numbers(self):
         with pytest.raises(ValueError, match=r"no spans.*comm\.span\(\"compute\"\)"):
             plots.timeline(Trace())
-        with pytest.raises(ValueError, match=r"ranks \[7\].*has ranks \[0, 1\]"):
-            plots.timeline(TRACE, ranks=[7])
         with pytest.raises(ValueError, match=r"start_s=3 .*runs from 0 to 0\.005 s"):
             plots.timeline(TRACE, start_s=3)
         with pytest.raises(ValueError, match="no span lies between"):

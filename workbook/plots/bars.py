@@ -14,7 +14,6 @@ from workbook.plots.figure import (
     drawn,
     joined,
     new_axes,
-    number_axis,
     range_words,
     repeats_words,
 )
@@ -31,7 +30,6 @@ def bars(
     quantity: str,
     unit: str,
     title: str | None = None,
-    log: bool = False,
 ) -> CaptionedFigure:
     """Draw one quantity as groups of bars, measured values beside predictions.
 
@@ -44,27 +42,17 @@ def bars(
         quantity: the name of the axis.
         unit: ``s`` and ``bytes`` are scaled to a readable unit (ms, MiB), other units are not.
         title: above the figure.
-        log: a logarithmic axis, for values above 0.
 
     Raises:
-        ValueError: nothing to draw; a value that is not a number; 0 or less on a logarithmic axis.
+        ValueError: nothing to draw; a value that is not a number.
     """
     repeats = {
         str(group): {name: as_repeats(value) for name, value in row.items()}
         for group, row in groups.items()
     }
-    values = [
-        (f"{name} of {group}", v) for group, row in repeats.items() for name, v in row.items()
-    ]
-    if not values:
+    if not any(repeats.values()):
         raise ValueError(
             'no bars to draw: give groups of series, {"ring": {"measured": [0.9, 1.1]}}'
-        )
-    low = [name for name, each in values if min(each) <= 0]
-    if log and low:
-        raise ValueError(
-            f"a logarithmic axis shows values above 0 only, which excludes {', '.join(low)}: "
-            "draw with log=False"
         )
     parts = []
     for group, row in repeats.items():
@@ -72,13 +60,13 @@ def bars(
         parts.append(f"{group}: {', '.join(words)}")
     title = title or quantity[:1].upper() + quantity[1:]
     return CaptionedFigure(
-        _draw(repeats, quantity, unit, title, log),
+        _draw(repeats, quantity, unit, title),
         alt=f"Bars of {quantity}. {'; '.join(parts)}.",
         caption=_caption(repeats),
     )
 
 
-def _draw(repeats: Repeats, quantity: str, unit: str, title: str, log: bool) -> Figure:
+def _draw(repeats: Repeats, quantity: str, unit: str, title: str) -> Figure:
     medians = [statistics.median(values) for row in repeats.values() for values in row.values()]
     largest = max(map(abs, medians))
     scale, shown_unit = {"s": second_unit, "bytes": byte_unit}.get(unit, lambda _: (1.0, unit))(
@@ -105,9 +93,6 @@ def _draw(repeats: Repeats, quantity: str, unit: str, title: str, log: bool) -> 
     axes.set(xlim=(-0.6, len(repeats) - 0.4), ylabel=f"{quantity} ({shown_unit})")
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y")
-    if log:
-        axes.set_yscale("log")
-        number_axis(axes.yaxis)
     axes.margins(y=0.12)
     add_legend(figure, [swatch(name, style) for name, style in styles.items()])
     return figure

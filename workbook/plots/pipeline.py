@@ -39,11 +39,8 @@ from workbook.plots.figure import (
 )
 from workbook.plots.palette import SERIES
 from workbook.plots.timeline import (
-    device_words,
     draw_spans,
-    memory_words,
-    name_lanes,
-    peaks_of,
+    lane_names,
     tag,
     trace_of,
 )
@@ -80,8 +77,9 @@ def pipeline_timetable(
         spans += [Span(stage, "wait", low, high) for low, high in gaps if high > low]
     title = f"{title or 'Timetable of a step'} (model)"
     figure = _draw_rows(spans, slots, title, unit, model=True)
-    label_lanes(figure.axes[0], [str(stage) for stage in _by_stage(slots)])
-    alt, caption = _words(slots, unit, "Predicted timetable", "Model")
+    names = [str(stage) for stage in _by_stage(slots)]
+    label_lanes(figure.axes[0], names)
+    alt, caption = _words(slots, names, unit, "Predicted timetable", "Model")
     return CaptionedFigure(figure, alt=alt, caption=caption)
 
 
@@ -114,11 +112,11 @@ def pipeline_timeline(
     spans += [Span(rank, "wait", at, length_s) for rank, at in last_s.items() if at < length_s]
     shown = [s._replace(start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in slots]
     figure = _draw_rows(spans, shown, title or "A step as it ran", None, model=False)
-    peaks = peaks_of(result)
-    name_lanes(figure.axes[0], trace, stages, peaks, "stage")
-    alt, caption = _words(shown, None, "Timeline", "Measured")
-    said = device_words(trace, stages), memory_words(peaks, "stage")
-    return CaptionedFigure(figure, alt=joined(alt, *said), caption=caption)
+    label, names = lane_names(result, trace, stages, "stage")
+    figure.axes[0].set_ylabel(label)
+    label_lanes(figure.axes[0], names)
+    alt, caption = _words(shown, names, None, "Timeline", "Measured")
+    return CaptionedFigure(figure, alt=alt, caption=caption)
 
 
 def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slot]:
@@ -193,7 +191,9 @@ def _draw_rows(
     return figure
 
 
-def _words(slots: Sequence[Slot], unit: str | None, name: str, source: str) -> tuple[str, str]:
+def _words(
+    slots: Sequence[Slot], names: Sequence[str], unit: str | None, name: str, source: str
+) -> tuple[str, str]:
     """Alt text, with the order of each stage's actions, and caption, with the bubble."""
     by_stage = _by_stage(slots)
     count = len({slot.micro_batch for slot in slots})
@@ -201,10 +201,10 @@ def _words(slots: Sequence[Slot], unit: str | None, name: str, source: str) -> t
     takes = f"{format_number(length)} {unit}" if unit else format_seconds(length)
     words = f"the step takes {takes}, and stages are idle for {bubble(slots):.0%} of it"
     orders, held = [], []
-    for stage, mine in by_stage.items():
+    for stage, mine in zip(names, by_stage.values()):
         actions = [Action(slot.kind, slot.micro_batch) for slot in mine]
-        more = " and so on" if len(actions) > 12 else ""
-        orders.append(f"stage {stage} {' '.join(map(str, actions[:12]))}{more}")
+        order = " ".join(map(str, actions[:12])) + " and so on" * (len(actions) > 12)
+        orders.append(f"stage {stage} {order}".replace("\n", ", "))
         held.append(str(in_flight(actions)))
     sizes = f"{format_count(len(by_stage), 'stage')} and {format_count(count, 'micro-batch')}"
     alt = f"{name} of {sizes}. {'; '.join(orders)}. In all, {words}."

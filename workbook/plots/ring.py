@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,13 +29,13 @@ class RingState:
 
     Attributes:
         contributions: [P][C], the ranks whose values are summed in that rank's chunk.
-        values: [P][C], what the chunk holds; None leaves the values out.
+        values: [P][C], the sum of their numbers.
         messages: (source rank, destination rank, chunk) of each message that has just arrived.
         title: above this grid.
     """
 
     contributions: Sequence[Sequence[Collection[int]]]
-    values: Sequence[Sequence[Any]] | None = None
+    values: Sequence[Sequence[float]]
     messages: Sequence[tuple[int, int, int]] = ()
     title: str = ""
 
@@ -54,21 +53,25 @@ def ring_states(
 
     Args:
         world_size: P, at least 2.
-        values: [P][P], the number that each rank has in each chunk; None leaves them out.
+        values: [P][P], the number that each rank has in each chunk. By default rank r has
+            (c + 1) x 10^r in chunk c: the digits of a sum show which ranks' numbers it contains.
 
     Raises:
         ValueError: fewer than 2 ranks, or values of another shape.
     """
     if world_size < 2:
         raise ValueError(f"a ring needs at least 2 ranks, got world_size {world_size}")
-    if values is not None and [len(row) for row in values] != [world_size] * world_size:
+    ranks = range(world_size)
+    if values is None:
+        values = [[(chunk + 1) * 10**rank for chunk in ranks] for rank in ranks]
+    if [len(row) for row in values] != [world_size] * world_size:
         raise ValueError(f"values must be {world_size} rows (ranks) of {world_size} (chunks)")
-    steps = zip(*(ring_all_reduce(rank, world_size) for rank in range(world_size)))
+    steps = zip(*(ring_all_reduce(rank, world_size) for rank in ranks))
     states = []
     for number, (held, moves) in enumerate(zip(ring_contributions(world_size), [(), *steps])):
         messages = [(rank, move.dst, move.send_chunk) for rank, move in enumerate(moves)]
         title = f"step {number}: {moves[0].phase}" if moves else "start"
-        sums = values and [
+        sums = [
             [sum(values[rank][chunk] for rank in cell) for chunk, cell in enumerate(row)]
             for row in held
         ]
@@ -122,16 +125,11 @@ def ring_step(
     Args:
         step: 0 (the start) to 2 (P - 1) (the end).
         world_size: P, at least 2.
-        values: [P][P], the number that each rank has for each chunk at the start. By default rank
-            r has (c + 1) x 10^r for chunk c: the digits of a sum then show which ranks' numbers
-            it contains.
+        values: as in ``ring_states``.
 
     Raises:
         ValueError: fewer than 2 ranks, an impossible step, values of another shape.
     """
-    if values is None:
-        ranks = range(world_size)
-        values = [[(chunk + 1) * 10**rank for chunk in ranks] for rank in ranks]
     states = ring_states(world_size, values)
     words = ring_words(step, world_size)
     title = states[step].title.replace(":", f" of {len(states) - 1}:")
@@ -167,32 +165,27 @@ def ring_words(step: int, world_size: int) -> str:
         )
     if step == 0:
         return f"Start: each of {world_size} ranks holds its own numbers, and none has moved."
+    state = states[step]
     messages = _listed(
-        f"rank {src} sends chunk {chunk} to rank {dst}"
-        for src, dst, chunk in states[step].messages
+        f"rank {src} sends chunk {chunk} to rank {dst}" for src, dst, chunk in state.messages
     )
-    _, phase = states[step].title.split(": ")
+    _, phase = state.title.split(": ")
     verb = "adds" if phase == "share_reduce" else "copies"
-    return (
-        f"Step {step} of {len(states) - 1}, {phase}: {messages}. Each {verb} what comes in. "
-        f"{_outcome(states[step])}"
-    )
-
-
-def _outcome(state: RingState) -> str:
-    """Which sums are complete after the step, as a sentence."""
-    world_size = len(state.contributions)
     if not state.complete:
         _, dst, chunk = state.messages[0]
         count = len(state.contributions[dst][chunk])
-        return f"Received chunks are now sums of {count} of {world_size} ranks; none is complete."
-    if state.complete == world_size**2:
-        return f"Every rank now owns the complete sums of all {world_size} chunks."
-    owners = []
-    for rank, row in enumerate(state.contributions):
-        owned = [str(chunk) for chunk, cell in enumerate(row) if len(cell) == world_size]
-        owners.append(f"rank {rank} owns chunk{'s' * (len(owned) > 1)} {_listed(owned)}")
-    return f"Complete now: {'; '.join(owners)}."
+        ends = f"Received chunks are now sums of {count} of {world_size} ranks; none is complete."
+    elif state.complete == world_size**2:
+        ends = f"Every rank now owns the complete sums of all {world_size} chunks."
+    else:
+        owners = []
+        for rank, row in enumerate(state.contributions):
+            owned = [str(chunk) for chunk, cell in enumerate(row) if len(cell) == world_size]
+            owners.append(f"rank {rank} owns chunk{'s' * (len(owned) > 1)} {_listed(owned)}")
+        ends = f"Complete now: {'; '.join(owners)}."
+    return (
+        f"Step {step} of {len(states) - 1}, {phase}: {messages}. Each {verb} what comes in. {ends}"
+    )
 
 
 def _listed(texts: Iterable[str]) -> str:
@@ -211,28 +204,24 @@ def _grids(states: Sequence[RingState], title: str | None, count: int) -> tuple[
     ]
     # Room for the longest text of a cell and the arrow beside it; values are bold.
     plain_in = max(0.1 * len(t) - 0.05 * t.count(",") + 0.18 for texts in cells for t in texts)
-    bold_in = max(0.15 * len(texts[0]) if len(texts) > 1 else 0 for texts in cells)
+    bold_in = max(0.15 * len(value) for value, _ in cells)
     title_in = max(0.1 * len(state.title) for state in states)
     width_in = max(chunks * max(0.4, plain_in, bold_in), title_in) + 0.5
     lines = math.ceil(count / max(1, int(WIDTH_IN / width_in)))
     columns = math.ceil(count / lines)
-    row_in = 0.34 if all(state.values is None for state in states) else 0.48
-    height_in = lines * (row_in * ranks + 0.8) + (0.9 if title else 0.6)
+    height_in = lines * (0.48 * ranks + 0.8) + (0.9 if title else 0.6)
     return columns, lines, Figure(figsize=(max(columns * width_in, 4.6), height_in))
 
 
-def _cell_texts(state: RingState, rank: int, chunk: int) -> list[str]:
-    """The value if there is one, and the ranks whose values are in it."""
+def _cell_texts(state: RingState, rank: int, chunk: int) -> tuple[str, str]:
+    """The value, and the ranks whose values are in it."""
     world_size, cell = len(state.contributions), state.contributions[rank][chunk]
     whose = ",".join(str(rank) for rank in sorted(cell))
     if len(cell) == world_size:
         whose = "all"
     elif len(cell) > 3:
         whose = f"{len(cell)} of {world_size}"
-    if state.values is None:
-        return [whose]
-    value = state.values[rank][chunk]
-    return [f"{value:g}" if isinstance(value, int | float) else str(value), whose]
+    return f"{state.values[rank][chunk]:g}", whose
 
 
 def _cell_look(count: int, world_size: int) -> tuple[str, str]:
@@ -251,14 +240,11 @@ def _draw_grid(axes: Axes, state: RingState, first_in_line: bool) -> None:
             fill, ink = _cell_look(len(cell), ranks)
             corner = (chunk - 0.5, rank - 0.5)
             axes.add_patch(Rectangle(corner, 1, 1, facecolor=fill, edgecolor=_LINES))
-            # A value in bold with its ranks below, or the ranks alone; arrows are to the right.
-            *value, whose = _cell_texts(state, rank, chunk)
-            place = {"color": ink, "ha": "center", "va": "center"}
-            for text in value:
-                bold = {"fontsize": 11, "fontweight": "bold"}
-                axes.text(chunk - 0.06, rank - 0.19, text, **bold, **place)
-            low, size = (rank + 0.23, 10) if value else (rank, 11)
-            axes.text(chunk - 0.06, low, whose, fontsize=size, **place)
+            value, whose = _cell_texts(state, rank, chunk)
+            # To the right are the arrows.
+            place = {"x": chunk - 0.06, "color": ink, "ha": "center", "va": "center"}
+            axes.text(y=rank - 0.19, s=value, fontsize=11, fontweight="bold", **place)
+            axes.text(y=rank + 0.23, s=whose, fontsize=10, **place)
     for src, dst, chunk in state.messages:
         box = Rectangle((chunk - 0.46, dst - 0.46), 0.92, 0.92, fill=False, zorder=3)
         box.set(edgecolor=VERMILION, linewidth=2.2)
@@ -296,8 +282,7 @@ def _legend_entries(states: Sequence[RingState]) -> list[Patch]:
 
 def _caption(states: Sequence[RingState], cells: int) -> str:
     last = states[-1]
-    values = "shows its value, and below it names" if last.values is not None else "names"
-    sentences = [f"Each cell {values} the ranks summed in it."]
+    sentences = ["Each cell shows its value, and below it names the ranks summed in it."]
     messages = [len(state.messages) for state in states if state.messages]
     if messages:
         # The first state may show the last step of another figure.

@@ -51,8 +51,7 @@ def size_curves(
         crossover: the size in bytes at which the fastest algorithm changes according to a model
             (infinite if it never does). The measured crossovers are drawn beside it.
         title: above the figure.
-        between: the two names that the crossover is of; by default the only two, or the fastest
-            at the smallest size and the fastest at the largest.
+        between: the two names that the crossover is of; by default the only two.
 
     Raises:
         ValueError: nothing to draw; a size or a time that is not above 0; a name in ``between``
@@ -62,19 +61,21 @@ def size_curves(
     predicted = _checked(model or {}, "model")
     if not seconds:
         raise ValueError('no curves to draw: give at least one, {"ring": {1024: [1e-4, 2e-4]}}')
-    wins, sizes = _wins(seconds), sorted({*itertools.chain(*seconds.values())})
+    sizes = sorted({*itertools.chain(*seconds.values())})
     figure, axes = new_axes(4.6, title or "Time by size")
     lines = _draw_series(axes, seconds, predicted)
     change = ""
     if crossover is not None:
-        pair = _pair(seconds, wins, between)
+        pair = between or (tuple(seconds) if len(seconds) == 2 else ())
+        if unknown := sorted({*pair} - seconds.keys()):
+            raise ValueError(f"{', '.join(unknown)} is not measured: {', '.join(seconds)} are")
         found = crossings(*(seconds[name] for name in pair)) if pair else []
         is_in_view = sizes[0] <= crossover <= sizes[-1]
         lines += _draw_crossovers(axes, crossover if is_in_view else None, found)
         change = _crossover_words(crossover, is_in_view, pair, found)
     _label_axes(axes, {*itertools.chain(*seconds.values(), *predicted.values())})
     add_legend(figure, lines)
-    takeaway = _takeaway(wins, seconds)
+    takeaway = _takeaway(seconds)
     curves = [_ends_of(name, points) for name, points in seconds.items()]
     curves += [_ends_of(_model_name(name), points) for name, points in predicted.items()]
     extent = f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
@@ -82,7 +83,7 @@ def size_curves(
     repeats = [each for points in seconds.values() for each in points.values()]
     spread = repeats_words(repeats, "Points") or "Each point is one measurement."
     caption = joined(takeaway, change, _model_words(seconds, predicted), spread)
-    return CaptionedFigure(figure, alt=joined(alt, takeaway if wins else ""), caption=caption)
+    return CaptionedFigure(figure, alt=alt, caption=caption)
 
 
 def crossings(
@@ -127,35 +128,6 @@ def _checked(series: Measured | Model, what: str) -> Series:
                 )
         found[str(name)] = dict(sorted(by_size.items()))
     return found
-
-
-def _wins(seconds: Series) -> list[tuple[int, str, float]]:
-    """(size, the fastest, how many times as fast as the second) at sizes that two have."""
-    wins = []
-    for size in sorted({*itertools.chain(*seconds.values())}):
-        medians = sorted(
-            (statistics.median(points[size]), name)
-            for name, points in seconds.items()
-            if size in points
-        )
-        if len(medians) > 1:
-            (best, name), (second, _) = medians[:2]
-            wins.append((size, name, second / best))
-    return wins
-
-
-def _pair(
-    seconds: Series, wins: list[tuple[int, str, float]], between: tuple[str, str] | None
-) -> tuple[str, ...]:
-    """The names that a crossover is of; none if the same one is fastest at both ends."""
-    if between is not None:
-        if unknown := sorted({*between} - seconds.keys()):
-            raise ValueError(f"{', '.join(unknown)} is not measured: {', '.join(seconds)} are")
-        return between
-    if len(seconds) == 2:
-        return tuple(seconds)
-    ends = (wins[0][1], wins[-1][1]) if wins else ()
-    return ends if len(set(ends)) == 2 else ()
 
 
 def _draw_series(axes: Axes, measured: Series, predicted: Series) -> list[Line2D]:
@@ -223,36 +195,19 @@ def _label_axes(axes: Axes, sizes: set[int]) -> None:
     axes.grid()
 
 
-def _takeaway(wins: list[tuple[int, str, float]], seconds: Series) -> str:
-    """Which algorithm is fastest at which sizes, and by how much."""
-    if not wins:
+def _takeaway(seconds: Series) -> str:
+    """Which algorithm is fastest at the smallest and at the largest size, and by how much."""
+    if len(seconds) < 2:
         return f"{'; '.join(_ends_of(name, row) for name, row in seconds.items())}."
-    runs = [list(run) for _, run in itertools.groupby(wins, key=lambda win: win[1])]
-    if len(runs) > 3:
-        counts = {name: sum(win[1] == name for win in wins) for name in seconds}
-        told = ", ".join(f"{name} at {count}" for name, count in counts.items() if count)
-        size, name, _ = wins[-1]
-        return (
-            f"No clear order. Of {len(wins)} sizes, the fastest is {told}. At "
-            f"{format_bytes(size)} it is {name}, {_times(wins[-1:])}."
-        )
-    parts = []
-    for number, run in enumerate(runs):
-        first, last = (format_bytes(win[0]) for win in (run[0], run[-1]))
-        where = f"from {first} to {last}"
-        if len(run) == 1:
-            where = f"at {first}"
-        elif len(runs) == 1:
-            where = f"at every size {where}"
-        elif number in (0, len(runs) - 1):
-            where = f"from {first} up" if number else f"up to {last}"
-        parts.append(f"{run[0][1]} {where}, {_times(run)}")
-    return f"Fastest: {'; '.join(parts)}."
-
-
-def _times(run: list[tuple[int, str, float]]) -> str:
-    times = range_words(ratio for *_, ratio in run)
-    return "as fast as the next" if times == "1" else f"{times} times as fast as the next"
+    shared = sorted(set.intersection(*(set(points) for points in seconds.values())))
+    said = {}
+    for size in dict.fromkeys(shared[:1] + shared[-1:]):
+        medians = {name: statistics.median(points[size]) for name, points in seconds.items()}
+        best, second, *_ = sorted(medians, key=medians.__getitem__)
+        ratio = format_number(medians[second] / medians[best])
+        times = "as fast" if ratio == "1" else f"{ratio} times as fast"
+        said[size] = f"{best} at {format_bytes(size)}, {times} as the next"
+    return f"Fastest: {'; '.join(said.values())}." if said else ""
 
 
 def _ends_of(name: str, points: dict[int, list[float]]) -> str:

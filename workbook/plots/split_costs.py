@@ -17,6 +17,7 @@ from labkit.units import (
     byte_unit,
     format_bytes,
     format_count,
+    format_number,
     format_seconds,
     second_unit,
 )
@@ -33,7 +34,7 @@ from workbook.plots.figure import (
     range_words,
 )
 from workbook.plots.palette import BLUE, DARK, GREY, STYLES, VERMILION, Style, swatch, tint
-from workbook.plots.timeline import memory_words, peaks_of
+from workbook.plots.timeline import peak_sizes
 
 if TYPE_CHECKING:
     from labkit.training.split_run import MeasuredSplit
@@ -171,7 +172,8 @@ def split_caption(predicted: SplitModel, measured: "MeasuredSplit | None" = None
         f"{text}. Measured: {format_seconds(step_s)}, {step_s / predicted.step_s:.2f} times the "
         f"model (median of {len(measured.step_s)} steps; whiskers span the middle half)."
     )
-    return joined(said, memory_words(peaks_of(measured), "stage"))
+    peaks = ", ".join(f"stage {stage} {size}" for stage, size in peak_sizes(measured).items())
+    return joined(said, f"Peak memory: {peaks}." if peaks else "")
 
 
 def _draw(profile: Profile, predicted: SplitModel, bars: list[_SplitBars], title: str) -> Figure:
@@ -186,16 +188,16 @@ def _draw(profile: Profile, predicted: SplitModel, bars: list[_SplitBars], title
         number_axis(axes.yaxis)
         axes.tick_params(axis="x", length=0)
     _draw_bytes(panels["b"], profile, predicted)
-    unit = _draw_bars(panels["m"], [split.memory for split in bars], byte_unit, digits=2)
+    unit = _draw_bars(panels["m"], [split.memory for split in bars], byte_unit)
     stages = range(len(predicted.memory_bytes))
     panels["m"].set(xlabel="stage", ylabel=f"held ({unit})", xticks=stages)
     columns = [[*split.stages, split.step] for split in bars]
-    unit = _draw_bars(panels["s"], columns, second_unit, digits=3)
+    unit = _draw_bars(panels["s"], columns, second_unit)
     names = _stage_names(profile, predicted)
     panels["s"].set_xticks(range(len(names)), names)
     panels["s"].set_ylabel(f"time ({unit})")
     if predicted.hop_s:
-        unit = _draw_bars(panels["h"], [split.hops for split in bars], second_unit, digits=3)
+        unit = _draw_bars(panels["h"], [split.hops for split in bars], second_unit)
         sizes = zip(predicted.split_points, predicted.hop_bytes)
         names = [f"cut {point}\n{format_bytes(size)}" for point, size in sizes]
         panels["h"].set_xticks(range(len(names)), names)
@@ -230,7 +232,6 @@ def _draw_bars(
     axes: Axes,
     columns: list[list[_Bar]],
     unit_of: Callable[[float], tuple[float, str]],
-    digits: int,
 ) -> str:
     """Draw one group of bars per place, measured right of predicted, and return the unit."""
     tops = [max(bar.total, bar.quartiles[1]) for column in columns for bar in column]
@@ -249,19 +250,13 @@ def _draw_bars(
             if high > low:
                 axes.plot([x, x], [low, high], color=DARK, linewidth=0.8, marker="_")
             top = max(bottom, high) + 0.03 * highest / scale
-            axes.text(x, top, _number(bar.total / scale, digits), ha="center")
+            # Short, as bars are narrow.
+            size = bar.total / scale
+            axes.text(x, top, format_number(size) if size >= 1 else f"{size:.2f}", ha="center")
     axes.set_xlim(-0.5, len(columns[0]) - 0.5)
     # Leave room for a number above the highest bar.
     axes.set_ylim(0, 1.25 * highest / scale)
     return unit
-
-
-def _number(value: float, digits: int) -> str:
-    """Short text for a narrow bar: with 3 digits 123, 12.3, 1.23, 0.12, and <.01 for less."""
-    places = max(0, digits - len(f"{value:.0f}"))
-    if 0 < value < 0.5 * 10**-places:
-        return f"<{10**-places:.{places}f}".replace("0.", ".")
-    return "0" if value == 0 else f"{value:.{places}f}"
 
 
 def _stage_names(profile: Profile, predicted: SplitModel) -> list[str]:

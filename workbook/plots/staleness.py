@@ -37,7 +37,6 @@ def staleness_histogram(
     *,
     bound: int | None = None,
     title: str | None = None,
-    model: bool = False,
 ) -> CaptionedFigure:
     """Draw the number of updates at each staleness, stacked by worker.
 
@@ -45,7 +44,6 @@ def staleness_histogram(
         updates: (worker, staleness) of each update, as in ``result.notes["staleness"]``.
         bound: the largest staleness that was allowed, drawn as a line.
         title: above the figure.
-        model: the updates are predicted, and are drawn as such.
 
     Raises:
         ValueError: no updates.
@@ -53,17 +51,15 @@ def staleness_histogram(
     late = _late_by_worker(updates)
     if not late:
         raise ValueError('no updates to draw: give result.notes["staleness"] of a training run')
-    title = title or "Staleness of the updates"
-    figure, axes = new_axes(3.4, f"{title} (model)" if model else title)
+    figure, axes = new_axes(3.4, title or "Staleness of the updates")
     groups = {f"worker {worker}": mine for worker, mine in late.items()}
-    add_legend(figure, _draw_histogram(axes, groups, itertools.cycle(SERIES), bound, model))
+    add_legend(figure, _draw_histogram(axes, groups, itertools.cycle(SERIES), bound, model=False))
     every = [staleness for mine in late.values() for staleness in mine]
-    kind = "Predicted histogram" if model else "Histogram"
     workers = format_count(len(late), "worker")
     limit = "no bound was set" if bound is None else f"the bound was {bound}"
     return CaptionedFigure(
         figure,
-        alt=f"{kind} of the staleness of {len(every):,} updates, stacked by worker. "
+        alt=f"Histogram of the staleness of {len(every):,} updates, stacked by worker. "
         f"{_by_worker(late)}.",
         caption=f"Mean staleness {statistics.fmean(every):.2f} with {workers}, largest "
         f"{max(every)}; {limit}.",

@@ -4,7 +4,7 @@ The captions are what ``explain()`` says, over the time that is drawn: there is 
 how much of a run is computing, messages and waiting. The figures themselves show seconds.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from matplotlib.patches import Patch
 from matplotlib.path import Path
 
 from labkit import RunResult
-from labkit.comm.peak_memory import PeakMemory
 from labkit.tracing import Span, Trace
 from labkit.tracing.limits import what_limited
 from labkit.units import format_bytes, format_count, format_seconds, second_unit
@@ -33,8 +32,6 @@ from workbook.plots.palette import Style, styles_of, swatch
 # With more lanes, a lane is too low for a second line, and each rank's numbers are too many words.
 _MOST_TALL, _MOST_NAMED = 15, 8
 
-Peaks = Mapping[int, PeakMemory]
-
 
 @drawn
 def timeline(
@@ -43,7 +40,6 @@ def timeline(
     title: str | None = None,
     start_s: float | None = None,
     end_s: float | None = None,
-    ranks: Collection[int] | None = None,
     model: bool = False,
 ) -> CaptionedFigure:
     """Draw what each rank did when: one lane per rank, one bar per span.
@@ -56,16 +52,12 @@ def timeline(
         result: a ``Trace``, or a result that has one as ``.trace``.
         title: above the figure.
         start_s, end_s: the part of the trace to show, in seconds of its clock.
-        ranks: the ranks to show; all by default.
         model: the trace is a prediction, not a measurement, and is drawn as one.
 
     Raises:
         ValueError: nothing to draw; the message says what to do.
     """
     trace = trace_of(result)
-    lanes = sorted(trace.ranks if ranks is None else set(ranks))
-    if not lanes or not set(lanes) <= set(trace.ranks):
-        raise ValueError(f"ranks {lanes} cannot be drawn: the trace has ranks {trace.ranks}")
     first_s, last_s = extent_of(trace)
     is_whole = start_s is None and end_s is None
     if start_s is None:
@@ -73,52 +65,39 @@ def timeline(
         start_s = min(0.0, first_s) if isinstance(result, RunResult) else first_s
     end_s = last_s if end_s is None else end_s
     window = trace.between(start_s, end_s)
-    if not start_s < end_s or not set(lanes) & set(window.ranks):
+    if not start_s < end_s or not window.spans:
         raise ValueError(
             f"no span lies between start_s={start_s:g} and end_s={end_s:g}: the trace runs from "
             f"{first_s:g} to {last_s:g} s"
         )
-    peaks = {rank: peak for rank, peak in peaks_of(result).items() if rank in lanes}
+    label, names = lane_names(result, trace, trace.ranks)
+    # 1.5 s is still shown as 1500 ms, so that ticks are integers.
+    scale, unit = second_unit((end_s - start_s) / 2)
     title = title or ("What each rank should do (model)" if model else "What each rank did")
-    figure = _draw(trace, lanes, peaks, start_s, end_s, title, model)
-    has_words = is_whole and hasattr(result, "explain")
+    figure, axes = new_axes(1.5 + min(0.45 * len(names), 7), title)
+    margin_s = 0.003 * (end_s - start_s)
+    axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
+    # Whole, not cut: a bar that goes on beyond the edge has no end there.
+    spans = [span for span in trace.spans if span.end_s > start_s and span.start_s < end_s]
+    add_legend(figure, draw_spans(axes, spans, trace.ranks, scale, model))
+    axes.set(xlabel=f"time since the start ({unit})", ylabel=label)
+    axes.ticklabel_format(axis="x", useOffset=False)
+    label_lanes(axes, names)
+
     gap = "idle time" if model else "code outside all spans"
+    has_words = is_whole and hasattr(result, "explain")
     limit = result.explain() if has_words else what_limited(window, start_s, gap)
-    alt = _alt(window, lanes, end_s - start_s, peaks, model)
     thin = sum(s.duration_s < (end_s - start_s) / WIDTH_PX for s in window.spans)
-    spans = "1 span is" if thin == 1 else f"{thin:,} spans are"
-    narrow = f"{spans} narrower than a pixel: start_s and end_s zoom in." if thin else ""
+    narrow = f"{thin:,} narrower than a pixel: start_s and end_s zoom in." if thin else ""
+    alt = _alt(window, dict(zip(trace.ranks, names)), end_s - start_s, model)
     words = f"Model: {limit}" if model else str(limit)
     return CaptionedFigure(figure, alt=alt, caption=joined(words, narrow, _beside(window)))
 
 
-def _draw(
-    trace: Trace,
-    lanes: list[int],
-    peaks: Peaks,
-    start_s: float,
-    end_s: float,
-    title: str,
-    model: bool,
-) -> Figure:
-    # 1.5 s is still shown as 1500 ms, so that ticks are integers.
-    scale, unit = second_unit((end_s - start_s) / 2)
-    figure, axes = new_axes(1.5 + min(0.45 * len(lanes), 7), title)
-    margin_s = 0.003 * (end_s - start_s)
-    axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
-    # Whole, not cut: a bar that goes on beyond the edge has no end there.
-    spans = [s for s in trace.spans if s.rank in lanes and s.end_s > start_s and s.start_s < end_s]
-    entries = draw_spans(axes, spans, lanes, scale, model)
-    name_lanes(axes, trace, lanes, peaks)
-    axes.set_xlabel(f"time since the start ({unit})")
-    axes.ticklabel_format(axis="x", useOffset=False)
-    add_legend(figure, entries)
-    return figure
-
-
 def timeline_words(trace: Trace) -> tuple[str, str]:
     """The alt text and the caption of the timeline of a whole trace, which has spans."""
-    alt = _alt(trace, trace.ranks, extent_of(trace)[1], {}, model=False)
+    names = dict(zip(trace.ranks, lane_names(None, trace, trace.ranks)[1]))
+    alt = _alt(trace, names, extent_of(trace)[1], model=False)
     return alt, joined(str(what_limited(trace, 0.0)), _beside(trace))
 
 
@@ -127,19 +106,17 @@ def _beside(trace: Trace) -> str:
     return "The thin lane under a rank is what its other thread did." if has_others else ""
 
 
-def _alt(trace: Trace, lanes: list[int], extent_s: float, peaks: Peaks, model: bool) -> str:
+def _alt(trace: Trace, names: Mapping[int, str], extent_s: float, model: bool) -> str:
     kind = "Predicted timeline" if model else "Timeline"
-    head = f"{kind} of {format_count(len(lanes), 'rank')} over {format_seconds(extent_s)}."
-    others = Trace(tuple(span for span in trace.spans if span.lane and span.rank in lanes))
-    if len(lanes) > _MOST_NAMED:
-        rows = f"In all, {seconds_words(trace.seconds_by_kind(lane=0))}."
-    else:
-        seconds = [seconds_words(trace.seconds_by_kind(rank, lane=0)) for rank in lanes]
-        rows = "; ".join(f"rank {rank}: {words}" for rank, words in zip(lanes, seconds)) + "."
-    beside = ""
-    if others.spans:
-        beside = f"At the same time, in other threads: {seconds_words(others.seconds_by_kind())}."
-    return joined(head, rows, beside, device_words(trace, lanes), memory_words(peaks))
+    head = f"{kind} of {format_count(len(names), 'rank')} over {format_seconds(extent_s)}."
+    seconds = [seconds_words(trace.seconds_by_kind(rank, lane=0)) for rank in names]
+    lanes = [name.replace("\n", ", ") for name in names.values()]
+    rows = "; ".join(f"rank {lane}: {words}" for lane, words in zip(lanes, seconds))
+    if len(names) > _MOST_NAMED:
+        rows = f"In all, {seconds_words(trace.seconds_by_kind(lane=0))}"
+    others = Trace(tuple(span for span in trace.spans if span.lane)).seconds_by_kind()
+    beside = f"At the same time, in other threads: {seconds_words(others)}." if others else ""
+    return joined(head, f"{rows}.", beside)
 
 
 def seconds_words(seconds: Mapping[str, float]) -> str:
@@ -173,14 +150,13 @@ def trace_of(result: Any) -> Trace:
 
 
 @drawn
-def phases(result: Any, *, title: str | None = None, model: bool = False) -> CaptionedFigure:
+def phases(result: Any, *, title: str | None = None) -> CaptionedFigure:
     """Draw the seconds by kind as stacked bars, one bar per rank (or run).
 
     Args:
         result: a ``Trace``, a result that has one, ``{kind: seconds}``, or
             ``{rank or name: {kind: seconds}}``.
         title: above the figure.
-        model: the seconds are predictions, and are drawn as such.
 
     Raises:
         ValueError: nothing to draw; the message says what to do.
@@ -201,19 +177,19 @@ def phases(result: Any, *, title: str | None = None, model: bool = False) -> Cap
             "no phase took any time, so there is nothing to draw: give what labkit.run returned, "
             'or seconds by kind such as {"compute": 0.8, "communicate": 0.2}'
         )
-    title = title or ("Time by phase (model)" if model else "Time by phase")
+    title = title or "Time by phase"
     bars = "; ".join(
         f"{name} {format_seconds(totals[name])}: {seconds_words(row)}"
         for name, row in rows.items()
         if totals[name]
     )
-    figure = _draw_phases(rows, totals, title, model)
+    figure = _draw_phases(rows, totals, title)
     caption = _phases_caption(result, rows, totals)
     return CaptionedFigure(figure, alt=f"{title}. {bars}.", caption=caption)
 
 
 def _draw_phases(
-    rows: dict[str, dict[str, float]], totals: dict[str, float], title: str, model: bool
+    rows: dict[str, dict[str, float]], totals: dict[str, float], title: str
 ) -> Figure:
     figure, axes = new_axes(1.5 + min(0.45 * len(rows), 9), title)
     scale, unit = second_unit(max(totals.values()) / 2)
@@ -223,15 +199,14 @@ def _draw_phases(
         left = 0.0
         for kind, style in styles.items():
             width = row.get(kind, 0.0) / scale
-            look = style.model if model else style
-            axes.barh(lane, width, 0.72, left, label=kind, **look.fill)
+            axes.barh(lane, width, 0.72, left, label=kind, **style.fill)
             if width > 0.1 * longest:
                 tag(axes, left + width / 2, lane, format_seconds(row[kind]), pad=0.2)
             left += width
         axes.text(left, lane, f" {format_seconds(totals[name])}", va="center", ha="left")
     axes.set(xlim=(0, 1.14 * longest), xlabel=f"time ({unit})")
     label_lanes(axes, list(rows))
-    add_legend(figure, [swatch(kind, style, model) for kind, style in styles.items()])
+    add_legend(figure, [swatch(kind, style) for kind, style in styles.items()])
     return figure
 
 
@@ -252,57 +227,26 @@ def _phases_caption(
     return f"The longest bar is {slow}: {most}; the shortest is {shortest}."
 
 
-def peaks_of(result: Any) -> Peaks:
-    """The peak memory of the ranks of a result, as far as it is known."""
-    peaks: Sequence[PeakMemory | None] = getattr(result, "peak_memory", ())
-    return {rank: peak for rank, peak in enumerate(peaks) if peak and peak.by_device}
-
-
-def name_lanes(
-    axes: Axes, trace: Trace, ranks: Sequence[int], peaks: Peaks, noun: str = "rank"
-) -> None:
-    """Label each lane with its rank (or stage), device, and peak memory if there is room."""
-    has_peaks = len(ranks) <= _MOST_TALL and any(rank in peaks for rank in ranks)
-    names = []
-    for rank in ranks:
-        name = trace.lane(rank).removeprefix("rank ")
-        if has_peaks and rank in peaks:
-            name += f"\n{' + '.join(map(format_bytes, peaks[rank].by_device.values()))}"
-        names.append(name)
+def lane_names(
+    result: Any, trace: Trace, ranks: Sequence[int], noun: str = "rank"
+) -> tuple[str, list[str]]:
+    """The label of the axis, and of each lane: ``0 · cuda:0``, and its peak memory below."""
+    peaks = peak_sizes(result) if len(ranks) <= _MOST_TALL else {}
+    names = [trace.lane(rank).removeprefix("rank ") for rank in ranks]
     label = f"{noun} · device" if any(rank in trace.devices for rank in ranks) else noun
-    axes.set_ylabel(f"{label},\npeak memory" if has_peaks else label)
-    label_lanes(axes, names)
+    if peaks:
+        tall = [f"\n{peaks[rank]}" if rank in peaks else "" for rank in ranks]
+        return f"{label},\npeak memory", [name + peak for name, peak in zip(names, tall)]
+    return label, names
 
 
-def device_words(trace: Trace, ranks: Sequence[int]) -> str:
-    """Which ranks are on which GPU, in a sentence; empty if none is on a GPU."""
-    of_device: dict[str, list[int]] = {}
-    for rank in ranks:
-        of_device.setdefault(trace.devices.get(rank, "cpu"), []).append(rank)
-    if not of_device.keys() - {"cpu"}:
-        return ""
-    parts = [
-        f"{name} has rank{'s' * (len(mine) > 1)} {', '.join(map(str, mine))}"
-        for name, mine in of_device.items()
-    ]
-    return f"Devices: {'; '.join(parts)}."
-
-
-def memory_words(peaks: Peaks, noun: str = "rank") -> str:
-    """The peak memory of each rank, or of many ranks the most; empty if unknown."""
-    largest = sorted(peaks, key=lambda rank: -max(peaks[rank].by_device.values()))
-    if not largest:
-        return ""
-    named = sorted(largest) if len(largest) <= _MOST_NAMED else largest[:1]
-    parts = []
-    for rank in named:
-        sizes = [
-            format_bytes(size) + ("" if name == "cpu" else f" on {name}")
-            for name, size in peaks[rank].by_device.items()
-        ]
-        parts.append(f"{noun} {rank} {' and '.join(sizes)}")
-    most = "at most " if len(named) < len(largest) else ""
-    return f"Peak memory: {most}{', '.join(parts)}."
+def peak_sizes(result: Any) -> dict[int, str]:
+    """The peak memory of the ranks of a result, as far as it is known: ``1 MiB``."""
+    return {
+        rank: " + ".join(map(format_bytes, peak.by_device.values()))
+        for rank, peak in enumerate(getattr(result, "peak_memory", ()))
+        if peak and peak.by_device
+    }
 
 
 def draw_spans(
