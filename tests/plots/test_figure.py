@@ -126,8 +126,8 @@ class TestCaptionedFigure:
     def test_threads_draw_one_after_another(self):
         before = dict(mpl.rcParams)
         with ThreadPoolExecutor(4) as pool:
-            drawn = list(pool.map(lambda _: plots.ring_step(2, 3).png(), range(8)))
-        assert set(drawn) == {plots.ring_step(2, 3).png()}
+            drawn = set(pool.map(lambda _: plots.ring_step(2, 3).png(), range(8)))
+        assert drawn == {plots.ring_step(2, 3).png()}
         assert dict(mpl.rcParams) == before
 
     def test_pyplot_is_not_touched(self):

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from parts import EPOCHS, UPDATES, bars_of, legend_of, spans_of
@@ -63,13 +62,6 @@ class TestStaleness:
         assert third[3] == (3, 0, 1)
         assert axes.lines[0].get_xdata() == [5.5, 5.5], "right of the last bar that is allowed"
 
-    def test_alt_and_caption_hold_means_and_the_bound(self):
-        figure = plots.staleness_histogram(UPDATES, bound=5)
-        assert "worker 1: 3 updates, mean staleness 0.3, largest 1" in figure.alt
-        assert "Mean staleness 1.00 with 3 workers, largest 3" in figure.caption
-        assert "the bound was 5" in figure.caption
-        assert "no bound was set" in plots.staleness_histogram(UPDATES).caption
-
     @pytest.mark.parametrize(("workers", "factor", "bound"), [(1, 1, None), (6, 8, 5), (2, 4, 3)])
     def test_the_model_is_the_simulators(self, workers, factor, bound):
         timetable = simulate(workers, factor=factor, bound=bound)
@@ -125,12 +117,6 @@ class TestBars:
         figure = plots.bars({"ring": {"measured": value}}, quantity="sent", unit=unit)
         assert figure.figure.axes[0].get_ylabel() == label
 
-    def test_equal_to_the_model_is_said_so(self):
-        groups = {"ring": {"measured": 2048, "model": 2048}}
-        figure = plots.bars(groups, quantity="bytes sent", unit="bytes")
-        assert "equal to the model" in figure.caption
-        assert "ring: measured 2 KiB, model 2 KiB" in figure.alt
-
     def test_wrong_inputs_are_refused(self):
         with pytest.raises(ValueError, match="no bars"):
             plots.bars({}, quantity="time", unit="s")
@@ -155,16 +141,6 @@ class TestLearningCurves:
         tied = plots.learning_curves({"a": EPOCHS, "b": EPOCHS[:1], "c": EPOCHS}).caption
         assert "at the end: a and c, 75.0%." in tied
         assert "all, 75.0%" in plots.learning_curves({"a": EPOCHS, "b": EPOCHS}).caption
-
-    def test_runs_differ_in_marker_and_line_too(self):
-        lines = plots.learning_curves(dict.fromkeys("abcdefg", EPOCHS)).figure.axes[0].lines
-        assert len({(line.get_marker(), line.get_linestyle()) for line in lines}) == 7
-
-    def test_an_epoch_without_accuracy_is_a_gap(self):
-        epochs = [EPOCHS[0] | {"test_accuracy": None}, EPOCHS[1]]
-        figure = plots.learning_curves({"a": epochs})
-        assert np.isnan(figure.figure.axes[2].lines[0].get_ydata()[0])
-        assert figure.png()
 
     def test_wrong_inputs_are_refused(self):
         with pytest.raises(ValueError, match="no runs"):

@@ -88,13 +88,6 @@ class TestTimetable:
         assert "(P - 1) / (M + P - 1) = 33%" in figure.caption
         assert "at most 2, 1 micro-batches are held" in figure.caption
 
-    def test_frozen_stages_without_backward_are_drawn_and_no_slots_refused(self):
-        streams = [[a for a in GPIPE[0] if a.kind == "forward"], GPIPE[1]]
-        slots = predicted_slots(streams, [1, 1], [2, 2])
-        assert words_of(plots.pipeline_timetable(slots))[0] == ["F0", "F1"]
-        with pytest.raises(ValueError, match="no slots to draw"):
-            plots.pipeline_timetable([])
-
 
 class TestTimeline:
     @pytest.mark.parametrize("streams", [GPIPE, ONE_F_ONE_B])
@@ -152,11 +145,3 @@ class TestStepByMicroBatches:
         np.testing.assert_allclose(curves, [[[1, 3], [4, 1]]])
         assert memory.get_ylabel() == "memory (MiB)"
         assert len(plots.step_by_micro_batches(ROWS[:2]).figure.axes) == 1
-
-    def test_words_name_the_fastest(self):
-        figure = plots.step_by_micro_batches(ROWS)
-        assert "gpipe is fastest with 4 micro-batches, 8 s;" in figure.caption
-        assert "4 micro-batches, 8.5 s and 1 MiB" in figure.caption
-        assert "gpipe: 10 s with 1, 8 s with 4" in figure.alt
-        with pytest.raises(ValueError, match="no rows to draw"):
-            plots.step_by_micro_batches([])

@@ -5,13 +5,12 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
-from parts import bars_of, legend_of
+from parts import bars_of
 from splits import LAYERS, LINK, MIB, PROFILE, measured
 
 from labkit.comm.peak_memory import PeakMemory
 from labkit.placement.planner import predict_split
 from workbook import plots
-from workbook.plots.palette import STYLES
 
 # As many layers as make long names of stages.
 DEEP = replace(PROFILE, layers=tuple(LAYERS * 18))
@@ -72,14 +71,6 @@ class TestSplitCosts:
         colors = [to_hex(bar.get_facecolor()) for bar in every]
         assert colors[2] == colors[3] != colors[0] == colors[1] == colors[4], "cuts stand out"
 
-    def test_without_a_measurement_all_is_pale_hatched_and_says_model(self):
-        figure = plots.split_costs(PROFILE, predicted())
-        assert not bars_by_kind(figure, model=False)
-        (bar, *_) = bars_by_kind(figure, model=True)["forward"]
-        assert to_hex(bar.get_facecolor()) == STYLES["forward"].model.color
-        assert legend_of(figure)[-1] == "hatched: model"
-        assert figure.caption.startswith("Model: the step takes")
-
     def test_measured_bars_stand_right_of_the_models_on_one_scale(self):
         split = predicted((3, 4))
         peaks = [PeakMemory(3 * 2**20), PeakMemory(2**30), PeakMemory(2**10)]
@@ -95,13 +86,6 @@ class TestSplitCosts:
         assert figure.caption.endswith("stage 0 3 MiB, stage 1 1 GiB, stage 2 1 KiB.")
         assert "Measured step 163 ms; stage 0 104 ms" in figure.alt
 
-    def test_whiskers_span_the_middle_half_of_the_steps(self):
-        split = predicted()
-        run = replace(measured(split), step_s=[0.1, 0.2, 0.3, 0.4, 0.5])
-        axes = plots.split_costs(PROFILE, split, run).figure.axes[2]
-        ends = [line.get_ydata() for line in axes.lines]
-        assert ends == [pytest.approx([200, 400])]
-
     def test_one_stage_has_no_hops_and_frozen_layers_no_gradient(self):
         figure = plots.split_costs(PROFILE, predicted(()))
         assert len(figure.figure.axes) == 3
@@ -112,13 +96,6 @@ class TestSplitCosts:
             heights = heights_of(plots.split_costs(PROFILE, split, real), model=real is None)
             assert "gradient" not in heights
             assert (len(heights["activation"]), len(heights["backward"])) == (1, 1)
-
-    def test_the_words_say_what_is_idle_and_largest(self):
-        split = predicted((3,), micro_batches=4, schedule="1f1b")
-        figure = plots.split_costs(PROFILE, split)
-        assert "stage 0 with 52 ms" in figure.caption
-        assert f"idle for {split.bubble:.0%}" in figure.caption
-        assert "batch of 16 in 4 micro-batches (1f1b)" in figure.alt
 
     @pytest.mark.parametrize(("profile", "points"), CROWDED)
     def test_no_word_lies_on_another_or_off_the_figure(self, profile, points):
@@ -190,19 +167,6 @@ class TestCommunicationTime:
         assert groups == ["3 devices\ncut 3", "3 devices\ncut 4"]
         edges = sorted((p.get_y(), p.get_y() + p.get_height()) for p in forward.patches)
         assert all(one[1] < other[0] for one, other in itertools.pairwise(edges))
-
-    def test_whiskers_span_the_middle_half(self):
-        row = hops()[0] | {"seconds": [1.0, 2.0, 3.0, 4.0, 50.0]}
-        figure = plots.communication_time([row])
-        (whisker,) = [c for c in figure.figure.axes[0].collections if hasattr(c, "get_segments")]
-        assert whisker.get_segments()[0][:, 0].tolist() == [2.0, 4.0]
-        assert "medians of 5 steps; whiskers span the middle half." in figure.caption
-
-    def test_words(self):
-        figure = plots.communication_time(hops())
-        assert "cut 3, batch 16, activation, 4 MiB in 10.4 ms, model 5.19 ms" in figure.alt
-        assert "2 times the model" in figure.caption
-        assert len(plots.communication_time(hops() * 3).alt) < 300
 
     def test_wrong_rows_are_refused(self):
         with pytest.raises(ValueError, match="one cut or more"):

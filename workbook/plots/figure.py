@@ -9,7 +9,6 @@ import contextlib
 import html
 import io
 import math
-import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -111,15 +110,12 @@ def add_legend(figure: Figure, handles: Sequence[Any]) -> None:
     """Add a legend below the axes, in as few rows as fit; none for a single series."""
     if len(handles) < 2:
         return
-    widths_in = [0.08 * len(handle.get_label()) + 0.85 for handle in handles]
-    columns = max(1, int(figure.get_figwidth() / max(widths_in)))
-    rows = math.ceil(len(handles) / columns)
-    if sum(widths_in) <= figure.get_figwidth():
-        rows = 1
+    column_in = 0.85 + 0.08 * max(len(handle.get_label()) for handle in handles)
+    columns = max(1, int(figure.get_figwidth() / column_in))
     figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=math.ceil(len(handles) / rows),
+        ncols=math.ceil(len(handles) / math.ceil(len(handles) / columns)),
         handlelength=2.8,
         handleheight=1.2,
     )
@@ -132,9 +128,7 @@ def add_title(figure: Figure, title: str) -> None:
 
 def quartiles(repeats: Sequence[float]) -> tuple[float, float]:
     """The first and the third quartile; for a single value, that value twice."""
-    if len(repeats) < 2:
-        return repeats[0], repeats[0]
-    low, _, high = statistics.quantiles(repeats, n=4, method="inclusive")
+    low, high = np.quantile(repeats, (0.25, 0.75)).tolist()
     return low, high
 
 

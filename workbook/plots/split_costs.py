@@ -43,51 +43,28 @@ _LOOKS = {kind: STYLES[kind] for kind in ("forward", "backward", "activation", "
 _LOOKS |= {"step": Style(DARK), "memory": Style(BLUE)}
 
 
-class _Bar(NamedTuple):
-    """A stacked bar: its parts by kind, and the repeats of their sum if there are any."""
-
-    parts: dict[str, float]
-    repeats: Sequence[float] = ()
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        return quartiles(self.repeats or [self.total])
+# A stacked bar: its parts by kind, and the repeats of their sum if there are any.
+Bar = tuple[dict[str, float], Sequence[float]]
 
 
-class _SplitBars(NamedTuple):
-    """A split as bars, predicted or measured: seconds, and bytes of memory."""
-
-    stages: list[_Bar]
-    hops: list[_Bar]
-    step: _Bar
-    memory: list[_Bar]
-
-    @classmethod
-    def of(cls, split: "SplitModel | MeasuredSplit") -> "_SplitBars":
-        if isinstance(split, SplitModel):
-            hops = [([there], [back]) for there, back in zip(split.hop_s, split.backward_hop_s)]
-            steps: Sequence[float] = [split.step_s]
-        else:
-            hops = list(zip(split.forward_hop_s, split.backward_hop_s))
-            steps = split.step_s
-        compute = zip(split.forward_s, split.backward_s)
-        return cls(
-            [_Bar({"forward": f, "backward": b}) for f, b in compute],
-            [_hop_bar(there, back) for there, back in hops],
-            _Bar({"step": statistics.median(steps)}, steps),
-            [_Bar({"memory": size}) for size in split.memory_bytes],
-        )
-
-
-def _hop_bar(there: Sequence[float], back: Sequence[float]) -> _Bar:
-    """The bar of one hop from its seconds per step; ``back`` is empty if no gradient crosses."""
-    back = back or [0.0] * len(there)
-    medians = {"activation": statistics.median(there), "gradient": statistics.median(back)}
-    return _Bar(medians, [sum(pair) for pair in zip(there, back)])
+def _bars(split: "SplitModel | MeasuredSplit") -> dict[str, list[Bar]]:
+    """A split as bars: seconds of stages and step, seconds of hops, and bytes of memory."""
+    if isinstance(split, SplitModel):
+        steps: Sequence[float] = [split.step_s]
+        hops = [([there], [back]) for there, back in zip(split.hop_s, split.backward_hop_s)]
+    else:
+        steps, hops = split.step_s, list(zip(split.forward_hop_s, split.backward_hop_s))
+    found: dict[str, list[Bar]] = {"stages": [], "hops": []}
+    for forward_s, backward_s in zip(split.forward_s, split.backward_s):
+        found["stages"].append(({"forward": forward_s, "backward": backward_s}, ()))
+    found["stages"].append(({"step": statistics.median(steps)}, steps))
+    for there, back in hops:
+        # There are no times where no gradient crosses.
+        back = back or [0.0] * len(there)
+        parts = {"activation": statistics.median(there), "gradient": statistics.median(back)}
+        found["hops"].append((parts, [sum(pair) for pair in zip(there, back)]))
+    found["memory"] = [({"memory": size}, ()) for size in split.memory_bytes]
+    return found
 
 
 @drawn
@@ -123,7 +100,7 @@ def split_costs(
     if predicted.micro_batches > 1:
         batch += f" in {predicted.micro_batches} micro-batches ({predicted.schedule})"
     name = f"{profile.model} in {format_count(len(predicted.forward_s), 'stage')}"
-    bars = [_SplitBars.of(split) for split in (predicted, measured) if split]
+    bars = [_bars(split) for split in (predicted, measured) if split]
     cuts = f", {cuts_words(predicted.split_points)}" if predicted.split_points else ""
     splits = zip(("Predicted", "Measured"), bars)
     words = (f"{source} {_in_words(predicted, split)}." for source, split in splits)
@@ -139,13 +116,15 @@ def cuts_words(split_points: Sequence[int]) -> str:
     return f"cut before layer{'s' * (len(split_points) > 1)} {', '.join(map(str, split_points))}"
 
 
-def _in_words(predicted: SplitModel, bars: _SplitBars) -> str:
-    parts = [f"step {format_seconds(bars.step.total)}"]
-    for stage, (bar, memory) in enumerate(zip(bars.stages, bars.memory)):
-        size = format_bytes(memory.total)
-        parts.append(f"stage {stage} {format_seconds(bar.total)} and {size} of memory")
-    for point, size, bar in zip(predicted.split_points, predicted.hop_bytes, bars.hops):
-        parts.append(f"cut {point} {format_seconds(bar.total)} for {format_bytes(size)} a way")
+def _in_words(predicted: SplitModel, bars: dict[str, list[Bar]]) -> str:
+    *stages_s, step_s = (sum(parts.values()) for parts, _ in bars["stages"])
+    parts = [f"step {format_seconds(step_s)}"]
+    for stage, (seconds, (memory, _)) in enumerate(zip(stages_s, bars["memory"])):
+        size = format_bytes(memory["memory"])
+        parts.append(f"stage {stage} {format_seconds(seconds)} and {size} of memory")
+    hops_s = [sum(hop.values()) for hop, _ in bars["hops"]]
+    for point, size, seconds in zip(predicted.split_points, predicted.hop_bytes, hops_s):
+        parts.append(f"cut {point} {format_seconds(seconds)} for {format_bytes(size)} a way")
     return "; ".join(parts)
 
 
@@ -176,33 +155,37 @@ def split_caption(predicted: SplitModel, measured: "MeasuredSplit | None" = None
     return joined(said, f"Peak memory: {peaks}." if peaks else "")
 
 
-def _draw(profile: Profile, predicted: SplitModel, bars: list[_SplitBars], title: str) -> Figure:
+def _draw(
+    profile: Profile, predicted: SplitModel, bars: list[dict[str, list[Bar]]], title: str
+) -> Figure:
     figure = Figure(figsize=(WIDTH_IN, 5.8))
     add_title(figure, title)
-    rows = "bm\nsh" if predicted.hop_s else "bm\nss"
-    panels = figure.subplot_mosaic(rows, width_ratios=[5, 3], height_ratios=[2, 3])
+    has_hops = bool(predicted.hop_s)
+    panels: dict[Any, Axes] = figure.subplot_mosaic(
+        [["bytes", "memory"], ["stages", "hops" if has_hops else "stages"]],
+        width_ratios=[5, 3],
+        height_ratios=[2, 3],
+    )
+    sizes = zip(predicted.split_points, predicted.hop_bytes)
+    names = {
+        "memory": list(map(str, range(len(predicted.memory_bytes)))),
+        "stages": _stage_names(profile, predicted),
+        "hops": [f"cut {point}\n{format_bytes(size)}" for point, size in sizes],
+    }
+    titles = {"bytes": "Bytes over a cut", "memory": "Memory", "hops": "Hops, there and back"}
     for name, axes in panels.items():
-        titles = {"b": "Bytes over a cut", "m": "Memory", "h": "Hops, there and back"}
         axes.set_title(titles.get(name, "Stages, and the whole step"))
         axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
         number_axis(axes.yaxis)
         axes.tick_params(axis="x", length=0)
-    _draw_bytes(panels["b"], profile, predicted)
-    unit = _draw_bars(panels["m"], [split.memory for split in bars], byte_unit)
-    stages = range(len(predicted.memory_bytes))
-    panels["m"].set(xlabel="stage", ylabel=f"held ({unit})", xticks=stages)
-    columns = [[*split.stages, split.step] for split in bars]
-    unit = _draw_bars(panels["s"], columns, second_unit)
-    names = _stage_names(profile, predicted)
-    panels["s"].set_xticks(range(len(names)), names)
-    panels["s"].set_ylabel(f"time ({unit})")
-    if predicted.hop_s:
-        unit = _draw_bars(panels["h"], [split.hops for split in bars], second_unit)
-        sizes = zip(predicted.split_points, predicted.hop_bytes)
-        names = [f"cut {point}\n{format_bytes(size)}" for point, size in sizes]
-        panels["h"].set_xticks(range(len(names)), names)
-        panels["h"].set_ylabel(f"time ({unit})")
-    looks = list(_LOOKS.items())[: 4 if predicted.hop_s else 2]
+        if name != "bytes":
+            unit_of = byte_unit if name == "memory" else second_unit
+            unit = _draw_bars(axes, [split[name] for split in bars], unit_of)
+            axes.set_xticks(range(len(names[name])), names[name])
+            axes.set_ylabel(f"{'held' if name == 'memory' else 'time'} ({unit})")
+    panels["memory"].set_xlabel("stage")
+    _draw_bytes(panels["bytes"], profile, predicted)
+    looks = list(_LOOKS.items())[: 4 if has_hops else 2]
     entries = [swatch(kind, look.model if len(bars) == 1 else look) for kind, look in looks]
     add_legend(figure, [*entries, swatch("hatched: model", Style(GREY).model)])
     return figure
@@ -229,30 +212,28 @@ def _draw_bytes(axes: Axes, profile: Profile, predicted: SplitModel) -> None:
 
 
 def _draw_bars(
-    axes: Axes,
-    columns: list[list[_Bar]],
-    unit_of: Callable[[float], tuple[float, str]],
+    axes: Axes, columns: list[list[Bar]], unit_of: Callable[[float], tuple[float, str]]
 ) -> str:
     """Draw one group of bars per place, measured right of predicted, and return the unit."""
-    tops = [max(bar.total, bar.quartiles[1]) for column in columns for bar in column]
+    tops = [max(sum(p.values()), quartiles(r or [0.0])[1]) for bars in columns for p, r in bars]
     highest = max(tops) or 1.0
     scale, unit = unit_of(highest)
     shifts, width = ((-0.22, 0.22), 0.42) if len(columns) == 2 else ((0.0,), 0.5)
     for bars, is_model, shift in zip(columns, (True, False), shifts):
-        for place, bar in enumerate(bars):
-            x, bottom = place + shift, 0.0
-            for kind, size in bar.parts.items():
+        for place, (parts, repeats) in enumerate(bars):
+            x, top = place + shift, 0.0
+            for kind, size in parts.items():
                 style = _LOOKS[kind].model if is_model else _LOOKS[kind]
                 if size:
-                    axes.bar(x, size / scale, width, bottom, label=kind, **style.fill)
-                bottom += size / scale
-            low, high = (end / scale for end in bar.quartiles)
-            if high > low:
-                axes.plot([x, x], [low, high], color=DARK, linewidth=0.8, marker="_")
-            top = max(bottom, high) + 0.03 * highest / scale
+                    axes.bar(x, size / scale, width, top, label=kind, **style.fill)
+                top += size / scale
             # Short, as bars are narrow.
-            size = bar.total / scale
-            axes.text(x, top, format_number(size) if size >= 1 else f"{size:.2f}", ha="center")
+            words = format_number(top) if top >= 1 else f"{top:.2f}"
+            if len(repeats) > 1:
+                low, high = (end / scale for end in quartiles(repeats))
+                axes.plot([x, x], [low, high], color=DARK, linewidth=0.8, marker="_")
+                top = max(top, high)
+            axes.text(x, top + 0.03 * highest / scale, words, ha="center")
     axes.set_xlim(-0.5, len(columns[0]) - 0.5)
     # Leave room for a number above the highest bar.
     axes.set_ylim(0, 1.25 * highest / scale)

@@ -88,7 +88,7 @@ def timeline(
     has_words = is_whole and hasattr(result, "explain")
     limit = result.explain() if has_words else what_limited(window, start_s, gap)
     thin = sum(s.duration_s < (end_s - start_s) / WIDTH_PX for s in window.spans)
-    narrow = f"{thin:,} narrower than a pixel: start_s and end_s zoom in." if thin else ""
+    narrow = f"Spans narrower than a pixel: {thin:,}; start_s and end_s zoom in." if thin else ""
     alt = _alt(window, dict(zip(trace.ranks, names)), end_s - start_s, model)
     words = f"Model: {limit}" if model else str(limit)
     return CaptionedFigure(figure, alt=alt, caption=joined(words, narrow, _beside(window)))
