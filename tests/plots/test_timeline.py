@@ -48,7 +48,8 @@ class TestTimeline:
         assert plots.timeline(trace).caption == str(what_limited(trace))
         assert plots.phases(result).caption == str(result.explain())
         window = what_limited(trace.between(0.006, 0.009), 0.006)
-        assert plots.timeline(result, start_s=0.006, end_s=0.009).caption == str(window)
+        part = plots.timeline(result, start_s=0.006, end_s=0.009)
+        assert part.caption == f"In the part shown: {window}"
         assert timeline_words(trace)[1] == str(result.explain())
 
     def test_window_clips_seconds_and_axis_but_no_bar(self):

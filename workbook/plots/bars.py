@@ -14,7 +14,7 @@ from workbook.plots.figure import (
     drawn,
     joined,
     new_axes,
-    range_words,
+    ratio_words,
     repeats_words,
 )
 from workbook.plots.palette import DARK, SERIES, Style, swatch
@@ -120,11 +120,6 @@ def _caption(repeats: Repeats) -> str:
         for name in row
         if (base := _model_of(name)) in row and (model := statistics.median(row[name]))
     ]
-    compared = ""
-    if ratios:
-        times = range_words(ratios)
-        times = "equal to" if times == "1" else f"{times} times"
-        compared = f"What was measured is {times} the model (hatched)."
     measured = [each for row in repeats.values() for each in row.values() if len(each) > 1]
-    words = joined(compared, repeats_words(measured, "Bars"))
+    words = joined(ratio_words(ratios, "hatched"), repeats_words(measured, "Bars"))
     return words or "Each bar is one value, not a median of repeats."

@@ -20,7 +20,7 @@ from workbook.plots.figure import (
     joined,
     number_axis,
     quartiles,
-    range_words,
+    ratio_words,
     repeats_words,
 )
 from workbook.plots.palette import DARK, SERIES, Style, swatch
@@ -121,7 +121,7 @@ def communication_time(
     ratios = [hop.median_s / hop.model_s for hop in hops if hop.model_s]
     caption = joined(
         f"The slowest hop is {slow}; the fastest is {fast}.",
-        f"What was measured is {range_words(ratios)} times the model (hatched)." if ratios else "",
+        ratio_words(ratios, "hatched"),
         repeats_words([hop.seconds for hop in hops], "Bars", "steps", "the middle half"),
     )
     return CaptionedFigure(figure, alt=f"Bars of the time over each cut. {told}.", caption=caption)

@@ -139,6 +139,15 @@ def range_words(values: Iterable[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def ratio_words(ratios: Sequence[float], look: str) -> str:
+    """``What was measured is 2 times the model (hatched).``; empty without ratios."""
+    if not ratios:
+        return ""
+    times = range_words(ratios)
+    times = "equal to" if times == "1" else f"{times} times"
+    return f"What was measured is {times} the model ({look})."
+
+
 def repeats_words(
     series: Iterable[Sequence[float]], what: str, noun: str = "repeats", span: str = "all of them"
 ) -> str:

@@ -18,7 +18,7 @@ from workbook.plots.figure import (
     joined,
     new_axes,
     number_axis,
-    range_words,
+    ratio_words,
     repeats_words,
 )
 from workbook.plots.palette import DARK, SERIES
@@ -51,7 +51,8 @@ def size_curves(
         crossover: the size in bytes at which the fastest algorithm changes according to a model
             (infinite if it never does). The measured crossovers are drawn beside it.
         title: above the figure.
-        between: the two names that the crossover is of; by default the only two.
+        between: the two names that the crossover is of; by default the two that have a model, or
+            the only two.
 
     Raises:
         ValueError: nothing to draw; a size or a time that is not above 0; a name in ``between``
@@ -66,7 +67,8 @@ def size_curves(
     lines = _draw_series(axes, seconds, predicted)
     change = ""
     if crossover is not None:
-        pair = between or (tuple(seconds) if len(seconds) == 2 else ())
+        names = [name for name in seconds if name in predicted] or list(seconds)
+        pair = between or (tuple(names) if len(names) == 2 else ())
         if unknown := sorted({*pair} - seconds.keys()):
             raise ValueError(f"{', '.join(unknown)} is not measured: {', '.join(seconds)} are")
         found = crossings(*(seconds[name] for name in pair)) if pair else []
@@ -81,8 +83,14 @@ def size_curves(
     extent = f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
     alt = f"Curves of time by size, {extent}, on logarithmic axes. {'; '.join(curves)}."
     repeats = [each for points in seconds.values() for each in points.values()]
+    ratios = [
+        statistics.median(seconds[name][size]) / statistics.median(each)
+        for name, points in predicted.items()
+        for size, each in points.items()
+        if size in seconds.get(name, ())
+    ]
     spread = repeats_words(repeats, "Points") or "Each point is one measurement."
-    caption = joined(takeaway, change, _model_words(seconds, predicted), spread)
+    caption = joined(takeaway, change, ratio_words(ratios, "dashed"), spread)
     return CaptionedFigure(figure, alt=alt, caption=caption)
 
 
@@ -219,18 +227,6 @@ def _ends_of(name: str, points: dict[int, list[float]]) -> str:
         for size in chosen
     )
     return f"{name} {', '.join(values)}"
-
-
-def _model_words(seconds: Series, predicted: Series) -> str:
-    ratios = [
-        statistics.median(seconds[name][size]) / statistics.median(repeats)
-        for name, points in predicted.items()
-        for size, repeats in points.items()
-        if size in seconds.get(name, ())
-    ]
-    if not ratios:
-        return "Dashed lines are models." if predicted else ""
-    return f"Measured times are {range_words(ratios)} times the model's (dashed)."
 
 
 @drawn

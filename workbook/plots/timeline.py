@@ -90,7 +90,8 @@ def timeline(
     thin = sum(s.duration_s < (end_s - start_s) / WIDTH_PX for s in window.spans)
     narrow = f"Spans narrower than a pixel: {thin:,}; start_s and end_s zoom in." if thin else ""
     alt = _alt(window, dict(zip(trace.ranks, names)), end_s - start_s, model)
-    words = f"Model: {limit}" if model else str(limit)
+    part = "" if is_whole else "In the part shown: "
+    words = f"{'Model: ' if model else ''}{part}{limit}"
     return CaptionedFigure(figure, alt=alt, caption=joined(words, narrow, _beside(window)))
 
 
@@ -122,7 +123,7 @@ def _alt(trace: Trace, names: Mapping[int, str], extent_s: float, model: bool) -
 def seconds_words(seconds: Mapping[str, float]) -> str:
     """``compute 4 ms, wait 1 ms``"""
     kinds = styles_of(kind for kind, s in seconds.items() if s > 0)
-    return ", ".join(f"{kind} {format_seconds(seconds[kind])}" for kind in kinds)
+    return ", ".join(f"{kind} {format_seconds(seconds[kind])}" for kind in kinds) or "no span"
 
 
 def extent_of(trace: Trace) -> tuple[float, float]:
