@@ -9,7 +9,7 @@ from parts import EPOCHS, UPDATES, bars_of, legend_of, spans_of
 from labkit.costs.async_run import simulate
 from labkit.units import format_seconds
 from workbook import plots
-from workbook.plots.bucket_overlap import example_step
+from workbook.plots.models import example_step
 
 
 class TestBucketOverlap:

@@ -184,28 +184,21 @@ class AllReduceResult(Result):
         return f"{', '.join(numbers)}, {format_number(measured_s / model_s)}"
 
     def figures(self) -> Figures:
-        """Time by size, beside the models of tree and ring; and bus bandwidth by size."""
+        """Time by size, beside the models of tree and ring."""
         from workbook.plots import size_curves
-        from workbook.plots.size_curves import with_bandwidth
 
         names = [name for name in _DRAWN if name in next(iter(self.seconds.values()))]
         model = {
             name: {size: self.model_seconds(name, size) for size in self.seconds}
             for name in ("ring", "tree")
         }
-        curves = {name: self._curve(name) for name in names}
-        where = f"on {self.world_size} ranks ({self.device})"
-        times = size_curves(
-            curves,
+        figure = size_curves(
+            {name: self._curve(name) for name in names},
             model,
             self.model_crossover_bytes(),
             between=("tree", "ring"),
-            title=f"All-reduce {where}",
+            title=f"All-reduce on {self.world_size} ranks ({self.device})",
         )
-        size = max(self.seconds)
-        carried = 2 * (self.world_size - 1) / self.world_size * size
-        allowed = carried / self.limit.seconds(size)
-        figure = with_bandwidth(times, curves, self.world_size, allowed)
         return {f"{self.world_size}_ranks": figure}
 
 

@@ -20,10 +20,16 @@ Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 
 from labkit.units import unknown_name
 from workbook.plots.bars import bars
-from workbook.plots.bucket_overlap import BUCKET_SIZES_MB, LINKS, bucket_overlap
 from workbook.plots.communication_time import communication_time, hop_rows
 from workbook.plots.figure import CaptionedFigure
 from workbook.plots.learning_curves import learning_curves
+from workbook.plots.models import (
+    BUCKET_SIZES_MB,
+    LINKS,
+    bucket_overlap,
+    staleness_histogram,
+    staleness_model,
+)
 from workbook.plots.palette import STYLES, Style
 from workbook.plots.pipeline import (
     measured_slots,
@@ -34,7 +40,6 @@ from workbook.plots.pipeline import (
 from workbook.plots.ring import RingState, ring_states, ring_step, ring_steps, ring_words
 from workbook.plots.size_curves import crossings, size_curves
 from workbook.plots.split_costs import split_costs, split_scatter
-from workbook.plots.staleness import staleness_histogram, staleness_model
 from workbook.plots.timeline import phases, timeline
 
 __all__ = [

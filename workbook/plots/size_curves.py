@@ -28,7 +28,6 @@ Measured = Mapping[str, Mapping[int, float | Iterable[float]]]
 # {name: {size in bytes: seconds}}
 Model = Mapping[str, Mapping[int, float]]
 Series = dict[str, dict[int, list[float]]]
-_BANDWIDTH_HEIGHT_IN = 3.2
 _DASHED: Any = (0, (5, 3))
 
 
@@ -227,57 +226,3 @@ def _ends_of(name: str, points: dict[int, list[float]]) -> str:
         for size in chosen
     )
     return f"{name} {', '.join(values)}"
-
-
-@drawn
-def with_bandwidth(
-    times: CaptionedFigure, measured: Measured, world_size: int, limit_bytes_per_s: float
-) -> CaptionedFigure:
-    """Add a panel to a figure of ``size_curves``: the bus bandwidth of its all-reduces.
-
-    The bus bandwidth is 2 (P - 1) / P x S / t, with the median t: what each link of a ring
-    carries, as nccl-tests define it.
-
-    Args:
-        times: the curves of time of the same names, whose legend is shared.
-        measured: ``{name: {size in bytes: seconds, or the list of their repeats}}``.
-        world_size: P, 2 or more.
-        limit_bytes_per_s: the bus bandwidth that memory or links allow, drawn as a line.
-    """
-    carried = 2 * (world_size - 1) / world_size
-    speeds = {
-        name: {size: carried * size / statistics.median(each) for size, each in points.items()}
-        for name, points in _checked(measured, "measured").items()
-    }
-    figure, (above,) = times.figure, times.figure.axes
-    heights = [figure.get_figheight(), _BANDWIDTH_HEIGHT_IN]
-    grid = figure.add_gridspec(2, 1, height_ratios=heights)
-    figure.set_figheight(sum(heights))
-    above.set_subplotspec(grid[0])
-    axes = figure.add_subplot(grid[1], sharex=above)
-    for by_size, (style, marker, _) in zip(speeds.values(), itertools.cycle(SERIES)):
-        gigabytes = [speed / 1e9 for speed in by_size.values()]
-        axes.plot(list(by_size), gigabytes, color=style.color, marker=marker, linewidth=1.6)
-    limit = limit_bytes_per_s / 1e9
-    axes.axhline(limit, color=DARK, linestyle=(0, (1, 2)), linewidth=1.4)
-    told = f"limit: {format_number(limit)} GB/s"
-    axes.annotate(told, (0.01, limit), (0, 3), ("axes fraction", "data"), "offset points")
-    axes.set_yscale("log")
-    number_axis(axes.yaxis)
-    axes.set(xlabel=above.get_xlabel(), ylabel="bus bandwidth (GB/s, log)")
-    above.set_xlabel("")
-    axes.grid()
-    best = {name: max((s, size) for size, s in row.items()) for name, row in speeds.items()}
-    words = {
-        name: f"{format_number(speed / 1e9)} GB/s at {format_bytes(size)}"
-        for name, (speed, size) in best.items()
-    }
-    name = max(best, key=best.__getitem__)
-    reached = "; ".join(f"{name} reaches {each}" for name, each in words.items())
-    return CaptionedFigure(
-        figure,
-        alt=f"{times.alt} Below, curves of bus bandwidth by size: {reached}.",
-        caption=f"{times.caption} The highest bus bandwidth, 2 (P - 1) / P x bytes / seconds, is "
-        f"that of {name}: {words[name]}, {best[name][0] / limit_bytes_per_s:.0%} of the limit "
-        "(dotted).",
-    )

@@ -7,8 +7,7 @@ import ipywidgets
 
 from labkit.schedules.staleness import check_bound
 from workbook import plots
-from workbook.plots.bucket_overlap import BUCKET_SIZES_MB, LINKS, example_step, size_name
-from workbook.plots.staleness import MAX_WORKERS
+from workbook.plots.models import BUCKET_SIZES_MB, LINKS, MAX_WORKERS, example_step, size_name
 from workbook.widgets.explorer import Explorer
 
 MAX_BUCKET_RANKS, MAX_RING_RANKS, MAX_FACTOR = 16, 6, 8

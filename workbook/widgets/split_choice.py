@@ -15,7 +15,7 @@ from labkit.schedules.split_points import stage_bounds
 from labkit.tracing import Span
 from labkit.training.split_run import MeasuredSplit
 from labkit.units import format_bytes, format_number, format_seconds, second_unit
-from workbook.plots.bucket_overlap import LINKS as NETWORKS
+from workbook.plots.models import LINKS as NETWORKS
 
 HERE = "this machine"
 # Bytes per second are those of the standards, in one direction: 450e9 is half of what an H100's
