@@ -194,7 +194,7 @@ def test_best_split_moves_the_handles_and_says_why(picture):
     picture.root.get_by_label("link between stages").select_option("1 GbE")
     picture.press("Best split")
     picture.wait_for_points(31, 33)
-    picture.wait_for_status("best by the model: cut before layers 31, 33. The step shrinks from")
+    picture.wait_for_status("best by the model, cut before layers 31, 33: step ")
     picture.root.get_by_label("link between stages").select_option("this machine")
 
 

@@ -171,7 +171,7 @@ def step_data(
             row["measured"] = {"spans": bars, "memory": memory(run.memory_bytes[stage])}
         stages.append(row)
     return {
-        "numbers": _numbers(split, run),
+        "numbers": step_numbers(split, run),
         "stages": stages,
         "hops": list(_hops(split)),
         "ends": ends,
@@ -191,12 +191,14 @@ def ticks(end_s: float) -> list[tuple[float, str]]:
     ]
 
 
-def _numbers(split: SplitModel, run: MeasuredSplit | None) -> list[tuple[str, str, str]]:
+def step_numbers(
+    split: SplitModel, run: MeasuredSplit | None = None
+) -> list[tuple[str, str, str]]:
     """What stands above the picture: name, the model's number, and the measured one."""
     largest_s = max(f + b for f, b in zip(split.forward_s, split.backward_s))
     hops_s = sum(split.hop_s) + sum(split.backward_hop_s)
     sent = [size * (1 + bool(back)) for size, back in zip(split.hop_bytes, split.backward_hop_s)]
-    real = ["", "", "", ""]
+    real = [""] * 5
     if run is not None:
         compute_s = [f + b for f, b in zip(run.forward_s, run.backward_s)]
         step_s = statistics.median(run.step_s)
@@ -204,12 +206,13 @@ def _numbers(split: SplitModel, run: MeasuredSplit | None) -> list[tuple[str, st
         hops = [*run.forward_hop_s, *run.backward_hop_s]
         measured_s = sum(statistics.median(hop) for hop in hops if hop)
         real = [format_seconds(step_s), f"{idle:.0%}", format_seconds(max(compute_s))]
-        real.append(format_seconds(measured_s))
+        real += [format_seconds(measured_s), format_bytes(max(run.memory_bytes))]
     return [
         ("step", format_seconds(split.step_s), real[0]),
         ("bubble: stages idle", f"{split.bubble:.0%}", real[1]),
         ("largest stage", format_seconds(largest_s), real[2]),
         ("all hops", format_seconds(hops_s), real[3]),
+        ("largest memory", format_bytes(max(split.memory_bytes)), real[4]),
         ("bytes of a step", format_bytes(sum(sent)), ""),
     ]
 

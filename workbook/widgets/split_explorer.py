@@ -12,11 +12,11 @@ from torch import nn
 from traitlets import Dict, Float, Int, List, Unicode
 
 from labkit.costs.link import Link
-from labkit.placement.planner import SplitModel, best_split
+from labkit.placement.planner import best_split
 from labkit.placement.stage_costs import Profile
 from labkit.schedules.split_points import check_split_points
 from labkit.training.split_run import MeasuredSplit, measure_profile, measure_split
-from labkit.units import check_choice, format_bytes, format_seconds
+from labkit.units import check_choice, format_seconds
 from workbook.plots.split_costs import cuts_words, split_caption
 from workbook.widgets.explorer import cell_state
 from workbook.widgets.job import Job
@@ -28,6 +28,7 @@ from workbook.widgets.split_choice import (
     SplitModels,
     layer_data,
     step_data,
+    step_numbers,
     ticks,
 )
 
@@ -233,17 +234,15 @@ class SplitPicture(anywidget.AnyWidget):
             memory_cap_bytes=cap_bytes,
         )
         self.points = list(best.split_points)
-        said = f"best by the model: {cuts_words(best.split_points)}"
+        said = f"best by the model, {cuts_words(best.split_points)}"
         if best.split_points == before.split_points:
             return f"{said}, where the cuts are already"
-        names = ("the step", "the largest stage", "the sum of the hops")
-        pairs = zip(names, _times(before), _times(best))
-        parts = [_change(*pair) for pair in pairs]
-        largest, now = max(before.memory_bytes), max(best.memory_bytes)
-        if cap_bytes is not None and largest > cap_bytes:
-            sizes = f"{format_bytes(largest)} -> {format_bytes(now)}"
-            parts.append(f"the largest memory {sizes}, within the cap")
-        return f"{said}. {'; '.join(parts).capitalize()}."
+        changes = [
+            f"{name} {old} -> {new}"
+            for (name, old, _), (_, new, _) in zip(step_numbers(before), step_numbers(best))
+            if old != new
+        ]
+        return f"{said}: {', '.join(changes)}"
 
     @traitlets.validate("points")
     def _check_points(self, proposal: dict) -> list[int]:
@@ -258,16 +257,3 @@ class SplitPicture(anywidget.AnyWidget):
         if value not in self.options[name]:
             check_choice(name, value, list(map(str, self.options[name])))
         return value
-
-
-def _times(split: SplitModel) -> tuple[float, float, float]:
-    """The step, its largest stage, and its hops, in seconds."""
-    largest_s = max(f + b for f, b in zip(split.forward_s, split.backward_s))
-    return split.step_s, largest_s, sum(split.hop_s) + sum(split.backward_hop_s)
-
-
-def _change(name: str, before_s: float, after_s: float) -> str:
-    before, after = format_seconds(before_s), format_seconds(after_s)
-    if before == after:
-        return f"{name} stays at {before}"
-    return f"{name} {'shrinks' if after_s < before_s else 'grows'} from {before} to {after}"
