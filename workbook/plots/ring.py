@@ -1,5 +1,6 @@
-"""An all-reduce on paper: which ranks' values each chunk holds, one grid per state."""
+"""A ring all-reduce on paper: which ranks' values each chunk holds, one grid per state."""
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +26,11 @@ _LINES = "#808080"
 
 @dataclass(frozen=True)
 class RingState:
-    """One moment of an all-reduce on paper: P ranks, C chunks.
+    """One moment of an all-reduce on paper: P ranks, and as many chunks.
 
     Attributes:
-        contributions: [P][C], the ranks whose values are summed in that rank's chunk.
-        values: [P][C], the sum of their numbers.
+        contributions: [P][P], the ranks whose values are summed in that rank's chunk.
+        values: [P][P], the sum of their numbers.
         messages: (source rank, destination rank, chunk) of each message that has just arrived.
         title: above this grid.
     """
@@ -101,17 +102,20 @@ def ring_steps(states: Sequence[RingState], *, title: str | None = None) -> Capt
     if title:
         add_title(figure, title)
     add_legend(figure, _legend_entries(states))
-    last = states[-1]
-    ranks, chunks = len(last.contributions), len(last.contributions[0])
-    progress = "; ".join(
-        f"{state.title or f'state {number}'}, {state.complete}"
-        for number, state in enumerate(states)
-    )
+    ranks = len(states[0].values)
+    cells = ranks**2
+    progress = "; ".join(f"{state.title}, {state.complete}" for state in states)
+    count = format_count(len(states), "state")
     alt = (
-        f"Grid of {ranks} ranks by {chunks} chunks in {format_count(len(states), 'state')}. "
-        f"Cells that hold the sum of all ranks, of {ranks * chunks}: {progress}."
+        f"Grid of {ranks} ranks by {ranks} chunks in {count}. "
+        f"Cells that hold the sum of all ranks, of {cells}: {progress}."
     )
-    return CaptionedFigure(figure, alt=alt, caption=_caption(states, ranks * chunks))
+    caption = (
+        "Each cell shows its value, and below it names the ranks summed in it. Arrows show what "
+        f"has just moved, {ranks} messages per step. At the end {states[-1].complete} of {cells} "
+        "cells hold the sum of all ranks."
+    )
+    return CaptionedFigure(figure, alt=alt, caption=caption)
 
 
 @drawn
@@ -195,18 +199,14 @@ def _listed(texts: Iterable[str]) -> str:
 
 def _grids(states: Sequence[RingState], title: str | None, count: int) -> tuple[int, int, Figure]:
     """Columns and lines of ``count`` grids in which each state's texts fit, and their figure."""
-    ranks, chunks = len(states[0].contributions), len(states[0].contributions[0])
-    cells = [
-        _cell_texts(state, rank, chunk)
-        for state in states
-        for rank in range(ranks)
-        for chunk in range(chunks)
-    ]
+    ranks = len(states[0].values)
+    places = list(itertools.product(range(ranks), range(ranks)))
+    cells = [_cell_texts(state, *place) for state in states for place in places]
     # Room for the longest text of a cell and the arrow beside it; values are bold.
     plain_in = max(0.1 * len(t) - 0.05 * t.count(",") + 0.18 for texts in cells for t in texts)
     bold_in = max(0.15 * len(value) for value, _ in cells)
     title_in = max(0.1 * len(state.title) for state in states)
-    width_in = max(chunks * max(0.4, plain_in, bold_in), title_in) + 0.5
+    width_in = max(ranks * max(0.4, plain_in, bold_in), title_in) + 0.5
     lines = math.ceil(count / max(1, int(WIDTH_IN / width_in)))
     columns = math.ceil(count / lines)
     height_in = lines * (0.48 * ranks + 0.8) + (0.9 if title else 0.6)
@@ -234,7 +234,7 @@ def _cell_look(count: int, world_size: int) -> tuple[str, str]:
 
 
 def _draw_grid(axes: Axes, state: RingState, first_in_line: bool) -> None:
-    ranks, chunks = len(state.contributions), len(state.contributions[0])
+    ranks = len(state.values)
     for rank, row in enumerate(state.contributions):
         for chunk, cell in enumerate(row):
             fill, ink = _cell_look(len(cell), ranks)
@@ -252,8 +252,8 @@ def _draw_grid(axes: Axes, state: RingState, first_in_line: bool) -> None:
         arrow = {"arrowstyle": "-|>", "color": VERMILION, "linewidth": 1.6, "shrinkA": 0}
         ends = (chunk + 0.37, dst), (chunk + 0.37, src)
         axes.annotate("", *ends, arrowprops=arrow, zorder=4)
-    axes.set(xlim=(-0.55, chunks - 0.45), ylim=(ranks - 0.45, -0.55))
-    axes.set_xticks(range(chunks))
+    axes.set(xlim=(-0.55, ranks - 0.45), ylim=(ranks - 0.45, -0.55))
+    axes.set_xticks(range(ranks))
     axes.set_yticks(range(ranks))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -278,18 +278,3 @@ def _legend_entries(states: Sequence[RingState]) -> list[Patch]:
         outline = Patch(fill=False, edgecolor=VERMILION, linewidth=2.2, label="just arrived")
         entries.append(outline)
     return entries
-
-
-def _caption(states: Sequence[RingState], cells: int) -> str:
-    last = states[-1]
-    sentences = ["Each cell shows its value, and below it names the ranks summed in it."]
-    messages = [len(state.messages) for state in states if state.messages]
-    if messages:
-        # The first state may show the last step of another figure.
-        every_step = len(states) > 1 and len(set(messages)) == 1
-        count = format_count(messages[0] if every_step else sum(messages), "message")
-        how = "per step" if every_step else "in all"
-        sentences.append(f"Arrows show what has just moved, {count} {how}.")
-    when = "At the end" if len(states) > 1 else "Here"
-    sentences.append(f"{when} {last.complete} of {cells} cells hold the sum of all ranks.")
-    return " ".join(sentences)
