@@ -31,7 +31,7 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 unexport UV_TORCH_BACKEND UV_REQUIRE_HASHES UV_NO_VERIFY_HASHES
 
 .DEFAULT_GOAL := help
-.PHONY: help env cluster horovod tensorflow lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest faults storm bench two-hosts elsewhere html \
+.PHONY: help env cluster horovod tensorflow lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest faults storm bench two-hosts gpu-report elsewhere html \
         notebooks pins clean distclean FORCE
 
 help:
@@ -49,6 +49,7 @@ help:
 	@echo "make storm-resume    20 runs of each technique killed, resumed and compared (half an hour)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
 	@echo "make two-hosts       train on two hosts on this machine, and record it (root; five minutes)"
+	@echo "make gpu-report      all figures of a GPU server as one page, in 30 minutes at most"
 	@echo "make elsewhere       train the same with PyTorch, Horovod and TensorFlow, and record it"
 	@echo "make html            the notebooks as web pages in build/html"
 	@echo "make notebooks       run the notebooks and store their outputs in place"
@@ -197,13 +198,14 @@ bench: env
 
 # Two network namespaces with a cable of 10 and 1 Gb/s: they end with the command, whatever ends it.
 two-hosts: env
-	@$(BIN)/python -m labkit bench two-hosts --json data/results/two_hosts.json \
-	  --figure data/results/two_hosts.png $(ARGS)
+	@PYTHONPATH=$(CURDIR) $(BIN)/python tools/two_hosts.py $(ARGS)
+
+gpu-report: env
+	@PYTHONPATH=$(CURDIR) $(BIN)/python tools/gpu_report.py $(ARGS)
 
 # What make horovod and make tensorflow have made takes part.
 elsewhere: env
-	@$(BIN)/python -m labkit bench elsewhere --json data/results/elsewhere.json \
-	  --figure data/results/elsewhere.png $(ARGS)
+	@PYTHONPATH=$(CURDIR) $(BIN)/python tools/elsewhere.py $(ARGS)
 
 html: env
 	@mkdir -p build/html

@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from workbook.measure.two_hosts.hosts import ADDRESSES, NAMES, SCRATCH, TwoHosts, check_two_hosts
+from workbook.measure.hosts import ADDRESSES, NAMES, SCRATCH, TwoHosts, check_two_hosts
 
 ROOT = Path(__file__).resolve().parents[1]
 # Ray gives up if its own processes take longer than 15 s to start, as they do on a busy machine:

@@ -1,10 +1,9 @@
-"""The commands of ``labkit`` that need the course: bench, compare, gpu-report, progress, lab.
+"""The commands of ``labkit`` that need the course: bench, compare, progress, lab.
 
 labkit finds ``add`` by the entry point in pyproject.toml. What a command needs is imported when
 it runs.
 """
 
-import contextlib
 from argparse import Namespace
 from functools import partial
 from typing import Any
@@ -21,7 +20,6 @@ def add(commands) -> None:
     """Add them to labkit's parser, each with the function that runs it."""
     _add_bench(commands)
     _add_compare(commands)
-    _add_gpu_report(commands)
     _add_progress(commands)
     lab = commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
     lab.set_defaults(run=_lab, takes_rest=True)
@@ -38,8 +36,7 @@ def _add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
     bench.set_defaults(run=_bench)
     add = bench.add_argument
-    names = "launch, all-reduce, ddp, placement, pipeline, checkpoint: all of them if left out; "
-    names += "two-hosts (root), elsewhere (other frameworks)"
+    names = "launch, all-reduce, ddp, placement, pipeline, checkpoint: all of them if left out"
     add("names", nargs="*", metavar="NAME", help=names)
     ranks = "numbers of ranks, one run each (2,4)"
     add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
@@ -47,14 +44,12 @@ def _add_bench(commands) -> None:
     parse_sizes = list_of(units.parse_bytes)
     add("--sizes", dest="sizes_bytes", type=parse_sizes, metavar="SIZE,SIZE", help=sizes)
     add("--models", type=list_of(str), metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
-    add("--contenders", type=list_of(str), metavar="C,C", help="elsewhere: only these")
-    add("--steps", type=_integer, metavar="N", help="elsewhere: steps of each contender (40)")
     add("--repeats", type=_integer, metavar="N", help="at most N repeats; slow ones get fewer")
     add("--device", metavar="auto|cpu|cuda", help="where the ranks run")
     add("--devices", type=list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
     record = "record the results of one benchmark, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
-    draw = "all-reduce, placement, two-hosts, elsewhere: draw the times, to FILE.png"
+    draw = "all-reduce, placement: draw the times, to FILE.png"
     add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
 
 
@@ -84,17 +79,6 @@ def _add_compare(commands) -> None:
     add("--from", dest="from_path", metavar="FILE", help="print and draw a record, run nothing")
 
 
-def _add_gpu_report(commands) -> None:
-    report = commands.add_parser("gpu-report", help="measure all that a GPU server can show")
-    report.set_defaults(run=_gpu_report)
-    add = report.add_argument
-    add("--out", metavar="FOLDER", help="the report's folder; continued if it is one (gpu-report)")
-    minutes = "for everything, the most valuable steps first (30)"
-    add("--minutes", type=typed(units.parse_number), metavar="M", help=minutes)
-    add("--steps", type=list_of(str), metavar="S,S", help="only these: doctor, placements, ...")
-    add("--quick", action="store_true", default=None, help="the least of each step, as a test")
-
-
 def _add_progress(commands) -> None:
     progress = commands.add_parser("progress", help="exercises passed; predictions and reality")
     progress.set_defaults(run=_progress)
@@ -115,16 +99,6 @@ def _compare(arguments: Namespace) -> int:
     from workbook.measure.compare.command import main as compare
 
     return compare(**_given(arguments))
-
-
-def _gpu_report(arguments: Namespace) -> int:
-    from workbook.lab import workbook_root
-    from workbook.measure.gpu_report.command import main as gpu_report
-
-    given, root = _given(arguments), None
-    with contextlib.suppress(ValueError):
-        root = workbook_root()
-    return gpu_report(**{name: given[name] for name in given if name != "words"}, root=root)
 
 
 def _progress(arguments: Namespace) -> int:

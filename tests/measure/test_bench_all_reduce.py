@@ -10,11 +10,9 @@ import torch
 
 from labkit.__main__ import main
 from labkit.costs.seconds import all_reduce_seconds, crossover_bytes
-from workbook.measure import all_reduce, all_reduce_result, spread
-from workbook.measure.all_reduce import bench_all_reduce
-from workbook.measure.all_reduce_result import AllReduceResult
+from workbook.measure import all_reduce, spread
+from workbook.measure.all_reduce import AllReduceResult, bench_all_reduce
 from workbook.measure.command import show
-from workbook.measure.link_and_memory import Memory
 from workbook.measure.record import merged
 
 KIB, MIB = 2**10, 2**20
@@ -47,7 +45,6 @@ def test_every_contender_of_the_all_reduce_bench_is_right_and_recorded(tmp_path,
         assert rows["gloo"]["ratio_to"]["gloo"] == {"median": 1, "low": 1, "high": 1}
     assert {link["world_size"] for link in record["links"]} == {3}
     assert len(record["predictions"]) == len(record["links"]) * 2 * 3
-    assert record["memory"][0]["copy_bytes_per_s"] > 0
     assert (record["crossovers"][0]["model_bytes"] or 0) >= 0
     out = capsys.readouterr().out
     assert "All-reduce of float32 in place, 3 ranks on cpu" in out
@@ -104,9 +101,7 @@ def made_up(world_size: int = 4) -> AllReduceResult:
         size: {name: [seconds[n]] * 3 for name, seconds in times.items()}
         for n, size in enumerate(sizes)
     }
-    # 4 ranks, 64 MiB each: 128 MiB copied, 192 MiB added.
-    memory = {"copy": [128 * MIB * world_size / 20e9], "add": [192 * MIB * world_size / 40e9]}
-    seconds = {"memory": memory, "messages": messages, "all_reduce": found}
+    seconds = {"messages": messages, "all_reduce": found}
     return AllReduceResult.of(seconds, world_size, "cpu")
 
 
@@ -130,19 +125,11 @@ def test_the_measured_crossover_is_where_the_medians_cross():
 
 
 def test_a_model_without_a_crossover_is_null_in_json(monkeypatch):
-    monkeypatch.setattr(all_reduce_result, "crossover_bytes", lambda *_: math.inf)
+    monkeypatch.setattr(all_reduce, "crossover_bytes", lambda *_: math.inf)
     record = made_up().record()
     assert record["crossovers"][0]["model_bytes"] is None
     json.dumps(record, allow_nan=False)
     assert "The ring overtakes the tree: model never" in str(made_up())
-
-
-def test_the_limit_is_each_tensor_read_once_and_written_once():
-    result = made_up()
-    assert result.memory == Memory(4, pytest.approx(20e9), pytest.approx(40e9))
-    row = next(row for row in result.rows() if row["contender"] == "fast ring")
-    assert row["limit_s"] == pytest.approx(2 * 4 * row["size_bytes"] / 40e9)
-    assert row["share_of_limit"] == pytest.approx(row["limit_s"] / 1e-3)
 
 
 def test_ratios_are_to_those_that_took_part():
@@ -157,7 +144,6 @@ def test_ratios_are_to_those_that_took_part():
 
 def test_the_record_of_several_world_sizes_has_the_rows_of_all():
     record = merged([made_up(2), made_up(4)])
-    assert [one["world_size"] for one in record["memory"]] == [2, 4]
     assert [row["world_size"] for row in record["rows"]] == [2] * 20 + [4] * 20
 
 

@@ -15,8 +15,8 @@ import torch
 from ranks import is_alive, session_of, wait_until
 from torch.nn.functional import cross_entropy
 
-from workbook.measure.elsewhere.digits import LR, MOMENTUM, SCRIPTS, initial_model, prepare
 from workbook.measure.elsewhere.environments import python_of, why_not
+from workbook.measure.elsewhere.turns import LR, MOMENTUM, SCRIPTS, initial_model, prepare
 
 STEPS = 8
 PARAMETER_BYTES = 4 * sum(p.numel() for p in initial_model().parameters())
@@ -29,12 +29,14 @@ needs_tensorflow = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp("elsewhere"), STEPS)
+    folder = tmp_path_factory.mktemp("elsewhere")
+    prepare(folder, STEPS)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def batches(place):
-    with np.load(place.experiment) as file:
+    with np.load(place / "experiment.npz") as file:
         return list(zip(*(map(torch.from_numpy, file[name]) for name in ("images", "labels"))))
 
 
@@ -54,13 +56,13 @@ def one_device(batches):
 
 def command(place, script, *options):
     python = python_of("tensorflow")
-    files = ["--experiment", place.experiment, "--report", place.folder / f"{script}.json"]
-    return [python, place.script(script), *files, *options]
+    files = ["--experiment", place / "experiment.npz", "--report", place / f"{script}.json"]
+    return [python, place / script, *files, *options]
 
 
 def report_of(place, script, *options):
     """Run a script, which prints nothing: the reports of its workers."""
-    folder = place.folder / "home"
+    folder = place / "home"
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
         command(place, script, *options),
@@ -71,7 +73,7 @@ def report_of(place, script, *options):
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [*folder.iterdir()] == []  # neither settings nor temporary files
-    found = {path: json.loads(path.read_text()) for path in place.folder.glob(f"{script}.json*")}
+    found = {path: json.loads(path.read_text()) for path in place.glob(f"{script}.json*")}
     return [report for _, report in sorted(found.items())]
 
 
@@ -139,7 +141,8 @@ def test_an_asynchronous_parameter_server_counts_its_staleness(place, batches):
 @needs_tensorflow
 @pytest.mark.slow
 def test_nothing_is_left_when_the_coordinator_is_killed_while_it_trains(tmp_path):
-    place = prepare(tmp_path, steps=1000)
+    place = tmp_path
+    prepare(place, steps=1000)
     words = command(place, "parameter_server.py")
     settings = {**os.environ, "PYTHONPATH": ""}
     with subprocess.Popen(words, env=settings, start_new_session=True) as first:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from workbook.measure.elsewhere import digits
+from workbook.measure.elsewhere import turns
 from workbook.measure.elsewhere.environments import python_of, why_not
 
 STEPS, WORKERS = 4, 2
@@ -20,10 +20,10 @@ pytestmark = [
 ]
 
 
-def losses_of_one_device(place: digits.Place) -> list[float]:
+def losses_of_one_device(place: Path) -> list[float]:
     """PyTorch on whole batches, without any code of labkit or of the scripts' steps."""
-    experiment = digits.module_of(place.folder).Experiment.load(place.experiment)
-    model, losses = digits.initial_model(), []
+    experiment = turns.module_of(place).Experiment.load(place / "experiment.npz")
+    model, losses = turns.initial_model(), []
     rates = {"lr": experiment.lr, "momentum": experiment.momentum}
     optimizer = torch.optim.SGD(model.parameters(), **rates)
     for images, labels in zip(experiment.images, experiment.labels):
@@ -47,7 +47,7 @@ def started_by(mark: str) -> list[str]:
     return found
 
 
-def horovodrun(place: digits.Place, home: Path) -> None:
+def horovodrun(place: Path, home: Path) -> None:
     """Two workers run the script; ``home`` gets what they write elsewhere, and a note of ssh."""
     python = python_of("horovod")
     for name in ("home", "tmp", "bin"):
@@ -55,8 +55,8 @@ def horovodrun(place: digits.Place, home: Path) -> None:
     (home / "bin" / "ssh").write_text(f"#!/bin/sh\ntouch {home}/home/ssh_was_called; exit 1\n")
     (home / "bin" / "ssh").chmod(0o755)
     words = [python.with_name("horovodrun"), "--gloo", "--disable-cache", "-np", str(WORKERS)]
-    words += [python, place.script("horovod_digits.py"), "--experiment", place.experiment]
-    words += ["--report", place.folder / "report.json"]
+    words += [python, place / "horovod_digits.py", "--experiment", place / "experiment.npz"]
+    words += ["--report", place / "report.json"]
     changed = {"HOME": str(home / "home"), "TMPDIR": str(home / "tmp"), MARK: str(home)}
     changed |= {"PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": ""}
     settings = {**os.environ, **changed, "OMP_NUM_THREADS": "1"}
@@ -68,7 +68,8 @@ def horovodrun(place: digits.Place, home: Path) -> None:
 
 
 def test_losses_of_one_device_bytes_of_a_ring_and_nothing_left(tmp_path):
-    place = digits.prepare(tmp_path, STEPS)
+    place = tmp_path
+    turns.prepare(place, STEPS)
     due = losses_of_one_device(place)
     home = tmp_path / "elsewhere"
     horovodrun(place, home)
@@ -77,7 +78,7 @@ def test_losses_of_one_device_bytes_of_a_ring_and_nothing_left(tmp_path):
     paths = [tmp_path / "report.json", *sorted(tmp_path.glob("report.json.*"))]
     told = [json.loads(path.read_text()) for path in paths]
     assert len(told) == WORKERS
-    num_bytes = sum(p.numel() * p.element_size() for p in digits.initial_model().parameters())
+    num_bytes = sum(p.numel() * p.element_size() for p in turns.initial_model().parameters())
     ring = 2 * (WORKERS - 1) / WORKERS * num_bytes
     for worker in told:
         assert worker["losses"] == pytest.approx(due, rel=1e-5)

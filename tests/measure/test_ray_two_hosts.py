@@ -11,7 +11,7 @@ import sys
 import pytest
 from two_hosts import ROOT, RayCluster, why_not
 
-from workbook.measure.two_hosts import TwoHosts
+from workbook.measure.hosts import TwoHosts
 
 # Runs in the first host: a notebook with a kernel there. It prints the cell's outputs.
 NOTEBOOK = """

@@ -7,10 +7,9 @@ from hosts_program import BASE, CASES
 from safetensors.torch import load_file
 from two_hosts import ROOT, Torchrun, why_not
 
-from labkit import WorkerError, train_with
+from labkit import train_with
 from labkit.training.state import largest_difference
-from workbook.measure.two_hosts import TwoHosts, work
-from workbook.measure.two_hosts.jobs import Job
+from workbook.measure.hosts import TwoHosts
 
 pytestmark = pytest.mark.slow
 
@@ -30,18 +29,6 @@ def trained(hosts, tmp_path_factory):
     words = [str(ROOT / "tests" / "hosts_program.py"), str(folder), "endless"]
     job = Torchrun(hosts, 2, words, 29500)
     return folder, json.loads(job.line("trained ")), job
-
-
-def test_a_job_takes_turns_and_says_why_it_has_ended(hosts):
-    with Job(hosts, 1, 2, number=1) as job:
-        job.wait_until_ready()
-        for words in ("message 4096", "inside 4096", "add 4096", f"all-reduce {work.FLAT}"):
-            assert job.turn(words)["seconds"] > 0
-        answer = job.turn(f"train {work.ONE_HOST}")
-        # Forward and backward of its batch, asleep.
-        assert answer["seconds"] > answer["spent_s"]["compute"] > 3 * 64 * work.SAMPLE_S
-        with pytest.raises(WorkerError, match=r"(?s)have ended early.*KeyError: 'nonsense'"):
-            job.turn("nonsense 1")
 
 
 def test_every_technique_equals_one_device_over_two_hosts(trained):

@@ -6,12 +6,11 @@
     placement     the cuts of VGG16: hops by placement, and every single cut against the planner
     pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
     checkpoint    for how long a checkpoint stops the training
-    two-hosts     one worker, two on one host, four on two hosts, over cables of several rates
-    elsewhere     the same training by PyTorch, Horovod and TensorFlow, and by labkit
 
-``turns`` has the rules of timing, ``record`` what is recorded beside the results, ``compare`` the
-command ``labkit compare``. ``python tools/bench_mpi.py`` is the all-reduce bench with MPI as an
-additional contender.
+``make two-hosts``, ``make elsewhere`` and ``make gpu-report`` run the scripts of these names in
+tools/; ``two_hosts`` and ``elsewhere`` show their records. ``turns`` has the rules of timing,
+``record`` what is recorded beside the results, ``compare`` the command ``labkit compare``.
+``python tools/bench_mpi.py`` is the all-reduce bench with MPI as an additional contender.
 """
 
 import lazy_loader

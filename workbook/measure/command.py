@@ -11,13 +11,11 @@ from labkit.units import check_choice
 from workbook.measure.all_reduce import bench_all_reduce
 from workbook.measure.checkpoint import bench_checkpoint
 from workbook.measure.ddp import bench_ddp
-from workbook.measure.elsewhere.measure import bench_elsewhere
 from workbook.measure.launch import bench_launch
 from workbook.measure.pipeline import bench_pipeline
 from workbook.measure.placement import bench_placement
 from workbook.measure.record import Figures, Result, command_line, flag, machine, merged, write
 from workbook.measure.turns import Where
-from workbook.measure.two_hosts.measure import bench_two_hosts
 
 BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "launch": bench_launch,
@@ -26,12 +24,8 @@ BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "placement": bench_placement,
     "pipeline": bench_pipeline,
     "checkpoint": bench_checkpoint,
-    "two-hosts": bench_two_hosts,
-    "elsewhere": bench_elsewhere,
 }
-# They take root, or environments of other frameworks and minutes.
-_ONLY_NAMED = ("two-hosts", "elsewhere")
-DRAWN = ("all-reduce", "placement", "two-hosts", "elsewhere")
+DRAWN = ("all-reduce", "placement")
 _PICTURES = (".png", ".svg")
 
 
@@ -45,7 +39,7 @@ def main(
     """Run the benches of these names (all of them if none is given); print and record them.
 
     Args:
-        names: out of ``BENCHES``; if empty, all but ``_ONLY_NAMED``.
+        names: out of ``BENCHES``; if empty, all.
         json_path: where to write one bench's results, with hardware and versions.
         figure_path: where to write its figures.
         words: the command line, for the record.
@@ -58,7 +52,7 @@ def main(
         ValueError: before anything runs, for options that are wrong or belong to another bench.
         OutputError: after the runs, a file could not be written.
     """
-    chosen = names or [name for name in BENCHES if name not in _ONLY_NAMED]
+    chosen = names or list(BENCHES)
     _check(chosen, settings, json_path, figure_path)
     # A bench checks its settings when it is called, and runs when its results are iterated over.
     runs = {name: BENCHES[name](**settings) for name in chosen}

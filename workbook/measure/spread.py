@@ -1,9 +1,12 @@
 """Repeats in numbers and words: median and quartiles, ratios within a repeat, plain tables."""
 
+import html
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from labkit.units import html_table, text_table
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,24 @@ def step_record(
         time: asdict(Spread.of(seconds)),
         "ratio_to": {name: asdict(Spread.of(repeats)) for name, repeats in ratio_to.items()},
     }
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """A table as text, and as HTML in a notebook; ``notes`` are sentences below it."""
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([text_table(self.heads, self.rows), *self.notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        notes = "<br>".join(map(html.escape, self.notes))
+        return html_table(self.heads, self.rows) + (f"<p>{notes}</p>" if notes else "")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -1,15 +1,8 @@
-"""``labkit bench elsewhere``: the same training by labkit and by other frameworks, in one run.
+"""The same training by labkit and by other frameworks, in one run: ``make elsewhere``.
 
-    digits        the experiment as a file, and the scripts that read it
-    environments  whether Horovod and TensorFlow are here
-    contenders    who trains
-    own, scripts  a turn of labkit's techniques, and of a script in processes of its own
-    turn          what a turn has found, and how a failure is told
-    measure       the turns; result: what they found, and its record
-    recorded      the stored record
-    table         the tables of a record; figure: its figure
-
-The scripts are in ``notebooks/scripts/elsewhere``; ``make elsewhere`` records a run of all.
+``turns`` has a turn of labkit's techniques, and of a script in processes of its own; ``run`` who
+takes turns, and the record; ``show`` its table and figure; ``environments`` whether Horovod and
+TensorFlow are here. The scripts are in notebooks/scripts/elsewhere.
 """
 
 import lazy_loader
@@ -18,11 +11,8 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "contenders": ["CONTENDERS"],
         "environments": ["FRAMEWORKS", "python_of", "why_not"],
-        "figure": ["elsewhere_figure"],
-        "measure": ["bench_elsewhere", "run_elsewhere"],
-        "recorded": ["recorded", "side_by_side"],
-        "table": ["elsewhere_table", "losses_table"],
+        "run": ["CONTENDERS", "run_elsewhere"],
+        "show": ["elsewhere_figure", "elsewhere_table", "recorded", "side_by_side"],
     },
 )

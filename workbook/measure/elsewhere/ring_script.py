@@ -14,8 +14,7 @@ from pathlib import Path
 
 import labkit.horovod
 from labkit.runtime.agents import start_agents
-from workbook.measure.elsewhere.counting import Counting
-from workbook.measure.elsewhere.digits import module_of
+from workbook.measure.elsewhere.turns import Counting, module_of
 
 _LIMIT_S = 3600.0
 

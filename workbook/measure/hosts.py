@@ -1,14 +1,10 @@
 """Two hosts on one machine: network namespaces with a cable between them, slowed to a rate.
 
 A host is a process that waits in namespaces of its own: network, processes, mounts and name. It
-has its own loopback, its own ``/proc`` and ``/dev/shm``, and reaches the other host only through
-a veth pair (a cable with a network card at each end). The kernel's token bucket filter (tbf)
-slows each card down to a rate.
-
-Nothing has a name outside: the namespaces end with the process that holds them, and the cable
-with the namespaces. That process ends when its standard input does, so the hosts also disappear
-if this program is killed, and the kernel then kills whatever runs in them. The machine's own
-network is never touched.
+reaches the other host only through a veth pair (a cable with a network card at each end). The
+kernel's token bucket filter (tbf) slows each card down to a rate. Nothing has a name outside: the
+namespaces end with the process that holds them, which ends when its standard input does. The
+machine's own network is never touched.
 
 Sources: network_namespaces(7), pid_namespaces(7), veth(4), tc-tbf(8).
 """
@@ -31,13 +27,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 CARD = "cable"
 # What each host's programs may use as a temporary folder: memory that ends with the host.
 SCRATCH = "/dev/shm"
-_PROGRAMS = {
-    "unshare": "util-linux",
-    "nsenter": "util-linux",
-    "mount": "mount",
-    "ip": "iproute2",
-    "tc": "iproute2",
-}
+_PROGRAMS = ("unshare", "nsenter", "mount", "ip", "tc")
 _NAMESPACES = ("--net", "--pid", "--mount", "--uts", "--ipc")
 # The first process of a host. It says its number, which its new /proc would hide; lets the kernel
 # clear away processes that nobody waits for; and ends with its standard input.
@@ -54,38 +44,45 @@ if [ -e /etc/hosts ]; then mount --bind /dev/shm/.hosts /etc/hosts; fi
 echo {name} > /proc/sys/kernel/hostname
 ip link set lo up
 """
-_NO_NAMESPACES = "namespaces (or this container may not make them)"
 _PATIENCE_S = 20.0
 # A bucket must hold what the kernel hands over at once (64 KiB), and what the rate lets through
 # while the kernel wakes up, or a busy machine does not reach the rate. Not more: it is what a
 # message after a pause sends for nothing.
-_LEAST_BURST_BYTES = 128 * 1024
-_WAKE_UP_S = 2e-3
+_LEAST_BURST_BYTES, _WAKE_UP_S = 128 * 1024, 2e-3
 # A sender stops when so much is waiting, long before the filter would drop anything.
 _QUEUE_BYTES = 16 * 1024 * 1024
-
-
-class CommandError(RuntimeError):
-    """A command in a host has failed; the text is what it said."""
 
 
 class TwoHosts:
     """Two hosts with a cable between them, until the end of the ``with`` block or of the program.
 
     Raises:
-        ValueError: not root, not Linux, or a program or a part of the kernel is missing; the
-            message says which.
+        ValueError: not root, not Linux, or a program or a part of the kernel is missing.
     """
 
     def __init__(self) -> None:
-        _check_programs()
+        if not sys.platform.startswith("linux") or os.geteuid() != 0:
+            raise ValueError("two hosts on one machine need Linux and root, for their namespaces")
+        if missing := [one for one in _PROGRAMS if shutil.which(one) is None]:
+            raise ValueError(f"two hosts need {', '.join(missing)} (util-linux, iproute2)")
         self._holders: list[subprocess.Popen[bytes]] = []
         self.pids: list[int] = []
         self._bits_per_s: float | None = None
         try:
             for name in NAMES:
                 self._start(name)
-            self._plug_in_cable()
+            # By ``ip`` in this program's /proc, in which both hosts have a number.
+            words = ["ip", "link", "add", CARD, "type", "veth"]
+            words += ["peer", "name", CARD, "netns", str(self.pids[1])]
+            enter = ["nsenter", f"--target={self.pids[0]}", "--net"]
+            subprocess.run([*enter, *words], check=True, capture_output=True)
+            for host, address in enumerate(ADDRESSES):
+                self.run(host, "ip", "address", "add", f"{address}/24", "dev", CARD)
+                self.run(host, "ip", "link", "set", CARD, "up")
+        except subprocess.CalledProcessError as error:
+            self.close()
+            said = " ".join(str(error.stderr or error).split())
+            raise ValueError(f"this kernel lacks something for two hosts: {said}") from None
         except BaseException:
             self.close()
             raise
@@ -100,12 +97,7 @@ class TwoHosts:
         """End both hosts, and with them every process that runs in them."""
         for holder in self._holders:
             holder.kill()
-        for holder in self._holders:
-            holder.wait()
-            for stream in (holder.stdin, holder.stdout):
-                if stream is not None:
-                    with contextlib.suppress(OSError):
-                        stream.close()
+            holder.communicate()
         self._holders.clear()
         # The kernel ends the processes of a host before its first process.
         deadline_s = time.monotonic() + _PATIENCE_S
@@ -120,14 +112,12 @@ class TwoHosts:
         The program sees this program's files, but the host's network, processes and ``/dev/shm``,
         which is its temporary folder.
         """
-        if not self._holders:
-            raise ValueError("these two hosts have ended: make new ones with TwoHosts()")
         enter = ["nsenter", f"--target={self.pids[host]}", *_NAMESPACES]
         # In other mounts a program starts in the root folder.
         there = ["env", f"--chdir={os.getcwd()}"]
         # The names of this machine's network interfaces mean nothing there.
-        kept = {key: text for key, text in os.environ.items() if not key.endswith("_IFNAME")}
-        settings = kept | {"TMPDIR": SCRATCH} | dict(env or {})
+        own = {key: text for key, text in os.environ.items() if not key.endswith("_IFNAME")}
+        settings = own | {"TMPDIR": SCRATCH} | dict(env or {})
         options.setdefault("start_new_session", True)
         return subprocess.Popen([*enter, *there, *words], env=settings, **options)
 
@@ -135,13 +125,13 @@ class TwoHosts:
         """Run a short command in a host, and return what it prints.
 
         Raises:
-            CommandError: it failed; the message is what it said.
+            subprocess.CalledProcessError: it failed; ``stderr`` is what it said.
         """
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
         process = self.popen(host, words, stderr=subprocess.PIPE, text=True, **pipes)
         said, complaint = process.communicate(timeout=_PATIENCE_S)
         if process.returncode:
-            raise CommandError(" ".join(complaint.split()) or f"{words[0]} failed")
+            raise subprocess.CalledProcessError(process.returncode, words, said, complaint)
         return said
 
     def set_rate(self, bits_per_s: float | None) -> None:
@@ -149,19 +139,17 @@ class TwoHosts:
         if bits_per_s == self._bits_per_s:
             return
         self._bits_per_s = bits_per_s
-        if bits_per_s is None:
-            for host in (0, 1):
-                with contextlib.suppress(CommandError):  # there was no limit
-                    self.run(host, "tc", "qdisc", "del", "dev", CARD, "root")
-            return
-        check_above_zero("bits_per_s", bits_per_s, 1e12)
-        burst = max(_LEAST_BURST_BYTES, int(bits_per_s / 8 * _WAKE_UP_S))
-        limits = ["rate", f"{bits_per_s:.0f}bit", "burst", str(burst), "limit", str(_QUEUE_BYTES)]
         for host in (0, 1):
-            try:
-                self.run(host, "tc", "qdisc", "replace", "dev", CARD, "root", "tbf", *limits)
-            except CommandError as error:
-                raise _lacks("the token bucket filter (tbf, module sch_tbf)", error) from None
+            filters = ["tc", "qdisc", "{}", "dev", CARD, "root"]
+            if bits_per_s is None:
+                with contextlib.suppress(subprocess.CalledProcessError):  # there was no limit
+                    self.run(host, *(word.format("del") for word in filters))
+                continue
+            check_above_zero("bits_per_s", bits_per_s, 1e12)
+            burst = max(_LEAST_BURST_BYTES, int(bits_per_s / 8 * _WAKE_UP_S))
+            limits = ["rate", f"{bits_per_s:.0f}bit", "burst", str(burst)]
+            words = [word.format("replace") for word in filters]
+            self.run(host, *words, "tbf", *limits, "limit", str(_QUEUE_BYTES))
 
     def cut(self) -> None:
         """Cut the cable: from now on nothing arrives, and no connection is told so."""
@@ -173,64 +161,22 @@ class TwoHosts:
 
     def _start(self, name: str) -> None:
         hold = [sys.executable, "-I", "-S", "-c", _HOLD]
-        holder = subprocess.Popen(
-            ["unshare", *_NAMESPACES, "--fork", "--kill-child=KILL", *hold],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # Ctrl-C is for this program, which then ends the hosts.
-            start_new_session=True,
-        )
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        # Ctrl-C is for this program, which then ends the hosts.
+        words = ["unshare", *_NAMESPACES, "--fork", "--kill-child=KILL", *hold]
+        holder = subprocess.Popen(words, start_new_session=True, **pipes)
         self._holders.append(holder)
-        assert holder.stdout is not None
-        assert holder.stderr is not None
         said = holder.stdout.readline()
-        with holder.stderr as complaints:
-            if not said:
-                complaint = complaints.read().decode(errors="replace").strip()
-                raise _lacks(_NO_NAMESPACES, complaint)
+        if not said:
+            complaint = holder.communicate()[1].decode(errors="replace")
+            raise ValueError(f"this kernel, or container, makes no namespaces: {complaint}")
         self.pids.append(int(said))
-        host = len(self.pids) - 1
         lines = "\\n".join(f"{address} {name}" for address, name in zip(ADDRESSES, NAMES))
-        try:
-            self.run(host, "sh", "-c", _SET_UP.format(name=name, hosts=lines))
-        except CommandError as error:
-            raise _lacks(_NO_NAMESPACES, error) from None
-
-    def _plug_in_cable(self) -> None:
-        # By ``ip`` in this program's /proc, in which both hosts have a number.
-        words = ["ip", "link", "add", CARD, "type", "veth"]
-        words += ["peer", "name", CARD, "netns", str(self.pids[1])]
-        into = ["nsenter", f"--target={self.pids[0]}", "--net"]
-        made = subprocess.run([*into, *words], capture_output=True, text=True)
-        if made.returncode:
-            raise _lacks("virtual network cards (veth)", made.stderr)
-        for host, address in enumerate(ADDRESSES):
-            self.run(host, "ip", "address", "add", f"{address}/24", "dev", CARD)
-            self.run(host, "ip", "link", "set", CARD, "up")
+        script = _SET_UP.format(name=name, hosts=lines)
+        self.run(len(self.pids) - 1, "sh", "-c", script)
 
 
 def check_two_hosts() -> None:
     """Raise ValueError, naming what is missing, where this machine cannot have two hosts."""
     with TwoHosts() as hosts:
         hosts.set_rate(1e9)
-
-
-def _check_programs() -> None:
-    if not sys.platform.startswith("linux"):
-        raise ValueError("two hosts on one machine need Linux, whose network namespaces they are")
-    for program, package in _PROGRAMS.items():
-        if shutil.which(program) is None:
-            raise ValueError(
-                f"two hosts on one machine need the program {program}: install {package}"
-            )
-    if os.geteuid() != 0:
-        raise ValueError(
-            "two hosts on one machine need root, who may make network namespaces: run it with "
-            "sudo, or see the same effect without root on an emulated link (--link 1ms,125MB/s)"
-        )
-
-
-def _lacks(what: str, complaint: object) -> ValueError:
-    said = " ".join(str(complaint).split())
-    return ValueError(f"this machine's kernel lacks {what}, for two hosts on one machine: {said}")
