@@ -143,7 +143,6 @@ class TestCommunicationTime:
             "model_s": split.hop_s[0],
         }
         assert (second["cut"], second["direction"]) == (3, "gradient")
-        assert "model_s" not in plots.hop_rows("3 devices", measured(split))[0]
 
     def test_what_does_not_cross_has_no_row(self):
         split = predicted((3, 4), frozen=4)

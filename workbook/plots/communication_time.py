@@ -23,7 +23,7 @@ from workbook.plots.figure import (
     ratio_words,
     repeats_words,
 )
-from workbook.plots.palette import DARK, SERIES, Style, swatch
+from workbook.plots.palette import DARK, SERIES, swatch
 
 if TYPE_CHECKING:
     from labkit.training.split_run import MeasuredSplit
@@ -41,7 +41,7 @@ class _Hop(NamedTuple):
     batch_size: int
     num_bytes: int
     seconds: list[float]
-    model_s: float | None
+    model_s: float
 
     @property
     def median_s(self) -> float:
@@ -50,36 +50,39 @@ class _Hop(NamedTuple):
     def __str__(self) -> str:
         text = f"{self.group}, batch {self.batch_size}, {self.direction}".replace("\n", ", ")
         text += f", {format_bytes(self.num_bytes)} in {format_seconds(self.median_s)}"
-        return text if self.model_s is None else f"{text}, model {format_seconds(self.model_s)}"
+        return f"{text}, model {format_seconds(self.model_s)}"
 
 
 def hop_rows(
-    placement: str, measured: "MeasuredSplit", predicted: SplitModel | None = None
+    placement: str, measured: "MeasuredSplit", predicted: SplitModel
 ) -> list[dict[str, Any]]:
     """The hops of a measured split, as rows for ``communication_time``.
 
     Args:
         placement: the name of the split.
         measured: from ``labkit.training.split_run.measure_split``.
-        predicted: the prediction for the same split; None leaves it out.
+        predicted: the prediction for the same split.
 
     Returns:
         One row per cut and direction, without the directions in which nothing is sent.
     """
-    rows = []
-    for cut, point in enumerate(measured.split_points):
-        directions = {
-            "activation": (measured.forward_hop_s, predicted.hop_s if predicted else None),
-            "gradient": (measured.backward_hop_s, predicted.backward_hop_s if predicted else None),
+    ways = [("activation", measured.forward_hop_s, predicted.hop_s)]
+    ways += [("gradient", measured.backward_hop_s, predicted.backward_hop_s)]
+    return [
+        {
+            "placement": placement,
+            "cut": point,
+            "direction": direction,
+            "batch_size": measured.batch_size,
+            "num_bytes": measured.hop_bytes[cut],
+            "seconds": list(seconds[cut]),
+            "model_s": model_s[cut],
         }
-        for direction, (seconds, model_s) in directions.items():
-            # No gradient crosses a cut that has only frozen layers before it.
-            if any(seconds[cut]):
-                row = {"placement": placement, "cut": point, "direction": direction}
-                row |= {"batch_size": measured.batch_size, "num_bytes": measured.hop_bytes[cut]}
-                row |= {"seconds": list(seconds[cut])}
-                rows.append(row | ({"model_s": model_s[cut]} if model_s else {}))
-    return rows
+        for cut, point in enumerate(measured.split_points)
+        for direction, seconds, model_s in ways
+        # No gradient crosses a cut that has only frozen layers before it.
+        if any(seconds[cut])
+    ]
 
 
 @drawn
@@ -92,8 +95,7 @@ def communication_time(
         rows: dicts, as ``hop_rows`` returns them: ``placement`` (its name), ``cut`` (the split
             point), ``direction`` (``activation`` or ``gradient``), ``batch_size``, ``num_bytes``
             and ``seconds`` per batch in that direction (a number, or the repeats: the bar is
-            their median, the whisker spans the middle half), and optionally ``model_s``, the
-            prediction.
+            their median, the whisker spans the middle half), and ``model_s``, the prediction.
         title: above the figure.
 
     Raises:
@@ -109,7 +111,7 @@ def communication_time(
                 "0 only; leave out the hops that send nothing"
             )
         sizes = row["batch_size"], row["num_bytes"]
-        hops.append(_Hop(group, row["direction"], *sizes, seconds, row.get("model_s")))
+        hops.append(_Hop(group, row["direction"], *sizes, seconds, row["model_s"]))
     if not hops:
         raise ValueError("no hops to draw: give the rows of a split with one cut or more")
     figure = _draw(hops, title or "Communication time by cut")
@@ -118,7 +120,7 @@ def communication_time(
     if len(hops) > 8:
         told = f"{len(hops)} of them. Most bytes: {most}. Fewest: {least}"
     slow, fast = (end(hops, key=lambda hop: hop.median_s) for end in (max, min))
-    ratios = [hop.median_s / hop.model_s for hop in hops if hop.model_s]
+    ratios = [hop.median_s / hop.model_s for hop in hops]
     caption = joined(
         f"The slowest hop is {slow}; the fastest is {fast}.",
         ratio_words(ratios, "hatched"),
@@ -132,8 +134,7 @@ def _draw(hops: list[_Hop], title: str) -> Figure:
     directions = [name for name in _TITLES if any(hop.direction == name for hop in hops)]
     batches = sorted({hop.batch_size for hop in hops})
     looks = dict(zip(batches, itertools.cycle(style for style, *_ in SERIES)))
-    has_model = any(hop.model_s is not None for hop in hops)
-    kinds = list(itertools.product(batches, (False, True) if has_model else (False,)))
+    kinds = list(itertools.product(batches, (False, True)))
     group_in = len(kinds) * _BAR_IN + _GAP_IN
     height = _BAR_IN / group_in
     places = {
@@ -144,8 +145,16 @@ def _draw(hops: list[_Hop], title: str) -> Figure:
     figure = Figure(figsize=(WIDTH_IN, len(groups) * group_in + 1.5))
     grid = figure.subplots(1, len(directions) + 1, sharey=True, squeeze=False)[0]
     for axes, direction in zip(grid, directions):
-        mine = [hop for hop in hops if hop.direction == direction]
-        _draw_times(axes, mine, places, 0.92 * height, looks)
+        for hop in (hop for hop in hops if hop.direction == direction):
+            look, middle = looks[hop.batch_size], hop.median_s
+            place = places[hop.group, hop.batch_size, False]
+            axes.barh(place, middle, 0.92 * height, **look.fill)
+            low, high = quartiles(hop.seconds)
+            spread = [[middle - low], [high - middle]]
+            axes.errorbar(middle, place, xerr=spread, color=DARK, capsize=2, linewidth=1)
+            _number(axes, high, place, format_seconds(middle))
+            place = places[hop.group, hop.batch_size, True]
+            axes.barh(place, hop.model_s, 0.92 * height, **look.model.fill)
         if axes is not grid[0]:
             axes.sharex(grid[0])
         axes.set(title=_TITLES[direction], xlabel="time per batch (log scale)")
@@ -154,7 +163,7 @@ def _draw(hops: list[_Hop], title: str) -> Figure:
         place, look = places[hop.group, hop.batch_size, False], looks[hop.batch_size]
         grid[-1].barh(place, hop.num_bytes, 0.92 * height, **look.fill)
         _number(grid[-1], hop.num_bytes, place, format_bytes(hop.num_bytes))
-    _log_axis(grid[0], [t for hop in hops for t in (*hop.seconds, hop.model_s) if t], 6)
+    _log_axis(grid[0], [t for hop in hops for t in (*hop.seconds, hop.model_s)], 6)
     grid[0].xaxis.set_major_locator(LogLocator(10, numticks=4))
     number_axis(grid[0].xaxis, format_seconds)
     _log_axis(grid[-1], [hop.num_bytes for hop in hops], 8)
@@ -168,30 +177,9 @@ def _draw(hops: list[_Hop], title: str) -> Figure:
     grid[0].set_ylim(len(groups) - 0.5, -0.5)
     add_title(figure, title)
     entries = [swatch(f"batch {size}", look) for size, look in looks.items()]
-    if has_model:
-        entries += [swatch(f"batch {size} model", look.model) for size, look in looks.items()]
+    entries += [swatch(f"batch {size} model", look.model) for size, look in looks.items()]
     add_legend(figure, entries)
     return figure
-
-
-def _draw_times(
-    axes: Axes,
-    hops: list[_Hop],
-    places: dict[tuple[str, int, bool], float],
-    height: float,
-    looks: dict[int, Style],
-) -> None:
-    for hop in hops:
-        place, look = places[hop.group, hop.batch_size, False], looks[hop.batch_size]
-        axes.barh(place, hop.median_s, height, **look.fill)
-        low, high = quartiles(hop.seconds)
-        if len(hop.seconds) > 1:
-            spread = [[hop.median_s - low], [high - hop.median_s]]
-            axes.errorbar(hop.median_s, place, xerr=spread, color=DARK, capsize=2, linewidth=1)
-        _number(axes, high, place, format_seconds(hop.median_s))
-        if hop.model_s is not None:
-            place = places[hop.group, hop.batch_size, True]
-            axes.barh(place, hop.model_s, height, **look.model.fill)
 
 
 def _log_axis(axes: Axes, values: list[float], room: float) -> None:
