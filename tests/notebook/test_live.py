@@ -175,8 +175,8 @@ class TestLiveRun:
         spans = [Span(r, "compute", 0, 2 - r) for r in range(2)] + [Span(1, "wait", 1, 2)]
         run.close(Trace.merge([spans]))
         page = cell.pages[-1]
-        assert 'alt="Timeline of 2 ranks over 2 s. Share of the time by rank 0: compute' in page
-        assert "rank 1: compute 50%, wait 50%" in page
+        assert 'alt="Timeline of 2 ranks over 2 s. rank 0: compute' in page
+        assert "rank 1: compute 1 s, wait 1 s." in page
         assert "What each rank did: 2 ranks, 2 s" in words_of(page)
 
     def test_lanes_on_gpus_name_them_below_their_rank(self):
@@ -186,7 +186,7 @@ class TestLiveRun:
         spans = [Span(rank, "compute", 0, 2) for rank in range(2)]
         run.close(Trace.merge([spans], {0: "cuda:0", 1: "cuda:0"}))
         assert words_of(cell.pages[-1]).count("cuda:0") == 2
-        assert "Devices: ranks 0 and 1 share cuda:0." in cell.pages[-1]
+        assert "rank 1 · cuda:0: compute 2 s." in cell.pages[-1]
         run.close(Trace.merge([spans], {0: "cpu", 1: "cpu"}))
         assert "cpu" not in words_of(cell.pages[-1])
 

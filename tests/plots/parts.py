@@ -1,5 +1,7 @@
 """What the tests of figures draw, and how they read a figure."""
 
+import numpy as np
+
 from labkit.tracing import Span, Trace
 
 SPANS = [
@@ -19,8 +21,23 @@ UPDATES = [[1, 0], [2, 1], [1, 1], [3, 3], [1, 0]]
 
 
 def legend_of(figure):
-    (legend,) = figure.figure.legends
-    return [text.get_text() for text in legend.get_texts()]
+    return [text.get_text() for legend in figure.figure.legends for text in legend.get_texts()]
+
+
+def spans_of(figure):
+    """The bars of a timeline."""
+    (collection,) = [c for c in figure.figure.axes[0].collections if c.get_gid() == "spans"]
+    return collection
+
+
+def boxes_of(figure):
+    """[left, right, top, bottom] of each span's bar."""
+    boxes = [path.get_extents() for path in spans_of(figure).get_paths()]
+    return np.array([(box.x0, box.x1, box.y0, box.y1) for box in boxes])
+
+
+def lanes_of(figure):
+    return [label.get_text() for label in figure.figure.axes[0].get_yticklabels()]
 
 
 def bars_of(axes):

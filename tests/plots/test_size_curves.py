@@ -36,12 +36,6 @@ class TestTime:
         assert ys.max() == pytest.approx(1.5 * max(TREE.values()))
         assert "medians of 3 repeats; bands span all" in figure.caption
 
-    def test_each_series_has_a_color_and_a_marker_of_its_own(self):
-        lines = lines_of(plots.size_curves({name: TREE for name in "abcdefg"})).values()
-        assert len({(line.get_color(), line.get_marker()) for line in lines}) == 7
-        assert {line.get_linestyle() for line in lines} == {"-"}
-        assert "None" not in {line.get_marker() for line in lines}
-
     def test_a_model_is_dashed_without_markers_and_says_so(self):
         figure = plots.size_curves(BOTH, {"ring": RING, "nccl": TREE})
         assert legend_of(figure) == ["tree", "ring", "ring model", "nccl model"]
@@ -51,51 +45,12 @@ class TestTime:
         assert lines["ring"].get_color() == SERIES[1][0].color
         assert lines["ring model"].get_color() == SERIES[1][0].model.ink
 
-    def test_axes_are_logarithmic_with_units_at_the_ticks(self):
+    def test_the_caption_says_who_is_fastest_at_both_ends_and_by_how_much(self):
         figure = plots.size_curves(BOTH)
-        axes = figure.figure.axes[0]
-        figure.figure.canvas.draw()
-        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-        sizes = [tick.get_text() for tick in axes.get_xticklabels()]
-        assert sizes[:2] == ["1 KiB", "4 KiB"]
-        assert sizes[-1] == "16 MiB"
-        times = [tick.get_text() for tick in axes.get_yticklabels()]
-        assert {"100 µs", "1 ms", "10 ms"} <= set(times)
-
-    def test_the_caption_says_who_wins_where_and_by_how_much(self):
-        figure = plots.size_curves(BOTH)
-        least, most = RING[64 * KIB] / TREE[64 * KIB], RING[KIB] / TREE[KIB]
-        assert f"Fastest: tree up to 64 KiB, {least:.3g} to {most:.3g} times" in figure.caption
-        assert "; ring from 256 KiB up, 1.47 to 1.99 times as fast as the next." in figure.caption
-        assert figure.alt.endswith(figure.caption.split(" Each")[0])
+        said = f"Fastest: tree at 1 KiB, {RING[KIB] / TREE[KIB]:.3g} times as fast as the next; "
+        assert figure.caption.startswith(f"{said}ring at 16 MiB, 1.99 times as fast as the next.")
         assert "tree 21 µs at 1 KiB, 276 µs at 256 KiB, 16.4 ms at 16 MiB" in figure.alt
-
-    @pytest.mark.parametrize(
-        ("factors", "ratio"),
-        [
-            ({}, "as fast"),
-            (dict.fromkeys(SIZES, 1.0001), "as fast"),
-            ({KIB: 2}, "1 to 2 times as fast"),
-            (dict.fromkeys(SIZES, 2), "2 times as fast"),
-        ],
-    )
-    def test_one_winner_wins_at_every_size(self, factors, ratio):
-        slower = {size: value * factors.get(size, 1) for size, value in TREE.items()}
-        caption = plots.size_curves({"a": TREE, "b": slower}).caption
-        assert f"a at every size from 1 KiB to 16 MiB, {ratio} as the next." in caption
-
-    def test_a_tangle_is_counted_not_told_size_by_size(self):
-        zigzag = {s: v * (0.5 if k % 2 else 2) for k, (s, v) in enumerate(TREE.items())}
-        caption = plots.size_curves({"tree": TREE, "zigzag": zigzag}).caption
-        assert "No clear order. Of 8 sizes, the fastest is tree at 4, zigzag at 4." in caption
-        assert "At 16 MiB it is zigzag, 2 times" in caption
-
-    def test_measured_over_model_stands_in_the_caption(self):
-        model = {size: value / 2 for size, value in TREE.items()}
-        assert "Measured times are 2 times the model's (dashed)" in (
-            plots.size_curves({"tree": TREE}, {"tree": model}).caption
-        )
-        assert "Dashed lines are models." in plots.size_curves(BOTH, {"x": model}).caption
+        assert "tree at 1 KiB, as fast as" in plots.size_curves({"tree": TREE, "b": TREE}).caption
 
     def test_sizes_may_be_texts_as_json_has_them(self):
         texts = {str(size): value for size, value in reversed(TREE.items())}
@@ -109,18 +64,6 @@ class TestCrossover:
         assert plots.crossings(RING, TREE) == [found]
         assert plots.crossings(repeated(TREE), repeated(RING)) == [pytest.approx(found)]
 
-    def test_power_laws_cross_exactly(self):
-        first = {size: 1e-9 * size for size in SIZES}
-        second = {size: 1e-9 * math.sqrt(size * 3 * KIB) for size in SIZES}
-        assert plots.crossings(first, second) == [pytest.approx(3 * KIB)]
-
-    def test_curves_that_touch_do_not_cross(self):
-        assert plots.crossings({1: 1.0, 2: 1.0, 4: 1.0}, {1: 2.0, 2: 1.0, 4: 2.0}) == []
-        assert plots.crossings({1: 1.0, 2: 1.0, 4: 1.0}, {1: 2.0, 2: 1.0, 4: 0.5}) == [
-            pytest.approx(2.0)
-        ]
-        assert plots.crossings({1: 1.0}, {2: 1.0}) == []
-
     def test_predicted_and_measured_stand_beside_each_other(self):
         figure = plots.size_curves(BOTH, crossover=81920)
         lines = lines_of(figure)
@@ -133,23 +76,11 @@ class TestCrossover:
         assert lines[label].get_xdata()[0] == plots.crossings(TREE, RING)[0]
         assert "puts the crossover of tree and ring at 80 KiB; it was measured" in figure.caption
 
-    def test_a_prediction_out_of_view_is_said_not_drawn(self):
-        figure = plots.size_curves({"tree": TREE}, crossover=2**33)
-        assert set(lines_of(figure)) == {"tree"}
-        assert "at 8 GiB, outside the sizes measured; none was measured." in figure.caption
-
     @pytest.mark.parametrize("never", [math.inf, 0.0])
     def test_a_model_may_have_none(self, never):
         figure = plots.size_curves(BOTH, crossover=never)
         assert "The model has no crossover of tree and ring; it was measured" in figure.caption
         assert figure.png()
-
-    def test_two_curves_may_cross_twice(self):
-        """Noise lets the ring win at both ends: the crossings are there all the same."""
-        noisy = TREE | {min(TREE): RING[min(RING)] * 2}
-        figure = plots.size_curves({"tree": noisy, "ring": RING}, crossover=KIB)
-        assert len(plots.crossings(noisy, RING)) == 2
-        assert "of tree and ring at 1 KiB; it was measured at" in figure.caption
 
     def test_between_names_the_pair(self):
         three = BOTH | {"fast": {size: value / 9 for size, value in TREE.items()}}
@@ -165,11 +96,5 @@ def test_wrong_inputs_are_refused_with_the_next_step():
         plots.size_curves({"ring": {}})
     with pytest.raises(ValueError, match=r"measured ring has \[0\.0\] s at 1024 bytes"):
         plots.size_curves({"ring": {KIB: 0}})
-    with pytest.raises(ValueError, match="at 0 bytes"):
-        plots.size_curves({"ring": {0: 1.0}})
-    with pytest.raises(ValueError, match="without repeats"):
-        plots.size_curves({"ring": {KIB: []}})
-    with pytest.raises(ValueError, match="model ring has"):
-        plots.size_curves(BOTH, {"ring": {KIB: math.inf}})
     with pytest.raises(ValueError, match="nccl is not measured: tree, ring are"):
         plots.size_curves(BOTH, crossover=1.0, between=("tree", "nccl"))

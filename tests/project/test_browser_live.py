@@ -52,7 +52,7 @@ def test_lanes_fill_while_ranks_run_and_end_as_the_timeline(lab):
     assert "samples/s" in words
     assert "of 40 steps" in words
     assert page.window.locator(LANES).count() == 0
-    figure = page.wait_for_image(1, "Timeline of 2 ranks", "rank 1: compute")
+    figure = page.wait_for_image(1, "Timeline of 2 ranks", "; rank 1")
     assert figure["source"].startswith("data:image/svg+xml")
     assert "[rank 0] step 39\n[rank 1] step 39" in page.cells()[1]["text"]
     assert not page.problems()

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from urllib.error import URLError
 
@@ -1092,7 +1093,7 @@ def sliders(case):
         )
 
     size = ipywidgets.IntSlider(0, 0, 5)
-    explorer = Explorer(draw, size)
+    explorer = Explorer(draw, size=size)
     slow = threading.Thread(target=setattr, args=(size, "value", 1))
     with case.timed():
         slow.start()
@@ -1105,22 +1106,21 @@ def sliders(case):
     explorer.close()
 
     def busy(model, points, **options):
-        splits.cuts.sliders[0].value = 4
+        splits.points = [4]
         raise WorkerError("the run has failed")
 
-    splits = widgets.split_explorer(PROFILE, LINK, split_points=(2,), measure=busy, picture=False)
+    splits = widgets.split_explorer(PROFILE, LINK, split_points=(2,), measure=busy)
     with case.timed():
-        splits.run.click()
+        splits.run()
         splits.join()
-    assert "cut before layer 4" in splits.view.value
-    assert "WorkerError: the run has failed" in splits.status.value
-    for wanted, allowed in ((99, 5), (-3, 1)):
-        splits.cuts.sliders[0].value = wanted
-        assert splits.cuts.points == (allowed,)
-    case.refused(
-        lambda: widgets.split_explorer(PROFILE, LINK, split_points=(0,), picture=False),
-        "split point 0 leaves a stage without layers",
-    )
+    assert splits.shown["points"] == [4]
+    assert splits.status == "WorkerError: the run has failed"
+    for point in (0, 6, 99):
+        case.refused(
+            partial(setattr, splits, "points", [point]),
+            f"split point {point} leaves a stage without layers",
+        )
+    assert splits.points == [4]
     splits.close()
     assert wait_until(lambda: threading.active_count() < 10, 5)
 

@@ -228,7 +228,8 @@ class AllReduceResult(Result):
 
         def fit(name: str, gamma: float = 0.0) -> Link:
             points = [(size, one) for size, by_name in messages.items() for one in by_name[name]]
-            return fit_link(*zip(*points), gamma)
+            sizes, times = zip(*points, strict=True)
+            return fit_link(sizes, times, gamma)
 
         gamma = fit("add").beta_s_per_byte
         names = [name for name in next(iter(messages.values())) if name != "add"]
@@ -280,7 +281,7 @@ class AllReduceResult(Result):
     def record(self) -> dict[str, list[dict]]:
         """The rows and what explains them; ``model_bytes`` is None if the model never crosses."""
         model_bytes, ranks = self.model_crossover_bytes(), {"world_size": self.world_size}
-        crossover = {"transport": self.transport, "between": ["tree", "ring"]}
+        crossover: dict[str, Any] = {"transport": self.transport, "between": ["tree", "ring"]}
         crossover["model_bytes"] = model_bytes if math.isfinite(model_bytes) else None
         crossover["measured_bytes"] = self.measured_crossovers_bytes()
         predictions = []

@@ -164,7 +164,7 @@ class TwoHosts:
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         # Ctrl-C is for this program, which then ends the hosts.
         words = ["unshare", *_NAMESPACES, "--fork", "--kill-child=KILL", *hold]
-        holder = subprocess.Popen(words, start_new_session=True, **pipes)
+        holder: Any = subprocess.Popen(words, start_new_session=True, **pipes)
         self._holders.append(holder)
         said = holder.stdout.readline()
         if not said:

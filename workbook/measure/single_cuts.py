@@ -115,7 +115,7 @@ class Cuts(Result):
         return {self.name: {"points": points, "play_off": play_off, "verdict": self.verdict()}}
 
     def figures(self) -> Figures:
-        from workbook.plots.split_scatter import split_scatter
+        from workbook.plots.split_costs import split_scatter
 
         return {self.name: split_scatter(self.points, title=self.title)}
 

@@ -4,7 +4,6 @@
     phases            seconds by kind, stacked
     ring_steps        an all-reduce worked out on paper, state by state (ring_states: the states)
     ring_step         one step of a ring all-reduce, in numbers and words (ring_words: the words)
-    hosts_rounds      an all-reduce over several hosts, round by round
     learning_curves   loss and held-out accuracy, by epoch and by second
     bars              one quantity, measured beside model
     bucket_overlap    a backward pass with DDP's buckets, on paper
@@ -16,27 +15,32 @@
     pipeline_timetable, pipeline_timeline   a pipeline's step on paper, and as it ran
     step_by_micro_batches   a step's time and memory over the number of micro-batches
 
-Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes. The name of each
-function begins with the name of its file (``ring_steps`` is in ``ring.py``).
+Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 """
 
 from labkit.units import unknown_name
 from workbook.plots.bars import bars
-from workbook.plots.bucket_overlap import BUCKET_SIZES_MB, LINKS, bucket_overlap
 from workbook.plots.communication_time import communication_time, hop_rows
 from workbook.plots.figure import CaptionedFigure
-from workbook.plots.hosts import hosts_rounds
 from workbook.plots.learning_curves import learning_curves
+from workbook.plots.models import (
+    BUCKET_SIZES_MB,
+    LINKS,
+    bucket_overlap,
+    staleness_histogram,
+    staleness_model,
+)
 from workbook.plots.palette import STYLES, Style
-from workbook.plots.phases import phases
-from workbook.plots.pipeline import measured_slots, pipeline_timeline, pipeline_timetable
+from workbook.plots.pipeline import (
+    measured_slots,
+    pipeline_timeline,
+    pipeline_timetable,
+    step_by_micro_batches,
+)
 from workbook.plots.ring import RingState, ring_states, ring_step, ring_steps, ring_words
 from workbook.plots.size_curves import crossings, size_curves
-from workbook.plots.split_costs import split_costs
-from workbook.plots.split_scatter import split_scatter
-from workbook.plots.staleness import staleness_histogram, staleness_model
-from workbook.plots.step_by_micro_batches import step_by_micro_batches
-from workbook.plots.timeline import timeline
+from workbook.plots.split_costs import split_costs, split_scatter
+from workbook.plots.timeline import phases, timeline
 
 __all__ = [
     "BUCKET_SIZES_MB",
@@ -50,7 +54,6 @@ __all__ = [
     "communication_time",
     "crossings",
     "hop_rows",
-    "hosts_rounds",
     "learning_curves",
     "measured_slots",
     "phases",

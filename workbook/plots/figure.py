@@ -1,4 +1,4 @@
-"""What all figures share: their settings, and the class of a figure with alt text and caption.
+"""What all figures share: settings, axes, legends, words for repeats, alt text and caption.
 
 Figures do not use pyplot, so that no figure is shown twice or stays open, and ignore the style
 that a notebook has set.
@@ -10,7 +10,7 @@ import html
 import io
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from labkit.files import write_atomically
+from labkit.units import format_number
 from workbook.plots.palette import DARK, GRID
 
 WIDTH_IN = 8.5
@@ -98,17 +100,22 @@ def label_lanes(axes: Axes, names: list[str]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
+def number_axis(axis: Any, words: Callable[[float], str] = format_number) -> None:
+    """Write the ticks of an axis, often a logarithmic one, as ``words``; none between them."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def add_legend(figure: Figure, handles: Sequence[Any]) -> None:
-    """Add a legend below the axes, in as few rows as fit, of about equal length."""
-    widths_in = [0.08 * len(handle.get_label()) + 0.85 for handle in handles]
-    columns = max(1, int(figure.get_figwidth() / max(widths_in)))
-    rows = math.ceil(len(handles) / columns)
-    if sum(widths_in) <= figure.get_figwidth():
-        rows = 1
+    """Add a legend below the axes, in as few rows as fit; none for a single series."""
+    if len(handles) < 2:
+        return
+    column_in = 0.85 + 0.08 * max(len(handle.get_label()) for handle in handles)
+    columns = max(1, int(figure.get_figwidth() / column_in))
     figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=math.ceil(len(handles) / rows),
+        ncols=math.ceil(len(handles) / math.ceil(len(handles) / columns)),
         handlelength=2.8,
         handleheight=1.2,
     )
@@ -117,6 +124,51 @@ def add_legend(figure: Figure, handles: Sequence[Any]) -> None:
 def add_title(figure: Figure, title: str) -> None:
     """Add a title above several axes."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+
+
+def quartiles(repeats: Sequence[float]) -> tuple[float, float]:
+    """The first and the third quartile; for a single value, that value twice."""
+    low, high = np.quantile(repeats, (0.25, 0.75)).tolist()
+    return low, high
+
+
+def range_words(values: Iterable[float]) -> str:
+    """``0.889 to 1.25``, or ``2`` where both ends are written the same."""
+    values = list(values)
+    low, high = format_number(min(values)), format_number(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def ratio_words(ratios: Sequence[float], look: str) -> str:
+    """``What was measured is 2 times the model (hatched).``; empty without ratios."""
+    if not ratios:
+        return ""
+    times = range_words(ratios)
+    times = "equal to" if times == "1" else f"{times} times"
+    return f"What was measured is {times} the model ({look})."
+
+
+def repeats_words(
+    series: Iterable[Sequence[float]], what: str, noun: str = "repeats", span: str = "all of them"
+) -> str:
+    """``Bars are medians of 5 repeats; whiskers span all of them.``; empty without repeats.
+
+    Args:
+        series: the repeats of each value.
+        what: "Bars", whose spread are whiskers, or "Points", with bands.
+        noun: what was repeated.
+        span: what the spread shows.
+    """
+    counts = sorted({len(repeats) for repeats in series})
+    if not counts or counts[-1] == 1:
+        return ""
+    times, spread = " or ".join(map(str, counts)), "whiskers" if what == "Bars" else "bands"
+    return f"{what} are medians of {times} {noun}; {spread} span {span}."
+
+
+def joined(*sentences: str) -> str:
+    """The sentences that are not empty."""
+    return " ".join(filter(None, sentences))
 
 
 class CaptionedFigure:

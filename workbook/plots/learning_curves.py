@@ -33,7 +33,7 @@ def learning_curves(
     Raises:
         ValueError: no runs, a run without epochs, or an epoch that lacks a value.
     """
-    curves = {str(label): _median_curve(str(label), run) for label, run in runs.items()}
+    curves = {str(label): _curve(str(label), run) for label, run in runs.items()}
     if not curves:
         raise ValueError('no runs to draw: give at least one, {"label": result.epochs}')
     rows = ["loss", "accuracy"]
@@ -45,101 +45,92 @@ def learning_curves(
         _draw_curve(dict(zip(rows, grid)), label, curve, *look)
         for (label, curve), look in zip(curves.items(), itertools.cycle(SERIES))
     ]
-    _label_curves(grid, max(len(curve["epoch"]) for curve in curves.values()))
+    names = {"loss": "training loss", "train accuracy": "training accuracy (%)"}
+    for row, (left, _) in zip(rows, grid):
+        left.set_ylabel(names.get(row, "held-out accuracy (%)"))
+    most = max(len(curve["epoch"]) for curve in curves.values())
+    by_epoch, by_second = grid[-1]
+    by_epoch.set(xlabel="epoch", xlim=(0.5, most + 0.5))
+    by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    by_second.set_xlabel("time in training (s)")
+    by_second.set_xlim(left=0)
+    for axes in grid.flat:
+        axes.grid()
     add_title(figure, title or "Loss and held-out accuracy")
     add_legend(figure, lines)
     ends = "; ".join(_end_of(label, curve) for label, curve in curves.items())
-    count = format_count(len(curves), "run")
-    return CaptionedFigure(
-        figure, alt=f"Learning curves of {count}. {ends}.", caption=_curves_caption(curves)
-    )
-
-
-def _median_curve(label: str, run: Any) -> Curve:
-    """The medians of the repeats; if there are several, also the band's edges (``low loss``)."""
-    run = getattr(run, "epochs", run)
-    runs = [run] if not run or isinstance(run[0], Mapping) else run
-    repeats = [_curve(label, one) for one in runs]
-    fewest = min(len(one["epoch"]) for one in repeats)
-    keys = [key for key in repeats[0] if all(key in one for one in repeats)]
-    stacked = {key: np.array([one[key][:fewest] for one in repeats]) for key in keys}
-    curve = {key: np.median(values, axis=0) for key, values in stacked.items()}
-    if len(repeats) > 1:
-        for key in stacked.keys() - {"epoch", "second"}:
-            curve |= {f"low {key}": stacked[key].min(axis=0)}
-            curve |= {f"high {key}": stacked[key].max(axis=0)}
-    return curve
+    alt = f"Learning curves of {format_count(len(curves), 'run')}. {ends}."
+    return CaptionedFigure(figure, alt=alt, caption=_caption(curves))
 
 
 def _curve(label: str, run: Any) -> Curve:
-    epochs = list(getattr(run, "epochs", run))
-    if not epochs:
+    """``epoch`` and ``second`` [E]; all else [repeats, E], of the epochs that all repeats have."""
+    run = getattr(run, "epochs", run)
+    is_one = not run or isinstance(run[0], Mapping)
+    repeats = [list(getattr(one, "epochs", one)) for one in ([run] if is_one else run)]
+    fewest = min(map(len, repeats))
+    if not fewest:
         raise ValueError(f"{label} has no epochs: train for at least one")
+    epochs = [epoch for one in repeats for epoch in one[:fewest]]
     names = ("loss", "test_accuracy", "seconds")
     if missing := [name for name in names if any(name not in epoch for epoch in epochs)]:
         raise ValueError(f"{label} has epochs without {', '.join(missing)}")
-    loss, accuracy, seconds = (_values(epochs, name) for name in names)
+
+    def values(name: str) -> np.ndarray:
+        found = [math.nan if epoch[name] is None else epoch[name] for epoch in epochs]
+        return np.array(found, dtype=float).reshape(len(repeats), fewest)
+
     curve = {
-        "epoch": np.arange(1, len(epochs) + 1),
-        "second": np.cumsum(seconds),
-        "loss": loss,
-        "accuracy": 100 * accuracy,
+        "epoch": np.arange(1, fewest + 1),
+        "second": np.median(np.cumsum(values("seconds"), axis=1), axis=0),
+        "loss": values("loss"),
+        "accuracy": 100 * values("test_accuracy"),
     }
     if all("train_accuracy" in epoch for epoch in epochs):
-        curve["train accuracy"] = 100 * _values(epochs, "train_accuracy")
+        curve["train accuracy"] = 100 * values("train_accuracy")
     return curve
 
 
-def _values(epochs: list[Mapping[str, Any]], name: str) -> np.ndarray:
-    return np.array([math.nan if epoch[name] is None else epoch[name] for epoch in epochs])
-
-
-def _draw_curve(grid, label: str, curve: Curve, style: Style, marker: str, line: str):
+def _draw_curve(
+    grid: dict[str, Any], label: str, curve: Curve, style: Style, marker: str, line: str
+) -> Any:
+    """Draw the medians, and what all repeats span; return the line of the legend."""
     look = {"color": style.color, "marker": marker, "linestyle": line, "linewidth": 1.6}
     every = math.ceil(len(curve["epoch"]) / 12)
     for y, row in grid.items():
         for axes, x in zip(row, ("epoch", "second")):
-            axes.plot(curve[x], curve[y], label=label, markevery=every, markersize=5, **look)
-            if f"low {y}" in curve:
+            middle = np.median(curve[y], axis=0)
+            axes.plot(curve[x], middle, label=label, markevery=every, markersize=5, **look)
+            if len(curve[y]) > 1:
                 band = {"color": style.color, "alpha": 0.15, "linewidth": 0}
-                axes.fill_between(curve[x], curve[f"low {y}"], curve[f"high {y}"], **band)
+                axes.fill_between(curve[x], curve[y].min(axis=0), curve[y].max(axis=0), **band)
     return grid["loss"][0].lines[-1]
 
 
-def _label_curves(grid, num_epochs: int) -> None:
-    grid[0, 0].set_ylabel("training loss")
-    if len(grid) > 2:
-        grid[1, 0].set_ylabel("training accuracy (%)")
-    grid[-1, 0].set(xlabel="epoch", ylabel="held-out accuracy (%)", xlim=(0.5, num_epochs + 0.5))
-    grid[-1, 1].set_xlabel("time in training (s)")
-    grid[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    grid[-1, 1].set_xlim(left=0)
-    for axes in grid.flat:
-        axes.grid()
+def _end(curve: Curve, name: str) -> float:
+    return float(np.median(curve[name][:, -1]))
 
 
 def _end_of(label: str, curve: Curve) -> str:
-    epochs = len(curve["epoch"])
-    count = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    epochs, seconds = format_count(len(curve["epoch"]), "epoch"), curve["second"][-1]
     return (
-        f"{label} ends at loss {curve['loss'][-1]:.3g} and held-out accuracy "
-        f"{curve['accuracy'][-1]:.1f}% after {count} and {format_seconds(curve['second'][-1])}"
+        f"{label} ends at loss {_end(curve, 'loss'):.3g} and held-out accuracy "
+        f"{_end(curve, 'accuracy'):.1f}% after {epochs} and {format_seconds(seconds)}"
     )
 
 
-def _curves_caption(curves: dict[str, Curve]) -> str:
-    best = max(curves, key=lambda label: np.nan_to_num(curves[label]["accuracy"][-1], nan=-1))
-    fast = min(curves, key=lambda label: curves[label]["second"][-1])
-    text = f"{_end_of(best, curves[best])}."
+def _caption(curves: dict[str, Curve]) -> str:
+    text = "".join(f"{_end_of(label, curve)}." for label, curve in curves.items())
     if len(curves) > 1:
-        ends = {label: f"{curve['accuracy'][-1]:.1f}%" for label, curve in curves.items()}
+        fast = min(curves, key=lambda label: curves[label]["second"][-1])
+        ends = {label: f"{_end(curve, 'accuracy'):.1f}%" for label, curve in curves.items()}
+        best = max(curves, key=lambda label: np.nan_to_num(_end(curves[label], "accuracy")))
         equal = [label for label in curves if ends[label] == ends[best]]
         whose = "all" if len(equal) == len(curves) else " and ".join(equal)
         text = (
             f"Best held-out accuracy at the end: {whose}, {ends[best]}. "
             f"First to end: {fast}, after {format_seconds(curves[fast]['second'][-1])}."
         )
-    text = f"{text} The left column counts epochs, the right one seconds of training."
-    if any("low loss" in curve for curve in curves.values()):
+    if any(len(curve["loss"]) > 1 for curve in curves.values()):
         text += " Lines are medians of the repeats, bands span all of them."
     return text

@@ -1,10 +1,9 @@
-"""The ring on paper: which ranks' values each chunk holds, one grid per state."""
+"""A ring all-reduce on paper: which ranks' values each chunk holds, one grid per state."""
 
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,7 +11,14 @@ from matplotlib.patches import Patch, Rectangle
 
 from labkit.schedules.ring import ring_all_reduce, ring_contributions
 from labkit.units import format_count
-from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from workbook.plots.figure import (
+    WIDTH_IN,
+    CaptionedFigure,
+    add_legend,
+    add_title,
+    drawn,
+    fixed_axes,
+)
 from workbook.plots.palette import DARK, ORANGE, VERMILION, tint
 
 _LINES = "#808080"
@@ -20,17 +26,17 @@ _LINES = "#808080"
 
 @dataclass(frozen=True)
 class RingState:
-    """One moment of an all-reduce on paper: P ranks, C chunks.
+    """One moment of an all-reduce on paper: P ranks, and as many chunks.
 
     Attributes:
-        contributions: [P][C], the ranks whose values are summed in that rank's chunk.
-        values: [P][C], what the chunk holds; None leaves the values out.
+        contributions: [P][P], the ranks whose values are summed in that rank's chunk.
+        values: [P][P], the sum of their numbers.
         messages: (source rank, destination rank, chunk) of each message that has just arrived.
         title: above this grid.
     """
 
     contributions: Sequence[Sequence[Collection[int]]]
-    values: Sequence[Sequence[Any]] | None = None
+    values: Sequence[Sequence[float]]
     messages: Sequence[tuple[int, int, int]] = ()
     title: str = ""
 
@@ -48,33 +54,30 @@ def ring_states(
 
     Args:
         world_size: P, at least 2.
-        values: [P][P], the number that each rank has in each chunk; None leaves them out.
+        values: [P][P], the number that each rank has in each chunk. By default rank r has
+            (c + 1) x 10^r in chunk c: the digits of a sum show which ranks' numbers it contains.
 
     Raises:
         ValueError: fewer than 2 ranks, or values of another shape.
     """
     if world_size < 2:
         raise ValueError(f"a ring needs at least 2 ranks, got world_size {world_size}")
-    if values is not None and [len(row) for row in values] != [world_size] * world_size:
+    ranks = range(world_size)
+    if values is None:
+        values = [[(chunk + 1) * 10**rank for chunk in ranks] for rank in ranks]
+    if [len(row) for row in values] != [world_size] * world_size:
         raise ValueError(f"values must be {world_size} rows (ranks) of {world_size} (chunks)")
-    steps = zip(*(ring_all_reduce(rank, world_size) for rank in range(world_size)))
+    steps = zip(*(ring_all_reduce(rank, world_size) for rank in ranks))
     states = []
     for number, (held, moves) in enumerate(zip(ring_contributions(world_size), [(), *steps])):
         messages = [(rank, move.dst, move.send_chunk) for rank, move in enumerate(moves)]
         title = f"step {number}: {moves[0].phase}" if moves else "start"
-        states.append(RingState(held, _sums(held, values), messages, title))
+        sums = [
+            [sum(values[rank][chunk] for rank in cell) for chunk, cell in enumerate(row)]
+            for row in held
+        ]
+        states.append(RingState(held, sums, messages, title))
     return states
-
-
-def _sums(
-    held: Sequence[Sequence[Collection[int]]], values: Sequence[Sequence[float]] | None
-) -> list[list[float]] | None:
-    if values is None:
-        return None
-    return [
-        [sum(values[rank][chunk] for rank in cell) for chunk, cell in enumerate(row)]
-        for row in held
-    ]
 
 
 @drawn
@@ -86,24 +89,33 @@ def ring_steps(states: Sequence[RingState], *, title: str | None = None) -> Capt
         title: above the figure.
 
     Raises:
-        ValueError: no states; rows of different lengths, or a rank or a chunk that is not in the
-            grid.
+        ValueError: no states.
     """
     if not states:
         raise ValueError("no states to draw: give at least one, for example plots.ring_states(3)")
-    for state in states:
-        _check_state(state)
     columns, lines, figure = _grids(states, title, len(states))
-    grids = figure.subplots(lines, columns, squeeze=False).flat
-    for number, (axes, state) in enumerate(itertools.zip_longest(grids, states)):
-        if state is None:
-            axes.set_axis_off()
-        else:
-            _draw_grid(axes, state, first_in_line=number % columns == 0)
+    grids = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
+    for number, (axes, state) in enumerate(zip(grids, states)):
+        _draw_grid(axes, state, first_in_line=number % columns == 0)
+    for axes in grids[len(states) :]:
+        axes.set_axis_off()
     if title:
         add_title(figure, title)
     add_legend(figure, _legend_entries(states))
-    return CaptionedFigure(figure, alt=_alt(states), caption=_caption(states))
+    ranks = len(states[0].values)
+    cells = ranks**2
+    progress = "; ".join(f"{state.title}, {state.complete}" for state in states)
+    count = format_count(len(states), "state")
+    alt = (
+        f"Grid of {ranks} ranks by {ranks} chunks in {count}. "
+        f"Cells that hold the sum of all ranks, of {cells}: {progress}."
+    )
+    caption = (
+        "Each cell shows its value, and below it names the ranks summed in it. Arrows show what "
+        f"has just moved, {ranks} messages per step. At the end {states[-1].complete} of {cells} "
+        "cells hold the sum of all ranks."
+    )
+    return CaptionedFigure(figure, alt=alt, caption=caption)
 
 
 @drawn
@@ -117,31 +129,30 @@ def ring_step(
     Args:
         step: 0 (the start) to 2 (P - 1) (the end).
         world_size: P, at least 2.
-        values: [P][P], the number that each rank has for each chunk at the start. By default rank
-            r has (c + 1) x 10^r for chunk c: the digits of a sum then show which ranks' numbers
-            it contains.
+        values: as in ``ring_states``.
 
     Raises:
         ValueError: fewer than 2 ranks, an impossible step, values of another shape.
     """
-    if values is None:
-        ranks = range(world_size)
-        values = [[(chunk + 1) * 10**rank for chunk in ranks] for rank in ranks]
     states = ring_states(world_size, values)
     words = ring_words(step, world_size)
     title = states[step].title.replace(":", f" of {len(states) - 1}:")
     state = replace(states[step], title=title)
     *_, figure = _grids(states, None, count=1)
-    # A layout engine would take a third of the time, and place each step differently.
-    figure.set_layout_engine("none")
-    width_in, height_in = figure.get_size_inches()
-    axes = figure.add_axes(
-        (0.5 / width_in, 1.05 / height_in, 1 - 0.6 / width_in, 1 - 1.4 / height_in)
-    )
+    width, height = 72 * figure.get_size_inches()
+    axes = fixed_axes(figure, 36, width - 7.2, 75.6, height - 25.2)
     _draw_grid(axes, state, first_in_line=True)
     add_legend(figure, _legend_entries(states))
+    rows = [
+        f"rank {rank} holds {', '.join(_cell_texts(state, rank, chunk)[0] for chunk in row)}"
+        for rank, row in enumerate([range(world_size)] * world_size)
+    ]
+    alt = (
+        f"Ring all-reduce of {world_size} ranks, {title}. By chunk: {'; '.join(rows)}. "
+        f"Cells that hold the sum of all ranks: {state.complete} of {world_size**2}."
+    )
     caption = f"{words} Below each number stand the ranks summed in it."
-    return CaptionedFigure(figure, alt=_step_alt(state), caption=caption)
+    return CaptionedFigure(figure, alt=alt, caption=caption)
 
 
 def ring_words(step: int, world_size: int) -> str:
@@ -158,32 +169,27 @@ def ring_words(step: int, world_size: int) -> str:
         )
     if step == 0:
         return f"Start: each of {world_size} ranks holds its own numbers, and none has moved."
+    state = states[step]
     messages = _listed(
-        f"rank {src} sends chunk {chunk} to rank {dst}"
-        for src, dst, chunk in states[step].messages
+        f"rank {src} sends chunk {chunk} to rank {dst}" for src, dst, chunk in state.messages
     )
-    _, phase = states[step].title.split(": ")
+    _, phase = state.title.split(": ")
     verb = "adds" if phase == "share_reduce" else "copies"
-    return (
-        f"Step {step} of {len(states) - 1}, {phase}: {messages}. Each {verb} what comes in. "
-        f"{_outcome(states[step])}"
-    )
-
-
-def _outcome(state: RingState) -> str:
-    """Which sums are complete after the step, as a sentence."""
-    world_size = len(state.contributions)
     if not state.complete:
         _, dst, chunk = state.messages[0]
         count = len(state.contributions[dst][chunk])
-        return f"Received chunks are now sums of {count} of {world_size} ranks; none is complete."
-    if state.complete == world_size**2:
-        return f"Every rank now owns the complete sums of all {world_size} chunks."
-    owners = []
-    for rank, row in enumerate(state.contributions):
-        owned = [str(chunk) for chunk, cell in enumerate(row) if len(cell) == world_size]
-        owners.append(f"rank {rank} owns chunk{'s' * (len(owned) > 1)} {_listed(owned)}")
-    return f"Complete now: {'; '.join(owners)}."
+        ends = f"Received chunks are now sums of {count} of {world_size} ranks; none is complete."
+    elif state.complete == world_size**2:
+        ends = f"Every rank now owns the complete sums of all {world_size} chunks."
+    else:
+        owners = []
+        for rank, row in enumerate(state.contributions):
+            owned = [str(chunk) for chunk, cell in enumerate(row) if len(cell) == world_size]
+            owners.append(f"rank {rank} owns chunk{'s' * (len(owned) > 1)} {_listed(owned)}")
+        ends = f"Complete now: {'; '.join(owners)}."
+    return (
+        f"Step {step} of {len(states) - 1}, {phase}: {messages}. Each {verb} what comes in. {ends}"
+    )
 
 
 def _listed(texts: Iterable[str]) -> str:
@@ -191,62 +197,31 @@ def _listed(texts: Iterable[str]) -> str:
     return f"{', '.join(head)} and {last}" if head else last
 
 
-def _check_state(state: RingState) -> None:
-    sizes = [len(row) for row in state.contributions]
-    ranks = len(sizes)
-    if not ranks or sizes != [sizes[0]] * ranks or not sizes[0]:
-        raise ValueError(
-            f"contributions must be one row per rank, all of one length: got lengths {sizes}"
-        )
-    if state.values is not None and [len(row) for row in state.values] != sizes:
-        raise ValueError(f"values must be {ranks} rows of {sizes[0]}, like the contributions")
-    named = {rank for row in state.contributions for cell in row for rank in cell}
-    named |= {rank for src, dst, _ in state.messages for rank in (src, dst)}
-    if foreign := sorted(named - set(range(ranks))):
-        raise ValueError(f"ranks {foreign} are not in a grid of ranks 0 to {ranks - 1}")
-    if outside := sorted({chunk for *_, chunk in state.messages} - set(range(sizes[0]))):
-        raise ValueError(f"chunks {outside} are not in a grid of chunks 0 to {sizes[0] - 1}")
-
-
 def _grids(states: Sequence[RingState], title: str | None, count: int) -> tuple[int, int, Figure]:
     """Columns and lines of ``count`` grids in which each state's texts fit, and their figure."""
-    cell_in = max(_cell_width_in(state) for state in states)
+    ranks = len(states[0].values)
+    places = list(itertools.product(range(ranks), range(ranks)))
+    cells = [_cell_texts(state, *place) for state in states for place in places]
+    # Room for the longest text of a cell and the arrow beside it; values are bold.
+    plain_in = max(0.1 * len(t) - 0.05 * t.count(",") + 0.18 for texts in cells for t in texts)
+    bold_in = max(0.15 * len(value) for value, _ in cells)
     title_in = max(0.1 * len(state.title) for state in states)
-    width_in = max(cell_in * max(len(state.contributions[0]) for state in states), title_in) + 0.5
+    width_in = max(ranks * max(0.4, plain_in, bold_in), title_in) + 0.5
     lines = math.ceil(count / max(1, int(WIDTH_IN / width_in)))
     columns = math.ceil(count / lines)
-    row_in = 0.34 if all(state.values is None for state in states) else 0.48
-    height_in = row_in * max(len(state.contributions) for state in states) + 0.8
-    size = (max(columns * width_in, 4.6), lines * height_in + (0.9 if title else 0.6))
-    return columns, lines, Figure(figsize=size)
+    height_in = lines * (0.48 * ranks + 0.8) + (0.9 if title else 0.6)
+    return columns, lines, Figure(figsize=(max(columns * width_in, 4.6), height_in))
 
 
-def _cell_width_in(state: RingState) -> float:
-    """Room for the longest text of a cell and the arrow beside it."""
-    cells = [
-        _cell_texts(state, rank, chunk)
-        for rank, row in enumerate(state.contributions)
-        for chunk in range(len(row))
-    ]
-    plain_in = max(
-        0.1 * len(text) - 0.05 * text.count(",") + 0.18 for texts in cells for text in texts
-    )
-    bold_in = max(0.15 * len(texts[0]) if len(texts) > 1 else 0 for texts in cells)
-    return max(0.4, plain_in, bold_in)
-
-
-def _cell_texts(state: RingState, rank: int, chunk: int) -> list[str]:
-    """The value if there is one, and the ranks whose values are in it."""
+def _cell_texts(state: RingState, rank: int, chunk: int) -> tuple[str, str]:
+    """The value, and the ranks whose values are in it."""
     world_size, cell = len(state.contributions), state.contributions[rank][chunk]
     whose = ",".join(str(rank) for rank in sorted(cell))
     if len(cell) == world_size:
         whose = "all"
     elif len(cell) > 3:
         whose = f"{len(cell)} of {world_size}"
-    if state.values is None:
-        return [whose]
-    value = state.values[rank][chunk]
-    return [f"{value:g}" if isinstance(value, int | float) else str(value), whose]
+    return f"{state.values[rank][chunk]:g}", whose
 
 
 def _cell_look(count: int, world_size: int) -> tuple[str, str]:
@@ -259,43 +234,32 @@ def _cell_look(count: int, world_size: int) -> tuple[str, str]:
 
 
 def _draw_grid(axes: Axes, state: RingState, first_in_line: bool) -> None:
-    ranks, chunks = len(state.contributions), len(state.contributions[0])
+    ranks = len(state.values)
     for rank, row in enumerate(state.contributions):
         for chunk, cell in enumerate(row):
             fill, ink = _cell_look(len(cell), ranks)
             corner = (chunk - 0.5, rank - 0.5)
             axes.add_patch(Rectangle(corner, 1, 1, facecolor=fill, edgecolor=_LINES))
-            _write_cell(axes, chunk, rank, _cell_texts(state, rank, chunk), ink)
-    for message in state.messages:
-        _draw_message(axes, *message)
-    axes.set(xlim=(-0.55, chunks - 0.45), ylim=(ranks - 0.45, -0.55))
-    axes.set_xticks(range(chunks))
+            value, whose = _cell_texts(state, rank, chunk)
+            # To the right are the arrows.
+            place = {"x": chunk - 0.06, "color": ink, "ha": "center", "va": "center"}
+            axes.text(y=rank - 0.19, s=value, fontsize=11, fontweight="bold", **place)
+            axes.text(y=rank + 0.23, s=whose, fontsize=10, **place)
+    for src, dst, chunk in state.messages:
+        box = Rectangle((chunk - 0.46, dst - 0.46), 0.92, 0.92, fill=False, zorder=3)
+        box.set(edgecolor=VERMILION, linewidth=2.2)
+        axes.add_patch(box)
+        arrow = {"arrowstyle": "-|>", "color": VERMILION, "linewidth": 1.6, "shrinkA": 0}
+        ends = (chunk + 0.37, dst), (chunk + 0.37, src)
+        axes.annotate("", *ends, arrowprops=arrow, zorder=4)
+    axes.set(xlim=(-0.55, ranks - 0.45), ylim=(ranks - 0.45, -0.55))
+    axes.set_xticks(range(ranks))
     axes.set_yticks(range(ranks))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set_xlabel("chunk", labelpad=1)
     axes.set_ylabel("rank" if first_in_line else "", labelpad=1)
     axes.set_title(state.title, fontsize=11)
-
-
-def _write_cell(axes: Axes, chunk: int, rank: int, texts: list[str], ink: str) -> None:
-    """A value in bold with its ranks below, or the ranks alone; the arrows are to the right."""
-    place = {"color": ink, "ha": "center", "va": "center"}
-    x = chunk - 0.06
-    if len(texts) == 1:
-        axes.text(x, rank, texts[0], fontsize=11, **place)
-        return
-    axes.text(x, rank - 0.19, texts[0], fontsize=11, fontweight="bold", **place)
-    axes.text(x, rank + 0.23, texts[1], fontsize=10, **place)
-
-
-def _draw_message(axes: Axes, src: int, dst: int, chunk: int) -> None:
-    box = Rectangle((chunk - 0.46, dst - 0.46), 0.92, 0.92, fill=False, zorder=3)
-    box.set(edgecolor=VERMILION, linewidth=2.2)
-    axes.add_patch(box)
-    arrow = {"arrowstyle": "-|>", "color": VERMILION, "linewidth": 1.6, "shrinkA": 0}
-    x = chunk + 0.37
-    axes.annotate("", (x, dst), (x, src), arrowprops=arrow, zorder=4)
 
 
 def _legend_entries(states: Sequence[RingState]) -> list[Patch]:
@@ -314,45 +278,3 @@ def _legend_entries(states: Sequence[RingState]) -> list[Patch]:
         outline = Patch(fill=False, edgecolor=VERMILION, linewidth=2.2, label="just arrived")
         entries.append(outline)
     return entries
-
-
-def _alt(states: Sequence[RingState]) -> str:
-    ranks, chunks = len(states[0].contributions), len(states[0].contributions[0])
-    count = format_count(len(states), "state")
-    progress = "; ".join(
-        f"{state.title or f'state {number}'}, {state.complete}"
-        for number, state in enumerate(states)
-    )
-    return (
-        f"Grid of {ranks} ranks by {chunks} chunks in {count}. "
-        f"Cells that hold the sum of all ranks, of {ranks * chunks}: {progress}."
-    )
-
-
-def _step_alt(state: RingState) -> str:
-    size = len(state.contributions)
-    rows = []
-    for rank in range(size):
-        numbers = (_cell_texts(state, rank, chunk)[0] for chunk in range(size))
-        rows.append(f"rank {rank} holds {', '.join(numbers)}")
-    return (
-        f"Ring all-reduce of {size} ranks, {state.title}. By chunk: {'; '.join(rows)}. "
-        f"Cells that hold the sum of all ranks: {state.complete} of {size**2}."
-    )
-
-
-def _caption(states: Sequence[RingState]) -> str:
-    last = states[-1]
-    cells = len(last.contributions) * len(last.contributions[0])
-    values = "shows its value, and below it names" if last.values is not None else "names"
-    sentences = [f"Each cell {values} the ranks summed in it."]
-    messages = [len(state.messages) for state in states if state.messages]
-    if messages:
-        # The first state may show the last step of another figure.
-        every_step = len(states) > 1 and len(set(messages)) == 1
-        count = format_count(messages[0] if every_step else sum(messages), "message")
-        how = "per step" if every_step else "in all"
-        sentences.append(f"Arrows show what has just moved, {count} {how}.")
-    when = "At the end" if len(states) > 1 else "Here"
-    sentences.append(f"{when} {last.complete} of {cells} cells hold the sum of all ranks.")
-    return " ".join(sentences)

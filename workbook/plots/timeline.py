@@ -1,7 +1,10 @@
-"""The timeline of a run: what each rank did when."""
+"""What each rank did when, and how long: the timeline of a run, and its seconds by kind.
 
-import statistics
-from collections.abc import Collection, Mapping
+The captions are what ``explain()`` says, over the time that is drawn: there is one definition of
+how much of a run is computing, messages and waiting. The figures themselves show seconds.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,21 +14,23 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.path import Path
 
-from labkit.tracing import LOCAL_KINDS, Span, Trace
-from labkit.units import format_count, format_seconds, second_unit
+from labkit import RunResult
+from labkit.tracing import Span, Trace
+from labkit.tracing.limits import what_limited
+from labkit.units import format_bytes, format_count, format_seconds, second_unit
 from workbook.plots.figure import (
     WIDTH_PX,
     CaptionedFigure,
     add_legend,
     drawn,
+    joined,
     label_lanes,
     new_axes,
 )
-from workbook.plots.lane_names import device_words, lane_names, memory_words, peaks_of
 from workbook.plots.palette import Style, styles_of, swatch
 
-# {rank or bar: {kind: share of its time}}
-Shares = dict[str, dict[str, float]]
+# With more lanes, a lane is too low for a second line, and each rank's numbers are too many words.
+_MOST_TALL, _MOST_NAMED = 15, 8
 
 
 @drawn
@@ -35,13 +40,11 @@ def timeline(
     title: str | None = None,
     start_s: float | None = None,
     end_s: float | None = None,
-    ranks: Collection[int] | None = None,
     model: bool = False,
 ) -> CaptionedFigure:
     """Draw what each rank did when: one lane per rank, one bar per span.
 
     A lane names its rank's device, and the peak memory of the whole run if the result knows it.
-
     If a rank has another thread, such as DDP's communication thread, that thread gets a thinner
     lane under the rank's own: bars one above the other happened at the same time.
 
@@ -49,47 +52,83 @@ def timeline(
         result: a ``Trace``, or a result that has one as ``.trace``.
         title: above the figure.
         start_s, end_s: the part of the trace to show, in seconds of its clock.
-        ranks: the ranks to show; all by default.
         model: the trace is a prediction, not a measurement, and is drawn as one.
 
     Raises:
         ValueError: nothing to draw; the message says what to do.
     """
     trace = trace_of(result)
-    lanes = _chosen_ranks(trace, ranks)
-    peaks = {rank: peak for rank, peak in peaks_of(result).items() if rank in lanes}
+    first_s, last_s = extent_of(trace)
+    is_whole = start_s is None and end_s is None
     if start_s is None:
-        start_s = min(0.0, *(span.start_s for span in trace.spans))
-    if end_s is None:
-        end_s = max(span.end_s for span in trace.spans)
-    spans = _spans_between(trace, lanes, start_s, end_s)
-    shares = _shares([s for s in spans if s.lane == 0], lanes, start_s, end_s)
-    beside = _beside_words(_shares([s for s in spans if s.lane > 0], lanes, start_s, end_s))
+        # As ``explain`` counts: from second 0 of a run, and from when a training run trains.
+        start_s = min(0.0, first_s) if isinstance(result, RunResult) else first_s
+    end_s = last_s if end_s is None else end_s
+    window = trace.between(start_s, end_s)
+    if not start_s < end_s or not window.spans:
+        raise ValueError(
+            f"no span lies between start_s={start_s:g} and end_s={end_s:g}: the trace runs from "
+            f"{first_s:g} to {last_s:g} s"
+        )
+    label, names = lane_names(result, trace, trace.ranks)
+    # 1.5 s is still shown as 1500 ms, so that ticks are integers.
+    scale, unit = second_unit((end_s - start_s) / 2)
     title = title or ("What each rank should do (model)" if model else "What each rank did")
-    thin = sum(span.duration_s < (end_s - start_s) / WIDTH_PX for span in spans)
-    said = joined(device_words(trace, lanes), memory_words(peaks))
-    names = lane_names(trace, lanes, peaks)
-    return CaptionedFigure(
-        _draw_timeline(spans, lanes, names, start_s, end_s, title, model),
-        alt=joined(_timeline_alt(shares, end_s - start_s, model) + beside[0], said),
-        caption=joined(_timeline_caption(shares, end_s - start_s, thin) + beside[1], said),
-    )
+    figure, axes = new_axes(1.5 + min(0.45 * len(names), 7), title)
+    margin_s = 0.003 * (end_s - start_s)
+    axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
+    # Whole, not cut: a bar that goes on beyond the edge has no end there.
+    spans = [span for span in trace.spans if span.end_s > start_s and span.start_s < end_s]
+    add_legend(figure, draw_spans(axes, spans, trace.ranks, scale, model))
+    axes.set(xlabel=f"time since the start ({unit})", ylabel=label)
+    axes.ticklabel_format(axis="x", useOffset=False)
+    label_lanes(axes, names)
+
+    gap = "idle time" if model else "code outside all spans"
+    has_words = is_whole and hasattr(result, "explain")
+    limit = result.explain() if has_words else what_limited(window, start_s, gap)
+    thin = sum(s.duration_s < (end_s - start_s) / WIDTH_PX for s in window.spans)
+    narrow = f"Spans narrower than a pixel: {thin:,}; start_s and end_s zoom in." if thin else ""
+    alt = _alt(window, dict(zip(trace.ranks, names)), end_s - start_s, model)
+    part = "" if is_whole else "In the part shown: "
+    words = f"{'Model: ' if model else ''}{part}{limit}"
+    return CaptionedFigure(figure, alt=alt, caption=joined(words, narrow, _beside(window)))
 
 
 def timeline_words(trace: Trace) -> tuple[str, str]:
     """The alt text and the caption of the timeline of a whole trace, which has spans."""
-    end_s = max(span.end_s for span in trace.spans)
-    lanes = [[span for span in trace.spans if (span.lane > 0) == beside] for beside in (0, 1)]
-    shares, others = (_shares(spans, trace.ranks, 0.0, end_s) for spans in lanes)
-    beside = _beside_words(others)
-    alt, caption = _timeline_alt(shares, end_s, False), _timeline_caption(shares, end_s, 0)
-    said = device_words(trace, trace.ranks)
-    return joined(alt + beside[0], said), joined(caption + beside[1], said)
+    names = dict(zip(trace.ranks, lane_names(None, trace, trace.ranks)[1]))
+    alt = _alt(trace, names, extent_of(trace)[1], model=False)
+    return alt, joined(str(what_limited(trace, 0.0)), _beside(trace))
 
 
-def joined(*sentences: str) -> str:
-    """The sentences that are not empty."""
-    return " ".join(filter(None, sentences))
+def _beside(trace: Trace) -> str:
+    has_others = any(span.lane > 0 for span in trace.spans)
+    return "The thin lane under a rank is what its other thread did." if has_others else ""
+
+
+def _alt(trace: Trace, names: Mapping[int, str], extent_s: float, model: bool) -> str:
+    kind = "Predicted timeline" if model else "Timeline"
+    head = f"{kind} of {format_count(len(names), 'rank')} over {format_seconds(extent_s)}."
+    seconds = [seconds_words(trace.seconds_by_kind(rank, lane=0)) for rank in names]
+    lanes = [name.replace("\n", ", ") for name in names.values()]
+    rows = "; ".join(f"rank {lane}: {words}" for lane, words in zip(lanes, seconds))
+    if len(names) > _MOST_NAMED:
+        rows = f"In all, {seconds_words(trace.seconds_by_kind(lane=0))}"
+    others = Trace(tuple(span for span in trace.spans if span.lane)).seconds_by_kind()
+    beside = f"At the same time, in other threads: {seconds_words(others)}." if others else ""
+    return joined(head, f"{rows}.", beside)
+
+
+def seconds_words(seconds: Mapping[str, float]) -> str:
+    """``compute 4 ms, wait 1 ms``"""
+    kinds = styles_of(kind for kind, s in seconds.items() if s > 0)
+    return ", ".join(f"{kind} {format_seconds(seconds[kind])}" for kind in kinds) or "no span"
+
+
+def extent_of(trace: Trace) -> tuple[float, float]:
+    """From the first span to the last."""
+    return min(s.start_s for s in trace.spans), max(s.end_s for s in trace.spans)
 
 
 def trace_of(result: Any) -> Trace:
@@ -111,54 +150,104 @@ def trace_of(result: Any) -> Trace:
     return trace
 
 
-def _chosen_ranks(trace: Trace, ranks: Collection[int] | None) -> list[int]:
-    known = trace.ranks
-    if ranks is None:
-        return known
-    if not ranks or not set(ranks) <= set(known):
-        raise ValueError(f"ranks {sorted(ranks)} cannot be drawn: the trace has ranks {known}")
-    return sorted(set(ranks))
+@drawn
+def phases(result: Any, *, title: str | None = None) -> CaptionedFigure:
+    """Draw the seconds by kind as stacked bars, one bar per rank (or run).
 
+    Args:
+        result: a ``Trace``, a result that has one, ``{kind: seconds}``, or
+            ``{rank or name: {kind: seconds}}``.
+        title: above the figure.
 
-def _spans_between(
-    trace: Trace, ranks: Collection[int], start_s: float, end_s: float
-) -> list[Span]:
-    wanted = set(ranks)
-    spans = [
-        span
-        for span in trace.spans
-        if span.rank in wanted and span.end_s > start_s and span.start_s < end_s
-    ]
-    if not spans or not start_s < end_s:
-        first_s = min(span.start_s for span in trace.spans)
-        last_s = max(span.end_s for span in trace.spans)
+    Raises:
+        ValueError: nothing to draw; the message says what to do.
+    """
+    if isinstance(result, Mapping):
+        by_name = any(isinstance(row, Mapping) for row in result.values())
+        named = result if by_name else {"run": result}
+    else:
+        trace = trace_of(result)
+        named = {rank: trace.seconds_by_kind(rank) for rank in trace.ranks}
+    rows = {
+        f"rank {name}" if isinstance(name, int) else str(name): dict(row)
+        for name, row in named.items()
+    }
+    totals = {name: sum(row.values()) for name, row in rows.items()}
+    if not any(totals.values()):
         raise ValueError(
-            f"no span lies between start_s={start_s:g} and end_s={end_s:g}: the trace runs from "
-            f"{first_s:g} to {last_s:g} s"
+            "no phase took any time, so there is nothing to draw: give what labkit.run returned, "
+            'or seconds by kind such as {"compute": 0.8, "communicate": 0.2}'
         )
-    return spans
+    title = title or "Time by phase"
+    bars = "; ".join(
+        f"{name} {format_seconds(totals[name])}: {seconds_words(row)}"
+        for name, row in rows.items()
+        if totals[name]
+    )
+    figure = _draw_phases(rows, totals, title)
+    caption = _phases_caption(result, rows, totals)
+    return CaptionedFigure(figure, alt=f"{title}. {bars}.", caption=caption)
 
 
-def _draw_timeline(
-    spans: list[Span],
-    lanes: list[int],
-    names: tuple[str, list[str]],
-    start_s: float,
-    end_s: float,
-    title: str,
-    model: bool,
+def _draw_phases(
+    rows: dict[str, dict[str, float]], totals: dict[str, float], title: str
 ) -> Figure:
-    # 1.5 s is still shown as 1500 ms, so that ticks are integers.
-    scale, unit = second_unit((end_s - start_s) / 2)
-    figure, axes = new_axes(1.5 + min(0.45 * len(lanes), 7), title)
-    margin_s = 0.003 * (end_s - start_s)
-    axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
-    entries = draw_spans(axes, spans, lanes, scale, model)
-    axes.set(xlabel=f"time since the start ({unit})", ylabel=names[0])
-    axes.ticklabel_format(axis="x", useOffset=False)
-    label_lanes(axes, names[1])
-    add_legend(figure, entries)
+    figure, axes = new_axes(1.5 + min(0.45 * len(rows), 9), title)
+    scale, unit = second_unit(max(totals.values()) / 2)
+    longest = max(totals.values()) / scale
+    styles = styles_of(kind for row in rows.values() for kind, s in row.items() if s > 0)
+    for lane, (name, row) in enumerate(rows.items()):
+        left = 0.0
+        for kind, style in styles.items():
+            width = row.get(kind, 0.0) / scale
+            axes.barh(lane, width, 0.72, left, label=kind, **style.fill)
+            if width > 0.1 * longest:
+                tag(axes, left + width / 2, lane, format_seconds(row[kind]), pad=0.2)
+            left += width
+        axes.text(left, lane, f" {format_seconds(totals[name])}", va="center", ha="left")
+    axes.set(xlim=(0, 1.14 * longest), xlabel=f"time ({unit})")
+    label_lanes(axes, list(rows))
+    add_legend(figure, [swatch(kind, style) for kind, style in styles.items()])
     return figure
+
+
+def _phases_caption(
+    result: Any, rows: dict[str, dict[str, float]], totals: dict[str, float]
+) -> str:
+    if not isinstance(result, Mapping):
+        trace = trace_of(result)
+        limit = result.explain() if hasattr(result, "explain") else what_limited(trace)
+        adds = any(span.lane for span in trace.spans)
+        return joined(str(limit), "A bar adds up the rank's threads." if adds else "")
+    slow, fast = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
+    kind, seconds = max(rows[slow].items(), key=lambda item: item[1])
+    most = f"{format_seconds(totals[slow])}, of which {kind} takes {format_seconds(seconds)}"
+    if format_seconds(totals[slow]) == format_seconds(totals[fast]):
+        return f"A bar is {most}."
+    shortest = f"{fast}: {format_seconds(totals[fast])}"
+    return f"The longest bar is {slow}: {most}; the shortest is {shortest}."
+
+
+def lane_names(
+    result: Any, trace: Trace, ranks: Sequence[int], noun: str = "rank"
+) -> tuple[str, list[str]]:
+    """The label of the axis, and of each lane: ``0 · cuda:0``, and its peak memory below."""
+    peaks = peak_sizes(result) if len(ranks) <= _MOST_TALL else {}
+    names = [trace.lane(rank).removeprefix("rank ") for rank in ranks]
+    label = f"{noun} · device" if any(rank in trace.devices for rank in ranks) else noun
+    if peaks:
+        tall = [f"\n{peaks[rank]}" if rank in peaks else "" for rank in ranks]
+        return f"{label},\npeak memory", [name + peak for name, peak in zip(names, tall)]
+    return label, names
+
+
+def peak_sizes(result: Any) -> dict[int, str]:
+    """The peak memory of the ranks of a result, as far as it is known: ``1 MiB``."""
+    return {
+        rank: " + ".join(map(format_bytes, peak.by_device.values()))
+        for rank, peak in enumerate(getattr(result, "peak_memory", ()))
+        if peak and peak.by_device
+    }
 
 
 def draw_spans(
@@ -222,84 +311,3 @@ def _corners(spans: list[Span], lanes: list[int], scale: float) -> np.ndarray:
     xs = np.stack([left, left, right, right], axis=1)
     ys = np.stack([top, bottom, bottom, top], axis=1)
     return np.stack([xs, ys], axis=2)
-
-
-def _shares(spans: list[Span], ranks: list[int], start_s: float, end_s: float) -> Shares:
-    """By rank, by kind: the share of the time from ``start_s`` to ``end_s``."""
-    kinds = styles_of(span.kind for span in spans)
-    shares = {f"rank {rank}": dict.fromkeys(kinds, 0.0) for rank in ranks}
-    for span in spans:
-        inside_s = min(span.end_s, end_s) - max(span.start_s, start_s)
-        shares[f"rank {span.rank}"][span.kind] += inside_s / (end_s - start_s)
-    return shares
-
-
-def percents(share: Mapping[str, float], least: float = 0.0) -> str:
-    """``compute 60%, wait 40%``, without the shares that are not above ``least``."""
-    return ", ".join(f"{kind} {percent(part)}" for kind, part in share.items() if part > least)
-
-
-def percent(part: float) -> str:
-    return "under 1%" if 0 < part < 0.005 else f"{part:.0%}"
-
-
-def _mean_share(shares: Shares) -> dict[str, float]:
-    kinds = next(iter(shares.values()))
-    return {kind: statistics.fmean(row[kind] for row in shares.values()) for kind in kinds}
-
-
-def _timeline_alt(shares: Shares, extent_s: float, model: bool) -> str:
-    kind = "Predicted timeline" if model else "Timeline"
-    head = f"{kind} of {format_count(len(shares), 'rank')} over {format_seconds(extent_s)}."
-    if len(shares) > 8:
-        return f"{head} Mean share of the time: {percents(_mean_share(shares))}."
-    rows = "; ".join(f"{name}: {percents(share)}" for name, share in shares.items())
-    return f"{head} Share of the time by {rows}."
-
-
-def _timeline_caption(shares: Shares, extent_s: float, thin: int) -> str:
-    mean = _mean_share(shares)
-    blank = 1 - sum(mean.values())
-    whose = "Mean over the ranks" if len(shares) > 1 else "In all"
-    sentences = [communication_words(shares, dict.fromkeys(shares, extent_s))]
-    sentences.append(f"{whose}: {percents(mean, least=0.005)}.")
-    if blank > 0.02:
-        sentences.append(f"Blank, {percent(blank)}, is time outside any span.")
-    if thin:
-        spans = "1 span is" if thin == 1 else f"{thin:,} spans are"
-        sentences.append(f"{spans} narrower than a pixel: start_s and end_s zoom in.")
-    return " ".join(sentences)
-
-
-def _beside_words(beside: Shares) -> tuple[str, str]:
-    """The sentences on the thin lanes in alt text and caption; empty if there are none."""
-    mean = _mean_share(beside)
-    if not mean:
-        return "", ""
-    rows = "; ".join(f"{name}: {percents(share)}" for name, share in beside.items())
-    if len(beside) > 8:
-        rows = f"mean {percents(mean)}"
-    return (
-        f" At the same time, in threads beside the main one, {rows}.",
-        " The thin lane under each rank is what its other thread did at the same time: "
-        f"{percents(mean, least=0.005)}.",
-    )
-
-
-def communication_words(shares: Shares, totals: Mapping[str, float]) -> str:
-    """Which rank communicates and waits most, and which least."""
-    parts = {
-        name: sum(part for kind, part in share.items() if kind not in LOCAL_KINDS)
-        for name, share in shares.items()
-    }
-    most, least = max(parts, key=parts.__getitem__), min(parts, key=parts.__getitem__)
-    total = format_seconds(totals[most])
-    where = "on" if most.startswith("rank ") else "in"
-    if not parts[most]:
-        return f"None of the {total} goes to communication or waiting."
-    text = f"Communication and waiting take {percent(parts[most])} of {total} {where} {most}"
-    if percent(parts[most]) != percent(parts[least]):
-        text += f" and {percent(parts[least])} {where} {least}"
-    elif len(parts) > 1:
-        text += f", and as much {where} the others"
-    return f"{text}."

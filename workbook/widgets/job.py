@@ -8,7 +8,6 @@ import ctypes
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -57,20 +56,20 @@ class Job:
     def _run(self, work: Callable[[], str]) -> None:
         said = "stopped"
         try:
-            said = _outcome(work)
-            self._end()
+            try:
+                said = work()
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+            with self._lock:
+                self._may_stop = False
+                # An interrupt that is on its way would come after the job.
+                _raise_in_thread(ctypes.c_ulong(threading.get_ident()), None)
         except KeyboardInterrupt:
             # There is one interrupt per job, so none can come from here on.
-            pass
+            said = "stopped"
         _in_main_thread(self._listen_no_more)
         self._thread = None
         self._say("", said)
-
-    def _end(self) -> None:
-        with self._lock:
-            self._may_stop = False
-            # An interrupt that is on its way would come after the job.
-            _raise_in_thread(ctypes.c_ulong(threading.get_ident()), None)
 
     def _listen(self) -> None:
         # While no cell runs, a kernel ignores the stop button.
@@ -81,16 +80,9 @@ class Job:
         if signal.getsignal(signal.SIGINT) == self._interrupted:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def _interrupted(self, _number: int, _frame: FrameType | None) -> None:
+    def _interrupted(self, *_: Any) -> None:
         # Not here: the main thread may hold the lock.
         threading.Thread(target=self.stop).start()
-
-
-def _outcome(work: Callable[[], str]) -> str:
-    try:
-        return work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def _in_main_thread(call: Callable[[], Any]) -> None:

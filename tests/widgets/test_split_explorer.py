@@ -1,7 +1,8 @@
 """The kernel's side of the picture; tests/project/test_browser_explorer.py tests the browser's."""
 
-import importlib.util
+import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 from splits import LINK, PROFILE, measured
@@ -9,8 +10,9 @@ from torch import nn
 
 from labkit.errors import WorkerError
 from labkit.placement.planner import best_split, predict_split
+from labkit.units import format_bytes, format_seconds
 from workbook import plots, widgets
-from workbook.widgets import kept
+from workbook.widgets import explorer
 from workbook.widgets.split_choice import LINKS
 
 
@@ -49,21 +51,47 @@ def press(picture, kind):
 
 
 class TestSplitPicture:
-    def test_the_browser_gets_all_that_it_computes_with(self, picture):
-        state = picture.get_state()
-        assert state["points"] == [2]
-        assert state["profile"]["layers"][0]["output_bytes"] == PROFILE.layers[0].output_bytes
-        assert state["links"]["this machine"]["alpha_s"] == LINK.alpha_s
-        assert [*state["links"]] == ["this machine", *LINKS]
-        options = state["options"]
-        assert (options["stages"], options["batch_size"]) == ([2, 3, 4], [4, 8, 16, 32, 64])
-        assert options["cap_bytes"][-1] == ("no limit", None)
+    def test_the_browser_gets_the_predicted_step(self, picture):
+        picture.points, picture.micro_batches, picture.schedule = [2, 4], 4, "1f1b"
+        shown = picture.get_state()["shown"]
+        split = predict_split(PROFILE, (2, 4), LINK, micro_batches=4, schedule="1f1b")
+        for stage, row in enumerate(shown["stages"]):
+            slots = [slot for slot in split.slots() if slot.stage == stage]
+            assert row["model"]["spans"] == [(s.kind, s.start_s, s.end_s) for s in slots]
+            assert row["model"]["memory"][1] == format_bytes(split.memory_bytes[stage])
+        assert shown["numbers"][0][1] == format_seconds(split.step_s)
+        assert shown["numbers"][1][1] == f"{split.bubble:.0%}"
+        assert shown["caption"].endswith(plots.split_costs(PROFILE, split).caption)
+        assert shown["layers"][0]["bytes"] == PROFILE.layers[0].output_bytes
+        assert picture.options["link"] == ["this machine", *LINKS]
+        json.dumps(shown)
 
-    def test_it_is_one_module_that_imports_nothing(self, picture):
-        assert "import " not in picture._esm.replace("imports", "")
-        assert picture._esm.count("export default") == 1
-        assert "://" not in picture._esm.replace("http://www.w3.org/2000/svg", "")
-        assert "://" not in picture._css
+    def test_every_message_has_its_time(self, runs):
+        """What crosses a cut: an activation per micro-batch, and a gradient if there is one."""
+        picture = widgets.split_explorer(
+            PROFILE, LINK, split_points=(2, 4), micro_batches=4, frozen=2, measure=runs
+        )
+        first, second = (hop["spans"] for hop in picture.shown["hops"])
+        kinds = [[kind for kind, *_ in spans] for spans in (first, second)]
+        assert kinds == [["activation"] * 4, ["activation"] * 4 + ["gradient"] * 4]
+        slots = predict_split(PROFILE, (2, 4), LINK, micro_batches=4, frozen=2).slots()
+        sent = [slot.end_s for slot in slots if slot[:2] == (0, "forward")]
+        assert [start for _, start, _ in first] == sent
+        assert all(end > start for spans in (first, second) for _, start, end in spans)
+
+    def test_another_batch_is_in_proportion_and_says_so(self, picture):
+        picture.batch_size = 32
+        assert picture.shown["numbers"][0][1] == "170 ms"
+        assert picture.shown["layers"][0]["sends"] == "16 MiB"
+        assert "batch of 32, scaled from 16" in picture.shown["title"]
+
+    def test_while_cuts_move_the_axis_never_shrinks(self, picture):
+        ends = []
+        for point in (1, 3, 5, 1):
+            picture.points = [point]
+            ends.append(picture.shown["end_s"])
+        assert ends == sorted(ends)
+        assert ends[-1] > picture.shown["last_s"]
 
     def test_run_measures_the_split_that_is_shown(self, picture, runs):
         picture.points, picture.micro_batches = [2, 4], 4
@@ -71,33 +99,36 @@ class TestSplitPicture:
         options = {"batch_size": 16, "micro_batches": 4, "schedule": "gpipe"}
         options |= {"input_shape": (3, 32, 32), "frozen": 0}
         assert runs.calls == [("toy", (2, 4), options)]
-        (run,) = picture.measured
+        numbers = {name: real for name, _, real in picture.shown["numbers"]}
         split = predict_split(PROFILE, (2, 4), LINK, micro_batches=4)
-        assert (run["points"], run["micro_batches"]) == ([2, 4], 4)
-        assert run["step_s"] == pytest.approx(2 * split.step_s)
-        assert run["bubble"] == pytest.approx(split.bubble)
-        assert run["hops_s"] == pytest.approx(2 * sum(split.hop_s + split.backward_hop_s))
+        assert numbers["step"] == format_seconds(2 * split.step_s)
+        assert numbers["bubble: stages idle"] == f"{split.bubble:.0%}"
+        assert numbers["all hops"] == format_seconds(2 * sum(split.hop_s + split.backward_hop_s))
         assert picture.status == "measured, cut before layers 2, 4: 98.9 ms per step"
 
     def test_the_measured_step_is_laid_out_as_it_ran(self, picture):
         press(picture, "run")
-        (run,) = picture.measured
-        slots = predict_split(PROFILE, (2,), LINK).slots()
-        spans = sorted(run["spans"], key=lambda span: (span["stage"], span["start_s"]))
-        assert [(span["stage"], span["kind"]) for span in spans] == [s[:2] for s in slots]
-        for span, slot in zip(spans, slots, strict=True):
-            assert span["start_s"] == pytest.approx(2 * slot.start_s)
-            assert span["end_s"] == pytest.approx(2 * slot.end_s)
+        slots = sorted(predict_split(PROFILE, (2,), LINK).slots(), key=lambda s: (s[0], s[3]))
+        bars = [
+            (stage, *bar)
+            for stage, row in enumerate(picture.shown["stages"])
+            for bar in row["measured"]["spans"]
+        ]
+        for (stage, kind, start_s, end_s), slot in zip(bars, slots, strict=True):
+            assert (stage, kind) == slot[:2]
+            assert (start_s, end_s) == pytest.approx((2 * slot.start_s, 2 * slot.end_s))
 
     def test_what_was_measured_stays(self, picture):
         press(picture, "run")
         picture.points = [4]
         press(picture, "run")
-        assert [run["points"] for run in picture.measured] == [[2], [4]]
+        assert [choice.points for choice in picture.runs] == [(2,), (4,)]
         picture.points = [2]
         assert "Measured" in repr(picture)
         picture.points = [3]
         assert "Measured" not in repr(picture)
+        picture.points, picture.link = [2], "1 GbE"
+        assert "Measured" in repr(picture)
 
     def test_it_says_when_it_is_busy_and_a_second_press_does_nothing(self, picture, runs):
         seen = []
@@ -124,7 +155,7 @@ class TestSplitPicture:
         picture.run()
         measuring.wait()
         press(picture, "stop")
-        assert (picture.status, picture.busy, picture.measured) == ("stopped", "", [])
+        assert (picture.status, picture.busy, picture.runs) == ("stopped", "", {})
         runs.during = lambda: None
         press(picture, "run")
         assert picture.status.startswith("measured")
@@ -142,8 +173,9 @@ class TestSplitPicture:
         best = best_split(PROFILE, 3, LINK, objective=objective, micro_batches=4)
         assert tuple(picture.points) == best.split_points
         a, b = best.split_points
-        assert picture.status.startswith(f"best by the model: cut before layers {a}, {b}. The ste")
-        assert f"from {1e3 * before.step_s:.3g} ms to {1e3 * best.step_s:.3g} ms" in picture.status
+        step = f"step {1e3 * before.step_s:.3g} ms -> {1e3 * best.step_s:.3g} ms"
+        said = f"best by the model, cut before layers {a}, {b}: {step}, "
+        assert picture.status.startswith(said)
         press(picture, "best")
         assert picture.status.endswith(", where the cuts are already")
 
@@ -173,7 +205,7 @@ class TestSplitPicture:
         model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
         shape = {"batch_size": 8, "input_shape": (3, 2, 2)}
         picture = widgets.split_explorer(model, LINK, measure=runs, **shape)
-        names = [layer["name"] for layer in picture.profile["layers"]]
+        names = [layer["name"] for layer in picture.shown["layers"]]
         assert names == ["Flatten", "Linear", "ReLU", "Linear"]
         assert (picture.points, picture.batch_size) == ([2], 8)
         press(picture, "run")
@@ -190,25 +222,32 @@ class TestSplitPicture:
         assert "application/vnd.jupyter.widget-view+json" in data
 
     def test_it_keeps_its_state_when_its_cell_is_run_again(self, runs, monkeypatch):
-        monkeypatch.setattr(kept, "_cell", lambda: "a cell")
-        monkeypatch.setattr(kept, "_STATES", {})
+        shell = SimpleNamespace(get_parent=lambda: {"metadata": {"cellId": "the cell"}})
+        monkeypatch.setattr(explorer, "get_ipython", lambda: shell)
         first = widgets.split_explorer(PROFILE, LINK, measure=runs)
         first.points, first.link, first.mode = [1, 4], "1 GbE", "bytes"
         press(first, "run")
         again = widgets.split_explorer(PROFILE, LINK, measure=runs)
         assert (again.points, again.link, again.mode) == ([1, 4], "1 GbE", "bytes")
-        assert again.measured == first.measured
+        assert again.runs == first.runs
         assert repr(again) == repr(first)
         other = widgets.split_explorer(PROFILE, LINK, split_points=(2,), measure=runs)
-        assert (other.points, other.measured) == ([2], [])
+        assert (other.points, other.runs) == ([2], {})
         for picture in (first, again, other):
             picture.close()
 
-    def test_without_anywidget_there_are_sliders(self, monkeypatch, runs):
-        found = importlib.util.find_spec
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == "anywidget" else found(name)
-        )
-        sliders = widgets.split_explorer(PROFILE, LINK, measure=runs)
-        assert sliders.cuts.points == (3,)
-        sliders.close()
+    @pytest.mark.parametrize(
+        ("start", "message"),
+        [
+            ({"split_points": (0,)}, "split point 0 leaves a stage without layers"),
+            ({"split_points": (4, 2)}, "out of order"),
+            ({"split_points": ()}, "shows 2 to 4 stages, got 1"),
+            ({"split_points": (1, 2, 3, 4)}, "shows 2 to 4 stages, got 5"),
+            ({"micro_batches": 3}, "one of 1, 2, 4, 8, 16 for a batch of 16, got 3"),
+            ({"schedule": "zigzag"}, "unknown schedule 'zigzag': choose one of gpipe, 1f1b"),
+            ({"frozen": 7}, "frozen must be an integer from 0 to 6"),
+        ],
+    )
+    def test_a_start_out_of_range_is_refused(self, start, message):
+        with pytest.raises(ValueError, match=message):
+            widgets.split_explorer(PROFILE, LINK, **start)

@@ -1,0 +1,133 @@
+"""Sliders above a figure: what is shown is its static twin's alt text and caption."""
+
+import html
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from workbook import plots, widgets
+from workbook.widgets import explorer
+
+MAKE = {
+    "buckets": widgets.bucket_explorer,
+    "ring": widgets.ring_stepper,
+    "staleness": widgets.staleness_explorer,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch):
+    """tests/plots look at the pictures."""
+    monkeypatch.setattr(plots.CaptionedFigure, "png", lambda figure: b"a picture")
+
+
+def alt_of(explorer):
+    (alt,) = re.findall(r'<img alt="([^"]+)"', explorer.view.value)
+    return html.unescape(alt)
+
+
+def shows(explorer, twin):
+    assert alt_of(explorer) == twin.alt
+    assert html.escape(twin.caption) in explorer.view.value
+
+
+def test_every_control_of_the_buckets_shows_its_static_twin():
+    made = widgets.bucket_explorer()
+    shows(made, plots.bucket_overlap(25, 4, "10 Gb/s network"))
+    made.size.value = 4
+    made.ranks.value = 99
+    made.link.value = "1 Gb/s network"
+    shows(made, plots.bucket_overlap(4, 16, "1 Gb/s network"))
+
+
+def test_every_step_of_the_ring_shows_its_static_twin():
+    made = widgets.ring_stepper(4)
+    for step in range(7):
+        made.step.value = step
+        shows(made, plots.ring_step(step, 4))
+    made.ranks.value = 2
+    assert (made.step.value, made.step.max) == (2, 2), "the steps follow the ranks"
+    shows(made, plots.ring_step(2, 2))
+    made.ranks.value = 99
+    made.step.value = 99
+    shows(made, plots.ring_step(10, 6))
+
+
+def test_own_numbers_bound_the_ranks():
+    made = widgets.ring_stepper(3, [[1, 2, 3], [10, 20, 30], [100, 200, 300]])
+    assert made.ranks.max == 3
+    made.step.value = 4
+    assert "rank 2 holds 111, 222, 333" in alt_of(made)
+    made.ranks.value = 2
+    shows(made, plots.ring_step(2, 2, [[1, 2], [10, 20]]))
+
+
+def test_the_bound_follows_the_workers_and_nothing_between_is_drawn():
+    made, drawn = widgets.staleness_explorer(), []
+    draw = made.draw
+    made.draw = lambda *chosen: drawn.append(chosen) or draw(*chosen)
+    made.bound.value = 2
+    shows(made, plots.staleness_model(3, 4, 2))
+    made.workers.value = 5
+    made.workers.value = 2
+    made.bound.value = math.inf
+    made.workers.value = 6
+    assert drawn == [(3, 4, 2), (5, 4, 4), (2, 4, 4), (2, 4, math.inf), (6, 4, math.inf)]
+    shows(made, plots.staleness_model(6, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "start", "message"),
+    [
+        ("buckets", {"bucket_mb": 3}, "the slider has no 3 MiB: choose one of 0, 0.25"),
+        ("buckets", {"world_size": 1}, "2 to 16 ranks, got 1"),
+        ("buckets", {"link": "pigeon"}, "unknown link 'pigeon'"),
+        ("ring", {"world_size": 7}, "2 to 6 ranks, got 7"),
+        ("ring", {"world_size": 2.5}, "2 to 6 ranks, got 2.5"),
+        ("ring", {"values": [[1, 2], [3, 4]]}, "2 to 2 ranks, got 4"),
+        ("ring", {"values": [[1, 2], [3, 4], [5, 6]]}, "values must be 3 rows"),
+        ("staleness", {"workers": 1}, "2 to 6 workers, got 1"),
+        ("staleness", {"factor": 2.5}, "1 to 8 times as long, got 2.5"),
+        ("staleness", {"bound": 1}, "at most 1 cannot be kept with 3 workers"),
+        ("staleness", {"bound": 99}, "2 to 13 updates as the bound, got 99"),
+    ],
+)
+def test_a_start_out_of_range_is_refused(make, start, message):
+    with pytest.raises(ValueError, match=message):
+        MAKE[make](**start)
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_it_is_read_as_text_and_a_new_caption_is_read_aloud(make):
+    made = make()
+    text = repr(made)
+    assert text.startswith("[sliders] ")
+    assert text.endswith(made.draw(*made.chosen()).caption)
+    bundle = made._repr_mimebundle_()
+    assert bundle["text/plain"] == text
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    assert '<figcaption role="status" aria-live="polite"' in made.view.value
+
+
+@pytest.mark.parametrize(
+    ("make", "moves"),
+    [
+        ("buckets", {"ranks": 5}),
+        ("ring", {"ranks": 6, "step": 9}),
+        ("staleness", {"workers": 6, "bound": 14}),
+    ],
+)
+def test_it_keeps_its_state_when_its_cell_is_run_again(make, moves, monkeypatch):
+    cell = {"metadata": {"cellId": f"a cell with {make}"}}
+    shell = SimpleNamespace(get_parent=lambda: cell)
+    monkeypatch.setattr(explorer, "get_ipython", lambda: shell)
+    first = MAKE[make]()
+    for name, value in moves.items():
+        getattr(first, name).value = value
+    again = MAKE[make]()
+    assert again.chosen() == first.chosen()
+    assert alt_of(again) == alt_of(first)
+    cell["metadata"]["cellId"] = "another"
+    assert MAKE[make]().chosen() != first.chosen()

@@ -1,0 +1,270 @@
+"""Two models with sliders on a page, and a run beside one: DDP's buckets, and staleness."""
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from labkit.costs.async_run import simulate
+from labkit.costs.ddp_step import StepModel, predict_step
+from labkit.costs.link import Link
+from labkit.schedules.bucket_assignment import MIB
+from labkit.tracing import Span
+from labkit.units import check_choice, format_bytes, format_count, format_seconds
+from workbook.plots.figure import (
+    WIDTH_IN,
+    CaptionedFigure,
+    add_legend,
+    add_title,
+    drawn,
+    fixed_axes,
+    label_lanes,
+    new_axes,
+)
+from workbook.plots.palette import BLUE, DARK, SERIES, STYLES, Style, swatch
+from workbook.plots.timeline import draw_spans
+
+# Orders of magnitude: seconds to start a message, and seconds per byte.
+LINKS = {
+    "shared memory": Link(30e-6, 1 / 8e9),
+    "100 Gb/s network": Link(15e-6, 1 / 12e9),
+    "10 Gb/s network": Link(40e-6, 1 / 1.2e9),
+    "1 Gb/s network": Link(60e-6, 1 / 0.12e9),
+}
+# In MiB; 0 is one bucket per parameter, infinity one bucket for all parameters.
+BUCKET_SIZES_MB = (0, 0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100, math.inf)
+# A network of 120 layers, each with a weight and a bias: 60 MiB, 60 ms of backward.
+_LAYERS = 120
+_SIZES = (MIB // 2, 2048) * _LAYERS
+_LAYER_S = 0.5e-3
+# Both gradients of a layer are ready at the same time; those of the last layer are ready first.
+_GRADIENT_S = tuple((_LAYERS - index // 2) * _LAYER_S for index in range(2 * _LAYERS))
+MAX_WORKERS = 6
+# The model's unit of time is one gradient on a worker that is not a straggler.
+_WATCHED_S = 20.0
+
+
+def example_step(bucket_mb: float, world_size: int, link: str) -> StepModel:
+    """Predict the step that ``bucket_overlap`` draws: 60 MiB of gradients, 60 ms of backward.
+
+    Args:
+        bucket_mb, world_size, link: as in ``bucket_overlap``.
+
+    Raises:
+        ValueError: an unknown link, fewer than 2 ranks, a negative size.
+    """
+    check_choice("link", link, LINKS)
+    if world_size < 2:
+        raise ValueError(f"one rank sends nothing: world_size must be 2 or more, got {world_size}")
+    if not bucket_mb >= 0:
+        raise ValueError(
+            f"bucket_mb must be 0 (one bucket per parameter) or more, got {bucket_mb!r}"
+        )
+    return predict_step(_SIZES, _GRADIENT_S, bucket_mb * MIB, world_size, LINKS[link])
+
+
+@drawn
+def bucket_overlap(
+    bucket_mb: float = 25, world_size: int = 4, link: str = "10 Gb/s network"
+) -> CaptionedFigure:
+    """Draw ``example_step``: a backward pass with buckets, and below it step time by bucket size.
+
+    Args:
+        bucket_mb: MiB of gradients per bucket; 0 is one bucket per parameter, ``math.inf`` one
+            bucket for all parameters (except those in the small first bucket).
+        world_size: P, at least 2.
+        link: one of ``LINKS``.
+
+    Raises:
+        ValueError: an unknown link, fewer than 2 ranks, a negative size.
+    """
+    step = example_step(bucket_mb, world_size, link)
+    sweep = [example_step(size, world_size, link).step_s for size in BUCKET_SIZES_MB]
+    figure = Figure(figsize=(WIDTH_IN, 4.6))
+    above = fixed_axes(figure, 84, 600, 226, 296)
+    spans = [Span(0, "compute", 0.0, step.backward_s)]
+    if step.exposed_s > 0:
+        spans.append(Span(0, "wait", step.backward_s, step.step_s))
+    spans += [Span(1, "all_reduce", times.start_s, times.end_s) for times in step.times]
+    # The longest step of the sweep sets the scale, so that a slider moves the bars, not the axis.
+    above.set_xlim(0, max(*sweep, step.step_s) * 1e3)
+    draw_spans(above, spans, [0, 1], 1e-3, model=True)
+    label_lanes(above, ["main thread", "link"])
+    above.set_xlabel("time since backward began (ms)")
+    _draw_sweep(fixed_axes(figure, 84, 600, 84, 182), step, sweep, bucket_mb)
+    size, ranks = size_name(bucket_mb), format_count(world_size, "rank")
+    add_title(figure, f"Buckets of {size}, {ranks}, {link} (model)")
+    names = {"compute": "backward", "all_reduce": "all-reduce of a bucket", "wait": "exposed"}
+    add_legend(figure, [swatch(name, STYLES[kind], model=True) for kind, name in names.items()])
+
+    exposed, takes = format_seconds(step.exposed_s), format_seconds(step.step_s)
+    best, best_mb = min(zip(sweep, BUCKET_SIZES_MB))
+    others = f"With {size_name(best_mb)} it would take {format_seconds(best)}."
+    if step.step_s <= best * (1 + 1e-9):
+        others = "No other size on the curve is faster."
+    alt = (
+        f"Predicted backward pass of {format_seconds(step.backward_s)} on {ranks} over {link}, "
+        f"buckets of {size}. The first of {len(step.buckets)} all-reduces begins at "
+        f"{format_seconds(step.times[0].start_s)}, the last ends at "
+        f"{format_seconds(step.times[-1].end_s)}: {exposed} exposed. Below, the predicted step's "
+        "time over the size of a bucket."
+    )
+    caption = (
+        f"Model: buckets of {size} make {len(step.buckets)} all-reduces. They end {exposed} after "
+        f"backward, so the step takes {takes}. {others}"
+    )
+    return CaptionedFigure(figure, alt=alt, caption=caption)
+
+
+def size_name(bucket_mb: float) -> str:
+    """The size of a bucket in words: ``25 MiB``, ``one parameter`` or ``everything``."""
+    if bucket_mb == 0:
+        return "one parameter"
+    return "everything" if math.isinf(bucket_mb) else format_bytes(bucket_mb * MIB)
+
+
+def _draw_sweep(axes: Axes, step: StepModel, sweep: list[float], bucket_mb: float) -> None:
+    """Draw step time by bucket size, the sizes at equal distances: 0 and inf have no logarithm."""
+    places, sweep_ms = range(len(sweep)), [s * 1e3 for s in sweep]
+    axes.plot(places, sweep_ms, color=BLUE, linestyle="--", marker="o", mfc="white")
+    axes.axhline(step.backward_s * 1e3, color=STYLES["compute"].color, linestyle=":")
+    axes.annotate("backward alone", (0, step.backward_s * 1e3), (2, 3), textcoords="offset points")
+    if bucket_mb in BUCKET_SIZES_MB:
+        place = BUCKET_SIZES_MB.index(bucket_mb)
+        axes.plot([place], [step.step_s * 1e3], color=BLUE, marker="o", markersize=9)
+    names = {0: "a\nparameter", math.inf: "all"}
+    axes.set_xticks(list(places), [names.get(size, f"{size:g}") for size in BUCKET_SIZES_MB])
+    axes.set_ylim(0, max(sweep) * 1.1e3)
+    axes.set(xlabel="size of a bucket (MiB)", ylabel="step, model (ms)")
+
+
+@drawn
+def staleness_histogram(
+    updates: Sequence[tuple[int, int]],
+    *,
+    bound: int | None = None,
+    title: str | None = None,
+) -> CaptionedFigure:
+    """Draw the number of updates at each staleness, stacked by worker.
+
+    Args:
+        updates: (worker, staleness) of each update, as in ``result.notes["staleness"]``.
+        bound: the largest staleness that was allowed, drawn as a line.
+        title: above the figure.
+
+    Raises:
+        ValueError: no updates.
+    """
+    late = _late_by_worker(updates)
+    if not late:
+        raise ValueError('no updates to draw: give result.notes["staleness"] of a training run')
+    figure, axes = new_axes(3.4, title or "Staleness of the updates")
+    groups = {f"worker {worker}": mine for worker, mine in late.items()}
+    add_legend(figure, _draw_histogram(axes, groups, itertools.cycle(SERIES), bound, model=False))
+    every = [staleness for mine in late.values() for staleness in mine]
+    workers = format_count(len(late), "worker")
+    limit = "no bound was set" if bound is None else f"the bound was {bound}"
+    return CaptionedFigure(
+        figure,
+        alt=f"Histogram of the staleness of {len(every):,} updates, stacked by worker. "
+        f"{_by_worker(late)}.",
+        caption=f"Mean staleness {statistics.fmean(every):.2f} with {workers}, largest "
+        f"{max(every)}; {limit}.",
+    )
+
+
+@drawn
+def staleness_model(
+    workers: int = 3, factor: float = 4, bound: int | None = None
+) -> CaptionedFigure:
+    """Draw the model of an asynchronous run: its timeline, above the histogram of staleness.
+
+    Args:
+        workers: W, 1 to 6; worker 1 is the straggler.
+        factor: the straggler takes this many times as long for a gradient, at least 1.
+        bound: the largest staleness, W - 1 or more; None allows any.
+
+    Raises:
+        ValueError: a value outside these ranges.
+    """
+    if workers not in range(1, MAX_WORKERS + 1):
+        raise ValueError(f"the model draws 1 to {MAX_WORKERS} workers, got {workers!r}")
+    free = simulate(workers, factor=factor, duration_s=_WATCHED_S, bound=bound)
+    rounds = simulate(workers, factor=factor, duration_s=_WATCHED_S, synchronous=True)
+    figure = Figure(figsize=(WIDTH_IN, 5.4))
+    above = fixed_axes(figure, 64, 600, 244, 354)
+    below = fixed_axes(figure, 64, 600, 92, 196)
+    above.set_xlim(0, free.duration_s)
+    kinds = draw_spans(above, list(free.trace.spans), list(range(workers + 1)), 1.0, model=True)
+    label_lanes(above, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
+    above.set_xlabel("time (gradients of a worker that does not straggle)")
+    late = _late_by_worker(free.updates)
+    others = [s for worker in late if worker != 1 for s in late[worker]]
+    groups = {"the straggler": late.get(1, []), "other workers": others}
+    # These looks differ from those of the spans above.
+    entries = _draw_histogram(below, groups, SERIES[3:5], bound, model=True)
+    crew = format_count(workers, "worker")
+    limit = "no bound" if bound is None else f"bound {bound}"
+    add_title(figure, f"{crew}, one {factor:g}x straggler, {limit} (model)")
+    add_legend(figure, kinds + entries)
+    waits = f"{free.waiting_share():.0%} of their time"
+    largest = max(update.staleness for update in free.updates)
+    return CaptionedFigure(
+        figure,
+        alt=f"Predicted timeline of a server and {crew}, worker 1 {factor:g} times as slow, "
+        f"{limit}: workers wait {waits}. Below, predicted staleness. {_by_worker(late)}.",
+        caption=f"Model: staleness {free.mean_staleness():.1f} on average and at most {largest}, "
+        f"{limit}. {len(free.updates)} gradients are applied while synchronous rounds apply "
+        f"{len(rounds.updates)}; workers wait {waits} instead of {rounds.waiting_share():.0%}.",
+    )
+
+
+def _draw_histogram(
+    axes: Axes,
+    groups: dict[str, list[int]],
+    looks: Iterable[tuple[Style, str, str]],
+    bound: int | None,
+    model: bool,
+) -> list[Artist]:
+    """Staleness by group as stacked bars; returns the legend's entries."""
+    largest = max(*(late for group in groups.values() for late in group), bound or 0)
+    heights = [0] * (largest + 1)
+    entries: list[Artist] = []
+    for (name, late), (style, _, _) in zip(groups.items(), looks):
+        counts = Counter(late)
+        mine = [counts[staleness] for staleness in range(largest + 1)]
+        look = (style.model if model else style).fill
+        axes.bar(range(largest + 1), mine, 0.8, heights, **look)
+        heights = [low + high for low, high in zip(heights, mine)]
+        entries.append(swatch(name, style, model))
+    if bound is not None:
+        axes.axvline(bound + 0.5, color=DARK, linestyle="--")
+        entries.append(Line2D([], [], color=DARK, linestyle="--", label=f"bound {bound}"))
+    axes.set(xlabel="staleness (updates by others between pull and update)", ylabel="updates")
+    axes.set_xlim(-0.6, largest + 0.7)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y")
+    return entries
+
+
+def _late_by_worker(updates: Iterable[Sequence[int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for worker, late in updates:
+        found.setdefault(int(worker), []).append(int(late))
+    return dict(sorted(found.items()))
+
+
+def _by_worker(late: dict[int, list[int]]) -> str:
+    return "; ".join(
+        f"worker {worker}: {format_count(len(mine), 'update')}, mean staleness "
+        f"{statistics.fmean(mine):.1f}, largest {max(mine)}"
+        for worker, mine in late.items()
+    )

@@ -1,0 +1,443 @@
+// The split explorer in the browser: layers in a row, cuts that are dragged, and one step below.
+//
+// The browser moves the cuts. Every number and word comes from the kernel, in `shown`; until it is
+// of the present cuts, the step is pale. Several views of one model show the same state.
+
+const STATE = ["points", "link", "batch_size", "micro_batches", "schedule", "objective",
+  "cap_bytes", "mode", "options", "busy", "status", "shown"];
+const SPEAK_MS = 400; // a screen reader is told where a drag has ended, not all of its places
+const ROW = 23; // each handle has a row, so that none hides another
+const HEIGHT = 76; // of a layer
+const LEAST = 4; // pixels: no layer is too narrow to be cut off
+const PAGE = 5; // layers per PageUp
+// Heights of a stage, of its measured bars and of a hop; pixels for names, memory and its bars.
+const [STAGE, MEASURED, HOP, GAP, LINE] = [22, 16, 20, 3, 16];
+const WIDE = { names: 92, memory: 176, bar: 92, title: "memory of the stage" };
+const NARROW = { names: 52, memory: 118, bar: 40, title: "memory" };
+
+// As in workbook/plots/palette.py; the colours are in split_explorer.css.
+const MARKS = {
+  forward: "M2 0V6",
+  backward: "M0 2H6",
+  activation: "M1 2h1.4M4 5h1.4",
+  gradient: "M0 2H6",
+  memory: "",
+};
+const TILE = { width: 6, height: 6, patternUnits: "userSpaceOnUse" };
+
+/** An SVG element with attributes, and children or text. */
+function svg(name, attributes = {}, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  return filled(element, attributes, children);
+}
+
+function html(name, attributes = {}, ...children) {
+  return filled(document.createElement(name), attributes, children);
+}
+
+function filled(element, attributes, children) {
+  set(element, attributes);
+  element.append(...children);
+  return element;
+}
+
+function set(element, attributes) {
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+}
+
+/** A name that no other view uses. */
+function uniqueName() {
+  return `labkit-${Math.random().toString(36).slice(2)}`;
+}
+
+/** [start, end) of each stage. */
+function stageBounds(points, numLayers) {
+  return [...points, numLayers].map((end, stage) => [stage ? points[stage - 1] : 0, end]);
+}
+
+/** Points with one cut moved; the others move as far as needed to leave each stage a layer. */
+function pushed(points, cut, wanted, numLayers) {
+  const last = points.length - 1;
+  const moved = [...points];
+  moved[cut] = Math.min(Math.max(wanted, cut + 1), numLayers - 1 - (last - cut));
+  for (let i = cut + 1; i <= last; i++) moved[i] = Math.max(moved[i], moved[i - 1] + 1);
+  for (let i = cut - 1; i >= 0; i--) moved[i] = Math.min(moved[i], moved[i + 1] - 1);
+  return moved;
+}
+
+/** Points for another number of cuts: the present ones, moved if necessary, then new ones. */
+function resized(points, count, numLayers) {
+  const made = points.slice(0, count);
+  for (let i = made.length - 1; i >= 0; i--) made[i] = Math.min(made[i], numLayers - count + i);
+  while (made.length < count) made.push(Math.floor(((made.at(-1) ?? 0) + numLayers) / 2));
+  return made;
+}
+
+/** What changes with a setting: every micro-batch needs a sample. */
+function changes(name, value, { points, options, batch_size, micro_batches, shown }) {
+  if (name === "stages") return { points: resized(points, value - 1, shown.layers.length) };
+  const all = { [name]: value };
+  if (name === "micro_batches" && batch_size < value) {
+    all.batch_size = options.batch_size.find((size) => size >= value);
+  }
+  if (name === "batch_size" && micro_batches > value) {
+    all.micro_batches = options.micro_batches.findLast((count) => count <= value);
+  }
+  return all;
+}
+
+/** Radio buttons, menus and buttons; `choose(name, value)` and `ask(kind)` get what is pressed. */
+class Controls {
+  constructor({ options }, choose, ask) {
+    Object.assign(this, { choose, ask, shows: {}, buttons: {} });
+    this.name = uniqueName(); // radio buttons of two views must not switch each other off
+    const same = (name) => options[name].map((value) => [value, value]);
+    this.root = html("div", { class: "controls" },
+      html("div", { class: "controls-row" },
+        this.radios("stages", "stages", same("stages")),
+        this.menu("link", "link between stages", same("link")),
+        this.radios("batch_size", "batch", same("batch_size")),
+        this.radios("micro_batches", "micro-batches", same("micro_batches")),
+        this.radios("schedule", "schedule", same("schedule"))),
+      html("div", { class: "controls-row" },
+        this.radios("mode", "layers by", [["compute", "compute"], ["bytes", "bytes"]]),
+        this.menu("objective", "the best has the", options.objective),
+        this.menu("cap_bytes", "a stage holds at most", options.cap_bytes),
+        html("div", { class: "buttons" }, this.button("best", "Best split"),
+          this.button("run", "Run"), this.button("stop", "Stop"))));
+  }
+
+  /** Show the present settings; while the kernel is busy, only Stop can be pressed. */
+  draw(state) {
+    const values = { ...state, stages: state.points.length + 1 };
+    for (const [name, show] of Object.entries(this.shows)) show(values[name]);
+    this.buttons.best.disabled = this.buttons.run.disabled = Boolean(state.busy);
+    this.buttons.stop.disabled = !state.busy;
+  }
+
+  radios(name, label, choices) {
+    const group = html("div", { class: "radios", role: "radiogroup", "aria-label": label });
+    const inputs = choices.map(([words, value]) => {
+      const input = html("input", { type: "radio", name: `${this.name}-${name}` });
+      input.addEventListener("change", () => this.choose(name, value));
+      group.append(html("label", {}, input, html("span", {}, String(words))));
+      return input;
+    });
+    this.shows[name] = (value) =>
+      inputs.forEach((input, place) => (input.checked = choices[place][1] === value));
+    return html("div", { class: "control" }, html("span", { class: "quiet" }, label), group);
+  }
+
+  menu(name, label, choices) {
+    const options = choices.map(([words], place) => html("option", { value: place }, words));
+    const menu = html("select", {}, ...options);
+    menu.addEventListener("change", () => this.choose(name, choices[Number(menu.value)][1]));
+    this.shows[name] = (value) =>
+      (menu.value = String(choices.findIndex(([, offered]) => offered === value)));
+    return html("label", { class: "control" }, html("span", { class: "quiet" }, label), menu);
+  }
+
+  button(kind, words) {
+    const button = html("button", { type: "button" }, words);
+    button.addEventListener("click", () => this.ask(kind));
+    return (this.buttons[kind] = button);
+  }
+}
+
+/** The layers in a row, and a handle at each cut. The handles stay the same elements while they
+ * move, so that they keep the pointer and the keyboard's focus. */
+class LayerRow {
+  /** `move(points)` is called with the split points that the learner chooses. */
+  constructor(move) {
+    this.move = move;
+    this.layers = svg("g", { "aria-hidden": "true" });
+    this.stages = svg("g", { "aria-hidden": "true", class: "stages" });
+    this.cuts = svg("g", {});
+    this.group = svg("g", {}, this.layers, this.stages, this.cuts);
+    this.handles = [];
+  }
+
+  /** Draw the row `width` pixels wide; returns its height. */
+  draw({ points, mode, shown }, width) {
+    Object.assign(this, { points, mode, all: shown.layers });
+    while (this.handles.length < points.length) this.addHandle(this.handles.length);
+    while (this.handles.length > points.length) this.handles.pop().group.remove();
+    this.top = points.length * ROW + 4;
+    this.setEdges(width);
+    this.drawLayers();
+    this.drawStages();
+    this.handles.forEach((handle, cut) => this.place(handle, cut, width));
+    return this.top + HEIGHT + 20;
+  }
+
+  /** Where each layer begins, and where the last one ends, in pixels from the left. */
+  setEdges(width) {
+    const seconds = this.all.map((layer) => layer.seconds);
+    const sum = seconds.reduce((one, other) => one + other, 0);
+    const least = Math.min(LEAST, width / seconds.length);
+    const free = width - least * seconds.length;
+    this.edges = [0];
+    for (const one of seconds) {
+      const share = this.mode === "bytes" || !sum ? 1 / seconds.length : one / sum;
+      this.edges.push(this.edges.at(-1) + least + free * share);
+    }
+  }
+
+  drawLayers() {
+    const byBytes = this.mode === "bytes";
+    const most = Math.max(...this.all.map(({ bytes }) => bytes), 1);
+    this.layers.replaceChildren(...this.all.map(({ name, bytes, words }, i) => {
+      const [left, right] = [this.edges[i], this.edges[i + 1]];
+      const height = byBytes ? Math.max(1, (HEIGHT * bytes) / most) : HEIGHT;
+      const stage = this.points.filter((point) => point <= i).length;
+      const sends = this.points.includes(i + 1);
+      const look = byBytes ? `bytes ${sends ? "sends" : ""}` : `compute ${stage % 2 ? "odd" : ""}`;
+      const place = { x: left + 0.5, y: this.top + HEIGHT - height, width: right - left - 1 };
+      const bar = svg("rect", { ...place, class: look, height }, svg("title", {}, words));
+      if (right - left < 13) return bar;
+      const [x, y] = [(left + right) / 2 + 4, this.top + HEIGHT - 4];
+      const text = name.length > 13 ? `${name.slice(0, 12)}…` : name;
+      const turned = { class: "name", transform: `translate(${x} ${y}) rotate(-90)` };
+      return svg("g", {}, bar, svg("text", turned, text));
+    }));
+  }
+
+  drawStages() {
+    const y = this.top + HEIGHT + 5;
+    const bounds = stageBounds(this.points, this.all.length);
+    this.stages.replaceChildren(...bounds.flatMap(([start, end], stage) => {
+      const [left, right] = [this.edges[start] + 1, this.edges[end] - 1];
+      const count = `${end - start} layer${end - start === 1 ? "" : "s"}`;
+      const words = [`stage ${stage}: ${count}`, `stage ${stage}`, String(stage)];
+      const text = words.find((word) => word.length * 7 < right - left) ?? "";
+      const middle = { x: (left + right) / 2, y: y + 12, "text-anchor": "middle" };
+      return [svg("path", { d: `M${left} ${y - 3}v3H${right}v-3` }), svg("text", middle, text)];
+    }));
+  }
+
+  addHandle(cut) {
+    const line = svg("line", {});
+    const grip = svg("rect", { class: "grip", x: -13, width: 26, height: ROW - 4, rx: 5 });
+    const mark = svg("path", { class: "mark" });
+    const hit = svg("rect", { class: "hit", x: -7, width: 14 });
+    const label = svg("text", { class: "label" });
+    const group = svg("g", { class: "cut", role: "slider", tabindex: 0,
+      "aria-label": `cut ${cut + 1}`, "aria-valuemin": cut + 1, "aria-orientation": "horizontal" },
+    line, hit, grip, mark, label);
+    group.addEventListener("keydown", (event) => this.press(event, cut));
+    group.addEventListener("pointerdown", (event) => this.grab(event, cut));
+    this.handles.push({ group, line, grip, mark, hit, label });
+    this.cuts.append(group);
+  }
+
+  place({ group, line, grip, mark, hit, label }, cut, width) {
+    const point = this.points[cut];
+    const [x, y, bottom] = [this.edges[point], cut * ROW, this.top + HEIGHT];
+    const { name } = this.all[point];
+    set(group, {
+      transform: `translate(${x} 0)`,
+      "aria-valuenow": point,
+      "aria-valuemax": this.all.length - this.points.length + cut,
+      "aria-valuetext": `before layer ${point}, ${name}`,
+    });
+    set(line, { y1: y + 2, y2: bottom });
+    set(grip, { y: y + 2 });
+    set(mark, { d: `M-4 ${y + 8}l-4 4l4 4M4 ${y + 8}l4 4l-4 4` });
+    set(hit, { y: y + 2, height: bottom - y });
+    label.textContent = `cut before ${point}: ${name} · ${this.all[point - 1].sends}`;
+    // On the right no other cut's line crosses the words.
+    const isLeft = x + 7 * label.textContent.length > width;
+    set(label, { x: isLeft ? -19 : 19, y: y + 16, "text-anchor": isLeft ? "end" : "start" });
+  }
+
+  press(event, cut) {
+    const last = this.all.length;
+    const steps = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -PAGE,
+      PageUp: PAGE, Home: -last, End: last };
+    if (!(event.key in steps) || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    this.move(pushed(this.points, cut, this.points[cut] + steps[event.key], last));
+  }
+
+  /** Follow the pointer until it is let go: other handles that were pushed come back, too. */
+  grab(event, cut) {
+    if (event.button !== 0) return;
+    event.preventDefault();
+    const { group } = this.handles[cut];
+    const start = this.points;
+    const from = event.clientX - this.edges[start[cut]];
+    group.focus({ preventScroll: true });
+    group.setPointerCapture(event.pointerId);
+    const drag = (moved) => {
+      const distances = this.edges.map((edge) => Math.abs(edge - (moved.clientX - from)));
+      const wanted = distances.indexOf(Math.min(...distances));
+      const points = pushed(start, cut, wanted, this.all.length);
+      if (String(points) !== String(this.points)) this.move(points);
+    };
+    const end = () => group.removeEventListener("pointermove", drag);
+    group.addEventListener("pointermove", drag);
+    group.addEventListener("lostpointercapture", end, { once: true });
+  }
+}
+
+/** Draw the step as a table: a row per stage with its timeline and its memory, a row per hop
+ * between. What was measured is below what the model predicts. Returns the height. */
+function drawLanes(group, { stages, hops, ends, ticks, end_s, cap }, width, top) {
+  const room = width < 620 ? NARROW : WIDE;
+  const pixels = (width - room.names - room.memory - 20) / end_s;
+  const at = (seconds) => room.names + seconds * pixels;
+  const left = width - room.memory;
+  const bars = (spans, look, y, height) => spans.map(([kind, start, end]) => svg("rect", {
+    class: `${look} ${kind}`, x: at(start), y, height, width: Math.max(0.7, (end - start) * pixels),
+  }));
+  const memory = ([share, words, isOver], look, y, height) => [
+    svg("rect", { class: `${look} memory ${isOver ? "over" : ""}`, x: left, y, height,
+      width: room.bar * share }),
+    svg("text", { x: left + room.bar + 6, y: y + height - 4, class: isOver ? "over" : "row" },
+      words)];
+  let y = top + 18 + (ends.length - 1) * LINE;
+  const parts = [svg("text", { x: 0, y: top + 12, class: "quiet" }, "one step"),
+    svg("text", { x: left, y: y - 6, class: "quiet" }, room.title)];
+  for (const [stage, { range, model, measured }] of stages.entries()) {
+    const start = y;
+    parts.push(svg("text", { x: 0, y: y + 14, class: "row" }, `stage ${stage}`));
+    if (room === WIDE) parts.push(svg("text", { x: 52, y: y + 14, class: "quiet" }, range));
+    parts.push(...bars(model.spans, "model", y, STAGE - GAP));
+    parts.push(...memory(model.memory, "model", y, STAGE - GAP));
+    y += STAGE;
+    if (measured) {
+      parts.push(...bars(measured.spans, "measured", y, MEASURED - GAP));
+      parts.push(...memory(measured.memory, "measured", y, MEASURED - GAP));
+      y += MEASURED;
+    }
+    if (cap !== null) {
+      const d = `M${left + room.bar * cap} ${start - 3}V${y}`;
+      parts.push(svg("path", { class: "cap", d }));
+    }
+    if (stage < hops.length) {
+      const { name, words, spans } = hops[stage];
+      parts.push(svg("text", { x: 0, y: y + 13, class: "quiet" }, name));
+      parts.push(svg("text", { x: left, y: y + 13, class: "quiet" }, words));
+      parts.push(...bars(spans, "model", y + GAP, HOP - 3 * GAP));
+      y += HOP;
+    }
+  }
+  parts.push(svg("path", { class: "axis", d: `M${at(0)} ${y + 2}H${at(end_s)}` }));
+  for (const [seconds, words] of ticks) {
+    const x = at(seconds);
+    parts.push(svg("path", { class: "axis", d: `M${x} ${y + 2}v4` }));
+    parts.push(svg("text", { x, y: y + 18, class: "quiet", "text-anchor": "middle" }, words));
+  }
+  for (const [row, [look, seconds, words]] of ends.entries()) {
+    const x = at(seconds);
+    const isLeft = x > at(0) + 130;
+    const place = { x: x + (isLeft ? -5 : 5), y: top + 12 + row * LINE, class: "row" };
+    parts.push(svg("path", { class: `end ${look}`, d: `M${x} ${place.y - 10}V${y + 2}` }));
+    parts.push(svg("text", { ...place, "text-anchor": isLeft ? "end" : "start" }, words));
+  }
+  group.replaceChildren(...parts);
+  return y + 22 - top;
+}
+
+/** Patterns for all kinds. The CSS finds them through variables of `root`: a pattern is hidden
+ * together with the view it belongs to, so each view needs a set. */
+function hatches(root) {
+  const name = uniqueName();
+  return svg("defs", {}, ...Object.entries(MARKS).flatMap(([kind, mark]) => {
+    for (const look of ["model", "measured"]) {
+      root.style.setProperty(`--${kind}-${look}`, `url(#${name}-${kind}-${look})`);
+    }
+    const tile = (look) => svg("rect", { width: 6, height: 6, class: `${look} ${kind}` });
+    return [
+      svg("pattern", { ...TILE, id: `${name}-${kind}-model`, patternTransform: "rotate(45)" },
+        tile("pale"), svg("path", { d: "M1 0V6", class: `slanted ${kind}` })),
+      svg("pattern", { ...TILE, id: `${name}-${kind}-measured` },
+        tile("full"), svg("path", { d: mark, class: `ink ${kind}` })),
+    ];
+  }));
+}
+
+/** What the colours mean, below the picture. */
+function legend() {
+  const swatch = (kind, look) => svg("svg", { width: 22, height: 12 },
+    svg("rect", { class: `${look} ${kind}`, width: 22, height: 12 }));
+  const kinds = Object.keys(MARKS).map((kind) => html("span", {}, swatch(kind, "model"), kind));
+  return html("div", { class: "legend quiet" }, ...kinds, html("span", {}, "hatched: the model"),
+    html("span", {}, swatch("forward", "measured"), "filled: measured by Run"));
+}
+
+class SplitPicture {
+  constructor(model, root) {
+    this.model = model;
+    this.controls = new Controls(this.state(), (...choice) => this.choose(...choice),
+      (kind) => this.ask(kind));
+    this.row = new LayerRow((points) => this.choose("points", points));
+    this.lanes = svg("g", { "aria-hidden": "true" });
+    this.picture = svg("svg", { class: "picture", role: "group" }, hatches(root), this.row.group,
+      this.lanes);
+    this.numbers = html("dl", { class: "numbers" });
+    this.status = html("div", { class: "status", role: "status" });
+    this.spoken = html("div", { class: "spoken", role: "status" });
+    root.append(this.controls.root, this.status, this.numbers, this.picture, legend(),
+      this.spoken);
+  }
+
+  state() {
+    return Object.fromEntries(STATE.map((name) => [name, this.model.get(name)]));
+  }
+
+  /** Change a setting, here and in all other views. */
+  choose(setting, value) {
+    for (const [name, chosen] of Object.entries(changes(setting, value, this.state()))) {
+      this.model.set(name, chosen);
+    }
+    this.model.save_changes();
+  }
+
+  ask(kind) {
+    this.model.send({ kind });
+    this.status.textContent = kind === "stop" ? "stopping ..." : "waiting for the kernel ...";
+  }
+
+  draw() {
+    const state = this.state();
+    const { shown, busy } = state;
+    this.controls.draw(state);
+    this.status.textContent = busy || state.status;
+    this.status.classList.toggle("busy", Boolean(busy));
+    this.numbers.replaceChildren(...shown.numbers.map(([name, model, measured]) =>
+      html("div", {}, html("dt", { class: "quiet" }, name), html("dd", {}, model),
+        ...(measured ? [html("dd", { class: "quiet" }, `measured ${measured}`)] : []))));
+    const width = Math.max(400, this.width ?? 0);
+    const height = this.row.draw(state, width) + 12;
+    const below = drawLanes(this.lanes, shown, width, height);
+    this.lanes.classList.toggle("late", String(shown.points) !== String(state.points));
+    set(this.picture, { width, height: height + below, "aria-label": shown.title,
+      viewBox: `0 0 ${width} ${height + below}` });
+    clearTimeout(this.speaking);
+    this.speaking = setTimeout(() => (this.spoken.textContent = shown.caption), SPEAK_MS);
+  }
+}
+
+export default {
+  render({ model, el }) {
+    const root = html("div", { class: "labkit-split", "data-lm-suppress-shortcuts": "true" });
+    el.append(root);
+    const view = new SplitPicture(model, root);
+    const events = STATE.map((name) => `change:${name}`).join(" ");
+    const draw = () => view.draw();
+    model.on(events, draw);
+    // Not drawn before its width is known, and again whenever that changes.
+    const sizes = new ResizeObserver(([{ contentRect }]) => {
+      if (!contentRect.width || contentRect.width === view.width) return;
+      view.width = contentRect.width;
+      draw();
+    });
+    sizes.observe(root);
+    return () => {
+      sizes.disconnect();
+      model.off(events, draw);
+      clearTimeout(view.speaking);
+    };
+  },
+};
