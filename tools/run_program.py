@@ -15,6 +15,7 @@ from pathlib import Path
 # What a shell, or the make around this program, has set for other builds.
 _FOREIGN = re.compile(r"HOROVOD_|CUDA_|MAKE|MFLAGS|PYTHON|VIRTUAL_ENV|CMAKE_")
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class CannotMakeError(Exception):
@@ -71,6 +72,8 @@ def run(
         folder: the environment, whose programs come first in PATH.
     """
     path = f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    # A signal waits until there is a child to end: in between, its own children would stay.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     child = subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,
@@ -85,8 +88,9 @@ def run(
     late, lines = threading.Event(), []
     timer = threading.Timer(timeout_s or threading.TIMEOUT_MAX, _end, (child, late))
     timer.daemon = True
-    timer.start()
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+        timer.start()
         with log.open("a") as file:
             for line in child.stdout or ():
                 lines.append(line)
@@ -143,5 +147,6 @@ def _end(child: subprocess.Popen, late: threading.Event | None = None) -> None:
 
 def _end_with_parent() -> None:
     """In the new process: the kernel kills it when the one that has started it ends."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)

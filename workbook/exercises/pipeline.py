@@ -250,7 +250,6 @@ def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
         return torch.tensor([float(message.kind == "gradient"), message.micro_batch, source])
 
     def play(fn: Callable, comm: Comm) -> list[tuple]:
-        """Carry out all hops of a step: what landed."""
         landed = []
         for one in hops(comm.rank, comm.world_size):
             outgoing = payload(one.send, comm.rank) if one.send else None

@@ -170,6 +170,26 @@ class _Accumulated(NamedTuple):
     order: str
 
 
+def _model() -> nn.Sequential:
+    layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    for key, parameter in enumerate(layers.parameters()):
+        parameter.data.copy_(random_tensor(key, *parameter.shape))
+    return layers
+
+
+def _batch(samples: int) -> tuple[Tensor, Tensor]:
+    return random_tensor(samples, samples, 6).double(), torch.arange(samples) ** 2 % 3
+
+
+def _gradients(samples: int, sizes: list[int], reduction: str) -> list[Tensor]:
+    """Of the sum over the micro-batches of their summed, or mean, losses."""
+    layers, (inputs, targets) = _model(), _batch(samples)
+    with torch.enable_grad():
+        for x, y in zip(inputs.split(sizes), targets.split(sizes)):
+            functional.cross_entropy(layers(x), y, reduction=reduction).backward()
+    return [torch.as_tensor(parameter.grad) for parameter in layers.parameters()]
+
+
 def accumulate(fn: Callable) -> Verdict:
     """Grade ``fn(model, inputs, targets, most)``: gradients of a batch, in micro-batches.
 
@@ -178,17 +198,8 @@ def accumulate(fn: Callable) -> Verdict:
     micro-batch, of ``most`` samples at most, before the next.
     """
 
-    def model() -> nn.Sequential:
-        layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-        for key, parameter in enumerate(layers.parameters()):
-            parameter.data.copy_(random_tensor(key, *parameter.shape))
-        return layers
-
-    def batch(samples: int) -> tuple[Tensor, Tensor]:
-        return random_tensor(samples, samples, 6).double(), torch.arange(samples) ** 2 % 3
-
     def call(fn: Callable, samples: int, most: int) -> _Accumulated:
-        layers, order, sizes = model(), [], []
+        layers, order, sizes = _model(), [], []
 
         def note(module: nn.Module, given: tuple, output: Tensor) -> None:
             order.append("F")
@@ -198,16 +209,8 @@ def accumulate(fn: Callable) -> Verdict:
 
         layers.register_forward_hook(note)
         with torch.enable_grad():
-            fn(layers, *batch(samples), most)
+            fn(layers, *_batch(samples), most)
         return _Accumulated([p.grad for p in layers.parameters()], sizes, "".join(order))
-
-    def gradients(samples: int, sizes: list[int], reduction: str) -> list[Tensor]:
-        """Of the sum over the micro-batches of their summed, or mean, losses."""
-        layers, (inputs, targets) = model(), batch(samples)
-        with torch.enable_grad():
-            for x, y in zip(inputs.split(sizes), targets.split(sizes)):
-                functional.cross_entropy(layers(x), y, reduction=reduction).backward()
-        return [torch.as_tensor(parameter.grad) for parameter in layers.parameters()]
 
     def wrong(question: Question, found: _Accumulated) -> Found:
         (samples, most), text = question.args, f"{question.words}: "
@@ -221,10 +224,10 @@ def accumulate(fn: Callable) -> Verdict:
             return (
                 f"{text}two micro-batches are kept at once: backward runs before the next forward"
             )
-        sums = gradients(samples, found.sizes, "sum")
+        sums = _gradients(samples, found.sizes, "sum")
         if agree(found.gradients, [one / samples for one in sums]):
             return None
-        means = gradients(samples, found.sizes, "mean")
+        means = _gradients(samples, found.sizes, "mean")
         looks = {
             ": every micro-batch has the same weight, however many samples it has": [
                 one / len(found.sizes) for one in means

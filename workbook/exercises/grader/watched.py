@@ -187,7 +187,8 @@ def _solution(code: CodeType) -> str:
         return ""
     if file.startswith(_SOLUTIONS):
         # The classes in schedules and costs hold data.
-        is_data = inner and inner[0] != "<locals>" and ("/schedules/" in file or "/costs/" in file)
+        rooms = (f"{_LABKIT}/schedules/", f"{_LABKIT}/costs/")
+        is_data = inner and inner[0] != "<locals>" and file.startswith(rooms)
         return "" if is_data else _dotted(file, name)
     if any(part in file for part in _PYTORCH):
         return "torch" + _dotted(file, name).rpartition("torch")[2]

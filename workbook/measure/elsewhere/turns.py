@@ -38,7 +38,7 @@ BATCH_SIZE, LR, MOMENTUM = 64, 0.05, 0.9
 # The one line in which the script on labkit's ring differs from Horovod's.
 THEIR_IMPORT, OUR_IMPORT = "import horovod.torch as hvd", "import labkit.horovod as hvd"
 HOROVOD_SCRIPT, OUR_SCRIPT = "horovod_digits.py", "labkit_horovod_digits.py"
-_RING = "workbook.measure.elsewhere.ring_script"
+_RING = f"{__package__}.ring_script"
 _MOST_LETTERS = 300
 # "ValueError: ...", also behind a rank or a time; not the summaries of launchers.
 _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|Interrupt)\b(?:: .*)?$|can't open file .*")
