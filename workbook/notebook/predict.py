@@ -5,10 +5,10 @@ the ratio says how far it was off, and the text that follows it in the notebook 
 """
 
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 
+from labkit.runtime.watch import kernel
 from labkit.units import as_repeats, format_value, spelled
 from workbook.notebook import record
 from workbook.notebook.pages import current_page
@@ -38,20 +38,13 @@ def predict(
     prediction = Prediction(quantity, unit, str(id or quantity))
     if value is not None and value is not ... and prediction.locked_at is None:
         prediction.enter(value)
-    if _in_a_notebook():
+    # A page that is compared with its text shows text.
+    if os.environ.get("LABKIT_LIVE") != "0" and kernel() is not None:
         from workbook.notebook.form import PredictionForm
 
         prediction.form = PredictionForm(prediction)
     prediction.show()
     return prediction
-
-
-def _in_a_notebook() -> bool:
-    """Whether a browser may show a field; a page that is compared with its text shows text."""
-    if os.environ.get("LABKIT_LIVE") == "0":
-        return False
-    ipython = sys.modules.get("IPython")  # importing it takes long, and a kernel has done so
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 @spelled

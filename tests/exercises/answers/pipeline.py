@@ -95,30 +95,17 @@ def by_gaps(slots):
 
 
 WRONG_BUBBLES = [
-    (lambda slots: 1 - idle_share(slots), "bubble.work"),
-    (lambda slots: idle_share(slots) / (1 - idle_share(slots)), "bubble.of_working"),
-    (lambda slots: idle_share(slots) * stages_of(slots), "bubble.of_step"),
-    (
-        lambda slots: bubble_formula(stages_of(slots), len({s.micro_batch for s in slots})),
-        "bubble.formula",
-    ),
-    (
-        lambda slots: 1 - busy(slots) / (stages_of(slots) * bounds(slots)[1]),
-        "bubble.from_zero",
-    ),
-    (
-        lambda slots: 1 - busy(slots) / (stages_of(slots) * (slots[-1].end_s - bounds(slots)[0])),
-        "bubble.last_in_list",
-    ),
-    (by_gaps, "bubble.inner_gaps"),
-    (lambda slots: 100 * idle_share(slots), "bubble.percent"),
-    (
-        lambda slots: 0.25,
-        "bubble.differs",
-        "4 micro-batches, the bubble is 0.3333, but the function returned 0.25",
-    ),
-    (lambda slots: None, "answer.nothing"),
-    (lambda slots: slots["end_s"], "answer.raised"),
+    lambda slots: 1 - idle_share(slots),
+    lambda slots: idle_share(slots) / (1 - idle_share(slots)),
+    lambda slots: idle_share(slots) * stages_of(slots),
+    lambda slots: bubble_formula(stages_of(slots), len({s.micro_batch for s in slots})),
+    lambda slots: 1 - busy(slots) / (stages_of(slots) * bounds(slots)[1]),
+    lambda slots: 1 - busy(slots) / (stages_of(slots) * (slots[-1].end_s - bounds(slots)[0])),
+    by_gaps,
+    lambda slots: 100 * idle_share(slots),
+    lambda slots: 0.25,
+    lambda slots: None,
+    lambda slots: slots["end_s"],
 ]
 
 

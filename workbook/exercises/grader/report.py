@@ -1,13 +1,12 @@
 """The verdict of a check: a card in a notebook, and the same as text."""
 
 import html
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.runtime.watch import undrawn
+from labkit.runtime.watch import kernel, undrawn
 from labkit.units import html_table, text_table
 from workbook.exercises.grader.judge_traffic import Scored
 from workbook.notebook.record import note_verdict
@@ -140,8 +139,8 @@ def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     except Exception as error:
         note = f"the check itself failed with {type(error).__name__}: {error}"
         verdict = Verdict(name, NOT_YET, notes=[note])
-    in_notebook = "ipykernel" in sys.modules and verdict.status != NOT_ATTEMPTED
-    verdict._ipython_display_() if in_notebook else print(verdict)
+    a_card = kernel() is not None and verdict.status != NOT_ATTEMPTED
+    verdict._ipython_display_() if a_card else print(verdict)
     verdict.shown = True
     if verdict.status != NOT_ATTEMPTED:
         note_verdict(verdict.name, verdict.status, verdict.passed)
