@@ -103,7 +103,7 @@ def test_nobody_else_writes_files():
     )
     found = {path.name for path in paths if writes.search(path.read_text())}
     # Into folders of their own, to their stdout, or into /proc.
-    own = {"lab.py", "processes.py", "worker.py", "peak_memory.py"}
+    own = {"lab.py", "processes.py", "worker.py", "peak_memory.py", "gpu_report.py"}
     # A log grows line by line; a checkpoint's folder is renamed as a whole.
     own |= {"logs.py", "checkpoint.py", "run_program.py"}
     # Makes environments before labkit can be imported; beside, then renamed.

@@ -400,14 +400,20 @@ def overflow_at_own_pace(comm, builtin):
     def hook(gradient):
         nonlocal pushes
         pushes += 1
+        if pushes == 2:
+            comm.send(torch.ones(1), 2)
         return gradient * (math.inf if pushes == 2 else 1)
+
+    def batches():
+        if comm.rank == 2:  # All ten shares are the other worker's until it has overflowed.
+            comm.recv(torch.empty(1), 1)
+        yield from itertools.repeat((torch.ones(2, 6), torch.tensor([0, 1]), 4))
 
     if comm.rank == 1:
         built[0].weight.register_hook(hook)
     strategy.setup(comm, built, lambda p: torch.optim.SGD(p, lr=1e-4))
     strategy.scaler.load_state_dict(strategy.scaler.state_dict() | {"scale": 2.0**10})
-    batches = itertools.cycle([(torch.ones(2, 6), torch.tensor([0, 1]), 4)])
-    list(strategy.train(batches, 5, 1))
+    list(strategy.train(batches(), 5, 1))
     state = strategy.full_state()
     updates = strategy.notes()["updates_by_rank"] if comm.rank == 0 else []
     strategy.close()

@@ -395,7 +395,9 @@ class SplitPicture {
   }
 
   ask(kind) {
-    this.model.send({ kind });
+    // A setting, too: a message of its own could overtake settings that wait to be sent.
+    this.model.set("pressed", [kind, (this.model.get("pressed")[1] ?? 0) + 1]);
+    this.model.save_changes();
     this.status.textContent = kind === "stop" ? "stopping ..." : "waiting for the kernel ...";
   }
 

@@ -103,6 +103,7 @@ class SplitPicture(anywidget.AnyWidget):
         mode: layers are as wide as their compute (``compute``) or as tall as their ``bytes``.
         busy: what a button is doing; empty if nothing.
         status: what a button has done.
+        pressed: the button that was pressed last in the browser, and the how many-th press it was.
         runs: by choice, what was measured on this machine.
     """
 
@@ -121,6 +122,7 @@ class SplitPicture(anywidget.AnyWidget):
     busy = Unicode().tag(sync=True)
     status = Unicode().tag(sync=True)
     shown = Dict().tag(sync=True)
+    pressed = List().tag(sync=True)
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class SplitPicture(anywidget.AnyWidget):
         self._axis: tuple[tuple, float] = (), 0.0
         settings = {**start._asdict(), "points": list(start.points), **state.get("settings", {})}
         super().__init__(options=models.offered(start.batch_size), **settings)
-        self.on_msg(self._pressed)
+        self.observe(self._act, "pressed")
         self.observe(self._draw, [*_SETTINGS, "cap_bytes"])
         self.observe(self._keep, [*_SETTINGS, "objective", "cap_bytes", "mode"])
         self._draw()
@@ -205,11 +207,8 @@ class SplitPicture(anywidget.AnyWidget):
         names = [*_SETTINGS, "objective", "cap_bytes", "mode"]
         self._state["settings"] = {name: getattr(self, name) for name in names}
 
-    def _pressed(self, _widget: Any, content: dict, _buffers: Any) -> None:
-        """A button was pressed in the browser."""
-        actions = {"run": self.run, "best": self.best, "stop": self.stop}
-        if action := actions.get(content.get("kind", "")):
-            action()
+    def _act(self, change: dict) -> None:
+        {"run": self.run, "best": self.best, "stop": self.stop}[change["new"][0]]()
 
     def _say(self, doing: str, said: str) -> None:
         self.busy, self.status = doing, said
