@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from labkit.comm.separate import separate_comm
+from labkit.comm.meeting import separate_comm
 from labkit.comm.transport import Traffic
 from labkit.comm.work import WorkQueue
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.comm.shared_memory import Arena, Semaphore
+from labkit.comm.shared_memory import HAS_SEMAPHORES, Arena, Semaphore
 from labkit.comm.transport import OverTransports, Transport
 from labkit.errors import PeerLostError
 from labkit.schedules.hierarchical import Hosts, host_of
@@ -100,32 +100,33 @@ class Card:
         now: Callable[[], float] = time.monotonic,
     ):
         self.link, self._now = link, now
-        self._free_s: Any = [0.0, 0.0] if shared is None else shared[0].numpy()
-        self._between_ranks = None if shared is None else shared[1]
+        state, self._between_ranks = shared or (torch.zeros(2, dtype=torch.float64), None)
+        self._free_s: Any = state.numpy()
         # Several threads may send or receive, each on a connection to another rank.
         self._between_threads = threading.Lock()
+        # The part of a message's latency for which it occupies its side, and the rest.
+        self._busy_s, self._later_s = (
+            (link.latency_s, 0.0) if shared is None else (0.0, link.latency_s)
+        )
 
     def book(self, out_bytes: int | None = None, in_bytes: int | None = None) -> float:
         """Put a message of so many bytes on a side, or one on each; None for no message there.
 
         Returns the seconds from now until the later of the two ends.
         """
-        # The part of a message's latency for which it occupies its side, and the rest.
-        busy_s, later_s = self.link.latency_s, 0.0
-        if self._between_ranks is not None:
-            busy_s, later_s = later_s, busy_s
+        lock = self._between_ranks
         with self._between_threads:
-            if self._between_ranks is not None and not self._between_ranks.wait(_LOCK_PATIENCE_S):
+            if lock is not None and not lock.wait(_LOCK_PATIENCE_S):
                 raise PeerLostError("a rank of this host ended while it used the host's card")
             now_s = end_s = self._now()
             for side, num_bytes in enumerate((out_bytes, in_bytes)):
                 if num_bytes is not None:
-                    start_s = max(now_s, float(self._free_s[side]))
                     wire_s = num_bytes / self.link.bandwidth_bytes_per_s
-                    self._free_s[side] = start_s + busy_s + wire_s
-                    end_s = max(end_s, float(self._free_s[side]) + later_s)
-            if self._between_ranks is not None:
-                self._between_ranks.post()
+                    free_s = max(now_s, float(self._free_s[side])) + self._busy_s + wire_s
+                    self._free_s[side] = free_s
+                    end_s = max(end_s, free_s + self._later_s)
+            if lock is not None:
+                lock.post()
         return end_s - now_s
 
 
@@ -144,26 +145,26 @@ class LinkTransport(OverTransports):
 
     def send(self, tensor: Tensor, dst: int) -> None:
         self.first.send(tensor, dst)
-        self._sleep(self._book((tensor, dst), None))
+        self._pass(self._end_s((tensor, dst), None))
 
     def recv(self, tensor: Tensor, src: int) -> None:
         self.first.recv(tensor, src)
-        self._sleep(self._book(None, (tensor, src)))
+        self._pass(self._end_s(None, (tensor, src)))
 
     def recv_add(self, tensor: Tensor, src: int) -> None:
         self.first.recv_add(tensor, src)
-        self._sleep(self._book(None, (tensor, src)))
+        self._pass(self._end_s(None, (tensor, src)))
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
-        self.first.exchange(send, dst, recv, src)
-        self._sleep(self._book((send, dst), (recv, src)))
+        with self.exchanging(send, dst, recv, src):
+            pass
 
     @contextmanager
     def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
         self.first.exchange(send, dst, recv, src)
-        left_s, began_s = self._book((send, dst), (recv, src)), time.monotonic()
+        end_s = self._end_s((send, dst), (recv, src))
         yield
-        self._sleep(left_s and max(0.0, began_s + left_s - time.monotonic()))
+        self._pass(end_s)
 
     def shares_memory_with(self, peer: int) -> bool:
         return peer in self._near and self.first.shares_memory_with(peer)
@@ -172,25 +173,21 @@ class LinkTransport(OverTransports):
         self._abandoned.set()
         super().abandon()
 
-    def _book(
-        self, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
-    ) -> float | None:
-        """Put the messages on the card; the seconds until they have passed, None inside a host."""
-        out, incoming = (
-            None if end is None or end[1] in self._near else end[0] for end in (sent, received)
-        )
-        if out is None and incoming is None:
-            return None
-        for tensor in (out, incoming):
+    def _end_s(self, *ends: tuple[Tensor, int] | None) -> float:
+        """Put what is sent and received on the card; when it has passed. None inside a host."""
+        sizes = []
+        for end in ends:
+            tensor = None if end is None or end[1] in self._near else end[0]
             if tensor is not None and tensor.device.type == "cuda":
                 # So far the transfer is only queued, and what is queued next must come after it.
                 torch.cuda.current_stream(tensor.device).synchronize()
-        return self._card.book(
-            None if out is None else out.nbytes, None if incoming is None else incoming.nbytes
+            sizes.append(None if tensor is None else tensor.nbytes)
+        return (
+            time.monotonic() + self._card.book(*sizes) if any(s is not None for s in sizes) else 0
         )
 
-    def _sleep(self, seconds: float | None) -> None:
-        if seconds is not None and self._abandoned.wait(seconds):
+    def _pass(self, end_s: float) -> None:
+        if end_s and self._abandoned.wait(max(0.0, end_s - time.monotonic())):
             raise PeerLostError("this rank is ending")
 
 
@@ -213,10 +210,12 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
     """
     global _card, _hosts, _near
     _card, _hosts, _near = None, None, frozenset()
-    if link is None or link.ranks_per_host is None:
-        _card = None if link is None else Card(link)
+    if link is None:
         return
-    if arena is None or not arena.has_semaphores:
+    if link.ranks_per_host is None:
+        _card = Card(link)
+        return
+    if arena is None or not HAS_SEMAPHORES:
         raise ValueError(
             f"link {str(link)!r}: ranks_per_host emulates hosts on one machine, whose ranks share "
             "a lock in memory (on Linux). On several machines leave it out: they are hosts already"

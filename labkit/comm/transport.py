@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,9 @@ class Sent:
 
 
 class Traffic:
-    """The messages and payload bytes sent to all ranks.
+    """The messages and payload bytes sent to all ranks; ``to`` holds them by destination.
 
-    ``to`` holds the counters by destination: several threads may send at once, each to its own.
+    Several threads may send at once, each to its own destination.
     """
 
     def __init__(self):
@@ -96,11 +96,8 @@ class Transport(ABC):
         self.recv(landing, src)
         tensor += landing
 
-    def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
-        """Begin to receive one message like ``tensor`` from each source; ``recv`` takes it later.
-
-        ``ring`` is called in another thread whenever one of them has come.
-        """
+    def expect(self, tensor: Tensor, sources: Sequence[int]) -> None:
+        """Begin to receive one message like ``tensor`` from each source; ``recv`` takes it."""
         raise NotImplementedError(f"{type(self).__name__} receives from named ranks only")
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
@@ -122,12 +119,10 @@ class Transport(ABC):
     def set_timeout(self, timeout_s: float) -> None:
         """Set the longest wait for a message from now on."""
 
-    @abstractmethod
-    def abandon(self) -> None:
-        """End every operation that still waits, in any thread, with an error."""
+    def abandon(self) -> None:  # noqa: B027
+        """End every operation that still waits, in any thread, with an error, if possible."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close at the end of a run, when every message that was sent has been received."""
 
 
@@ -169,8 +164,11 @@ class OverTransports(Transport):
         assert self.to(dst) is self.to(src)
         self.to(dst).exchange(send, dst, recv, src)
 
-    def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
-        self.first.expect(tensor, sources, ring)
+    def barrier(self) -> None:
+        self.first.barrier()
+
+    def expect(self, tensor: Tensor, sources: Sequence[int]) -> None:
+        self.first.expect(tensor, sources)
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
         return self.first.arrived(tensor, sources)
@@ -179,15 +177,10 @@ class OverTransports(Transport):
         return self.to(peer).shares_memory_with(peer)
 
     def channel_to(self, dst: int) -> Any:
-        near = self.shares_memory_with(dst)
-        return self.to(dst).channel_to(dst) if near else super().channel_to(dst)
+        return self.to(dst).channel_to(dst)
 
     def channel_from(self, src: int) -> Any:
-        near = self.shares_memory_with(src)
-        return self.to(src).channel_from(src) if near else super().channel_from(src)
-
-    def barrier(self) -> None:
-        self.first.barrier()
+        return self.to(src).channel_from(src)
 
     def set_timeout(self, timeout_s: float) -> None:
         for transport in self._all:

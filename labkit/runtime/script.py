@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from labkit.comm.board import RUNNING
 from labkit.comm.comm import Comm
-from labkit.comm.separate import separate_comm
+from labkit.comm.meeting import separate_comm
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport

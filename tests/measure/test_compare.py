@@ -283,7 +283,7 @@ def test_the_figures_say_what_the_numbers_say():
 def test_peak_memory_is_that_of_the_rank_or_gpu_with_the_most(tmp_path):
     record = made_by_hand()
     assert summary.peak_bytes(record, "ring") == []
-    gpu = {"allocated_bytes": 3 * 2**20, "reserved_bytes": 2**30}
+    gpu = 3 * 2**20
     of_rank = {
         "ring": [{"process_bytes": 2**20, "devices": {}}, None],
         "Torch": [{"process_bytes": 2**30, "devices": {"cuda:0": gpu}}] * 2,

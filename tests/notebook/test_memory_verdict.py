@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.comm.peak_memory import DeviceMemory, PeakMemory
+from labkit.comm.peak_memory import PeakMemory
 from labkit.runtime.launch import RunResult
 from labkit.tracing import Trace
 from workbook.notebook.memory_verdict import peak_memory
@@ -27,7 +27,7 @@ def test_the_run_whose_largest_rank_took_least_is_first():
 
 
 def test_of_gpus_the_one_with_the_most_counts_and_close_ones_are_not_told_apart():
-    gpus = {"cuda:0": DeviceMemory(105, 400), "cuda:1": DeviceMemory(50, 400)}
+    gpus = {"cuda:0": 105, "cuda:1": 50}
     runs = {"one": ran(PeakMemory(2**30, gpus)), "other": ran(None, PeakMemory(100))}
     told = peak_memory(runs)
     assert told.holds is None

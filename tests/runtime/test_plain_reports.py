@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.comm.peak_memory import DeviceMemory, PeakMemory
+from labkit.comm.peak_memory import PeakMemory
 from labkit.runtime.between_hosts.reports import (
     dump_plain,
     from_bytes,
@@ -35,7 +35,7 @@ REPORT = Report(
     messages=3,
     bytes_sent=2**40,
     device="cuda:0 of machine 1",
-    peak_memory=PeakMemory(5, {"cuda:0": DeviceMemory(6, 7)}),
+    peak_memory=PeakMemory(5, {"cuda:0": 6}),
     duration_s=0.1,
 )
 

@@ -20,13 +20,13 @@ from torch.serialization import safe_globals
 from torch.utils._pytree import tree_map_only
 
 from labkit.comm.meeting import SUSPICION
-from labkit.comm.peak_memory import DeviceMemory, PeakMemory
+from labkit.comm.peak_memory import PeakMemory
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import UnpicklableError, find_unpicklable
 from labkit.tracing import Span
 
 # What the packages above the runtime let their ranks return: classes that only hold data.
-PLAIN: list[Any] = [PeakMemory, DeviceMemory]
+PLAIN: list[Any] = [PeakMemory]
 # What NumPy's arrays and numbers are made of.
 _KINDS_OF_NUMBERS = "?bhilqBHILQefdFD"
 _OF_NUMPY: list[Any] = [
@@ -101,7 +101,7 @@ def from_bytes(data: bytes, rank: int) -> Report:
         told = json.loads(head)
         told["spans"] = tuple(map(_span, told["spans"]))
         peak = told["peak_memory"]
-        told["peak_memory"] = None if peak is None else PeakMemory.of(peak)
+        told["peak_memory"] = None if peak is None else PeakMemory(**peak)
         report = Report(**told, payload=payload, is_plain=True)
         if (report.rank, report.kind) != (rank, "value"):
             raise ValueError(f"it is {report.kind!r} of rank {report.rank!r}")

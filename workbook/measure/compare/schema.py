@@ -33,12 +33,11 @@ _COUNT = {"type": "integer", "minimum": 1, "maximum": MOST}
 _SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9}
 
 _SIZE_OR_NULL = {**_INDEX, "type": ["integer", "null"]}
-_DEVICE = _object(allocated_bytes=_INDEX, reserved_bytes=_INDEX)
 # A lost rank has none.
 _MEMORY = {
     **_object(
         process_bytes=_SIZE_OR_NULL,
-        devices={"type": "object", "additionalProperties": _DEVICE},
+        devices={"type": "object", "additionalProperties": _INDEX},
     ),
     "type": ["object", "null"],
 }

@@ -129,7 +129,7 @@ def peak_bytes(record: Record, contender: str, setting: int = 0) -> list[float]:
     """By repeat, the peak memory of the rank, or the GPU, that took most; empty if unknown."""
     found: list[float] = []
     for run in runs_of(record, contender, setting):
-        peaks = [PeakMemory.of(one) for one in run.get("peak_memory", ()) if one]
+        peaks = [PeakMemory(**one) for one in run.get("peak_memory", ()) if one]
         sizes = [peak.largest_bytes for peak in peaks]
         if not sizes or None in sizes:
             return []
