@@ -4,6 +4,7 @@ The transport moves and counts the bytes (``labkit.comm.transport``); the sessio
 operation on the status board and times it (``labkit.comm.session``).
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -88,9 +89,9 @@ class Comm:
             MismatchError: the receiver expects another shape or dtype.
             PeerLostError: the receiver has ended.
         """
-        self._check_peer(dst, "send to")
+        dst = self._peer(dst, "send to")
         outgoing = to_send(tensor, self.device)
-        with self.session.operation("send", sent=(dst, describe(tensor))):
+        with self.session.operation("send", sent=(dst, tensor)):
             self.transport.send(outgoing, dst)
 
     def recv(self, tensor: Tensor, src: int) -> Tensor:
@@ -102,9 +103,9 @@ class Comm:
             MismatchError: the sender sends another shape or dtype.
             PeerLostError: the sender has ended.
         """
-        self._check_peer(src, "receive from")
+        src = self._peer(src, "receive from")
         incoming = to_receive(tensor, self.device)
-        with self.session.operation("recv", expected=(src, describe(tensor))):
+        with self.session.operation("recv", expected=(src, tensor)):
             self.transport.recv(incoming, src)
         return deliver(incoming, tensor)
 
@@ -119,8 +120,8 @@ class Comm:
         check_tensor(tensor, self.device)
         if not tensor.is_contiguous():
             raise ValueError("recv_add needs a contiguous tensor: receive and add in two steps")
-        self._check_peer(src, "receive from")
-        with self.session.operation("recv", expected=(src, describe(tensor))):
+        src = self._peer(src, "receive from")
+        with self.session.operation("recv", expected=(src, tensor)):
             self.transport.recv_add(tensor.detach(), src)
         return tensor
 
@@ -143,7 +144,7 @@ class Comm:
         if not asked:
             raise ValueError(f"rank {self.rank} cannot receive: the list of sources is empty")
         for source in asked:
-            self._check_peer(source, "receive from")
+            self._peer(source, "receive from")
         if not (self.transport.receives_from_any or set(asked) <= set(session.near)):
             raise ValueError(
                 f"recv_any from ranks {asked} needs a status board that these ranks share: "
@@ -154,7 +155,7 @@ class Comm:
         session.board.enter_any(self.rank, asked, caller_location())
         try:
             src = session.first_sender(incoming, asked)
-            with session.operation(RECV_ANY, expected=(src, describe(tensor)), start=start):
+            with session.operation(RECV_ANY, expected=(src, tensor), start=start):
                 self.transport.recv(incoming, src)
         except PeerLostError:
             session.board.leave(self.rank)
@@ -176,10 +177,8 @@ class Comm:
                 "share memory: the incoming values would overwrite values that are not sent yet. "
                 "Receive into a new tensor (torch.empty_like), or send a copy (.clone())"
             )
-        self._check_peer(dst, "send to")
-        self._check_peer(src, "receive from")
-        leaving, expected = (dst, describe(send)), (src, describe(recv))
-        with self.session.operation("exchange", leaving, expected):
+        dst, src = self._peer(dst, "send to"), self._peer(src, "receive from")
+        with self.session.operation("exchange", (dst, send), (src, recv)):
             self.transport.exchange(outgoing, dst, incoming, src)
         return deliver(incoming, recv)
 
@@ -219,11 +218,11 @@ class Comm:
             filter(None, (name, describe(tensor) if tensor is not None else "", option))
         )
         self.session.announce(what)
-        self._inside_collective, self.transport.collective = True, what
+        self._inside_collective, self.transport.sent.collective = True, what
         try:
             yield
         finally:
-            self._inside_collective, self.transport.collective = False, ""
+            self._inside_collective, self.transport.sent.collective = False, ""
 
     def span(self, kind: str, device: torch.device | None = None) -> AbstractContextManager[None]:
         """Record a region: ``compute``, ``update``, ``data`` or the name of a collective's phase.
@@ -255,19 +254,19 @@ class Comm:
             total: steps in all; 0 if that is not known.
             label: what is counted, for example ``steps, epoch 2``.
             samples: how many samples were processed since the last report.
-            loss: of the last step, a number. From a GPU it is fetched at most four times a second,
-                and shown a step or more later: the host does not wait for it.
+            loss: of the last step, a number. From a GPU it is fetched at most four times a second.
         """
         self.session.board.progress(self.rank, done, total, label, samples)
         if loss is not None:
-            self.session.loss.report(loss)
+            self.session.report_loss(loss)
 
     @property
     def can_choose(self) -> bool:
         """Whether ``recv_any`` can receive from the others: on one host, or over gloo."""
         return len(self.session.near) == self.world_size or self.transport.receives_from_any
 
-    def _check_peer(self, peer: int, verb: str) -> None:
+    def _peer(self, peer: int, verb: str) -> int:
+        """The rank of ``peer`` in the run; ValueError if it is not another rank."""
         if isinstance(peer, bool) or not isinstance(peer, int):
             raise ValueError(f"rank {self.rank} cannot {verb} {peer!r}: a rank is an integer")
         if not 0 <= peer < self.world_size:
@@ -278,6 +277,7 @@ class Comm:
             )
         if peer == self.rank:
             raise ValueError(f"rank {self.rank} cannot {verb} itself: copy the tensor instead")
+        return peer
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -296,19 +296,19 @@ def exchange_under_way(
     """``comm.exchange`` that goes on while the block runs, and has ended after it.
 
     The block may use ``comm`` with other ranks. Where messages do not move by themselves (in
-    shared memory, on NCCL) the exchange follows the block. Its span is the part after the block.
+    shared memory, on NCCL) the exchange comes before the block. Its span is what comes after.
 
     Args:
         send, recv: contiguous, on ``comm.device``, without common memory; not to be touched in
             the block.
     """
-    ends = (dst, describe(send)), (src, describe(recv))
     with (
-        comm.session.operation("exchange", *ends) as again,
+        comm.session.operation("exchange", (dst, send), (src, recv)) as again,
         comm.transport.exchanging(send, dst, recv, src),
     ):
+        moved_s = time.monotonic()
         yield
-        again()
+        again(moved_s)
 
 
 class SubComm(Comm):
@@ -329,17 +329,8 @@ class SubComm(Comm):
         self.transport, self.session = comm.transport, comm.session
         self._comm, self._ranks, self._phase = comm, ranks, phase
 
-    def send(self, tensor: Tensor, dst: int) -> None:
-        self._comm.send(tensor, self._ranks[dst])
-
-    def recv(self, tensor: Tensor, src: int) -> Tensor:
-        return self._comm.recv(tensor, self._ranks[src])
-
-    def recv_add(self, tensor: Tensor, src: int) -> Tensor:
-        return self._comm.recv_add(tensor, self._ranks[src])
-
-    def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Tensor:
-        return self._comm.exchange(send, self._ranks[dst], recv, self._ranks[src])
+    def _peer(self, peer: int, verb: str) -> int:
+        return self._ranks[super()._peer(peer, verb)]
 
     def recv_any(self, tensor: Tensor, sources: Iterable[int]) -> int:
         raise NotImplementedError("recv_any and barrier are for all ranks")

@@ -21,7 +21,6 @@ import stat
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +36,8 @@ from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import Transport
 
-# Mark, process id, descriptor, inode, and the boot id of the machine.
-NOTE = struct.Struct("!8sIIQ36s")
-MARK = b"labkit-1"
-# Mark, the number of a rank's host, and its name.
-HOST = struct.Struct("!8sq64s")
-HOST_MARK = b"labkit-h"
+# The process and the descriptor that hold an arena; the number of a rank's host, and its name.
+NOTE, HOST = struct.Struct("!II"), struct.Struct("!I64s")
 _OPEN, _NOT_OPEN = b"open", b"not open"
 SUSPICION = (
     "Another program writes to this run's store, which has no password: make it listen where only "
@@ -76,13 +71,11 @@ def find_hosts(store: Any, rank: int, world_size: int) -> Hosts:
         return Hosts((tuple(range(world_size)),), (socket.gethostname(),))
     place = f"labkit/host/{store.add(f'labkit/hosts/{rank}', 1)}"
     host, name = int(os.environ.get("GROUP_RANK", "0")), socket.gethostname().encode()
-    store.set(f"{place}/{rank}", HOST.pack(HOST_MARK, host, name))
+    store.set(f"{place}/{rank}", HOST.pack(host, name))
     hosts: dict[int, list[int]] = {}
     names: dict[int, str] = {}
     for other in range(world_size):
-        mark, host, name = _unpack(HOST, store.get(f"{place}/{other}"), f"host of rank {other}")
-        if mark != HOST_MARK:
-            raise ConnectionError(f"the host of rank {other} has no mark of labkit. {SUSPICION}")
+        host, name = _unpack(HOST, store.get(f"{place}/{other}"), f"host of rank {other}")
         hosts.setdefault(host, []).append(other)
         text = name.rstrip(b"\0").decode(errors="replace")
         names.setdefault(host, "".join(filter(str.isprintable, text)))
@@ -111,10 +104,13 @@ def meet(
     place = f"labkit/arena/{ranks[0]}/{store.add(f'labkit/arenas/{rank}', 1)}"
     if rank == ranks[0]:
         arena = Arena(world_size)
-        store.set(place, _note(arena.descriptor))
+        # The seals are a mark that ``meet`` made it, and keep its size.
+        with contextlib.suppress(AttributeError, OSError):
+            fcntl.fcntl(arena.descriptor, fcntl.F_ADD_SEALS, _seals())
+        store.set(place, NOTE.pack(os.getpid(), arena.descriptor))
     else:
         try:
-            arena = _open(world_size, _unpack(NOTE, store.get(place), "note of the arena"))
+            arena = _open(world_size, *_unpack(NOTE, store.get(place), "note of the arena"))
         except ConnectionError:
             # The others must not wait for this rank.
             store.set(f"{place}/{rank}", "refused")
@@ -151,46 +147,27 @@ def _unpack(layout: struct.Struct, data: bytes, what: str) -> tuple[Any, ...]:
     return layout.unpack(data)
 
 
-def _note(descriptor: int) -> bytes:
-    """Seal the arena, as a mark that ``meet`` made it, and return the note that describes it."""
-    with contextlib.suppress(AttributeError, OSError):
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals())
-    inode = os.fstat(descriptor).st_ino
-    return NOTE.pack(MARK, os.getpid(), descriptor, inode, boot_id())
-
-
-def _open(world_size: int, note: tuple[Any, ...]) -> Arena | None:
+def _open(world_size: int, pid: int, descriptor: int) -> Arena | None:
     """Map the arena of a note; None if it is absent or was not made by ``meet`` of this user."""
-    mark, pid, descriptor, inode, boot = note
-    if mark != MARK:
-        raise ConnectionError(f"the note of the arena has no mark of labkit. {SUSPICION}")
-    if boot != boot_id() or not boot.strip(b"\0"):
-        return None
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
         # O_PATH does not open the file yet: a device could react, and a pipe could block.
         found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
         stack.callback(os.close, found)
         status = os.fstat(found)
         is_memory = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
-        if is_memory and status.st_uid == os.geteuid() and status.st_ino == inode:
+        if is_memory and status.st_uid == os.geteuid():
             opened = os.open(f"/proc/self/fd/{found}", os.O_RDWR)
             stack.callback(os.close, opened)
             # In another container the same path is another file. Sealed memory cannot shrink;
             # shrinking would kill the processes that touch it (SIGBUS).
-            if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == seals():
+            if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == _seals():
                 arena = Arena(world_size, os.dup(opened))
                 return arena if arena.num_bytes == status.st_size else None
     return None
 
 
-def seals() -> int:
+def _seals() -> int:
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def boot_id() -> bytes:
-    """An id of this machine and its latest boot; empty if unknown."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_bytes().strip() if path.exists() else b""
 
 
 def _is_one_host() -> bool:

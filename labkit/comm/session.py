@@ -20,15 +20,16 @@ from labkit.comm.deadlock import check_collective, check_message
 from labkit.comm.peak_memory import MemoryMeter, Part
 from labkit.comm.shared_transport import LOOK_S, why_gone
 from labkit.comm.source_lines import caller_location
+from labkit.comm.tensors import describe
 from labkit.comm.transport import Transport
 from labkit.errors import PeerLostError
 from labkit.schedules.hierarchical import Hosts
-from labkit.tracing import ClockTimer, CudaTimer, Meeting, Recorder, Span, Timer
+from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span, Timer
 
-# One end of a message: the peer, and the description of the tensor that is sent or expected.
-End = tuple[int, str]
+# One end of a message: the peer, and the tensor that is sent or received.
+End = tuple[int, Tensor]
 
-# How often a loss is fetched from a GPU.
+# How often a loss is fetched from a GPU, for which the host waits.
 _EVERY_S = 0.25
 # The longest sleep of a rank that receives from any other, between two looks at the board.
 _NAP_S = 1e-3
@@ -50,7 +51,6 @@ class Session:
         barriers: calls of barrier so far.
         recorder: collects this rank's spans.
         timers: the clocks of the devices that this rank uses.
-        loss: takes the losses that this rank reports.
         sums: this rank's seconds by kind of span; None before ``start_together``.
         memory: measures this rank's peak memory; None before ``start_together``.
         at_close: called first when the session is closed.
@@ -70,13 +70,12 @@ class Session:
         self.board, self.near = board, near
         self.hosts = hosts or (tuple(range(board.world_size)),)
         self.operations = self.barriers = 0
+        self._loss_due_s = 0.0
         self.memory: MemoryMeter | None = None
         self.at_close: list[Callable[[], None]] = []
-        self.timers, self.loss = DeviceTimers(), ReportedLoss(self.board.ranks[rank])
+        self.timers = DeviceTimers()
         self.recorder = Recorder(rank, self.timers.of(device), keep=keep_spans)
         self.sums: SpanSums | None = None
-        # Whether the starts of operations can be compared with those of other ranks after the run.
-        self._compares = False
         self.is_closed = False
 
     # For the operations of ``Comm``
@@ -125,17 +124,18 @@ class Session:
     @contextmanager
     def operation(
         self, op: str, sent: End | None = None, expected: End | None = None, start: Any = None
-    ) -> Iterator[Callable[[], None]]:
+    ) -> Iterator[Callable[[float], None]]:
         """Wrap a transfer: post it, time it, and name the peer in the error if the peer is lost.
 
         Args:
             op: the name of the transfer.
-            sent, expected: (peer, description) of the outgoing and of the incoming tensor.
+            sent, expected: (peer, tensor), what is sent and what is received into.
             start: the timer's mark at the beginning; None means now.
 
         Yields:
             A function, to be called after other operations inside the block: from then on the rank
-            is in this one again, and its span begins there.
+            is in this one again, and its span begins there. On an emulated link the transfer then
+            began at ``moved_s``.
         """
         self.check_open()
         board, rank, timer = self.board, self.rank, self.recorder.timer
@@ -143,19 +143,25 @@ class Session:
         leaving = None if dst is None else self.transport.sent.to[dst]
         bytes_before = leaving.num_bytes if leaving else 0
         start = timer.mark() if start is None else start
-        board.enter(rank, op, time.perf_counter(), caller_location(), sent, expected)
+        out, incoming = (end and (end[0], describe(end[1])) for end in (sent, expected))
+        board.enter(rank, op, time.perf_counter(), caller_location(), out, incoming)
         if dst is not None:
             check_message(board, SEND, rank, dst)
         if src is not None:
             check_message(board, RECV, src, rank)
 
-        def again() -> None:
-            nonlocal start
+        began_s: float | None = None
+
+        def again(moved_s: float) -> None:
+            nonlocal start, began_s
+            began_s = moved_s
             board.in_operation(rank, op, dst, src)
             start = timer.mark()
 
         try:
             yield again
+            if (link := self.transport.link) is not None:
+                link.carry(sent, expected, began_s or time.monotonic())
         except PeerLostError as error:
             peers = [peer for peer in dict.fromkeys((dst, src)) if peer is not None]
             names = " and ".join(f"rank {peer}" for peer in peers)
@@ -164,21 +170,9 @@ class Session:
         board.leave(rank)
         self.operations += 1
         num_bytes = leaving.num_bytes - bytes_before if leaving else 0
-        meets: list[Meeting] = []
-        if self._compares and dst is not None:
-            meets.append((rank, dst, int(board.counts[SEND, rank, dst])))
-        if self._compares and src is not None:
-            meets.append((src, rank, int(board.counts[RECV, src, rank])))
-        came_s = board.arrived_s(rank, dst, src)
-        self._record(start, num_bytes, src if dst is None else dst, came_s, meets)
-
-    def _record(
-        self, start: Any, num_bytes: int, peer: int | None, came_s: float, meets: list[Meeting]
-    ) -> None:
-        """Record a transfer that ends now; the time until the peer came counts as waiting."""
-        arrived = None if self.device.type == "cuda" else came_s
-        end = self.recorder.timer.mark()
-        self.recorder.transfer(start, end, num_bytes, peer, arrived, tuple(meets))
+        # On a GPU it is not known when the peer came: an operation is only queued.
+        came_s = None if self.device.type == "cuda" else board.arrived_s(rank, dst, src)
+        self.recorder.transfer(start, timer.mark(), num_bytes, src if dst is None else dst, came_s)
 
     @contextmanager
     def meeting(self, op: str) -> Iterator[None]:
@@ -210,12 +204,13 @@ class Session:
         """
         sent = self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes
-        start = self.recorder.timer.mark()
+        timer = self.recorder.timer
+        start = timer.mark()
         with self.meeting(name):
             yield
         self.operations += sent.messages - messages
         came_s = self.board.meeting_arrived_s(self.rank, ranks)
-        self._record(start, sent.num_bytes - num_bytes, dst, came_s, [])
+        self.recorder.transfer(start, timer.mark(), sent.num_bytes - num_bytes, dst, came_s)
 
     # For the code that manages the run, and for strategies that use several devices
 
@@ -239,13 +234,19 @@ class Session:
         timer = self.timers.of(self.device)
         if isinstance(timer, CudaTimer):
             timer.calibrate()
-            self._compares = bool(origins_s.all())
         self.recorder = Recorder(self.rank, timer, float(origins_s.max()))
         self.recorder.listener = self.sums = SpanSums(row)
 
     def spans(self) -> list[Span]:
         """This rank's spans so far, on the host's clock; waits for its GPU."""
         return self.recorder.spans()
+
+    def report_loss(self, loss: Tensor | float) -> None:
+        """Post the loss of a step; one on a GPU at most 4 times a second."""
+        on_gpu = isinstance(loss, Tensor) and loss.device.type == "cuda"
+        if not on_gpu or time.monotonic() > self._loss_due_s:
+            self._loss_due_s = time.monotonic() + _EVERY_S
+            self.board.ranks[self.rank]["loss"] = float(loss)
 
     def memory_of_part(self, arrived_bytes: int = 0) -> Part:
         """The peak memory of some stretches of the run: see ``MemoryMeter.part``."""
@@ -283,30 +284,6 @@ class DeviceTimers:
             if some not in self._timers:
                 self._timers[some] = CudaTimer(*some)
         return self._timers[gpus]
-
-
-class ReportedLoss:
-    """Writes losses to a rank's row of the board; a loss on a GPU, without waiting for it."""
-
-    def __init__(self, row: Any):
-        self._row = row
-        self._fetched_s = -_EVERY_S
-        # A loss on its way from a GPU, and the event of its arrival.
-        self._coming: tuple[Tensor, torch.Event] | None = None
-
-    def report(self, loss: Tensor | float) -> None:
-        """Write ``loss``; from a GPU when it has come, at most 4 times a second."""
-        if not (isinstance(loss, Tensor) and loss.device.type == "cuda"):
-            self._row["loss"] = float(loss)
-        elif self._coming is not None and self._coming[1].query():
-            self._row["loss"] = float(self._coming[0])
-            self._coming = None
-        elif self._coming is None and time.perf_counter() - self._fetched_s > _EVERY_S:
-            self._fetched_s = time.perf_counter()
-            # Into pinned memory: the host goes on, and looks at it in a later step.
-            landing = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
-            landing.copy_(loss.detach(), non_blocking=True)
-            self._coming = landing, torch.cuda.current_stream(loss.device).record_event()
 
 
 class SpanSums:

@@ -128,7 +128,7 @@ class TorchTransport(Transport):
         if self._queues:
             return 0
         # Positive, in 31 bits. PyTorch's own messages have the tag 0.
-        return zlib.crc32(f"{describe(tensor)} {self.collective}".encode()) % (2**31 - 1) + 1
+        return zlib.crc32(f"{describe(tensor)} {self.sent.collective}".encode()) % (2**31 - 1) + 1
 
     def barrier(self) -> None:
         with loss_of_a_peer():

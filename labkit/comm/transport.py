@@ -5,10 +5,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from labkit.comm.emulated_link import Link
 
 
 @dataclass
@@ -27,10 +30,12 @@ class Sent:
 class Traffic:
     """The messages and payload bytes sent to all ranks; ``to`` holds them by destination.
 
-    Several threads may send at once, each to its own destination.
+    Several threads may send at once, each to its own destination. ``collective`` is the one that
+    this rank is in, by name and arguments; empty in none.
     """
 
     def __init__(self):
+        self.collective = ""
         self.to: defaultdict[int, Sent] = defaultdict(Sent)
 
     @property
@@ -58,14 +63,14 @@ class Transport(ABC):
             directly into a channel, however many segments it has.
         shares_memory: whether there are channels between all ranks.
         receives_from_any: whether it can ``expect`` messages of several ranks at once.
-        collective: the one that this rank is in, by name and arguments; empty in none.
+        link: the emulated link that the messages take; None for no emulation.
 
     Raises (every operation): PeerLostError if the peer has ended, or the timeout has passed.
     """
 
     shares_memory = False
     receives_from_any = False
-    collective = ""
+    link: "Link | None" = None
 
     def __init__(self):
         self.sent = Traffic()
@@ -83,9 +88,9 @@ class Transport(ABC):
 
     @contextmanager
     def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
-        """Exchange while the block runs, where messages move by themselves; otherwise after it."""
-        yield
+        """Exchange while the block runs, where messages move by themselves; otherwise before."""
         self.exchange(send, dst, recv, src)
+        yield
 
     @abstractmethod
     def barrier(self) -> None: ...
@@ -124,75 +129,6 @@ class Transport(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Close at the end of a run, when every message that was sent has been received."""
-
-
-class OverTransports(Transport):
-    """A transport made of others: hands each message to the one that ``to(peer)`` names.
-
-    Args:
-        first: carries out what concerns no single peer, and counts.
-        others: are only set, abandoned and closed with it.
-    """
-
-    def __init__(self, first: Transport, *others: Transport):
-        # Not ``super().__init__``: the counters are those of the transport that moves the bytes.
-        self.first, self._all = first, (first, *others)
-        self.sent = first.sent
-        self.receives_from_any = first.receives_from_any
-
-    def to(self, peer: int) -> Transport:
-        return self.first
-
-    @property
-    def collective(self) -> str:
-        return self.first.collective
-
-    @collective.setter
-    def collective(self, name: str) -> None:
-        self.first.collective = name
-
-    def send(self, tensor: Tensor, dst: int) -> None:
-        self.to(dst).send(tensor, dst)
-
-    def recv(self, tensor: Tensor, src: int) -> None:
-        self.to(src).recv(tensor, src)
-
-    def recv_add(self, tensor: Tensor, src: int) -> None:
-        self.to(src).recv_add(tensor, src)
-
-    def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
-        assert self.to(dst) is self.to(src)
-        self.to(dst).exchange(send, dst, recv, src)
-
-    def barrier(self) -> None:
-        self.first.barrier()
-
-    def expect(self, tensor: Tensor, sources: Sequence[int]) -> None:
-        self.first.expect(tensor, sources)
-
-    def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
-        return self.first.arrived(tensor, sources)
-
-    def shares_memory_with(self, peer: int) -> bool:
-        return self.to(peer).shares_memory_with(peer)
-
-    def channel_to(self, dst: int) -> Any:
-        return self.to(dst).channel_to(dst)
-
-    def channel_from(self, src: int) -> Any:
-        return self.to(src).channel_from(src)
-
-    def set_timeout(self, timeout_s: float) -> None:
-        for transport in self._all:
-            transport.set_timeout(timeout_s)
-
-    def abandon(self) -> None:
-        for transport in self._all:
-            transport.abandon()
-
-    def close(self) -> None:
-        for transport in self._all:
-            transport.close()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
