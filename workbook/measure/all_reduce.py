@@ -184,7 +184,8 @@ def result_of(measured: dict[str, Any], world_size: int) -> Result:
 
     def fit(name: str, gamma: float = 0.0) -> Any:
         points = [(size, one) for size, by_name in messages.items() for one in by_name[name]]
-        return fit_link(*zip(*points, strict=True), gamma)
+        sizes, times = zip(*points, strict=True)
+        return fit_link(sizes, times, gamma)
 
     link = fit("message", fit("add").beta_s_per_byte)
 
@@ -206,7 +207,7 @@ def result_of(measured: dict[str, Any], world_size: int) -> Result:
     def figure() -> Any:
         from workbook.plots import size_curves
 
-        model = {name: {s: model_s(s, name) for s in seconds} for name in ("ring", "tree")}
+        model: Any = {n: {s: model_s(s, n) for s in seconds} for n in ("ring", "tree")}
         title = f"All-reduce on {world_size} ranks"
         return size_curves(curves, model, crossover, between=("tree", "ring"), title=title)
 

@@ -47,6 +47,7 @@ def main(
             check_writable(old)
     if json_path is not None and Path(json_path).suffix == ".png":
         raise ValueError(f"--json {json_path}: a record is not a figure, name a .json file")
+    record: dict[str, Any]
     if from_path is None:
         record = {"command": command_line(words)}
         record |= compare(**settings, say=partial(print, flush=True))

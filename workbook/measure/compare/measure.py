@@ -182,11 +182,12 @@ def compare(
         train_sizes = tuple(sorted({max(1, count // 4), max(1, count // 2), count}))
     units = gpus or devices.num_cores()
     settings = settings_of(world_sizes, train_sizes, batch_sizes, epochs, units)
-    common = {"model": model, "dataset": dataset, "device": device, "seed": RunConfig().seed}
+    common: dict[str, Any] = {"model": model, "dataset": dataset, "device": device}
+    common["seed"] = RunConfig().seed
     # With settings that are impossible nothing runs.
     for setting in settings:
-        config = RunConfig(**common, **asdict(setting))
-    check_names(config, NOTHING)
+        RunConfig(**common, **asdict(setting))
+    check_names(RunConfig(**common), NOTHING)
     make_strategy(RunConfig(**common))
     load_dataset(dataset, train_size=max(train_sizes))
     say(f"{len(contenders)} contenders: {', '.join(one.name for one in contenders)}")
@@ -261,7 +262,8 @@ class Comparison:
         first = repeat % max(1, len(taking_part))
         results: dict[str, tuple[dict, TrainResult]] = {}
         for contender in taking_part[first:] + taking_part[:first]:
-            name, config = contender.name, self.common | asdict(setting)
+            name = contender.name
+            config: dict[str, Any] = self.common | asdict(setting)
             config |= {"seed": config["seed"] + repeat, "strategy": contender.strategy}
             config |= {"builtin": contender.builtin, "backend": contender.backend}
             if name == SINGLE:
