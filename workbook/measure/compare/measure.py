@@ -184,14 +184,9 @@ def compare(
     settings = settings_of(world_sizes, train_sizes, batch_sizes, epochs, units)
     common: dict[str, Any] = {"model": model, "dataset": dataset, "device": device}
     common["seed"] = RunConfig().seed
-    # With settings that are impossible nothing runs.
-    for setting in settings:
-        RunConfig(**common, **asdict(setting))
-    check_names(RunConfig(**common), NOTHING)
-    make_strategy(RunConfig(**common))
-    load_dataset(dataset, train_size=max(train_sizes))
-    say(f"{len(contenders)} contenders: {', '.join(one.name for one in contenders)}")
     comparison = Comparison(contenders, settings, common, say)
+    comparison.check()
+    say(f"{len(contenders)} contenders: {', '.join(one.name for one in contenders)}")
     warm_up()
     loading = comparison.load()
     comparison.run(repeats, budget_s)
@@ -224,6 +219,16 @@ class Comparison:
     say: Callable[[str], None]
     runs: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise ValueError, before anything runs, for settings with which no run could start."""
+        for setting in self.settings:
+            RunConfig(**self.common, **asdict(setting))
+        config = RunConfig(**self.common)
+        check_names(config, NOTHING)
+        make_strategy(config)
+        most = max(setting.train_size for setting in self.settings)
+        load_dataset(self.common["dataset"], train_size=most)
 
     def load(self) -> list[dict[str, Any]]:
         """Time in turns how long a rank takes to load each number of training samples."""
