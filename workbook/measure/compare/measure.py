@@ -180,19 +180,17 @@ def compare(
     if not train_sizes:
         count = len(load_dataset(dataset).train_targets)
         train_sizes = tuple(sorted({max(1, count // 4), max(1, count // 2), count}))
-    units = gpus or devices.num_cores()
-    settings = settings_of(world_sizes, train_sizes, batch_sizes, epochs, units)
-    common: dict[str, Any] = {"model": model, "dataset": dataset, "device": device}
-    common["seed"] = RunConfig().seed
+    varied = world_sizes, train_sizes, batch_sizes
+    settings = settings_of(*varied, epochs, gpus or devices.num_cores())
+    common: dict[str, Any] = {"model": model, "dataset": dataset, "device": device, "seed": 0}
     comparison = Comparison(contenders, settings, common, say)
     comparison.check()
     say(f"{len(contenders)} contenders: {', '.join(one.name for one in contenders)}")
     warm_up()
     loading = comparison.load()
     comparison.run(repeats, budget_s)
-    rates = {"lr": RunConfig().lr, "momentum": 0.9, "target": target, "repeats": repeats}
     return {
-        "config": common | rates | {"gpus_used": gpus},
+        "config": common | {"target": target, "repeats": repeats, "gpus_used": gpus},
         "contenders": [asdict(one) for one in contenders],
         "settings": [asdict(setting) for setting in settings],
         "runs": comparison.runs,
