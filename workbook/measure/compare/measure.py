@@ -173,8 +173,7 @@ def compare(
     for name, values in (counts | {"repeats": () if repeats is None else (repeats,)}).items():
         for value in values:
             check_integer(name, value)
-    for world_size in world_sizes:
-        devices.check_world_size(world_size)
+    list(map(devices.check_world_size, world_sizes))
     contenders = find_contenders(strategies, device)
     gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
     if not train_sizes:
