@@ -18,7 +18,7 @@ from test_files import at_most
 from labkit import run
 from labkit.__main__ import main
 from workbook import measure
-from workbook.measure.launch import LaunchResult
+from workbook.measure.record import Result
 
 TRAIN = [sys.executable, "-m", "labkit", "train"]
 PLACED = ["--strategy", "model_parallel", "--devices"]
@@ -174,7 +174,7 @@ STORED = Path(__file__).resolve().parents[1] / "data" / "results" / "compare.jso
 @pytest.fixture
 def quick_bench(monkeypatch):
     """``labkit bench launch`` with a result that is not measured."""
-    result = LaunchResult("launch", 2, [0.1], [0.2])
+    result = Result("launch", {}, {"": {"ours": [0.1]}})
     monkeypatch.setitem(measure.BENCHES, "launch", lambda: iter([result]))
 
 
