@@ -97,7 +97,7 @@ class LabkitGroup(ProcessGroup):
             for part in ("collectives", "pairs")
         }
         _traffic.extend(comm.transport.sent for comm in self._comms.values())
-        self._queues: dict[tuple[str, ...], WorkQueue] = {}
+        self._queues: dict[tuple[Any, ...], WorkQueue] = {}
         self._starting = threading.Lock()
         others, edge = {*range(size)} - {rank}, partial(self._queue_of, "pairs")
         self._mailbox = Mailbox(others, edge, timeout.total_seconds())
@@ -147,7 +147,7 @@ class LabkitGroup(ProcessGroup):
         group.group_name, group.group_desc = group_name or "", group_desc or ""
         return group
 
-    def _queue_of(self, *key: str | int) -> WorkQueue:
+    def _queue_of(self, *key: Any) -> WorkQueue:
         """The queue of ("collectives",), ("pairs", "to", a peer) or ("pairs", "from", a peer)."""
         if not self._comms:
             raise ValueError("this process group was destroyed: make another with new_group")
