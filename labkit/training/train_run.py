@@ -25,7 +25,7 @@ from labkit.training.resolve import Resolved, resolve
 from labkit.training.result import TrainResult
 from labkit.training.resume import Start, find_start, on_sigterm
 from labkit.units import MOST_SECONDS, check_above_zero, check_keywords, spelled
-from labkit.workload.folders import is_folder
+from labkit.workload.datasets import is_folder
 
 # The arguments of ``train_with`` that are not fields of ``RunConfig``.
 _OPTIONS = ("timeout_s", "download", "verbose")

@@ -24,7 +24,7 @@ from labkit.placement.stage_costs import Profile
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.units import format_count, format_seconds
-from labkit.workload.chain import layers_of
+from labkit.workload.layers import layers_of
 from workbook.measure.model_step import ModelStep
 from workbook.measure.record import Figures, Result
 from workbook.measure.spread import Spread, ratios, rounded, table
