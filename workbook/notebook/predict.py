@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from labkit.runtime.watch import kernel
-from labkit.units import as_repeats, format_value, spelled
+from labkit.units import as_repeats, format_value
 from workbook.notebook import record
 from workbook.notebook.pages import current_page
 from workbook.notebook.prediction import Prediction
@@ -47,7 +47,6 @@ def predict(
     return prediction
 
 
-@spelled
 def predict_row(
     quantity: str,
     unit: str,
