@@ -53,5 +53,5 @@ def check_writable(*paths: str | Path | None) -> None:
             raise ValueError(f"cannot write {path}: it is not a regular file")
         if not os.access(folder, os.W_OK):
             raise ValueError(f"cannot write {path}: no permission to write to {folder}")
-    if len(set(map(os.path.realpath, given))) < len(given):
+    if len({os.path.realpath(path) for path in given}) < len(given):
         raise ValueError(f"{' and '.join(map(str, given))} are the same file: give two files")
