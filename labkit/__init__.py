@@ -2,7 +2,7 @@
 
 import lazy_loader
 
-from labkit.backend.registration import register_backend
+from labkit.backend import register_backend
 from labkit.runtime.cell_errors import show_errors_on_one_screen
 from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
 
