@@ -27,6 +27,6 @@ card of each host; ``fast_hierarchical_all_reduce`` overlaps its parts. The exac
 half the bytes or fewer.
 """
 
-from labkit.units import lazy_names
+import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

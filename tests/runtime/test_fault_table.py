@@ -914,7 +914,7 @@ def data(case):
     case.patch.setattr(urllib.request, "urlopen", offline)
     call = lambda: load_dataset("mnist", root=empty, download=True)  # noqa: E731
     says = str(empty), "Temporary failure in name resolution", "Check the network"
-    case.refused(call, *says, error=ConnectionError)
+    case.refused(call, *says)
     assert list(empty.iterdir()) == []
     case.patch.undo()
 

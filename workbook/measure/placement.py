@@ -29,7 +29,7 @@ from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.training.measured_link import measure_link
 from labkit.training.split_run import measure_profile, measure_split
-from labkit.workload.chain import layers_of
+from labkit.workload.layers import layers_of
 from workbook.measure.model_step import SHAPE, ModelStep
 from workbook.measure.record import Result
 from workbook.measure.turns import (

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from labkit.runtime.watch import kernel
-from labkit.units import as_repeats, format_value, spelled
+from labkit.units import as_repeats, format_value
 from workbook.notebook import record
 from workbook.notebook.pages import current_page
 from workbook.notebook.record import Predicted
@@ -49,7 +49,6 @@ def predict(
     return prediction
 
 
-@spelled
 def predict_row(
     quantity: str,
     unit: str,
