@@ -42,7 +42,7 @@ class FifoTransport(Transport):
         return self._do(tensors, functools.partial(getattr(self._inner, name), *args))
 
     def _do(self, tensors, operation):
-        work = Work("", [], list(tensors), str)
+        work = Work("", [], list(tensors))
         for tensor in tensors:
             self._latest[tensor.untyped_storage().data_ptr()] = work, tensor
         self._operations.put((work, operation))

@@ -10,7 +10,6 @@ import functools
 import math
 import queue
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -26,9 +25,6 @@ from labkit.comm.tensors import describe
 
 Operation = Callable[[Comm], object]
 
-# The interval at which a waiting thread checks whether the operation can still end.
-LOOK_S = 0.25
-# A transfer that reaches the group's timeout names the missing rank: its error comes first.
 _GRACE_S = 1.0
 # How long a process that exits waits for an operation that is under way.
 _LAST_PATIENCE_S = 2.0
@@ -41,16 +37,19 @@ class Work(dist.Work):
         name: the operation, as the profiler shows it; empty hides it from the profiler.
         inputs: the tensors whose shapes the profiler shows.
         result: the tensors that hold the result when the operation is done.
-        why_late: returns why the operation takes longer than the group's timeout; empty while it
-            does not.
+        timeout_s: the longest that ``wait`` waits.
     """
 
     def __init__(
-        self, name: str, inputs: list[Tensor], result: list[Tensor], why_late: Callable[[], str]
+        self,
+        name: str,
+        inputs: list[Tensor],
+        result: list[Tensor],
+        timeout_s: float = threading.TIMEOUT_MAX,
     ):
         super().__init__()
         self._label = " ".join([name, *map(describe, inputs[:1])])
-        self._result, self._why_late = result, why_late
+        self._result, self._timeout_s = result, min(timeout_s, threading.TIMEOUT_MAX)
         self.location = caller_location()
         self.source = -1
         self.done = threading.Event()
@@ -104,15 +103,13 @@ class Work(dist.Work):
         There the caller's stream waits for its end, as in ``torch.distributed``.
 
         Raises:
-            TimeoutError: it takes longer than ``timeout``, or than the group's timeout.
+            TimeoutError: it takes longer than ``timeout``, by default the group's.
             Exception: the error of the operation.
         """
-        limit_s = timeout.total_seconds() if timeout else 0
-        if limit_s and not self.done.wait(limit_s):
-            raise TimeoutError(f"{self} was still running after {limit_s:g} s")
-        while not self.done.wait(LOOK_S):
-            if late := self._why_late():
-                raise TimeoutError(f"{self} does not end: {late}")
+        limit_s = timeout.total_seconds() if timeout else self._timeout_s
+        if not self.done.wait(limit_s):
+            where = f"called at {self.location}"
+            raise TimeoutError(f"{self}, {where}, was still running after {limit_s:g} s")
         if self._error is not None:
             raise self._error
         if self.ended is not None:
@@ -147,7 +144,7 @@ def carried_out(operation: Callable[[], object], tensors: list[Tensor]) -> Work:
     Returns:
         Its ``Work``, which holds ``tensors``, or the error that the operation has raised.
     """
-    work, error = Work("", [], tensors, str), None
+    work, error = Work("", [], tensors), None
     try:
         operation()
     except Exception as raised:
@@ -179,8 +176,9 @@ class WorkQueue(threading.Thread):
         self._queue: queue.SimpleQueue[tuple[Work, Operation] | None] = queue.SimpleQueue()
         self._adding, self._working = threading.Lock(), threading.Lock()
         self._num_queued = 0
-        # The operation under way, since when, and in which thread.
-        self._under_way: tuple[Work, float, threading.Thread] | None = None
+        # The operation under way, and in which thread.
+        self.under_way: Work | None = None
+        self._worker: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         if comm.device.type == "cuda":
             # Before the other streams: its small kernels would wait behind the large ones there.
@@ -200,10 +198,11 @@ class WorkQueue(threading.Thread):
         Raises:
             ValueError: called from inside an operation of this queue, which would wait for itself.
         """
-        work, me = Work(name, inputs, result, self.why_late), threading.current_thread()
-        if (under_way := self._under_way) and me is under_way[2]:
+        # A transfer that reaches the timeout names the missing rank: its error comes first.
+        work = Work(name, inputs, result, self.timeout_s + _GRACE_S)
+        if (me := threading.current_thread()) is self._worker:
             raise ValueError(
-                f"{work} is called inside {under_way[0]} of the same group, which would wait "
+                f"{work} is called inside {self.under_way} of the same group, which would wait "
                 "for itself: use comm, or another group"
             )
         if self._stream is not None:
@@ -245,7 +244,7 @@ class WorkQueue(threading.Thread):
     def _carry_out(self, work: Work, operation: Operation) -> None:
         board, rank, error = self._comm.session.board, self._comm.rank, None
         posted = board.posted(rank)
-        self._under_way = work, time.monotonic(), threading.current_thread()
+        self.under_way, self._worker = work, threading.current_thread()
         credit_to(work.location)
         # Inference tensors may only be changed in inference mode.
         has_inference = any(tensor.is_inference() for tensor in work.result())
@@ -263,36 +262,22 @@ class WorkQueue(threading.Thread):
             # Let the other ranks fail at once, unless the operation was refused at the start.
             if board.posted(rank) != posted:
                 board.give_up(rank, f"{type(error).__name__}: {error}")
-        self._under_way = None
+        self.under_way = self._worker = None
         work.finish(error)
-
-    def why_late(self) -> str:
-        """Which operation has taken longer than the timeout, as text; empty if none has."""
-        if (under_way := self._under_way) is None:
-            return ""
-        work, took_s = under_way[0], time.monotonic() - under_way[1]
-        if took_s < self.timeout_s + _GRACE_S:
-            return ""
-        where = f", called at {work.location}," if work.location else ""
-        return (
-            f"{work}{where} has been under way for {took_s:.1f} s, and the timeout of its process "
-            f"group is {self.timeout_s:g} s"
-        )
 
     def end(self, patience_s: float | None = None) -> bool:
         """End after all queued operations; with ``patience_s``, after the one under way.
 
-        Returns whether the thread has ended. It is left running if its operation takes longer than
-        the group's timeout, or than ``patience_s``.
+        Returns whether the thread has ended. It is left running if that takes longer than the
+        group's timeout, or than ``patience_s``.
         """
         if patience_s is not None:
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._queue.get_nowait()
         self._queue.put(None)
-        until_s = time.monotonic() + (math.inf if patience_s is None else patience_s)
-        while self.is_alive() and not self.why_late() and time.monotonic() < until_s:
-            self.join(max(0.0, min(LOOK_S, until_s - time.monotonic())))
+        limit_s = self.timeout_s + _GRACE_S if patience_s is None else patience_s
+        self.join(min(limit_s, threading.TIMEOUT_MAX))
         return not self.is_alive()
 
 
