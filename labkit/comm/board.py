@@ -8,7 +8,6 @@ waits for whom, and a deadlock is found without waiting for a timeout.
 Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -226,13 +225,10 @@ class Board:
 
     def senders(self, rank: int, sources: list[int]) -> dict[int, float]:
         """The sources that have a message for ``rank``, and since when, in seconds."""
-        since_s = {}
-        for source in sources:
-            received = int(self.counts[RECV, source, rank])
-            if self.counts[SEND, source, rank] > received:
-                posted_s = self.posted_s[SEND, source, rank]
-                since_s[source] = float(posted_s[received % DEPTH])
-        return since_s
+        sent, received = self.counts[:, :, rank]
+        waiting = [source for source in sources if sent[source] > received[source]]
+        posted_s = self.posted_s[SEND, :, rank]
+        return {source: float(posted_s[source, received[source] % DEPTH]) for source in waiting}
 
     def arrived_s(self, rank: int, sent_to: int | None, received_from: int | None) -> float:
         """When the last peer came to the transfer that ``rank`` has just ended, in seconds."""
@@ -244,11 +240,7 @@ class Board:
                 latest = max(latest, float(came_s))
         return latest
 
-    def meeting_arrived_s(self, rank: int, among: Sequence[int] | None = None) -> float:
-        """When the last rank came to the meeting that ``rank`` is in or has just left, in s.
-
-        ``among``: the last of these ranks; by default of all.
-        """
+    def meeting_arrived_s(self, rank: int) -> float:
+        """When the last rank came to the meeting that ``rank`` is in or has just left, in s."""
         index = (int(self.ranks[rank]["meetings"]) - 1) % DEPTH
-        came_s = self.ranks["meeting_s"][:, index]
-        return float((came_s if among is None else came_s[list(among)]).max())
+        return float(self.ranks["meeting_s"][:, index].max())

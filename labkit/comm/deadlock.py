@@ -44,7 +44,9 @@ def check_collective(board: Board, rank: int) -> None:
         MismatchError: another rank has called a different one, or with another tensor.
     """
     mine = int(board.collectives[rank]) - 1
-    for other in np.flatnonzero(board.collectives > mine).tolist():
+    for other in range(board.world_size):
+        if other == rank or board.collectives[other] <= mine:
+            continue
         what, theirs = (board.ranks[r]["announced"][mine % HISTORY] for r in (rank, other))
         is_overwritten = board.collectives[other] >= mine + HISTORY
         if theirs != what and not is_overwritten:

@@ -124,11 +124,7 @@ class Card:
 
 
 class Link(NamedTuple):
-    """The link of a transport's messages: the card, and the ranks that are reached without it.
-
-    There are channels to the latter only: a collective of all ranks that would write directly into
-    shared memory sends messages instead.
-    """
+    """The link of a transport's messages: the card, and the ranks that are reached without it."""
 
     card: Card
     near: frozenset[int]
@@ -181,6 +177,8 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
 
 def over_link(transport: Transport, ranks: Sequence[int] | None = None) -> Transport:
     """``transport`` over this process's emulated link, if it has one.
+
+    Collectives that would write directly into shared memory then send messages.
 
     Args:
         transport: of some group of the run's ranks.

@@ -27,8 +27,6 @@ class HostsTransport(Transport):
     def __init__(self, near: SharedTransport, far: TorchTransport, neighbours: Collection[int]):
         self.near, self.far, self.neighbours = near, far, frozenset(neighbours)
         self.sent = near.sent = far.sent
-        # For the ranks of this host only.
-        self.channel_to, self.channel_from = near.channel_to, near.channel_from
 
     def to(self, peer: int) -> Transport:
         return self.near if peer in self.neighbours else self.far
@@ -64,9 +62,6 @@ class HostsTransport(Transport):
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
         return self.far.arrived(tensor, sources)
-
-    def shares_memory_with(self, peer: int) -> bool:
-        return peer in self.neighbours and self.link is None
 
     def barrier(self) -> None:
         self.far.barrier()

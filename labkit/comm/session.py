@@ -196,11 +196,11 @@ class Session:
         self.barriers += 1
 
     @contextmanager
-    def streaming(self, name: str, dst: int, ranks: Sequence[int] | None = None) -> Iterator[None]:
+    def streaming(self, name: str, dst: int) -> Iterator[None]:
         """Wrap a collective that writes its segments for ``dst`` directly into a channel.
 
         Every rank has to take part. The collective is one span; each message that the channel
-        counts is one operation. ``ranks``: those whose messages it waits for; by default all.
+        counts is one operation.
         """
         sent = self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes
@@ -209,7 +209,7 @@ class Session:
         with self.meeting(name):
             yield
         self.operations += sent.messages - messages
-        came_s = self.board.meeting_arrived_s(self.rank, ranks)
+        came_s = self.board.meeting_arrived_s(self.rank)
         self.recorder.transfer(start, timer.mark(), sent.num_bytes - num_bytes, dst, came_s)
 
     # For the code that manages the run, and for strategies that use several devices

@@ -213,9 +213,6 @@ class SharedTransport(Transport):
             self.waiter.wait(self.arena.semaphores(left, self.rank)[-1], left)
             distance *= 2
 
-    def shares_memory_with(self, peer: int) -> bool:
-        return self.link is None or peer in self.link.near
-
     def channel_to(self, dst: int) -> Channel:
         return self._channel(self.rank, dst, self.sent.to[dst])
 

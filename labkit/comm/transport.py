@@ -103,22 +103,19 @@ class Transport(ABC):
 
     def expect(self, tensor: Tensor, sources: Sequence[int]) -> None:
         """Begin to receive one message like ``tensor`` from each source; ``recv`` takes it."""
-        raise NotImplementedError(f"{type(self).__name__} receives from named ranks only")
+        raise NotImplementedError
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
         """The sources whose expected message has come, or will not come, and when, in seconds."""
         return {}
 
-    def shares_memory_with(self, peer: int) -> bool:
-        return self.shares_memory
-
     def channel_to(self, dst: int) -> Any:
         """The slots in which rank ``dst`` reads what this rank writes."""
-        raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
+        raise NotImplementedError
 
     def channel_from(self, src: int) -> Any:
         """The slots that rank ``src`` writes and this rank reads."""
-        raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
+        raise NotImplementedError
 
     @abstractmethod
     def set_timeout(self, timeout_s: float) -> None:

@@ -144,7 +144,7 @@ def tmp_file(folder, value):
         {"spans": [[1, "compute"]]},
         {"spans": [[1, 2, 0.0, 1.0, 0, None, 0, []]]},
         {"spans": 7},
-        {"peak_memory": {"process_bytes": 3}},
+        {"peak_memory": {"bytes": 3}},
         {"surprise": 1},
     ],
 )
