@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from labkit.collectives.common import Reduction, check_root
 from labkit.horovod.coordinator import JOIN
-from labkit.horovod.engine import (
+from labkit.horovod.negotiator import (
     Handle,
     NegotiationError,
     engine as engine,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from labkit.horovod.engine import Handle, engine
+from labkit.horovod.negotiator import Handle, engine
 from labkit.units import check_integer
 
 Average, Sum = "mean", "sum"
@@ -89,7 +89,7 @@ def DistributedOptimizer(
     check_integer("backward_passes_per_step", backward_passes_per_step)
     names = _names_of(optimizer.param_groups, named_parameters)
     found: Any = optimizer
-    gradients = _Gradients(
+    gradients = Gradients(
         found, names, compression, backward_passes_per_step, op, sparse_as_dense
     )
     found.register_step_pre_hook(gradients.before_step)
@@ -98,7 +98,7 @@ def DistributedOptimizer(
     return found
 
 
-class _Gradients:
+class Gradients:
     """The gradients of an optimizer's parameters, on their way to the average."""
 
     def __init__(

@@ -21,7 +21,7 @@ from torch import nn
 
 from labkit import horovod as hvd
 from labkit.comm.comm import Comm
-from labkit.horovod import engine
+from labkit.horovod import negotiator
 from workbook.exercises.elsewhere_judge import Trained, wrong_training
 from workbook.exercises.elsewhere_training import Setting, Ways
 from workbook.exercises.grader import Case, Verdict, Wrong, ask, grader, returns
@@ -86,14 +86,14 @@ def to_horovod(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
         found = []
         # What is submitted stays as it is until somebody waits for it: then a program that uses
         # its gradients too early goes wrong in the same way each time.
-        with mock.patch.object(engine, "CYCLE_S", _LAZY_S):
+        with mock.patch.object(negotiator, "CYCLE_S", _LAZY_S):
             for setting in _settings(case, to_horovod=True):
                 hvd.init(comm)
                 with _made_already(), _no_group():
                     rates = setting.lr, setting.max_norm
                     found.append(_train(fn, setting, comm.rank, *rates, rank_0_alone=False))
                 hvd.shutdown()
-                if "labkit.horovod.engine.init" not in fn.called:
+                if "labkit.horovod.negotiator.init" not in fn.called:
                     return Wrong("the function never calls hvd.init()")
         return found
 
