@@ -1,7 +1,7 @@
 """All-reduce in fewer bytes: 16-bit floats on the wire, or only the largest elements.
 
 Both replace ``ring_all_reduce(comm, flat)`` for gradients. They give the same bits on every rank,
-but not the exact sum. ``labkit.costs.traffic.compressed_cost`` gives the bytes.
+but not the exact sum.
 
 Symbols: P ranks, N elements, k of them kept.
 """
@@ -22,7 +22,6 @@ from labkit.collectives.hierarchical import parts_of, rings_of
 from labkit.collectives.ring import phase, split_chunks
 from labkit.comm.comm import Comm, SubComm
 from labkit.schedules.ring import ring_share_reduce
-from labkit.schedules.top_k import kept_elements
 
 AllReduce = Callable[[Comm, Tensor], Tensor]
 
@@ -101,7 +100,9 @@ class TopK:
             if self.residual is None:
                 self.residual = torch.zeros_like(flat)
             self.residual += flat
-            indices = self.residual.abs().topk(kept_elements(flat.numel())).indices
+            # 1 % of the elements, rounded down, at least 1 (0 of an empty gradient).
+            kept = min(flat.numel(), max(1, flat.numel() // 100))
+            indices = self.residual.abs().topk(kept).indices
             values = self.residual[indices]
             self.residual[indices] = 0
             # One message, not two: the indices travel as integers of the values' size.

@@ -24,12 +24,13 @@ from labkit.collectives.hierarchical import hierarchical_all_reduce, parts_of
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import share_only, share_reduce
 from labkit.comm.comm import Comm, SubComm, exchange_under_way
-from labkit.schedules.hierarchical import num_blocks, rings_between
 from labkit.schedules.ring import (
     chunk_bounds,
+    num_blocks,
     ring_all_reduce,
     ring_share_only,
     ring_share_reduce,
+    rings_between,
 )
 
 # Large enough that a segment's latency is small beside its time on a card of 10 Gb/s.

@@ -11,7 +11,7 @@ steps if ranks are numbered host by host, and up to m times as many if they are 
 did step 2 alone for its host would send as many bytes as all ranks at once, but would add them up
 alone too, and the steps inside would be a reduce and a broadcast of the whole tensor.
 
-Hosts may differ in size; ``labkit.schedules.hierarchical`` says who has which part. With one host,
+Hosts may differ in size; ``labkit.schedules.ring`` says who has which part. With one host,
 or one rank per host, it is the ring.
 
 Symbols: P ranks on H hosts, m ranks per host, S bytes. Source: Cho et al., "BlueConnect" (2019).
@@ -26,8 +26,14 @@ from labkit.collectives.common import in_place
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import share_only, share_reduce, split_chunks
 from labkit.comm.comm import Comm, SubComm
-from labkit.schedules.hierarchical import Blocks, num_blocks, parts_inside, rings_between
-from labkit.schedules.ring import chunk_bounds, owned_chunk
+from labkit.schedules.ring import (
+    Blocks,
+    chunk_bounds,
+    num_blocks,
+    owned_chunk,
+    parts_inside,
+    rings_between,
+)
 
 
 def hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:

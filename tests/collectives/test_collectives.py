@@ -29,19 +29,13 @@ from labkit.collectives import (
 )
 from labkit.collectives.ring import split_chunks
 from labkit.costs.traffic import (
-    all_gather_cost,
-    all_to_all_cost,
-    barrier_cost,
+    Cost,
     broadcast_cost,
     gather_cost,
     naive_all_reduce_cost,
-    reduce_cost,
-    reduce_scatter_cost,
     ring_all_reduce_cost,
-    scatter_cost,
     share_only_cost,
     share_reduce_cost,
-    tree_all_reduce_cost,
 )
 from labkit.schedules.ring import owned_chunk
 
@@ -98,8 +92,20 @@ def price(name, op, dtype, size, world_size, rank):
     counts = size, dtype.itemsize, world_size, rank
     if name == "naive":
         return naive_all_reduce_cost(*counts)
-    cost = tree_all_reduce_cost if name == "tree" else ring_all_reduce_cost
-    return cost(*counts, partial_bytes(op, dtype))
+    if name == "tree":
+        # Steps, partial sums sent, results sent: of three ranks the last one hands over and waits.
+        of_ranks = {1: [(0, 0, 0)], 2: [(1, 1, 0)] * 2, 4: [(2, 2, 0)] * 4}
+        of_ranks[3] = [(3, 1, 1), (1, 1, 0), (2, 1, 0)]
+        steps, partial, whole = of_ranks[world_size][rank]
+        sizes = partial * partial_bytes(op, dtype) + whole * dtype.itemsize
+        return Cost(steps, partial + whole, size * sizes)
+    return ring_all_reduce_cost(*counts, partial_bytes(op, dtype))
+
+
+def mirrored(size, element_bytes, world_size, rank, root):
+    """What a rank pays for a reduce: a broadcast backwards, in which all but the root send one."""
+    sent, steps = int(rank != root), broadcast_cost(1, 1, world_size, rank, root).steps
+    return Cost(steps, sent, sent * size * element_bytes)
 
 
 def reduce_cases(comm, cases):
@@ -210,10 +216,13 @@ def test_collectives_with_a_root(world_size):
             counts = size, dtype.itemsize, world_size, rank, root
             prices = {
                 "broadcast": broadcast_cost(*counts),
-                "reduce": reduce_cost(*counts),
+                "reduce": mirrored(*counts),
                 "gather": gather_cost(*counts),
-                "scatter": scatter_cost(*counts),
+                "scatter": Cost(1, 0, 0),
             }
+            if at_root:
+                others = world_size - 1
+                prices["scatter"] = Cost(others, others, others * size * dtype.itemsize)
             for name, (value, cost) in case.items():
                 assert equal(value, expected[name]), (name, root, size, rank)
                 assert cost == prices[name], (name, root, size, rank)
@@ -226,7 +235,7 @@ def test_reduce_sums_sixteen_bits_in_thirty_two_and_leaves_the_others_alone():
 
     values, costs = zip(*run(to_the_last, world_size=3).values)
     assert [value.unique().tolist() for value in values] == [[2048], [1], [2050]]
-    assert list(costs) == [reduce_cost(3, 4, 3, rank, 2) for rank in range(3)]
+    assert list(costs) == [mirrored(3, 4, 3, rank, 2) for rank in range(3)]
 
 
 def exchange_cases(comm, cases):
@@ -258,14 +267,9 @@ def test_collectives_from_everyone_to_everyone(world_size):
                 "reduce_scatter": on_one_device("sum", for_me),
                 "all_to_all": for_me,
             }
-            counts = size, dtype.itemsize, world_size, rank
-            prices = {
-                "all_gather": all_gather_cost(*counts),
-                "reduce_scatter": reduce_scatter_cost(
-                    size, partial_bytes("sum", dtype), world_size, rank
-                ),
-                "all_to_all": all_to_all_cost(*counts),
-            }
+            others, sizes = world_size - 1, dict.fromkeys(expected, size * dtype.itemsize)
+            sizes["reduce_scatter"] = size * partial_bytes("sum", dtype)
+            prices = {name: Cost(others, others, others * n) for name, n in sizes.items()}
             for name, (value, cost) in case.items():
                 torch.testing.assert_close(value, expected[name])
                 assert cost == prices[name], (name, size, rank)
@@ -326,8 +330,9 @@ def test_nobody_leaves_the_barrier_before_the_last_has_come(world_size):
         return found
 
     by_rank = run(meet, world_size=world_size).values
-    for rank, found in enumerate(by_rank):
-        assert {cost for *_, cost in found} == {barrier_cost(world_size, rank)}
+    for found in by_rank:
+        rounds = (world_size - 1).bit_length()
+        assert {cost for *_, cost in found} == {Cost(rounds, rounds, rounds)}
     for turn in zip(*by_rank):
         came_s, left_s, _ = zip(*turn)
         # All processes of a machine read the same clock.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from labkit.__main__ import main
-from labkit.costs.seconds import all_reduce_seconds, crossover_bytes
+from labkit.costs.link import all_reduce_seconds, crossover_bytes
 from workbook.measure import all_reduce, spread
 from workbook.measure.all_reduce import AllReduceResult, bench_all_reduce
 from workbook.measure.command import show

@@ -8,8 +8,8 @@ import torch
 
 from labkit.__main__ import main
 from labkit.costs.link import Link
-from labkit.placement.stage_costs import LayerCost, Profile
-from labkit.placement.vgg16_splits import VGG16_SPLITS
+from labkit.placement import VGG16_SPLITS
+from labkit.placement.planner import LayerCost, Profile
 from labkit.tracing import Trace
 from labkit.training.split_run import MeasuredSplit
 from workbook.measure import placement, single_cuts

@@ -19,8 +19,7 @@ import torch
 from labkit.collectives import tree_all_reduce
 from labkit.comm.comm import Comm
 from labkit.costs.link import Link
-from labkit.placement.planner import predict_split
-from labkit.placement.stage_costs import Profile
+from labkit.placement.planner import Profile, predict_split
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.units import format_count, format_seconds
