@@ -10,7 +10,7 @@ from labkit.costs.link import Link
 from labkit.placement import VGG16_SPLITS, best_split, predict_split
 from labkit.placement.planner import LayerCost, Profile
 from labkit.schedules.split_points import check_split_points
-from labkit.workload.chain import layers_of
+from labkit.workload.layers import layers_of
 from labkit.workload.models import build_model
 
 # Seconds and bytes of a batch of 8; exact in binary, so that sums are equal, not about equal.
