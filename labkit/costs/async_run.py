@@ -42,7 +42,7 @@ def simulate(
 ) -> AsyncRun:
     """Predict the first ``duration_s`` seconds of a run with one straggler.
 
-    The server handles one push at a time; the tracker chooses the next one.
+    The server handles one push at a time.
 
     Args:
         workers: W; worker 1 is the straggler.
@@ -57,6 +57,18 @@ def simulate(
         raise ValueError(f"a straggler computes at least as long as the others, got {factor}")
     computes_s = {w: factor if w == 1 else 1.0 for w in range(1, workers + 1)}
     tracker = StalenessTracker(computes_s, bound)
+    spans, updates = _played(computes_s, server_s, duration_s, None if synchronous else tracker)
+    trace = Trace.merge([spans]).between(0.0, duration_s)
+    return AsyncRun(trace, tuple(updates), duration_s)
+
+
+def _played(
+    computes_s: dict[int, float],
+    server_s: float,
+    until_s: float,
+    tracker: StalenessTracker | None,
+) -> tuple[list[Span], list[Update]]:
+    """The spans and updates of a run; the tracker chooses the next push, None plays rounds."""
     spans: list[Span] = []
     updates: list[Update] = []
     arrived_s: dict[int, float] = {}
@@ -69,33 +81,31 @@ def simulate(
         heapq.heappush(coming, (now_s + computes_s[worker], worker))
         spans.append(Span(worker, "compute", now_s, now_s + computes_s[worker]))
 
-    def update(now_s: float) -> float:
+    def handle(now_s: float) -> float:
         spans.append(Span(0, "update", now_s, now_s + server_s))
         return now_s + server_s
 
     for worker in computes_s:
         pull(worker, 0.0)
     now_s = 0.0
-    while now_s < duration_s:
+    while now_s < until_s:
         arrival_s, sender = heapq.heappop(coming)
         arrived_s[sender] = arrival_s
         now_s = max(now_s, arrival_s)
-        if synchronous:
-            now_s = update(now_s)
-            if not coming:
-                updates += [Update(w, 0) for w in computes_s if now_s <= duration_s]
-                for worker in computes_s:
-                    pull(worker, now_s)
+        if tracker is None:
+            now_s = handle(now_s)
+            for worker in () if coming else computes_s:
+                updates += [Update(worker, 0)] * (now_s <= until_s)
+                pull(worker, now_s)
             continue
         tracker.push(sender)
         while (chosen := tracker.next()) is not None:
             tracker.apply(chosen)
-            now_s = update(now_s)
-            updates += [tracker.updates[-1]] * (now_s <= duration_s)
+            now_s = handle(now_s)
+            updates += [tracker.updates[-1]] * (now_s <= until_s)
             tracker.pull(chosen)
             pull(chosen, now_s)
-    # Who still waits for the server waits until the end, and nothing is shown after it.
+    # Who still waits for the server waits until the end.
     computing = {worker for _, worker in coming}
-    spans += [Span(w, "wait", arrived_s[w], duration_s) for w in computes_s if w not in computing]
-    trace = Trace.merge([spans]).between(0.0, duration_s)
-    return AsyncRun(trace, tuple(updates), duration_s)
+    spans += [Span(w, "wait", arrived_s[w], until_s) for w in computes_s if w not in computing]
+    return spans, updates

@@ -218,41 +218,30 @@ def best_split(
     memory_cap_bytes: float | None = None,
     frozen: int = 0,
 ) -> SplitModel:
-    """The best of all splits by ``predict_split``.
+    """The best of all splits by ``predict_split``, whose other arguments it takes.
 
-    "largest_stage", and "step" with one micro-batch (which only has to minimise the hops, as the
-    sum of the compute is always the same), are dynamic programs. The step of a pipeline is not a
-    sum over its stages: of all (L - 1 choose P - 1) splits, those are predicted whose largest
-    stage takes no longer than the best step so far.
+    "largest_stage", and "step" with one micro-batch (which only has to minimise the hops), are
+    dynamic programs. The step of a pipeline is not a sum over its stages: of all splits, those
+    are predicted whose largest stage takes no longer than the best step so far.
 
     Args:
-        profile, link, micro_batches, schedule, frozen: as in ``predict_split``.
-        num_stages: P.
-        objective: "step" minimises the step; "largest_stage" minimises the compute of the
-            slowest stage, which limits a long pipeline.
+        num_stages: P, at most L.
+        objective: "step", or "largest_stage", whose compute limits a long pipeline.
         memory_cap_bytes: the limit for every stage; None for no limit.
 
     Raises:
-        ValueError: more stages than layers, impossible settings, or a cap that no split keeps
-            (the message names the smallest possible cap).
+        ValueError: impossible settings, or a cap that no split keeps.
     """
     check_choice("objective", objective, ("step", "largest_stage"))
     check_integer(f"num_stages of {profile.model}", num_stages, 1, len(profile.layers))
     layers, first, count = _in_training(profile, frozen, micro_batches)
     held = [in_flight(stream) / count for stream in pipeline_streams(schedule, num_stages, count)]
-    cap_bytes = math.inf if memory_cap_bytes is None else memory_cap_bytes
+    cap_bytes = memory_cap_bytes or math.inf
 
     def memory_bytes(stage: int, start: int, end: int) -> int:
         return _memory_bytes(layers[start:end], held[stage])
 
-    least = cheapest_cuts(memory_bytes, len(layers), num_stages, max)[0]
-    if least > cap_bytes:
-        raise ValueError(
-            f"no split into {format_count(num_stages, 'stage')} keeps every stage within "
-            f"{cap_bytes:,.0f} bytes ({format_bytes(cap_bytes)}): the least that the largest "
-            f"stage can need is {least:,} ({format_bytes(least)}). Raise the cap, or take more "
-            "stages or a smaller batch"
-        )
+    _check_cap(cap_bytes, memory_bytes, len(layers), num_stages)
 
     @functools.cache
     def compute_s(stage: int, start: int, end: int) -> float:
@@ -269,16 +258,28 @@ def best_split(
         settings = {"micro_batches": count, "schedule": schedule, "frozen": frozen}
         return predict_split(profile, points, link, **settings)
 
+    if objective == "step" and count == 1:
+        return predict(cheapest_cuts(hops_s, len(layers), num_stages, operator.add)[1])
     best = predict(cheapest_cuts(compute_s, len(layers), num_stages, max)[1])
     if objective == "largest_stage":
         return best
-    if count == 1:
-        return predict(cheapest_cuts(hops_s, len(layers), num_stages, operator.add)[1])
     for points in itertools.combinations(range(1, len(layers)), num_stages - 1):
         stages = enumerate(stage_bounds(points, len(layers)))
         if max(compute_s(stage, *bound) for stage, bound in stages) <= best.step_s:
             best = min(best, predict(points), key=lambda split: split.step_s)
     return best
+
+
+def _check_cap(cap_bytes: float, cost: StageCost, num_layers: int, num_stages: int) -> None:
+    """ValueError, with the smallest possible cap, for one that no split keeps."""
+    least, _ = cheapest_cuts(cost, num_layers, num_stages, max)
+    if least > cap_bytes:
+        raise ValueError(
+            f"no split into {format_count(num_stages, 'stage')} keeps every stage within "
+            f"{cap_bytes:,.0f} bytes ({format_bytes(cap_bytes)}): the least that the largest "
+            f"stage can need is {least:,} ({format_bytes(least)}). Raise the cap, or take more "
+            "stages or a smaller batch"
+        )
 
 
 def cheapest_cuts(
