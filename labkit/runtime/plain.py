@@ -90,10 +90,10 @@ def load_report(data: bytes, rank: int) -> Report:
     """
     try:
         found = load_plain(data)
-        spans = (
-            Span(*one, tuple(map(tuple, meets))) for *one, meets in json.loads(found["spans"])
-        )
-        report = Report(**found | {"spans": tuple(spans)})
+        spans = json.loads(found["spans"])
+        for span in spans:
+            span[-1] = tuple(map(tuple, span[-1]))
+        report = Report(**found | {"spans": tuple(Span(*span) for span in spans)})
         if (report.rank, report.kind, report.is_plain) == (rank, "value", True):
             return report
         problem = f"it is {report.kind!r} of rank {report.rank!r}"
