@@ -125,7 +125,7 @@ def call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
     inside_a_run = True
     try:
         value = fn(comm, *args)
-        gpus.synchronize_used(comm.device)
+        gpus.synchronize(comm.device)
     finally:
         inside_a_run = False
     mine = success(comm, value, time.perf_counter() - started_s, dump_plain)
