@@ -131,30 +131,34 @@ def start_agents(
         try:
             for host in range(hosts):
                 # The hosts are numbered by their addresses, which are all this machine's own.
-                words = f"""-m labkit.runtime.agents --nnodes {hosts} --tee 3
-                    --nproc-per-node {ranks_per_host} --rdzv-backend c10d --rdzv-id labkit
-                    --rdzv-conf store_type=file --local-addr 127.0.0.{1 + host}""".split()
+                words = f"""--nnodes {hosts} --nproc-per-node {ranks_per_host} --tee 3
+                    --rdzv-backend c10d --rdzv-conf store_type=file --rdzv-id labkit
+                    --local-addr 127.0.0.{1 + host}""".split()
                 words += [
                     "--rdzv-endpoint",
                     f"{folder}/store",
                     "--log-dir",
                     f"{folder}/host{host}",
                 ]
-                agent = subprocess.Popen(
-                    [sys.executable, *words, *options, script, *arguments],
-                    env=settings | (environment or {}),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    errors="backslashreplace",
-                    # Ctrl-C in a terminal would reach the agents, while this process ends them.
-                    start_new_session=True,
-                )
-                processes.append(agent)
+                words += [*options, script, *arguments]
+                processes.append(_start(words, settings | (environment or {})))
             yield Agents(processes)
         finally:
             _end(processes, mark)
+
+
+def _start(words: Sequence[str], settings: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "labkit.runtime.agents", *words],
+        env=settings,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="backslashreplace",
+        # Ctrl-C in a terminal would reach the agents as well, while this process ends them.
+        start_new_session=True,
+    )
 
 
 def _end(processes: Sequence[subprocess.Popen[str]], mark: str) -> None:
