@@ -54,8 +54,7 @@ def connect(
         plan: the devices, the backend and the transport.
         timeout_s: the run's deadline, in seconds.
         arena: the launcher's memory, with a place for every rank; None under ``torchrun``.
-        meeting: has a method ``store(world_size)``, where the ranks find each other; None for the
-            address that ``torchrun`` gives.
+        meeting: its ``store(world_size)`` is for the ranks; None for that of ``torchrun``.
         link: the emulated link of this process's messages; None for no emulation.
 
     Raises:
