@@ -62,15 +62,6 @@ def test_readme_lists_size_and_sha256_of_each_file():
         assert f"| {len(content)} | `{hashlib.sha256(content).hexdigest()}`" in row
 
 
-def test_float64_digits_and_the_first_samples():
-    small = load_dataset("digits", train_size=100, dtype=torch.float64)
-    whole = load_dataset("digits")
-    assert small.train_inputs.dtype == small.test_inputs.dtype == torch.float64
-    torch.testing.assert_close(small.train_inputs.float(), whole.train_inputs[:100])
-    assert torch.equal(small.train_targets, whole.train_targets[:100])
-    assert len(small.test_targets) == 360
-
-
 def test_augmented_digits_are_the_digits_and_then_copies_that_all_differ():
     digits, most = load_dataset("digits"), load_dataset("digits_augmented")
     assert most.train_inputs.shape == (50_000, 1, 8, 8)
