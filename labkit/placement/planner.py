@@ -227,10 +227,7 @@ def best_split(
     Args:
         num_stages: P, at most L.
         objective: "step", or "largest_stage", whose compute limits a long pipeline.
-        memory_cap_bytes: the limit for every stage; None for no limit.
-
-    Raises:
-        ValueError: impossible settings, or a cap that no split keeps.
+        memory_cap_bytes: the limit for every stage; ValueError if no split keeps it.
     """
     check_choice("objective", objective, ("step", "largest_stage"))
     check_integer(f"num_stages of {profile.model}", num_stages, 1, len(profile.layers))
@@ -251,8 +248,8 @@ def best_split(
     def hops_s(stage: int, start: int, end: int) -> float:
         """The messages over the cut before a stage."""
         fits = memory_bytes(stage, start, end) <= cap_bytes
-        ways = (stage > 0) + (start > first)
-        return ways * link.message_seconds(layers[start - 1].output_bytes) if fits else math.inf
+        one_way_s = link.message_seconds(layers[start - 1].output_bytes)
+        return one_way_s * ((stage > 0) + (start > first)) if fits else math.inf
 
     def predict(points: tuple[int, ...]) -> SplitModel:
         settings = {"micro_batches": count, "schedule": schedule, "frozen": frozen}
