@@ -31,7 +31,7 @@ from labkit.comm.comm import Comm
 from labkit.comm.source_lines import caller_location, credit_to
 from labkit.errors import MismatchError, PeerLostError
 from labkit.horovod.coordinator import JOIN, Coordinator, Decision, Request
-from labkit.runtime.script import Opened, open_for
+from labkit.runtime.torchrun import Opened, open_for
 
 # How long a tensor waits for others to be fused with, unless the program waits for it.
 CYCLE_S = 1e-3

@@ -17,7 +17,6 @@ from labkit.comm.comm import Comm
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.training.state import checksum, largest_difference
 from labkit.units import check_choice
-from labkit.workload.models import import_torchvision
 from workbook.measure.model_step import LEARNING_RATE, NUM_CLASSES, SHAPE, build
 from workbook.measure.record import Result
 from workbook.measure.turns import (
@@ -131,7 +130,9 @@ def _build(name: str) -> nn.Module:
     """Our small CNN, or torchvision's model with its full number of parameters."""
     if name == "small_cnn":
         return build(name)
-    model = getattr(import_torchvision().models, name)(num_classes=NUM_CLASSES)
+    from torchvision import models
+
+    model = getattr(models, name)(num_classes=NUM_CLASSES)
     for module in model.modules():
         # With dropout, each replica would draw other random numbers and get other gradients.
         if isinstance(module, nn.Dropout):

@@ -5,13 +5,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.devices import hardware, versions
-from labkit.files import write_atomically, write_each
+from labkit.files import write_atomically
 from labkit.gpus import num_gpus
 from labkit.units import format_bytes, format_number, format_seconds
 from workbook.measure.spread import Spread, Table, ratios, rounded
@@ -136,19 +135,15 @@ def machine() -> dict[str, Any]:
 def write(
     record: dict[str, Any], json_path: str | None, figures: Mapping[str, "CaptionedFigure"]
 ) -> None:
-    """Write the record, if it has a path, and each figure by its path, even if another fails.
+    """Write the record, if it has a path, and each figure by its path.
 
     Raises:
-        OutputError: one or more have failed; the message names all of them.
+        OutputError: the message names the file.
     """
-    writes: list[Callable[[], object]] = []
     if json_path is not None:
-        writes.append(partial(write_atomically, json_path, dumped(record)))
-
-    def save(figure: "CaptionedFigure", path: str) -> None:
+        write_atomically(json_path, dumped(record))
+    for path, figure in figures.items():
         print(f"figure: {figure.save(path)}")
-
-    write_each(*writes, *(partial(save, figure, path) for path, figure in figures.items()))
 
 
 def dumped(record: dict[str, Any]) -> str:

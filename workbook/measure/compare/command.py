@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from labkit.files import check_writable, write_atomically, write_each
+from labkit.files import check_writable, write_atomically
 from workbook.measure.compare.figures import draw
 from workbook.measure.compare.measure import compare
 from workbook.measure.compare.summary import csv_tables, load, report
@@ -60,8 +60,7 @@ def main(
     figures = {} if figures_dir is None else draw(record)
     paths = {f"{figures_dir}/compare_{name}.png": figure for name, figure in figures.items()}
     tables = {} if csv_dir is None else csv_tables(record)
-    write_each(
-        partial(write, record, json_path, paths),
-        *(partial(write_atomically, f"{csv_dir}/compare_{n}.csv", t) for n, t in tables.items()),
-    )
+    write(record, json_path, paths)
+    for name, table in tables.items():
+        write_atomically(f"{csv_dir}/compare_{name}.csv", table)
     return int(any(row["failed"] for row in record["skipped"]))
