@@ -69,13 +69,10 @@ RANK = np.dtype(
 
 def _layout(world_size: int) -> np.dtype[np.void]:
     edges = (2, world_size, world_size)
-    # What ends the run on this host, where no launcher does.
-    conclusion = [("length", "i8"), ("text", "S16384")]
     return np.dtype(
         [
             ("ranks", RANK, world_size),
             ("edges", EDGE, edges),
-            ("conclusion", conclusion),
             ("wanted", "?", edges[1:]),
         ]
     )
@@ -107,7 +104,6 @@ class Board:
         self.ranks, self.edges, self.wanted = (
             whole[name][0] for name in ("ranks", "edges", "wanted")
         )
-        self._concluded = whole["conclusion"]
         self.collectives = self.ranks["collectives"]
         self.counts, self.posted_s, self.what = (
             self.edges[name] for name in ("count", "posted_s", "what")
@@ -189,16 +185,6 @@ class Board:
         """Post that this rank will not continue, and why, unless another rank has done so."""
         if not self.gave_up():
             self.ranks[rank]["gave_up"] = why.encode()
-
-    def conclude(self, text: bytes) -> None:
-        """Post what ends the run for all ranks of this host, unless it is known already."""
-        if not self.conclusion():
-            self._concluded["text"] = text
-            self._concluded["length"] = len(text)
-
-    def conclusion(self) -> bytes:
-        """What ends the run; empty while it goes on."""
-        return bytes(self._concluded["text"][0]) if self._concluded["length"][0] else b""
 
     def progress(self, rank: int, done: int, total: int, label: str, samples: int = 0) -> None:
         slot = self.ranks[rank]

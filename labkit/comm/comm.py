@@ -19,7 +19,7 @@ from labkit.comm.source_lines import caller_location
 from labkit.comm.tensors import check_tensor, deliver, describe, overlap, to_receive, to_send
 from labkit.comm.transport import Transport
 from labkit.errors import PeerLostError
-from labkit.schedules.hierarchical import Hosts, host_of
+from labkit.schedules.ring import Hosts, host_of
 
 
 class Comm:

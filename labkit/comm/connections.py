@@ -67,15 +67,6 @@ def new_connections() -> Iterator[list[Connection]]:
                     handle.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def are_alive(connections: Sequence[Connection]) -> bool:
-    """Whether all of them still stand; False if none is known."""
-    for connection in connections:
-        with connection.opened() as handle:
-            if handle is None:
-                return False
-    return bool(connections)
-
-
 def cut(connections: Sequence[Connection]) -> None:
     """End what the connections bring: whoever waits for a message on one of them gets an error.
 

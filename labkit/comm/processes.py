@@ -13,28 +13,12 @@ _STOPPED = "Tt"
 
 def is_running(pid: int) -> bool:
     """Whether a process is alive; a zombie (ended, not yet waited for) is not."""
-    return _status(pid)[0] not in _ENDED
+    return _status(pid) not in _ENDED
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is suspended by a signal: it does nothing until SIGCONT."""
-    return _status(pid)[0] in _STOPPED
-
-
-def is_debugged(pid: int) -> bool:
-    """Whether it is a debugger that has stopped the process."""
-    return _status(pid)[0] == "t"
-
-
-def exit_code(pid: int) -> int | None:
-    """How a process has ended, as Python's ``exitcode``; None if that is not known (any more).
-
-    Linux tells it of a process that its parent has not waited for yet.
-    """
-    fields = _status(pid)
-    # proc(5) counts from 1, and the name in parentheses is number 2.
-    known = fields[0] in _ENDED and len(fields) > 49
-    return os.waitstatus_to_exitcode(int(fields[49])) if known else None
+    return _status(pid) in _STOPPED
 
 
 def signal_name(number: int) -> str:
@@ -52,15 +36,15 @@ def kill_group(leader: int) -> None:
             kill(leader, signal.SIGKILL)
 
 
-def _status(pid: int) -> list[str]:
-    """The fields of ``/proc/PID/stat`` from the state letter on; X if there is no such process."""
+def _status(pid: int) -> str:
+    """The state letter in ``/proc/PID/stat``; X if there is no such process."""
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         # Without /proc, the only simple check is whether the process exists.
         os.kill(pid, 0)
-        return ["R"]
-    return ["X"]
+        return "R"
+    return "X"
 
 
 def loopback() -> str:

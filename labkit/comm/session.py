@@ -23,7 +23,7 @@ from labkit.comm.source_lines import caller_location
 from labkit.comm.tensors import describe
 from labkit.comm.transport import Transport
 from labkit.errors import PeerLostError
-from labkit.schedules.hierarchical import Hosts
+from labkit.schedules.ring import Hosts
 from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span, Timer
 
 # One end of a message: the peer, and the tensor that is sent or received.

@@ -16,13 +16,10 @@ Shape = tuple[int, ...]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of an ``nn.Sequential`` in the order in which they run.
+    """The layers of an ``nn.Sequential`` in the order in which they run; ValueError for others.
 
     A nested ``nn.Sequential`` is replaced by its layers. Any other module is one layer, and so is
     one that has hooks, so that they run.
-
-    Raises:
-        ValueError: any other model.
     """
     return [layer for _, layer in named_layers(model)]
 
@@ -67,13 +64,11 @@ def output_shapes(
 
     Args:
         model: a chain of layers, on any device; it is not changed.
-        input_shape: of one sample.
+        input_shape, dtype: of one sample; by default its dtype is ``input_dtype(model)``.
         batch_size: samples.
-        dtype: of the samples; ``input_dtype(model)`` by default.
 
     Raises:
-        ValueError: not a chain of layers, or one that does not take this shape; the message names
-            the layer.
+        ValueError: not a chain of layers, or a layer does not take this shape.
     """
     dtype = dtype or input_dtype(model)
     inputs = torch.empty((batch_size, *input_shape), dtype=dtype, device="meta")
@@ -127,8 +122,7 @@ class HeldBytes(saved_tensors_hooks):
     A storage counts once, however many operations keep it. Storages stay alive as long as this
     object.
 
-    Args:
-        module: its parameters and buffers exist anyway and do not count.
+    The parameters and buffers of ``module`` exist anyway and do not count.
 
     Attributes:
         num_bytes: counted so far.
@@ -159,13 +153,7 @@ class EmulatedLayer(nn.Module):
 
     A forward takes ``call_s`` + n x ``sample_s`` seconds, a backward twice as long, as it does in
     most layers. In between it multiplies by a trained number, so that it can be cut, trained and
-    compared like any other layer.
-
-    Args:
-        sample_s: seconds per sample of a forward.
-        call_s: seconds per call of a forward, whatever its size (a kernel's launch, for example).
-
-    Shapes: [n, ...] to [n, ...].
+    compared like any other layer. Shapes: [n, ...] to [n, ...].
     """
 
     def __init__(self, sample_s: float, call_s: float = 0.0):
@@ -176,17 +164,8 @@ class EmulatedLayer(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         # Without memory (the meta device) only shapes are asked for.
         seconds = 0.0 if value.is_meta else self.call_s + len(value) * self.sample_s
-        return _Asleep.apply(value * self.scale, seconds)
-
-
-class _Asleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
         time.sleep(seconds)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
+        outputs = value * self.scale
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: time.sleep(2 * seconds))
+        return outputs

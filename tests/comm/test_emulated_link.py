@@ -163,7 +163,7 @@ def on_hosts(comm):
 
     After messages inside hosts, and then after one message from each rank to the other host.
     """
-    transport, others = comm.transport, [r for r in range(comm.world_size) if r != comm.rank]
+    transport = comm.transport
     group = dist.new_group([1, 2, 3], backend="labkit")
     found = [comm.hosts, comm.host]
     if comm.rank:

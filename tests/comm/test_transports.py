@@ -21,13 +21,12 @@ from labkit.collectives import (
     fast_ring_all_reduce,
     naive_all_reduce,
     ring_all_reduce,
-    tree_all_reduce,
 )
 from labkit.comm.comm import Comm
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import as_bytes
-from labkit.costs.traffic import naive_all_reduce_cost, ring_all_reduce_cost, tree_all_reduce_cost
+from labkit.costs.traffic import naive_all_reduce_cost, ring_all_reduce_cost
 from labkit.errors import PeerLostError
 
 travel_by_value(__name__)
@@ -244,7 +243,6 @@ def test_what_is_counted_is_what_the_formulas_say(transport):
     formulas = {
         fast_ring_all_reduce: ring_all_reduce_cost,
         ring_all_reduce: ring_all_reduce_cost,
-        tree_all_reduce: tree_all_reduce_cost,
         naive_all_reduce: naive_all_reduce_cost,
     }
     num_elements = 3 * SEGMENT_BYTES // 4 + 5

@@ -120,7 +120,7 @@ def test_an_asynchronous_server_and_its_worker_wait_for_one_number_a_push(
         # When the batches end, so does the worker.
         with contextlib.suppress(RuntimeError):
             list(strategy.train(batches(comm.device), STEPS, 1))
-    # Setting the clock, placing the model, the clock at the end of the epoch, a loss that is shown.
+    # Setting the clock, placing the model, the clock at the end of the epoch, a loss shown.
     others = "tracing/", ".to(", "gpus.py", "comm/session.py"
     in_steps = [wait for wait in gpus.waits if not any(word in wait for word in others)]
     assert len(in_steps) == STEPS

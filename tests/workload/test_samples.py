@@ -81,14 +81,6 @@ def test_a_resized_image_does_not_depend_on_the_others_of_its_batch(dtype):
     assert torch.equal(torch.stack([resized(image, dtype) for image in images]), whole)
 
 
-def test_pixels_become_values_around_zero():
-    standard = Standard(255, (0.5, 0.25), (0.5, 0.125))
-    images = torch.tensor([0, 255, 51], dtype=torch.uint8).view(1, 1, 1, 3).repeat(1, 2, 1, 1)
-    found = Transform(standard)(images, torch.float64)[0, :, 0]
-    expected = torch.tensor([[-1, 1, -0.6], [-2, 6, -0.4]], dtype=torch.float64)
-    torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("change", [{"augment": ("crop",)}, {"resize": 4}])
 def test_points_are_no_images(change):
     points = TensorDataset(torch.ones(2, 5), torch.arange(2))
