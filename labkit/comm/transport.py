@@ -5,13 +5,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from labkit.comm.emulated_link import Link
 
 
 @dataclass
@@ -70,7 +67,7 @@ class Transport(ABC):
 
     shares_memory = False
     receives_from_any = False
-    link: "Link | None" = None
+    link: Any = None
 
     def __init__(self):
         self.sent = Traffic()
