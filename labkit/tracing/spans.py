@@ -1,18 +1,14 @@
-"""Spans: what each rank did and when; the timers that measure them; export as Chrome trace.
+"""Spans: what each rank did and when.
 
 The spans of one lane, which is one thread of one rank, never overlap: an operation inside a region
 closes the region's span, records its own, and opens the region again. So the seconds by kind add
 up to the time the lane was busy.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-from labkit.files import write_atomically
 
 # A transfer inside one of these regions is "communicate"; inside any other region (share_reduce,
 # share_only, ...) it is a part of that phase and carries its name.
@@ -41,7 +37,7 @@ class Span:
     num_bytes: int = 0
     peer: int | None = None
     lane: int = 0
-    # On a GPU: what meets other ranks in this span, until ``tracing.waits`` has compared them.
+    # On a GPU: what meets other ranks in this span, until ``with_waits`` has compared them.
     meets: tuple[Meeting, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -89,9 +85,10 @@ class Trace:
 
     def between(self, start_s: float, end_s: float) -> "Trace":
         """The parts of the spans that lie between two moments."""
-        inside = [s for s in self.spans if s.start_s < end_s and s.end_s > start_s]
         cut = (
-            replace(s, start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s)) for s in inside
+            replace(s, start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s))
+            for s in self.spans
+            if s.start_s < end_s and s.end_s > start_s
         )
         return Trace(tuple(cut), self.devices)
 
@@ -114,26 +111,6 @@ class Trace:
 
     def save(self, path: str | Path) -> Path:
         """Write Chrome trace JSON, one process per rank; https://ui.perfetto.dev opens it."""
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": self.lane(rank)}}
-            for rank in self.ranks
-        ]
-        for span in self.spans:
-            args = {"num_bytes": span.num_bytes}
-            if span.peer is not None:
-                args["peer"] = span.peer
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.kind,
-                    "cat": span.kind,
-                    "pid": span.rank,
-                    "tid": span.lane,
-                    "ts": span.start_s * 1e6,
-                    "dur": span.duration_s * 1e6,
-                    "args": args,
-                }
-            )
-        path = Path(path)
-        write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        return path
+        from labkit.tracing.chrome import write_trace
+
+        return write_trace(self, path)
