@@ -169,10 +169,10 @@ def _culprits(waiting: int, state_at: dict[int, str], peer_of: dict[int, int | N
     Who waits for a rank that waits itself, waits for whom that one waits for. Where the peer is
     not known (a barrier), all ranks that compute are waited for.
     """
-    rank: int | None = waiting
+    rank = waiting
     for _ in state_at:
-        if state_at.get(rank) == WAIT:
-            rank = peer_of[rank]
+        peer = peer_of[rank] if state_at.get(rank) == WAIT else None
+        rank = rank if peer is None else peer
     if state_at.get(rank, WAIT) != WAIT:
         return [rank]
     at_work = [one for one, its in state_at.items() if its not in (WAIT, COMMUNICATE)]
