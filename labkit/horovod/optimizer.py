@@ -89,9 +89,7 @@ def DistributedOptimizer(
     check_integer("backward_passes_per_step", backward_passes_per_step)
     names = _names_of(optimizer.param_groups, named_parameters)
     found: Any = optimizer
-    gradients = Gradients(
-        found, names, compression, backward_passes_per_step, op, sparse_as_dense
-    )
+    gradients = Gradients(found, names, compression, backward_passes_per_step, op, sparse_as_dense)
     found.register_step_pre_hook(gradients.before_step)
     found.synchronize, found.skip_synchronize = gradients.synchronize, gradients.skip
     found.zero_grad = gradients.zero_grad

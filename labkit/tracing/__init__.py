@@ -1,8 +1,8 @@
 """What each rank did and when: recorded as spans, read from files, and explained in words.
 
-spans     a span, and the trace of a run
+spans     a span, and the trace of a run; Chrome trace JSON
 recorder  how a rank records its spans, by the host's clock or by CUDA events
-chrome    Chrome trace JSON: ours written and read, and that of PyTorch's profiler read
+chrome    traces read from files: ours, and those of PyTorch's profiler
 limits    what each rank did at each moment, and what limited a run, in words
 """
 

@@ -1,6 +1,6 @@
-"""Chrome trace JSON: ours written and read, and that of PyTorch's profiler read.
+"""Chrome traces read back as a ``Trace``: labkit's, and those of PyTorch's profiler.
 
-A file of labkit's holds all ranks of a run, and its spans come back as they were. PyTorch's
+A file of labkit's (``Trace.save``) holds all ranks of a run, and its spans come back as they were. PyTorch's
 profiler (``export_chrome_trace``) writes one file per rank, so several files make one trace:
 
 * with GPU kernels, NCCL's kernels are communication, all other kernels and copies are computing;
@@ -25,7 +25,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from labkit.files import write_atomically
 from labkit.tracing.recorder import with_waits
 from labkit.tracing.spans import Span, Trace
 from labkit.units import format_count
@@ -40,29 +39,6 @@ class ReadTrace(NamedTuple):
     trace: Trace
     gap: str
     note: str = ""
-
-
-def write_trace(trace: Trace, path: str | Path) -> Path:
-    """Write Chrome trace JSON, one process per rank."""
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": trace.lane(rank)}}
-        for rank in trace.ranks
-    ]
-    events += [
-        {
-            "ph": "X",
-            "name": span.kind,
-            "cat": span.kind,
-            "pid": span.rank,
-            "tid": span.lane,
-            "ts": span.start_s * 1e6,
-            "dur": span.duration_s * 1e6,
-            "args": {"num_bytes": span.num_bytes, "peer": span.peer},
-        }
-        for span in trace.spans
-    ]
-    write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    return Path(path)
 
 
 def read_traces(paths: Sequence[str | Path]) -> ReadTrace:

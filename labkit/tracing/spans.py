@@ -5,10 +5,14 @@ closes the region's span, records its own, and opens the region again. So the se
 up to the time the lane was busy.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+from labkit.files import write_atomically
 
 # A transfer inside one of these regions is "communicate"; inside any other region (share_reduce,
 # share_only, ...) it is a part of that phase and carries its name.
@@ -111,6 +115,22 @@ class Trace:
 
     def save(self, path: str | Path) -> Path:
         """Write Chrome trace JSON, one process per rank; https://ui.perfetto.dev opens it."""
-        from labkit.tracing.chrome import write_trace
-
-        return write_trace(self, path)
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": self.lane(rank)}}
+            for rank in self.ranks
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": span.kind,
+                "cat": span.kind,
+                "pid": span.rank,
+                "tid": span.lane,
+                "ts": span.start_s * 1e6,
+                "dur": span.duration_s * 1e6,
+                "args": {"num_bytes": span.num_bytes, "peer": span.peer},
+            }
+            for span in self.spans
+        ]
+        write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return Path(path)
