@@ -24,7 +24,7 @@ from labkit.comm.tensors import describe
 from labkit.comm.transport import Transport
 from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts
-from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span, Timer
+from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span
 
 # One end of a message: the peer, and the tensor that is sent or received.
 End = tuple[int, Tensor]
@@ -70,7 +70,7 @@ class Session:
         self.board, self.near = board, near
         self.hosts = hosts or (tuple(range(board.world_size)),)
         self.operations = self.barriers = 0
-        self._loss_due_s = 0.0
+        self._loss_due_s, self._compares = 0.0, False
         self.memory: MemoryMeter | None = None
         self.at_close: list[Callable[[], None]] = []
         self.timers = DeviceTimers()
@@ -172,7 +172,10 @@ class Session:
         num_bytes = leaving.num_bytes - bytes_before if leaving else 0
         # On a GPU it is not known when the peer came: an operation is only queued.
         came_s = None if self.device.type == "cuda" else board.arrived_s(rank, dst, src)
-        self.recorder.transfer(start, timer.mark(), num_bytes, src if dst is None else dst, came_s)
+        ends = [(SEND, rank, dst), (RECV, src, rank)] if self._compares else []
+        meets: Any = tuple((*end[1:], int(board.counts[end])) for end in ends if None not in end)
+        peer = src if dst is None else dst
+        self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, meets)
 
     @contextmanager
     def meeting(self, op: str) -> Iterator[None]:
@@ -234,6 +237,8 @@ class Session:
         timer = self.timers.of(self.device)
         if isinstance(timer, CudaTimer):
             timer.calibrate()
+            # Starts of operations can be compared with those of other ranks after the run.
+            self._compares = bool(origins_s.all())
         self.recorder = Recorder(self.rank, timer, float(origins_s.max()))
         self.recorder.listener = self.sums = SpanSums(row)
 
@@ -270,9 +275,9 @@ class DeviceTimers:
     """The clocks of the devices that a rank uses: a GPU's events, or the host's clock."""
 
     def __init__(self) -> None:
-        self._timers: dict[tuple[torch.device, ...], Timer] = {(): ClockTimer()}
+        self._timers: dict[tuple[torch.device, ...], ClockTimer] = {(): ClockTimer()}
 
-    def of(self, *devices: torch.device) -> Timer:
+    def of(self, *devices: torch.device) -> ClockTimer:
         """The clock of work that passes through ``devices``.
 
         Where a GPU is among them, its events tell when the CPU's work before them has ended, too:
