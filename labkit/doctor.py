@@ -192,7 +192,7 @@ def swap_numbers(comm) -> float:
 def check_speeds() -> Found:
     """What a message between 2 ranks costs, on each way that this machine has."""
     from labkit.costs import Link
-    from labkit.training.measured_link import measure_link
+    from labkit.training.measured import measure_link
 
     ways = [("cpu", "auto")]
     ways += [("cuda", "auto")] * (num_gpus() > 1) + [("cuda", "gloo")] * (num_gpus() > 0)

@@ -116,7 +116,7 @@ def test_every_way_between_ranks_is_measured(monkeypatch):
         asked.append((device, transport))
         raise WorkerError("no way\n\nTraceback: ...")
 
-    monkeypatch.setattr("labkit.training.measured_link.measure_link", measure_link)
+    monkeypatch.setattr("labkit.training.measured.measure_link", measure_link)
     monkeypatch.setattr(doctor, "num_gpus", lambda: 2)
     monkeypatch.setattr("labkit.devices.num_gpus", lambda: 2)
     status, text = examine("rank to rank")

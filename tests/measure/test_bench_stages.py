@@ -11,7 +11,7 @@ from labkit.costs.link import Link
 from labkit.placement.stage_costs import LayerCost, Profile
 from labkit.placement.vgg16_splits import VGG16_SPLITS
 from labkit.tracing import Trace
-from labkit.training.split_run import MeasuredSplit
+from labkit.training.measured import MeasuredSplit
 from workbook.measure import placement, single_cuts
 from workbook.measure.pipeline import DUELS, ONE_DEVICE, OURS, PipelineResult
 from workbook.measure.single_cuts import Cuts, fastest_others, measure_cuts

@@ -19,7 +19,7 @@ from labkit.tracing import Span, Trace
 from labkit.tracing.chrome import read_traces
 from labkit.tracing.limits import what_limited
 from labkit.tracing.states import rank_times
-from labkit.training.split_run import measure_split
+from labkit.training.measured import measure_split
 
 travel_by_value(__name__)
 

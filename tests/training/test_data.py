@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from labkit import RunConfig
-from labkit.training.own import NOTHING, Own
+from labkit.training.resolve import NOTHING, Own
 from labkit.training.resolve import samples_for
 from labkit.training.state import largest_difference
 from labkit.training.train_run import train_run, train_with

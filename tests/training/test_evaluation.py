@@ -12,7 +12,7 @@ from torch.nn import functional
 from labkit import RunConfig, run, train_with
 from labkit.training.evaluation import epoch_line
 from labkit.training.loop import fit
-from labkit.training.own import Own
+from labkit.training.resolve import Own
 from labkit.training.resolve import make_strategy
 from labkit.training.state import largest_difference
 

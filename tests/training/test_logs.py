@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from labkit import train_with
-from labkit.training.evaluation import Logs
+from labkit.training.loop import Logs
 
 
 def row(loss=1.0):

@@ -3,7 +3,7 @@
 import pytest
 
 from labkit import RunConfig
-from labkit.training.own import NOTHING
+from labkit.training.resolve import NOTHING
 from labkit.training.resolve import make_strategy, resolve
 
 REFUSED = {

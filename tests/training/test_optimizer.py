@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
 from labkit.training.loop import fit
-from labkit.training.optimizer import OPTIMIZERS, continue_schedule, optimizer_maker, scheduler_of
-from labkit.training.own import Own
+from labkit.training.resolve import OPTIMIZERS, optimizer_maker, schedule_of
+from labkit.training.resolve import Own
 from labkit.training.resolve import make_strategy
 from labkit.training.state import largest_difference
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.training.split_run import measure_profile, measure_split
+from labkit.training.measured import measure_profile, measure_split
 
 SMALL = {"batch_size": 6, "input_shape": (1, 8, 8), "steps": 2}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.training.split_run import measure_split
+from labkit.training.measured import measure_split
 from labkit.workload.emulated_layer import EmulatedLayer
 from labkit.workload.layers import output_shapes
 
