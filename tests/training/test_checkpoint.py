@@ -158,7 +158,8 @@ def test_one_is_whole_when_all_ranks_have_written(tmp_path):
 
 def test_a_full_disk_leaves_the_older_checkpoint(tmp_path):  # row 28
     write(tmp_path, 10)
-    with at_most(1000), pytest.raises(OutputError, match=f"cannot write a checkpoint to {tmp_path}"):
+    says = f"cannot write a checkpoint to {tmp_path}"
+    with at_most(1000), pytest.raises(OutputError, match=says):
         save(ALONE, step_path(tmp_path, 20), facts_at(20), {"model/a": torch.ones(1000)})
     remove_unfinished(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]

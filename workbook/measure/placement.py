@@ -20,8 +20,7 @@ from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link
 from labkit.placement.planner import predict_split
 from labkit.placement.vgg16_splits import VGG16_SPLITS
-from labkit.training.measured import measure_link
-from labkit.training.measured import measure_profile, measure_split
+from labkit.training.measured import measure_link, measure_profile, measure_split
 from labkit.units import check_integer, format_bytes, format_number, format_seconds
 from workbook.measure.model_step import SHAPE
 from workbook.measure.record import Figures, Result
