@@ -85,7 +85,7 @@ def parse_link(text: str) -> dict[str, Any]:
     """``"10ms,100MB/s,2 per host"`` as the arguments of ``EmulatedLink``; each may be left out."""
     found: dict[str, Any] = {}
     for word in parse_names(text):
-        match = re.fullmatch(r"([0-9]+\.?[0-9]*(?:e-?[0-9]+)?) ?(.*)", word)
+        match = re.fullmatch(r"([0-9]+\.?[0-9]*(?:e[-+]?[0-9]+)?) ?(.*)", word)
         number, unit = match.groups() if match else ("", "")
         if unit == "per host":
             found["ranks_per_host"] = parse_integer(number)
