@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from labkit.config import RunConfig, type_of
 from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
-from labkit.files import check_outputs
+from labkit.files import check_writable
 
 _ABOUT = re.compile(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", re.MULTILINE)
 
@@ -81,7 +81,7 @@ def config_of(arguments: Namespace) -> RunConfig:
 
 def _train(arguments: Namespace) -> int:
     config = config_of(arguments)
-    check_outputs({"--json": arguments.json, "--save": arguments.save}, {})
+    check_writable(arguments.json, arguments.save)
     from labkit.runtime import preload
 
     # Before torch is imported here, so that both imports, some seconds each, run in parallel.

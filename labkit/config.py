@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from labkit.schedules.learning_rate import parse_lr_schedule
 from labkit.schedules.pipeline import PIPELINES
-from labkit.units import MOST, MOST_RANKS, check_choice, check_integer, check_number, parse_integer
+from labkit.units import MOST, MOST_RANKS, check_choice, check_integer, check_number
 
 # Techniques whose ranks divide the model between them, not the batch.
 STAGED = ("model_parallel", "pipeline")
@@ -87,8 +87,8 @@ def parse_link(text: str) -> dict[str, Any]:
     for word in parse_names(text):
         match = re.fullmatch(r"([0-9]+\.?[0-9]*(?:e[-+]?[0-9]+)?) ?(.*)", word)
         number, unit = match.groups() if match else ("", "")
-        if unit == "per host":
-            found["ranks_per_host"] = parse_integer(number)
+        if unit == "per host" and number.isdecimal():
+            found["ranks_per_host"] = int(number)
         elif unit in _LINK_UNITS:
             name = "bandwidth_bytes_per_s" if "/" in unit else "latency_s"
             found[name] = float(number) * _LINK_UNITS[unit]

@@ -68,7 +68,7 @@ def test_a_builtin_on_our_backend_shows_the_bytes_that_were_counted(tmp_path, ca
         (["--strategy", "single", "--dataset", "mnist"], "mnist is not in"),
         (
             ["--strategy", "single", "--json", "a", "--save", "tests/../a"],
-            "--json a and --save tests/../a are the same file: give two files",
+            "a and tests/../a are the same file: give two files",
         ),
         (["--strategy", "single", "--json", ""], "cannot write '': give a file"),
         (["--strategy", "single", "--timeout", "inf"], "timeout_s must be at most 1,000,000"),

@@ -42,10 +42,6 @@ def is_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def is_stopped():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def leaves():
     raise SystemExit(0)
 
@@ -95,12 +91,6 @@ def test_under_torchrun_each_host_is_told_the_cause(of, told, sizes):
     assert set(codes.values()) <= {1, -signal.SIGTERM}, codes
     for host in hosts:
         assert told in host.text, host.text
-
-
-def test_under_torchrun_a_stopped_rank_is_named():
-    (host,) = on_hosts(partial(fault, of=is_stopped), [2])
-    assert "rank 1 is stopped by a signal" in host.text
-    assert host.codes[1] == -signal.SIGKILL
 
 
 # ---- errors that a program may catch

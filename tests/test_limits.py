@@ -6,17 +6,10 @@ import math
 import pytest
 
 from labkit import run, train_with
-from labkit.__main__ import main
 from labkit.config import RunConfig, type_of
 from labkit.runtime import supervisor
 from workbook import measure
 from workbook.measure import compare
-
-BAD = {int: ["", "x", "1.5", "-1", "9" * 50], float: ["", "x", "-1", "nan", "1e308"]}
-# Those of one line in tests/test_config.py.
-BAD_TEXTS = {"link": "10", "augment": "crop,", "freeze": ",", "straggler": "1:"}
-CHOICES = ("dtype", "backend", "amp", "compress", "schedule")
-BAD_TEXTS |= {"split_points": "2,x", "lr_schedule": "linear", "hosts": "0", "weights": ""}
 
 
 @pytest.fixture(autouse=True)
@@ -28,35 +21,16 @@ def _no_ranks(monkeypatch):
     monkeypatch.setattr("labkit.runtime.preload.warm_up", lambda **_: None)
 
 
-def refused(words, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(words)
-    printed = capsys.readouterr()
-    assert (caught.value.code, printed.out) == (2, ""), words
-    (line,) = printed.err.splitlines()
-    assert line.startswith("labkit: error: "), line
-    return line
-
-
-@pytest.mark.parametrize("setting", dataclasses.fields(RunConfig), ids=lambda one: one.name)
-def test_no_option_takes_a_value_that_cannot_be(setting, capsys):
-    texts = BAD.get(type_of(setting), ["nobody"] if setting.name in CHOICES else [])
-    texts = [*texts, *([BAD_TEXTS[setting.name]] if setting.name in BAD_TEXTS else [])]
-    option = f"--{setting.name.replace('_', '-')}"
-    for text in texts:
-        line = refused(["train", "--strategy", "single", f"{option}={text}"], capsys)
-        assert option in line or setting.name in line, line
-
-
 WRONG = [True, "4", [], math.nan, -1, 10**30]
 
 
+# A number is a host's name, too.
 SETTINGS = [one for one in dataclasses.fields(RunConfig) if one.name != "hosts"]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda one: one.name)
 def test_no_setting_takes_a_value_that_cannot_be(setting):
-    bad = {bool: ["", 3, []], str: [[], b"", 3.5]}.get(type_of(setting), WRONG)
+    bad = {bool: ["", 3, []], str: [["x"] * 0, b"x", 3.5]}.get(type_of(setting), WRONG)
     for value in bad:
         with pytest.raises(ValueError, match=r"\w"):
             RunConfig(**{"strategy": "single", setting.name: value})

@@ -25,7 +25,7 @@ from labkit.collectives.common import check_root
 from labkit.comm.comm import Comm
 from labkit.horovod.coordinator import JOIN, Request
 from labkit.horovod.negotiator import Engine, Handle
-from labkit.runtime.script import open_for
+from labkit.runtime.torchrun import open_for
 from labkit.strategies import sync_batch_norm
 
 Average, Sum, Adasum, Min, Max, Product = "mean", "sum", "adasum", "min", "max", "product"

@@ -25,7 +25,7 @@ from labkit.comm.comm import Comm
 from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
 from labkit.errors import PreemptedError
-from labkit.files import write_private
+from labkit.files import write_atomically
 from labkit.runtime.prepare import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
 from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
@@ -274,7 +274,7 @@ class _Run:
         if test is None:
             return sums
         with comm.span("evaluate"):
-            size = min(_BATCH, max(1, _MOST_VALUES // test.sample_values))
+            size = min(_BATCH, max(1, _MOST_VALUES // test.first(1)[0].numel()))
             parts = [share(b, index, count) for b in torch.arange(len(test)).split(size)]
             # Not every model takes an empty batch.
             parts = [part for part in parts if len(part)]
@@ -336,8 +336,7 @@ class Logs:
         table.writeheader()
         table.writerows({"epoch": number, **row} for number, row in enumerate(rows, start=1))
         try:
-            # Never through a link, which another user could have put there.
-            write_private(f"{self.folder}/{TABLE}", [text.getvalue().encode()], 0o644)
+            write_atomically(f"{self.folder}/{TABLE}", text.getvalue())
             for name, value in rows[-1].items():
                 if math.isfinite(value):
                     self._events.add_scalar(name, value, len(rows))

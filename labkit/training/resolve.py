@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from labkit import strategies
 from labkit.config import (
@@ -31,20 +32,10 @@ from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import check_choice
-from labkit.workload.datasets import DATASETS, open_dataset
-from labkit.workload.folders import IMAGENET, is_folder, open_folder
-from labkit.workload.images import Transform
-from labkit.workload.losses import LOSSES, SumOfMean, named_loss
+from labkit.workload.datasets import DATASETS, IMAGENET, is_folder, load_dataset, open_folder
+from labkit.workload.losses import LOSSES, SumOfMean
 from labkit.workload.models import MODELS, build_model
-from labkit.workload.random_numbers import seeded
-from labkit.workload.samples import (
-    DatasetSamples,
-    Samples,
-    TensorSamples,
-    first_samples,
-    num_classes,
-    parts_of,
-)
+from labkit.workload.samples import Samples, Transform, num_classes, parts_of, seeded
 
 PARTS = ("model", "dataset", "loss", "optimizer")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -177,7 +168,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
     check_names(config, own)
     work = work_of(config, own, download)
     strategy = make_strategy(config, own=own, work=work)
-    (inputs, targets), model = first_samples(work.train, _FEW), work.make_model()
+    (inputs, targets), model = work.train.first(_FEW), work.make_model()
     try:
         with torch.no_grad(), seeded(config.seed):
             outputs = model.eval()(inputs)
@@ -207,7 +198,7 @@ def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
     """The work of a run, the same in every process; raises as ``resolve``."""
     train, test = samples_for(config, own, download)
     loss = own.loss() if isinstance(own.loss, type) else own.loss
-    loss = named_loss(config.loss) if loss is None else loss
+    loss = getattr(nn.functional, config.loss) if loss is None else loss
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has parameters of its own to train: make them the model's")
     return Work(train, test, partial(_make_model, config, own, train), SumOfMean(loss))
@@ -227,26 +218,27 @@ def samples_for(
     """Samples to train on, and held-out ones if there are any; raises as ``resolve``."""
     dtype, size = getattr(torch, config.dtype), config.train_size
     names, resize = parse_augment(config.augment), config.resize
-    transform = Transform(dtype, augment=names, resize=resize, seed=config.seed)
+    transform = Transform(None, names, resize)
     if own.dataset is not None:
         if size is not None:
             raise ValueError("train_size is for labkit's data sets: give fewer samples")
         train, test = parts_of(_made(own.dataset, "dataset", config.seed), dtype, config.seed)
-        each = transform if transform.changes else None
-        return replace(train, transform=each), test and replace(test, transform=each)
+        return replace(train, transform=transform), test and replace(test, transform=transform)
     if is_folder(config.dataset):
         crop = "crop" in names
         images, held_out = open_folder(config.dataset, train_size=size, resize=resize, crop=crop)
         if resize is not None:
             # Done as the images are read: a random part of each takes the place of a shift.
             names = tuple(name for name in names if name != "crop")
-        transform = replace(transform, standard=IMAGENET, augment=names, resize=None)
-        train = DatasetSamples(images, dtype, transform, config.seed)
+        train = Samples(images, dtype, Transform(IMAGENET, names), config.seed)
         return train, None if held_out is None else replace(train, dataset=held_out)
-    stored = open_dataset(config.dataset, train_size=size, download=download)
-    each = replace(transform, standard=stored.standard)
-    train = TensorSamples(stored.train_images, stored.train_targets, stored.num_classes, each)
-    return train, replace(train, inputs=stored.test_images, targets=stored.test_targets)
+    data = load_dataset(
+        config.dataset, train_size=size, download=download, dtype=dtype, stored=True
+    )
+    tensors = TensorDataset(data.train_inputs, data.train_targets)
+    transform = replace(transform, standard=data.standard)
+    train = Samples(tensors, dtype, transform, config.seed, data.num_classes)
+    return train, replace(train, dataset=TensorDataset(data.test_inputs, data.test_targets))
 
 
 def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
@@ -254,7 +246,7 @@ def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
     if own.model is not None:
         model = _own_model(own.model, config.seed).to(dtype)
     else:
-        shape = tuple(first_samples(train, 1)[0].shape[1:])
+        shape = tuple(train.first(1)[0].shape[1:])
         if len(shape) != 3:
             raise ValueError(
                 f"the inputs of dataset have shape {list(shape)}, and labkit's models take images "
@@ -271,7 +263,7 @@ def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
         if not parent_process():
             print_once(note)
     if config.freeze is not None:
-        from labkit.workload.freezing import freeze
+        from labkit.workload.weights import freeze
 
         freeze(model, parse_names(config.freeze))
     return model
@@ -406,11 +398,14 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
 def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
     """The given split points, or an even split by FLOPs of this model's layers on this data."""
     # Not at the top: few runs need it, and it brings all of placement.
-    from labkit.placement.even_split import even_split
-    from labkit.workload.chain import layers_of
+    from labkit.placement.profile import even_split
+    from labkit.workload.layers import layers_of
 
-    model, (inputs, _) = work.make_model(), first_samples(work.train, 1)
+    model, (inputs, _) = work.make_model(), work.train.first(1)
+    num_layers = len(layers_of(model))
     if config.split_points is not None:
         points = parse_split_points(config.split_points)
-        return check_split_points(points, len(layers_of(model)), config.world_size)
+        return check_split_points(points, num_layers, config.world_size)
+    if config.world_size > num_layers:
+        raise ValueError(f"{num_layers} layers are no {config.world_size} stages: use fewer ranks")
     return even_split(model, tuple(inputs.shape[1:]), config.world_size, inputs.dtype)

@@ -23,7 +23,7 @@ from labkit.training.checkpoint import Start, find_start, on_sigterm, remove_unf
 from labkit.training.loop import TABLE, RankReport, fit
 from labkit.training.resolve import NOTHING, PARTS, Own, Resolved, imported, resolve, take_own
 from labkit.training.result import TrainResult
-from labkit.workload.folders import is_folder
+from labkit.workload.datasets import is_folder
 
 # What may differ between machines.
 _OF_A_MACHINE = ("devices", "log_dir", "checkpoint_dir", "weights")

@@ -17,7 +17,7 @@ from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.horovod import coordinator
 from labkit.horovod.coordinator import JOIN, Coordinator, Decision, Request, fuse
 from labkit.horovod.negotiator import Engine, NegotiationError
-from labkit.runtime.script import open_for
+from labkit.runtime.torchrun import open_for
 
 travel_by_value(__name__)
 # Relative and absolute.

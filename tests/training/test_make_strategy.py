@@ -37,7 +37,7 @@ REFUSED = {
     "strategy=model_parallel split_points=5,3": "split points 5, 3 are out of order",
     "strategy=model_parallel split_points=3.5": "must be layers, as in 5,12, got '3.5'",
     "strategy=model_parallel split_points=3 world_size=3": "split_points 3 is 2 ranks: leave out",
-    "strategy=model_parallel world_size=8": "1 to 7, the number of layers of .*; got 8",
+    "strategy=model_parallel world_size=8": "7 layers are no 8 stages: use fewer ranks",
 }
 NUMBERS = {"world_size": int, "servers": int, "max_staleness": int, "micro_batches": int}
 NUMBERS |= {"accumulate": int, "bucket_mb": float, "builtin": bool}
