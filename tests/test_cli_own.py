@@ -103,7 +103,10 @@ def test_own_work_under_torchrun(work):
         ({"model": "my_work:"}, "model is of type module: give an nn.Module"),
         ({"model": "my_work:fails"}, "model fails() raised ZeroDivisionError: not today"),
         ({"model": "my_work:makes_3"}, "model is of type int: give an nn.Module"),
-        ({"dataset": "my_work:makes_3"}, "dataset is of type int, and labkit makes the batches: give a map"),
+        (
+            {"dataset": "my_work:makes_3"},
+            "dataset is of type int, and labkit makes the batches: give a map",
+        ),
         (
             {"optimizer": "adamm"},
             "unknown optimizer 'adamm' (did you mean 'adam'?): choose one of sgd, adam, adamw",
