@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from dataclasses import fields
 from importlib.metadata import entry_points
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from labkit.config import RunConfig, type_of
 from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
@@ -42,7 +42,7 @@ def make_parser(*, own_only: bool = False) -> argparse.ArgumentParser:
     add, about = train.add_argument, dict(_ABOUT.findall(RunConfig.__doc__ or ""))
     for setting in fields(RunConfig):
         kind, default = type_of(setting), setting.default
-        how = {"action": "store_true"} if kind is bool else {"type": kind}
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
         shown = f" ({default})" if default else ""
         add(
             f"--{setting.name.replace('_', '-')}",
@@ -73,7 +73,8 @@ def config_of(arguments: Namespace) -> RunConfig:
     Raises:
         ValueError: what ``RunConfig`` refuses.
     """
-    given = {"world_size": int(os.environ.get("WORLD_SIZE", "1"))} | vars(arguments)
+    given: dict[str, Any] = {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+    given |= vars(arguments)
     return RunConfig(
         **{one.name: given[one.name] for one in fields(RunConfig) if one.name in given}
     )

@@ -105,7 +105,7 @@ def test_own_work_under_torchrun(work):
         ({"model": "my_work:makes_3"}, "model is of type int: give an nn.Module"),
         (
             {"dataset": "my_work:makes_3"},
-            "dataset is of type int, and labkit makes the batches: give a map",
+            "dataset is of type int, and labkit makes",
         ),
         (
             {"optimizer": "adamm"},

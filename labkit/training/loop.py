@@ -106,9 +106,9 @@ def fit(
         run.logs.close()
     state, notes = strategy.full_state(), strategy.notes()
     strategy.close()
-    sent = progress.sent or (None, None)
-    mine = state if comm.rank == 0 else None
-    return RankReport(progress.rows, *sent, checksum(state), mine, notes, memory.peak)
+    messages, num_bytes = progress.sent or (None, None)
+    mine, digest = state if comm.rank == 0 else None, checksum(state)
+    return RankReport(progress.rows, messages, num_bytes, digest, mine, notes, memory.peak)
 
 
 class _Run:

@@ -56,7 +56,7 @@ def train_with(
     own, settings = take_own(settings)
     if under_torchrun():
         settings.setdefault("world_size", int(os.environ["WORLD_SIZE"]))
-    config = RunConfig(strategy, link=link and str(link), **settings)
+    config = RunConfig(strategy, link=None if link is None else str(link), **settings)
     return train_run(config, own=own, timeout_s=timeout_s, download=download, verbose=verbose)
 
 
