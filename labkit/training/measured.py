@@ -257,27 +257,13 @@ def measure_split(
     traces = _by_step(result.trace)[1:]
     stages, cuts = range(len(held)), range(len(points))
 
-    def seconds(kind: str) -> list[float]:
-        """By stage, the median over the steps."""
-        by_step = [[t.seconds_by_kind(stage).get(kind, 0.0) for t in traces] for stage in stages]
-        return [*map(statistics.median, by_step)]
-
-    def hops(trace: Trace, source: int, destination: int) -> list[Span]:
-        sent = trace.of(source, "communicate")
-        return [span for span in sent if span.peer == destination and span.num_bytes]
-
-    def hop_s(source: int, destination: int) -> list[float]:
-        """By step, the seconds of all transfers from one stage to another, if there are any."""
-        by_step = [hops(trace, source, destination) for trace in traces]
-        return [sum(span.duration_s for span in spans) for spans in by_step if spans]
-
     return MeasuredSplit(
         *(points, batch_size, min(micro_batches, batch_size), schedule),
-        forward_s=seconds("forward"),
-        backward_s=seconds("backward"),
-        forward_hop_s=[hop_s(cut, cut + 1) for cut in cuts],
-        backward_hop_s=[hop_s(cut + 1, cut) for cut in cuts],
-        hop_bytes=[sum(s.num_bytes for s in hops(traces[0], cut, cut + 1)) for cut in cuts],
+        forward_s=[_median(traces, stage, "forward") for stage in stages],
+        backward_s=[_median(traces, stage, "backward") for stage in stages],
+        forward_hop_s=[_hop_s(traces, cut, cut + 1) for cut in cuts],
+        backward_hop_s=[_hop_s(traces, cut + 1, cut) for cut in cuts],
+        hop_bytes=[sum(s.num_bytes for s in _hops(traces[0], cut, cut + 1)) for cut in cuts],
         step_s=[max(s.end_s for s in t.spans) - t.spans[0].start_s for t in traces],
         memory_bytes=[one + other for one, other in zip(held, parameters)],
         held_bytes=list(held),
@@ -367,3 +353,18 @@ def _by_step(trace: Trace) -> list[Trace]:
             if number >= 0 and not is_meeting:
                 steps[number].append(span)
     return [Trace.merge([spans]) for spans in steps]
+
+
+def _median(traces: list[Trace], rank: int, kind: str) -> float:
+    return statistics.median(trace.seconds_by_kind(rank).get(kind, 0.0) for trace in traces)
+
+
+def _hops(trace: Trace, source: int, destination: int) -> list[Span]:
+    sent = trace.of(source, "communicate")
+    return [span for span in sent if span.peer == destination and span.num_bytes]
+
+
+def _hop_s(traces: list[Trace], source: int, destination: int) -> list[float]:
+    """By step, the seconds of all transfers from one stage to another; empty if there are none."""
+    seconds = [[span.duration_s for span in _hops(t, source, destination)] for t in traces]
+    return [sum(one) for one in seconds if one]
