@@ -18,7 +18,7 @@ from labkit import run, train_with
 from labkit.tracing import Span, Trace
 from labkit.tracing.chrome import read_traces
 from labkit.tracing.limits import rank_times, what_limited
-from labkit.training.split_run import measure_split
+from labkit.training.measured import measure_split
 
 travel_by_value(__name__)
 
