@@ -1,7 +1,6 @@
 """labkit: distributed deep-learning training, from scratch, on real processes."""
 
 from labkit.backend.registration import register_backend
-from labkit.runtime.cell_errors import show_errors_on_one_screen
 from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
 from labkit.units import lazy_names
 
@@ -16,7 +15,6 @@ def __getattr__(name: str):
 
 
 register_backend()
-show_errors_on_one_screen()
 # The ranks of a script load that script, and so import the launcher.
 FOR_RANKS.append("labkit.runtime.launch")
 FOR_TRAINING.append("labkit.training.loop")

@@ -118,6 +118,7 @@ def spelled(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> R:
+        __tracebackhide__ = True
         check_keywords(shown_name, options, known)
         return function(*args, **options)
 

@@ -37,12 +37,11 @@ from labkit.runtime.between_hosts import reports
 from labkit.runtime.between_hosts.rows import Rows
 from labkit.runtime.between_hosts.verdict import Verdict, plain
 from labkit.runtime.between_hosts.watch import Watch
-from labkit.runtime.connect import connect, group_connections, host_names
 from labkit.runtime.failures import Evidence, deadline_error
 from labkit.runtime.hosts import MeetingStore, interface_of, serve_store, spread
-from labkit.runtime.messages import Report, trace_of
-from labkit.runtime.pickling import dump_call
-from labkit.runtime.watch import Watcher
+from labkit.runtime.messages import Report, dump_call, trace_of
+from labkit.runtime.output import Watcher
+from labkit.runtime.worker import connect, group_connections, host_names
 from labkit.units import format_count
 
 _POLL_S = 0.2
@@ -337,7 +336,7 @@ def _watch(ranks: _Ranks, settings: tuple[Any, ...], timeout_s: float) -> list[R
                 rows.exchange()
             starts = (board.ranks["state"] == RUNNING) & (board.ranks["origin_s"] == 0)
             board.ranks["origin_s"][starts] = time.perf_counter()
-            watcher.update({})
+            watcher.update()
         _show_lines(lines, shown)
         now_s = time.monotonic()
         verdicts = [verdict for _, verdict in came.values() if verdict]
@@ -352,7 +351,7 @@ def _watch(ranks: _Ranks, settings: tuple[Any, ...], timeout_s: float) -> list[R
                 rank=rank,
             )
         elif now_s - began_s > timeout_s:
-            error = deadline_error(Evidence(board), timeout_s, {}, {})
+            error = deadline_error(Evidence(board), timeout_s, {})
     if error is not None and waiting:
         # What the others have said, too.
         for one in ray.wait(list(waiting), num_returns=len(waiting), timeout=1)[0]:

@@ -30,9 +30,9 @@ from labkit.devices import plan
 from labkit.runtime import torchrun
 from labkit.runtime.between_hosts.reports import dump_plain, load_plain
 from labkit.runtime.between_hosts.watch import Watch
-from labkit.runtime.connect import connect, open_comm
-from labkit.runtime.pickling import dump_value
+from labkit.runtime.messages import dump_value
 from labkit.runtime.preload import under_torchrun
+from labkit.runtime.worker import connect, open_comm
 from labkit.units import MOST_SECONDS
 
 _numbers = itertools.count()

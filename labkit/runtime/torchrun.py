@@ -4,29 +4,26 @@ import itertools
 import os
 import pickle
 import sys
-import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from labkit import gpus
 from labkit.collectives import all_gather
-from labkit.comm.board import RETURNED, RUNNING, Board
+from labkit.comm.board import RETURNED, Board
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.meeting import meet
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, print_once
+from labkit.runtime import rounds, worker
 from labkit.runtime.between_hosts import reports
 from labkit.runtime.between_hosts.watch import Watch, tell
-from labkit.runtime.connect import PATIENCE_S, connect, group_connections, host_names, own_store
-from labkit.runtime.messages import Report
-from labkit.runtime.pickling import dump_value
-from labkit.runtime.prepare import seed_random_numbers
-from labkit.runtime.worker import success
+from labkit.runtime.messages import Report, dump_value
+from labkit.runtime.worker import PATIENCE_S, connect, group_connections, host_names
 from labkit.units import format_count
 
 # Whether ``run_as_rank`` is calling a function in this process at the moment.
@@ -35,6 +32,7 @@ NO_MEMORY = (
     "the ranks of this machine cannot open each other's memory through /proc/PID/fd, and labkit "
     "takes pickled results only from there: run it without torchrun"
 )
+_FOREVER = timedelta(days=365)
 # The runs of this process so far.
 _runs = itertools.count()
 
@@ -118,19 +116,12 @@ def call(
         dump: makes bytes of the value that ``fn`` returns.
     """
     global inside_a_run
-    slot = comm.session.board.ranks[comm.rank]
-    slot["state"] = RUNNING
-    seed_random_numbers(comm.rank)
-    comm.session.start_together()
-    started_s = time.perf_counter()
     inside_a_run = True
     try:
-        value = fn(comm, *args)
-        gpus.synchronize_used(comm.device)
+        mine = worker.call(comm, fn, args, dump)
     finally:
         inside_a_run = False
-    mine = success(comm, value, time.perf_counter() - started_s, dump)
-    slot["state"] = RETURNED
+    comm.session.board.ranks[comm.rank]["state"] = RETURNED
     return mine
 
 
@@ -160,11 +151,20 @@ def new_watch(comm: Comm) -> Watch | None:
         next(ranks for ranks in hosts if comm.rank in ranks),
         hosts,
         host_names,
-        (lambda: own_store(run)) if len(hosts) > 1 else None,
+        (lambda: _own_store(run)) if len(hosts) > 1 else None,
         f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
         group_connections,
         lambda: dist.distributed_c10d._get_default_group().abort(),
     )
+
+
+def _own_store(run: int) -> dist.Store:
+    """A new connection to torchrun's store: the group's may be kept busy by the ranks."""
+    joined = rounds.current()
+    assert joined is not None, "only torchrun's ranks are watched from within"
+    store = joined.connection()
+    store.set_timeout(_FOREVER)
+    return dist.PrefixStore(f"watch/{run}", store)
 
 
 def _report_memory(comm: Comm, timeout_s: float) -> Comm:

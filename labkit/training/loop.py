@@ -21,7 +21,7 @@ from labkit.comm.comm import Comm
 from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
 from labkit.errors import PreemptedError
-from labkit.runtime.prepare import allow_tf32
+from labkit.runtime.worker import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
 from labkit.training.evaluation import (
     Logs,

@@ -14,7 +14,7 @@ from labkit.config import RunConfig, parse_link
 from labkit.devices import hardware, versions
 from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.launch import RunResult, run
-from labkit.runtime.pickling import UnpicklableError, find_unpicklable
+from labkit.runtime.messages import UnpicklableError, find_unpicklable
 from labkit.runtime.preload import under_torchrun, warm_up
 from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import remove_unfinished

@@ -10,7 +10,7 @@ import pytest
 from ranks import wait_until
 
 from labkit.runtime.agents import start_agents
-from labkit.runtime.marked import marked
+from labkit.comm.processes import marked
 
 pytestmark = pytest.mark.fresh
 

@@ -20,7 +20,7 @@ from labkit.runtime.between_hosts.reports import (
 )
 from labkit.runtime.between_hosts.verdict import MOST_BYTES, Verdict, with_hosts
 from labkit.runtime.messages import Report
-from labkit.runtime.pickling import UnpicklableError
+from labkit.runtime.messages import UnpicklableError
 from labkit.tracing import Span
 
 SPANS = (

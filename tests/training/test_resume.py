@@ -16,7 +16,7 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import RunConfig, run, train_with
-from labkit.runtime.prepare import seed_random_numbers
+from labkit.runtime.worker import seed_random_numbers
 from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import newest
 from labkit.training.loop import fit

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 
-from labkit.runtime.watch import kernel
+from labkit.runtime.output import kernel
 from labkit.units import as_repeats, format_value, spelled
 from workbook.notebook import record
 from workbook.notebook.pages import current_page

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from labkit.comm.meeting import SUSPICION
 from labkit.comm.peak_memory import DeviceMemory, PeakMemory
-from labkit.runtime.messages import Report
-from labkit.runtime.pickling import UnpicklableError, find_unpicklable
+from labkit.runtime.messages import Report, UnpicklableError, find_unpicklable
 from labkit.tracing import Span
 
 # What the packages above the runtime let their ranks return: classes that only hold data.
