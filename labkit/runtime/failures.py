@@ -5,9 +5,9 @@ board together become one error that names the cause, not its consequences.
 """
 
 import contextlib
-import re
 import resource
 import shutil
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from labkit.runtime.messages import Report
 # The limit for each text in a report: people read it below a notebook cell.
 _MOST_CHARS = 20_000
 _SHM = Path("/dev/shm")
+_END_PATIENCE_S = 0.5
 
 
 def report_of_failure(rank: int, error: BaseException) -> Report:
@@ -107,10 +108,14 @@ def _needed(error: BaseException) -> str:
 
 def remove_empty_segments() -> None:
     """Remove the empty files that PyTorch leaves in /dev/shm where it could not allocate there."""
-    for path in _SHM.glob("torch_*"):
-        made_by = re.fullmatch(r"torch_(\d+)_\d+_\d+", path.name)
-        with contextlib.suppress(OSError):
-            if made_by and not path.stat().st_blocks and not is_running(int(made_by[1])):
+    until_s = time.monotonic() + _END_PATIENCE_S
+    for path in _SHM.glob("torch_*_*_*"):
+        with contextlib.suppress(OSError, ValueError):
+            maker = int(path.name.split("_")[1])
+            # A worker that was killed may take a moment to end.
+            while not path.stat().st_blocks and is_running(maker) and time.monotonic() < until_s:
+                time.sleep(0.01)
+            if not path.stat().st_blocks and not is_running(maker):
                 path.unlink()
 
 

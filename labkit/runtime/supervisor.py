@@ -13,6 +13,7 @@ import secrets
 import signal
 import socket
 import time
+from dataclasses import replace
 from multiprocessing.connection import Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -152,7 +153,9 @@ class Supervisor:
             elif stuck := self._stuck_ranks():
                 return deadlock_error(seen.board, stuck)
             if now_s > deadline_s:
-                return deadline_error(seen, self.job.timeout_s, self._stacks())
+                # The error describes the ranks as they are before a signal asks them.
+                before = replace(seen, board=seen.board.copy())
+                return deadline_error(before, self.job.timeout_s, self._stacks())
 
     def _read(self, timeout_s: float) -> None:
         """Read what the ranks have sent, and note which ranks have ended."""

@@ -19,8 +19,7 @@ from labkit.runtime.between_hosts.reports import (
     to_bytes,
 )
 from labkit.runtime.between_hosts.verdict import MOST_BYTES, Verdict, with_hosts
-from labkit.runtime.messages import Report
-from labkit.runtime.messages import UnpicklableError
+from labkit.runtime.messages import Report, UnpicklableError
 from labkit.tracing import Span
 
 SPANS = (
