@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from ranks import travel_by_value
 import labkit
 from labkit.comm import peak_memory
 from labkit.comm.peak_memory import DeviceMemory, MemoryMeter, PeakMemory
-from labkit.runtime.worker import _device_name
 
 travel_by_value(__name__)
 
@@ -71,16 +69,6 @@ def test_a_rank_that_is_lost_has_no_peak():
     assert result.peak_memory[0].process_bytes == around(100)
     assert result.peak_memory[1] is None
     assert result.trace.devices == {0: "cpu"}
-
-
-def test_on_several_machines_a_device_is_named_with_its_machine(monkeypatch):
-    """Each machine has a cuda:0, and their ranks share no GPU."""
-    monkeypatch.setenv("GROUP_RANK", "1")
-    comm = SimpleNamespace(device=torch.device("cuda:0"), world_size=4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert _device_name(comm) == "cuda:0 of machine 1"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert _device_name(comm) == "cuda:0"
 
 
 # Training
