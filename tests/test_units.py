@@ -13,23 +13,8 @@ from labkit.units import (
     format_seconds,
     format_value,
     parse_bytes,
-    parse_integer,
-    parse_number,
     second_unit,
 )
-
-# "١٢" are the digits 1 and 2 in Arabic script; int() and float() take them.
-NOT_NUMBERS = ["", "x", "+4", "1_0", " 4", "4\n", "١٢", "0x4", "nan", "inf", "1e"]
-
-
-@pytest.mark.parametrize("text", NOT_NUMBERS)
-def test_numbers_are_written_with_the_digits_0_to_9(text):
-    assert [parse_integer(each) for each in ("0", "12", "-3", "007")] == [0, 12, -3, 7]
-    assert [parse_number(each) for each in ("1", ".5", "1.", "2.5e-3")] == [1, 0.5, 1, 0.0025]
-    with pytest.raises(ValueError, match="is not an integer"):
-        parse_integer(text)
-    with pytest.raises(ValueError, match="is not a number"):
-        parse_number(text)
 
 
 def test_sizes_are_bytes_or_binary_units():

@@ -31,7 +31,7 @@ from labkit.costs.link import Link, fit_link
 from labkit.schedules.bucket_assignment import assign_buckets
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.ring_all_reduce import RingAllReduce
-from labkit.workload.emulated_layer import EmulatedLayer
+from labkit.workload.layers import EmulatedLayer
 from workbook.measure.hosts import ADDRESSES, NAMES, TwoHosts
 from workbook.measure.record import machine, write
 from workbook.measure.spread import Spread, ratios, rounded

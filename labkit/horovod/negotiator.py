@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from labkit.collectives import all_to_all, broadcast, fast_ring_all_reduce, reduce_scatter
-from labkit.collectives.common import check_root, in_place as lend_in_place
-from labkit.collectives.reduction import Reduction
+from labkit.collectives.common import Reduction, check_root, in_place as lend_in_place
 from labkit.collectives.ring import share_only
 from labkit.comm.board import LEFT
 from labkit.comm.comm import Comm

@@ -8,6 +8,6 @@ even_split     a split by counted FLOPs, the same in every process
 vgg16_splits   split points of VGG16 to compare
 """
 
-from labkit.units import lazy_names
+import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

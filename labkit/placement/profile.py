@@ -11,9 +11,14 @@ from torch import Tensor, nn
 
 from labkit import gpus
 from labkit.placement.stage_costs import LayerCost, Profile
-from labkit.workload.activations import HeldBytes, NonLeaf
-from labkit.workload.chain import layers_of
-from labkit.workload.layers import Shape, input_dtype, output_shapes
+from labkit.workload.layers import (
+    HeldBytes,
+    NonLeaf,
+    Shape,
+    input_dtype,
+    layers_of,
+    output_shapes,
+)
 
 
 def profile_layers(

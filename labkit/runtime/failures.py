@@ -42,7 +42,7 @@ def report_of_failure(rank: int, error: BaseException) -> Report:
         is_lost_peer = isinstance(error, PeerLostError)
         is_lost_peer |= isinstance(error, RuntimeError) and means_loss(error)
         kind = "peer_lost" if is_lost_peer else "raised"
-        summary = f"raised {type(error).__name__}: {_explained(error)}{units.spelling(error)}"
+        summary = f"raised {type(error).__name__}: {_explained(error)}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_internal(frame.filename)]
     location = f'"{own[-1].filename}", line {own[-1].lineno}' if own else ""

@@ -16,7 +16,7 @@ from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job
 from labkit.tracing import Trace
 from labkit.tracing.limits import Limit, what_limited, without_spans
-from labkit.units import MOST_SECONDS, check_above_zero, check_integer, spelled
+from labkit.units import MOST_SECONDS, check_above_zero, check_integer
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class RunResult:
         return what_limited(self.trace, start_s=0.0)
 
 
-@spelled
 def run(
     fn: Callable[..., Any],
     *args: Any,

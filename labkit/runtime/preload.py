@@ -16,7 +16,6 @@ from types import FrameType
 
 from labkit.devices import plan, print_once
 from labkit.gpus import may_exist
-from labkit.units import spelled
 
 # What the forkserver imports before it forks ranks.
 FOR_RANKS = ["labkit.runtime.server", "labkit.runtime.worker"]
@@ -32,7 +31,6 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-@spelled
 def warm_up(
     *,
     device: str | None = None,

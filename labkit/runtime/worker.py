@@ -154,7 +154,7 @@ def call(
     comm.session.start_together()
     started_s = time.perf_counter()
     value = fn(comm, *args)
-    gpus.synchronize_used(comm.device)
+    gpus.synchronize(comm.device)
     duration_s = time.perf_counter() - started_s
     meter = comm.session.memory
     peak_memory = meter.total() if meter else None

@@ -15,6 +15,6 @@ Each schedule is written once: the real run executes it, the figures draw it, an
 it with the textbook.
 """
 
-from labkit.units import lazy_names
+import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

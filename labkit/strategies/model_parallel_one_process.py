@@ -30,7 +30,7 @@ from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.stage import ONE_AT_A_TIME, on_several
 from labkit.strategies.update import MixedPrecision
 from labkit.units import check_integer
-from labkit.workload.chain import layers_of
+from labkit.workload.layers import layers_of
 from labkit.workload.samples import on_device
 
 _MOST_HOPS = 10_000

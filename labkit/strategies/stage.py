@@ -28,10 +28,7 @@ from labkit.strategies.flat_parameters import trained_parameters
 from labkit.strategies.state import Held, State
 from labkit.strategies.update import MixedPrecision, sum_over
 from labkit.units import format_count
-from labkit.workload.activations import HeldBytes, NonLeaf
-from labkit.workload.chain import named_layers, state_key
-from labkit.workload.layers import output_shapes
-from labkit.workload.meta import meta_copy
+from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, output_shapes
 
 
 @dataclass(eq=False)
@@ -91,7 +88,7 @@ class StagedModel(Strategy):
         self.tied = tied_parameters(stages)
         # By name of a parameter or buffer, its stage; those that are missing no layer uses.
         self.stage_of = {
-            state_key(name, key): stage
+            f"{name}.{key}": stage
             for stage, (start, end) in enumerate(self.bounds)
             for name, layer in layers[start:end]
             for key in layer.state_dict()
@@ -244,8 +241,8 @@ class StagedModel(Strategy):
         tensors = {key: value.detach() for key, value in self.outside.items()}
         buffers = {}
         for name, layer in self.layers:
-            tensors |= {state_key(name, k): v.detach() for k, v in layer.state_dict().items()}
-            buffers |= {state_key(name, key): value for key, value in layer.named_buffers()}
+            tensors |= {f"{name}.{k}": v.detach() for k, v in layer.state_dict().items()}
+            buffers |= {f"{name}.{key}": value for key, value in layer.named_buffers()}
         return Held(tensors, buffers, self.parameters)
 
     def full_state(self) -> State:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from labkit import gpus
 from labkit.collectives import ring_all_reduce
-from labkit.files import write_private
+from labkit.files import write_atomically
 from labkit.strategies.base import Strategy
 from labkit.training.resolve import Work
 from labkit.workload.losses import predicts_classes
@@ -227,8 +227,7 @@ class Logs:
         table.writerows({"epoch": number, **row} for number, row in enumerate(rows, start=1))
         # On another host there is no caller that has made it.
         os.makedirs(self.folder, exist_ok=True)
-        # Never through a link, which another user could have put there.
-        write_private(f"{self.folder}/{TABLE}", [text.getvalue().encode()], 0o644)
+        write_atomically(f"{self.folder}/{TABLE}", text.getvalue())
 
     def _write_events(self, rows: list[Row]) -> None:
         # Not at the top: few runs need it. It takes a moment, and may not be installed.

@@ -30,7 +30,6 @@ from labkit.training.evaluation import Progress, is_best
 from labkit.training.optimizer import continue_schedule, scheduler_of
 from labkit.training.own import PARTS, Own, name_of
 from labkit.training.resolve import Resolved, Work
-from labkit.workload.samples import TensorSamples
 
 # What decides who computes what, in which order.
 _ARRANGEMENT = (
@@ -75,9 +74,10 @@ def identity(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[
             found[f"model: {name}"] = list(tensor.shape)
     found["samples"] = len(work.train)
     found["held-out samples"] = 0 if work.test is None else len(work.test)
-    if isinstance(work.train, TensorSamples):
+    if work.train.tensors is not None:
+        inputs, targets = work.train.tensors
         digest = hashlib.sha256()
-        for tensor in (work.train.targets, work.train.inputs[:_HASHED]):
+        for tensor in (targets, inputs[:_HASHED]):
             digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         found["SHA-256 of targets and first inputs"] = digest.hexdigest()[:12]
     return found

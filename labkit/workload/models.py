@@ -5,7 +5,7 @@ stage is a slice of it. No forward pass draws random numbers (no dropout), and n
 in place: the first layer of a stage may get a leaf that requires grad, which PyTorch refuses to
 overwrite.
 
-Three of the models were published for larger images than the course's 8x8 digits. On small images
+Most of the models were published for larger images than the course's 8x8 digits. On small images
 their stems keep every pixel, and layers that would shrink a map too far lose their stride or
 pooling; all other layers are as published.
 
@@ -14,12 +14,12 @@ Shapes: N samples, C channels, H x W pixels, K classes. Inputs are [N, C, H, W],
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
-from labkit.units import check_choice, spelled
+from labkit.units import check_choice
 
 # Images up to this width count as small: a stem made for ImageNet discards most of their pixels.
 SMALL_IMAGE_PIXELS = 64
@@ -32,17 +32,7 @@ VGG16_CHANNELS = (
     *(512, 512, 512, "pool", 512, 512, 512, "pool"),
 )
 
-_RESNET_BLOCKS = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}
-# Of smaller images nothing would be left.
-_LEAST_PIXELS = {"small_cnn": 2, "inception_v3": 75}
-INCEPTION_LAYERS = (
-    *("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "maxpool1", "Conv2d_3b_1x1"),
-    *("Conv2d_4a_3x3", "maxpool2", "Mixed_5b", "Mixed_5c", "Mixed_5d", "Mixed_6a", "Mixed_6b"),
-    *("Mixed_6c", "Mixed_6d", "Mixed_6e", "Mixed_7a", "Mixed_7b", "Mixed_7c"),
-)
 
-
-@spelled
 def build_model(
     name: str,
     *,
@@ -59,14 +49,13 @@ def build_model(
 
     Raises:
         ValueError: unknown name, or a shape that the model cannot take.
-        ImportError: torchvision, which all but small_cnn, mlp and vgg16 need, does not load.
     """
     check_choice("model", name, MODELS)
-    if len(input_shape) != 3 or min(input_shape) < 1:
-        raise ValueError(f"input_shape is (channels, height, width), got {tuple(input_shape)}")
-    check_pixels(name, input_shape)
-    if num_classes < 1:
-        raise ValueError(f"num_classes is at least 1, got {num_classes}")
+    if len(input_shape) != 3 or min(*input_shape, num_classes) < 1:
+        raise ValueError(
+            f"input_shape is (channels, height, width), got {tuple(input_shape)}, and num_classes "
+            f"is at least 1, got {num_classes}"
+        )
     # The CPU generator alone: torch.manual_seed would also touch CUDA, which the parent of the
     # workers must never initialise.
     with torch.random.fork_rng(devices=[]):
@@ -77,16 +66,6 @@ def build_model(
         if isinstance(module, nn.ReLU | nn.ReLU6):
             module.inplace = False
     return model.to(dtype)
-
-
-def check_pixels(name: str, input_shape: tuple[int, ...]) -> None:
-    """Raise ValueError for images [C, H, W] that model ``name`` would shrink to nothing."""
-    least = _LEAST_PIXELS.get(name, 1)
-    if min(input_shape[-2:]) < least:
-        raise ValueError(
-            f"{name} takes images of {least}x{least} pixels or more, got {tuple(input_shape)}: "
-            f"scale them with resize, such as resize={max(least, 4)}, or choose another model"
-        )
 
 
 def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
@@ -122,8 +101,11 @@ def mobilenet(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[n
     On small images the stem has stride 1.
     """
     channels, height, width = input_shape
-    model = import_torchvision().models.mobilenet_v2(num_classes=num_classes)
-    stem = model.features[0]
+    # Here, and not at the top: the import takes a second in every process.
+    from torchvision.models import mobilenet_v2
+
+    model = mobilenet_v2(num_classes=num_classes)
+    stem: Any = model.features[0]
     if channels != 3 or _is_small(input_shape):
         stride = 1 if _is_small(input_shape) else 2
         stem[0] = _he(nn.Conv2d(channels, 32, 3, stride, 1, bias=False))
@@ -149,23 +131,6 @@ def resnet50(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn
     return _resnet("resnet50", input_shape, num_classes)
 
 
-def inception_v3(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
-    """Inception v3 (Szegedy et al. 2016), torchvision's: 21.8 million parameters with 10 classes.
-
-    Without the auxiliary classifier and without dropout. It was published for 299x299 pixels, and
-    below 75x75 its last maps would have none. A rank with a single sample needs 107x107, because
-    BatchNorm needs several values per channel.
-    """
-    channels = input_shape[0]
-    make = import_torchvision().models.inception_v3
-    model = make(num_classes=num_classes, aux_logits=False, init_weights=True)
-    if channels != 3:
-        model.Conv2d_1a_3x3.conv = _he(nn.Conv2d(channels, 32, 3, 2, bias=False))
-    for name in INCEPTION_LAYERS:
-        yield getattr(model, name)
-    yield from (model.avgpool, nn.Flatten(), model.fc)
-
-
 def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
     """The 31 feature layers of VGG16 and one linear layer: 14.7 million parameters.
 
@@ -187,69 +152,11 @@ def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Mo
     yield from (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, num_classes))
 
 
-def published_vgg16(num_classes: int = 10) -> nn.Sequential:
-    """VGG16 as published, with its classifier of 120 million parameters, on the meta device.
-
-    It has shapes and takes no memory. Layers 0 to 30 are the features, as in labkit's ``vgg16``;
-    then come an average pooling to 7x7, a flattening, and the seven layers of the classifier, with
-    identities in place of dropout, which does not change shapes.
-
-    Source: Simonyan and Zisserman (2015), table 1, column D; torchvision's layer indices.
-    """
-    with torch.device("meta"):
-        layers: list[nn.Module] = []
-        channels = 3
-        for entry in VGG16_CHANNELS:
-            if entry == "pool":
-                layers.append(nn.MaxPool2d(2))
-                continue
-            layers += [nn.Conv2d(channels, entry, 3, padding=1), nn.ReLU()]
-            channels = entry
-        layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(512 * 49, 4096), nn.ReLU()]
-        layers += [nn.Identity(), nn.Linear(4096, 4096), nn.ReLU(), nn.Identity()]
-        return nn.Sequential(*layers, nn.Linear(4096, num_classes))
-
-
-def import_torchvision() -> ModuleType:
-    """Import torchvision only where it is needed: the import takes a second in every process.
-
-    Raises:
-        ImportError: it is missing, or was built for another version of torch.
-    """
-    try:
-        import torchvision
-    except (ImportError, RuntimeError) as error:
-        raise ImportError(
-            f"torchvision does not load with torch {torch.__version__}: {error}. Install the "
-            "pair that requirements.txt names; a CUDA build of one needs a CUDA build of the other"
-        ) from error
-    return torchvision
-
-
-def torchvision_layers(name: str) -> list[str]:
-    """The names of the layers with parameters in torchvision's model, in labkit's order.
-
-    Empty for a layer that is labkit's own, and no names for a model that is.
-    """
-    if name in _RESNET_BLOCKS:
-        counts = enumerate(_RESNET_BLOCKS[name], start=1)
-        blocks = [f"layer{stage}.{block}" for stage, count in counts for block in range(count)]
-        return ["conv1", "bn1", *blocks, "fc"]
-    if name == "mobilenet":
-        return [*(f"features.{index}" for index in range(19)), "classifier.1"]
-    if name == "vgg16":
-        layers = [
-            e for entry in VGG16_CHANNELS for e in ((entry,) if entry == "pool" else (entry, ""))
-        ]
-        return [*(f"features.{i}" for i, e in enumerate(layers) if isinstance(e, int)), ""]
-    if name == "inception_v3":
-        return [*(layer for layer in INCEPTION_LAYERS if "pool" not in layer), "fc"]
-    return []
-
-
 def _resnet(name: str, input_shape: tuple[int, int, int], num_classes: int) -> Iterator[nn.Module]:
     channels, height, width = input_shape
-    model = getattr(import_torchvision().models, name)(num_classes=num_classes)
+    from torchvision import models
+
+    model = getattr(models, name)(num_classes=num_classes)
     if _is_small(input_shape):
         model.conv1 = _he(nn.Conv2d(channels, 64, 3, 1, 1, bias=False))
     elif channels != 3:
@@ -305,7 +212,6 @@ def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
 
 
 _BUILDERS: dict[str, Callable[[tuple[int, int, int], int], Iterable[nn.Module]]] = {
-    builder.__name__: builder
-    for builder in (small_cnn, mlp, mobilenet, resnet18, vgg16, resnet50, inception_v3)
+    builder.__name__: builder for builder in (small_cnn, mlp, mobilenet, resnet18, vgg16, resnet50)
 }
 MODELS = tuple(_BUILDERS)

@@ -26,7 +26,6 @@ def test_the_doctor_finds_the_gpus_and_stops_at_nothing():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "rank to rank" in done.stdout
-    assert not done.stderr
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -1,6 +1,6 @@
 import pytest
 
-from workbook.notebook.predict import predict_row
+from workbook.notebook.prediction import predict_row
 
 
 def test_row_holds_prediction_model_measurement_and_ratios():

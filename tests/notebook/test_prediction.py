@@ -16,7 +16,7 @@ def recorded():
 
 def restart(monkeypatch):
     """What a new kernel knows: the file alone."""
-    monkeypatch.setattr(record, "_stores", {})
+    monkeypatch.setattr(record, "_pending", {})
 
 
 def test_it_is_locked_by_its_first_measurement(monkeypatch):

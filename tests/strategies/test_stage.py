@@ -44,24 +44,6 @@ def frozen_last():
     return model
 
 
-class Traced(nn.Module):
-    """Its own forward has a skip connection, a parameter, a buffer and functions: 4 layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = plain()[:6]
-        self.gain, self.unused = nn.Parameter(torch.full((6,), 1.5)), nn.Linear(2, 2)
-        self.register_buffer("shift", torch.ones(6))
-        self.head = nn.Linear(6, 4)
-        self.body[4].weight = self.body[0].weight
-
-    def forward(self, inputs, scale=2.0):
-        skipped = inputs + self.body(inputs)
-        value = torch.tanh(skipped * self.gain + self.shift)
-        value = value.view(value.shape[0], -1) * scale
-        return self.head(value)
-
-
 class Turned(nn.Module):
     """Hands on a tensor that is not contiguous, and ignores its input's first feature."""
 
@@ -107,7 +89,6 @@ CASES = {
     "not contiguous": (not_contiguous, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)}),
     "in place": (in_place, {1: (), 2: (1,), 3: (4, 6), 4: (1, 5, 6)}),
     "whole numbers": (whole_numbers, {1: (), 2: (3,), 3: (2, 3), 4: (1, 3, 4)}),
-    "traced": (Traced, {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}),
 }
 TECHNIQUES = {
     "model_parallel": {},

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.backend.chosen import use
-from labkit.backend.queues import sent as sent_on_our_backend
+from labkit.backend.group import sent as sent_on_our_backend
 from labkit.collectives import fast_hierarchical_all_reduce
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, OnShares

@@ -29,8 +29,7 @@ from labkit.schedules.pipeline import pipeline_schedule
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.stage import PIPELINED_INSTEAD, StagedModel
 from labkit.units import check_integer
-from labkit.workload.activations import NonLeaf
-from labkit.workload.layers import output_shapes
+from labkit.workload.layers import NonLeaf, output_shapes
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
