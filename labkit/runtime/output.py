@@ -137,39 +137,22 @@ def kernel() -> Any:
     return shell if hasattr(shell, "kernel") else None
 
 
-def draws_live() -> bool:
-    """Whether a notebook draws runs while they last: not where its outputs are compared."""
-    if "LABKIT_LIVE" in os.environ:
-        return is_live()
-    return not {"CI", "PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & os.environ.keys()
-
-
 class Watcher:
-    """Shows a run in a notebook's kernel, by the module in ``IN_NOTEBOOKS``; elsewhere nothing.
-
-    Where the drawing fails this is said once, and the run goes on.
-    """
+    """Shows a run in a notebook's kernel, by the module in ``IN_NOTEBOOKS``; elsewhere nothing."""
 
     def __init__(self, board: Board):
         self.drawn: Any = None
-        if _draws.get() and kernel() is not None and draws_live():
+        if _draws.get() and is_live() and kernel() is not None:
             for name in IN_NOTEBOOKS:
                 with interrupts_later():
                     self.drawn = importlib.import_module(name).watcher(board)
 
     def update(self) -> None:
         """Show the present state; called some twenty times a second."""
-        self._call("update")
+        if self.drawn is not None:
+            self.drawn.update()
 
     def close(self, trace: Trace | None) -> None:
         """Show the end: the whole trace, or None if the run has failed."""
-        self._call("close", trace)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        try:
-            if self.drawn is not None:
-                getattr(self.drawn, name)(*arguments)
-        except Exception as error:
-            self.drawn = None
-            what = f"{type(error).__name__}: {error}"
-            print(f"the run goes on, and is no longer drawn: {what}", file=sys.stderr)
+        if self.drawn is not None:
+            self.drawn.close(trace)

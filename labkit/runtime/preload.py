@@ -62,12 +62,13 @@ def warm_up(
     # Ctrl-C and the stop button signal the whole process group, and would end a server that still
     # imports. It inherits this thread's signal mask; the resource tracker unblocks the signal when
     # it starts, so it has to be there before.
-    multiprocessing.resource_tracker.ensure_running()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with interrupts_later():
+        multiprocessing.resource_tracker.ensure_running()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     # Without a driver auto has nothing to say, and to import torch would take seconds.
     if device and (device != "auto" or may_exist() or "torch" in sys.modules):
         print_once(plan(world_size, device).note)

@@ -33,6 +33,7 @@ from labkit.runtime.messages import Report, trace_of
 from labkit.runtime.output import Output, Watcher
 from labkit.runtime.preload import interrupts_later, warm_up
 from labkit.runtime.worker import GO, Job, run_rank
+from labkit.tracing import Trace
 
 _POLL_S = 0.05
 # How long the cause of a failure may come after the first of its consequences.
@@ -87,15 +88,17 @@ class Supervisor:
             WorkerError: or a subclass of it, if the run has failed.
         """
         __tracebackhide__ = True
+        trace = None
         try:
             self._start()
             error = self._watch()
             self.lost = {rank: self._seen.why_lost(rank) for rank in sorted(self._seen.lost)}
             if error is None:
+                trace = trace_of(self._seen.reports.values())
                 self._let_go()
         finally:
             with interrupts_later():
-                self._end()
+                self._end(trace)
         if error is not None:
             remove_empty_segments()
             raise error
@@ -123,13 +126,7 @@ class Supervisor:
             )
             # The rank's ends must close when it ends: no other process may hold them open.
             with theirs, output:
-                try:
-                    process.start()
-                except (EOFError, ConnectionError) as error:
-                    raise WorkerError(
-                        "the process that ranks are forked from (the forkserver) has ended: run "
-                        "again"
-                    ) from error
+                process.start()
             self._processes.append(process)
 
     def _watch(self) -> WorkerError | None:
@@ -223,7 +220,7 @@ class Supervisor:
         while len(self.exit_codes) < self.job.world_size and time.monotonic() < until_s:
             self._read(_POLL_S)
 
-    def _end(self) -> None:
+    def _end(self, trace: Trace | None) -> None:
         """Leave nothing behind: end and join processes, show the last output, close the pipes."""
         for rank, pid in enumerate(self.pids):
             # The processes that a rank has started end, too.
@@ -237,9 +234,7 @@ class Supervisor:
             if not (found := wait(self._output.connections, 0)):
                 break
             self._output.read(found)
-        reports, failed = self._seen.reports, self._seen.failures
-        has_all = len({*reports, *self._seen.lost}) == self.job.world_size
-        self._watcher.close(trace_of(reports.values()) if has_all and not failed else None)
+        self._watcher.close(trace)
         self._output.flush()
         self._output.close()
         for control in self._controls:

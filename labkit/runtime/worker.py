@@ -273,19 +273,19 @@ def connect(
         arena = meet(group_store, rank, world_size, neighbours)
     patience_s = timeout_s + PATIENCE_S
     plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
-    far = TorchTransport(plan.backend, device)
-    transport: Transport = far
-    is_alone = len(neighbours) == 1 < world_size
-    if arena and plan.transport == "shared" and device.type == "cpu" and not is_alone:
+    far: Transport = TorchTransport(plan.backend, device)
+    transport, bells = far, None
+    if arena and plan.transport == "shared":
         near = SharedTransport(arena, rank, patience_s)
-        one_host = len(neighbours) == world_size
-        transport = near if one_host else HostsTransport(near, far, neighbours)
-    bells = None
+        if len(neighbours) == world_size:
+            transport = near
+        elif len(neighbours) > 1:
+            transport = HostsTransport(near, far, neighbours)
     if arena and arena.has_semaphores:
         of_near = {one: arena.doorbell(one) for one in neighbours}
         bells = Doorbells(arena.board, rank, patience_s, of_near)
-    board, transport = arena.board if arena else None, over_link(transport)
-    comm = Comm(rank, world_size, device, transport, board, doorbells=bells, hosts=hosts.ranks)
+    board, linked = arena.board if arena else None, over_link(transport)
+    comm = Comm(rank, world_size, device, linked, board, doorbells=bells, hosts=hosts.ranks)
     # The clocks and the board are those of one host nevertheless.
     comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks
     _latest[:] = [comm]

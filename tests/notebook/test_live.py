@@ -251,38 +251,10 @@ class TestWhere:
         self.draw_one()
         assert shell.sent == []
 
-    @pytest.mark.parametrize(
-        ("settings", "drawn"),
-        [
-            ({"LABKIT_LIVE": "1"}, True),
-            ({"LABKIT_LIVE": "0"}, False),
-            ({}, True),
-            ({"CI": "true"}, False),
-            ({"PYTEST_VERSION": "9"}, False),
-            ({"CI": "true", "LABKIT_LIVE": "1"}, True),
-        ],
-    )
-    def test_nothing_is_drawn_where_outputs_are_compared(
-        self, settings, drawn, shell, monkeypatch
-    ):
-        for name in ("LABKIT_LIVE", "CI", "PYTEST_VERSION", "PYTEST_CURRENT_TEST"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in settings.items():
-            monkeypatch.setenv(name, value)
+    @pytest.mark.parametrize("drawn", [True, False])
+    def test_nothing_is_drawn_where_outputs_are_compared(self, drawn, shell, monkeypatch):
+        monkeypatch.setenv("LABKIT_LIVE", str(int(drawn)))
         assert output.kernel() is shell
         assert (output.Watcher(Board(1)).drawn is not None) == drawn
         with output.undrawn():
             assert output.Watcher(Board(1)).drawn is None
-
-    def test_a_drawing_that_fails_does_not_end_the_run(self, capsys):
-        class Fails:
-            def update(self):
-                raise OSError("gone")
-
-        watcher = output.Watcher(Board(1))
-        watcher.drawn = Fails()
-        watcher.update()
-        watcher.update()
-        watcher.close(None)
-        said = capsys.readouterr().err
-        assert said == "the run goes on, and is no longer drawn: OSError: gone\n"

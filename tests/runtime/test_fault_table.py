@@ -184,7 +184,7 @@ def test_03_leaves(case):
         case.fails(leaves_with, code, rank=1, says=says, line="comm.recv(torch.empty(1), 1)")
     case.fails(lambda comm: os._exit(0), says=["left early with exit code 0"])
     says = ["rank 0 called sys.exit('enough')", "Rank 1 was waiting for it in barrier"]
-    case.fails(calls_exit, rank=0, says=says, error=DeadlockError, line='sys.exit("enough")')
+    case.fails(calls_exit, rank=0, says=says, line='sys.exit("enough")')
 
 
 def test_04_deadlock(case):
@@ -847,7 +847,7 @@ def test_25_out_of_memory(case):
         case.fails(bounded, "a tensor", limit, rank=1, says=[*says, next_step], line=line)
         line = "bytearray(2**30)"
         case.fails(bounded, "an object", limit, rank=1, says=[*says[1:], next_step], line=line)
-    says = ["a result", *says[1:]]
+    says = ["model or result", *says[1:]]
     case.fails(bounded, "a result", "AS", rank=1, says=says)
     killed = ["rank 1 was killed by SIGKILL in mid-run (the system does that when memory runs out"]
     case.fails(killed_inside, "recv", rank=1, says=killed)

@@ -213,19 +213,12 @@ class TestOddFunctions:
 
         assert run(spoils, world_size=2).values == [0, 1]
 
-    def test_a_group_of_errors_and_a_text_of_megabytes(self):
+    def test_a_group_of_errors(self):
         def fails(comm):
             raise ExceptionGroup("two", [ValueError("the first"), KeyError("the second")])
 
         with pytest.raises(WorkerError, match=r"(?s)ValueError: the first.*KeyError: 'the sec"):
             run(fails, world_size=1)
-
-        def says_much(comm):
-            raise ValueError("begins " + 5_000_000 * "x" + " ends")
-
-        with pytest.raises(WorkerError, match=r"(?s)begins x.* characters cut .*x ends") as caught:
-            run(says_much, world_size=1)
-        assert len(str(caught.value)) < 50_000
 
     def test_functions_whose_call_does_nothing(self):
         async def waits(comm):
@@ -334,7 +327,7 @@ class TestForkserver:
             time.sleep(60)
 
         run(right_neighbour, world_size=1)
-        with pytest.raises(WorkerError):
+        with pytest.raises(WorkerError, match="left early with exit code 255"):
             run(works, server_pid(), world_size=2)
         assert run(right_neighbour, world_size=2).values == [1, 0]
 
