@@ -28,7 +28,7 @@ class Plan:
         backend: ``gloo`` or ``nccl``.
         devices: the device of each local rank, for example ``("cuda:0", "cuda:1")``.
         transport: ``shared`` (memory) or ``torch`` (the backend's own point-to-point).
-        note: what the learner has to know of the choice, in a sentence; often empty.
+        note: what the learner has to know of the choice; often empty.
     """
 
     backend: str
@@ -39,8 +39,7 @@ class Plan:
 
 def num_cores() -> int:
     """The number of cores this process may use; a container may have fewer than the machine."""
-    can_tell = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def plan(
@@ -52,26 +51,23 @@ def plan(
 ) -> Plan:
     """Choose backend, devices and transport for the ranks of this machine.
 
-    NCCL takes one rank per GPU. Ranks that share a GPU, or of which some are on the CPU, talk over
-    gloo, with tensors staged through host memory.
+    NCCL takes one rank per GPU; others talk over gloo, with tensors staged through host memory.
 
     Args:
         local_world_size: the number of ranks on this machine.
-        device: one of ``DEVICES``.
-        transport: one of ``TRANSPORTS``.
+        device, transport: one of ``DEVICES``, one of ``TRANSPORTS``.
         gpus: the number of GPUs to plan for; None takes those that torch counts.
         devices: the device of each rank, in rank order, see ``config.parse_devices``; those left
             over are not used. None: the GPUs in turn, or the CPU, as ``device`` says.
 
     Raises:
-        ValueError: an unknown ``device`` or ``transport``, or one that this machine lacks; fewer
-            ``devices`` than ranks, or others than ``device`` says.
+        ValueError: what is unknown, not on this machine, or does not go together.
     """
     check_choice("transport", transport, TRANSPORTS)
     chosen = _devices_of(local_world_size, device, gpus, devices)
     kinds = {name.partition(":")[0] for name in chosen}
     # On other systems a semaphore cannot be placed in shared memory.
-    can_share = kinds == {"cpu"} and sys.platform.startswith("linux")
+    can_share = kinds == {"cpu"} and sys.platform == "linux"
     if transport == "shared" and not can_share:
         raise ValueError(
             "transport 'shared' is for ranks that are all on the CPU, on Linux: use 'gloo', on "
@@ -104,8 +100,7 @@ def _devices_of(
         if len(chosen) < ranks:
             raise ValueError(
                 f"devices {','.join(chosen)!r}: {format_count(len(chosen), 'device')} for "
-                f"{format_count(ranks, 'rank')}: name one per rank (ranks may share "
-                "one: name it twice), or leave devices out"
+                f"{format_count(ranks, 'rank')}: name one per rank (one that they share, twice)"
             )
         return chosen[:ranks]
     count = 0 if device == "cpu" else num_gpus() if gpus is None else gpus
@@ -131,8 +126,7 @@ def check_named(
     if not set(names) <= {"cpu", *(f"cuda:{index}" for index in range(count))}:
         raise ValueError(
             f"{shown}: this machine has {format_count(count, 'CUDA GPU')}, counted from cuda:0; "
-            "name others, or leave devices out (CUDA_VISIBLE_DEVICES is "
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
+            "name others, or leave devices out"
         )
     return names
 
@@ -145,27 +139,18 @@ def print_once(note: str) -> None:
 
 
 def check_world_size(world_size: int, *, warn: bool = True) -> None:
-    """Refuse an impossible world size; warn if it is too large for this machine.
-
-    Raises:
-        ValueError: not an integer from 1 to ``MOST_RANKS``.
-    """
+    """ValueError for an impossible world size; warn if it is too large for this machine."""
     check_integer("world_size", world_size, most=MOST_RANKS)
     if warn and world_size > 4 * num_cores():
         warnings.warn(
             f"world_size {world_size} is far above this machine's "
-            f"{format_count(num_cores(), 'core')}: the ranks take turns, and each needs about "
-            "0.3 GB of memory",
-            # The caller of ``run``.
-            stacklevel=4,
+            f"{format_count(num_cores(), 'core')}: ranks take turns, and need 0.3 GB each",
+            stacklevel=4,  # the caller of ``run``
         )
 
 
 def hardware() -> dict[str, Any]:
-    """The machine's hardware and system, to be recorded with results measured on it.
-
-    It never initialises CUDA in this process.
-    """
+    """The machine's hardware and system, to be recorded; CUDA is not initialised."""
     listed = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
     models = [line.partition(": ")[2] for line in listed.splitlines() if "model name" in line]
     count = num_gpus()

@@ -1,20 +1,15 @@
-"""``python -m labkit doctor``: what this machine has, and what to do if something is missing.
-
-Packages that may be absent or broken are imported inside the checks, so that the doctor also runs
-where the installation is broken.
-"""
+"""``python -m labkit doctor``: what this machine has, and what to do if something is missing."""
 
 import os
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 
-from labkit.devices import hardware, plan
+from labkit.devices import hardware
 from labkit.gpus import num_gpus, nvidia_smi
-from labkit.units import format_bytes, format_seconds
+from labkit.units import format_bytes
 
 # Without these the course does not run.
 STOPS = ("torch", "digits", "ranks talk")
@@ -25,7 +20,7 @@ _REINSTALL = (
 _ADVICE = {
     "ranks talk": "first fix what is above. Ranks talk over 127.0.0.1, which a firewall may "
     "forbid; if a path is too long, set TMPDIR=/tmp; CUDA_VISIBLE_DEVICES=-1 works without GPUs",
-    "rank to rank": "transport= of labkit.run chooses a way that works",
+    "GPUs talk": 'transport="gloo" of labkit.run is the way round NCCL',
 }
 
 
@@ -57,18 +52,14 @@ def check_packages() -> str:
 
 
 def check_torch() -> str:
-    import torch
-
-    assert torch.distributed.is_gloo_available(), "ranks on the CPU talk over gloo"
-    return f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-
-
-def check_torchvision() -> str:
+    # What may be absent or broken is imported inside its check.
     import torch
     import torchvision
 
+    # A build of torchvision for another torch lacks its compiled operators.
     torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
-    return "with its compiled operators"
+    assert torch.distributed.is_gloo_available(), "ranks on the CPU talk over gloo"
+    return f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
 
 
 def check_gpus() -> str:
@@ -77,11 +68,6 @@ def check_gpus() -> str:
     if printed and not num_gpus():
         found += "; make env TORCH=auto takes a build for this driver; the course runs on CPU, too"
     return f"{found}\n{printed}".rstrip()
-
-
-def check_machine() -> str:
-    cores, memory_gb = hardware()["cores"], hardware()["memory_gb"]
-    return f"{cores} cores for this process, {memory_gb} GB of memory"
 
 
 def check_shm() -> str:
@@ -105,46 +91,20 @@ def check_digits() -> str:
     return f"intact: {train:,} images to train on, {test:,} held out"
 
 
-def check_ranks() -> str:
-    from labkit.runtime.launch import run
-
-    started_s = time.perf_counter()
-    values = run(swap_numbers, world_size=2, timeout_s=60).values
-    assert values == [1.0, 0.0], f"ranks 0 and 1 received {values}, not [1.0, 0.0]"
-    took, chosen = format_seconds(time.perf_counter() - started_s), plan(2)
-    way = "shared memory" if chosen.transport == "shared" else chosen.backend
-    return f"2 ranks on {' and '.join(dict.fromkeys(chosen.devices))}, over {way}, in {took}"
-
-
-def swap_numbers(comm) -> float:
-    """On 2 ranks: send a tensor of this rank's number, return the other's."""
-    import torch
-
-    mine = torch.full((1024,), float(comm.rank), device=comm.device)
-    theirs = torch.empty_like(mine)
-    return comm.exchange(mine, 1 - comm.rank, theirs, 1 - comm.rank).mean().item()
-
-
-def check_speeds() -> str:
-    """What a message between 2 ranks costs, on the CPU and on the GPUs."""
+def check_ranks(device: str = "cpu") -> str:
     from labkit.training.measured_link import measure_link
 
-    found = []
-    for device in ("cpu", "cuda")[: 1 + (num_gpus() > 0)]:
-        link = measure_link(2, sizes_bytes=(2**12, 2**22), repeats=3, device=device)
-        found.append(f"{device}: {link}")
-    return "; ".join(found)
+    return str(measure_link(2, sizes_bytes=(2**12, 2**22), repeats=3, device=device))
 
 
 CHECKS: dict[str, Callable[[], str]] = {
     "Python": lambda: f"{platform.python_version()} at {sys.executable}",
     "packages": check_packages,
     "torch": check_torch,
-    "torchvision": check_torchvision,
     "GPUs": check_gpus,
-    "machine": check_machine,
+    "machine": lambda: "{cores} cores, {memory_gb} GB of memory".format(**hardware()),
     "/dev/shm": check_shm,
     "digits": check_digits,
     "ranks talk": check_ranks,
-    "rank to rank": check_speeds,
+    "GPUs talk": lambda: check_ranks("cuda") if num_gpus() else "there are none",
 }

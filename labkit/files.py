@@ -8,12 +8,7 @@ from labkit.errors import OutputError
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a file completely or not at all; where a link was, a file takes its place.
-
-    Raises:
-        ValueError: ``check_writable`` refuses the path.
-        OutputError: the writing failed; the message names the path.
-    """
+    """Write a file completely, or raise OutputError; where a link was, a file takes its place."""
     check_writable(path)
     # An unpredictable name, and "x": in a shared folder another user could have put a link.
     beside = Path(path).with_name(f".labkit-{secrets.token_hex(8)}.part")
@@ -28,22 +23,13 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 
 
 def check_regular(path: str | Path) -> None:
-    """Refuse to read what is there, but is no file: to open a pipe could wait for ever.
-
-    Raises:
-        ValueError: a folder, a pipe or a device.
-    """
+    """ValueError for a folder, a pipe or a device: to open a pipe could wait for ever."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"cannot read {path}: it is not a regular file")
 
 
 def check_writable(*paths: str | Path | None) -> None:
-    """Refuse a path that cannot be written, before hours of training and not after.
-
-    Raises:
-        ValueError: no folder to hold it, no permission, something else than a file is there, or
-            two of the paths are the same.
-    """
+    """ValueError, before hours of training, for what cannot be written, or twice the same."""
     given = [path for path in paths if path is not None]
     for path in given:
         folder = Path(path).parent

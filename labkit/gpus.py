@@ -24,11 +24,7 @@ def num_gpus() -> int:
 
 
 def check_usable(device: Any) -> None:
-    """Run a small kernel on ``device``, in the process that is to use it.
-
-    Raises:
-        RuntimeError: it does not run, for example under a driver that is too old.
-    """
+    """Run a small kernel on ``device``, in the process that is to use it, or RuntimeError."""
     import torch
 
     try:

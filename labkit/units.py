@@ -1,7 +1,4 @@
-"""Checking what a user gives, numbers and names, and formatting numbers with units for display.
-
-Command-line options and function arguments are checked in the same way, before a rank starts.
-"""
+"""Checking what a user gives, numbers and names, and formatting numbers with units for display."""
 
 import argparse
 import difflib
@@ -13,11 +10,9 @@ from typing import Any
 
 # Counts fit in 32 bits, so that bytes, a multiple of a count, fit in PyTorch's 64 bits.
 MOST = 2**31 - 1
-# A larger number must be a typing mistake, and would start processes until memory is full.
 MOST_RANKS = 4096
 # Eleven days; poll(2) can wait for at most 24 days.
 MOST_SECONDS = 1e6
-# One TiB, more memory than a learner's machine has.
 MOST_BYTES = 2**40
 
 _BYTES_IN = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -101,23 +96,15 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``format_seconds(0.0123)`` is ``12.3 ms``; two minutes and more read ``2 min 5 s``."""
-    rounded = round(abs(seconds)) if abs(seconds) < float("inf") else 0
-    sign = "-" if seconds < 0 else ""
-    if rounded >= 7200:
-        return f"{sign}{rounded // 3600} h {rounded % 3600 // 60} min"
-    if rounded >= 120:
-        return f"{sign}{rounded // 60} min {rounded % 60} s"
-    scale, unit = second_unit(seconds)
+    """``format_seconds(0.0123)`` is ``12.3 ms``; two minutes and more read ``2.08 min``."""
+    scale, unit = (60.0, "min") if abs(seconds) >= 119.5 else second_unit(seconds)
     return f"{format_number(seconds / scale)} {unit}"
 
 
 def format_value(value: float, unit: str) -> str:
     """Format by unit: ``bytes`` and ``s`` are scaled, others (``messages``) stay as they are."""
-    if unit == "bytes":
-        return format_bytes(value)
-    if unit == "s":
-        return format_seconds(value)
+    if unit in ("bytes", "s"):
+        return format_bytes(value) if unit == "bytes" else format_seconds(value)
     return f"{format_number(value)} {unit}".rstrip()
 
 
@@ -129,9 +116,7 @@ def format_count(count: int, noun: str) -> str:
 
 def format_number(value: float) -> str:
     """Three significant digits; no fraction for 100 and more: ``0.123``, ``12,345``."""
-    if abs(value) < 99.95:
-        return f"{value:.3g}"
-    return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 99.95 else f"{value:,.0f}"
 
 
 def byte_unit(num_bytes: float) -> tuple[float, str]:
@@ -165,11 +150,7 @@ def text_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def html_table(
     heads: Iterable[str], rows: Iterable[Iterable[str]], *, of_words: bool = False
 ) -> str:
-    """A table as HTML; the first cell of each row is its head. A narrow page can scroll it.
-
-    Numbers never break inside; ``1.2 ms (median of 5)`` may break before the parenthesis. A table
-    ``of_words`` is aligned to the left, and breaks where it has to.
-    """
+    """A table as HTML; the first cell of each row is its head. Only ``of_words`` cells break."""
     in_head, in_cell = "min-width: 9em", "white-space: nowrap"
     if of_words:
         in_head = in_cell = "text-align: left"
@@ -187,11 +168,7 @@ def html_table(
 
 
 def as_repeats(measured: float | Iterable[float]) -> list[float]:
-    """A measurement as the list of its repeats: a single number is one repeat.
-
-    Raises:
-        ValueError: no repeats, or something that is not a number.
-    """
+    """A measurement as the list of its repeats; ValueError for none, or what is no number."""
     is_list = isinstance(measured, Iterable) and not isinstance(measured, str)
     try:
         found = [float(value) for value in (measured if is_list else [measured])]

@@ -53,12 +53,6 @@ def test_ranks_get_the_named_devices_in_order(named, transport, expected):
     assert plan(2, "auto", transport, gpus=4, devices=named) == expected
 
 
-def test_the_cpu_and_gpus_talk_over_gloo_and_it_is_said():
-    choice = plan(3, gpus=2, devices="cpu,cuda:1,cuda:0")
-    assert (choice.backend, choice.transport) == ("gloo", "torch")
-    assert choice.note.startswith("ranks on the CPU and on GPUs talk over gloo")
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -95,8 +89,3 @@ def test_results_can_name_what_made_them():
     assert hardware()["cores"] == num_cores() >= 1
     assert hardware()["memory_gb"] > 0
     assert {"python", "torch", "labkit"} <= versions().keys()
-
-
-def test_without_shared_memory_ranks_talk_over_gloo(monkeypatch):
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert plan(2, "cpu").transport == "torch"

@@ -7,7 +7,9 @@ worker        the process of a rank: it joins the others, calls the function, re
 messages      what travels between the caller and the ranks
 failures      how reports and exit codes become one WorkerError
 output        what the caller shows: the ranks' lines, and a live drawing
-torchrun      ``labkit.run`` in a process that torchrun has started (rounds: with which others)
-script        the same for a script, whose library has a thread that talks to other ranks
+torchrun      ``labkit.run`` and scripts in a process that torchrun has started
+rounds        which others torchrun has started with it
+ray_ranks     ranks on the nodes of a Ray cluster
+rank_watch    what watches a run without a launcher (plain: what its ranks tell each other)
 agents        several hosts on this machine, each an agent of torchrun
 """

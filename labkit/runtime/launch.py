@@ -154,7 +154,7 @@ def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None
 
 def _value(report: Report) -> Any:
     if report.is_plain:
-        from labkit.runtime.between_hosts.reports import load_plain
+        from labkit.runtime.plain import load_plain
 
         return load_plain(report.payload)
     return load_value(report)

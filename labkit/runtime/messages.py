@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from labkit.comm.peak_memory import PeakMemory
 from labkit.errors import WorkerError
 from labkit.tracing import Span, Trace
-from labkit.tracing.waits import waits_told
+from labkit.tracing.recorder import with_waits
 
 # Pickling and unpickling run code of the objects' classes, which may also call sys.exit.
 _FAILURES = (Exception, SystemExit)
@@ -38,7 +38,7 @@ class Report:
     Attributes:
         kind: ``value``, ``raised``, ``exited`` (SystemExit), ``mismatch`` or ``peer_lost``.
         payload: the value that the function returned, pickled, or (``is_plain``) as
-            ``between_hosts.reports`` makes it.
+            ``runtime.plain`` makes it.
         summary, location, traceback: of the exception, if ``kind`` is not ``value``.
     """
 
@@ -61,7 +61,7 @@ def trace_of(reports: Iterable[Report]) -> Trace:
     """The trace of the ranks that have returned."""
     reports = list(reports)
     devices = {report.rank: report.device for report in reports}
-    return Trace.merge([waits_told(report.spans for report in reports)], devices)
+    return Trace.merge([with_waits(report.spans for report in reports)], devices)
 
 
 class _Pickler(cloudpickle.Pickler):

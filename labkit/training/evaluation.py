@@ -115,7 +115,7 @@ def evaluated(work: Work, strategy: Strategy, index: int, count: int) -> Tensor:
     if work.test is None:
         return sums
     with comm.span("evaluate"):
-        size = min(_BATCH, max(1, _MOST_VALUES // work.test.sample_values))
+        size = min(_BATCH, max(1, _MOST_VALUES // work.test.first(1)[0].numel()))
         parts = [share(b, index, count) for b in torch.arange(len(work.test)).split(size)]
         # Not every model takes an empty batch.
         parts = [part for part in parts if len(part)]

@@ -320,7 +320,7 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
 def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
     """The given split points, or an even split by FLOPs of this model's layers on this data."""
     # Not at the top: few runs need it, and it brings all of placement.
-    from labkit.placement.even_split import even_split
+    from labkit.placement.profile import even_split
     from labkit.workload.layers import layers_of
 
     model, (inputs, _) = work.make_model(), work.train.first(1)

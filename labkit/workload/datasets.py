@@ -24,14 +24,11 @@ AUGMENTED_SIZE = 50_000
 _Part = tuple[Tensor, Tensor]
 
 # data/make_digits.py wrote them, data/README.md lists them.
-_DIGITS_FILES = (
-    *("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-    *("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-)
+_DIGITS_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 _RESTORE = "restore it with `git checkout -- data/digits` in the workbook's folder"
 # torchvision's class, and the folder that the class uses in its root.
 _TORCHVISION = {"cifar10": ("CIFAR10", "cifar-10-batches-py"), "mnist": ("MNIST", "MNIST")}
-DATASETS = ("digits", *_TORCHVISION, "fake", "digits_augmented")
+DATASETS = ("digits", *_TORCHVISION, "digits_augmented")
 _DIGITS = Standard(16, (0.3054,), (0.3761,))
 _STANDARDS = {
     "mnist": Standard(255, (0.1307,), (0.3081,)),
@@ -81,60 +78,41 @@ def load_dataset(
 
     Args:
         root: the folder to look in. By default the workbook's data/digits for digits; for
-            torchvision's sets the folder in the environment variable LABKIT_DATA, or else the
-            workbook's data/downloads.
-        download: fetch a torchvision set that is missing. Of several processes, let one download
-            it first.
-        train_size: keep only the first ``train_size`` training samples; None keeps all. ``fake``,
-            noise in which each class has its own faint pattern, has 2,048 or this many.
+            torchvision's sets that in the environment variable LABKIT_DATA, or data/downloads.
+        download: fetch a set that is missing. Of several processes, let one download it first.
+        train_size: keep only the first ``train_size`` training samples; None keeps all.
             ``digits_augmented`` has up to 50,000: the digits, and copies of them that are shifted
             by up to one pixel, with noise.
         dtype: of the inputs.
         stored: leave images as the bytes that they are stored in.
 
     Raises:
-        ValueError: unknown name, train_size out of range, or a file that is damaged.
+        ValueError: unknown name, train_size out of range, a damaged file, or a failed download.
         FileNotFoundError: the data are missing; the message says how to get them.
-        ConnectionError: the download failed.
     """
     check_choice("data set", name, DATASETS)
-    if train_size is not None and train_size < 1:
-        raise ValueError(f"train_size is at least 1, got {train_size}")
-    if name == "fake":
-        return _fake(2048 if train_size is None else train_size, dtype)
     if name in _TORCHVISION:
         root = root or os.environ.get("LABKIT_DATA") or REPOSITORY_DATA / "downloads"
         train, test = _read_torchvision(name, Path(root), download)
     else:
         train, test = _read_digits(Path(root or REPOSITORY_DATA / "digits"))
     num_train = AUGMENTED_SIZE if name == "digits_augmented" else len(train[1])
-    if train_size is not None and train_size > num_train:
+    if train_size is not None and not 1 <= train_size <= num_train:
         raise ValueError(f"train_size {train_size}: {name} has {num_train} training samples")
     if name == "digits_augmented":
         train = _multiplied(train, train_size or num_train)
+    (images, targets), (test_images, test_targets) = (p[:train_size] for p in train), test
     standard = _STANDARDS.get(name, _DIGITS)
-    inputs, test_inputs = train[0][:train_size], test[0]
-    if not stored:
-        inputs, test_inputs = (Transform(standard)(x, dtype) for x in (inputs, test_inputs))
-    left = standard if stored else None
-    return Data(name, inputs, train[1][:train_size], test_inputs, test[1], 10, left)
-
-
-def _fake(train_size: int, dtype: torch.dtype) -> Data:
-    generator = torch.Generator().manual_seed(0)
-    num_samples, shape = train_size + 256, (3, 32, 32)
-    patterns = torch.randn((10, *shape), generator=generator)
-    targets = torch.randint(10, (num_samples,), generator=generator)
-    noise = torch.randn((num_samples, *shape), generator=generator)
-    inputs = noise.mul_(math.sqrt(1 - 0.2**2)).add_(patterns[targets], alpha=0.2).to(dtype)
-    train, test = slice(train_size), slice(train_size, None)
-    return Data("fake", inputs[train], targets[train], inputs[test], targets[test])
+    if stored:
+        return Data(name, images, targets, test_images, test_targets, standard=standard)
+    inputs, test_inputs = (Transform(standard)(x, dtype) for x in (images, test_images))
+    return Data(name, inputs, targets, test_inputs, test_targets)
 
 
 def _read_digits(folder: Path) -> tuple[_Part, _Part]:
     found = []
     for name in _DIGITS_FILES:
-        path = folder / name
+        path = folder / f"{name}-ubyte"
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: {_RESTORE}")
         content = path.read_bytes()
@@ -152,10 +130,7 @@ def _read_digits(folder: Path) -> tuple[_Part, _Part]:
 
 
 def _multiplied(part: _Part, size: int) -> _Part:
-    """The first ``size`` of: the digits, then one changed copy of all of them after another.
-
-    Each copy has its own random numbers, so that a sample is the same whatever the size is.
-    """
+    """The first ``size`` of: the digits, then one changed copy of all of them after another."""
     images, targets = part
     height, width = images.shape[-2:]
     # The places at which an image of this size can be cut out of one with a border of one pixel.
@@ -181,7 +156,7 @@ def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:
         raise FileNotFoundError(
             f"{name} is not in {root} (looked for {folder_name}). Get it with --download on the "
             f'command line or labkit.load_dataset("{name}", download=True) in a notebook; '
-            "LABKIT_DATA names another folder; digits and fake need no download"
+            "LABKIT_DATA names another folder; digits need no download"
         )
     try:
         if not folder.is_dir():
@@ -196,7 +171,7 @@ def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:
         raise ValueError(
             f"{name} cannot be had in {folder} ({' '.join(str(error).split())}). Check the "
             "network and use --download or download=True again, without that folder if it is "
-            "damaged, or copy it there; digits and fake need no download"
+            "damaged, or copy it there; digits need no download"
         ) from None
     parts = []
     for one in found:
@@ -217,8 +192,7 @@ def open_folder(
     """The images to train on, and held-out ones if there are any: ([3, H, W] uint8, class).
 
     Args:
-        name: a folder with a folder ``train`` and perhaps ``val`` or ``test``, each with a folder
-            per class, see torchvision's ``ImageFolder``.
+        name: of a folder with train and perhaps val or test in it, each with a folder per class.
         train_size: the number of training images, spread evenly over all of them; None for all.
         resize: height and width; None keeps the size of each image.
         crop: with ``resize``, take a random part of each training image, and scale that.
@@ -244,10 +218,7 @@ def open_folder(
         return train, None
     test = _images_in(held_out[0], resize, crop=False)
     if test.classes != images.classes:
-        raise ValueError(
-            f"{held_out[0]} has other classes than {folder / 'train'}, {test.classes} and "
-            f"{images.classes}: give both the same folders, with the same names"
-        )
+        raise ValueError(f"{folder} has classes {images.classes} and held out {test.classes}")
     return train, test
 
 

@@ -16,13 +16,10 @@ Shape = tuple[int, ...]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of an ``nn.Sequential`` in the order in which they run.
+    """The layers of an ``nn.Sequential`` in the order in which they run; ValueError for others.
 
     A nested ``nn.Sequential`` is replaced by its layers. Any other module is one layer, and so is
     one that has hooks, so that they run.
-
-    Raises:
-        ValueError: any other model.
     """
     return [layer for _, layer in named_layers(model)]
 
@@ -67,13 +64,11 @@ def output_shapes(
 
     Args:
         model: a chain of layers, on any device; it is not changed.
-        input_shape: of one sample.
+        input_shape, dtype: of one sample; by default its dtype is ``input_dtype(model)``.
         batch_size: samples.
-        dtype: of the samples; ``input_dtype(model)`` by default.
 
     Raises:
-        ValueError: not a chain of layers, or one that does not take this shape; the message names
-            the layer.
+        ValueError: not a chain of layers, or a layer does not take this shape.
     """
     dtype = dtype or input_dtype(model)
     inputs = torch.empty((batch_size, *input_shape), dtype=dtype, device="meta")
@@ -90,8 +85,7 @@ def input_dtype(model: nn.Module) -> torch.dtype:
 def layer_outputs(model: nn.Module, value: Tensor) -> Iterator[Tensor]:
     """Run the layers one by one in evaluation mode, where one sample is enough for BatchNorm.
 
-    Raises:
-        ValueError: a layer does not take its input, or returns something other than one tensor.
+    ValueError if a layer does not take its input, or returns something other than one tensor.
     """
     for index, layer in enumerate(layers_of(model.eval())):
         takes, name = list(value.shape), f"layer {index} ({type(layer).__name__})"
@@ -124,14 +118,8 @@ class NonLeaf(torch.autograd.Function):
 class HeldBytes(saved_tensors_hooks):
     """Count, inside ``with``, the bytes that forward passes keep for their backward.
 
-    A storage counts once, however many operations keep it. Storages stay alive as long as this
-    object.
-
-    Args:
-        module: its parameters and buffers exist anyway and do not count.
-
-    Attributes:
-        num_bytes: counted so far.
+    A storage counts once, however many operations keep it, and stays alive as long as this object.
+    The parameters and buffers of ``module`` exist anyway. ``num_bytes`` is the count so far.
     """
 
     def __init__(self, module: nn.Module):
@@ -159,13 +147,7 @@ class EmulatedLayer(nn.Module):
 
     A forward takes ``call_s`` + n x ``sample_s`` seconds, a backward twice as long, as it does in
     most layers. In between it multiplies by a trained number, so that it can be cut, trained and
-    compared like any other layer.
-
-    Args:
-        sample_s: seconds per sample of a forward.
-        call_s: seconds per call of a forward, whatever its size (a kernel's launch, for example).
-
-    Shapes: [n, ...] to [n, ...].
+    compared like any other layer. Shapes: [n, ...] to [n, ...].
     """
 
     def __init__(self, sample_s: float, call_s: float = 0.0):
@@ -176,17 +158,8 @@ class EmulatedLayer(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         # Without memory (the meta device) only shapes are asked for.
         seconds = 0.0 if value.is_meta else self.call_s + len(value) * self.sample_s
-        return _Asleep.apply(value * self.scale, seconds)
-
-
-class _Asleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
         time.sleep(seconds)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
+        outputs = value * self.scale
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: time.sleep(2 * seconds))
+        return outputs

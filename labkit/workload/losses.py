@@ -43,17 +43,15 @@ class SumOfMean:
 
 def predicts_classes(outputs: Tensor, targets: Tensor) -> bool:
     """Whether targets are classes, and outputs have a column for each of two or more."""
-    if targets.ndim != 1 or outputs.ndim != 2:
-        return False
-    return is_integer(targets) and outputs.shape[1] > 1
+    is_table = targets.ndim == 1 and outputs.ndim == 2
+    return is_table and is_integer(targets) and outputs.shape[1] > 1
 
 
 class CountedLoss:
     """A loss that also counts the right predictions among the samples that it is called with.
 
-    So the accuracy on the training samples needs no second forward: each sample is judged by the
-    parameters that computed its gradient. The count stays on the outputs' device, which the host
-    does not wait for.
+    So the accuracy on the training samples needs no second forward. The count stays on the
+    outputs' device, which the host does not wait for.
     """
 
     def __init__(self, loss: Loss):

@@ -1,11 +1,8 @@
 """The models of the course, each a flat ``nn.Sequential`` of layers.
 
 Flat, so that every technique can work on the same object: a split point is an index into it and a
-stage is a slice of it. No forward pass draws random numbers (no dropout), and no activation works
-in place: the first layer of a stage may get a leaf that requires grad, which PyTorch refuses to
-overwrite.
-
-Most of the models were published for larger images than the course's 8x8 digits. On small images
+stage is a slice of it. No forward pass draws random numbers (no dropout), no activation works in
+place. Most models were published for larger images than the course's 8x8 digits: on small images
 their stems keep every pixel, and layers that would shrink a map too far lose their stride or
 pooling; all other layers are as published.
 
@@ -13,7 +10,8 @@ Shapes: N samples, C channels, H x W pixels, K classes. Inputs are [N, C, H, W],
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,12 +41,8 @@ def build_model(
 ) -> nn.Sequential:
     """Build model ``name`` for inputs [N, *input_shape] and outputs [N, num_classes], on the CPU.
 
-    The same seed gives the same parameters in every process; the caller's random state is not
-    changed. The numbers are drawn in float32 and then converted, so a float64 model starts from
-    the same values as the float32 one.
-
-    Raises:
-        ValueError: unknown name, or a shape that the model cannot take.
+    The same seed gives the same parameters in every process, and in float64 the same values as in
+    float32; the caller's random state is not changed. ValueError for an unknown name.
     """
     check_choice("model", name, MODELS)
     if len(input_shape) != 3 or min(*input_shape, num_classes) < 1:
@@ -70,11 +64,8 @@ def build_model(
 
 def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
     """Two hidden layers of 64 units: 9,000 parameters on digits, for fast tests."""
-    num_inputs = math.prod(input_shape)
-    yield nn.Flatten()
-    yield from (nn.Linear(num_inputs, 64), nn.Tanh())
-    yield from (nn.Linear(64, 64), nn.Tanh())
-    yield nn.Linear(64, num_classes)
+    yield from (nn.Flatten(), nn.Linear(math.prod(input_shape), 64), nn.Tanh())
+    yield from (nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_classes))
 
 
 def small_cnn(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
@@ -91,44 +82,23 @@ def small_cnn(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[n
     kernel = max(1, min(height, width) // 4)
     if kernel > 1:
         yield nn.AvgPool2d(kernel)
-    yield nn.Flatten()
-    yield nn.Linear(64 * (height // kernel) * (width // kernel), num_classes)
+    num_values = 64 * (height // kernel) * (width // kernel)
+    yield from (nn.Flatten(), nn.Linear(num_values, num_classes))
 
 
 def mobilenet(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
-    """MobileNetV2 (Sandler et al. 2018), torchvision's: 158 tensors, 2.24 million parameters.
-
-    On small images the stem has stride 1.
-    """
+    """MobileNetV2 (Sandler et al. 2018), torchvision's: 158 tensors, 2.24 million parameters."""
     channels, height, width = input_shape
     # Here, and not at the top: the import takes a second in every process.
     from torchvision.models import mobilenet_v2
 
     model = mobilenet_v2(num_classes=num_classes)
     stem: Any = model.features[0]
-    if channels != 3 or _is_small(input_shape):
-        stride = 1 if _is_small(input_shape) else 2
-        stem[0] = _he(nn.Conv2d(channels, 32, 3, stride, 1, bias=False))
+    stride = 1 if min(height, width) <= SMALL_IMAGE_PIXELS else 2
+    stem[0] = _he(nn.Conv2d(channels, 32, 3, stride, 1, bias=False))
     _limit_strides(model.features, min(height, width))
     yield from model.features
     yield from (nn.AdaptiveAvgPool2d(1), nn.Flatten(), model.classifier[-1])
-
-
-def resnet18(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
-    """ResNet-18 (He et al. 2016), torchvision's: 11.2 million parameters with 10 classes.
-
-    On small images the stem is a 3x3 convolution with stride 1 and no pooling, as in the
-    paper's own CIFAR-10 networks (section 4.2).
-    """
-    return _resnet("resnet18", input_shape, num_classes)
-
-
-def resnet50(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
-    """ResNet-50 (He et al. 2016), torchvision's: 23.5 million parameters with 10 classes.
-
-    On small images the stem is that of ``resnet18``.
-    """
-    return _resnet("resnet50", input_shape, num_classes)
 
 
 def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
@@ -136,9 +106,8 @@ def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Mo
 
     The indices of the feature layers are torchvision's at every image size: a pooling layer that
     would leave no pixel (the last two of the five on 8x8) becomes an identity. The published
-    classifier, 120 million parameters for 224x224 images, is replaced by an average pooling and a
-    linear layer. Without normalisation the model needs a small learning rate: with momentum 0.9
-    it learns digits at 0.005 and fails at 0.02.
+    classifier, of 120 million parameters, is replaced by an average pooling and a linear layer.
+    Without normalisation, the model learns digits at a rate of 0.005 and fails at 0.02.
     """
     channels, height, width = input_shape
     size = min(height, width)
@@ -152,25 +121,23 @@ def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Mo
     yield from (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, num_classes))
 
 
-def _resnet(name: str, input_shape: tuple[int, int, int], num_classes: int) -> Iterator[nn.Module]:
-    channels, height, width = input_shape
+def _resnet(name: str, input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
+    """ResNet-18 or -50 (He et al. 2016), torchvision's: 11.2 or 23.5 million parameters.
+
+    On small images the stem is a 3x3 convolution with stride 1 and no pooling, as in the paper's
+    own CIFAR-10 networks (section 4.2).
+    """
     from torchvision import models
 
+    channels, height, width = input_shape
     model = getattr(models, name)(num_classes=num_classes)
-    if _is_small(input_shape):
-        model.conv1 = _he(nn.Conv2d(channels, 64, 3, 1, 1, bias=False))
-    elif channels != 3:
-        model.conv1 = _he(nn.Conv2d(channels, 64, 7, 2, 3, bias=False))
-    stem = [model.conv1, model.bn1, model.relu]
-    layers = stem if _is_small(input_shape) else [*stem, model.maxpool]
+    is_small = min(height, width) <= SMALL_IMAGE_PIXELS
+    size_stride_padding = (3, 1, 1) if is_small else (7, 2, 3)
+    stem = [_he(nn.Conv2d(channels, 64, *size_stride_padding, bias=False)), model.bn1, model.relu]
+    layers = [*stem, *([] if is_small else [model.maxpool])]
     layers += [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
     _limit_strides(layers, min(height, width))
-    yield from layers
-    yield from (model.avgpool, nn.Flatten(), model.fc)
-
-
-def _is_small(input_shape: tuple[int, int, int]) -> bool:
-    return min(input_shape[1:]) <= SMALL_IMAGE_PIXELS
+    yield from (*layers, model.avgpool, nn.Flatten(), model.fc)
 
 
 def _he(conv: nn.Conv2d) -> nn.Conv2d:
@@ -183,8 +150,7 @@ def _conv3x3(in_channels: int, out_channels: int, size: int) -> nn.Conv2d:
     """A padded 3x3 convolution that keeps the variance of a map ``size`` pixels wide.
 
     He et al. (2015), forward case, counting only the taps that meet a pixel: on average
-    3 - 2 / size of 3 along each axis. On VGG16's last maps, one pixel wide, eight of nine taps
-    meet padding; counting them too would let the signal fade layer by layer.
+    3 - 2 / size of 3 along each axis. Counting padding, too, VGG16's signal would fade on digits.
     """
     conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
     weight, bias = conv.parameters()
@@ -196,8 +162,7 @@ def _conv3x3(in_channels: int, out_channels: int, size: int) -> nn.Conv2d:
 def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
     """Remove the stride of each layer that would shrink a map of ``size`` pixels too far.
 
-    Layer by layer, not convolution by convolution: a residual block and its skip connection need
-    the same stride.
+    Layer by layer: a residual block and its skip connection need the same stride.
     """
     for layer in layers:
         shrinking = (m for m in layer.modules() if isinstance(m, nn.Conv2d | nn.MaxPool2d))
@@ -212,6 +177,11 @@ def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
 
 
 _BUILDERS: dict[str, Callable[[tuple[int, int, int], int], Iterable[nn.Module]]] = {
-    builder.__name__: builder for builder in (small_cnn, mlp, mobilenet, resnet18, vgg16, resnet50)
+    "small_cnn": small_cnn,
+    "mlp": mlp,
+    "mobilenet": mobilenet,
+    "resnet18": partial(_resnet, "resnet18"),
+    "vgg16": vgg16,
+    "resnet50": partial(_resnet, "resnet50"),
 }
 MODELS = tuple(_BUILDERS)

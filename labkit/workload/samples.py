@@ -138,11 +138,6 @@ class Samples:
         """All inputs and targets, as they are stored, if they are in memory."""
         return self.dataset.tensors if isinstance(self.dataset, TensorDataset) else None  # type: ignore[return-value]
 
-    @functools.cached_property
-    def sample_values(self) -> int:
-        """How many numbers the input of one sample has."""
-        return self.first(1)[0].numel()
-
     def first(self, count: int) -> Pair:
         """The first ``count`` samples, or all, as one batch."""
         return self.read(torch.arange(min(count, len(self))))
@@ -152,21 +147,15 @@ class Samples:
     ) -> Iterator[Pair]:
         """The samples of each batch, given their numbers [n].
 
-        Args:
-            numbers: the samples of each batch.
-            pinned: put batches into page-locked memory, from which a GPU copies without a wait.
-            epoch: counted from 0, on which augmentation depends; None for none of it.
+        ``pinned`` memory is page-locked: a GPU copies from it without a wait. Augmentation depends
+        on ``epoch``, counted from 0; None is for none of it.
         """
         for batch in numbers:
             inputs, targets = self.read(batch, epoch)
             yield (inputs.pin_memory(), targets.pin_memory()) if pinned else (inputs, targets)
 
     def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
-        """The samples of one batch; none of them as an empty one.
-
-        Raises:
-            ValueError: samples that are not pairs, differ in shape, or are no images.
-        """
+        """The samples of one batch; none of them as an empty one."""
         transform, draw = self.transform, epoch is not None and bool(self.transform.augment)
         if self.tensors is not None and not draw:
             inputs, targets = self.dataset[numbers]
@@ -179,10 +168,8 @@ class Samples:
                 seed_all(int(np.random.SeedSequence(parts).generate_state(1)[0]))
                 item = self.dataset[number]
                 if not isinstance(item, (tuple, list)) or len(item) != 2:
-                    raise ValueError(
-                        f"a sample of dataset is a {type(item).__name__}, not a pair (input, "
-                        "target)"
-                    )
+                    found = type(item).__name__
+                    raise ValueError(f"a sample of dataset is a {found}, not a pair (x, y)")
                 if transform != Transform():
                     image = torch.as_tensor(item[0])
                     item = transform(image, self.dtype, draw=draw), item[1]
@@ -196,8 +183,8 @@ def _collated(items: list[Any]) -> list[Tensor]:
         parts = default_collate(items)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"the samples of dataset do not fit in one batch ({error}): bring them to one shape "
-            "in the Dataset, or scale images with resize"
+            f"the samples of dataset do not fit in one batch ({error}): bring them to one shape, "
+            "or scale images with resize"
         ) from None
     for part in parts:
         if not isinstance(part, Tensor):
@@ -208,59 +195,39 @@ def _collated(items: list[Any]) -> list[Tensor]:
     return parts
 
 
-def samples_of(part: Any, dtype: torch.dtype, name: str = "dataset", seed: int = 0) -> Samples:
-    """A learner's own samples: tensors (x, y), a TensorDataset, or a map-style Dataset.
-
-    ``dtype`` is of floats, and ``seed`` of the random numbers that a Dataset draws.
-
-    Raises:
-        ValueError: anything else, no samples, or not as many targets as inputs.
-    """
+def samples_of(part: Any, dtype: torch.dtype, seed: int) -> Samples:
+    """A learner's own samples: tensors (x, y), a TensorDataset, or a map-style Dataset."""
     if isinstance(part, TensorDataset):
         part = part.tensors
     if _are_arrays(part):
         inputs, targets = (as_dtype(torch.as_tensor(x).detach().cpu(), dtype) for x in part)
         if not inputs.dim() or not targets.dim() or len(inputs) != len(targets):
             raise ValueError(
-                f"{name} has inputs {list(inputs.shape)} and targets {list(targets.shape)}: give "
+                f"dataset has inputs {list(inputs.shape)} and targets {list(targets.shape)}: give "
                 "one target for each input"
             )
         part = TensorDataset(inputs, targets)
     no_map = isinstance(part, (IterableDataset, DataLoader, str))
     if no_map or not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
         raise ValueError(
-            f"{name} is of type {type(part).__name__}, and labkit makes the batches: give a "
+            f"dataset is of type {type(part).__name__}, and labkit makes the batches: give a "
             "map-style Dataset (__getitem__ and __len__), such as a DataLoader's dataset, tensors "
             "(x, y), or a pair of them, one to train on and one held out"
         )
     if not len(part):
-        raise ValueError(f"{name} has no samples: nothing to train on or to test with")
+        raise ValueError("dataset has no samples: nothing to train on or to test with")
     return Samples(part, dtype, seed=seed)
 
 
 def parts_of(dataset: Any, dtype: torch.dtype, seed: int = 0) -> tuple[Samples, Samples | None]:
-    """A learner's own data: samples to train on, and held-out ones if there are any.
-
-    Args:
-        dataset: samples as ``samples_of`` takes them, or a pair of them.
-        dtype, seed: as there.
-
-    Raises:
-        ValueError: as ``samples_of``.
-    """
-    if isinstance(dataset, (tuple, list)) and len(dataset) == 2 and not _are_arrays(dataset):
-        train, test = dataset
-        train = samples_of(train, dtype, "dataset's first part", seed)
-        return train, samples_of(test, dtype, "dataset's second part", seed)
-    return samples_of(dataset, dtype, seed=seed), None
+    """A learner's own samples, see ``samples_of``, or a pair: to train on, and held out."""
+    is_pair = isinstance(dataset, (tuple, list)) and len(dataset) == 2 and not _are_arrays(dataset)
+    train, *test = (samples_of(x, dtype, seed) for x in (dataset if is_pair else [dataset]))
+    return train, test[0] if test else None
 
 
 def num_classes(samples: Samples) -> int:
-    """Those of the Dataset's ``classes``, or the largest target plus one.
-
-    Raises:
-        ValueError: the targets are not classes.
-    """
+    """How many ``classes`` the Dataset has, or the largest target plus one."""
     whole: Any = samples.dataset
     while isinstance(whole, Subset):
         whole = whole.dataset

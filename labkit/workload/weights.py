@@ -22,14 +22,11 @@ def load_weights(model: nn.Module, path: str | Path, name: str | None = None) ->
     """Let ``model`` start from the parameters and buffers in a file.
 
     Args:
-        model: on the CPU; it is changed.
+        model: on the CPU.
         path: safetensors, or a file of ``torch.save``, of which only tensors are read.
         name: of one of labkit's models, into which torchvision's parameters (.pth) fit as well, or
             those for another number of classes or kind of image: then the last layer, or the first
-            one, stays as it was made.
-
-    Returns:
-        What was not loaded, as a sentence; empty if all was.
+            one, stays as it was made. What stays is returned as a sentence.
 
     Raises:
         ValueError: no such file, none of these formats, or it does not fit.
@@ -83,11 +80,7 @@ def _in_order(
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors in a file, by their names, on the CPU; nothing in it is executed.
-
-    Raises:
-        ValueError: no such file, or none that holds tensors by their names.
-    """
+    """The tensors in a file, by their names, on the CPU; nothing in it is executed."""
     check_regular(path)
     try:
         with open(path, "rb") as file:
@@ -114,14 +107,12 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def freeze(model: nn.Module, names: Sequence[str]) -> None:
-    """Take parameters out of training.
+    """Take parameters of ``model`` out of training.
 
-    The BatchNorm of a frozen layer stays in evaluation mode: it normalises with the averages that
-    it was trained with, and does not change them. In training mode it would still adapt to the
-    batches, and its layer would not be frozen. So it also needs nothing from other ranks.
+    The BatchNorm of a frozen layer stays in evaluation mode: in training mode it would still adapt
+    to the batches. So it also needs nothing from other ranks.
 
     Args:
-        model: it is changed.
         names: of modules or parameters, with all that is in them. ``features`` is all but the last
             layer that has parameters, unless a module has this name.
 
@@ -144,9 +135,7 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
         if _is_in(key, frozen):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            f"freeze {','.join(names)} leaves no parameter to train: name fewer layers"
-        )
+        raise ValueError(f"freeze {','.join(names)} leaves no parameter to train")
     for key, module in model.named_modules():
         if _is_in(key, frozen) and isinstance(module, _BatchNorm):
             module.register_forward_pre_hook(_evaluate)

@@ -139,7 +139,7 @@ def test_what_is_not_finite_is_shown_and_not_recorded():
 
 def test_a_measurement_without_repeats_locks_nothing():
     made = workbook.predict(*SENT, value=5)
-    with pytest.raises(ValueError, match="at least once"):
+    with pytest.raises(ValueError, match="list of repeats"):
         workbook.predict_row(*SENT, made, None, [])
     assert made.locked_at is None
 

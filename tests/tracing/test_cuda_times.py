@@ -24,7 +24,7 @@ def work(recorder, machine, kind, seconds, device="cuda:0"):
         machine.stream(device).work(seconds)
 
 
-@pytest.mark.parametrize("late_s", [0, 60, 36_000])
+@pytest.mark.parametrize("late_s", [0, 36_000])
 def test_a_span_is_as_long_as_its_work_however_long_the_run_is(machine, late_s):
     recorder = Recorder(0, CudaTimer("cuda:0"))
     machine.pass_s(late_s)
@@ -43,14 +43,14 @@ def test_spans_are_heard_of_when_the_gpu_has_passed_them_and_nobody_waits(machin
     board = Board(1)
     recorder = Recorder(0, CudaTimer("cuda:0"))
     recorder.listener = SpanSums(board.ranks[0])
-    before, row = len(machine.waits), board.ranks[0]
+    row, before_s = board.ranks[0], machine.now_s
     for _ in range(300):
         work(recorder, machine, "compute", 0.01)
     assert not row["kind_s"].any()
+    assert machine.now_s - before_s < 0.1
     machine.pass_s(10)
     work(recorder, machine, "compute", 0.01)
     assert row["kind_s"][0][0] == pytest.approx(300 * 0.01, rel=0.01)
-    assert len(machine.waits) == before
     assert Trace.merge([recorder.spans()]).seconds_by_kind()["compute"] == pytest.approx(3.01)
 
 

@@ -1,7 +1,6 @@
 """Spans, sums and the Chrome export."""
 
 import itertools
-import json
 import threading
 import time
 
@@ -119,21 +118,6 @@ def test_a_thread_has_a_lane_of_its_own():
     assert trace.seconds_by_kind() == {"compute": 4.0, "all_reduce": 2.0}
     assert trace.seconds_by_kind(lane=0) == {"compute": 4.0}
     assert trace.of(0, lane=1) == [trace.spans[1]]
-
-
-def test_chrome_trace_has_a_lane_per_rank_and_microseconds(tmp_path):
-    parts = [[Span(0, "compute", 0.5, 1.0, 16, 1, lane=1)], [Span(1, "wait", 0.0, 0.25)]]
-    trace = Trace.merge(parts)
-    path = trace.save(tmp_path / "trace.json")
-    events = json.loads(path.read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert names == {0: "rank 0", 1: "rank 1"}
-    spans = [event for event in events if event["ph"] == "X"]
-    assert [span["tid"] for span in spans] == [0, 1]
-    assert spans[1]["ts"] == 0.5e6
-    assert spans[1]["dur"] == 0.5e6
-    assert spans[1]["args"] == {"num_bytes": 16, "peer": 1}
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_real_spans_are_real_times_on_one_clock():

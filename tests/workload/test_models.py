@@ -72,18 +72,12 @@ def test_at_full_size_the_layers_compute_what_torchvision_computes():
             torch.testing.assert_close(ours(inputs), theirs(inputs))
 
 
-@pytest.mark.parametrize("size", [8, 16, 28, 32])
-def test_vgg16_keeps_its_layer_indices_and_one_pixel_at_least(size):
-    model = build_model("vgg16", num_classes=10, input_shape=(1, size, size), seed=0)
-    assert len(model) == 31 + 3
-    assert isinstance(model[28], nn.Conv2d)
-    assert model[:31](torch.zeros(1, 1, size, size)).shape == (1, 512, 1, 1)
-
-
-def test_the_signal_does_not_die_out_in_vgg16_on_digits():
+def test_vgg16_keeps_its_layer_indices_and_one_pixel_at_least():
     model = build_model("vgg16", num_classes=10, input_shape=DIGITS, seed=0)
-    inputs = torch.randn(16, *DIGITS, generator=torch.Generator().manual_seed(0))
-    assert 0.1 < model[:31](inputs).std().item() < 10
+    assert isinstance(model[28], nn.Conv2d)
+    features = model[:31](torch.randn(16, *DIGITS))
+    assert features.shape == (16, 512, 1, 1)
+    assert 0.1 < features.std().item() < 10, "the signal does not die out"
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -100,34 +94,16 @@ def test_every_model_can_be_cut_between_any_two_layers(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_no_model_is_random_in_its_forward_pass(name):
-    model = build_model(name, num_classes=10, input_shape=DIGITS, seed=0)
-    inputs = torch.randn(4, *DIGITS)
-    assert torch.equal(model(inputs), model(inputs))
-
-
-@pytest.mark.parametrize("name", SMALL)
 def test_same_seed_same_parameters_and_global_state_untouched(name):
     torch.manual_seed(123)
     before = torch.get_rng_state()
     first = build_model(name, num_classes=10, input_shape=DIGITS, seed=5)
     assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(321)
-    second = build_model(name, num_classes=10, input_shape=DIGITS, seed=5)
+    second = build_model(name, num_classes=10, input_shape=DIGITS, seed=5, dtype=torch.float64)
     for mine, other in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(mine, other)
+        assert torch.equal(mine.double(), other)
     third = build_model(name, num_classes=10, input_shape=DIGITS, seed=6)
     assert not torch.equal(next(first.parameters()), next(third.parameters()))
-
-
-def test_float64_starts_where_float32_starts():
-    single, double = (
-        build_model("small_cnn", num_classes=10, input_shape=DIGITS, seed=3, dtype=dtype)
-        for dtype in (torch.float32, torch.float64)
-    )
-    for mine, other in zip(single.parameters(), double.parameters(), strict=True):
-        assert other.dtype == torch.float64
-        assert torch.equal(mine.double(), other)
 
 
 @pytest.mark.parametrize(

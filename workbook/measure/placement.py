@@ -22,9 +22,8 @@ from labkit.collectives import tree_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link
-from labkit.placement.planner import predict_split
-from labkit.placement.stage_costs import Profile
-from labkit.placement.vgg16_splits import VGG16_SPLITS
+from labkit.placement import VGG16_SPLITS
+from labkit.placement.planner import Profile, predict_split
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.training.measured_link import measure_link
