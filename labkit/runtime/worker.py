@@ -242,9 +242,8 @@ def connect(
         plan: the devices, the backend and the transport.
         timeout_s: the run's deadline, in seconds.
         arena: the launcher's memory, with a place for every rank; None under ``torchrun``.
-        meeting: where the ranks find each other: a file, or a ``hosts.MeetingStore``; None for the
-            address that ``torchrun`` gives.
-        link: the emulated link of this process's messages; None for no emulation.
+        meeting: a file, or what has a ``store(world_size)``; None for that of ``torchrun``.
+        link: the emulated link of this process's messages.
 
     Raises:
         ConnectionError: the other ranks cannot be reached, or one has ended meanwhile.
