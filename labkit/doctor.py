@@ -92,7 +92,7 @@ def check_digits() -> str:
 
 
 def check_ranks(device: str = "cpu") -> str:
-    from labkit.training.measured_link import measure_link
+    from labkit.training.measured import measure_link
 
     return str(measure_link(2, sizes_bytes=(2**12, 2**22), repeats=3, device=device))
 

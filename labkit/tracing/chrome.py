@@ -1,7 +1,8 @@
 """Chrome traces read back as a ``Trace``: labkit's, and those of PyTorch's profiler.
 
-A file of labkit's (``Trace.save``) holds all ranks of a run, and its spans come back as they were. PyTorch's
-profiler (``export_chrome_trace``) writes one file per rank, so several files make one trace:
+A file of labkit's (``Trace.save``) holds all ranks of a run, and its spans come back as they were.
+PyTorch's profiler (``export_chrome_trace``) writes one file per rank, so several files make one
+trace:
 
 * with GPU kernels, NCCL's kernels are communication, all other kernels and copies are computing;
 * without, operators (``cpu_op``) are computing, and the collectives of gloo, MPI and labkit are

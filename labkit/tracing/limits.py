@@ -18,6 +18,7 @@ import html
 import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from labkit.tracing.spans import LOCAL_KINDS, Span, Trace
 from labkit.units import format_number, format_seconds
@@ -119,21 +120,17 @@ def state_of(kind: str) -> str:
 
 def rank_times(trace: Trace, start_s: float | None = None) -> dict[int, RankTimes]:
     """The times of all ranks, by rank; ``start_s`` is when all had started (the first span)."""
-    changes: list[tuple[float, int, int, str, int | None]] = []
-    for span in trace.spans:
-        state = state_of(span.kind)
-        changes += [(span.start_s, 1, span.rank, state, span.peer)]
-        changes += [(span.end_s, -1, span.rank, state, None)]
-    changes.sort(key=lambda change: change[:2])
+    ends = [(span.end_s, -1, span) for span in trace.spans]
+    changes = sorted([(s.start_s, 1, s) for s in trace.spans] + ends, key=itemgetter(0, 1))
     times = {rank: RankTimes(unit_s=_unit_s(trace.of(rank))) for rank in trace.ranks}
     # A rank whose trace has ended is not waited for.
-    left = Counter(rank for _, _, rank, _, _ in changes)
+    left = Counter(span.rank for span in trace.spans)
     active = {rank: Counter() for rank in times}
     state_at, peer_of = dict.fromkeys(times, GAP), dict.fromkeys(times)
     now_s = changes[0][0] if changes and start_s is None else start_s or 0.0
-    for at_s, step, rank, state, peer in changes:
-        passed_s, now_s = max(0.0, at_s - now_s), max(at_s, now_s)
-        for one, its in state_at.items() if passed_s else ():
+    for at_s, step, span in changes:
+        passed_s, now_s = at_s - now_s, max(at_s, now_s)
+        for one, its in state_at.items() if passed_s > 0 else ():
             times[one].seconds[its] += passed_s
             if its == COMPUTE and active[one][COMMUNICATE]:
                 times[one].hidden_s += passed_s
@@ -141,11 +138,12 @@ def rank_times(trace: Trace, start_s: float | None = None) -> dict[int, RankTime
                 culprits = _culprits(one, state_at, peer_of)
                 for culprit in culprits:
                     times[culprit].blamed_s[state_at[culprit]] += passed_s / len(culprits)
+        rank, state = span.rank, state_of(span.kind)
         active[rank][state] += step
-        left[rank] -= 1
         if step > 0 and state == WAIT:
-            peer_of[rank] = peer
+            peer_of[rank] = span.peer
         state_at[rank] = next((one for one in _ORDER if active[rank][one]), GAP)
+        left[rank] -= step < 0
         if not left[rank]:
             del state_at[rank]
     return times

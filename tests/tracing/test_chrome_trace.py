@@ -34,11 +34,6 @@ def test_a_saved_trace_comes_back(tmp_path):
         Span(1, "wait", 0.125, 0.25, 0, 0),
         Span(1, "share_reduce", 0.25, 0.5, 4096, 0, 2),
     )
-    assert read_traces([Trace(spans).save(tmp_path / "t.json")]).trace == Trace(spans)
-
-
-def test_devices_are_in_the_names_of_the_processes(tmp_path):
-    spans = tuple(Span(rank, "compute", 0.0, 0.25) for rank in range(2))
     path = Trace(spans, {0: "cuda:0"}).save(tmp_path / "t.json")
     named = [e["args"]["name"] for e in json.loads(path.read_text())["traceEvents"][:2]]
     assert named == ["rank 0 · cuda:0", "rank 1"]
@@ -87,17 +82,6 @@ def test_until_the_last_rank_has_begun_a_collective_the_others_wait(tmp_path):
     assert [span.rank for span in trace.of(kind="communicate")] == [0, 1]
 
 
-def test_collectives_that_do_not_match_are_left_as_they_are(tmp_path):
-    call = event("gloo:all_reduce", 10, 30, "user_annotation")
-    paths = [of_rank(tmp_path, 0, [call, call | {"ts": 50}]), of_rank(tmp_path, 1, [call])]
-    assert not read_traces(paths).trace.of(kind="wait")
-
-
-def test_the_command_says_what_limited_the_run(capsys):
-    assert main(["explain", str(RECORDED / "straggler.json.gz")]) == 0
-    assert capsys.readouterr().out.startswith("Rank 1 limited the run: it took ")
-
-
 def test_the_command_says_which_ranks_are_missing(capsys):
     assert main(["explain", str(RECORDED / "profiler_rank0.json.gz")]) == 0
     assert "The files have 1 rank of 2: waiting" in capsys.readouterr().out
@@ -130,12 +114,3 @@ def test_a_file_that_is_no_trace_is_refused_in_one_line(case, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert str(path) in error
-
-
-def test_files_that_do_not_belong_together(tmp_path):
-    ours = Trace((Span(0, "compute", 0.0, 1.0),)).save(tmp_path / "ours.json")
-    one = of_rank(tmp_path, 0, [event("aten::mm", 1, 2)])
-    (tmp_path / "again.json").write_text(one.read_text())
-    for other in (ours, tmp_path / "again.json"):
-        with pytest.raises(ValueError, match="one file of labkit's, or a profile per rank"):
-            read_traces([one, other])

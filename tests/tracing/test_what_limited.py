@@ -18,7 +18,7 @@ from labkit import run, train_with
 from labkit.tracing import Span, Trace
 from labkit.tracing.chrome import read_traces
 from labkit.tracing.limits import rank_times, what_limited
-from labkit.training.split_run import measure_split
+from labkit.training.measured import measure_split
 
 travel_by_value(__name__)
 
@@ -49,10 +49,6 @@ def test_states_add_up_and_computing_hides_communication():
     assert times.seconds == {"compute": 5, "communicate": 2, "wait": 1, "gap": 1}
     assert times.hidden_s == 1
     assert times.elapsed_s == 9
-
-
-def test_time_before_the_first_span_counts_from_the_common_start():
-    assert rank_times(trace_of((0, "compute", 2, 3)), start_s=0.0)[0].seconds["gap"] == 2
 
 
 def test_who_waits_for_a_rank_that_waits_is_waiting_for_the_last_one():
@@ -106,29 +102,6 @@ def test_a_straggler_is_named_with_its_factor():
         "Rank 1 limited the run: it took 4 times as long as the others for the same amount of "
         "work, and the others waited for it 75% of their time. The rest: computing 50%."
     )
-
-
-def test_stages_that_take_turns_have_a_bubble():
-    limit = what_limited(
-        trace_of(
-            *((0, "forward", 0, 1), (0, "wait", 1, 5, 1), (0, "backward", 5, 8)),
-            *((1, "wait", 0, 1, 0), (1, "forward", 1, 2), (1, "backward", 2, 5)),
-            (1, "wait", 5, 8, 0),
-        )
-    )
-    assert (limit.kind, limit.shares["wait"]) == ("bubble", 0.5)
-
-
-def test_messages_that_nothing_hides():
-    limit = what_limited(
-        trace_of(
-            *((rank, "compute", 0, 2) for rank in (0, 1)),
-            *((rank, "all_reduce", 1, 9, 1 - rank, 1) for rank in (0, 1)),
-        )
-    )
-    assert limit.kind == "communication"
-    assert limit.hidden == 1 / 8
-    assert "12% of all communication was hidden" in str(limit)
 
 
 def test_an_empty_trace():
