@@ -12,8 +12,6 @@ from typing import Any
 
 from labkit.tracing.spans import LOCAL_KINDS, Meeting, Span
 
-# Number of spans that are kept as marks while nobody listens.
-_SETTLE_AT = 256
 # The difference of two events is a float32 of milliseconds: exact to 1 us after so long.
 _ANCHORED_S = 10.0
 # A peer that seems to arrive so shortly after the end has arrived before it: the clocks of two
@@ -162,8 +160,7 @@ class Recorder:
             self._keep(start - self.origin, end - self.origin, fields)
             return
         self._ahead.append((timer, start, end, fields))
-        if self.listener is not None or len(self._ahead) >= _SETTLE_AT:
-            self._settle()
+        self._settle()
 
     def _settle(self, wait: bool = False) -> None:
         """Turn marks into seconds, up to the first span whose end a GPU has not reached."""
