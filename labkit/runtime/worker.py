@@ -101,7 +101,8 @@ def run_rank(
     # Ctrl-C and the stop button signal the whole process group; the launcher ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # All that Python or C writes goes to the launcher.
-    for stream in (sys.stdout, sys.stderr):
+    streams: tuple[Any, ...] = sys.stdout, sys.stderr
+    for stream in streams:
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
         os.dup2(output.fileno(), stream.fileno())
     output.close()
@@ -272,8 +273,8 @@ def connect(
         arena = meet(group_store, rank, world_size, neighbours)
     patience_s = timeout_s + PATIENCE_S
     plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
-    far: Transport = TorchTransport(plan.backend, device)
-    transport, bells = far, None
+    transport: Transport = (far := TorchTransport(plan.backend, device))
+    bells = None
     if arena and plan.transport == "shared":
         near = SharedTransport(arena, rank, patience_s)
         if len(neighbours) == world_size:
