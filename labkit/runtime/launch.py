@@ -72,16 +72,13 @@ def run(
         transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl``, or ``auto``: shared
             memory for CPU ranks (where the system has it), NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
-        may_lose: ranks that the run can do without: if one fails later, the others get a
-            PeerLostError where they wait for it. (Not under ``torchrun``, nor on
-            ``hosts``; GPUs then use gloo.)
+        may_lose: ranks that the run can do without: where the others wait for one that has
+            failed, they get a PeerLostError. (On this machine; GPUs then use gloo.)
         link: an emulated link, which makes messages slower.
         hosts: nodes of a Ray cluster (``labkit[cluster]``) on which the ranks are spread evenly,
             host by host: how many, or their addresses; None for this machine.
 
-    Returns:
-        The values by rank, the trace, and what was sent; under ``torchrun``, where this process
-        is one of the ranks, the same on every rank.
+    Under ``torchrun`` this process is one of the ranks, and each gets the same result.
 
     Raises:
         ValueError: impossible settings; what cannot be pickled; a run inside a run.
@@ -97,10 +94,7 @@ def run(
         from labkit.runtime import torchrun
 
         if hosts is not None:
-            raise ValueError(
-                f"hosts={hosts!r}: torchrun has started the ranks of this run already. Leave "
-                "hosts out, or start without torchrun"
-            )
+            raise ValueError(f"hosts={hosts!r}: leave hosts out, torchrun has started the ranks")
         here = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *here))
     if hosts is not None:
@@ -113,8 +107,8 @@ def run(
         # A group of NCCL does not outlive any of its ranks.
         chosen = plan(world_size, device, "gloo", devices=devices)
     print_once(chosen.note)
-    call = dump_call(fn, args)
-    job = Job(call, cell_sources(), chosen, world_size, timeout_s, expendable, link)
+    call, sources = dump_call(fn, args), cell_sources()
+    job = Job(call, sources, chosen, world_size, timeout_s, expendable, link)
     supervisor = Supervisor(job)
     return _result(supervisor.run(), supervisor.lost)
 
