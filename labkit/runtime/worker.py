@@ -37,7 +37,6 @@ from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.source_lines import install_sources
 from labkit.comm.torch_transport import TorchTransport, close_arrivals
 from labkit.comm.transport import Transport
-from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
 from labkit.runtime.failures import report_of_failure
@@ -271,21 +270,16 @@ def connect(
     neighbours, host_names[:] = hosts.neighbours(rank), hosts.names
     if arena is None:
         arena = meet(group_store, rank, world_size, neighbours)
-    patience_s = timeout_s + PATIENCE_S
     plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
     transport: Transport = (far := TorchTransport(plan.backend, device))
-    bells = None
     if arena and plan.transport == "shared":
-        near = SharedTransport(arena, rank, patience_s)
+        near = SharedTransport(arena, rank, timeout_s + PATIENCE_S)
         if len(neighbours) == world_size:
             transport = near
         elif len(neighbours) > 1:
             transport = HostsTransport(near, far, neighbours)
-    if arena and arena.has_semaphores:
-        of_near = {one: arena.doorbell(one) for one in neighbours}
-        bells = Doorbells(arena.board, rank, patience_s, of_near)
     board, linked = arena.board if arena else None, over_link(transport)
-    comm = Comm(rank, world_size, device, linked, board, doorbells=bells, hosts=hosts.ranks)
+    comm = Comm(rank, world_size, device, linked, board, hosts=hosts.ranks)
     # The clocks and the board are those of one host nevertheless.
     comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks
     _latest[:] = [comm]
