@@ -75,8 +75,7 @@ def run(
         may_lose: ranks that the run can do without: where the others wait for one that has
             failed, they get a PeerLostError. (On this machine; GPUs then use gloo.)
         link: an emulated link, which makes messages slower.
-        hosts: nodes of a Ray cluster (``labkit[cluster]``) on which the ranks are spread evenly,
-            host by host: how many, or their addresses; None for this machine.
+        hosts: nodes of a Ray cluster on which the ranks are spread: how many, or their addresses.
 
     Under ``torchrun`` this process is one of the ranks, and each gets the same result.
 
@@ -107,9 +106,8 @@ def run(
         # A group of NCCL does not outlive any of its ranks.
         chosen = plan(world_size, device, "gloo", devices=devices)
     print_once(chosen.note)
-    call, sources = dump_call(fn, args), cell_sources()
-    job = Job(call, sources, chosen, world_size, timeout_s, expendable, link)
-    supervisor = Supervisor(job)
+    what = dump_call(fn, args), cell_sources(), chosen
+    supervisor = Supervisor(Job(*what, world_size, timeout_s, expendable, link))
     return _result(supervisor.run(), supervisor.lost)
 
 
