@@ -316,7 +316,7 @@ class Progress:
         sent: messages and bytes by this rank while it trained; empty if they are not counted.
     """
 
-    sums: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
+    sums: Tensor
     epoch: int = 0
     step: int = 0
     rows: list[Row] = field(default_factory=list)
@@ -332,24 +332,38 @@ class Checkpoints:
         strategy: set up.
         facts: of the run, see ``identity``.
         steps: of an epoch.
+        progress: of the run.
     """
 
-    def __init__(self, config: RunConfig, strategy: Strategy, facts: dict[str, Any], steps: int):
-        self.config, self.strategy, self.facts, self.steps = config, strategy, facts, steps
+    def __init__(
+        self,
+        config: RunConfig,
+        strategy: Strategy,
+        facts: dict[str, Any],
+        steps: int,
+        progress: Progress,
+    ):
+        self.config, self.strategy, self.facts = config, strategy, facts
+        self.steps, self.progress = steps, progress
         self._first = self._random_states()
         if strategy.comm.rank == 0:
             remove_unfinished(config.checkpoint_dir)
 
-    def is_due(self, progress: Progress) -> bool:
-        """Whether to save after this step, or this epoch."""
-        every = self.config.checkpoint_every
-        if every and (progress.epoch * self.steps + progress.step) % every == 0:
-            return True
-        return progress.step == 0 and (not every or progress.epoch == self.config.epochs)
+    @property
+    def done(self) -> int:
+        """Steps so far, in all epochs."""
+        return self.progress.epoch * self.steps + self.progress.step
 
-    def save(self, progress: Progress) -> None:
+    def is_due(self) -> bool:
+        """Whether to save after this step, or this epoch."""
+        every, is_last = self.config.checkpoint_every, self.progress.epoch == self.config.epochs
+        if every and self.done % every == 0:
+            return True
+        return self.progress.step == 0 and (not every or is_last)
+
+    def save(self) -> None:
         """Save a checkpoint; a collective call."""
-        strategy = self.strategy
+        strategy, progress = self.strategy, self.progress
         with strategy.comm.span("checkpoint"):
             state, now = strategy.state(), self._random_states()
             schedule, scaler = schedule_of(strategy.optimizer), getattr(strategy, "scaler", None)
@@ -364,17 +378,12 @@ class Checkpoints:
             state |= named("random", now) | {"progress/sums": progress.sums}
             how = self.facts, arrangement(self.config)
             facts = Facts(progress.epoch, progress.step, progress.rows, *how)
-            done = progress.epoch * self.steps + progress.step
-            save(strategy.comm, step_path(self.config.checkpoint_dir or "", done), facts, state)
+            path = step_path(self.config.checkpoint_dir or "", self.done)
+            save(strategy.comm, path, facts, state)
 
-    def load(self, path: Path, progress: Progress) -> None:
-        """Continue from a checkpoint, which ``find_start`` has found to fit this run.
-
-        Args:
-            path: of the checkpoint.
-            progress: of the run, so far at its beginning.
-        """
-        stored, strategy = read(path), self.strategy
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint, which ``find_start`` has found to fit this run."""
+        stored, strategy, progress = read(path), self.strategy, self.progress
         facts, rank = stored.facts, strategy.comm.rank
         progress.epoch, progress.step, progress.rows = facts.epoch, facts.step, facts.rows
         # What a rehearsal has counted was none of the run's samples.
