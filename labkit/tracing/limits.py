@@ -242,20 +242,18 @@ def _slowest(times: dict[int, RankTimes], has_stages: bool) -> tuple[int, float,
     It compares the computing per unit of work; if that is even, all that is not messages.
     """
 
-    def compared(seconds: dict[int, float], work: str) -> tuple[int, float, str]:
-        rank = max(seconds, key=seconds.__getitem__)
-        usual_s = statistics.median([s for one, s in seconds.items() if one != rank] or [0.0])
-        return rank, seconds[rank] / usual_s if usual_s else 1.0, work
-
+    work = "for its stage" if has_stages else "for the same amount of work"
     computed_s = {rank: one.unit_s for rank, one in times.items() if one.unit_s}
     own_s = {rank: one.seconds[COMPUTE] + one.seconds[GAP] for rank, one in times.items()}
-    between = compared(own_s, _BETWEEN)
-    if not computed_s:
+    found = []
+    for seconds, what in ((computed_s, work), (own_s, _BETWEEN)):
+        rank = max(seconds, key=seconds.__getitem__, default=-1)
+        usual_s = statistics.median([s for one, s in seconds.items() if one != rank] or [0.0])
+        found.append((rank, seconds[rank] / usual_s if usual_s else 1.0, what))
+    computes, between = found
+    if not computed_s or (not has_stages and computes[1] < _STRAGGLER < between[1]):
         return between
-    work = "for its stage" if has_stages else "for the same amount of work"
-    computes = compared(computed_s, work)
-    is_even = computes[1] < _STRAGGLER and not has_stages
-    return between if is_even and between[1] > _STRAGGLER else computes
+    return computes
 
 
 def _named(rank: int, times: dict[int, RankTimes], slow: str) -> str:
