@@ -43,8 +43,6 @@ from labkit.units import MOST_SECONDS, format_count
 inside_a_run = False
 # The runs of this process so far, and the Comms that it has opened for threads.
 _runs, _opened = itertools.count(), itertools.count()
-# The watch over the run that this process is in.
-_watching: list[Watch] = []
 
 
 def run_as_rank(
@@ -57,10 +55,7 @@ def run_as_rank(
     link: EmulatedLink | None = None,
     devices: str | Sequence[str] | None = None,
 ) -> list[Report]:
-    """Run ``fn`` in this process, one of torchrun's ranks, and return all ranks' reports.
-
-    Args:
-        fn, args, world_size, device, transport, timeout_s, link, devices: see ``labkit.run``.
+    """Run ``fn`` in this process, one of torchrun's ranks (see ``labkit.run``); all reports.
 
     Raises:
         ValueError: ``world_size`` is not the number of ranks that torchrun has started.
@@ -85,7 +80,6 @@ def run_as_rank(
 @contextlib.contextmanager
 def watched(watch: Watch) -> Iterator[None]:
     """Within the block the run is watched, and an error becomes the one that explains the run."""
-    _watching[:] = [watch]
     watch.start()
     try:
         yield
@@ -97,7 +91,6 @@ def watched(watch: Watch) -> Iterator[None]:
         # The explanation names the cause; what this rank ran into is a consequence.
         raise raised from None
     finally:
-        _watching.clear()
         watch.close()
 
 
@@ -154,7 +147,6 @@ class Opened:
     """A ``Comm`` for one thread, on the CPU, as ``open_for`` has opened it.
 
     Attributes:
-        comm: whose messages mix with no other thread's.
         hosts, host: the ranks of each host, and the number of this one.
         local_rank, local_size: this rank among those of its host, and how many these are.
         has_failed: whether the script ends with an error.
@@ -241,12 +233,9 @@ def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Ope
 def _beside(run: Comm, purpose: str) -> Comm:
     if run.world_size == 1:
         return _alone()
-    store = dist.distributed_c10d._get_default_store()
-    where, forever = f"{purpose}/{next(_opened)}", timedelta(days=365)
-    comm = separate_comm(where, store, run.rank, run.world_size, forever)
-    for watch in _watching:
-        watch.also_ends(comm.session.board)
-    return comm
+    store, forever = dist.distributed_c10d._get_default_store(), timedelta(days=365)
+    where = f"{purpose}/{next(_opened)}"
+    return separate_comm(where, store, run.rank, run.world_size, forever)
 
 
 def _alone() -> Comm:
