@@ -25,6 +25,7 @@ from labkit.collectives.common import check_root
 from labkit.comm.comm import Comm
 from labkit.horovod.coordinator import JOIN, Request
 from labkit.horovod.negotiator import Engine, Handle
+from labkit.runtime.plain import dump_plain, load_plain
 from labkit.runtime.torchrun import open_for
 from labkit.strategies import sync_batch_norm
 
@@ -500,11 +501,10 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: Any =
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """All ranks' objects, by rank: anything that can be pickled; between hosts, plain data."""
-    opened = joined().opened
-    data = torch.frombuffer(bytearray(opened.dump(obj)), dtype=torch.uint8)
+    """All ranks' objects, by rank: plain data, see ``labkit.runtime.plain``."""
+    data = torch.frombuffer(bytearray(dump_plain(obj)), dtype=torch.uint8)
     lengths = allgather(torch.tensor([len(data)]), name and f"{name}.bytes").tolist()
-    return [opened.load(part.numpy().tobytes()) for part in allgather(data, name).split(lengths)]
+    return [load_plain(part.numpy().tobytes()) for part in allgather(data, name).split(lengths)]
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:

@@ -37,7 +37,7 @@ _TICK_S = 0.5
 # peer waits to hear the explanation.
 _SILENT_S, _EXPLAINED_S = 3.0, 10.0
 # From the explanation on: when a rank ends that is busy elsewhere; how long the others wait for
-# more ranks to come to their end, and for the one that has raised to be the first.
+# one more to come to its end, and for the one that has raised to be the first.
 _BUSY_S, _NOBODY_S, _FIRST_S = 5.0, 2.0, 5.0
 _ERROR, _LOOKS, _ENDING = "error", "looks", "ending"
 
@@ -143,11 +143,11 @@ class Watch:
         """
         self._board.ranks[self._rank]["state"] = LEFT
         with contextlib.suppress(RuntimeError):
-            count, since_s = self._store.add(_ENDING, 1), time.monotonic()
-            while count < self._size and time.monotonic() - since_s < _NOBODY_S:
+            count, came_s = self._store.add(_ENDING, 1), time.monotonic()
+            while count < self._size and time.monotonic() - came_s < _NOBODY_S:
                 time.sleep(_TICK_S / 10)
                 if (now := self._store.add(_ENDING, 0)) != count:
-                    count, since_s = now, time.monotonic()
+                    count, came_s = now, time.monotonic()
         near, until_s = self._hosts[self._host], time.monotonic() + _FIRST_S
         if error.worker_traceback and error.rank in near and error.rank != self._rank:
             pid = int(self._board.ranks[error.rank]["pid"])

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import math
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +30,7 @@ from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, print_once
 from labkit.runtime.connect import connect, open_comm, own_store
 from labkit.runtime.messages import Report
-from labkit.runtime.pickling import dump_value
-from labkit.runtime.plain import dump_plain, dump_report, load_plain, load_report
+from labkit.runtime.plain import dump_plain, dump_report, load_report
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.prepare import seed_random_numbers
 from labkit.runtime.rank_watch import Watch, tell
@@ -152,7 +150,9 @@ class Opened:
         has_failed: whether the script ends with an error.
     """
 
-    def __init__(self, comm: Comm, watch: Watch | None = None):
+    def __init__(self, comm: Comm, at_end: Callable[[], None], watch: Watch | None = None):
+        # A thread that is inside PyTorch when the interpreter ends would abort the process.
+        atexit.register(at_end)
         self.comm, self.has_failed = comm, False
         self.hosts = comm.session.hosts
         self.host = next(n for n, ranks in enumerate(self.hosts) if comm.rank in ranks)
@@ -175,21 +175,6 @@ class Opened:
     def is_mine(self) -> bool:
         """Whether this process has opened it, and not one that it was forked from."""
         return os.getpid() == self._pid
-
-    def dump(self, value: Any) -> bytes:
-        """The bytes of any value that can be pickled; between hosts, of plain data."""
-        return dump_value(value) if self._has_one_host() else dump_plain(value)
-
-    def load(self, data: bytes) -> Any:
-        """A value that a rank has dumped.
-
-        A pickle can run any code: between ranks of one host it travels through memory that only
-        this user's processes can open, and elsewhere there are none.
-        """
-        return pickle.loads(data) if self._has_one_host() else load_plain(data)
-
-    def _has_one_host(self) -> bool:
-        return self.comm.transport.shares_memory or self.comm.world_size == 1
 
     def close(self) -> None:
         """Leave the other ranks; a script's rank does so at its end at the latest."""
@@ -216,28 +201,16 @@ def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Ope
         ConnectionError: the other ranks cannot be reached.
     """
     if (run := comm or open_comm()) is not None:
-        opened = Opened(_beside(run, purpose))
         run.session.at_close.append(at_end)
-    elif under_torchrun():
-        local = int(os.environ["LOCAL_WORLD_SIZE"])
-        mine = connect(plan(local, "cpu", "auto"), MOST_SECONDS)
+    if run is not None and run.world_size > 1:
+        store, forever = dist.distributed_c10d._get_default_store(), timedelta(days=365)
+        where = f"{purpose}/{next(_opened)}"
+        return Opened(separate_comm(where, store, run.rank, run.world_size, forever), at_end)
+    if run is None and under_torchrun():
+        chosen = plan(int(os.environ["LOCAL_WORLD_SIZE"]), "cpu", "auto")
+        mine = connect(chosen, MOST_SECONDS)
         mine.session.board.ranks[mine.rank]["state"] = RUNNING
-        opened = Opened(mine, Watch(mine, own_store(next(_runs))))
-    else:
-        opened = Opened(_alone())
-    # A thread that is inside PyTorch when the interpreter ends would abort the process.
-    atexit.register(at_end)
-    return opened
-
-
-def _beside(run: Comm, purpose: str) -> Comm:
-    if run.world_size == 1:
-        return _alone()
-    store, forever = dist.distributed_c10d._get_default_store(), timedelta(days=365)
-    where = f"{purpose}/{next(_opened)}"
-    return separate_comm(where, store, run.rank, run.world_size, forever)
-
-
-def _alone() -> Comm:
+        return Opened(mine, at_end, Watch(mine, own_store(next(_runs))))
     arena = Arena(1)
-    return Comm(0, 1, torch.device("cpu"), SharedTransport(arena, 0, math.inf), arena.board)
+    cpu, alone = torch.device("cpu"), SharedTransport(arena, 0, math.inf)
+    return Opened(Comm(0, 1, cpu, alone, arena.board), at_end)
