@@ -23,7 +23,7 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
 
 On H hosts of m ranks, ``hierarchical_all_reduce`` sends 2 (H - 1) / H x S bytes over the network
 card of each host; ``fast_hierarchical_all_reduce`` overlaps its parts. The exact numbers are in
-``labkit.costs.traffic`` and ``labkit.costs.hosts``. The module ``compressed`` sends gradients in
+``labkit.costs.traffic``. The module ``compressed`` sends gradients in
 half the bytes or fewer.
 """
 

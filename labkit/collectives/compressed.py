@@ -1,7 +1,7 @@
 """All-reduce in fewer bytes: 16-bit floats on the wire, the largest elements, or sparse tensors.
 
 The first two replace ``ring_all_reduce(comm, flat)`` for gradients. They give the same bits on
-every rank, but not the exact sum. ``labkit.costs.traffic.compressed_cost`` gives the bytes.
+every rank, but not the exact sum.
 
 Symbols: P ranks, N elements, k of them kept.
 """
@@ -27,9 +27,7 @@ from labkit.collectives.ring import (
     split_chunks,
 )
 from labkit.comm.comm import Comm, SubComm
-from labkit.schedules.hierarchical import Blocks, num_blocks
-from labkit.schedules.ring import ring_share_reduce
-from labkit.schedules.top_k import kept_elements
+from labkit.schedules.ring import Blocks, num_blocks, ring_share_reduce
 
 AllReduce = Callable[[Comm, Tensor], Tensor]
 
@@ -108,7 +106,9 @@ class TopK:
             if self.residual is None:
                 self.residual = torch.zeros_like(flat)
             self.residual += flat
-            indices = self.residual.abs().topk(kept_elements(flat.numel())).indices
+            # 1 % of the elements, rounded down, at least 1 (0 of an empty gradient).
+            kept = min(flat.numel(), max(1, flat.numel() // 100))
+            indices = self.residual.abs().topk(kept).indices
             values = self.residual[indices]
             self.residual[indices] = 0
             # One message, not two: the indices travel as integers of the values' size.

@@ -11,7 +11,7 @@ steps if ranks are numbered host by host, and up to m times as many if they are 
 did step 2 alone for its host would send as many bytes as all ranks at once, but would add them up
 alone too, and the steps inside would be a reduce and a broadcast of the whole tensor.
 
-Hosts may differ in size; ``labkit.schedules.hierarchical`` says who has which part. With one host,
+Hosts may differ in size; ``labkit.schedules.ring`` says who has which part. With one host,
 or one rank per host, it is the ring.
 
 The fast one cuts the tensor into slices, and overlaps the three parts: while slice g is on the
@@ -33,8 +33,15 @@ from labkit.collectives.common import Reduction, in_place
 from labkit.collectives.fast_ring import fast_ring_all_reduce
 from labkit.collectives.ring import share_only, share_reduce, split_chunks
 from labkit.comm.comm import Comm, SubComm, exchange_under_way
-from labkit.schedules.hierarchical import Blocks, num_blocks, parts_inside, rings_between
-from labkit.schedules.ring import chunk_bounds, owned_chunk, ring_all_reduce
+from labkit.schedules.ring import (
+    Blocks,
+    chunk_bounds,
+    num_blocks,
+    owned_chunk,
+    parts_inside,
+    ring_all_reduce,
+    rings_between,
+)
 
 # Of one block of a slice: its latency is small beside its time on a card of 10 Gb/s.
 BLOCK_BYTES = 2 * 2**20

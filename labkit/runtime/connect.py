@@ -22,7 +22,6 @@ from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport, close_arrivals, means_loss
 from labkit.comm.transport import Transport
-from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
 from labkit.gpus import check_usable
@@ -91,12 +90,8 @@ def connect(
         near = SharedTransport(arena, rank, patience_s)
         one_host = len(neighbours) == world_size
         transport = near if one_host else HostsTransport(near, far, neighbours)
-    bells = None
-    if arena and arena.has_semaphores:
-        of_near = {one: arena.doorbell(one) for one in neighbours}
-        bells = Doorbells(arena.board, rank, patience_s, of_near)
     board, transport = arena.board if arena else None, over_link(transport)
-    comm = Comm(rank, world_size, device, transport, board, doorbells=bells, hosts=hosts.ranks)
+    comm = Comm(rank, world_size, device, transport, board, hosts=hosts.ranks)
     # The clocks and the board are those of one host nevertheless.
     comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks
     _latest[:] = [comm]

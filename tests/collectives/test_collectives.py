@@ -56,8 +56,14 @@ def price(name, op, dtype, size, world_size, rank):
     counts = size, dtype.itemsize, world_size, rank
     if name == "naive":
         return traffic.naive_all_reduce_cost(*counts)
-    cost = traffic.tree_all_reduce_cost if name == "tree" else traffic.ring_all_reduce_cost
-    return cost(*counts, wide_bytes(op, dtype))
+    if name == "tree":
+        # Steps, partial sums sent, results sent: of three ranks the last one hands over and waits.
+        of_ranks = {1: [(0, 0, 0)], 2: [(1, 1, 0)] * 2, 4: [(2, 2, 0)] * 4}
+        of_ranks[3] = [(3, 1, 1), (1, 1, 0), (2, 1, 0)]
+        steps, partial, whole = of_ranks[world_size][rank]
+        sizes = partial * wide_bytes(op, dtype) + whole * dtype.itemsize
+        return traffic.Cost(steps, partial + whole, size * sizes)
+    return traffic.ring_all_reduce_cost(*counts, wide_bytes(op, dtype))
 
 
 def reduce_cases(comm, cases):
@@ -166,12 +172,18 @@ def test_collectives_with_a_root(world_size):
                 "scatter": values_of(7 * rank + 1, size, dtype),
             }
             counts = size, dtype.itemsize, world_size, rank, root
+            num_bytes, others = size * dtype.itemsize, world_size - 1
+            broadcast = traffic.broadcast_cost(*counts)
+            sent = 0 if at_root else 1
             prices = {
-                "broadcast": traffic.broadcast_cost(*counts),
-                "reduce": traffic.reduce_cost(*counts),
+                "broadcast": broadcast,
+                # The same tree backwards.
+                "reduce": traffic.Cost(broadcast.steps, sent, sent * num_bytes),
                 "gather": traffic.gather_cost(*counts),
-                "scatter": traffic.scatter_cost(*counts),
+                "scatter": traffic.Cost(1, 0, 0),
             }
+            if at_root:
+                prices["scatter"] = traffic.Cost(others, others, others * num_bytes)
             for name, (value, cost) in case.items():
                 assert equal(value, expected[name]), (name, root, size, rank)
                 assert cost == prices[name], (name, root, size, rank)
@@ -206,14 +218,9 @@ def test_collectives_from_everyone_to_everyone(world_size):
                 "reduce_scatter": reduced("sum", for_me),
                 "all_to_all": for_me,
             }
-            counts = size, dtype.itemsize, world_size, rank
-            prices = {
-                "all_gather": traffic.all_gather_cost(*counts),
-                "reduce_scatter": traffic.reduce_scatter_cost(
-                    size, wide_bytes("sum", dtype), world_size, rank
-                ),
-                "all_to_all": traffic.all_to_all_cost(*counts),
-            }
+            others, sizes = world_size - 1, dict.fromkeys(expected, size * dtype.itemsize)
+            sizes["reduce_scatter"] = size * wide_bytes("sum", dtype)
+            prices = {n: traffic.Cost(others, others, others * s) for n, s in sizes.items()}
             for name, (value, cost) in case.items():
                 torch.testing.assert_close(value, expected[name])
                 assert cost == prices[name], (name, size, rank)
@@ -274,8 +281,9 @@ def test_nobody_leaves_the_barrier_before_the_last_has_come(world_size):
         return found
 
     by_rank = run(meet, world_size=world_size).values
-    for rank, found in enumerate(by_rank):
-        assert {cost for *_, cost in found} == {traffic.barrier_cost(world_size, rank)}
+    rounds = (world_size - 1).bit_length()
+    for found in by_rank:
+        assert {cost for *_, cost in found} == {traffic.Cost(rounds, rounds, rounds)}
     for turn in zip(*by_rank):
         came_s, left_s, _ = zip(*turn)
         # All processes of a machine read the same clock.

@@ -13,8 +13,7 @@ from labkit.collectives import (
     ring_all_reduce,
 )
 from labkit.collectives.compressed import all_reduce_of
-from labkit.costs import card_bytes, hierarchical_all_reduce_cost
-from labkit.schedules.hierarchical import host_of
+from labkit.costs import card_bytes
 
 travel_by_value(__name__)
 
@@ -32,24 +31,23 @@ BOTH = hierarchical_all_reduce, fast_hierarchical_all_reduce
 
 
 def reduced(comm, hosts):
-    """By case: a hash of the bits, the bytes to other hosts, and what is wrong."""
+    """By case: a hash of the bits, the bytes to other hosts and inside, and what is wrong."""
     comm.hosts, found = hosts, []
     for dtype, op, size in CASES:
-        before, wrong, results = comm.bytes_to, [], []
-        price = hierarchical_all_reduce_cost(
-            size, dtype.itemsize, hosts, comm.rank, wide_bytes(op, dtype)
-        )
+        before, wrong, results, costs = comm.bytes_to, [], [], []
         for all_reduce in BOTH:
             result, cost = paid(comm, all_reduce, values_of(comm.rank, size, dtype), op)
             results.append(result)
-            wrong += [cost] * (cost != price)
+            costs.append(cost)
+        wrong += [costs] * (costs[0] != costs[1])
         sent = comm.bytes_to - before
         left = sum(n for peer, n in sent.items() if peer not in hosts[comm.host])
         expected = on_one_device(op, dtype, size, comm.world_size)
         near = 1e-2 if dtype.itemsize == 2 else 1e-5
         wrong += ["bits"] * (bits(results[0]) != bits(results[1]))
         wrong += ["result"] * (not torch.allclose(results[0], expected, rtol=near, atol=near))
-        found.append((hash(bits(results[0])), left // 2, wrong))
+        inside = costs[0].num_bytes - left // 2
+        found.append((hash(bits(results[0])), left // 2, inside, wrong))
     return found
 
 
@@ -64,11 +62,13 @@ def test_every_rank_gets_one_devices_result_at_the_price_of_the_formula(world_si
             of_ranks = [found[number][index] for found in by_rank]
             assert [wrong for *_, wrong in of_ranks] == [[]] * world_size, (hosts, dtype, op, size)
             assert len({hashed for hashed, *_ in of_ranks}) == 1, (hosts, dtype, op, size)
-            left = [0] * len(hosts)
-            for rank, (_, num_bytes, _) in enumerate(of_ranks):
-                left[host_of(rank, hosts)] += num_bytes
-            counts = size, dtype.itemsize, hosts, wide_bytes(op, dtype)
-            assert left == card_bytes("hierarchical", *counts), (hosts, dtype, op, size)
+            wide = wide_bytes(op, dtype)
+            left = [sum(of_ranks[rank][1] for rank in ranks) for ranks in hosts]
+            price = card_bytes("hierarchical", size, dtype.itemsize, hosts, wide)
+            assert left == price, (hosts, dtype, op, size)
+            inside = [sum(of_ranks[rank][2] for rank in ranks) for ranks in hosts]
+            both = size * (wide + dtype.itemsize)
+            assert inside == [(len(ranks) - 1) * both for ranks in hosts], (hosts, dtype, op, size)
 
 
 # A block of four has up to 250 elements, and the last slice may be smaller.
@@ -150,5 +150,7 @@ def test_compressed_between_hosts_only(hosts):
         else:
             assert bool(((first - given).abs() <= exact * rounds * 4).all())
         left = [sum(by_rank[rank][compress][3] for rank in on_host) for on_host in hosts]
-        formula = card_bytes("hierarchical", 300, 4, hosts, compress=compress)
+        halved = card_bytes("hierarchical", 300, 2, hosts)
+        # A value and its index, around two rings.
+        formula = [2 * 2 * 4] * 2 if compress == "topk" else halved
         assert left == [rounds * num_bytes for num_bytes in formula]

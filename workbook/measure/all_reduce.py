@@ -18,8 +18,7 @@ from torch import Tensor
 from labkit import collectives
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
-from labkit.costs.link import fit_link
-from labkit.costs.seconds import all_reduce_seconds, crossover_bytes
+from labkit.costs.link import all_reduce_seconds, crossover_bytes, fit_link
 from labkit.units import MOST_BYTES, check_integer, format_bytes, format_number, format_seconds
 from workbook.measure.record import Result
 from workbook.measure.spread import Spread

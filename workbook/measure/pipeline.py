@@ -19,7 +19,7 @@ from torch import nn
 from labkit import devices as machine
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
-from labkit.placement.even_split import even_split
+from labkit.placement.profile import even_split
 from labkit.strategies.base import Strategy
 from labkit.strategies.builtin.pipeline import TorchPipeline
 from labkit.strategies.model_parallel import ModelParallel
