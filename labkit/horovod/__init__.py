@@ -224,9 +224,8 @@ def join(device: int = -1) -> int:
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """All ranks' objects, by rank: anything that can be pickled; between hosts, plain data."""
+    """All ranks' objects, by rank: plain data, see ``labkit.runtime.plain``."""
     data = torch.frombuffer(bytearray(dump_plain(obj)), dtype=torch.uint8)
-
     parts = engine().submit("allgather", name, data).wait()
     return [load_plain(part.numpy().tobytes()) for part in parts]
 
