@@ -4,6 +4,8 @@ import contextlib
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 _ENDED = "ZX"
@@ -29,11 +31,29 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def kill_group(leader: int) -> None:
-    """Kill a process, and the processes it has started that are still in its process group."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(leader, signal.SIGKILL)
+def kill_marked(name: str, mark: str, limit_s: float, reap: Callable[[], object]) -> None:
+    """Kill this user's processes whose environment began with ``name=mark`` (Linux).
+
+    ``reap`` is called until none is left, to take notice of children that have ended.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while (left := marked(name, mark)) and time.monotonic() < deadline_s:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        reap()
+        time.sleep(0.05)
+
+
+def marked(name: str, mark: str) -> list[int]:
+    """The living processes that ``kill_marked`` kills."""
+    wanted, found = f"{name}={mark}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # A process that has ended, and waits for its parent, has an empty environment.
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
 
 
 def _status(pid: int) -> str:

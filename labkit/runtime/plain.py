@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_map_only
 from labkit.comm.meeting import SUSPICION
 from labkit.comm.peak_memory import PeakMemory
 from labkit.errors import DeadlockError, WorkerError
-from labkit.runtime.messages import Report
-from labkit.runtime.pickling import UnpicklableError, find_unpicklable
+from labkit.runtime.messages import Report, UnpicklableError, find_unpicklable
 from labkit.tracing import Span
 
 # Classes that only hold data, and what NumPy's arrays and numbers are made of.

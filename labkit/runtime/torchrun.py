@@ -10,7 +10,6 @@ import itertools
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit import gpus
 from labkit.collectives import all_gather
 from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
@@ -28,19 +26,19 @@ from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, print_once
-from labkit.runtime.connect import connect, open_comm, own_store
+from labkit.runtime import rounds, worker
 from labkit.runtime.messages import Report
 from labkit.runtime.plain import dump_plain, dump_report, load_report
 from labkit.runtime.preload import under_torchrun
-from labkit.runtime.prepare import seed_random_numbers
 from labkit.runtime.rank_watch import Watch, tell
-from labkit.runtime.worker import success
+from labkit.runtime.worker import connect, open_comm
 from labkit.units import MOST_SECONDS, format_count
 
 # Whether a run is calling its function in this process at the moment.
 inside_a_run = False
 # The runs of this process so far, and the Comms that it has opened for threads.
 _runs, _opened = itertools.count(), itertools.count()
+_FOREVER = timedelta(days=365)
 
 
 def run_as_rank(
@@ -71,7 +69,7 @@ def run_as_rank(
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print_once(chosen.note)
     comm = connect(chosen, timeout_s, link=link)
-    with watched(Watch(comm, own_store(next(_runs)))):
+    with watched(Watch(comm, _own_store(next(_runs)))):
         return _exchange(comm, call(comm, fn, args))
 
 
@@ -108,20 +106,22 @@ def print_briefly() -> None:
 def call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
     """Call ``fn`` as the rank of a run; returns its report, with its value as plain data."""
     global inside_a_run
-    slot = comm.session.board.ranks[comm.rank]
-    slot["state"] = RUNNING
-    seed_random_numbers(comm.rank)
-    comm.session.start_together()
-    started_s = time.perf_counter()
     inside_a_run = True
     try:
-        value = fn(comm, *args)
-        gpus.synchronize(comm.device)
+        mine = worker.call(comm, fn, args, dump_plain)
     finally:
         inside_a_run = False
-    mine = success(comm, value, time.perf_counter() - started_s, dump_plain)
-    slot["state"] = RETURNED
+    comm.session.board.ranks[comm.rank]["state"] = RETURNED
     return mine
+
+
+def _own_store(run: int) -> dist.Store:
+    """A new connection to torchrun's store: the group's may be kept busy by the ranks."""
+    joined = rounds.current()
+    assert joined is not None, "only torchrun's ranks are watched from within"
+    store = joined.connection()
+    store.set_timeout(_FOREVER)
+    return dist.PrefixStore(f"watch/{run}", store)
 
 
 def _exchange(comm: Comm, mine: Report) -> list[Report]:
@@ -203,14 +203,14 @@ def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Ope
     if (run := comm or open_comm()) is not None:
         run.session.at_close.append(at_end)
     if run is not None and run.world_size > 1:
-        store, forever = dist.distributed_c10d._get_default_store(), timedelta(days=365)
+        store = dist.distributed_c10d._get_default_store()
         where = f"{purpose}/{next(_opened)}"
-        return Opened(separate_comm(where, store, run.rank, run.world_size, forever), at_end)
+        return Opened(separate_comm(where, store, run.rank, run.world_size, _FOREVER), at_end)
     if run is None and under_torchrun():
         chosen = plan(int(os.environ["LOCAL_WORLD_SIZE"]), "cpu", "auto")
         mine = connect(chosen, MOST_SECONDS)
         mine.session.board.ranks[mine.rank]["state"] = RUNNING
-        return Opened(mine, at_end, Watch(mine, own_store(next(_runs))))
+        return Opened(mine, at_end, Watch(mine, _own_store(next(_runs))))
     arena = Arena(1)
     cpu, alone = torch.device("cpu"), SharedTransport(arena, 0, math.inf)
     return Opened(Comm(0, 1, cpu, alone, arena.board), at_end)

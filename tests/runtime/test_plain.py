@@ -11,8 +11,7 @@ from torch import nn
 
 from labkit import DeadlockError, WorkerError
 from labkit.comm.peak_memory import PeakMemory
-from labkit.runtime.messages import Report
-from labkit.runtime.pickling import UnpicklableError
+from labkit.runtime.messages import Report, UnpicklableError
 from labkit.runtime.plain import (
     dump_error,
     dump_plain,
