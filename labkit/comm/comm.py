@@ -359,7 +359,7 @@ class SubComm(Comm):
         return self._ranks.index(self._comm.recv_any(tensor, [self._ranks[s] for s in sources]))
 
     def barrier(self) -> None:
-        raise NotImplementedError("a barrier is for all ranks; dissemination_barrier is for some")
+        raise NotImplementedError("a barrier is for all ranks")
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Tensor:
         return self._comm.exchange(send, self._ranks[dst], recv, self._ranks[src])
