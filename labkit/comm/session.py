@@ -23,7 +23,7 @@ from labkit.comm.source_lines import caller_location
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Bell, Doorbells
 from labkit.errors import PeerLostError
-from labkit.tracing import ClockTimer, CudaTimer, Meeting, Recorder, Span, Timer
+from labkit.tracing import ClockTimer, CudaTimer, Meeting, Recorder, Span
 
 # One end of a message: the peer, and the description of the tensor that is sent or expected.
 End = tuple[int, str]
@@ -256,7 +256,7 @@ class DeviceTimers:
         self._host = ClockTimer()
         self._of_gpus: dict[tuple[torch.device, ...], CudaTimer] = {}
 
-    def of(self, *devices: torch.device) -> Timer:
+    def of(self, *devices: torch.device) -> ClockTimer:
         """The clock of work that passes through ``devices``.
 
         Where a GPU is among them, its events tell when the CPU's work before them has ended, too:

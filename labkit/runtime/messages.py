@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from labkit.comm.peak_memory import PeakMemory
 from labkit.tracing import Span, Trace
-from labkit.tracing.waits import waits_told
+from labkit.tracing.recorder import with_waits
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
@@ -59,7 +59,7 @@ def trace_of(reports: Iterable[Report]) -> Trace:
     """The trace of the ranks that have returned."""
     reports = list(reports)
     devices = {report.rank: report.device for report in reports}
-    return Trace.merge([waits_told(report.spans for report in reports)], devices)
+    return Trace.merge([with_waits(report.spans for report in reports)], devices)
 
 
 def send(control: Connection, report: Report) -> None:

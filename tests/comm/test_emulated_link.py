@@ -59,7 +59,7 @@ LINKS = [EmulatedLink(), EmulatedLink(1e-5, 1e22), EmulatedLink(0.1, 3), Emulate
 
 @pytest.mark.parametrize("link", LINKS)
 def test_the_command_line_reads_what_a_link_prints(link):
-    assert EmulatedLink(*parse_link(str(link))) == link
+    assert EmulatedLink(**parse_link(str(link))) == link
 
 
 @pytest.mark.parametrize(
