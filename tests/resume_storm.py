@@ -119,7 +119,7 @@ def kill_rank(name, folder, every, draw, most_s):
             pass
         if ends.wait(after_s):
             return
-        alive = sorted(set(agents[-1].pids) - set(agents[-1].exit_codes))
+        alive = [r for r in range(len(agents[-1].pids)) if r not in agents[-1].exit_codes]
         if alive:
             with contextlib.suppress(ProcessLookupError):
                 struck.append(alive[int(chosen * len(alive))])

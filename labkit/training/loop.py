@@ -26,7 +26,7 @@ from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
 from labkit.errors import PreemptedError
 from labkit.files import write_atomically
-from labkit.runtime.prepare import allow_tf32
+from labkit.runtime.worker import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
 from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
 from labkit.training.resolve import NOTHING, Own, Work, optimizer_maker, work_of

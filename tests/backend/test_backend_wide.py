@@ -1,7 +1,6 @@
 """What is built on a backend, under "labkit" and under "gloo": DDP's hooks and options, sharding,
 torch.compile, the profiler; callbacks that wait."""
 
-import threading
 import time
 import warnings
 from datetime import timedelta
@@ -268,22 +267,22 @@ def test_compiled_training_gives_what_it_gives_on_gloo(tmp_path):
 # Waits end
 
 
-def blocks_in_a_callback(rank):
-    """The callback of one operation waits for a later operation of the same group."""
-    opened, found = threading.Event(), []
+def calls_what_nobody_answers(rank):
+    """Rank 0 calls and awaits an all-reduce in a callback, rank 1 does not. Then both continue."""
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
-    slow = dist.all_reduce(torch.ones(1_000_000), async_op=True).get_future()
-    child = slow.then(lambda _: found.append(opened.wait(20)))
-    dist.all_reduce(x := torch.ones(3))
-    opened.set()
-    child.wait()
-    future.wait()
-    return x.tolist(), found
+    started_s = time.monotonic()
+    try:
+        future.then(lambda _: rank or dist.all_reduce(torch.ones(1000))).wait()
+        return time.sleep(4)
+    except RuntimeError as error:
+        return time.monotonic() - started_s, str(error)
 
 
-def test_a_callback_that_waits_does_not_stop_its_group(tmp_path):
-    for code, (x, found) in plain(tmp_path, blocks_in_a_callback, timeout_s=8):
-        assert (code, x, found) == (0, [2.0] * 3, [True])
+def test_a_callback_that_waits_for_nobody_ends_within_the_timeout(tmp_path):
+    outcomes = plain(tmp_path, calls_what_nobody_answers, patience_s=30.0, timeout_s=2)
+    seconds, text = outcomes[0][1]
+    assert seconds < 4
+    assert "PeerLostError: a rank left before fast_ring_all_reduce: nothing from rank 1" in text
 
 
 def runs_for_ever(rank):
@@ -312,9 +311,8 @@ def test_no_wait_outlives_the_timeout(tmp_path):
         assert code == 0
         assert len(texts) == 3
         for text, seconds in texts:
-            assert "all_reduce float32 [3], called at" in text
-            assert "test_backend_wide.py" in text
-            assert "the timeout of its process group is 2 s" in text
+            assert "all_reduce float32 [3]" in text
+            assert "still running" in text
             assert seconds < 5
 
 

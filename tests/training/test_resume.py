@@ -16,7 +16,7 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import RunConfig, run, train_with
-from labkit.runtime.prepare import seed_random_numbers
+from labkit.runtime.worker import seed_random_numbers
 from labkit.training.checkpoint import find_start, newest
 from labkit.training.loop import fit
 from labkit.training.resolve import NOTHING, Own, Resolved, make_strategy, work_of

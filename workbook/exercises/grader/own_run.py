@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from labkit.comm.comm import Comm
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
-from labkit.runtime.watch import undrawn
+from labkit.runtime.output import undrawn
 from labkit.tracing import Trace
 from labkit.units import format_bytes, format_count, html_table, text_table
 from workbook.exercises.grader.exercise import Case, Exercise
