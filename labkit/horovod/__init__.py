@@ -116,7 +116,7 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
-        self.__dict__["global_batch"] = GlobalBatch(joined().opened.comm, self, range(size()))
+        self.__dict__["global_batch"] = GlobalBatch(joined().opened.comm, range(size()))
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

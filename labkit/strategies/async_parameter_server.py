@@ -19,6 +19,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +28,22 @@ from labkit import gpus
 from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
 from labkit.schedules.staleness import StalenessTracker, check_bound
-from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
-from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
+from labkit.strategies.base import Batch, LossScaler, MakeOptimizer
+from labkit.strategies.on_shares import OnShares
+from labkit.strategies.state import flat_buffers, lay_end_to_end, load_flat_buffers
 
-_SERVER = 0
+# Seconds since the start, and the mean loss of the samples that were processed.
+EpochEnd = tuple[float, Tensor]
 
 
 @dataclass(eq=False)
-class AsyncParameterServer(OwnPaceStrategy):
-    """Data parallelism in which every worker runs at its own pace.
+class AsyncParameterServer(OnShares):
+    """Data parallelism in which every worker runs at its own pace: ``train`` replaces ``step``.
 
-    A push takes two messages (loss, right predictions, samples and buffers, [3 + B]; gradient,
-    [N]), and so does a pull (parameters, [N]; whether to continue, and buffers, [1 + B]). A
-    gradient that the bound holds back stays with its worker until its turn.
-
-    With amp ``fp16`` the server decides on the scale of the loss: a push and a pull have it as one
-    number more. A gradient that has overflowed makes no update, and the scale is halved unless it
-    has changed since the worker pulled it.
+    A push takes two messages (loss, samples and buffers, [2 + B]; gradient, [N]), and so does a
+    pull (parameters, [N]; whether to continue, and buffers, [1 + B]). A gradient that the bound
+    holds back stays with its worker until its turn. With amp ``fp16`` each worker has its own
+    scale; a gradient that has overflowed counts as one of no samples.
 
     An epoch ends when the server has received as many shares as the epoch has, from any workers: a
     fast worker may be working on its shares of the next epoch by then. An empty share counts, but
@@ -54,46 +54,57 @@ class AsyncParameterServer(OwnPaceStrategy):
     returns them: they always come from one worker and are never mixed.
 
     A worker that dies is left out from then on, and so are its shares; if the last worker dies,
-    the run fails. (``torchrun`` ends the run whenever a rank dies.)
+    the run fails. (``torchrun`` ends the run whenever a rank dies.) Workers never stop together,
+    so there are no checkpoints.
 
-    ``max_staleness`` is the most updates by other workers that a gradient may miss, W - 1 or more.
+    Args:
+        straggler: see ``OnShares``.
+        max_staleness: the most updates by other workers that a gradient may miss, W - 1 or more.
     """
 
+    straggler: tuple[int, float] | None = None
     max_staleness: int | None = None
+    servers = 1
     optimizes = "elements"
     survives_lost_workers = True
 
     def check_ranks(self, world_size: int) -> None:
-        super().check_ranks(world_size)
+        if world_size < 2:
+            raise ValueError(
+                "an asynchronous parameter server needs a server and at least one worker, got "
+                f"world_size {world_size}: use world_size 2 or more, or strategy single"
+            )
         check_bound(world_size - 1, self.max_staleness)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.check_ranks(comm.world_size)
-        if self.max_staleness is not None and not comm.can_choose:
-            raise ValueError(
-                "max_staleness lets some workers wait while others are served; for that all ranks "
-                "have to be on one Linux machine: leave it out here"
-            )
         self.place(comm, model)
-        self.compute_with(self.model)
         self.parameters, self.gradient = lay_end_to_end(self.model)
-        self.report = self._with_buffers(0, 0, 0)
+        self.report = self.with_buffers(0, 0)
         self.tracker = StalenessTracker(self.workers, self.max_staleness)
-        self.updates = self.tracker.updates
         # By worker: the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
-        # Of this epoch so far: the sum of losses, right predictions, samples.
-        self.sums = self.report.new_zeros(3, dtype=torch.double)
-        if comm.rank == _SERVER:
+        if comm.rank == 0:
             # SGD works element by element, so one flat parameter gives the same updates.
-            flat = nn.Parameter(self.parameters)
-            flat.grad = self.gradient
-            self.optimizer = make_optimizer([flat])
-            clip_norm = self.clip_norm and self.clip_norm / len(self.workers)
-            self.apply = self.update_of([flat], clip_norm=clip_norm)
+            self.trained = [nn.Parameter(self.parameters)]
+            self.trained[0].grad = self.gradient
+            self.optimizer = make_optimizer(self.trained)
+            self.clip_norm = self.clip_norm and self.clip_norm / len(self.workers)
+            # Workers have unscaled what they push.
+            self.scaler = LossScaler(False)
+
+    def updates_of(self, samples: int, world_size: int) -> int:
+        # One for each worker's share, unless it is empty.
+        return min(samples, world_size - 1)
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
-        if self.comm.rank == _SERVER:
+        """Train until the workers together have processed as many shares as all epochs have.
+
+        ``batches`` are this rank's shares without end, ``steps`` of them an epoch: a rank that is
+        ahead continues with the next epoch. Yields on the server alone, when an epoch is complete;
+        the caller reads ``full_state`` before it continues.
+        """
+        if self.comm.rank == 0:
             yield from self.serve(steps * len(self.workers), epochs)
         else:
             self.work(batches)
@@ -105,20 +116,26 @@ class AsyncParameterServer(OwnPaceStrategy):
             inputs, targets, batch_size = next(batches)
             samples = len(targets)
             self.gradient.zero_()
-            loss = self.gradients.add(inputs, targets, batch_size)
-            with self.comm.span("push"):
-                report = self._with_buffers(loss, self.right_of(samples), samples)
-                self.comm.send(report, _SERVER)
-                self.comm.send(self.gradient, _SERVER)
-            with self.comm.span("pull"):
-                self.comm.recv(self.parameters, _SERVER)
-                answer = self.comm.recv(self.report[2:], _SERVER)
-            scaled = self.scaler.is_enabled()
-            load_flat_buffers(self.model, answer[1 + scaled :])
-            if scaled:
-                self.scaler.set_scale(answer[1].item())
+            loss = self.add_gradients(inputs, targets, batch_size)
+            report = self.with_buffers(loss, samples)
+            if self.scaler.enabled:
+                self.scaler.unscale([self.gradient])
+                self.scaler.update(overflowed := not bool(self.gradient.isfinite().all()))
+                if overflowed:
+                    report[:2] = 0
+            answer = self.push_and_pull(report)
+            load_flat_buffers(self.model, answer[1:])
             goes_on, done = bool(answer[0]), done + 1
             self.comm.progress(done, samples=samples, loss=loss / max(1, samples))
+
+    def push_and_pull(self, report: Tensor) -> Tensor:
+        """On a worker: send the gradient, receive the parameters; returns the server's answer."""
+        with self.comm.span("push"):
+            self.comm.send(report, 0)
+            self.comm.send(self.gradient, 0)
+        with self.comm.span("pull"):
+            self.comm.recv(self.parameters, 0)
+            return self.comm.recv(self.report[1:], 0)
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
         """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all.
@@ -127,23 +144,26 @@ class AsyncParameterServer(OwnPaceStrategy):
             After each epoch, the seconds since the start and the mean loss of its samples.
         """
         start_s, done, last = self.now_s(), 0, shares * epochs
+        # Of this epoch so far: the sum of losses, and samples.
+        sums = self.report.new_zeros(2, dtype=torch.double)
         while done < last or self.tracker.pulled:
             # After the last update: receive the late pushes, answer with the final parameters.
             worker = self.tracker.next() if done < last else next(iter(self.tracker.held), None)
-            if worker is None:
-                self.hear()
-                continue
-            with self._may_be_lost():
-                with self.comm.span("push"):
-                    self.comm.recv(self.gradient, worker)
+            with self.may_be_lost():
+                if worker is None:
+                    self.hear()
+                    continue
+                self.receive(worker)
                 if done < last:
-                    self.update(worker)
+                    self.apply(worker)
+                    sums += self.reports[worker][:2]
                     done += 1
                     if done % shares == 0:
-                        loss, self.accuracy, _ = self.sums / self.sums[2]
-                        self.sums.zero_()
-                        yield self.now_s() - start_s, loss
-                self.answer(worker, goes_on=done < last)
+                        yield self.now_s() - start_s, sums[0] / sums[1]
+                        sums.zero_()
+                with self.comm.span("pull"):
+                    self.answer(worker, self.with_buffers(done < last))
+                self.tracker.pull(worker) if done < last else self.tracker.drop(worker)
             self.comm.progress(done, last, "shares of all workers")
 
     def now_s(self) -> float:
@@ -154,37 +174,33 @@ class AsyncParameterServer(OwnPaceStrategy):
     def hear(self) -> None:
         """Wait until a worker begins a push, and receive the push's first message."""
         if not self.tracker.pulled:
-            raise RuntimeError(
-                f"no worker is left after {self.tracker.version} updates: "
-                + "; ".join(f"rank {worker}: {why}" for worker, why in self.lost.items())
-            )
-        with self._may_be_lost(), self.comm.span("push"):
-            worker = self.comm.recv_any(
-                self.report, self.tracker.pulled.keys() - self.tracker.held
-            )
-            self.reports[worker] = self.report.clone()
-            self.tracker.push(worker)
+            raise RuntimeError(f"no worker is left after {self.tracker.version} updates")
+        with self.comm.span("push"):
+            busy = self.tracker.held
+            worker = self.comm.recv_any(self.report, self.tracker.pulled.keys() - busy)
+        self.reports[worker] = self.report.clone()
+        self.tracker.push(worker)
 
-    def update(self, worker: int) -> None:
+    def receive(self, worker: int) -> None:
+        """Receive the gradient of a push."""
+        with self.comm.span("push"):
+            self.comm.recv(self.gradient, worker)
+
+    def apply(self, worker: int) -> None:
         """Apply the gradient that was received; an empty share makes no update."""
-        report, scaled = self.reports[worker], self.scaler.is_enabled()
-        self.sums += report[:3]
-        if int(report[2]):
-            with self.comm.span("update"):
-                is_made = self.apply(report[3].item() if scaled else None)
-            load_flat_buffers(self.model, report[3 + scaled :])
-            if is_made:
-                self.tracker.apply(worker)
+        report = self.reports[worker]
+        if int(report[1]):
+            self.update()
+            load_flat_buffers(self.model, report[2:])
+            self.tracker.apply(worker)
 
-    def answer(self, worker: int, goes_on: bool) -> None:
+    def answer(self, worker: int, answer: Tensor) -> None:
         """Send ``worker`` the parameters that it pulls, and whether to go on."""
-        with self.comm.span("pull"):
-            self.comm.send(self.parameters, worker)
-            self.comm.send(self._with_buffers(goes_on), worker)
-        self.tracker.pull(worker) if goes_on else self.tracker.drop(worker)
+        self.comm.send(self.parameters, worker)
+        self.comm.send(answer, worker)
 
     @contextlib.contextmanager
-    def _may_be_lost(self) -> Iterator[None]:
+    def may_be_lost(self) -> Iterator[None]:
         """A context that leaves a worker out from then on, if the worker dies in it."""
         try:
             yield
@@ -192,19 +208,22 @@ class AsyncParameterServer(OwnPaceStrategy):
             if error.rank not in self.tracker.pulled:
                 raise
             self.tracker.drop(error.rank)
-            self.lost[error.rank] = str(error)
             print(
                 f"rank {error.rank} is lost after {self.tracker.version} updates, going on with "
                 f"workers {sorted(self.tracker.pulled)}: {error}"
             )
 
     @torch.no_grad()
-    def _with_buffers(self, *numbers: float | Tensor) -> Tensor:
-        """A short message: some numbers, the scale of the loss if it has one, and the buffers."""
-        if self.scaler.is_enabled():
-            numbers = *numbers, self.scaler.get_scale()
+    def with_buffers(self, *numbers: float | Tensor) -> Tensor:
+        """A short message: some numbers, and the buffers."""
         # Filled in one by one: a GPU would wait for the copy of a list.
         head = self.parameters.new_empty(len(numbers))
         for place, number in zip(head, numbers):
             place.fill_(number)
         return torch.cat([head, flat_buffers(self.model)])
+
+    def notes(self) -> dict[str, Any]:
+        """``staleness`` is [worker, staleness] of each update."""
+        updates = [list(update) for update in self.tracker.updates]
+        counts = [sum(u[0] == rank for u in updates) for rank in range(self.comm.world_size)]
+        return {"staleness": updates, "updates_by_rank": counts}

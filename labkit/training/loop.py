@@ -22,7 +22,8 @@ from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
 from labkit.errors import PreemptedError
 from labkit.runtime.prepare import allow_tf32
-from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
+from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.strategies.base import Batch, Strategy
 from labkit.training.evaluation import (
     Logs,
     Progress,
@@ -102,7 +103,7 @@ def fit(
     with on_sigterm(run.stop.set if run.checkpoints else None):
         if start is not None and run.checkpoints:
             run.checkpoints.load(start, progress, run.rehearse)
-        if isinstance(strategy, OwnPaceStrategy):
+        if isinstance(strategy, AsyncParameterServer):
             ends_s = run.train_at_own_pace(strategy, memory)
         while progress.epoch < config.epochs:
             with memory.counted():
@@ -203,7 +204,7 @@ class _Run:
     def check_finite(self, epoch: int, finite: int) -> None:
         """Refuse to go on after ``finite`` steps of an epoch, unless fp16's scaler skips them."""
         scaler = getattr(self.strategy, "scaler", None)
-        if scaler is not None and scaler.is_enabled():
+        if scaler is not None and scaler.enabled:
             return
         optimizer = self.strategy.optimizer
         rate = optimizer.param_groups[0].get("lr") if optimizer else self.config.lr
@@ -212,7 +213,7 @@ class _Run:
             f"rate {rate}: try a smaller lr, a warm-up (warmup_epochs) or clip_norm 1"
         )
 
-    def train_at_own_pace(self, strategy: OwnPaceStrategy, memory: Part) -> list[float]:
+    def train_at_own_pace(self, strategy: AsyncParameterServer, memory: Part) -> list[float]:
         """Train so that no rank waits for the others; return ``RankReport.ends_s``.
 
         What the epochs have ended with is evaluated afterwards.
@@ -225,18 +226,18 @@ class _Run:
             progress.start_clock(strategy)
             for passed_s, loss in strategy.train(batches, self.steps, self.config.epochs):
                 ends_s.append(time.perf_counter() - origin_s)
-                ends.append((passed_s, loss, float(strategy.accuracy), strategy.full_state()))
+                ends.append((passed_s, loss, strategy.full_state()))
                 if not loss.isfinite():
                     self.check_finite(len(ends) - 1, self.steps - 1)
             progress.stop_clock(strategy)
         last = strategy.full_state()
-        for passed_s, loss, accuracy, state in ends:
-            strategy.load_full_state(state)
+        for passed_s, loss, state in ends:
+            strategy.model.load_state_dict(state)
             sums = evaluated(self.work, strategy, 0, 1)
             seconds = passed_s - sum(row["seconds"] for row in progress.rows)
-            progress.rows.append(row_of(self.work, loss.item(), seconds, accuracy, sums))
+            progress.rows.append(row_of(self.work, loss.item(), seconds, math.nan, sums))
             self.tell()
-        strategy.load_full_state(last)
+        strategy.model.load_state_dict(last)
         progress.epoch = self.config.epochs
         return ends_s
 

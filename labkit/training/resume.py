@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import RunConfig
-from labkit.strategies.base import OwnPaceStrategy, Strategy
+from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.strategies.base import Strategy
 from labkit.strategies.state import State, named
 from labkit.training import checkpoint
 from labkit.training.checkpoint import Facts, Stored
@@ -100,7 +101,7 @@ def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
     if config.checkpoint_dir is None:
         return Start()
     folder = Path(config.checkpoint_dir)
-    if isinstance(ready.strategy, OwnPaceStrategy):
+    if isinstance(ready.strategy, AsyncParameterServer):
         raise ValueError(
             f"{config.strategy} takes no checkpoint_dir, because its workers never stop together: "
             "leave it out, or use parameter_server"

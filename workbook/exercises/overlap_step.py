@@ -22,7 +22,7 @@ from labkit.errors import WorkerError
 from labkit.runtime.launch import RunResult, run
 from labkit.runtime.watch import undrawn
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
-from labkit.strategies.ddp.bucketed import BucketedDDP, start_all_reduce
+from labkit.strategies.ddp import BucketedDDP, start_all_reduce
 from labkit.units import format_number, format_seconds
 from workbook.exercises.grader import WORLD_SIZES, Case, Verdict, Wrong, returns
 from workbook.exercises.grader.compare import same, short

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from labkit import devices, strategies
 from labkit.config import STAGED, RunConfig
-from labkit.strategies.base import OwnPaceStrategy
+from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.units import format_count
 
 SINGLE = "single"
@@ -69,7 +69,7 @@ def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[C
     for name in chosen:
         ours, theirs = strategies.get(name), strategies.get(name, builtin=True)
         counterpart = None if theirs is ours else theirs.__name__
-        own_pace = issubclass(ours, OwnPaceStrategy)
+        own_pace = issubclass(ours, AsyncParameterServer)
         found.append(Contender(name, name, counterpart=counterpart, own_pace=own_pace))
         if theirs not in seen | {ours}:
             seen.add(theirs)
@@ -81,7 +81,7 @@ def _builtins(strategy: str, theirs: type, device: str) -> list[Contender]:
     backends = {theirs.__name__: "auto"}
     if "backend" in theirs.options() and devices.plan(1, device).backend == "gloo":
         backends[f"{theirs.__name__} (labkit)"] = "labkit"
-    own_pace = issubclass(theirs, OwnPaceStrategy)
+    own_pace = issubclass(theirs, AsyncParameterServer)
     return [Contender(n, strategy, True, b, own_pace=own_pace) for n, b in backends.items()]
 
 
