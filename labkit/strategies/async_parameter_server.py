@@ -10,7 +10,7 @@ A push is the sum over the share's samples, divided by the samples of the whole 
 one per worker, together move the parameters about as far as one synchronous step. Clipping
 limits each of them to a W-th of ``clip_norm``, so that W pushes together stay within it.
 
-Symbols: W workers, N trainable parameters, B numbers in the model's buffers.
+Symbols: W workers, N trainable parameters, B floats in the model's buffers.
 Sources: Dean et al., "Large scale distributed deep networks" (2012), section 4.1 (Downpour SGD);
 Recht et al., "Hogwild!" (2011).
 """
@@ -28,9 +28,8 @@ from labkit import gpus
 from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
 from labkit.schedules.staleness import StalenessTracker, check_bound
-from labkit.strategies.base import Batch, LossScaler, MakeOptimizer
+from labkit.strategies.base import Batch, LossScaler, MakeOptimizer, lay_end_to_end
 from labkit.strategies.on_shares import OnShares
-from labkit.strategies.state import flat_buffers, lay_end_to_end, load_flat_buffers
 
 # Seconds since the start, and the mean loss of the samples that were processed.
 EpochEnd = tuple[float, Tensor]
@@ -40,8 +39,8 @@ EpochEnd = tuple[float, Tensor]
 class AsyncParameterServer(OnShares):
     """Data parallelism in which every worker runs at its own pace: ``train`` replaces ``step``.
 
-    A push takes two messages (loss, samples and buffers, [2 + B]; gradient, [N]), and so does a
-    pull (parameters, [N]; whether to continue, and buffers, [1 + B]). A gradient that the bound
+    A push takes two messages (loss and samples, [2]; gradient and buffers, [N + B]), and so does a
+    pull (parameters and buffers, [N + B]; whether to continue, [1]). A gradient that the bound
     holds back stays with its worker until its turn. With amp ``fp16`` each worker has its own
     scale; a gradient that has overflowed counts as one of no samples.
 
@@ -50,8 +49,8 @@ class AsyncParameterServer(OnShares):
     makes no update. The loss of an epoch is the mean over the samples pushed during it.
 
     Batch statistics (BatchNorm): each worker normalises with the statistics of its own share. The
-    server takes the running averages and counters of the latest push as they are, and a pull
-    returns them: they always come from one worker and are never mixed.
+    server takes the running averages of the latest push as they are, and a pull returns them: they
+    always come from one worker and are never mixed. Counters end as they began.
 
     A worker that dies is left out from then on, and so are its shares; if the last worker dies,
     the run fails. (``torchrun`` ends the run whenever a rank dies.) Workers never stop together,
@@ -65,7 +64,6 @@ class AsyncParameterServer(OnShares):
     straggler: tuple[int, float] | None = None
     max_staleness: int | None = None
     servers = 1
-    optimizes = "elements"
     survives_lost_workers = True
 
     def check_ranks(self, world_size: int) -> None:
@@ -79,15 +77,14 @@ class AsyncParameterServer(OnShares):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.check_ranks(comm.world_size)
         self.place(comm, model)
-        self.parameters, self.gradient = lay_end_to_end(self.model)
-        self.report = self.with_buffers(0, 0)
+        buffers = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        self.values, self.gradient = lay_end_to_end([*self.trained, *buffers])
+        num_buffers = sum(buffer.numel() for buffer in buffers)
+        self.buffers = slice(len(self.values) - num_buffers, None)
         self.tracker = StalenessTracker(self.workers, self.max_staleness)
         # By worker: the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
         if comm.rank == 0:
-            # SGD works element by element, so one flat parameter gives the same updates.
-            self.trained = [nn.Parameter(self.parameters)]
-            self.trained[0].grad = self.gradient
             self.optimizer = make_optimizer(self.trained)
             self.clip_norm = self.clip_norm and self.clip_norm / len(self.workers)
             # Workers have unscaled what they push.
@@ -112,30 +109,32 @@ class AsyncParameterServer(OnShares):
     def work(self, batches: Iterator[Batch]) -> None:
         """On a worker: compute a gradient, push it, pull, until the server says to stop."""
         goes_on, done = True, 0
+        counters = [(b, b.clone()) for b in self.model.buffers() if not b.is_floating_point()]
         while goes_on:
             inputs, targets, batch_size = next(batches)
             samples = len(targets)
             self.gradient.zero_()
             loss = self.add_gradients(inputs, targets, batch_size)
-            report = self.with_buffers(loss, samples)
+            report = torch.stack([loss, torch.full_like(loss, samples)]).to(self.values.dtype)
             if self.scaler.enabled:
                 self.scaler.unscale([self.gradient])
                 self.scaler.update(overflowed := not bool(self.gradient.isfinite().all()))
                 if overflowed:
-                    report[:2] = 0
-            answer = self.push_and_pull(report)
-            load_flat_buffers(self.model, answer[1:])
-            goes_on, done = bool(answer[0]), done + 1
+                    report.zero_()
+            self.gradient[self.buffers] = self.values[self.buffers]
+            goes_on, done = bool(self.push_and_pull(report)), done + 1
             self.comm.progress(done, samples=samples, loss=loss / max(1, samples))
+        for counter, start in counters:
+            counter.copy_(start)
 
     def push_and_pull(self, report: Tensor) -> Tensor:
-        """On a worker: send the gradient, receive the parameters; returns the server's answer."""
+        """On a worker: send the gradient, receive the parameters; returns whether to go on."""
         with self.comm.span("push"):
             self.comm.send(report, 0)
             self.comm.send(self.gradient, 0)
         with self.comm.span("pull"):
-            self.comm.recv(self.parameters, 0)
-            return self.comm.recv(self.report[1:], 0)
+            self.comm.recv(self.values, 0)
+            return self.comm.recv(report[:1], 0)
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
         """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all.
@@ -143,43 +142,38 @@ class AsyncParameterServer(OnShares):
         Yields:
             After each epoch, the seconds since the start and the mean loss of its samples.
         """
-        start_s, done, last = self.now_s(), 0, shares * epochs
+        start_s, done, last = time.perf_counter(), 0, shares * epochs
         # Of this epoch so far: the sum of losses, and samples.
-        sums = self.report.new_zeros(2, dtype=torch.double)
+        sums = self.values.new_zeros(2, dtype=torch.double)
         while done < last or self.tracker.pulled:
             # After the last update: receive the late pushes, answer with the final parameters.
             worker = self.tracker.next() if done < last else next(iter(self.tracker.held), None)
             with self.may_be_lost():
                 if worker is None:
-                    self.hear()
+                    worker = self.hear()
+                    self.tracker.push(worker)
                     continue
                 self.receive(worker)
                 if done < last:
                     self.apply(worker)
-                    sums += self.reports[worker][:2]
+                    sums += self.reports[worker]
                     done += 1
                     if done % shares == 0:
-                        yield self.now_s() - start_s, sums[0] / sums[1]
+                        gpus.synchronize(self.comm.device)
+                        yield time.perf_counter() - start_s, sums[0] / sums[1]
                         sums.zero_()
-                with self.comm.span("pull"):
-                    self.answer(worker, self.with_buffers(done < last))
+                self.answer(worker, self.values.new_full((1,), done < last))
                 self.tracker.pull(worker) if done < last else self.tracker.drop(worker)
             self.comm.progress(done, last, "shares of all workers")
 
-    def now_s(self) -> float:
-        """The host's clock, when all that was queued on this rank's device has ended."""
-        gpus.synchronize(self.comm.device)
-        return time.perf_counter()
-
-    def hear(self) -> None:
+    def hear(self) -> int:
         """Wait until a worker begins a push, and receive the push's first message."""
-        if not self.tracker.pulled:
-            raise RuntimeError(f"no worker is left after {self.tracker.version} updates")
+        report = self.values.new_empty(2)
         with self.comm.span("push"):
-            busy = self.tracker.held
-            worker = self.comm.recv_any(self.report, self.tracker.pulled.keys() - busy)
-        self.reports[worker] = self.report.clone()
-        self.tracker.push(worker)
+            idle = self.tracker.pulled.keys() - self.tracker.held
+            worker = self.comm.recv_any(report, idle)
+        self.reports[worker] = report
+        return worker
 
     def receive(self, worker: int) -> None:
         """Receive the gradient of a push."""
@@ -188,39 +182,30 @@ class AsyncParameterServer(OnShares):
 
     def apply(self, worker: int) -> None:
         """Apply the gradient that was received; an empty share makes no update."""
-        report = self.reports[worker]
-        if int(report[1]):
+        if int(self.reports[worker][1]):
             self.update()
-            load_flat_buffers(self.model, report[2:])
+            self.values[self.buffers] = self.gradient[self.buffers]
             self.tracker.apply(worker)
 
-    def answer(self, worker: int, answer: Tensor) -> None:
+    def answer(self, worker: int, goes_on: Tensor) -> None:
         """Send ``worker`` the parameters that it pulls, and whether to go on."""
-        self.comm.send(self.parameters, worker)
-        self.comm.send(answer, worker)
+        with self.comm.span("pull"):
+            self.comm.send(self.values, worker)
+            self.comm.send(goes_on, worker)
 
     @contextlib.contextmanager
     def may_be_lost(self) -> Iterator[None]:
-        """A context that leaves a worker out from then on, if the worker dies in it."""
+        """A context that leaves a worker out from then on, if it dies and is not the last."""
         try:
             yield
         except PeerLostError as error:
-            if error.rank not in self.tracker.pulled:
+            if error.rank not in self.tracker.pulled or len(self.tracker.pulled) == 1:
                 raise
             self.tracker.drop(error.rank)
             print(
                 f"rank {error.rank} is lost after {self.tracker.version} updates, going on with "
                 f"workers {sorted(self.tracker.pulled)}: {error}"
             )
-
-    @torch.no_grad()
-    def with_buffers(self, *numbers: float | Tensor) -> Tensor:
-        """A short message: some numbers, and the buffers."""
-        # Filled in one by one: a GPU would wait for the copy of a list.
-        head = self.parameters.new_empty(len(numbers))
-        for place, number in zip(head, numbers):
-            place.fill_(number)
-        return torch.cat([head, flat_buffers(self.model)])
 
     def notes(self) -> dict[str, Any]:
         """``staleness`` is [worker, staleness] of each update."""

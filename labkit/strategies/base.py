@@ -16,6 +16,11 @@ Ranks that have all gradients, equal to the bit, all do the same without a messa
 has some of them, the ranks add up the squares of their norms; a gradient that is not finite makes
 the sum not finite.
 
+A checkpoint's tensors are named by what they are: ``model/NAME``, a parameter or buffer as the
+model's state dict names it; ``optimizer/NAME/KEY``, what the optimizer has of a parameter; and
+``own/NAME``, what else a rank carries from step to step. The first two have the model's names and
+shapes, whichever rank holds them, so a run may go on with other ranks, or another technique.
+
 Sources: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section
 3.2; Micikevicius et al., "Mixed precision training" (2018), sections 3.1 and 3.2.
 """
@@ -30,13 +35,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from labkit.comm.comm import Comm
-from labkit.strategies.state import State, load_optimizer, named, of_kind, optimizer_state
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 from labkit.workload.sampling import share
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+State = dict[str, Tensor]
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -243,36 +248,37 @@ class Strategy:
         return self.model.state_dict(), dict(self.model.named_parameters())
 
     def state(self) -> State:
-        """What this rank gives to a checkpoint, see ``strategies.state``; a collective call."""
+        """What this rank gives to a checkpoint; a collective call.
+
+        Raises:
+            ValueError: the optimizer keeps something other than tensors.
+        """
         tensors, parameters = self.held()
         has_layers, state = self.optimizes == "layers", State()
-        of_optimizer = self.optimizer_state(parameters)
-        if has_layers or self.comm.rank == 0:
-            state |= named("optimizer", of_optimizer)
         if has_layers or self.comm.rank == self.workers[0]:
             state |= named("model", tensors)
+        if self.optimizer and (has_layers or self.comm.rank == 0):
+            for name, parameter in parameters.items():
+                state |= named(f"optimizer/{name}", self.optimizer.state.get(parameter, {}))
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{name} is a {type(value).__name__}, and a checkpoint holds tensors: use "
+                    "another optimizer, or leave checkpoint_dir out"
+                )
         return state
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what all ranks gave; without anything "own" if these were other ranks."""
         tensors, parameters = self.held()
-        values = of_kind("model", state)
         for name, tensor in tensors.items():
-            tensor.copy_(values[name])
-        if self.optimizer is not None:
-            self.load_optimizer_state(parameters, of_kind("optimizer", state))
-
-    def optimizer_state(self, parameters: Mapping[str, Tensor]) -> State:
-        """What the optimizer has of the parameters, as NAME/KEY; all ranks call it."""
-        found = State()
-        for name, parameter in parameters.items():
-            found |= named(name, optimizer_state(self.optimizer, parameter))
-        return found
-
-    def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
-        for name, parameter in parameters.items():
-            load_optimizer(self.optimizer, parameter, of_kind(name, state))
+            tensor.copy_(state[f"model/{name}"])
+        for name, parameter in parameters.items() if self.optimizer else ():
+            for key, value in of_kind(f"optimizer/{name}", state).items():
+                # PyTorch's optimizers count steps on the host.
+                device = parameter.device if value.dim() else "cpu"
+                self.optimizer.state[parameter][key] = value.to(device, copy=True)
 
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         """Before ``load_state``: do what a first step leaves behind, beside its update."""
@@ -304,3 +310,39 @@ def sum_over(comm: Comm, ranks: Sequence[int], tensor: Tensor) -> Tensor:
     for other in others:
         comm.send(tensor, other)
     return tensor
+
+
+def named(kind: str, tensors: Mapping[str, Tensor]) -> State:
+    return {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
+
+
+def of_kind(kind: str, state: Mapping[str, Tensor]) -> State:
+    """The reverse of ``named``."""
+    prefix = f"{kind}/"
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that require a gradient; a tied one comes once."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def lay_end_to_end(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Move parameters (and buffers) into one flat tensor, and make them views of it.
+
+    A flat tensor can be cut anywhere, into chunks of equal size, and one message carries all of
+    it; each of many small messages has a latency.
+
+    Returns:
+        (values [N], gradients [N]); the gradients are zeros. The parameters' ``grad`` are views of
+        ``gradients``, to which backward adds. Reset it with ``gradients.zero_()``: an optimizer's
+        ``zero_grad`` would remove the views.
+    """
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    gradients = torch.zeros_like(values)
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, value, gradient in zip(tensors, values.split(sizes), gradients.split(sizes)):
+        tensor.data = value.view_as(tensor)
+        if tensor.requires_grad:
+            tensor.grad = gradient.view_as(tensor)
+    return values, gradients

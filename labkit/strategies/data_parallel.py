@@ -29,8 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.state import trained_parameters
+from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 
 
 @dataclass(eq=False)
@@ -43,13 +42,10 @@ class DataParallel(Strategy):
 
     Args:
         devices: one name per replica, as in ``("cpu", "cpu")``; a name may occur several times.
-        accumulate: micro-batches that the batch is cut into, each of which is scattered; the
-            gradients are reduced once, after the last one.
         amp: see ``OnShares``; outputs and their gradients move in the half dtype.
     """
 
     devices: Sequence[Any] = ()
-    accumulate: int = 1
     amp: str | None = None
     in_one_process = True
     through_comm = False
@@ -78,43 +74,36 @@ class DataParallel(Strategy):
             comm.session.timers.of(device)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        def outputs_of(replica: nn.Module, part: Tensor) -> Tensor:
-            with self.autocast(part.device):
-                return replica(part)
-
-        count = max(1, min(self.accumulate, len(targets)))
-        total = torch.zeros((), dtype=torch.float64, device=self.devices[0])
-        # The first micro-batch is the largest, and no parameter changes before the update.
-        replicas = self.replicate(len(inputs.tensor_split(count)[0]))
-        for batch, expected in zip(inputs.tensor_split(count), targets.tensor_split(count)):
-            parts = self.scatter(batch)
-            outputs = self.parallel(outputs_of, replicas[: len(parts)], parts)
-            loss, gradients = self.loss_on_device_0(outputs, expected, batch_size)
-            self.parallel(torch.autograd.backward, outputs, gradients)
-            total += loss
+        parts = self.scatter(inputs)
+        replicas = self.replicate(len(parts))
+        outputs = self.parallel(self.forward, replicas, parts)
+        loss, gradients = self.gather(outputs, targets, batch_size)
+        self.parallel(torch.autograd.backward, outputs, gradients)
         self.reduce(replicas)
         self.update()
-        return total.to(self.comm.device)
+        return loss
 
     def scatter(self, inputs: Tensor) -> list[Tensor]:
         """Cut ``inputs`` [n, ...] into min(n, P) parts of almost equal size, one per device."""
         with self.comm.span("scatter"):
-            count = max(1, min(len(inputs), len(self.devices)))
-            parts = inputs.tensor_split(count)
-            return [self._send("scatter", part, index) for index, part in enumerate(parts)]
+            parts = inputs.tensor_split(min(len(inputs), len(self.devices)))
+            return [self._moved("scatter", part, 0, index) for index, part in enumerate(parts)]
 
     @torch.no_grad()
-    def replicate(self, samples: int) -> list[nn.Module]:
-        """Give as many replicas as have ``samples`` to work on the state of device 0."""
-        replicas = self.replicas[: max(1, samples)]
-        ours = [*self.model.parameters(), *self.model.buffers()]
+    def replicate(self, count: int) -> list[nn.Module]:
+        """Give the first ``count`` replicas the parameters and buffers of device 0."""
         with self.comm.span("replicate"):
-            for index, replica in enumerate(replicas):
+            ours = [*self.model.parameters(), *self.model.buffers()]
+            for index, replica in enumerate(self.replicas[:count]):
                 replica.zero_grad()
                 theirs = [*replica.parameters(), *replica.buffers()] if index else []
                 for target, source in zip(theirs, ours):
-                    target.data = self._send("replicate", source.detach(), index)
-        return replicas
+                    target.data = self._moved("replicate", source.detach(), 0, index)
+        return self.replicas[:count]
+
+    def forward(self, replica: nn.Module, part: Tensor) -> Tensor:
+        with self.autocast(part.device):
+            return replica(part)
 
     def parallel(self, fn: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
         """Call ``fn(*arguments[.., i])`` for all i at once, in thread i; return the results by i.
@@ -137,24 +126,25 @@ class DataParallel(Strategy):
         with self.comm.span("compute", self.devices[index] if index else None):
             return fn(*args)
 
-    def loss_on_device_0(
+    def gather(
         self, outputs: list[Tensor], targets: Tensor, batch_size: int
     ) -> tuple[Tensor, list[Tensor]]:
-        """Gather the outputs on device 0, compute the loss there, and send its gradient back.
+        """Compute the loss of all outputs on device 0, and send its gradient back.
 
         Returns the sum of the losses, and d(mean loss)/d(output) by device, [n_i, classes].
         """
         with self.comm.span("gather"):
             gathered = torch.cat(
-                [self._fetch("gather", o.detach(), i) for i, o in enumerate(outputs)]
+                [self._moved("gather", output.detach(), i, 0) for i, output in enumerate(outputs)]
             )
         with self.comm.span("compute"):
-            loss = self.loss(self.wide(gathered.requires_grad_()), targets.to(gathered.device))
+            loss = self.loss(self.wide(gathered.requires_grad_()), targets)
             scaled = loss * (self.scaler.scale / batch_size)
             (gradient,) = torch.autograd.grad(scaled, gathered)
         with self.comm.span("gather"):
             parts = gradient.split([len(output) for output in outputs])
-            return loss.detach(), [self._send("gather", p, i) for i, p in enumerate(parts)]
+            back = [self._moved("gather", part, 0, index) for index, part in enumerate(parts)]
+            return loss.detach(), back
 
     @torch.no_grad()
     def reduce(self, replicas: list[nn.Module]) -> None:
@@ -163,18 +153,13 @@ class DataParallel(Strategy):
             for index, replica in enumerate(replicas[1:], start=1):
                 for ours, theirs in zip(self.model.parameters(), replica.parameters()):
                     if ours.grad is not None and theirs.grad is not None:
-                        ours.grad += self._fetch("reduce", theirs.grad, index)
+                        ours.grad += self._moved("reduce", theirs.grad, index, 0)
 
-    def _send(self, phase: str, tensor: Tensor, index: int) -> Tensor:
-        """Copy ``tensor`` from device 0 to device ``index``, also if both are the CPU."""
-        self.bytes_moved[phase] += tensor.nbytes if index else 0
-        device = self.devices[index]
-        return tensor.to(device, non_blocking=device.type == "cuda", copy=index > 0)
-
-    def _fetch(self, phase: str, tensor: Tensor, index: int) -> Tensor:
-        """Move ``tensor`` from device ``index`` to device 0."""
-        self.bytes_moved[phase] += tensor.nbytes if index else 0
-        return tensor.to(self.devices[0], non_blocking=self.devices[0].type == "cuda")
+    def _moved(self, phase: str, tensor: Tensor, start: int, end: int) -> Tensor:
+        """A copy on device ``end`` of a tensor on device ``start``, also if both are the CPU."""
+        self.bytes_moved[phase] += tensor.nbytes * (start != end)
+        device = self.devices[end]
+        return tensor.to(device, non_blocking=device.type == "cuda", copy=start != end)
 
     def notes(self) -> dict[str, Any]:
         """The devices, and the bytes moved between them by phase, which bypass ``comm``."""

@@ -15,22 +15,20 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Variable
 
 from labkit.collectives import broadcast, fast_hierarchical_all_reduce, fast_ring_all_reduce
 from labkit.comm.comm import Comm
-from labkit.comm.tensors import check_tensor
 from labkit.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
-from labkit.strategies.base import MakeOptimizer
+from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.on_shares import OnShares
-from labkit.strategies.state import trained_parameters
 
 
 class NaiveDDP(nn.Module):
@@ -161,8 +159,16 @@ class BucketedDDP(NaiveDDP):
             bucket.missing = set(bucket.parameters)
 
     def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
-        settings = self.op, is_waited_for, self.all_reduce
-        self._launched.append(start_all_reduce(self.comm, bucket.flat, *settings))
+        """Queue an all-reduce; one that is waited for may run in this thread."""
+        flat = bucket.flat
+        work = work_queue_of(self.comm).add(
+            "all_reduce",
+            lambda comm: self.all_reduce(comm, flat, self.op),
+            [flat],
+            [flat],
+            is_waited_for,
+        )
+        self._launched.append(work)
 
 
 class Bucket:
@@ -187,32 +193,6 @@ class Bucket:
         elif gradient.data_ptr() != place.data_ptr():
             place.copy_(gradient)
         parameter.grad = place
-
-
-def start_all_reduce(
-    comm: Comm,
-    tensor: Tensor,
-    op: str = "sum",
-    is_waited_for: bool = False,
-    all_reduce: Callable[[Comm, Tensor, str], Tensor] = fast_ring_all_reduce,
-) -> Work:
-    """Begin an all-reduce in another thread, and return its handle at once.
-
-    The all-reduces of a rank run one after another in the order of the calls, which must be equal
-    on all ranks. Neither read nor change the tensor until ``wait()`` of the handle has returned.
-    On a GPU they run on a stream of their own: see ``WorkQueue``.
-
-    ``is_waited_for``: the caller will wait at once, so it may be carried out in this thread, if no
-    other is under way.
-    """
-    check_tensor(tensor, comm.device)  # here, since an error of the other thread comes with wait()
-    return work_queue_of(comm).add(
-        "all_reduce",
-        lambda comm: all_reduce(comm, tensor, op),
-        [tensor],
-        [tensor],
-        is_waited_for,
-    )
 
 
 @dataclass(eq=False)

@@ -15,8 +15,6 @@ host. **Over ranks** (``ModelParallel``): a process for each stage, on any machi
 Source: the manual placement that PyTorch's tutorials call model parallelism.
 """
 
-import statistics
-from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +25,10 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Hop, Message
 from labkit.schedules.split_points import check_devices, stage_bounds
+from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.stage import StagedModel
 from labkit.workload.chain import layers_of
-
-_MOST_HOPS = 10_000
 
 
 @dataclass(eq=False)
@@ -39,13 +36,13 @@ class ModelParallelOneProcess(OnShares):
     """Stage s of the model on device s, all in one process.
 
     Every layer sees the whole batch, so the result equals that of one device, BatchNorm included.
-    ``notes`` has the bytes and seconds of the hops, except for the first step, which warms up. A
-    tied parameter can be on only one device.
+    In the trace, ``hop`` and ``hop back`` are the copies between devices. A tied parameter can be
+    on only one device.
 
-    A copy between devices is queued on a stream and returns at once, so a clock around the call
-    does not measure it. PyTorch copies on the current stream of the source device, or, from the
-    host, of the target: the events of a hop are recorded there. Between two GPUs, the copy first
-    waits until the target's stream is free: this wait is queued before the first event.
+    A copy is queued on a stream and returns at once, so a clock around the call does not measure
+    it. PyTorch copies on the current stream of the source device, or, from the host, of the
+    target: the events of a span are recorded there. Between two GPUs, the copy first waits until
+    the target's stream is free: this wait is queued before the first event.
 
     Args:
         split_points: layers that begin a stage, one fewer than there are devices.
@@ -62,76 +59,50 @@ class ModelParallelOneProcess(OnShares):
         check_devices(len(self.devices), self.split_points)
         self.devices = [torch.device(name) for name in self.devices]
 
-    def place(self, comm: Comm, model: nn.Module) -> None:
-        super().place(comm, model)
-        layers, parts = layers_of(model), []
-        bounds = stage_bounds(self.split_points, len(layers))
-        for cut, ((start, end), device) in enumerate(zip(bounds, self.devices), start=-1):
-            parts += [_Cut(self, cut)] if parts else []
-            parts += [layer.to(device) for layer in layers[start:end]]
-        self.module = nn.Sequential(*parts)
-        # (cut, direction, bytes), and the events between which they moved, with their timer.
-        self.hops: deque[tuple[Any, ...]] = deque(maxlen=_MOST_HOPS)
-        self.is_warm = False
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.comm, self.model, layers = comm, model.train(), layers_of(model)
+        self.stages = [
+            nn.Sequential(*layers[start:end]).to(device)
+            for (start, end), device in zip(
+                stage_bounds(self.split_points, len(layers)), self.devices
+            )
+        ]
+        self.module, self.trained = self.run, trained_parameters(model)
+        self.optimizer = make_optimizer(self.trained)
         comm.session.time_on(self.devices)
 
-    def sum_gradients(self) -> None:
-        self.is_warm = True
-
     def run(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
+        value = self.stages[0](inputs.to(self.devices[0]))
+        for stage, *ends in zip(self.stages[1:], self.devices, self.devices[1:]):
+            value = stage(_Crossing.apply(value, self, *ends))
+        return value
 
-    def move(self, tensor: Tensor, cut: int, direction: str) -> Tensor:
-        """Move ``tensor`` over a cut, ``forward`` or ``backward``, and time the hop."""
-        ends = self.devices[cut : cut + 2]
-        source, target = ends if direction == "forward" else reversed(ends)
+    def move(self, kind: str, value: Tensor, source: torch.device, target: torch.device) -> Tensor:
         on_gpu = [device for device in (source, target) if device.type == "cuda"]
         if len(on_gpu) == 2:
             torch.cuda.current_stream(source).wait_stream(torch.cuda.current_stream(target))
-        landing = torch.empty_like(tensor, device=target)
-        timer = self.comm.session.timers.of(on_gpu[0] if on_gpu else source)
-        start = timer.mark()
-        landing.copy_(tensor, non_blocking=len(on_gpu) == 2)
-        if self.is_warm and torch.is_grad_enabled():
-            self.hops.append(((cut, direction, tensor.nbytes), timer, start, timer.mark()))
-        return landing
+        with self.comm.span(kind, on_gpu[0] if on_gpu else source):
+            return value.to(target, non_blocking=len(on_gpu) == 2, copy=True)
 
     def notes(self) -> dict[str, Any]:
-        """The placement; by cut, direction and bytes, how many hops there were and their time."""
-        seconds = defaultdict(list)
-        for place, timer, start, end in self.hops:
-            seconds[place].append(timer.seconds(end, origin=start))
-        hops = [
-            dict(zip(("cut", "direction", "num_bytes"), place))
-            | {"count": len(seconds[place]), "median_s": statistics.median(seconds[place])}
-            for place in sorted(seconds)
-        ]
         names = [str(device) for device in self.devices]
-        return {"split_points": list(self.split_points), "devices": names, "hops": hops}
-
-
-class _Cut(nn.Module):
-    """Moves what passes over a cut, and in backward its gradient."""
-
-    def __init__(self, strategy: ModelParallelOneProcess, cut: int):
-        super().__init__()
-        self.place = strategy, cut
-
-    def forward(self, value: Tensor) -> Tensor:
-        return _Crossing.apply(value, *self.place)
+        return {"split_points": list(self.split_points), "devices": names}
 
 
 class _Crossing(torch.autograd.Function):
     """Forward moves the activation over a cut, backward moves its gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, strategy: ModelParallelOneProcess, cut: int) -> Tensor:
-        ctx.strategy, ctx.cut = strategy, cut
-        return strategy.move(value, cut, "forward")
+    def forward(
+        ctx: Any, value: Tensor, strategy: ModelParallelOneProcess, *ends: torch.device
+    ) -> Tensor:
+        ctx.strategy, ctx.ends = strategy, ends
+        return strategy.move("hop", value, *ends)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.strategy.move(gradients[0], ctx.cut, "backward"), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        moved = ctx.strategy.move("hop back", gradients[0], *reversed(ctx.ends))
+        return moved, None, None, None
 
 
 @dataclass(eq=False)

@@ -9,11 +9,10 @@ over the ranks is then the gradient of the mean over the global batch, whatever 
 shares.
 """
 
-import contextlib
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 from labkit import gpus
 from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.state import trained_parameters
+from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 from labkit.strategies.sync_batch_norm import convert
 from labkit.workload.sampling import share
 
@@ -52,11 +50,15 @@ class OnShares(Strategy):
         module: what gradients are computed with: the model, or what wraps it.
         no_sync: a context in which every micro-batch except the last one runs.
         runs_empty: whether ``module`` runs on empty micro-batches, for hooks that rely on it.
+        factor: of the loss, where gradients are divided once more.
     """
 
     accumulate: int = 1
     amp: str | None = None
+    module: Callable[..., Tensor] = field(init=False)
+    no_sync: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, init=False)
     runs_empty = _is_warm = False
+    factor = 1
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.place(comm, model)
@@ -66,7 +68,6 @@ class OnShares(Strategy):
         """Take the model, whose BatchNorm layers share their statistics if that is asked for."""
         self.comm, self.model = comm, model.to(comm.device).train()
         self.module, self.trained = self.model, trained_parameters(model)
-        self.no_sync: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         if self.sync_batch_norm and comm.rank in self.workers and len(self.workers) > 1:
             convert(model, comm, self.workers)
             self.runs_empty = True
@@ -92,23 +93,22 @@ class OnShares(Strategy):
         count = max(1, min(self.accumulate, len(batch)))
         return [share(part, *self.share()) for part in batch.tensor_split(count)]
 
-    def add_gradients(
-        self, inputs: Tensor, targets: Tensor, batch_size: int, factor: float = 1
-    ) -> Tensor:
-        """Add the gradient of ``factor`` (sum of losses) / ``batch_size`` to the parameters' grad.
+    def add_gradients(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        """Add the gradient of (sum of losses) / ``batch_size`` to the parameters' ``grad``.
 
         ``inputs`` [n, ...] and ``targets`` [n] are this rank's share, of a global batch of
         ``batch_size``; n may be 0. Returns the sum of the losses, a scalar, detached.
         """
+        weight = self.factor / batch_size
         sizes = [len(targets)]
         if self.accumulate > 1:
             sizes = [len(part) for part in self.micro_batches(torch.arange(batch_size))]
         total = targets.new_zeros((), dtype=torch.float64)
         for number, part in enumerate(zip(inputs.split(sizes), targets.split(sizes)), start=1):
-            quietly = self.no_sync if number < len(sizes) else contextlib.nullcontext
+            quietly = self.no_sync if number < len(sizes) else nullcontext
             if len(part[1]) or self.runs_empty:
                 with self.comm.span("compute"), quietly():
-                    total += self._forward_backward(*part, factor / batch_size).to(total.device)
+                    total += self._forward_backward(*part, weight).to(total.device)
         self.ended_empty = not sizes[-1]
         return total
 

@@ -14,7 +14,6 @@ Source: Li et al., "Scaling distributed machine learning with the parameter serv
 is its synchronous case ("sequential consistency", section 3.4).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,16 +23,8 @@ from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
-from labkit.strategies.base import MakeOptimizer, sum_over
+from labkit.strategies.base import MakeOptimizer, State, lay_end_to_end
 from labkit.strategies.on_shares import OnShares
-from labkit.strategies.state import (
-    State,
-    cut,
-    joined,
-    lay_end_to_end,
-    load_optimizer,
-    optimizer_state,
-)
 
 
 @torch.no_grad()
@@ -74,22 +65,25 @@ class ParameterServer(OnShares):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.place(comm, model)
-        self.parameters, self.gradient = lay_end_to_end(self.model)
+        self.parameters, self.gradient = lay_end_to_end(self.trained)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
-        workers, self.trained = comm.world_size - self.servers, []
-        self.serves = comm.rank < self.servers
+        workers, self.serves = comm.world_size - self.servers, comm.rank < self.servers
         # This rank's peers, in the order of ``schedules.servers``.
         if self.serves:
             turns = server_turns(comm.rank, self.servers, workers)
             self.peers = [self.servers + worker for worker in turns]
             start, end = self.slices[comm.rank]
-            # SGD works element by element, so a slice gives the same updates as its parameters.
-            self.trained = [nn.Parameter(self.parameters[start:end])]
-            self.slice, self.slice_gradient = self.trained[0].data, self.gradient[start:end]
-            self.trained[0].grad = self.slice_gradient
+            self.slice, self.slice_gradient = self.parameters[start:end], self.gradient[start:end]
+            if self.servers > 1:
+                # SGD works element by element, so a slice gives the same updates as parameters.
+                self.trained = [nn.Parameter(self.slice)]
+                self.trained[0].grad = self.slice_gradient
             self.optimizer = make_optimizer(self.trained)
         else:
-            self.peers = worker_turns(comm.rank - self.servers, self.servers, workers)
+            self.peers, self.trained = (
+                worker_turns(comm.rank - self.servers, self.servers, workers),
+                [],
+            )
         # Workers have to know only whether gradients have overflowed.
         self.norm_ranks = range(comm.world_size if self.scaler.enabled else self.servers)
 
@@ -131,27 +125,10 @@ class ParameterServer(OnShares):
             for worker in self.peers:
                 self.comm.send(self.slice, worker)
 
-    def optimizer_state(self, parameters: Mapping[str, Tensor]) -> State:
-        """Rank 0 gets the slices of the other servers, so that each parameter is whole."""
-        if not self.serves:
-            return {}
-        mine, (start, end) = (
-            optimizer_state(self.optimizer, *self.trained),
-            self.slices[self.comm.rank],
-        )
-        for key, value in mine.items():
-            # A number is the same on all servers.
-            if value.dim():
-                whole = torch.zeros_like(self.parameters, dtype=value.dtype)
-                whole[start:end] = value
-                mine[key] = sum_over(self.comm, range(self.servers), whole)
-        return cut(mine, parameters)
-
-    def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
-        start, end = self.slices[self.comm.rank]
-        whole = joined(state, parameters)
-        mine = {key: value[start:end] if value.dim() else value for key, value in whole.items()}
-        load_optimizer(self.optimizer, self.trained[0], mine)
+    def state(self) -> State:
+        if self.servers > 1:
+            raise ValueError("a checkpoint is for one server: leave checkpoint_dir or servers out")
+        return super().state()
 
     def full_state(self) -> State:
         # Workers have all slices already; each of several servers has only its own.

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from labkit.collectives.compressed import CompressedBetween, TopK, all_reduce_of
 from labkit.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer
+from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.on_shares import OnShares
-from labkit.strategies.state import State
 
 
 @dataclass(eq=False)

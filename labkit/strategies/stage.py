@@ -23,8 +23,7 @@ from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop
 from labkit.schedules.split_points import check_split_points, stage_bounds
-from labkit.strategies.base import MakeOptimizer, Strategy, sum_over
-from labkit.strategies.state import State
+from labkit.strategies.base import MakeOptimizer, State, Strategy, sum_over
 from labkit.workload.activations import HeldBytes, NonLeaf
 from labkit.workload.chain import named_layers, state_key
 from labkit.workload.layers import output_shapes
@@ -96,7 +95,7 @@ class StagedModel(Strategy):
         self.optimizer = make_optimizer(self.trained) if self.trained else None
         self.norm_ranks = range(self.num_stages)
         self.held_bytes, self._measures = 0, True
-        self._shapes: dict[tuple[Any, ...], list[Any]] = {}
+        self._boundaries: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def share(self) -> tuple[int, int]:
         # The whole batch: the first stage needs the inputs, the last one the targets.
@@ -116,9 +115,7 @@ class StagedModel(Strategy):
         self.loss_sum = targets.new_zeros((), dtype=torch.float64)
         # By micro-batch: what the layers get and return, and the gradient of what they return,
         # then of what they got.
-        self._entering: dict[int, Tensor] = {}
-        self._leaving: dict[int, Tensor] = {}
-        self._gradients: dict[int, Tensor] = {}
+        self._entering, self._leaving, self._gradients = (dict[int, Tensor]() for _ in range(3))
         self._held: dict[int, HeldBytes] = {}
         for parameter in self.trained:
             parameter.grad = None
@@ -142,10 +139,10 @@ class StagedModel(Strategy):
         held_now = sum(held.num_bytes for held in self._held.values())
         self.held_bytes = max(self.held_bytes, held_now)
 
-    def run(self, entering: Tensor) -> Tensor:
+    def run(self, inputs: Tensor) -> Tensor:
         """The layers' output, in the dtype in which it crosses a cut or enters the loss."""
         with self.autocast(self.comm.device):
-            leaving = self.module(NonLeaf.apply(entering))
+            leaving = self.module(NonLeaf.apply(inputs))
         return self.wide(leaving) if self.is_last else leaving.to(self.crossing(leaving.dtype))
 
     def scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -180,14 +177,11 @@ class StagedModel(Strategy):
             outgoing = self._gradients.pop(hop.send.micro_batch)
         elif hop.send:
             outgoing = self._leaving[hop.send.micro_batch].detach()
-            if self.index < self.first_trained:
-                del self._leaving[hop.send.micro_batch], self._entering[hop.send.micro_batch]
         if hop.recv and hop.recv.kind == "gradient":
             landing = torch.empty_like(self._leaving[hop.recv.micro_batch])
             self._gradients[hop.recv.micro_batch] = landing
         elif hop.recv:
-            shape, dtype = self._enters(self._inputs[hop.recv.micro_batch])
-            landing = torch.empty(shape, dtype=self.crossing(dtype), device=self.comm.device)
+            landing = self._landing(self._inputs[hop.recv.micro_batch])
             self._entering[hop.recv.micro_batch] = landing
         carry_out(self.comm, hop, outgoing, landing)
 
@@ -204,13 +198,11 @@ class StagedModel(Strategy):
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor | None:
         """Logits [n, classes] in evaluation mode on the last stage, None on the others."""
-        value = inputs
+        value = inputs if self.is_first else self._landing(inputs)
         if not self.is_first:
-            shape, dtype = self._enters(inputs)
-            value = torch.empty(shape, dtype=dtype, device=self.comm.device)
             self.comm.recv(value, self.index - 1)
         self.module.eval()
-        value = self.module(value)
+        value = self.run(value)
         self.module.train()
         if self.is_last:
             return value
@@ -218,7 +210,7 @@ class StagedModel(Strategy):
         return None
 
     def held(self) -> tuple[State, dict[str, nn.Parameter]]:
-        return {key: value.detach() for key, value in self.tensors.items()}, self.parameters
+        return self.tensors, self.parameters
 
     def full_state(self) -> State:
         """All stages' parameters and buffers, on every rank: each stage broadcasts its own."""
@@ -238,13 +230,26 @@ class StagedModel(Strategy):
         """The dtype in which an activation crosses a cut."""
         return self.half if self.half and dtype == torch.float32 else dtype
 
-    def _enters(self, inputs: Tensor) -> tuple[torch.Size, torch.dtype]:
-        """What this stage gets, without ``amp``, if ``inputs`` [n, ...] enter the model."""
+    def boundary(self, inputs: Tensor, stage: int) -> Tensor:
+        """On the meta device, what enters ``stage`` if ``inputs`` [n, ...] enter the model.
+
+        Of stage P it is the outputs.
+        """
         key = inputs.shape, inputs.dtype
-        if key not in self._shapes:
+        if key not in self._boundaries:
             n, *sample = inputs.shape
-            self._shapes[key] = output_shapes(self.meta_model, tuple(sample), n, inputs.dtype)
-        return self._shapes[key][self.bounds[self.index][0] - 1]
+            shapes = output_shapes(self.meta_model, tuple(sample), n, inputs.dtype)
+            ends = [shapes[end - 1] for _, end in self.bounds]
+            dtypes = [*(self.crossing(dtype) for _, dtype in ends[:-1]), ends[-1][1]]
+            made = [
+                torch.empty(shape, dtype=dtype, device="meta")
+                for (shape, _), dtype in zip(ends, dtypes)
+            ]
+            self._boundaries[key] = [inputs.to("meta"), *made]
+        return self._boundaries[key][stage]
+
+    def _landing(self, inputs: Tensor) -> Tensor:
+        return torch.empty_like(self.boundary(inputs, self.index), device=self.comm.device)
 
 
 def carry_out(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from labkit.collectives import all_gather
@@ -80,7 +79,6 @@ class Statistics(torch.autograd.Function):
         return mean, variance, count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
         of_mean, of_variance = ctx.batch.gathered(torch.cat(gradients[:2])).sum(0).chunk(2)

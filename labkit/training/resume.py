@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from labkit.config import RunConfig
 from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.strategies.base import Strategy
-from labkit.strategies.state import State, named
+from labkit.strategies.base import State, Strategy, named
 from labkit.training import checkpoint
 from labkit.training.checkpoint import Facts, Stored
 from labkit.training.evaluation import Progress, is_best

@@ -70,17 +70,12 @@ class TorchDDP(OnShares):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)
-        self.group = None if self.backend == "auto" else dist.new_group(backend=self.backend)
+        self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
         devices = [comm.device] if comm.device.type == "cuda" else None
         self.module = DistributedDataParallel(
             self.model, device_ids=devices, process_group=self.group, bucket_cap_mb=self.bucket_mb
         )
-        self.no_sync, self.runs_empty = self.module.no_sync, True
-
-    def add_gradients(
-        self, inputs: Tensor, targets: Tensor, batch_size: int, factor: float = 1
-    ) -> Tensor:
-        return super().add_gradients(inputs, targets, batch_size, factor * self.comm.world_size)
+        self.no_sync, self.runs_empty, self.factor = self.module.no_sync, True, comm.world_size
 
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         # After its first backward DDP assigns the gradients to other buckets, in whose order it

@@ -11,14 +11,12 @@ Symbols: P stages, M micro-batches.
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.stage import StagedModel
-from labkit.workload.layers import output_shapes
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -64,18 +62,9 @@ class TorchPipeline(StagedModel):
         The shapes are given: otherwise PyTorch (up to 2.11) finds them by a pass through the
         layers, which changes BatchNorm's averages.
         """
-        rows, sample = len(inputs) // count, tuple(inputs.shape[1:])
-        outputs = output_shapes(self.meta_model, sample, rows, inputs.dtype)
-        crossing = [(shape, self.crossing(dtype)) for shape, dtype in outputs[:-1]]
-        shapes = [((rows, *sample), inputs.dtype), *crossing, outputs[-1]]
-        first, end = self.bounds[self.index]
-        entering, leaving = (
-            torch.empty(shape, dtype=dtype, device="meta", requires_grad=has_gradient)
-            for (shape, dtype), has_gradient in (
-                (shapes[first], self.index > self.first_trained),
-                (shapes[end], self.index >= self.first_trained),
-            )
-        )
+        rows, index, first = inputs[: len(inputs) // count], self.index, self.first_trained
+        entering = self.boundary(rows, index).detach().requires_grad_(index > first)
+        leaving = self.boundary(rows, index + 1).detach().requires_grad_(index >= first)
         layers, place = _Layers(self), (self.index, self.num_stages, self.comm.device)
         stage = _TracedStage(layers, *place, input_args=entering, output_args=leaving)
         stage.comm = self.comm

@@ -108,8 +108,8 @@ class RpcParameterServer(ByRpc, ParameterServer):
         with self.comm.span("push"):
             # In the order of the workers, not of their calls: a run can be repeated to the bit.
             pushes = sorted((_pushes.get() for _ in self.peers), key=lambda push: push[0])
-            if pushes:
-                self.slice_gradient.copy_(sum(gradient for _, _, gradient in pushes))
+            for turn, (_, _, gradient) in enumerate(pushes):
+                self.slice_gradient.mul_(turn > 0).add_(gradient.to(self.comm.device))
         self.update()
         # The values change only after every worker has pushed again, so no copy is needed.
         for _, answer, _ in pushes:
@@ -127,33 +127,27 @@ class RpcAsyncParameterServer(ByRpc, AsyncParameterServer):
 
     def push_and_pull(self, report: Tensor) -> Tensor:
         with self.comm.span("communicate"):
-            values, answer = answer_of(0, call(0, self.comm.rank, report, self.gradient))
-            self.parameters.copy_(values)
-            return answer.to(self.comm.device)
+            values, goes_on = answer_of(0, call(0, self.comm.rank, report, self.gradient))
+            self.values.copy_(values)
+            return goes_on
 
-    def hear(self) -> None:
+    def hear(self) -> int:
         with self.comm.span("wait"):
             worker, *push = _pushes.get()
-        self.pushes[worker] = push
-        self.reports[worker] = push[1].to(self.comm.device)
-        self.tracker.push(worker)
+        self.pushes[worker], self.reports[worker] = push, push[1].to(self.comm.device)
+        return worker
 
     def receive(self, worker: int) -> None:
         self.gradient.copy_(self.pushes[worker][2])
 
-    def answer(self, worker: int, answer: Tensor) -> None:
+    def answer(self, worker: int, goes_on: Tensor) -> None:
         # A copy: the next update must not change values that are still being sent.
-        values = self.parameters.detach().clone().cpu()
-        self.pushes.pop(worker)[0].set_result((values, answer.cpu()))
+        values = self.values.detach().clone().cpu()
+        self.pushes.pop(worker)[0].set_result((values, goes_on.cpu()))
 
 
 def check_available() -> None:
-    """Raise ValueError if PyTorch is built without RPC, or if other people could call it, too."""
-    if not rpc.is_available():
-        raise ValueError(
-            f"PyTorch {torch.__version__} on this system has no torch.distributed.rpc: run "
-            "without builtin, which is the same technique over labkit's own messages"
-        )
+    """Raise ValueError if other people could call the ranks, too."""
     people = other_people()
     if people and os.environ.get(TRUST) != "1":
         raise ValueError(
