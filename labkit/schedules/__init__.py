@@ -5,7 +5,7 @@
     tree               binomial trees, recursive doubling, pairwise exchange, dissemination
     servers            which worker meets which parameter server in which turn
     staleness          how many updates late a gradient is, and how a server bounds that
-    bucket_assignment  which gradients DDP sends together (when: ``strategies.ddp.bucketed``)
+    bucket_assignment  which gradients DDP sends together (when: ``strategies.ddp``)
     top_k              how many elements a sparse gradient keeps
     split_points       where a list of layers is cut into stages
     pipeline           GPipe and 1F1B: what each stage runs, and the messages in between

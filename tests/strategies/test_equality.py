@@ -1,7 +1,7 @@
 """Every technique, ours and PyTorch's, ends where plain PyTorch on one device ends.
 
-The models have tied, frozen and unused parameters, layers that work in place, and forwards of their
-own; no number of ranks divides the batches, and some ranks get no sample. Options go by pairs: each
+The models have tied, frozen and unused parameters, layers that work in place, and own forwards;
+no number of ranks divides the batches, and some ranks get no sample. Options go by pairs: each
 case is trained with or without clipping, accumulation, buckets, and so on.
 """
 

@@ -75,7 +75,15 @@ class TorchDDP(OnShares):
         self.module = DistributedDataParallel(
             self.model, device_ids=devices, process_group=self.group, bucket_cap_mb=self.bucket_mb
         )
-        self.no_sync, self.runs_empty, self.factor = self.module.no_sync, True, comm.world_size
+        self.no_sync, self.runs_empty = self.module.no_sync, True
+        # In fp16 a loss P times as large would overflow sooner than on one device.
+        self.factor = 1 if self.scaler.enabled else comm.world_size
+
+    def sum_gradients(self) -> None:
+        if self.scaler.enabled:
+            for parameter in self.trained:
+                if parameter.grad is not None:
+                    parameter.grad *= self.comm.world_size
 
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         # After its first backward DDP assigns the gradients to other buckets, in whose order it
