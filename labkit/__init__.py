@@ -1,13 +1,14 @@
 """labkit: distributed deep-learning training, from scratch, on real processes."""
 
-from labkit.backend.registration import register_backend
+import lazy_loader
+
+from labkit.backend import register_backend
 from labkit.runtime.cell_errors import show_errors_on_one_screen
 from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
-from labkit.units import lazy_names
 
 # Lazy: a notebook's first cell should not wait for parts that it does not use. The names are
 # listed in __init__.pyi, which editors read, too.
-_load, __dir__, __all__ = lazy_names(__name__, __file__)
+_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str):

@@ -11,17 +11,15 @@ import sys
 from argparse import Namespace
 from collections.abc import Collection
 from dataclasses import fields
-from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from labkit import units
 from labkit.config import RunConfig, type_of
 from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
-from labkit.files import check_outputs, write_each
+from labkit.files import check_writable
 
 _OWN = ("train", "explain", "doctor")
-_PARSERS = {int: units.typed(units.parse_integer), float: units.typed(units.parse_number)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,13 +53,13 @@ def make_parser(*, own_only: bool = False) -> _Parser:
         shown = "" if setting.default is None or required else f" ({setting.default})"
         add(
             option,
-            type=_PARSERS.get(type_of(setting), str),
+            type=type_of(setting),
             default=argparse.SUPPRESS,
             required=required,
             metavar=setting.metadata["unit"],
             help=about + shown,
         )
-    day_s, seconds = 24 * 3600, {"type": _PARSERS[float], "metavar": "SECONDS"}
+    day_s, seconds = 24 * 3600, {"type": float, "metavar": "SECONDS"}
     add("--timeout", default=day_s, help="deadline of the run (one day)", **seconds)
     add("--download", action="store_true", help="fetch the data set if it is absent")
     add("--json", metavar="FILE", help="write settings, epochs, phases and bytes as JSON")
@@ -99,7 +97,7 @@ def _train(arguments: Namespace) -> int:
     config = config_of(arguments)
     strategies.check_name(config.strategy)
     units.check_above_zero("--timeout", arguments.timeout, units.MOST_SECONDS)
-    check_outputs({"--json": arguments.json, "--save": arguments.save}, {})
+    check_writable(arguments.json, arguments.save)
     # Before torch is imported here, so that both imports, some seconds each, run in parallel.
     preload.warm_up()
     from labkit.runtime import rounds
@@ -120,9 +118,11 @@ def _train(arguments: Namespace) -> int:
     )
     if preload.under_torchrun() and os.environ["RANK"] != "0":
         return 0
-    outputs = ((arguments.json, result.save_json), (arguments.save, result.save_state))
     try:
-        write_each(*(partial(save, path) for path, save in outputs if path is not None))
+        if arguments.json is not None:
+            result.save_json(arguments.json)
+        if arguments.save is not None:
+            result.save_state(arguments.save)
     finally:
         phases = ", ".join(f"{kind} {s:.2f} s" for kind, s in sorted(result.phases_s.items()))
         print(f"mean seconds per rank: {phases}")

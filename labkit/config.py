@@ -99,7 +99,7 @@ def parse_hosts(hosts: int | str | Sequence[str]) -> int | tuple[str, ...]:
 def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
     """``"1:4.0"`` is (1, 4.0): rank 1 takes four times as long to compute."""
     match = re.fullmatch(r"([0-9]{1,4}):([0-9.]{1,9})", str(text), re.ASCII)
-    rank, factor = (int(match[1]), units.parse_number(match[2])) if match else (-1, 0.0)
+    rank, factor = (int(match[1]), float(match[2])) if match else (-1, 0.0)
     if not (0 <= rank < world_size and factor >= 1):
         raise ValueError(
             f"straggler must be RANK:FACTOR, as in 1:4.0, got {shortened(text)}: with world_size "
@@ -121,7 +121,7 @@ def parse_link(text: str) -> tuple[Any, ...]:
             kind, value = "hosts", int(match[1])
         elif match := re.fullmatch(r"([0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-zA-Zµ/]+)", word):
             kind = "bandwidth" if match[2].endswith("/s") else "latency"
-            value = units.parse_number(match[1]) * _LINK_UNITS.get(match[2], float("nan"))
+            value = float(match[1]) * _LINK_UNITS.get(match[2], float("nan"))
         if not kind or kind in found or value != value:
             raise ValueError(
                 f"link must be LATENCY,BANDWIDTH, as in 10ms,100MB/s, got {shortened(text)} "
@@ -396,7 +396,6 @@ class RunConfig:
         return asdict(self)
 
 
-RunConfig.__init__ = units.spelled(RunConfig.__init__)
 _NAMES = [setting.name for setting in fields(RunConfig)]
 # Options of some techniques only, beside the settings of all techniques.
 OPTIONS = tuple(_NAMES[_NAMES.index("backend") :])

@@ -5,9 +5,9 @@ class WorkerError(RuntimeError):
     """A rank raised, was killed, or left early; the other ranks were ended and joined.
 
     Attributes:
-        rank: the rank that failed first (None when no single rank did).
+        rank: the rank that failed first; None when no single rank did.
         location: the learner's own line, as ``file, line N: source``; empty when unknown.
-        worker_traceback: the rank's traceback as text; empty if the rank could not make one.
+        worker_traceback: the rank's traceback as text; may be empty.
         is_told: whether the message is on stderr already (under torchrun, once on each host).
     """
 
@@ -40,11 +40,7 @@ class MismatchError(ValueError):
 
 
 class PeerLostError(ConnectionError):
-    """Raised inside a rank whose peer was lost during a transfer: a consequence, not the cause.
-
-    Attributes:
-        rank: the lost peer; None if it could be any of several.
-    """
+    """Raised inside a rank whose peer ``rank`` (None: any of several) was lost in a transfer."""
 
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)

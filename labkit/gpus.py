@@ -7,7 +7,6 @@ from typing import Any
 
 # What NVIDIA's and AMD's drivers bring on Linux, also on Linux under Windows.
 _DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1", "/dev/kfd")
-_PATIENCE_S = 30.0
 
 
 def may_exist() -> bool:
@@ -25,11 +24,7 @@ def num_gpus() -> int:
 
 
 def check_usable(device: Any) -> None:
-    """Run a small kernel on ``device``, in the process that is to use it.
-
-    Raises:
-        RuntimeError: it does not run, for example under a driver that is too old.
-    """
+    """Run a small kernel on ``device``, in the process that is to use it, or RuntimeError."""
     import torch
 
     try:
@@ -45,12 +40,12 @@ def check_usable(device: Any) -> None:
 def nvidia_smi(*arguments: str) -> str:
     """What ``nvidia-smi`` prints; empty where it is not installed or fails."""
     try:
-        asked = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_PATIENCE_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return asked.stdout if asked.returncode == 0 else ""
 
 
 def synchronize(device: Any) -> None:
@@ -59,17 +54,3 @@ def synchronize(device: Any) -> None:
 
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def synchronize_used(device: Any) -> None:
-    """Wait until all that this process has queued has ended, on ``device`` and on any other GPU.
-
-    A GPU that it has not used is left alone: to wait for it would take memory on it.
-    """
-    import torch
-
-    synchronize(device)
-    if torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            if torch._C._cuda_hasPrimaryContext(index):
-                synchronize(f"cuda:{index}")

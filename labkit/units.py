@@ -5,19 +5,11 @@ Command-line options and function arguments are checked in the same way, before 
 
 import argparse
 import difflib
-import functools
 import html
-import inspect
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable
 from reprlib import repr as shortened
-from typing import Any, Never, ParamSpec, TypeVar
-
-import lazy_loader
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from typing import Any
 
 # Counts fit in 32 bits, so that bytes, a multiple of a count, fit in PyTorch's 64 bits.
 MOST = 2**31 - 1
@@ -48,23 +40,6 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
     return typed(lambda text: tuple(parse(word.strip()) for word in text.split(",")))
 
 
-def parse_integer(text: str) -> int:
-    """``"12"`` is 12; ValueError for anything but the digits 0 to 9, perhaps after a minus sign.
-
-    (Python's ``int`` also accepts ``+12``, ``1_2`` and the digits of any script.)
-    """
-    if not re.fullmatch(r"-?[0-9]{1,40}", text):
-        raise ValueError(f"{shortened(text)} is not an integer")
-    return int(text)
-
-
-def parse_number(text: str) -> float:
-    """``"1.5"`` is 1.5 and ``"1e-3"`` is 0.001; ValueError for ``nan``, ``inf`` and ``1_0``."""
-    if not re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text):
-        raise ValueError(f"{shortened(text)} is not a number")
-    return float(text)
-
-
 def parse_bytes(text: str) -> int:
     """``"4KiB"`` is 4096; ValueError for an unknown unit (KB is not KiB)."""
     match = re.fullmatch(r"([0-9]{1,15})\s*([a-z]*)", text.lower())
@@ -81,74 +56,12 @@ def closest(name: object, known: Iterable[str]) -> str:
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
-def spelling(error: BaseException) -> str:
-    """For an AttributeError: the closest attribute that the object has, as ``closest`` puts it.
-
-    (Python adds it to the tracebacks that it prints itself; those of notebooks lack it.)
-    """
-    name, thing = getattr(error, "name", None), getattr(error, "obj", None)
-    if not isinstance(error, AttributeError) or thing is None:
-        return ""
-    try:
-        return closest(name, [each for each in dir(thing) if not each.startswith("_")])
-    except Exception:
-        return ""  # the object's own __dir__ may fail
-
-
 def check_choice(kind: str, value: object, known: Collection[str]) -> None:
     """ValueError, with the known values, for a value that is not in ``known``."""
     # In a list: a look-up in a dict would fail for values that are not hashable.
     if value not in list(known):
         hint = closest(value, known)
         raise ValueError(f"unknown {kind} {value!r}{hint}: choose one of {', '.join(known)}")
-
-
-def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """TypeError, with the right spelling, for a keyword argument that is not in ``known``."""
-    for name in given:
-        if name not in known:
-            hint = closest(name, known) or f": it takes {', '.join(known)}"
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
-
-
-def spelled(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function without ``**options`` refuse an unknown one with the closest spelling."""
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
-    shown_name = function.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **options: P.kwargs) -> R:
-        check_keywords(shown_name, options, known)
-        return function(*args, **options)
-
-    return checked
-
-
-def unknown_name(module: str, known: Iterable[str] = ()) -> Callable[[str], Never]:
-    """A ``__getattr__`` for a module: an unknown name is refused with the closest known one.
-
-    ``known`` are the names to suggest; by default those that the module defines.
-    """
-
-    def refuse(name: str) -> Never:
-        public = known or [each for each in list(vars(sys.modules[module])) if each[0] != "_"]
-        # With the object, too, Python would make the same suggestion once more.
-        text = f"module {module!r} has no attribute {name!r}{closest(name, public)}"
-        raise AttributeError(text, name=name)
-
-    return refuse
-
-
-def lazy_names(
-    module: str, file: str
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names are in __init__.pyi.
-
-    So whoever imports the package imports only the parts that are used.
-    """
-    load, listed, names = lazy_loader.attach_stub(module, file)
-    refuse = unknown_name(module, names)
-    return lambda name: load(name) if name in names else refuse(name), listed, names
 
 
 def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> None:
@@ -188,23 +101,15 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``format_seconds(0.0123)`` is ``12.3 ms``; two minutes and more read ``2 min 5 s``."""
-    rounded = round(abs(seconds)) if abs(seconds) < float("inf") else 0
-    sign = "-" if seconds < 0 else ""
-    if rounded >= 7200:
-        return f"{sign}{rounded // 3600} h {rounded % 3600 // 60} min"
-    if rounded >= 120:
-        return f"{sign}{rounded // 60} min {rounded % 60} s"
-    scale, unit = second_unit(seconds)
+    """``format_seconds(0.0123)`` is ``12.3 ms``; two minutes and more read ``2.08 min``."""
+    scale, unit = (60.0, "min") if abs(seconds) >= 119.5 else second_unit(seconds)
     return f"{format_number(seconds / scale)} {unit}"
 
 
 def format_value(value: float, unit: str) -> str:
     """Format by unit: ``bytes`` and ``s`` are scaled, others (``messages``) stay as they are."""
-    if unit == "bytes":
-        return format_bytes(value)
-    if unit == "s":
-        return format_seconds(value)
+    if unit in ("bytes", "s"):
+        return format_bytes(value) if unit == "bytes" else format_seconds(value)
     return f"{format_number(value)} {unit}".rstrip()
 
 
@@ -216,9 +121,7 @@ def format_count(count: int, noun: str) -> str:
 
 def format_number(value: float) -> str:
     """Three significant digits; no fraction for 100 and more: ``0.123``, ``12,345``."""
-    if abs(value) < 99.95:
-        return f"{value:.3g}"
-    return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 99.95 else f"{value:,.0f}"
 
 
 def byte_unit(num_bytes: float) -> tuple[float, str]:
@@ -252,10 +155,9 @@ def text_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def html_table(
     heads: Iterable[str], rows: Iterable[Iterable[str]], *, of_words: bool = False
 ) -> str:
-    """A table as HTML; the first cell of each row is its head. A narrow page can scroll it.
+    """A table as HTML; the first cell of each row is its head.
 
-    Numbers never break inside; ``1.2 ms (median of 5)`` may break before the parenthesis. A table
-    ``of_words`` is aligned to the left, and breaks where it has to.
+    ``1.2 ms (median of 5)`` may break before the parenthesis only; a table ``of_words`` anywhere.
     """
     in_head, in_cell = "min-width: 9em", "white-space: nowrap"
     if of_words:
@@ -274,17 +176,12 @@ def html_table(
 
 
 def as_repeats(measured: float | Iterable[float]) -> list[float]:
-    """A measurement as the list of its repeats: a single number is one repeat.
-
-    Raises:
-        ValueError: no repeats, or something that is not a number.
-    """
-    if isinstance(measured, str):
-        raise ValueError(f"a number is needed, got {measured!r}: give it without its unit")
-    values = list(measured) if isinstance(measured, Iterable) else [measured]
-    if not values:
-        raise ValueError("a measurement without repeats: measure at least once")
+    """A measurement as the list of its repeats; ValueError for none, or what is no number."""
+    is_list = isinstance(measured, Iterable) and not isinstance(measured, str)
     try:
-        return [float(value) for value in values]
+        found = [float(value) for value in (measured if is_list else [measured])]
     except (TypeError, ValueError):
-        raise ValueError(f"a number (or a list of repeats) is needed, got {measured!r}") from None
+        found = []
+    if not found:
+        raise ValueError(f"a number, or a list of repeats, is needed, got {measured!r}")
+    return found

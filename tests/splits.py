@@ -3,7 +3,7 @@
 import itertools
 
 from labkit.costs.link import Link
-from labkit.placement.stage_costs import LayerCost, Profile
+from labkit.placement.planner import LayerCost, Profile
 from labkit.tracing import Span, Trace
 from labkit.training.split_run import MeasuredSplit
 

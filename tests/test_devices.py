@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from labkit import devices, gpus, run, train_with
-from labkit.devices import Plan, check_world_size, hardware, num_cores, plan, print_once, versions
+from labkit import devices, gpus, run
+from labkit.devices import Plan, hardware, num_cores, plan, print_once, versions
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
@@ -53,19 +53,12 @@ def test_ranks_get_the_named_devices_in_order(named, transport, expected):
     assert plan(2, "auto", transport, gpus=4, devices=named) == expected
 
 
-def test_the_cpu_and_gpus_talk_over_gloo_and_it_is_said():
-    choice = plan(3, gpus=2, devices="cpu,cuda:1,cuda:0")
-    assert (choice.backend, choice.transport) == ("gloo", "torch")
-    assert choice.note.startswith("ranks on the CPU and on GPUs talk over gloo")
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"devices": "cuda:1"}, "'cuda:1': 1 device for 2 ranks: name one per rank"),
         ({"devices": "cuda:1,cuda:7"}, "has 3 CUDA GPUs, counted from cuda:0"),
         ({"devices": "cpu,cuda:1", "device": "cuda"}, "'cpu,cuda:1' contradict device 'cuda'"),
-        ({"device": "cuda:1"}, "unknown device 'cuda:1': .* as in devices='cuda:1'"),
         ({"device": "tpu"}, "choose one of auto, cpu, cuda"),
         ({"transport": "pigeon"}, "unknown transport 'pigeon': choose one of auto, shared"),
         ({"transport": "shared", "device": "cuda"}, "'shared' is for ranks .* on the CPU"),
@@ -82,23 +75,11 @@ def test_a_gpu_on_which_nothing_runs_is_one_error_with_the_way_round():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "begin",
-    [
-        lambda: check_world_size(5),
-        lambda: run(print, world_size=5),
-        lambda: train_with("ring_all_reduce", world_size=5, device="cpu"),
-    ],
-    ids=["itself", "run", "train_with"],
-)
-def test_too_many_ranks_are_warned_of_at_the_caller_s_line(begin, monkeypatch, recwarn):
-    def stop(*args, **kwargs):
-        raise KeyboardInterrupt
-
+def test_too_many_ranks_are_warned_of_at_the_caller_s_line(monkeypatch, recwarn):
     monkeypatch.setattr(devices, "num_cores", lambda: 1)
-    monkeypatch.setattr("labkit.runtime.supervisor.Supervisor.run", stop)
-    with contextlib.suppress(KeyboardInterrupt):
-        begin()
+    monkeypatch.setattr("labkit.runtime.supervisor.Supervisor.run", lambda *_, **__: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        run(print, world_size=5)
     (warning,) = recwarn.list
     assert "far above this machine's 1 core:" in str(warning.message)
     assert warning.filename == __file__
@@ -108,8 +89,3 @@ def test_results_can_name_what_made_them():
     assert hardware()["cores"] == num_cores() >= 1
     assert hardware()["memory_gb"] > 0
     assert {"python", "torch", "labkit"} <= versions().keys()
-
-
-def test_without_shared_memory_ranks_talk_over_gloo(monkeypatch):
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert plan(2, "cpu").transport == "torch"

@@ -1,12 +1,12 @@
-"""Horovod's interface: values, gradients, the optimizer against one device, torchrun's scripts.
+"""Horovod's interface: the coordinator, values, the optimizer against one device, scripts.
 
 The cases are those of Horovod's documentation: what it promises of arguments, results and errors.
 """
 
+import itertools
+import math
 import os
-import re
 import signal
-import time
 import warnings
 
 import pytest
@@ -18,14 +18,91 @@ from torch import nn
 import labkit.horovod as hvd
 from labkit import run
 from labkit.costs.traffic import ring_all_reduce_cost
+from labkit.horovod import coordinator
+from labkit.horovod.coordinator import JOIN, Coordinator, Decision, Request, fuse
 
 travel_by_value(__name__)
 
 
-def mine(*shape, dtype=torch.float64, rank=None):
+# ---- the coordinator
+
+
+def wants(name, kind="allreduce", option="sum", dtype="float32", shape=(2,), rows=0):
+    return Request(name, kind, option, dtype, list(shape), rows)
+
+
+def says(*requests, waits=False):
+    return {"new": [list(request) for request in requests], "waits": waits}
+
+
+def test_nothing_is_decided_before_all_ranks_have_it_and_then_in_one_order():
+    judge, a, b = Coordinator(3), wants("a"), wants("b", option="max")
+    assert judge.decide([says(a), says(b), says(a, b)]) == []
+    assert [one.requests for one in judge.decide([says(b), says(), says()])] == [[b]]
+    assert [one.requests for one in judge.decide([says(), says(a), says()])] == [[a]]
+
+
+def test_ready_sums_are_fused_up_to_the_limit_by_operation_and_dtype():
+    each = [Decision([wants(str(n), shape=(n,))]) for n in (4, 6, 1, 20, 2)]
+    sizes = [[math.prod(r.shape) for r in one.requests] for one in fuse(each, 44)]
+    assert sizes == [[4, 6, 1], [20], [2]]
+    mixed = [wants("a"), wants("b"), wants("c", option="max"), wants("d", dtype="int8")]
+    mixed += [wants("e", "allgather"), wants("f", "allgather")]
+    assert len(fuse([Decision([one]) for one in mixed], 1000)) == 5
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (wants("x", shape=(3,)), "rank 1 has allreduce sum float32 [3]"),
+        (wants("x", dtype="int8"), "rank 1 has allreduce sum int8 [2]"),
+        (wants("x", option="max"), "rank 1 has allreduce max float32 [2]"),
+        (wants("x", "allgather", "", rows=2), "rank 1 has allgather"),
+    ],
+)
+def test_ranks_that_differ_get_an_error_with_what_each_has(theirs, words):
+    (found,) = Coordinator(2).decide([says(wants("x")), says(theirs)])
+    assert "the ranks do not agree on 'x'" in found.error
+    assert "rank 0 has allreduce sum float32 [2]" in found.error
+    assert words in found.error
+
+
+def test_joined_ranks_are_not_waited_for_until_all_have_joined():
+    judge, join = Coordinator(3), Request(JOIN, JOIN)
+    assert judge.decide([says(), says(join), says(wants("a"))]) == []
+    (found,) = judge.decide([says(wants("a"), join), says(), says()])
+    assert (found.requests, found.error) == ([wants("a")], "")
+    # Only sums can go on with zeros.
+    for other in (wants("g", "allgather"), wants("m", option="min")):
+        (refused,) = judge.decide([says(), says(), says(other)])
+        assert "rank 0, rank 1 called join()" in refused.error
+    (last,) = judge.decide([says(), says(), says(join)])
+    assert (last.requests, last.last) == ([join], 2)
+    assert judge.decide([says(wants("a")), says(), says()]) == []
+
+
+def test_it_is_a_deadlock_once_all_wait_and_nothing_has_come_for_long(monkeypatch):
+    judge, now_s = Coordinator(2), itertools.count()
+    monkeypatch.setattr(coordinator.time, "monotonic", lambda: next(now_s) * 1.0)
+    assert judge.decide([says(wants("a"), waits=True), says(wants("b"), waits=True)]) == []
+    # Rank 1 still computes: all may come.
+    for _ in range(10):
+        assert judge.decide([says(waits=True), says()]) == []
+    found = []
+    while not found:
+        found = judge.decide([says(waits=True), says(waits=True)])
+    assert [one.requests[0].name for one in found] == ["a", "b"]
+    assert "'a': submitted by rank 0, not by rank 1" in found[0].error
+    assert "'b': submitted by rank 1, not by rank 0" in found[0].error
+
+
+# ---- values, on real ranks
+
+
+def mine(*shape, rank=None):
     """This rank's values, the same at every call."""
     generator = torch.Generator().manual_seed(hvd.rank() if rank is None else rank)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def everyone(*shape):
@@ -34,9 +111,6 @@ def everyone(*shape):
 
 def near(one, other):
     return one.shape == other.shape and torch.allclose(one.double(), other.double(), atol=1e-12)
-
-
-# ---- values
 
 
 def reductions():
@@ -52,11 +126,10 @@ def reductions():
     assert near(hvd.allreduce(values.t(), None, "t"), every.mean(0).t())
     assert near(hvd.allreduce(values[0, 0]), every.mean(0)[0, 0])
     assert hvd.allreduce(torch.empty(0, 3)).shape == (0, 3)
-    # Averages of integers are rounded towards zero, as are scaled ones.
-    whole = torch.tensor([rank, -rank, 7])
+    # Averages of integers are rounded towards zero.
     mean = (size - 1) / 2
-    assert hvd.allreduce(whole).tolist() == [int(mean), int(-mean), 7]
-    assert hvd.allreduce(whole, op=hvd.Sum, prescale_factor=0.5)[2] == 3 * size
+    whole = hvd.allreduce(torch.tensor([rank, -rank, 7]))
+    assert whole.tolist() == [int(mean), int(-mean), 7]
     half = hvd.allreduce(values.float(), compression=hvd.Compression.fp16)
     assert half.dtype == torch.float32
     assert torch.allclose(half.double(), every.mean(0), atol=2e-3)
@@ -91,61 +164,10 @@ def gathers():
     flag = torch.tensor([rank == root, False])
     assert hvd.broadcast_(flag, root, name="flag") is flag
     assert flag.tolist() == [True, False]
-    sent = torch.arange(size * 2).view(size, 2) + 100 * rank
-    came = [torch.arange(2) + 100 * r + 2 * rank for r in range(size)]
-    assert hvd.alltoall(sent).equal(torch.stack(came))
-    splits = torch.arange(1, size + 1)
-    found, came = hvd.alltoall(torch.full((int(splits.sum()),), rank), splits)
-    assert came.tolist() == [rank + 1] * size
-    assert found.tolist() == [r for r in range(size) for _ in range(rank + 1)]
-    # Five rows: the first ranks get one more.
-    shares = everyone(5, 2).sum(0).tensor_split(size)
-    assert near(hvd.reducescatter(mine(5, 2), op=hvd.Sum), shares[rank])
-    assert near(hvd.reducescatter(mine(5, 2)), shares[rank] / size)
-    whole, _ = hvd.grouped_reducescatter([torch.full((size,), 3), torch.ones(size)])
-    assert whole.tolist() == [3]
-    told = hvd.broadcast_object({"lr": rank, "t": torch.tensor(rank)}, root)
-    assert told == {"lr": root, "t": root}
+    found = hvd.broadcast_object({"lr": rank, "t": torch.tensor(rank)}, root)
+    assert found == {"lr": root, "t": root}
     assert hvd.allgather_object("x" * rank, name="texts") == ["x" * r for r in range(size)]
-
-
-def gradients():
-    size, rank = hvd.size(), hvd.rank()
-
-    def of(operation, values, weights):
-        values.requires_grad_()
-        (operation(values) * weights).sum().backward()
-        return values.grad
-
-    weights = torch.stack([mine(4, 2, rank=10 + r) for r in range(size)])
-    total = weights.sum(0)
-    assert near(of(lambda x: hvd.allreduce(x, op=hvd.Sum), mine(4, 2), weights[rank]), total)
-    scaled = of(lambda x: hvd.allreduce(x, prescale_factor=3.0), mine(4, 2), weights[rank])
-    assert near(scaled, total * 3 / size)
-    last = size - 1
-    found = of(lambda x: hvd.broadcast(x, last, "b"), mine(4, 2), weights[rank])
-    assert near(found, total / size if rank == last else torch.zeros(4, 2))
-    rows, first = 4 * size, 4 * rank
-    weights = torch.stack([mine(rows, 2, rank=20 + r) for r in range(size)])
-    found = of(hvd.allgather, mine(4, 2), weights[rank])
-    assert near(found, weights.mean(0)[first : first + 4])
-    # Rank r sends r + 1 rows to each: on the way back it gets as many.
-    sent = rank + 1
-    weights = torch.full((sum(range(size + 1)), 1), rank + 1.0)
-    found = of(hvd.alltoall, mine(sent * size, 1), weights)
-    expected = [r + 1.0 for r in range(size) for _ in range(sent)]
-    assert found.flatten().tolist() == expected
-    weights = torch.full((1, 1), rank + 1.0)
-    found = of(lambda x: hvd.reducescatter(x, op=hvd.Sum), mine(size, 1), weights)
-    assert found.flatten().tolist() == [size * (r + 1.0) for r in range(size)]
-    found = of(hvd.reducescatter, mine(size, 1), weights)
-    assert found.flatten().tolist() == [r + 1.0 for r in range(size)]
-    one, other = mine(2).requires_grad_(), mine(3).requires_grad_()
-    sums = hvd.grouped_allreduce([one, other], op=hvd.Sum)
-    (sums[0].sum() + 2 * sums[1].sum()).backward()
-    assert (one.grad.tolist(), other.grad.tolist()) == ([size] * 2, [2 * size] * 3)
-    with pytest.raises(ValueError, match="has no gradient"):
-        of(lambda x: hvd.allreduce(x, op=hvd.Max), mine(2), 1)
+    hvd.barrier()
 
 
 def refused(words, function, *args, kind=ValueError, **options):
@@ -156,32 +178,18 @@ def refused(words, function, *args, kind=ValueError, **options):
 
 
 def errors():
-    rank, size = hvd.rank(), hvd.size()
-    refused("Adasum", hvd.allreduce, torch.ones(2), op=hvd.Adasum)
-    refused("not both", hvd.allreduce, torch.ones(2), average=True, op=hvd.Sum)
-    refused("'median'", hvd.allreduce, torch.ones(2), op="median")
-    refused("finite", hvd.allreduce, torch.ones(2), prescale_factor=float("nan"))
-    refused("for tensors, got list", hvd.allreduce, [1.0])
+    one = torch.ones(2)
+    refused("'median'", hvd.allreduce, one, op="median")
+    refused("float8", hvd.allreduce, one.to(torch.float8_e5m2))
     refused("reshape", hvd.allgather, torch.tensor(1))
-    refused("not a rank", hvd.broadcast, torch.ones(1), size)
-    with pytest.raises(AttributeError, match="max-restarts"):
-        hvd.elastic.run()
-    refused("None is not a rank", hvd.broadcast, torch.ones(1), None)
-    refused("add up to all rows", hvd.alltoall, torch.ones(3), [1] * (size + 1))
-    refused("CPU or CUDA", hvd.allreduce, torch.ones(1, device="meta"))
-    refused("state dict", hvd.broadcast_parameters, 3, 0)
-    refused("process_set", hvd.allreduce, torch.ones(1), process_set=object())
-    if size > 1:
-        internal = hvd.HorovodInternalError
-        refused("split evenly", hvd.alltoall, torch.ones(size + 1))
-        second = int(rank > 0)
-        refused("do not agree", hvd.allreduce, torch.ones(2 + second), kind=RuntimeError)
-        dtype = [torch.int32, torch.int64][second]
-        refused("has allreduce int32", hvd.allreduce, torch.ones(2, dtype=dtype), kind=internal)
-        op = [hvd.Max, hvd.Min][second]
-        refused(r"\(max\)", hvd.allreduce, torch.ones(2), op=op, kind=internal)
-        refused("from rank 0", hvd.broadcast, torch.ones(2), second, kind=internal)
-        refused(r"\[2, 3\]", hvd.allgather, torch.ones(2, 3 + second), kind=internal)
+    refused("not a rank", hvd.broadcast, one, hvd.size())
+    refused("new_group", hvd.allreduce, one, process_set=object(), kind=NotImplementedError)
+    for missing in ("alltoall", "reducescatter", "sparse_allreduce_async", "elastic", "Adasum"):
+        with pytest.raises(AttributeError, match=r"torch\.distributed"):
+            getattr(hvd, missing)
+    hvd.allreduce_async(one, name="twice")
+    with pytest.raises(ValueError, match=r"'allreduce.twice' is under way already, from .*\.py"):
+        hvd.allreduce_async(one, name="twice")
     hvd.barrier()
 
 
@@ -206,12 +214,12 @@ def joins():
 
 
 class Net(nn.Module):
-    """Layers that are used, used by some ranks, used by none, and frozen."""
+    """Layers that are used, used by some ranks, and frozen."""
 
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 2)
-        self.some, self.unused, self.frozen = nn.Linear(5, 5), nn.Linear(3, 3), nn.Linear(5, 5)
+        self.some, self.frozen = nn.Linear(5, 5), nn.Linear(5, 5)
         self.frozen.requires_grad_(False)
 
     def forward(self, x, with_some):
@@ -229,18 +237,17 @@ def batch_of(step, passed, rank):
     return torch.randn(6, 4, generator=generator, dtype=torch.float64)
 
 
-def follows(make, op, passes, steps=3, with_closure=False, **options):
+def follows(make, op, passes, with_closure=False):
     """Check that the ranks come to where one device does with all their batches."""
     size, rank = hvd.size(), hvd.rank()
     model, alone = net(seed=rank), net()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     reference = make(alone.parameters())
-    named = model.named_parameters()
     optimizer = hvd.DistributedOptimizer(
-        make(model.parameters()), named, backward_passes_per_step=passes, op=op, **options
+        make(model.parameters()), model.named_parameters(), backward_passes_per_step=passes, op=op
     )
     assert isinstance(optimizer, type(reference))
-    for step in range(steps):
+    for step in range(3):
 
         def backward(step=step):
             optimizer.zero_grad()
@@ -260,17 +267,13 @@ def follows(make, op, passes, steps=3, with_closure=False, **options):
                 alone(batch_of(step, passed, r), with_some=r == step % size).square().mean()
                 for r in range(size)
             ]
-            total = torch.stack(losses).sum() / (size if op == hvd.Average else 1)
-            total.backward()
+            (torch.stack(losses).sum() / (size if op == hvd.Average else 1)).backward()
         reference.step()
-    assert model.unused.weight.grad is None
-    mine, theirs = model.state_dict(), alone.state_dict()
-    off = max((mine[name] - theirs[name]).abs().max() for name in mine)
-    assert off < 1e-10, (make, op, passes, off)
+    for one, other in zip(model.parameters(), alone.parameters()):
+        assert (one - other).abs().max() < 1e-10, (make, op, passes)
 
 
 def sgd(parameters):
-    # Weight decay would move parameters without gradients that get zeros instead.
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
@@ -282,12 +285,11 @@ def trains():
     for op in (hvd.Average, hvd.Sum):
         for passes in (1, 3):
             follows(sgd, op, passes)
-    follows(adam, hvd.Average, 1, gradient_predivide_factor=float(hvd.size()))
+    follows(adam, hvd.Average, 1)
     follows(sgd, hvd.Average, 2, with_closure=True)
 
 
 def optimizer_rules():
-    rank = hvd.rank()
     model = nn.Linear(2, 1).double()
     hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
     options = {"named_parameters": model.named_parameters()}
@@ -329,83 +331,50 @@ def optimizer_rules():
         scheduler.step()
         model.bias.requires_grad_(True)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
-    assert all(near(one, mine_of) for one, mine_of in zip(*_all_states(model)))
-    for bad, words in (
-        ([("a", model.weight)], "leave out 1"),
-        ([("a", model.weight), ("a", model.bias)], "several parameters a"),
-        ([model.weight, model.bias], "pairs of a name"),
-    ):
-        refused(words, hvd.DistributedOptimizer, torch.optim.SGD(model.parameters(), 1), bad)
-    twice = hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), 1))
-    twice.set_backward_passes_per_step(2)
-    twice.param_groups[0]["params"][0].sum().backward()
-    with pytest.raises(AssertionError, match="zero_grad"):
-        twice.zero_grad()
-    plain = torch.optim.SGD(model.parameters(), 1)
-    factor = {"op": hvd.Sum, "gradient_predivide_factor": 2.0}
-    refused("predivide", hvd.DistributedOptimizer, plain, **factor)
-    for op in ("x", hvd.Adasum, hvd.Min):
-        refused("op", hvd.DistributedOptimizer, plain, op=op)
-    refused("is not an optimizer", hvd.DistributedOptimizer, 3)
-    refused("passes", hvd.DistributedOptimizer, plain, backward_passes_per_step=0)
-    small = nn.Linear(2, 1)
-    half = hvd.DistributedOptimizer(
-        torch.optim.SGD(small.parameters(), 1.0), compression=hvd.Compression.fp16
-    )
-    small(torch.full((1, 2), float(rank))).sum().backward()
-    half.step()
-    assert small.weight.grad.tolist() == [[(hvd.size() - 1) / 2] * 2]
-    places = torch.sparse_coo_tensor([[rank, 3]], [1.0, 2.0], (4,), check_invariants=True)
-    for finish in (hvd.synchronize, lambda handle: handle()):
-        total = finish(hvd.sparse_allreduce_async(places, "places", hvd.Sum)).to_dense().tolist()
-        each = [float(r < hvd.size()) for r in range(3)]
-        assert total == [*each, 2.0 * hvd.size() + (hvd.size() == 4)]
-    table = nn.Embedding(4, 2, sparse=True)
-    for dense in (False, True):
-        sparse = hvd.DistributedOptimizer(
-            torch.optim.SGD(table.parameters(), 1.0), sparse_as_dense=dense, op=hvd.Sum
-        )
-        table(torch.tensor([rank % 4, 3])).sum().backward()
-        sparse.step()
-        assert table.weight.grad.is_sparse == (not dense)
-        counts = torch.bincount(
-            torch.tensor([r % 4 for r in range(hvd.size())] + [3] * hvd.size())
-        )
-        assert torch.equal(table.weight.grad.to_dense(), counts[:, None].expand(4, 2))
-        for parameter in table.parameters():
-            parameter._post_accumulate_grad_hooks.clear()
-        table.weight.grad = None
-
-
-def _all_states(model):
     flat = torch.cat([one.detach().flatten() for one in model.parameters()])
-    return hvd.allgather(flat[None]), flat[None].expand(hvd.size(), -1)
+    assert near(hvd.allgather(flat[None]), flat.expand(hvd.size(), -1))
+
+
+def optimizer_refusals():
+    model = nn.Linear(2, 1)
+    plain = torch.optim.SGD(model.parameters(), 1)
+    for bad in (
+        [("a", model.weight)],
+        [("a", model.weight), ("a", model.bias)],
+        [model.weight, model.bias],
+    ):
+        refused("named_parameters", hvd.DistributedOptimizer, plain, bad)
+    refused("op=", hvd.DistributedOptimizer, plain, op=hvd.Min)
+    refused("an optimizer", hvd.DistributedOptimizer, 3)
+    refused("passes", hvd.DistributedOptimizer, plain, backward_passes_per_step=0)
+    half = hvd.DistributedOptimizer(plain, compression=hvd.Compression.fp16)
+    model(torch.full((1, 2), float(hvd.rank()))).sum().backward()
+    half.step()
+    assert model.weight.grad.tolist() == [[(hvd.size() - 1) / 2] * 2]
+    table = nn.Embedding(4, 2, sparse=True)
+    dense = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), 1.0), sparse_as_dense=True, op=hvd.Sum
+    )
+    table(torch.tensor([3])).sum().backward()
+    dense.step()
+    assert table.weight.grad[3].tolist() == [hvd.size()] * 2
 
 
 def states():
     """The root's options and state, on ranks that have none, or others."""
-    rank = hvd.rank()
-    kinds = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop]
-    kinds += [torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam]
-    kinds += [torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop]
+    kinds = [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad]
     for root, kind in enumerate(kinds):
         root %= hvd.size()
         model = nn.Linear(2, 2)
-        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 3.0 + rank}]
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 3.0 + hvd.rank()}]
         optimizer = kind(groups, 0.5)
-        if rank == root:
+        if hvd.rank() == root:
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
         hvd.broadcast_optimizer_state(optimizer, root_rank=root)
         assert [group["lr"] for group in optimizer.param_groups] == [0.5, 3.0 + root]
         theirs = hvd.broadcast_object(optimizer.state_dict(), root)
         assert str(theirs) == str(optimizer.state_dict())
-    fresh = torch.optim.Adam(nn.Linear(1, 1).parameters(), lr=1.0 + rank)
-    hvd.broadcast_optimizer_state(fresh, root_rank=0)
-    assert fresh.param_groups[0]["lr"] == 1.0
-    lbfgs = torch.optim.LBFGS(nn.Linear(1, 1).parameters())
-    refused("LBFGS", hvd.broadcast_optimizer_state, lbfgs, 0)
-    hvd.broadcast_parameters([torch.ones(2)], 0)
 
 
 def batch_norm():
@@ -425,20 +394,16 @@ def batch_norm():
 
 def answers():
     assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
-    assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
     assert not any(built() for built in (hvd.mpi_built, hvd.nccl_built, hvd.mpi_threads_supported))
-    assert hvd.gloo_built()
-    engine = hvd.engine()
-    hvd.init()
-    assert hvd.engine() is engine
-    hvd.init(list(range(hvd.size())))
-    if hvd.size() > 1:
-        refused("all .* ranks take part", hvd.init, [0])
-    before = engine.comm.bytes_sent
+    before = hvd.engine().comm.messages, hvd.engine().comm.bytes_sent
     hvd.allreduce(torch.ones(5000))
-    sent = engine.comm.bytes_sent - before
-    ring = ring_all_reduce_cost(5000, 4, hvd.size(), hvd.rank()).num_bytes
-    assert 0 <= sent - ring < 500
+    ring = ring_all_reduce_cost(5000, 4, hvd.size(), hvd.rank())
+    others = hvd.size() - 1 if hvd.rank() == 0 else 1
+    # A length and some JSON to each rank, or to rank 0 alone, once or more.
+    talk = hvd.engine().comm.messages - before[0] - ring.messages
+    assert talk >= 2 * others or hvd.size() == 1
+    assert 0 <= hvd.engine().comm.bytes_sent - before[1] - ring.num_bytes < 800
     hvd.shutdown()
     assert not hvd.is_initialized()
     with pytest.raises(ValueError, match="call hvd"):
@@ -447,7 +412,7 @@ def answers():
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
-PARTS = [reductions, gathers, gradients, errors, joins, trains, optimizer_rules, states]
+PARTS = [reductions, gathers, errors, joins, trains, optimizer_rules, optimizer_refusals, states]
 PARTS += [batch_norm, answers]
 
 
@@ -463,7 +428,7 @@ def everything(comm, given):
     assert hvd.synchronize(handle).tolist() == [1] * 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_of_it(world_size):
     run(everything, world_size % 2 == 0, world_size=world_size)
 
@@ -478,27 +443,10 @@ def test_alone_without_a_launcher():
     assert not hvd.is_initialized()
 
 
-def test_run_returns_what_the_ranks_return():
-    def train(offset, times=1):
-        hvd.init()
-        return hvd.allreduce(torch.tensor(hvd.rank()), op=hvd.Sum).item() * times + offset
-
-    assert hvd.run(train, args=(1,), kwargs={"times": 10}, np=2, use_gloo=True) == [11, 11]
-
-
 # ---- scripts of torchrun
 
 
-def inside(comm):
-    hvd.init()
-    return hvd.allreduce(torch.tensor(comm.rank), op=hvd.Sum).item()
-
-
 def script(how):
-    if how == "well":
-        size = int(os.environ["WORLD_SIZE"])
-        assert run(inside, world_size=size).values == [sum(range(size))] * size
-        assert not hvd.is_initialized()
     hvd.init()
     rank = hvd.rank()
     torch.set_num_threads(1)
@@ -508,53 +456,29 @@ def script(how):
     found = hvd.allgather_object((rank, hvd.local_rank(), hvd.cross_rank(), hvd.cross_size()))
     if rank == 0:
         print(found, flush=True)
-    if rank == hvd.size() - 1:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "raises":
-            raise KeyError("of the learner")
-        if how == "returns":
-            return
+    if how == "killed" and rank == hvd.size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "returns" and rank == hvd.size() - 1:
+        return
     if how != "well":
-        began_s = time.monotonic()
-        try:
-            hvd.allreduce(torch.ones(2), name="waits")
-        finally:
-            print(f"rank {rank} waited {time.monotonic() - began_s:.1f} s", flush=True)
-
-
-def faults(sizes, how):
-    hosts = on_hosts(script, sizes, how)
-    codes = {rank: code for host in hosts for rank, code in host.codes.items()}
-    return codes, [host.text for host in hosts]
-
-
-def test_a_script_under_torchrun():
-    codes, (text,) = faults([3], "well")
-    assert set(codes.values()) == {0}, text
-    assert "[(0, 0, 0, 1), (1, 1, 0, 1), (2, 2, 0, 1)]" in text
-
-
-def test_a_script_on_two_hosts():
-    codes, texts = faults([1, 2], "well")
-    assert set(codes.values()) == {0}, texts
-    assert "[(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 1, 2)]" in texts[0]
+        hvd.allreduce(torch.ones(2), name="waits")
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("sizes", "how", "words"),
     [
-        # Where torchrun's agent has asked for the exit code first, the signal is in its summary.
-        ("killed", r"rank 1 (was killed by SIGKILL|has ended in mid-run)"),
-        ("raises", "rank 1 raised KeyError: 'of the learner'"),
-        ("returns", "rank 1 takes no part any more"),
+        ([2], "well", "[(0, 0, 0, 1), (1, 1, 0, 1)]"),
+        ([1, 2], "well", "[(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 1, 2)]"),
+        ([2], "killed", "rank 1"),
+        ([2], "returns", "Unfinished on rank 0: 'allreduce.waits' of"),
     ],
 )
-def test_the_other_ranks_of_a_script_end_with_the_cause(how, words):
-    codes, (text,) = faults([2], how)
-    # Whichever of them ends first, torchrun's agent then asks the other one to end.
-    raised = {1, -signal.SIGTERM}
-    assert codes[0] in raised, text
-    assert codes[1] in {"killed": {-signal.SIGKILL}, "raises": raised, "returns": {0}}[how], text
-    assert re.search(words, text)
-    assert "rank 0 waited" in text
+def test_a_script_under_torchrun(sizes, how, words):
+    hosts = on_hosts(script, sizes, how)
+    codes = {rank: code for host in hosts for rank, code in host.codes.items()}
+    assert words in hosts[0].text, hosts[0].text
+    if how == "well":
+        assert set(codes.values()) == {0}, hosts[0].text
+    else:
+        # torchrun ends the others by SIGTERM once one has ended.
+        assert codes[0] in {1, -signal.SIGTERM}, hosts[0].text

@@ -28,18 +28,6 @@ def test_the_current_folder_comes_before_the_clone(workbook):
     assert lab.workbook_root() == workbook
 
 
-def test_outside_of_a_clone_the_clone_is_found(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert lab.workbook_root() == browser.ROOT
-
-
-def test_without_notebooks_anywhere_it_says_where_it_looked(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lab, "__file__", str(tmp_path / "site" / "workbook" / "lab.py"))
-    with pytest.raises(ValueError, match="run this from a clone of the workbook"):
-        lab.workbook_root()
-
-
 def test_it_opens_the_first_notebook_there_is(workbook):
     assert lab.first_page(workbook) == "lab"
     (workbook / "notebooks" / "06_ring.ipynb").touch()
@@ -67,13 +55,6 @@ def test_where_no_browser_can_open_none_does(change, reason, plain_machine, work
     change(monkeypatch)
     assert reason in lab.no_browser_reason()
     assert "--no-browser" in lab.launch_options(workbook)
-
-
-def test_root_is_allowed_and_nobody_else_is_made_root(workbook, monkeypatch):
-    monkeypatch.setattr(lab.os, "geteuid", lambda: 0, raising=False)
-    assert "--allow-root" in lab.launch_options(workbook)
-    monkeypatch.setattr(lab.os, "geteuid", lambda: 1000, raising=False)
-    assert "--allow-root" not in lab.launch_options(workbook)
 
 
 @pytest.mark.fresh

@@ -6,16 +6,10 @@ import math
 import pytest
 
 from labkit import run, train_with
-from labkit.__main__ import main
 from labkit.config import RunConfig, type_of
 from labkit.runtime import supervisor
 from workbook import measure
 from workbook.measure import compare
-
-BAD = {int: ["", "x", "1.5", "-1", "9" * 50], float: ["", "x", "-1", "nan", "1e308"]}
-# Those of one line in tests/test_config.py.
-BAD_TEXTS = {"link": "10", "augment": "crop,", "freeze": ",", "straggler": "1:"}
-BAD_TEXTS |= {"split_points": "2,x", "lr_schedule": "linear", "hosts": "0", "weights": ""}
 
 
 @pytest.fixture(autouse=True)
@@ -25,27 +19,6 @@ def _no_ranks(monkeypatch):
 
     monkeypatch.setattr(supervisor.Supervisor, "run", started)
     monkeypatch.setattr("labkit.runtime.preload.warm_up", lambda **_: None)
-
-
-def refused(words, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(words)
-    printed = capsys.readouterr()
-    assert (caught.value.code, printed.out) == (2, ""), words
-    (line,) = printed.err.splitlines()
-    assert line.startswith("labkit: error: "), line
-    return line
-
-
-@pytest.mark.parametrize("setting", dataclasses.fields(RunConfig), ids=lambda one: one.name)
-def test_no_option_takes_a_value_that_cannot_be(setting, capsys):
-    choices = "|" in setting.metadata["unit"]
-    texts = BAD.get(type_of(setting), ["nobody"] if choices else [])
-    texts = [*texts, *([BAD_TEXTS[setting.name]] if setting.name in BAD_TEXTS else [])]
-    option = f"--{setting.name.replace('_', '-')}"
-    for text in texts:
-        line = refused(["train", "--strategy", "single", f"{option}={text}"], capsys)
-        assert option in line or setting.name in line, line
 
 
 WRONG = [True, "4", [], math.nan, -1, 10**30]

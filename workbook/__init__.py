@@ -1,11 +1,12 @@
 """The course around labkit: it asks, checks, draws and measures what labkit runs."""
 
+import lazy_loader
+
 from labkit.comm.source_lines import count_as_ours
 from labkit.runtime.preload import FOR_TRAINING, IN_NOTEBOOKS, interrupts_later
-from labkit.units import lazy_names
 
 # Lazy, as labkit is; the names are listed in __init__.pyi.
-_load, __dir__, __all__ = lazy_names(__name__, __file__)
+_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str):

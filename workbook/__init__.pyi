@@ -3,5 +3,5 @@
 from . import check as check, plots as plots, widgets as widgets
 from .notebook import verdict as verdict
 from .notebook.display import show_source as show_source
-from .notebook.predict import predict as predict, predict_row as predict_row
+from .notebook.prediction import predict as predict, predict_row as predict_row
 from .notebook.progress import progress as progress

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 from labkit import units
-from labkit.files import check_outputs
+from labkit.files import check_writable
 from labkit.units import list_of, typed
 
-_integer = typed(units.parse_integer)
-_integers = list_of(units.parse_integer)
+_integers = list_of(int)
 
 
 def add(commands) -> None:
@@ -27,7 +26,7 @@ def add(commands) -> None:
 
 def _percent(text: str) -> float:
     try:
-        return units.parse_number(text.removesuffix("%")) / 100
+        return float(text.removesuffix("%")) / 100
     except ValueError:
         raise ValueError(f"takes a percentage such as 95, got {text!r}") from None
 
@@ -44,7 +43,7 @@ def _add_bench(commands) -> None:
     parse_sizes = list_of(units.parse_bytes)
     add("--sizes", dest="sizes_bytes", type=parse_sizes, metavar="SIZE,SIZE", help=sizes)
     add("--models", type=list_of(str), metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
-    add("--repeats", type=_integer, metavar="N", help="at most N repeats; slow ones get fewer")
+    add("--repeats", type=int, metavar="N", help="at most N repeats; slow ones get fewer")
     add("--device", metavar="auto|cpu|cuda", help="where the ranks run")
     add("--devices", type=list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
     record = "record the results of one benchmark, and the hardware, in FILE"
@@ -65,8 +64,8 @@ def _add_compare(commands) -> None:
     add_list("--train-size", dest="train_sizes", metavar="N,N", help=samples)
     add_list("--batch-size", dest="batch_sizes", metavar="B,B", help="global batches (64,128,256)")
     repeats = "runs of each technique; by default as many as fit into 8 minutes"
-    add("--repeats", type=_integer, metavar="N", help=repeats)
-    add("--epochs", type=_integer, metavar="E", help="epochs per run (6)")
+    add("--repeats", type=int, metavar="N", help=repeats)
+    add("--epochs", type=int, metavar="E", help="epochs per run (6)")
     accuracy = "held-out accuracy to reach (95)"
     add("--target", type=typed(_percent), metavar="PERCENT", help=accuracy)
     add("--model", metavar="M", help="as for train")
@@ -88,14 +87,14 @@ def _add_progress(commands) -> None:
 
 
 def _bench(arguments: Namespace) -> int:
-    check_outputs({"--json": arguments.json_path, "--figure": arguments.figure_path}, {})
+    check_writable(arguments.json_path, arguments.figure_path)
     from workbook.measure.command import main as bench
 
     return bench(**_given(arguments))
 
 
 def _compare(arguments: Namespace) -> int:
-    check_outputs({"--json": arguments.json_path}, {"--from": arguments.from_path})
+    check_writable(arguments.json_path)
     from workbook.measure.compare.command import main as compare
 
     return compare(**_given(arguments))

@@ -1,13 +1,67 @@
-"""The ``torch.distributed`` backend "labkit": our collectives under PyTorch's own DDP."""
+"""The ``torch.distributed`` backend "labkit": our collectives under PyTorch's own DDP.
+
+``import labkit`` makes it known to PyTorch, without importing PyTorch: at once if
+``torch.distributed`` has been imported already, and otherwise right after its import. The backend
+itself is loaded by the first process group that asks for it.
+"""
+# PyTorch's entry point "torch.backends" could not do this: it needs labkit to be installed (not
+# only on PYTHONPATH), and every ``import torch`` of that environment would load labkit.
+
+import importlib
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import lazy_loader
 
-# Lazy: ``import labkit`` registers the backend's name, and must not wait for torch.distributed.
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    submod_attrs={
-        "chosen": ["all_reduce", "ddp_hook", "use"],
-        "group": ["LabkitGroup"],
-        "queues": ["sent"],
-    },
+    submod_attrs={"chosen": ["all_reduce", "ddp_hook", "use"], "group": ["LabkitGroup", "sent"]},
 )
+
+
+def register_backend() -> None:
+    """Register now, or when ``torch.distributed`` is imported."""
+    if hasattr(sys.modules.get(_WhenTorchComes.host), "Backend"):
+        _register(sys.modules[_WhenTorchComes.host])
+    else:
+        sys.meta_path.insert(0, _WhenTorchComes())
+
+
+def _register(distributed: ModuleType) -> None:
+    if not hasattr(distributed.Backend, "LABKIT"):
+        distributed.Backend.register_backend(
+            "labkit", _new_group, extended_api=True, devices=["cpu"]
+        )
+
+
+def _new_group(group: Any, options: object) -> Any:
+    """Make a group; the extended interface says which ranks of the run are in it."""
+    make = importlib.import_module("labkit.backend.group").LabkitGroup
+    ranks = group.global_ranks_in_group
+    return make(group.store, group.group_rank, group.group_size, group.timeout, ranks)
+
+
+class _WhenTorchComes:
+    """An import hook that registers the backend when ``torch.distributed`` has been imported."""
+
+    host = "torch.distributed"
+
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self.host:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_register(module: ModuleType) -> None:
+                load(module)
+                _register(module)
+
+            spec.loader.exec_module = load_and_register
+        return spec

@@ -6,14 +6,17 @@
 
 Ranks of one machine meet in shared memory (``labkit.comm.shared_memory``); on several machines the
 same collectives run over gloo's point-to-point. ``labkit.backend.use(my_ring)`` puts another
-all-reduce below DDP (``labkit.backend.chosen``). What is not supported is in
-``labkit.backend.arguments.REFUSED``, with the reason.
+all-reduce below DDP. One queue carries out the collectives, in the order of the calls; sends and
+receives have one queue per edge and direction, since they may wait for each other.
 """
 
+import atexit
 import contextlib
 import inspect
-import time
+import os
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit import collectives
-from labkit.backend import arguments
 from labkit.backend.chosen import all_reduce
 from labkit.backend.mailbox import Mailbox
-from labkit.backend.queues import Queues
-from labkit.collectives.common import check_fits
+from labkit.collectives.common import check_fits, check_one_per_rank
 from labkit.comm.comm import Comm
-from labkit.comm.work import Work
+from labkit.comm.separate import separate_comm
+from labkit.comm.transport import Traffic
+from labkit.comm.work import Work, WorkQueue
 
 # PyTorch's flight recorder listens to hooks that a group in Python never calls, and would fail.
 getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("labkit")
@@ -40,13 +43,28 @@ ProcessGroup: Any = dist.ProcessGroup
 
 Tensors = list[Tensor]
 
+# What PyTorch calls a reduction, and what ``Reduction`` does.
+NAMES = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")
+OPERATIONS = {"AVG": "mean"} | {name: name.lower() for name in NAMES if name != "AVG"}
+
+# How long the end of the program waits for a thread that is inside a learner's function.
+_LAST_PATIENCE_S = 2.0
+
+# The counters of every group of this process; kept after a group is destroyed.
+_traffic: list[Traffic] = []
+
+
+def sent() -> tuple[int, int]:
+    """Messages and bytes that this rank's "labkit" groups have sent so far, counted."""
+    return sum(one.messages for one in _traffic), sum(one.num_bytes for one in _traffic)
+
 
 class LabkitGroup(ProcessGroup):
     """A process group whose collectives are ``labkit.collectives``, for CPU tensors.
 
     It implements the methods of PyTorch's ``ProcessGroup``, which determines their number, their
-    names and the lists that they take. Each checks its arguments, queues the collective
-    (``labkit.backend.queues``), and returns its ``Work``.
+    names and the lists that they take. Each checks its arguments, queues the collective, and
+    returns its ``Work``.
 
     Raises (from the method): ValueError for what is not supported. (From ``wait`` of the ``Work``
     returned): MismatchError when the ranks call different collectives, PeerLostError when a rank
@@ -69,62 +87,78 @@ class LabkitGroup(ProcessGroup):
         timeout: timedelta,
         ranks: Sequence[int] | None = None,
     ):
-        try:
-            super().__init__(store, rank, size)
-        except TypeError:
-            # In torch 2.11 a subclass cannot have a store.
-            super().__init__(rank, size)
+        super().__init__(rank, size)
         self._store, self._timeout = store, timeout
         # As they are numbered in the run.
         self._ranks = ranks or range(size)
-        self._queues = Queues(store, rank, size, timeout, self._ranks)
-        self._mailbox = Mailbox(rank, size, self._queues.edge, timeout.total_seconds())
+        # Messages of an edge are first in, first out, so each kind of traffic has its own Comm.
+        self._comms = {
+            part: separate_comm(part, store, rank, size, timeout, self._ranks)
+            for part in ("collectives", "pairs")
+        }
+        _traffic.extend(comm.transport.sent for comm in self._comms.values())
+        self._queues: dict[tuple[Any, ...], WorkQueue] = {}
+        self._starting = threading.Lock()
+        others, edge = {*range(size)} - {rank}, partial(self._queue_of, "pairs")
+        self._mailbox = Mailbox(others, edge, timeout.total_seconds())
+        _live.add(self)
 
-    def getBackendName(self) -> str:
+    # The signatures below are PyTorch's. ``opts`` has rootRank, reduceOp and asyncOp, where there
+    # are such; the ``single`` methods take a tensor where the others take a list of its P parts.
+
+    def getBackendName(self):
         return "labkit"
 
     name = getBackendName
 
-    def _set_group_name(self, name: str) -> None:
+    def _set_group_name(self, name):
         self.group_name = name
 
-    def _set_group_desc(self, description: str) -> None:
+    def _set_group_desc(self, description):
         self.group_desc = description
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self):
         return self._store
 
-    def _get_backend(self, device: torch.device) -> "LabkitGroup":
+    def get_backend(self, device):
         if torch.device(device).type != "cpu":
             raise RuntimeError(f'the "labkit" backend is for CPU tensors, not for {device}')
         return self
 
-    get_backend = _get_backend
+    _get_backend = get_backend
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout):
         """Set the longest wait from now on, also for operations under way."""
-        self._timeout = timeout
-        self._mailbox.timeout_s = timeout.total_seconds()
-        self._queues.set_timeout(timeout.total_seconds())
+        self._timeout, timeout_s = timeout, timeout.total_seconds()
+        for waits in (self._mailbox, *self._queues.values()):
+            waits.timeout_s = timeout_s
+        for comm in self._comms.values():
+            comm.transport.set_timeout(timeout_s)
 
     def split_group(
-        self,
-        ranks: list[int],
-        timeout: timedelta | None = None,
-        opts: Any = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        device_types: Any = None,
-    ) -> "LabkitGroup | None":
+        self, ranks, timeout=None, opts=None, group_name="", group_desc="", device_types=None
+    ):
         """Make a group of ``ranks``, in that order; returns None on the ranks left out."""
         if self.rank() not in ranks:
             return None
         store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
-        timeout = timeout or self._timeout
-        in_run = [self._ranks[rank] for rank in ranks]
-        group = LabkitGroup(store, ranks.index(self.rank()), len(ranks), timeout, in_run)
+        place, in_run = ranks.index(self.rank()), [self._ranks[rank] for rank in ranks]
+        group = LabkitGroup(store, place, len(ranks), timeout or self._timeout, in_run)
         group.group_name, group.group_desc = group_name or "", group_desc or ""
         return group
+
+    def _queue_of(self, *key: Any) -> WorkQueue:
+        """The queue of ("collectives",), ("pairs", "to", a peer) or ("pairs", "from", a peer)."""
+        if not self._comms:
+            raise ValueError("this process group was destroyed: make another with new_group")
+        with self._starting:
+            if key not in self._queues:
+                name, timeout_s = (
+                    "-".join(["labkit", *map(str, key)]),
+                    self._timeout.total_seconds(),
+                )
+                self._queues[key] = WorkQueue(name, self._comms[key[0]], timeout_s)
+            return self._queues[key]
 
     def _queue(
         self,
@@ -140,10 +174,10 @@ class LabkitGroup(ProcessGroup):
         """
         is_waited_for = not getattr(opts, "asyncOp", True)
         result = inputs if result is None else result
-        return self._queues.collectives().add(name, operation, inputs, result, is_waited_for)
+        return self._queue_of("collectives").add(name, operation, inputs, result, is_waited_for)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        op = arguments.reduction_of(opts)
+    def allreduce(self, tensors, opts=None):
+        op = reduction_of(opts)
         is_dense = all(tensor.layout == torch.strided for tensor in tensors)
         name = "all_reduce" if is_dense else "sparse_all_reduce"
         return self._queue(
@@ -152,169 +186,122 @@ class LabkitGroup(ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        (tensor,) = tensors
-        operation = partial(collectives.broadcast, tensor=tensor, root=opts.rootRank)
+    def broadcast(self, tensors, opts):
+        operation = partial(collectives.broadcast, tensor=tensors[0], root=opts.rootRank)
         return self._queue("broadcast", operation, tensors, opts)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Work:
-        (tensor,), op = tensors, arguments.reduction_of(opts)
-        operation = partial(collectives.reduce, tensor=tensor, root=opts.rootRank, op=op)
+    def reduce(self, tensors, opts):
+        op, root = reduction_of(opts), opts.rootRank
+        operation = partial(collectives.reduce, tensor=tensors[0], root=root, op=op)
         return self._queue("reduce", operation, tensors, opts)
 
-    def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
-        arguments.check_outputs(outputs[0], tensors[0], self.size())
-        return self._gather_all(outputs, tensors, opts, outputs[0])
+    def allgather(self, outputs, tensors, opts=None):
+        """Gather each of the ``tensors`` of all ranks into its P outputs."""
+        return self._gather("all_gather", collectives.all_gather, outputs, tensors, opts)
 
-    def allgather_coalesced(
-        self, output_lists: list[Tensors], tensors: Tensors, opts: Any = None
-    ) -> Work:
+    def allgather_coalesced(self, output_lists, tensors, opts=None):
         # output_lists[rank][i] takes what that rank has in tensors[i].
-        outputs = [[of[i] for of in output_lists] for i in range(len(tensors))]
-        for of_all_ranks, tensor in zip(outputs, tensors):
-            arguments.check_outputs(of_all_ranks, tensor, self.size())
-        return self._gather_all(outputs, tensors, opts, [o for of in output_lists for o in of])
+        return self.allgather(list(zip(*output_lists)), tensors, opts)
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output, tensor, opts=None):
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, tensors: Tensors, opts: Any = None
-    ) -> Work:
-        parts = [arguments.equal_parts(o, self.size(), t) for o, t in zip(outputs, tensors)]
-        return self._gather_all(parts, tensors, opts, outputs)
+    def all_gather_single_coalesced(self, outputs, tensors, opts=None):
+        return self.allgather(self._parts(outputs, tensors), tensors, opts)
 
-    def _gather_all(
-        self, outputs: list[Tensors], tensors: Tensors, opts: Any, result: Tensors
-    ) -> Work:
-        """All-gather each tensor into its P outputs."""
+    def gather(self, outputs, tensors, opts):
+        function = partial(collectives.gather, root=opts.rootRank)
+        return self._gather("gather", function, outputs, tensors, opts)
 
-        def operation(comm: Comm) -> None:
-            for targets, tensor in zip(outputs, tensors):
-                arguments.copy_all(targets, collectives.all_gather(comm, tensor))
-
-        return self._queue("all_gather", operation, tensors, opts, result)
-
-    def gather(self, output_tensors: list[Tensors], tensors: Tensors, opts: Any) -> Work:
-        outputs: Tensors = []
-        if self.rank() == opts.rootRank:
-            (outputs,) = output_tensors
-            arguments.check_outputs(outputs, tensors[0], self.size())
-        return self._gather(outputs, tensors[0], opts, outputs)
-
-    def gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Work:
+    def gather_single(self, output, tensor, opts):
         is_root = self.rank() == opts.rootRank
-        outputs = arguments.equal_parts(output, self.size(), tensor) if is_root else []
-        return self._gather(outputs, tensor, opts, [output] if is_root else [])
+        return self.gather(self._parts([output], [tensor]) if is_root else [], [tensor], opts)
 
-    def _gather(self, outputs: Tensors, tensor: Tensor, opts: Any, result: Tensors) -> Work:
-        root = opts.rootRank
+    def _gather(self, name, function, outputs, tensors, opts):
+        for targets, tensor in zip(outputs, tensors):
+            check_one_per_rank(self._comms["collectives"], targets, "output tensors")
+            for target in targets:
+                check_fits(tensor, target, "the tensor that every rank sends")
 
         def operation(comm: Comm) -> None:
-            arguments.copy_all(outputs, collectives.gather(comm, tensor, root) or [])
+            for number, tensor in enumerate(tensors):
+                found = function(comm, tensor)
+                for target, values in zip(outputs[number], found) if found else ():
+                    target.copy_(values)
 
-        return self._queue("gather", operation, [tensor], opts, result)
+        return self._queue(name, operation, tensors, opts, [t for of in outputs for t in of])
 
-    def scatter(self, outputs: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
-        (output,), root = outputs, opts.rootRank
-        inputs = input_tensors[0] if self.rank() == root else []
-        operation = partial(collectives.scatter, tensors=inputs, out=output, root=root)
-        return self._queue("scatter", operation, inputs, opts, outputs)
+    def scatter(self, outputs, inputs, opts):
+        shares = inputs[0] if inputs else []
+        operation = partial(
+            collectives.scatter, tensors=shares, out=outputs[0], root=opts.rootRank
+        )
+        return self._queue("scatter", operation, shares, opts, outputs)
 
-    def reduce_scatter(self, outputs: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
-        return self._scatter_sums(outputs, input_tensors, opts, input_tensors[0])
-
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Work:
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, tensors: Tensors, opts: Any
-    ) -> Work:
-        parts = [arguments.equal_parts(t, self.size(), o) for o, t in zip(outputs, tensors)]
-        return self._scatter_sums(outputs, parts, opts, tensors)
-
-    def _scatter_sums(
-        self, outputs: Tensors, parts: list[Tensors], opts: Any, inputs: Tensors
-    ) -> Work:
-        """Reduce-scatter: each output gets this rank's share of its P parts, summed."""
-        op = arguments.reduction_of(opts)
-        for output, shares in zip(outputs, parts):
+    def reduce_scatter(self, outputs, inputs, opts):
+        """Each output gets this rank's share of its P inputs, reduced over all ranks."""
+        op = reduction_of(opts)
+        for output, shares in zip(outputs, inputs):
             # A copy would convert and broadcast.
             check_fits(shares[self.rank()], output, "this rank's share of the inputs")
 
         def operation(comm: Comm) -> None:
-            for output, shares in zip(outputs, parts):
+            for output, shares in zip(outputs, inputs):
                 output.copy_(collectives.reduce_scatter(comm, shares, op))
 
-        return self._queue("reduce_scatter", operation, inputs, opts, outputs)
+        shares = [share for of in inputs for share in of]
+        return self._queue("reduce_scatter", operation, shares, opts, outputs)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output, tensor, opts):
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs, tensors, opts):
+        return self.reduce_scatter(outputs, self._parts(tensors, outputs), opts)
+
+    def alltoall(self, outputs, inputs, opts=None):
         operation = partial(collectives.all_to_all, tensors=inputs, out=outputs)
         return self._queue("all_to_all", operation, inputs, opts, outputs)
 
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
-        opts: Any = None,
-    ) -> Work:
-        outputs = arguments.split_parts(output, self.size(), output_splits)
-        inputs = arguments.split_parts(tensor, self.size(), input_splits)
+    def all_to_all_single(self, output, tensor, output_splits, input_splits, opts=None):
+        outputs, inputs = (
+            list(whole.split(splits or [len(whole) // self.size()] * self.size()))
+            for whole, splits in ((output, output_splits), (tensor, input_splits))
+        )
         operation = partial(collectives.all_to_all, tensors=inputs, out=outputs)
         return self._queue("all_to_all", operation, [tensor], opts, [output])
 
-    def barrier(self, opts: Any = None) -> Work:
+    def _parts(self, wholes: Tensors, parts: Tensors) -> list[Tensors]:
+        """Cut each whole into P views of the shape of its part."""
+        pairs = zip(wholes, parts)
+        return [list(whole.view(self.size(), *part.shape).unbind()) for whole, part in pairs]
+
+    def barrier(self, opts=None):
         return self._queue("barrier", Comm.barrier, [], opts)
 
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """Wait until all ranks have come; the error names the first that has not, or all.
+    def monitored_barrier(self, timeout=None, wait_all_ranks=False):
+        """Wait until all ranks have come; the error names those that have not.
 
-        It needs only the store. So it works, and names the right rank, while a rank is stuck in a
-        collective. Raises RuntimeError, on every rank that came.
+        It needs only the store. So it works while a rank is stuck in a collective.
         """
-        store, rank, timeout = self._store, self.rank(), timeout or self._timeout
-        place = f"labkit/monitored/{store.add(f'labkit/monitored/{rank}', 1)}"
-
-        def comes(key: str, patience: timedelta) -> bool:
-            with contextlib.suppress(RuntimeError):
-                store.wait([f"{place}/{key}"], patience)
-                return True
-            return False
-
-        if rank:
-            store.set(f"{place}/{rank}", "came")
-            # Rank 0 may come last, and then wait for a whole timeout for the missing ranks.
-            if not comes("verdict", 2 * timeout):
-                raise RuntimeError(f"rank 0 did not come to the monitored barrier of rank {rank}")
-            missing = store.get(f"{place}/verdict").decode().strip()
-        else:
-            until_s, absent = time.monotonic() + timeout.total_seconds(), list[str]()
-            for other in range(1, self.size()):
-                left_s = max(0.001, until_s - time.monotonic())
-                if not comes(str(other), timedelta(seconds=left_s)):
-                    absent.append(str(other))
-                    if not wait_all_ranks:
-                        break
-            missing = f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}" if absent else ""
-            store.set(f"{place}/verdict", missing or " ")
-        if missing:
+        store, timeout = self._store, timeout or self._timeout
+        number = store.add(f"labkit/monitored/{self.rank()}", 1)
+        keys = [f"labkit/monitored/{number}/{rank}" for rank in range(self.size())]
+        store.set(keys[self.rank()], "came")
+        with contextlib.suppress(RuntimeError):
+            store.wait(keys, timeout)
+        if missing := [str(rank) for rank, key in enumerate(keys) if not store.check([key])]:
             raise RuntimeError(
-                f"{missing} did not come to the monitored barrier in {timeout.total_seconds():g} s"
+                f"rank {', '.join(missing)} did not come to the monitored barrier in "
+                f"{timeout.total_seconds():g} s"
             )
 
-    def send(self, tensors: Tensors, dst: int, tag: int) -> Work:
-        (tensor,) = tensors
-        return self._mailbox.send(tensor, dst, tag)
+    def send(self, tensors, dst, tag):
+        return self._mailbox.send(tensors[0], dst, tag)
 
-    def recv(self, tensors: Tensors, src: int | None, tag: int) -> Work:
-        (tensor,) = tensors
-        return self._mailbox.recv(tensor, src, tag)
+    def recv(self, tensors, src, tag):
+        return self._mailbox.recv(tensors[0], src, tag)
 
-    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
+    def recv_anysource(self, tensors, tag):
         return self.recv(tensors, None, tag)
 
     # Names of the same methods in torch 2.11.
@@ -325,38 +312,55 @@ class LabkitGroup(ProcessGroup):
     alltoall_base = all_to_all_single
     gather_into_tensor = gather_single
 
-    def shutdown(self) -> None:
+    def shutdown(self, patience_s: float | None = None) -> None:
         """End the threads after all queued operations; PyTorch calls this to destroy the group.
 
         An operation that takes longer than the group's timeout is left running, with a warning.
+        With ``patience_s`` queued operations are dropped.
         """
-        self._mailbox.end()
-        if left_behind := self._queues.end():
-            # After an error here, PyTorch would keep the group registered.
-            warnings.warn(f"the process group has ended, but {left_behind}", stacklevel=2)
+        queues, self._queues = self._queues, {}
+        comms, self._comms = self._comms, {}
+        # The queues that read end last: a receive from any source reads from all edges.
+        for key in sorted(queues, key=lambda key: "from" in key):
+            if "from" in key or patience_s is not None:
+                comms[key[0]].transport.abandon()
+            if not queues[key].end(patience_s) and patience_s is None:
+                # After an error here, PyTorch would keep the group registered.
+                late = queues[key].why_late()
+                warnings.warn(f"the process group has ended, but {late}", stacklevel=2)
+        for comm in comms.values():
+            comm.session.leave()
 
 
-def _refuse(name: str) -> Callable[..., None]:
-    def refuse(self: LabkitGroup, *args: Any, **kwargs: Any) -> None:
-        raise arguments.refusal(name)
-
-    return refuse
-
-
-for _name in arguments.REFUSED:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(LabkitGroup, _name, _refuse(_name))
+def reduction_of(opts: Any) -> str:
+    """The name, in ``Reduction``, of the reduction that ``opts`` asks for; by default the sum."""
+    asked = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+    for name, op in OPERATIONS.items():
+        if asked == getattr(dist.ReduceOp, name):
+            return op
+    raise ValueError(f'the "labkit" backend has the reductions {", ".join(NAMES)}, not {asked}')
 
 
-def _keep_compilers_out(*classes: type) -> None:
+_live: weakref.WeakSet[LabkitGroup] = weakref.WeakSet()
+# A forked child is not a rank: its exit must not end the queues of the rank.
+os.register_at_fork(after_in_child=_live.clear)
+
+
+@atexit.register
+def abandon_all() -> None:
+    """End the queues of all groups of this process, at its end, and wait for no other rank."""
+    # A thread that is inside PyTorch when the interpreter ends would abort the process.
+    for group in list(_live):
+        group.shutdown(_LAST_PATIENCE_S)
+
+
+def _keep_compilers_out() -> None:
     """Make torch.compile leave these methods, and the functions they call, uncompiled."""
     frames = torch._C._dynamo.eval_frame
-    if not hasattr(frames, "set_code_exec_strategy"):
-        return
     as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    for method in (method for cls in classes for method in vars(cls).values()):
+    for method in (*vars(LabkitGroup).values(), *vars(Work).values()):
         if inspect.isfunction(method):
             frames.set_code_exec_strategy(method.__code__, as_it_is)
 
 
-_keep_compilers_out(LabkitGroup, Work)
+_keep_compilers_out()

@@ -1,4 +1,4 @@
-"""Collectives as readable functions on ``Comm``, one algorithm per file.
+"""Collectives as readable functions on ``Comm``.
 
 Each takes this rank's ``comm``, and tensors of the same shape and dtype on every rank. A function
 that changes a tensor does so in place, and returns it. P ranks, S bytes of one tensor; per rank:
@@ -13,20 +13,20 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     share_only              ring            P - 1               (P - 1) / P x S
     reduce_scatter          ring            P - 1               (P - 1) S
     all_gather              ring            P - 1               (P - 1) S
-    all_to_all              pairwise        P - 1               (P - 1) S
-    broadcast               rooted          ceil(log2 P)        root ceil(log2 P) S
-    reduce                  rooted          ceil(log2 P)        S, the root 0
-    gather                  rooted          P - 1               S, the root 0
-    scatter                 rooted          P - 1               root (P - 1) S, the others 0
-    sparse_all_reduce       sparse          3 (P - 1)           (P - 1) x entries, padded
+    all_to_all              tree            P - 1               (P - 1) S
+    broadcast               tree            ceil(log2 P)        root ceil(log2 P) S
+    reduce                  tree            ceil(log2 P)        S, the root 0
+    gather                  naive           P - 1               S, the root 0
+    scatter                 naive           P - 1               root (P - 1) S, the others 0
+    sparse_all_reduce       compressed      3 (P - 1)           (P - 1) x entries, padded
     dissemination_barrier   tree            ceil(log2 P)        1 per step
 
 On H hosts of m ranks, ``hierarchical_all_reduce`` sends 2 (H - 1) / H x S bytes over the network
 card of each host; ``fast_hierarchical_all_reduce`` overlaps its parts. The exact numbers are in
-``labkit.costs.traffic`` and ``labkit.costs.hosts``. The module ``compressed`` sends gradients in
+``labkit.costs.traffic``. The module ``compressed`` sends gradients in
 half the bytes or fewer.
 """
 
-from labkit.units import lazy_names
+import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

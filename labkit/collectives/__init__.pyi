@@ -1,11 +1,15 @@
-from .fast_hierarchical import (
-    fast_hierarchical_all_reduce as fast_hierarchical_all_reduce,
-)
+from .common import Reduction as Reduction
+from .compressed import sparse_all_reduce as sparse_all_reduce
 from .fast_ring import fast_ring_all_reduce as fast_ring_all_reduce
-from .hierarchical import hierarchical_all_reduce as hierarchical_all_reduce
-from .naive import naive_all_reduce as naive_all_reduce
-from .pairwise import all_to_all as all_to_all
-from .reduction import Reduction as Reduction
+from .hierarchical import (
+    fast_hierarchical_all_reduce as fast_hierarchical_all_reduce,
+    hierarchical_all_reduce as hierarchical_all_reduce,
+)
+from .naive import (
+    gather as gather,
+    naive_all_reduce as naive_all_reduce,
+    scatter as scatter,
+)
 from .ring import (
     all_gather as all_gather,
     reduce_scatter as reduce_scatter,
@@ -13,14 +17,10 @@ from .ring import (
     share_only as share_only,
     share_reduce as share_reduce,
 )
-from .rooted import (
-    broadcast as broadcast,
-    gather as gather,
-    reduce as reduce,
-    scatter as scatter,
-)
-from .sparse import sparse_all_reduce as sparse_all_reduce
 from .tree import (
+    all_to_all as all_to_all,
+    broadcast as broadcast,
     dissemination_barrier as dissemination_barrier,
+    reduce as reduce,
     tree_all_reduce as tree_all_reduce,
 )

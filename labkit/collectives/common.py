@@ -1,18 +1,99 @@
-"""What the collectives share: a flat tensor to work on, one step of a timetable, checks."""
+"""What the collectives share: reductions, a flat tensor to work on, a step of a timetable, checks.
+
+All collectives reduce through one class, so an operation that does not suit a dtype is refused in
+the same words everywhere, before the first message.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 
 import torch
+from torch import Tensor
 
 from labkit.comm.comm import Comm
-from labkit.comm.tensors import describe
+from labkit.comm.tensors import check_tensor, describe
 from labkit.schedules.tree import Transfer
-from labkit.units import format_count
+from labkit.units import check_choice
+
+COMBINE = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An operation that suits a dtype; make one with ``Reduction.of``.
+
+    Attributes:
+        op: "sum", "mean", "max", "min", "product", or bitwise "band" (and), "bor" (or), "bxor".
+        wide: the dtype in which partial results travel and accumulate: for sum, mean and product
+            of float16 and bfloat16 it is float32, as P - 1 roundings to 16 bits would add up;
+            otherwise the tensor's dtype.
+    """
+
+    op: str
+    wide: torch.dtype
+
+    @classmethod
+    def of(cls, op: str, tensor: Tensor) -> "Reduction":
+        """Check ``op`` against the tensor's layout and dtype.
+
+        Raises:
+            ValueError: unknown operation, not a dense tensor, or a dtype that cannot be reduced
+                that way. The message is the same on all ranks.
+        """
+        check_choice("operation", op, COMBINE)
+        check_dense(tensor)
+        return _reduction(op, tensor.dtype)
+
+    @property
+    def partial(self) -> str:
+        """The operation on some of the ranks: a mean is a sum until all are in it."""
+        return "sum" if self.op == "mean" else self.op
+
+    def combine(self, mine: Tensor, incoming: Tensor, out: Tensor) -> Tensor:
+        """Write ``mine`` op ``incoming`` to ``out``, which may be either of them.
+
+        NaN, overflow and wrap-around behave as in PyTorch.
+        """
+        return COMBINE[self.op](mine, incoming, out=out)
+
+    def finish(self, total: Tensor, world_size: int) -> Tensor:
+        """Turn ``total`` into the result, in place: the mean divides by P."""
+        return total.div_(world_size) if self.op == "mean" else total
+
+
+@cache
+def _reduction(op: str, dtype: torch.dtype) -> Reduction:
+    rounds = dtype in (torch.float16, torch.bfloat16) and op in ("sum", "mean", "product")
+    reduction = Reduction(op, torch.float32 if rounds else dtype)
+    try:
+        one = torch.zeros(1, dtype=reduction.wide)
+        reduction.finish(reduction.combine(one, one, out=one), 1)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"cannot take the {op} of {str(dtype).removeprefix('torch.')} over ranks ({error}): "
+            "convert first, for example with .float(), or use another operation"
+        ) from None
+    return reduction
+
+
+def check_dense(tensor: Tensor) -> None:
+    """Raise ValueError for what is not a dense tensor."""
+    check_tensor(tensor, getattr(tensor, "device", torch.device("cpu")))
 
 
 @contextmanager
-def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def in_place(tensor: Tensor) -> Iterator[Tensor]:
     """Lend ``tensor`` (any shape and strides, with or without gradients) as a flat tensor [N].
 
     It is a view where the memory layout allows it, otherwise a copy that is written back at the
@@ -22,10 +103,7 @@ def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         ValueError: not a dense tensor, or an expanded one (its elements share memory, so they
             cannot take different values). Every rank raises the same error, before any message.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"a tensor is needed, got {type(tensor).__name__}: {tensor!r:.60}")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"a dense tensor is needed, got {tensor.layout}: use .to_dense()")
+    check_dense(tensor)
     if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape)):
         raise ValueError(
             "cannot work in place in an expanded tensor: its elements share memory. "
@@ -41,14 +119,14 @@ def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def collective_in_place(
-    comm: Comm, name: str, tensor: torch.Tensor, option: str, kind: str = "all_reduce"
-) -> Iterator[torch.Tensor]:
+    comm: Comm, name: str, tensor: Tensor, option: str, kind: str = "all_reduce"
+) -> Iterator[Tensor]:
     """Lend ``tensor`` as ``in_place`` does, inside ``Comm.collective`` and a span ``kind``."""
     with in_place(tensor) as flat, comm.collective(name, tensor, option), comm.span(kind):
         yield flat
 
 
-def transfer(comm: Comm, step: Transfer, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+def transfer(comm: Comm, step: Transfer, outgoing: Tensor, incoming: Tensor) -> None:
     """Do one step of a timetable: send ``outgoing``, fill ``incoming``, or both at once."""
     if step.dst is not None and step.src is not None:
         comm.exchange(outgoing, step.dst, incoming, step.src)
@@ -58,7 +136,7 @@ def transfer(comm: Comm, step: Transfer, outgoing: torch.Tensor, incoming: torch
         comm.recv(incoming, step.src)
 
 
-def new_like(tensor: torch.Tensor) -> torch.Tensor:
+def new_like(tensor: Tensor) -> Tensor:
     """A new tensor to receive into: shape and dtype of ``tensor``, contiguous, no gradient."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
 
@@ -72,14 +150,15 @@ def check_root(comm: Comm, root: int) -> None:
         )
 
 
-def check_one_per_rank(comm: Comm, tensors: list[torch.Tensor], what: str) -> None:
+def check_one_per_rank(comm: Comm, tensors: list[Tensor], what: str) -> None:
     """Raise ValueError unless there are P tensors; ``what`` names them in the message."""
     if len(tensors) != comm.world_size:
-        ranks = format_count(comm.world_size, "rank")
-        raise ValueError(f"{len(tensors)} {what} for {ranks}: give one for each rank")
+        raise ValueError(
+            f"{len(tensors)} {what} for world size {comm.world_size}: give one for each rank"
+        )
 
 
-def check_fits(tensor: torch.Tensor, out: torch.Tensor, what: str) -> None:
+def check_fits(tensor: Tensor, out: Tensor, what: str) -> None:
     """Raise ValueError unless shape and dtype are equal: a copy would convert and broadcast."""
     if describe(tensor) != describe(out):
         raise ValueError(

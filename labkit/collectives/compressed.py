@@ -1,7 +1,7 @@
-"""All-reduce in fewer bytes: 16-bit floats on the wire, or only the largest elements.
+"""All-reduce in fewer bytes: 16-bit floats on the wire, the largest elements, or sparse tensors.
 
-Both replace ``ring_all_reduce(comm, flat)`` for gradients. They give the same bits on every rank,
-but not the exact sum. ``labkit.costs.traffic.compressed_cost`` gives the bytes.
+The first two replace ``ring_all_reduce(comm, flat)`` for gradients. They give the same bits on
+every rank, but not the exact sum.
 
 Symbols: P ranks, N elements, k of them kept.
 """
@@ -11,18 +11,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from labkit.collectives import (
-    all_gather,
+from labkit.collectives.common import Reduction
+from labkit.collectives.hierarchical import (
+    cut,
     fast_hierarchical_all_reduce,
+    parts_of,
+    rings_of,
+)
+from labkit.collectives.ring import (
+    all_gather,
+    phase,
     ring_all_reduce,
     share_only,
     share_reduce,
+    split_chunks,
 )
-from labkit.collectives.hierarchical import parts_of, rings_of
-from labkit.collectives.ring import phase, split_chunks
 from labkit.comm.comm import Comm, SubComm
-from labkit.schedules.ring import ring_share_reduce
-from labkit.schedules.top_k import kept_elements
+from labkit.schedules.ring import Blocks, num_blocks, ring_share_reduce
 
 AllReduce = Callable[[Comm, Tensor], Tensor]
 
@@ -101,7 +106,9 @@ class TopK:
             if self.residual is None:
                 self.residual = torch.zeros_like(flat)
             self.residual += flat
-            indices = self.residual.abs().topk(kept_elements(flat.numel())).indices
+            # 1 % of the elements, rounded down, at least 1 (0 of an empty gradient).
+            kept = min(flat.numel(), max(1, flat.numel() // 100))
+            indices = self.residual.abs().topk(kept).indices
             values = self.residual[indices]
             self.residual[indices] = 0
             # One message, not two: the indices travel as integers of the values' size.
@@ -126,9 +133,6 @@ class CompressedBetween:
 
     With one host, or one rank per host, it is ``HalfRing`` or ``TopK`` over all ranks.
 
-    Args:
-        compress: ``fp16``, ``bf16`` or ``topk``.
-
     Attributes:
         residual: [N], with ``topk``, the values not sent yet, elsewhere 0; None before the first
             call.
@@ -143,21 +147,59 @@ class CompressedBetween:
         """Sum ``flat`` [N] over the ranks, in place, and return it."""
         if self.compress == "topk" and self.residual is None:
             self.residual = torch.zeros_like(flat)
+        everything = 0, num_blocks(comm.hosts)
         if len(comm.hosts) in (1, comm.world_size):
-            return self._of_part(0, flat.numel())(comm, flat)
+            return self._between(comm, comm, flat, everything)
         with comm.collective("hierarchical_all_reduce", flat, f"as {self.compress}"):
             if self.residual is not None:
-                with comm.span("compress"):
-                    flat += self.residual
-                    self.residual.zero_()
+                flat += self.residual
+                self.residual.zero_()
             inside = SubComm(comm, comm.hosts[comm.host])
             share_reduce(inside, parts_of(comm, flat))
-            for ring, begin, end in rings_of(comm, flat.numel()):
-                self._of_part(begin, end)(ring, flat[begin:end])
+            for ring, blocks in rings_of(comm):
+                self._between(comm, ring, flat, blocks)
             share_only(inside, parts_of(comm, flat))
         return flat
 
-    def _of_part(self, begin: int, end: int) -> AllReduce:
+    def _between(self, comm: Comm, ring: Comm, flat: Tensor, blocks: Blocks) -> Tensor:
         if self.residual is None:
-            return HalfRing(self.compress)
-        return TopK(self.residual[begin:end])
+            return HalfRing(self.compress)(ring, cut(comm, flat, blocks))
+        return TopK(cut(comm, self.residual, blocks))(ring, cut(comm, flat, blocks))
+
+
+def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
+    """Add up a sparse ``tensor`` over all ranks, in place: entries are gathered, then added.
+
+    Args:
+        tensor: sparse COO, the same shape, dtype and number of sparse dimensions on every rank;
+            returned, coalesced.
+        op: "sum" only. An entry may be missing on some ranks, so no maximum or product is defined.
+
+    Three all-gathers, of the number of entries, of their indices and of their values, padded to
+    the largest number E: 3 (P - 1) messages and (P - 1) x E entries on every rank. Every rank adds
+    in the order of the ranks, so all end with the same bits.
+
+    Raises:
+        ValueError: another layout or operation, or a dtype that cannot be added.
+    """
+    if tensor.layout != torch.sparse_coo or op != "sum":
+        raise ValueError(
+            f"cannot take the {op} of a {tensor.layout} tensor over ranks: of sparse tensors only "
+            "the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()"
+        )
+    mine = tensor.detach().coalesce()
+    indices, values = mine.indices().t(), mine.values()
+    Reduction.of(op, values)
+    with torch.no_grad(), comm.collective("sparse_all_reduce", None, f"{list(tensor.shape)}"):
+        counts = [int(count) for count in all_gather(comm, torch.tensor(len(values)))]
+        found = []
+        for entries in (indices, values):
+            padded = entries.new_zeros(max(counts), *entries.shape[1:])
+            padded[: len(entries)] = entries
+            everyone = all_gather(comm, padded)
+            found.append(torch.cat([some[:count] for some, count in zip(everyone, counts)]))
+        total = torch.sparse_coo_tensor(
+            found[0].t(), found[1], tensor.shape, check_invariants=False
+        )
+        # Copying into tensor.detach() would replace the entries of that detached tensor only.
+        return tensor.copy_(total.coalesce())

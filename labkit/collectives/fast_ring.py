@@ -9,19 +9,16 @@ the sum is written directly into the slot from which the next rank reads it.
 Chunks, order of additions, messages and bytes are those of the readable ring, so the result is the
 same to the bit. Source of the pipelining: Baidu's and gloo's ``allreduce_ring_chunked``.
 
-Symbols: P ranks, S bytes, a column = P segments of up to the channel's ``segment_bytes``
-(512 KiB between CPU ranks, 4 MiB between GPU ranks).
+Symbols: P ranks, S bytes, a column = P segments of up to the channel's ``segment_bytes``.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from labkit.collectives.common import in_place
-from labkit.collectives.reduction import Reduction
+from labkit.collectives.common import Reduction, in_place
 from labkit.collectives.ring import ring_all_reduce, split_chunks
 from labkit.comm.comm import Comm
 from labkit.schedules.ring import RingStep, ring_all_reduce as ring_steps
@@ -34,7 +31,7 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
 
     Args:
         tensor: any shape and size, equal on every rank; reduced in place and returned.
-        op: ``sum``, ``mean``, ``max`` or ``min``.
+        op: an operation of ``Reduction``: "sum", "mean", "max", ....
 
     Messages and bytes: as ``ring_all_reduce``; a message is a chunk, however many segments.
 
@@ -45,108 +42,66 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     if not comm.transport.shares_memory or comm.world_size == 1:
         return ring_all_reduce(comm, tensor, op)
     reduction = Reduction.of(op, tensor)
-    ring = Ring(comm, reduction, _steps(comm.rank, comm.world_size))
     with (
         in_place(tensor) as flat,
         comm.collective("fast_ring_all_reduce", tensor, op),
         comm.span("all_reduce"),
-        comm.session.streaming("fast_ring_all_reduce", ring.dst),
+        comm.session.streaming("fast_ring_all_reduce", (comm.rank + 1) % comm.world_size),
     ):
-        ring.run(ring.columns(split_chunks(flat, comm.world_size)))
+        _run(comm, reduction, flat)
     return tensor
 
 
 # In a small all-reduce the bookkeeping takes most of the time: the timetable is made only once.
-@lru_cache(maxsize=64)
+@cache
 def _steps(rank: int, world_size: int) -> list[tuple[RingStep, RingStep | None]]:
-    return with_following(ring_steps(rank, world_size))
-
-
-def with_following(steps: Iterable[RingStep]) -> list[tuple[RingStep, RingStep | None]]:
-    """Each step of a timetable with the one that follows it."""
-    steps = list(steps)
+    """Each step of the timetable with the one that follows it."""
+    steps = list(ring_steps(rank, world_size))
     return list(zip_longest(steps, steps[1:]))
 
 
-class Ring:
-    """This rank's place in a ring: a channel to the right, one from the left, the timetable.
+def _run(comm: Comm, reduction: Reduction, flat: Tensor) -> None:
+    """A segment that arrives in one step is sent in the next, so each step ends by sending it.
 
-    Args:
-        steps: a whole timetable or half of one, at least one step, with ranks of ``comm``.
+    The first send of a column needs nothing from the left neighbour. The last step sends nothing;
+    there the following column begins, so that no rank waits.
     """
+    steps, wide = _steps(comm.rank, comm.world_size), reduction.wide
+    first = steps[0][0]
+    right, left = comm.transport.channel_to(first.dst), comm.transport.channel_from(first.src)
+    chunks = split_chunks(flat, comm.world_size)
+    segments = [chunk.split(right.segment_bytes // wide.itemsize) for chunk in chunks]
+    columns = list(zip_longest(*segments, fillvalue=flat[:0]))
+    # A message is a chunk, so it begins with the chunk's segment in the first column.
+    begins_message = True
 
-    def __init__(
-        self, comm: Comm, reduction: Reduction, steps: list[tuple[RingStep, RingStep | None]]
-    ):
-        self.world_size = comm.world_size
-        self.steps = steps
-        first = self.steps[0][0]
-        self.dst = first.dst
-        self.right = comm.transport.channel_to(first.dst)
-        self.left = comm.transport.channel_from(first.src)
-        self.reduction = reduction
-        # A message is a chunk, so it begins with the chunk's segment in the first column.
-        self.begins_messages = True
-        self.segment_elements = self.right.segment_bytes // reduction.wide.itemsize
+    def put(segment: Tensor, dtype: torch.dtype) -> None:
+        right.reserve(segment.numel(), dtype).copy_(segment)
+        right.commit(begins_message)
 
-    def columns(self, chunks: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """The chunks in segments: segment g of all P chunks is column g."""
-        segments = [chunk.split(self.segment_elements) for chunk in chunks]
-        return list(zip_longest(*segments, fillvalue=chunks[0][:0]))
-
-    def run(self, columns: Sequence[tuple[Tensor, ...]]) -> None:
-        """Run the timetable, column by column. What is run later belongs to the same messages."""
-        self.begin(columns[0])
-        for column, following in zip_longest(columns, columns[1:]):
-            self.reduce_column(column, following)
-        self.begins_messages = False
-
-    def begin(self, segments: tuple[Tensor, ...]) -> None:
-        """Send the first of a column's P segments, which needs nothing from the left neighbour."""
-        first, _ = self.steps[0]
-        mine = segments[first.send_chunk]
-        self.put(mine, self.reduction.wide if first.phase == "share_reduce" else mine.dtype)
-
-    def reduce_column(
-        self, segments: tuple[Tensor, ...], following_column: tuple[Tensor, ...] | None
-    ) -> None:
-        """Run the timetable on a column of P segments, the first of which ``begin`` has sent.
-
-        A segment that arrives in one step is sent in the next, so each step ends by sending it.
-        The last step sends nothing; there the following column begins, so that no rank waits.
-        """
-        wide = self.reduction.wide
-        for step, following in self.steps:
-            mine = segments[step.recv_chunk]
-            if following is None and following_column is not None:
-                self.begins_messages = False
-                self.begin(following_column)
+    put(columns[0][first.send_chunk], wide)
+    for column, following_column in zip_longest(columns, columns[1:]):
+        for step, following in steps:
+            mine = column[step.recv_chunk]
+            if following is None:
+                begins_message = False
+                if following_column is not None:
+                    put(following_column[first.send_chunk], wide)
             if step.phase == "share_only":
-                incoming = self.left.arrive(mine.numel(), mine.dtype)
-                mine.copy_(incoming)
+                mine.copy_(left.arrive(mine.numel(), mine.dtype))
             else:
-                incoming = self.left.arrive(mine.numel(), wide)
+                incoming = left.arrive(mine.numel(), wide)
                 if following and following.phase == "share_reduce":
                     # Only the next rank needs this partial sum: write it into the outgoing slot.
-                    slot = self.right.reserve(mine.numel(), wide)
-                    self.reduction.combine(mine, incoming, slot)
-                    self.right.commit(self.begins_messages)
-                    self.left.release()
+                    reduction.combine(mine, incoming, right.reserve(mine.numel(), wide))
+                    right.commit(begins_message)
+                    left.release()
                     continue
-                self.complete(mine, incoming)
-            self.left.release()
+                # The last partial sum: the segment is now complete on this rank, its owner.
+                total = mine if mine.dtype == wide else torch.empty_like(incoming)
+                reduction.finish(reduction.combine(mine, incoming, total), comm.world_size)
+                if total is not mine:
+                    mine.copy_(total)
+            left.release()
             if following:
-                self.put(mine, mine.dtype)
-
-    def complete(self, mine: Tensor, incoming: Tensor) -> None:
-        """Add the last partial sum: the segment is now complete on this rank, its owner."""
-        total = mine if mine.dtype == incoming.dtype else torch.empty_like(incoming)
-        self.reduction.combine(mine, incoming, total)
-        self.reduction.finish(total, self.world_size)
-        if total is not mine:
-            mine.copy_(total)
-
-    def put(self, segment: Tensor, dtype: torch.dtype) -> None:
-        """Send ``segment`` to the right neighbour as ``dtype``."""
-        self.right.reserve(segment.numel(), dtype).copy_(segment)
-        self.right.commit(self.begins_messages)
+                put(mine, mine.dtype)

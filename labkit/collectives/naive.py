@@ -1,12 +1,22 @@
-"""All-reduce through one rank: the obvious first solution, which the ring improves.
+"""Collectives in which one rank serves all others: the obvious first solutions.
 
-Symbols: P ranks, S bytes.
+An all-reduce through one rank is what the ring improves. ``gather`` and ``scatter`` move different
+bytes for every rank, all over the root's link: a tree would save steps, but send most bytes
+several times.
+
+Symbols: P ranks, S bytes of one rank's tensor.
 """
 
 import torch
 
-from labkit.collectives.common import collective_in_place
-from labkit.collectives.reduction import Reduction
+from labkit.collectives.common import (
+    Reduction,
+    check_fits,
+    check_one_per_rank,
+    check_root,
+    collective_in_place,
+    new_like,
+)
 from labkit.comm.comm import Comm
 
 
@@ -35,3 +45,55 @@ def naive_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch
             comm.send(flat, 0)
             comm.recv(flat, 0)
     return tensor
+
+
+def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
+    """Gather every rank's ``tensor`` (any shape and dtype, the same on every rank) on the root.
+
+    Returns:
+        On the root P new tensors, in the order of the ranks; None on the others.
+
+    Steps P - 1 on the root, which sends nothing; every other rank sends one message of S bytes.
+    """
+    check_root(comm, root)
+    with comm.collective("gather", tensor, f"to rank {root}"), comm.span("gather"):
+        if comm.rank != root:
+            comm.send(tensor, root)
+            return None
+        found = [new_like(tensor) for _ in range(comm.world_size)]
+        found[root].copy_(tensor.detach())
+        for src in range(comm.world_size):
+            if src != root:
+                comm.recv(found[src], src)
+        return found
+
+
+def scatter(
+    comm: Comm, tensors: list[torch.Tensor] | None, out: torch.Tensor, root: int = 0
+) -> torch.Tensor:
+    """Send ``tensors[r]`` of the root to rank r, for all r.
+
+    Args:
+        tensors: on the root P tensors of the shape and dtype of ``out``; None on the others.
+        out: filled in place with this rank's share; returned. The same shape on every rank.
+
+    The root sends P - 1 messages of S bytes in as many steps, the others nothing.
+
+    Raises:
+        ValueError: the root does not have one tensor per rank, or one does not fit ``out``.
+    """
+    check_root(comm, root)
+    where = f"from rank {root}"
+    with collective_in_place(comm, "scatter", out, where, "scatter") as flat:
+        if comm.rank != root:
+            comm.recv(flat, root)
+            return out
+        shares = tensors or []
+        check_one_per_rank(comm, shares, "tensors to scatter")
+        for rank, share in enumerate(shares):
+            check_fits(share, out, f"the share of rank {rank}")
+        for dst, share in enumerate(shares):
+            if dst != root:
+                comm.send(share.reshape(-1), dst)
+        flat.copy_(shares[root].detach().reshape(-1))
+    return out

@@ -1,17 +1,34 @@
-"""In log2 P steps: all-reduce of small tensors, and a barrier made of messages.
+"""In log2 P steps, along trees: all-reduce of small tensors, broadcast, reduce, a barrier.
 
-Symbols: P ranks, S bytes. Sources: recursive doubling, Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH" (2005), section 4; Hensgen, Finkel
-and Manber, "Two algorithms for barrier synchronization" (1988), the dissemination barrier.
+And all-to-all, where every rank has a different tensor for every other rank.
+
+Symbols: P ranks, S bytes. Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective
+communication operations in MPICH" (2005), section 4; Hensgen, Finkel and Manber, "Two algorithms
+for barrier synchronization" (1988), the dissemination barrier.
 """
 
 import torch
 
 from labkit import gpus
-from labkit.collectives.common import collective_in_place, transfer
-from labkit.collectives.reduction import Reduction
+from labkit.collectives.common import (
+    Reduction,
+    check_fits,
+    check_one_per_rank,
+    check_root,
+    collective_in_place,
+    new_like,
+    transfer,
+)
 from labkit.comm.comm import Comm
-from labkit.schedules.tree import dissemination, recursive_doubling, recursive_doubling_return
+from labkit.comm.tensors import check_apart
+from labkit.schedules.tree import (
+    binomial_broadcast,
+    binomial_reduce,
+    dissemination,
+    pairwise_exchange,
+    recursive_doubling,
+    recursive_doubling_return,
+)
 
 
 def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -42,6 +59,84 @@ def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
         for step in recursive_doubling_return(comm.rank, comm.world_size):
             transfer(comm, step, flat, flat)
     return tensor
+
+
+def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+    """Copy the root's ``tensor`` to all ranks, in place: who has it passes it on.
+
+    Args:
+        tensor: any shape and dtype, the same on every rank; returned.
+        root: the rank whose values are copied.
+
+    Steps ceil(log2 P). All ranks together send P - 1 messages of S bytes; the root sends
+    ceil(log2 P) of them.
+    """
+    check_root(comm, root)
+    where = f"from rank {root}"
+    with collective_in_place(comm, "broadcast", tensor, where, "broadcast") as flat:
+        for step in binomial_broadcast(comm.rank, comm.world_size, root):
+            transfer(comm, step, flat, flat)
+    return tensor
+
+
+def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
+    """Reduce ``tensor`` over all ranks; the root gets the result, in place.
+
+    Args:
+        tensor: any shape, the same shape and dtype on every rank; returned. On the other ranks it
+            keeps its values.
+        root: the rank that gets the result.
+        op: an operation of ``Reduction``: "sum", "mean", "max", ....
+
+    Steps ceil(log2 P). Every rank but the root sends one message of S bytes (twice that for
+    16-bit floats, whose partial sums travel as float32).
+    """
+    check_root(comm, root)
+    reduction = Reduction.of(op, tensor)
+    where = f"{op} to rank {root}"
+    with collective_in_place(comm, "reduce", tensor, where, "reduce") as flat:
+        partial = flat.to(reduction.wide, copy=True)
+        incoming = torch.empty_like(partial)
+        for step in binomial_reduce(comm.rank, comm.world_size, root):
+            transfer(comm, step, partial, incoming)
+            if step.src is not None:
+                reduction.combine(partial, incoming, out=partial)
+        if comm.rank == root:
+            flat.copy_(reduction.finish(partial, comm.world_size))
+    return tensor
+
+
+def all_to_all(
+    comm: Comm, tensors: list[torch.Tensor], out: list[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Send ``tensors[r]`` to rank r, for all r, and receive one tensor from each rank.
+
+    Args:
+        tensors: P tensors of one dtype; not changed.
+        out: P tensors to receive into, from rank 0 to P - 1; returned. Needed where shapes differ,
+            since a rank cannot know the shapes that the others send; by default new tensors. They
+            must share memory neither with each other nor with ``tensors``.
+
+    In step s every rank sends to rank + s and receives from rank - s (mod P), so that no rank gets
+    several messages at once. Steps and messages P - 1, bytes (P - 1) S if shapes are equal.
+    """
+    check_one_per_rank(comm, tensors, "tensors to send")
+    if out is None:
+        out = [new_like(tensors[0]) for _ in tensors]
+    check_one_per_rank(comm, out, "tensors to receive into")
+    check_fits(tensors[comm.rank], out[comm.rank], "the tensor for this rank itself")
+    check_apart(
+        {f"out[{rank}]": tensor for rank, tensor in enumerate(out)},
+        {f"tensors[{rank}]": tensor for rank, tensor in enumerate(tensors)},
+    )
+    # Announced without a tensor: the shapes may differ from rank to rank.
+    with comm.collective("all_to_all"), comm.span("all_to_all"):
+        for step in pairwise_exchange(comm.rank, comm.world_size):
+            assert step.dst is not None
+            assert step.src is not None
+            comm.exchange(tensors[step.dst], step.dst, out[step.src], step.src)
+        out[comm.rank].detach().copy_(tensors[comm.rank].detach())
+    return out
 
 
 def dissemination_barrier(comm: Comm) -> None:

@@ -20,7 +20,7 @@ from labkit.comm.tensors import check_tensor, deliver, describe, overlap, to_rec
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.errors import PeerLostError
-from labkit.schedules.hierarchical import Hosts, host_of
+from labkit.schedules.ring import Hosts, host_of
 
 
 class Comm:

@@ -30,7 +30,7 @@ from torch import Tensor
 from labkit.comm.shared_memory import Arena, Semaphore
 from labkit.comm.transport import OverTransports, Transport
 from labkit.errors import PeerLostError
-from labkit.schedules.hierarchical import Hosts, host_of
+from labkit.schedules.ring import Hosts, host_of
 from labkit.units import MOST_RANKS, MOST_SECONDS, check_above_zero, check_integer, check_number
 
 _ENDLESS = float("inf")

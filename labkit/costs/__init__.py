@@ -1,17 +1,42 @@
-"""Predictions: the steps, messages, bytes and seconds of each technique, from formulas.
+"""Formulas: what each collective and technique sends, and how long it takes.
 
-    traffic             what every collective and technique sends, exact to the byte
-    link                the alpha-beta model of a link, fitted to measured messages
-    hosts               all-reduce over several hosts: bytes over a card, seconds with two links
-    seconds             the time of an all-reduce, and of a parameter server's push and pull
-    ddp_step            a step of DDP: backward, and the all-reduces of its buckets
-    async_run           a run of an asynchronous parameter server
-    pipeline_timeline   a step of a pipeline, action by action
-    makespan            the length of that step alone, fast enough for a search
+    traffic            steps, messages and bytes, exactly as a run counts them
+    link               seconds: the alpha-beta model, fitted to measurements; all-reduces, servers
+    ddp_step           a step of DDP: which bucket is sent when, and what stays exposed
+    pipeline_timeline  a step of a pipeline: which stage runs what when, and the bubble
+    async_run          an asynchronous parameter server: staleness, waiting time
 
-The code that counts a real run's messages never imports this package, so a wrong formula shows.
+They are compared with measurements, so nothing that counts during a run imports them.
 """
 
-from labkit.units import lazy_names
+from labkit.costs.link import (
+    Link,
+    all_reduce_seconds,
+    crossover_bytes,
+    hosts_all_reduce_seconds,
+    parameter_server_seconds,
+)
+from labkit.costs.traffic import (
+    Cost,
+    card_bytes,
+    data_parallel_cost,
+    model_parallel_cost,
+    naive_all_reduce_cost,
+    parameter_server_cost,
+    ring_all_reduce_cost,
+)
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__all__ = [
+    "Cost",
+    "Link",
+    "all_reduce_seconds",
+    "card_bytes",
+    "crossover_bytes",
+    "data_parallel_cost",
+    "hosts_all_reduce_seconds",
+    "model_parallel_cost",
+    "naive_all_reduce_cost",
+    "parameter_server_cost",
+    "parameter_server_seconds",
+    "ring_all_reduce_cost",
+]

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from labkit.costs.link import Link
-from labkit.costs.seconds import all_reduce_seconds
+from labkit.costs.link import Link, all_reduce_seconds
 from labkit.schedules.bucket_assignment import assign_buckets
 
 
@@ -24,16 +23,17 @@ class StepModel:
     Attributes:
         backward_s: seconds of backward; it begins at second 0.
         buckets: parameter indices by bucket, in the order in which they are sent.
-        bucket_bytes: the size of each bucket.
         times: when each bucket is ready, starts and ends.
-        step_s: from the start of backward until backward and the last bucket have ended.
     """
 
     backward_s: float
     buckets: list[list[int]]
-    bucket_bytes: list[int]
     times: list[BucketTimes]
-    step_s: float
+
+    @property
+    def step_s(self) -> float:
+        """From the start of backward until backward and the last bucket have ended."""
+        return max([self.backward_s, *(time.end_s for time in self.times)])
 
     @property
     def exposed_s(self) -> float:
@@ -61,12 +61,10 @@ def predict_step(
         link: between two neighbours of the ring.
     """
     buckets = assign_buckets(sizes_bytes, cap_bytes)
-    bucket_bytes = [sum(sizes_bytes[index] for index in bucket) for bucket in buckets]
-    reduce_s = [all_reduce_seconds("ring", size, world_size, link) for size in bucket_bytes]
+    sizes = [sum(sizes_bytes[index] for index in bucket) for bucket in buckets]
+    reduce_s = [all_reduce_seconds("ring", size, world_size, link) for size in sizes]
     times = bucket_times(buckets, gradient_s, reduce_s)
-    backward_s = max(gradient_s, default=0.0)
-    step_s = max([backward_s, *(time.end_s for time in times)])
-    return StepModel(backward_s, buckets, bucket_bytes, times, step_s)
+    return StepModel(max(gradient_s, default=0.0), buckets, times)
 
 
 def bucket_times(
@@ -75,12 +73,8 @@ def bucket_times(
     """When each bucket is ready, starts and ends.
 
     A bucket is ready with its last gradient. It starts once the bucket before it has ended too,
-    because all ranks must reduce the buckets in the same order.
-
-    Args:
-        buckets: parameter indices, as ``assign_buckets`` returns them.
-        gradient_s: by parameter, the second of backward at which its gradient is computed.
-        reduce_s: by bucket, seconds of its all-reduce.
+    because all ranks must reduce the buckets in the same order. ``reduce_s``: seconds of each
+    bucket's all-reduce; the other arguments as in ``predict_step``.
     """
     times: list[BucketTimes] = []
     free_s = 0.0

@@ -3,21 +3,26 @@
 The counts are exact: tests compare them with real runs, byte for byte. ``rank`` is the rank that
 the cost is for, ``element_bytes`` the size of an element. ``partial_bytes`` is the size of an
 element of a partial sum, where it differs: float16 and bfloat16 are summed as float32
-(``Reduction.wide``). Where only partial sums are sent (reduce, share_reduce, reduce_scatter),
-``element_bytes`` is the size of their elements.
+(``Reduction.wide``).
 
-Symbols: P ranks, N elements of one rank's tensor, S its bytes.
+Symbols: P ranks, N elements of one rank's tensor, S its bytes; H hosts of m ranks.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from labkit.schedules import tree
 from labkit.schedules.pipeline import Hop, pipeline_schedule, with_hops
-from labkit.schedules.ring import RingStep, chunk_bounds, ring_share_only, ring_share_reduce
-from labkit.schedules.top_k import kept_elements
-from labkit.units import check_integer, format_count
+from labkit.schedules.ring import (
+    Hosts,
+    RingStep,
+    chunk_bounds,
+    num_blocks,
+    ring_share_only,
+    ring_share_reduce,
+    rings_between,
+)
+from labkit.schedules.tree import binomial_broadcast
 
 
 @dataclass(frozen=True)
@@ -52,74 +57,10 @@ def naive_all_reduce_cost(
 
     Rank 0 takes 2 (P - 1) steps and sends (P - 1) S bytes; each other rank sends S bytes, once.
     """
-    gather = gather_cost(num_elements, element_bytes, world_size, rank)
-    return gather + scatter_cost(num_elements, element_bytes, world_size, rank)
-
-
-def ring_all_reduce_cost(
-    num_elements: int,
-    element_bytes: int,
-    world_size: int,
-    rank: int = 0,
-    partial_bytes: int | None = None,
-) -> Cost:
-    """Ring all-reduce: 2 (P - 1) steps and messages, 2 (P - 1) / P x S bytes sent by each rank.
-
-    The fraction is exact when P divides N; otherwise chunks differ by one element, and ranks send
-    different amounts. The result is the sum over the chunks sent, so it is always exact.
-    """
-    partial_sums = num_elements, partial_bytes or element_bytes, world_size, rank
-    whole_sums = num_elements, element_bytes, world_size, rank
-    return share_reduce_cost(*partial_sums) + share_only_cost(*whole_sums)
-
-
-def share_reduce_cost(
-    num_elements: int, element_bytes: int, world_size: int, rank: int = 0
-) -> Cost:
-    """Half of the ring: P - 1 steps and messages, (P - 1) / P x S bytes of partial sums."""
-    steps = ring_share_reduce(rank, world_size)
-    return _chunks_cost(steps, num_elements, element_bytes, world_size)
-
-
-def share_only_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
-    """The other half of the ring: P - 1 steps and messages, (P - 1) / P x S bytes."""
-    steps = ring_share_only(rank, world_size)
-    return _chunks_cost(steps, num_elements, element_bytes, world_size)
-
-
-def tree_all_reduce_cost(
-    num_elements: int,
-    element_bytes: int,
-    world_size: int,
-    rank: int = 0,
-    partial_bytes: int | None = None,
-) -> Cost:
-    """Recursive doubling: log2 P steps and messages of S bytes if P is a power of two.
-
-    Otherwise two more steps: with Q the largest power of two below P, ranks Q and up only send
-    once and receive once, and each of the first P - Q ranks receives one more tensor and sends
-    one more.
-    """
-    partial = num_elements * (partial_bytes or element_bytes)
-    doubling = _transfers_cost(tree.recursive_doubling(rank, world_size), partial)
-    back = tree.recursive_doubling_return(rank, world_size)
-    return doubling + _transfers_cost(back, num_elements * element_bytes)
-
-
-def broadcast_cost(
-    num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
-) -> Cost:
-    """Binomial tree: the root sends ceil(log2 P) messages of S bytes, all ranks together P - 1."""
-    steps = tree.binomial_broadcast(rank, world_size, root)
-    return _transfers_cost(steps, num_elements * element_bytes)
-
-
-def reduce_cost(
-    num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
-) -> Cost:
-    """Binomial tree: the root receives ceil(log2 P) messages, every other rank sends one."""
-    steps = tree.binomial_reduce(rank, world_size, root)
-    return _transfers_cost(steps, num_elements * element_bytes)
+    others, size_bytes = world_size - 1, num_elements * element_bytes
+    if rank == 0:
+        return Cost(2 * others, others, others * size_bytes)
+    return Cost(2, 1, size_bytes)
 
 
 def gather_cost(
@@ -131,36 +72,87 @@ def gather_cost(
     return Cost(1, 1, num_elements * element_bytes)
 
 
-def scatter_cost(
+def broadcast_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
-    """The root sends P - 1 messages of S bytes (one rank's share), one per step."""
-    if rank == root:
-        messages = world_size - 1
-        return Cost(messages, messages, messages * num_elements * element_bytes)
-    return Cost(1, 0, 0)
+    """Binomial tree: the root sends ceil(log2 P) messages of S bytes, all ranks together P - 1."""
+    steps = list(binomial_broadcast(rank, world_size, root))
+    messages = sum(step.dst is not None for step in steps)
+    return Cost(len(steps), messages, messages * num_elements * element_bytes)
 
 
-def all_gather_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
-    """Share-only of one tensor per rank: P - 1 steps and messages, (P - 1) S bytes."""
-    return share_only_cost(num_elements * world_size, element_bytes, world_size, rank)
+def ring_all_reduce_cost(
+    num_elements: int,
+    element_bytes: int,
+    world_size: int,
+    rank: int = 0,
+    partial_bytes: int = 0,
+) -> Cost:
+    """Ring all-reduce: 2 (P - 1) steps and messages, 2 (P - 1) / P x S bytes sent by each rank.
+
+    The fraction is exact when P divides N; otherwise chunks differ by one element, and ranks send
+    different amounts. The result is the sum over the chunks sent, so it is always exact.
+    """
+    first = share_reduce_cost(num_elements, partial_bytes or element_bytes, world_size, rank)
+    return first + share_only_cost(num_elements, element_bytes, world_size, rank)
 
 
-def reduce_scatter_cost(
+def share_reduce_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0
 ) -> Cost:
-    """Share-reduce of P tensors per rank, S bytes each: P - 1 steps, (P - 1) S bytes."""
-    return share_reduce_cost(num_elements * world_size, element_bytes, world_size, rank)
+    """Half of the ring: P - 1 steps and messages, (P - 1) / P x S bytes of partial sums."""
+    return _chunks_cost(ring_share_reduce(rank, world_size), num_elements, element_bytes)
 
 
-def all_to_all_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
-    """Pairwise exchange of P tensors per rank, S bytes each: P - 1 steps, (P - 1) S bytes."""
-    return _transfers_cost(tree.pairwise_exchange(rank, world_size), num_elements * element_bytes)
+def share_only_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
+    """The other half of the ring: P - 1 steps and messages, (P - 1) / P x S bytes.
+
+    All-gather of one tensor per rank is this with P x N elements.
+    """
+    return _chunks_cost(ring_share_only(rank, world_size), num_elements, element_bytes)
 
 
-def barrier_cost(world_size: int, rank: int = 0) -> Cost:
-    """Dissemination: ceil(log2 P) steps and messages of one byte."""
-    return _transfers_cost(tree.dissemination(rank, world_size), 1)
+def _chunks_cost(steps: Iterable[RingStep], num_elements: int, element_bytes: int) -> Cost:
+    """Each step of a ring sends one chunk."""
+    steps = list(steps)
+    bounds = chunk_bounds(num_elements, len(steps) + 1)
+    sizes = [bounds[step.send_chunk][1] - bounds[step.send_chunk][0] for step in steps]
+    return Cost(len(steps), len(steps), sum(sizes) * element_bytes)
+
+
+def card_bytes(
+    algorithm: str,
+    num_elements: int,
+    element_bytes: int,
+    hosts: Hosts,
+    partial_bytes: int = 0,
+) -> list[int]:
+    """The bytes that leave each host in one all-reduce; as many arrive.
+
+    ``hierarchical``: 2 (H - 1) / H x S, however many ranks a host has.
+    ``ring``: 2 (P - 1) / P x S if one rank of the host has its right neighbour on another host, as
+    when ranks are numbered host by host; k times that if k ranks have. On two hosts of m ranks
+    that are dealt out in turn, k is m.
+    """
+    world_size, blocks = sum(map(len, hosts)), chunk_bounds(num_elements, num_blocks(hosts))
+
+    def rings(rank: int, host: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+        """Of each ring in which the rank sends to another host: elements, ranks, its place."""
+        if algorithm == "hierarchical":
+            for members, (first, end) in rings_between(rank, hosts):
+                length = blocks[end - 1][1] - blocks[first][0]
+                yield length, len(members), members.index(rank)
+        elif (rank + 1) % world_size not in host:
+            yield num_elements, world_size, rank
+
+    return [
+        sum(
+            ring_all_reduce_cost(length, element_bytes, ranks, place, partial_bytes).num_bytes
+            for rank in host
+            for length, ranks, place in rings(rank, host)
+        )
+        for host in hosts
+    ]
 
 
 def parameter_server_cost(
@@ -178,21 +170,6 @@ def parameter_server_cost(
         return Cost(2 * servers, servers, num_elements * element_bytes)
     start, end = chunk_bounds(num_elements, servers)[rank]
     return Cost(2 * workers, workers, workers * (end - start) * element_bytes)
-
-
-def compressed_cost(
-    compress: str, num_elements: int, element_bytes: int, world_size: int, rank: int = 0
-) -> Cost:
-    """All-reduce of gradients by ``labkit.collectives.compressed``.
-
-    ``fp16`` and ``bf16``: the ring's messages with 2 bytes per element, (P - 1) / P x 4 N bytes.
-    ``topk``: P - 1 messages of k values and k indices, 2 (P - 1) k elements. Unlike the ring's,
-    its bytes grow with P: with k = 1 % of N, nothing is saved from P = 100 on.
-    """
-    if compress == "topk":
-        kept = kept_elements(num_elements)
-        return all_gather_cost(2 * kept, element_bytes, world_size, rank)
-    return ring_all_reduce_cost(num_elements, 2, world_size, rank)
 
 
 def data_parallel_cost(
@@ -249,20 +226,9 @@ def model_parallel_cost(
         num_stages: P, one per rank.
         micro_batches: M, at most one per sample.
         first_trained: the first stage that trains anything; P if none does.
-        schedule: of ``Pipeline``, a name in ``schedules.PIPELINES``; sends and receives may be one
-            step (``schedules.with_hops``). None is ``ModelParallel``: one step per message.
-
-    Raises:
-        ValueError: not one number for each of the P - 1 cuts, an unknown rank or schedule, or no
-            micro-batch.
+        schedule: of ``Pipeline``, a name in ``schedules.pipeline.PIPELINES``; sends and receives
+            may be one step (``with_hops``). None is ``ModelParallel``: one step per message.
     """
-    if len(cut_bytes_per_sample) != num_stages - 1 or not 0 <= rank < num_stages:
-        cuts = format_count(len(cut_bytes_per_sample), "cut")
-        raise ValueError(
-            f"rank {rank} and bytes for {cuts} of {format_count(num_stages, 'stage')}: give "
-            f"{num_stages - 1}, and a rank from 0 to {num_stages - 1}"
-        )
-    check_integer("micro_batches", micro_batches)
     count = min(micro_batches, batch_size)
     actions = pipeline_schedule(schedule or "gpipe")(rank, num_stages, count)
     stream = with_hops(actions, rank, num_stages, first_trained)
@@ -273,19 +239,3 @@ def model_parallel_cost(
     cuts = [min(rank, peer) for peer in {message.peer for message in sent}]
     num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for cut in cuts)
     return Cost(steps, len(sent), num_bytes)
-
-
-def _chunks_cost(
-    steps: Iterable[RingStep], num_elements: int, element_bytes: int, world_size: int
-) -> Cost:
-    """Each step of a ring sends one chunk."""
-    sizes = [end - start for start, end in chunk_bounds(num_elements, world_size)]
-    sent = [sizes[step.send_chunk] for step in steps]
-    return Cost(len(sent), len(sent), sum(sent) * element_bytes)
-
-
-def _transfers_cost(steps: Iterable[tree.Transfer], size_bytes: int) -> Cost:
-    """Each step with a destination sends ``size_bytes``."""
-    steps = list(steps)
-    messages = sum(step.dst is not None for step in steps)
-    return Cost(len(steps), messages, messages * size_bytes)

@@ -2,9 +2,8 @@
 
 1. A hook on each parameter counts its backward passes. 2. After the last of a step it submits the
 gradient under the parameter's name; the background thread reduces it while backward goes on.
-3. ``step`` submits what no hook has, waits for all results, and updates as the optimizer alone
-would. Ranks may finish gradients in different orders, and a rank may have none for a parameter:
-it contributes zeros. If no rank has one there is none after step 3, as on one device.
+3. Before ``step`` what no hook has submitted is, and all results are waited for. Ranks may finish
+gradients in different orders; where a rank has none for a parameter it contributes zeros.
 
 Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow"
 (2018), section 4.
@@ -12,191 +11,201 @@ Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-import labkit.horovod.operations as hvd
+from labkit.horovod.negotiator import Handle, engine
 from labkit.units import check_integer
+
+Average, Sum = "mean", "sum"
 
 
 class WrongOrder(ValueError, AssertionError):
     """Calls in an order in which wrong gradients would be reduced (Horovod: AssertionError)."""
 
 
+class Compression:
+    """``compress(tensor)`` gives what travels and a context, for ``decompress(tensor, context)``.
+
+    On our ring, partial sums of 16-bit floats travel as float32 (``share_reduce``), so ``fp16``
+    saves a quarter of the bytes of float32, not a half.
+    """
+
+    none: "Compression"
+    fp16: "Compression"
+
+    def __init__(self, halves: bool):
+        self.halves = halves
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        halved = tensor.half() if self.halves and tensor.is_floating_point() else tensor
+        return halved, tensor.dtype
+
+    def decompress(self, tensor: Tensor, context: torch.dtype) -> Tensor:
+        return tensor.to(context)
+
+
+Compression.none, Compression.fp16 = Compression(False), Compression(True)
+
+
 def DistributedOptimizer(
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Any = hvd.Compression.none,
+    compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
-    op: str = hvd.Average,
+    op: str = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
     sparse_as_dense: bool = False,
-) -> Optimizer:
+) -> Any:
     """``optimizer``, whose ``step`` uses gradients that were reduced while backward still ran.
+
+    It gets ``synchronize()`` (gradients are reduced after it, for example to clip them) and
+    ``skip_synchronize()``, a context for the ``step`` after that.
 
     Args:
         named_parameters: names by which the ranks agree; by default their order counts.
         compression: ``Compression.none`` or ``Compression.fp16``, see there.
         backward_passes_per_step: after how many passes a gradient is reduced; they add up.
         op: Average or Sum.
-        gradient_predivide_factor: divides before an average, and multiplies after it.
+        gradient_predivide_factor: no effect, as partial sums do not overflow here.
         num_groups, groups: no effect, as what is ready at the same time is fused anyway.
-        sparse_as_dense: whether sparse gradients become dense.
-
-    Returns:
-        An optimizer of a subclass of the class of ``optimizer``, with its groups and its state.
+        sparse_as_dense: whether gradients may be sparse, and become dense.
 
     Raises:
-        ValueError: not an optimizer, a compression or a reduction of gradients; the names are not
-            one for each parameter; the passes are not a positive integer.
+        ValueError: not an optimizer or a reduction of gradients; the names are not one for each
+            parameter; the passes are not a positive integer.
     """
-    if op not in (hvd.Average, hvd.Sum):
-        raise ValueError(f"op={op!r}: gradients are reduced by hvd.Average or hvd.Sum")
-    if gradient_predivide_factor != 1.0 and (op != hvd.Average or gradient_predivide_factor <= 0):
+    if op not in (Average, Sum) or not isinstance(optimizer, Optimizer):
         raise ValueError(
-            "gradient_predivide_factor is above 0 and for op=hvd.Average: leave it out"
+            f"DistributedOptimizer takes an optimizer of torch.optim, not {optimizer!r:.60}, and "
+            f"op=hvd.Average or hvd.Sum, not {op!r}"
         )
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"{optimizer!r:.60} is not an optimizer of torch.optim")
-    if not hasattr(compression, "compress"):
-        raise ValueError(f"compression is hvd.Compression.none or .fp16, not {compression!r}")
     check_integer("backward_passes_per_step", backward_passes_per_step)
-    kind = type(type(optimizer).__name__, (Distributed, type(optimizer)), {})
-    wrapped: Distributed = object.__new__(kind)
-    # A scheduler puts its own ``step`` into the instance.
-    wrapped.__dict__ |= {name: v for name, v in vars(optimizer).items() if name != "step"}
-    wrapped._names = _names_of(optimizer.param_groups, named_parameters)
-    wrapped._reduction = op, 1 / gradient_predivide_factor, gradient_predivide_factor
-    wrapped._compression, wrapped._sparse_as_dense = compression, sparse_as_dense
-    wrapped._passes, wrapped._left, wrapped._under_way = backward_passes_per_step, {}, {}
-    wrapped._watch()
-    return wrapped
+    names = _names_of(optimizer.param_groups, named_parameters)
+    found: Any = optimizer
+    gradients = Gradients(found, names, compression, backward_passes_per_step, op, sparse_as_dense)
+    found.register_step_pre_hook(gradients.before_step)
+    found.synchronize, found.skip_synchronize = gradients.synchronize, gradients.skip
+    found.zero_grad = gradients.zero_grad
+    return found
 
 
-class Distributed(Optimizer):
-    """What the subclass adds to an optimizer."""
+class Gradients:
+    """The gradients of an optimizer's parameters, on their way to the average."""
 
-    _names: dict[Tensor, str]
-    _reduction: tuple[str, float, float]
-    _compression: Any
-    _sparse_as_dense: bool
-    _passes: int
-    # By parameter: the passes before its gradient is submitted, and what was submitted.
-    _left: dict[Tensor, int]
-    _under_way: dict[Tensor, tuple[Any, Any]]
-    _is_synchronized, _synchronizes = False, True
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: dict[Tensor, str],
+        compression: Any,
+        passes: int,
+        op: str,
+        sparse_as_dense: bool,
+    ):
+        self.optimizer, self.names, self.clear = optimizer, names, optimizer.zero_grad
+        self.compression, self.passes, self.op = compression, passes, op
+        self.sparse_as_dense = sparse_as_dense
+        # By parameter: the passes before its gradient is submitted, and what was submitted.
+        self.left: dict[Tensor, int] = {}
+        self.under_way: dict[Tensor, Handle] = {}
+        self.is_synchronized, self.synchronizes = False, True
+        self.watch()
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Hook the parameters that need gradients and have no hook yet."""
-        for number, group in enumerate(self.param_groups):
+        for number, group in enumerate(self.optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and parameter not in self._left:
-                    self._names.setdefault(parameter, f"noname.{number}.{place}")
-                    self._left[parameter] = self._passes
-                    parameter.register_post_accumulate_grad_hook(self._passed)
+                if parameter.requires_grad and parameter not in self.left:
+                    self.names.setdefault(parameter, f"noname.{number}.{place}")
+                    self.left[parameter] = self.passes
+                    parameter.register_post_accumulate_grad_hook(self.passed)
 
-    def _passed(self, parameter: Tensor) -> None:
-        if self._left[parameter] == 0:
+    def passed(self, parameter: Tensor) -> None:
+        if self.left[parameter] == 0:
             raise WrongOrder(
-                f"the gradient of {self._names[parameter]!r} was computed more than "
-                f"backward_passes_per_step={self._passes} times before step() or synchronize(): "
+                f"the gradient of {self.names[parameter]!r} was computed more than "
+                f"backward_passes_per_step={self.passes} times before step() or synchronize(): "
                 "set it to the number of backward passes in a step"
             )
-        self._left[parameter] -= 1
-        if self._left[parameter] == 0:
-            self._submit(parameter)
+        self.left[parameter] -= 1
+        if self.left[parameter] == 0:
+            self.submit(parameter)
 
-    def _submit(self, parameter: Tensor) -> None:
-        name, gradient = self._names[parameter], parameter.grad
-        op, *scales = self._reduction
-        if gradient is not None and gradient.is_sparse:
-            if not self._sparse_as_dense:
-                self._under_way[parameter] = hvd.sparse_allreduce_async(gradient, name, op), None
-                return
-            parameter.grad = gradient = gradient.to_dense()
-        has_value = gradient is not None
-        values = parameter.detach() if gradient is None else gradient
-        small, context = self._compression.compress(values)
-        handle = hvd.allreduce_async(
-            small, None, name, op, *scales, has_value=has_value, in_place=has_value
-        )
-        self._under_way[parameter] = handle, context
+    def submit(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.is_sparse:
+            if not self.sparse_as_dense:
+                raise ValueError("a gradient is sparse: give sparse_as_dense=True")
+            parameter.grad = parameter.grad.to_dense()
+        gradient = parameter.grad
+        small, context = self.compression.compress(gradient)
 
+        def take(found: Tensor) -> None:
+            gradient.copy_(self.compression.decompress(found, context))
+
+        name = self.names[parameter]
+        self.under_way[parameter] = engine().submit("allreduce", name, small, take, self.op)
+
+    @torch.no_grad()
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced, for example to clip them."""
-        self._watch()
+        """Wait until all gradients are reduced."""
+        self.watch()
         try:
-            for parameter in self._left:
-                if parameter not in self._under_way:
-                    self._submit(parameter)
-            for parameter, (handle, context) in self._under_way.items():
-                reduced = handle.wait()
-                if reduced is None:
-                    continue
-                if not reduced.is_sparse:
-                    reduced = self._compression.decompress(reduced, context)
-                if parameter.grad is None or reduced.is_sparse:
-                    parameter.grad = reduced
-                elif parameter.grad is not reduced:
-                    parameter.grad.detach().copy_(reduced)
+            for parameter in self.left:
+                if parameter not in self.under_way:
+                    self.submit(parameter)
+            for handle in self.under_way.values():
+                handle.wait()
         finally:
-            self._under_way.clear()
-            self._left = dict.fromkeys(self._left, self._passes)
-        self._is_synchronized = True
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Reduce gradients after this number of passes, from the next step on."""
-        check_integer("backward_passes_per_step", passes)
-        self._passes, self._left = passes, dict.fromkeys(self._left, passes)
+            self.under_way.clear()
+            self.left = dict.fromkeys(self.left, self.passes)
+        self.is_synchronized = True
 
     @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """A context for ``step`` after ``synchronize``, which is not to reduce once more."""
-        self._synchronizes = False
+    def skip(self) -> Iterator[None]:
+        self.synchronizes = False
         try:
             yield
         finally:
-            self._synchronizes = True
+            self.synchronizes = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Wait for the reduced gradients and update; gradients of a closure are reduced in it."""
-        if not self._synchronizes:
-            self._is_synchronized = False
-            return super().step(closure)
-        if self._is_synchronized:
+    def before_step(self, optimizer: Optimizer, args: Any, options: Any) -> Any:
+        """Reduce the gradients; those of a closure are reduced in it."""
+        closure = options.get("closure", args[1] if len(args) > 1 else None)
+
+        def reduced() -> Any:
+            loss = closure()
+            self.synchronize()
+            self.is_synchronized = False
+            return loss
+
+        if self.synchronizes and self.is_synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after "
                 "synchronize(): it reduces the gradients once more, which takes time",
-                stacklevel=3,
+                stacklevel=4,
             )
-
-        def reduced() -> Any:
-            with torch.enable_grad():
-                loss = closure() if closure is not None else None
+        if self.synchronizes and closure is not None:
+            return (optimizer, reduced), {}
+        if self.synchronizes:
             self.synchronize()
-            return loss
-
-        if closure is None:
-            self.synchronize()
-            result = super().step()
-        else:
-            result = super().step(reduced)
-        self._is_synchronized = False
-        return result
+        self.is_synchronized = False
+        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if any(left != self._passes for left in self._left.values()):
+        if any(left != self.passes for left in self.left.values()):
             raise WrongOrder(
                 "zero_grad() between backward() and step() or synchronize() would clear gradients "
                 "that are to be reduced: call it after step()"
             )
-        super().zero_grad(set_to_none)
+        self.clear(set_to_none)
 
 
 def _names_of(
@@ -205,22 +214,12 @@ def _names_of(
     """The name of each parameter, the same on all ranks."""
     if named is None:
         return {}
-    named = list(named)
-    if any(not (isinstance(one, tuple) and len(one) == 2) for one in named):
-        raise ValueError(
-            "named_parameters are pairs of a name and a parameter: use model.named_parameters()"
-        )
-    names = [name for name, _ in named]
-    if doubled := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(
-            f"named_parameters name several parameters {', '.join(doubled)}: ranks agree by name, "
-            "so give each another one"
-        )
-    found = {parameter: name for name, parameter in named}
+    pairs = [one for one in named if isinstance(one, tuple)]
+    found = {parameter: name for name, parameter in pairs}
     missing = sum(p not in found for group in groups for p in group["params"])
-    if missing:
+    if missing or len(set(found.values())) < len(pairs):
         raise ValueError(
-            f"named_parameters leave out {missing} of the optimizer's parameters: use "
-            "model.named_parameters() of the whole model, or leave named_parameters out"
+            f"named_parameters leave out {missing} of the optimizer's parameters, or give two the "
+            "same name: use model.named_parameters() of the whole model, or leave them out"
         )
     return found

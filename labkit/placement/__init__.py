@@ -1,13 +1,9 @@
 """Where to cut a model into stages.
 
-profile        what each layer costs, measured
-stage_costs    the costs of layers as data, and the costs of stages made of them
-planner        what a split costs, and the best split
-search         the cheapest cuts: dynamic programming, branch and bound
-even_split     a split by counted FLOPs, the same in every process
-vgg16_splits   split points of VGG16 to compare
+planner    the costs of layers as data, what a split costs, and the best split
+profile    what each layer costs: measured, or its counted FLOPs
 """
 
-from labkit.units import lazy_names
+from labkit.placement.planner import VGG16_SPLITS, best_split, predict_split
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__all__ = ["VGG16_SPLITS", "best_split", "predict_split"]

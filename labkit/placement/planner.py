@@ -1,4 +1,4 @@
-"""The predicted cost of a split, and the best split. No torch.
+"""What layers cost, the predicted step of a model cut into stages, and the best split. No torch.
 
 Forward sends the output of the layer before a cut over it. Backward sends a gradient of the same
 size back, unless nothing before the cut is trained.
@@ -10,20 +10,73 @@ Symbols: L layers, P stages, M micro-batches. Times and bytes are of one batch u
 """
 
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from labkit.costs.link import Link
-from labkit.costs.makespan import pipeline_streams
-from labkit.costs.pipeline_timeline import Slot, predicted_slots
-from labkit.placement.search import StageCost, cheapest_cuts, cheapest_rest, search_cuts
-from labkit.placement.stage_costs import Profile, StageCosts
+from labkit.costs.pipeline_timeline import Slot, bubble, predicted_slots
+from labkit.schedules.pipeline import in_flight, pipeline_streams
 from labkit.schedules.split_points import check_split_points, stage_bounds
-from labkit.units import check_choice, format_bytes, format_count
+from labkit.units import check_choice, check_integer, format_bytes, format_count
 
-OBJECTIVES = ("step", "largest_stage")
+# Split points of labkit's vgg16, to compare. Layers 0 to 30 are the features (4, 9, 16, 23 and 30
+# are pools), 31 averages, 32 flattens, 33 classifies. The first four splits are those of the
+# experiment that the course corrects, which did not consider the bytes over each cut.
+VGG16_SPLITS: dict[str, tuple[int, ...]] = {
+    "1 device": (),
+    "2 devices": (31,),
+    "3 devices": (31, 33),
+    "4 devices": (15, 31, 33),
+    "2 devices, after pool 1": (5,),
+    "2 devices, after pool 2": (10,),
+    "2 devices, after pool 3": (17,),
+    "2 devices, after pool 4": (24,),
+    "3 devices, after pools 2 and 3": (10, 17),
+    "4 devices, after pools 2, 3 and 4": (10, 17, 24),
+    "4 devices, even compute": (7, 14, 21),
+}
+# What training holds for a parameter: value, gradient, momentum.
+_TRAINED_VALUES = 3
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs for one batch.
+
+    Attributes:
+        name: for tables and figures.
+        forward_s, backward_s: seconds.
+        output_bytes: what the layer passes to the next one; a cut after it sends this.
+        parameter_bytes: 0 for a layer without parameters.
+        held_bytes: what the layer keeps from its forward to its backward.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    output_bytes: int
+    parameter_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model as a list of layer costs.
+
+    Attributes:
+        model: its name.
+        batch_size: B.
+        input_bytes: of the batch that enters layer 0.
+        layers: in the order in which they run.
+    """
+
+    model: str
+    batch_size: int
+    input_bytes: int
+    layers: tuple[LayerCost, ...]
 
 
 @dataclass(frozen=True)
@@ -38,8 +91,6 @@ class SplitModel:
         hop_bytes: by cut, what the whole batch sends in one direction.
         hop_s: by cut, seconds of these bytes in M messages.
         memory_bytes: by stage, parameters with what training adds to them, and activations held.
-        step_s: from the start of the first forward to the end of the last backward.
-        bubble: share of P x step_s in which a stage does not compute.
         first_trained: the first stage with a backward; P if there is none. The cuts after it carry
             gradients.
     """
@@ -52,22 +103,30 @@ class SplitModel:
     hop_bytes: tuple[int, ...]
     hop_s: tuple[float, ...]
     memory_bytes: tuple[int, ...]
-    step_s: float
-    bubble: float
-    first_trained: int = 0
+    first_trained: int
 
     @property
     def backward_hop_s(self) -> tuple[float, ...]:
         """By cut, seconds of the gradients: ``hop_s``, or 0 where no gradient crosses."""
         return tuple(s if cut >= self.first_trained else 0.0 for cut, s in enumerate(self.hop_s))
 
+    @functools.cached_property
+    def step_s(self) -> float:
+        """From the start of the first forward to the end of the last backward."""
+        return max(slot.end_s for slot in self.slots())
+
+    @property
+    def bubble(self) -> float:
+        """Share of P x ``step_s`` in which a stage does not compute."""
+        return bubble(self.slots())
+
     def slots(self) -> list[Slot]:
         """When each stage does what; the last slot ends at ``step_s``."""
-        stages, micro_batches = len(self.forward_s), self.micro_batches
-        streams = pipeline_streams(self.schedule, stages, micro_batches, self.first_trained)
-        times = [self.forward_s, self.backward_s, self.hop_s]
+        stages, count = len(self.forward_s), self.micro_batches
+        times = self.forward_s, self.backward_s, self.hop_s
         return predicted_slots(
-            streams, *([s / micro_batches for s in by_part] for by_part in times)
+            pipeline_streams(self.schedule, stages, count, self.first_trained),
+            *([seconds / count for seconds in by_part] for by_part in times),
         )
 
 
@@ -98,8 +157,54 @@ def predict_split(
         ValueError: impossible split points or settings; the message says which are possible.
     """
     points = check_split_points(split_points, len(profile.layers))
-    costs = StageCosts(profile, len(points) + 1, link, micro_batches, schedule, frozen)
-    return _predict(costs, points)
+    layers, first, count = _in_training(profile, frozen, micro_batches)
+    stages = [layers[start:end] for start, end in stage_bounds(points, len(layers))]
+    held = map(in_flight, pipeline_streams(schedule, len(stages), count))
+    sizes = tuple(layers[cut - 1].output_bytes for cut in points)
+    return SplitModel(
+        points,
+        schedule,
+        count,
+        forward_s=tuple(sum(layer.forward_s for layer in stage) for stage in stages),
+        backward_s=tuple(sum(layer.backward_s for layer in stage) for stage in stages),
+        hop_bytes=sizes,
+        hop_s=tuple(count * link.message_seconds(size / count) for size in sizes),
+        memory_bytes=tuple(_memory_bytes(s, most / count) for s, most in zip(stages, held)),
+        first_trained=sum(end <= first for end in (*points, len(layers))),
+    )
+
+
+def _in_training(
+    profile: Profile, frozen: int, micro_batches: int
+) -> tuple[list[LayerCost], int, int]:
+    """The layers with the bytes of parameters in training, the first trained layer, and M.
+
+    The layers before that one have no backward, and hold nothing for it.
+    """
+    check_integer(f"frozen of {profile.model}", frozen, 0, len(profile.layers))
+    check_integer("micro_batches", micro_batches)
+    trained = [i for i, x in enumerate(profile.layers) if i >= frozen and x.parameter_bytes]
+    first = trained[0] if trained else len(profile.layers)
+    layers = [
+        replace(
+            layer,
+            backward_s=layer.backward_s if index >= first else 0.0,
+            parameter_bytes=layer.parameter_bytes * (_TRAINED_VALUES if index >= frozen else 1),
+            held_bytes=layer.held_bytes if index >= first else 0,
+        )
+        for index, layer in enumerate(profile.layers)
+    ]
+    return layers, first, min(micro_batches, profile.batch_size)
+
+
+def _memory_bytes(stage: Sequence[LayerCost], batches: float) -> int:
+    """Parameters, and the activations of so many batches."""
+    held = math.ceil(batches * sum(layer.held_bytes for layer in stage))
+    return held + sum(layer.parameter_bytes for layer in stage)
+
+
+# (stage, start, end) -> the cost of that stage with the layers start to end - 1.
+StageCost = Callable[[int, int, int], float]
 
 
 def best_split(
@@ -113,74 +218,90 @@ def best_split(
     memory_cap_bytes: float | None = None,
     frozen: int = 0,
 ) -> SplitModel:
-    """The best of all splits by ``predict_split``; of equal ones, that with the earliest cuts.
+    """The best of all splits by ``predict_split``, whose other arguments it takes.
 
-    The result is exact. "largest_stage", and "step" with one micro-batch (which only has to
-    minimise the hops, as the sum of the compute is always the same), are dynamic programs. The
-    step of a pipeline is not a sum over its stages: branch and bound finds the best split,
-    quickly for 4 stages, perhaps slowly for many more.
+    "largest_stage", and "step" with one micro-batch (which only has to minimise the hops), are
+    dynamic programs. The step of a pipeline is not a sum over its stages: of all splits, those
+    are predicted whose largest stage takes no longer than the best step so far.
 
     Args:
-        profile, link, micro_batches, schedule, frozen: as in ``predict_split``.
-        num_stages: P.
-        objective: "step" minimises the step; "largest_stage" minimises the compute of the
-            slowest stage, which limits a long pipeline.
-        memory_cap_bytes: the limit for every stage; None for no limit.
-
-    Raises:
-        ValueError: more stages than layers, impossible settings, or a cap that no split keeps
-            (the message names the smallest possible cap).
+        num_stages: P, at most L.
+        objective: "step", or "largest_stage", whose compute limits a long pipeline.
+        memory_cap_bytes: the limit for every stage; ValueError if no split keeps it.
     """
-    check_choice("objective", objective, OBJECTIVES)
-    costs = StageCosts(profile, num_stages, link, micro_batches, schedule, frozen)
-    sizes = costs.num_layers, costs.num_stages
-    if memory_cap_bytes is not None:
-        least = cheapest_rest(costs.memory_bytes, *sizes, max)[0][0]
-        if least > memory_cap_bytes:
-            raise ValueError(
-                f"no split into {format_count(num_stages, 'stage')} keeps every stage within "
-                f"{memory_cap_bytes:,.0f} bytes ({format_bytes(memory_cap_bytes)}): the least "
-                f"that the largest stage can need is {least:,} ({format_bytes(least)}). Raise the "
-                "cap, or take more stages or a smaller batch"
-            )
-    compute_s = _capped(costs.compute_s, costs, memory_cap_bytes)
+    check_choice("objective", objective, ("step", "largest_stage"))
+    check_integer(f"num_stages of {profile.model}", num_stages, 1, len(profile.layers))
+    layers, first, count = _in_training(profile, frozen, micro_batches)
+    held = [in_flight(stream) / count for stream in pipeline_streams(schedule, num_stages, count)]
+    cap_bytes = memory_cap_bytes or math.inf
+
+    def memory_bytes(stage: int, start: int, end: int) -> int:
+        return _memory_bytes(layers[start:end], held[stage])
+
+    _check_cap(cap_bytes, memory_bytes, len(layers), num_stages)
+
+    @functools.cache
+    def compute_s(stage: int, start: int, end: int) -> float:
+        fits = memory_bytes(stage, start, end) <= cap_bytes
+        return sum(x.forward_s + x.backward_s for x in layers[start:end]) if fits else math.inf
+
+    def hops_s(stage: int, start: int, end: int) -> float:
+        """The messages over the cut before a stage."""
+        fits = memory_bytes(stage, start, end) <= cap_bytes
+        one_way_s = link.message_seconds(layers[start - 1].output_bytes)
+        return one_way_s * ((stage > 0) + (start > first)) if fits else math.inf
+
+    def predict(points: tuple[int, ...]) -> SplitModel:
+        settings = {"micro_batches": count, "schedule": schedule, "frozen": frozen}
+        return predict_split(profile, points, link, **settings)
+
+    if objective == "step" and count == 1:
+        return predict(cheapest_cuts(hops_s, len(layers), num_stages, operator.add)[1])
+    best = predict(cheapest_cuts(compute_s, len(layers), num_stages, max)[1])
     if objective == "largest_stage":
-        points = cheapest_cuts(compute_s, *sizes, max)
-    elif micro_batches == 1:
-        hops_s = _capped(costs.hops_before_s, costs, memory_cap_bytes)
-        points = cheapest_cuts(hops_s, *sizes, operator.add)
-    else:
-        through_s = functools.cache(costs.through_s)
-        points = search_cuts(compute_s, through_s, costs.step_s, *sizes)
-    return _predict(costs, points)
+        return best
+    for points in itertools.combinations(range(1, len(layers)), num_stages - 1):
+        stages = enumerate(stage_bounds(points, len(layers)))
+        if max(compute_s(stage, *bound) for stage, bound in stages) <= best.step_s:
+            best = min(best, predict(points), key=lambda split: split.step_s)
+    return best
 
 
-def _predict(costs: StageCosts, points: tuple[int, ...]) -> SplitModel:
-    bounds = stage_bounds(points, costs.num_layers)
-    step_s = costs.step_s(points)
-    busy_s = sum(costs.compute_s(stage, *bound) for stage, bound in enumerate(bounds))
-    return SplitModel(
-        points,
-        costs.schedule,
-        costs.micro_batches,
-        forward_s=tuple(costs.forward_s(*bound) for bound in bounds),
-        backward_s=tuple(costs.backward_s(*bound) for bound in bounds),
-        hop_bytes=tuple(costs.hop_bytes(cut) for cut in points),
-        hop_s=tuple(costs.micro_batches * costs.message_s(cut) for cut in points),
-        memory_bytes=tuple(costs.memory_bytes(s, *bound) for s, bound in enumerate(bounds)),
-        step_s=step_s,
-        bubble=1 - busy_s / (len(bounds) * step_s) if step_s else 0.0,
-        first_trained=costs.first_trained_stage(points),
-    )
+def _check_cap(cap_bytes: float, cost: StageCost, num_layers: int, num_stages: int) -> None:
+    """ValueError, with the smallest possible cap, for one that no split keeps."""
+    least, _ = cheapest_cuts(cost, num_layers, num_stages, max)
+    if least > cap_bytes:
+        raise ValueError(
+            f"no split into {format_count(num_stages, 'stage')} keeps every stage within "
+            f"{cap_bytes:,.0f} bytes ({format_bytes(cap_bytes)}): the least that the largest "
+            f"stage can need is {least:,} ({format_bytes(least)}). Raise the cap, or take more "
+            "stages or a smaller batch"
+        )
 
 
-def _capped(cost: StageCost, costs: StageCosts, cap_bytes: float | None) -> StageCost:
-    """``cost`` with a cache, infinite for a stage that needs more memory than the cap."""
-    if cap_bytes is None:
-        return functools.cache(cost)
+def cheapest_cuts(
+    cost: StageCost, num_layers: int, num_stages: int, combine: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The least combined cost of all stages, and its split points: a dynamic program over cuts.
 
-    def capped(stage: int, start: int, end: int) -> float:
-        fits = costs.memory_bytes(stage, start, end) <= cap_bytes
-        return cost(stage, start, end) if fits else math.inf
+    rest(s, i) = min over k of combine(cost(s, i, k), rest(s + 1, k)): the best cuts of the layers
+    from i on do not depend on the cuts before them. This holds for the sum (``operator.add``)
+    and the maximum (``max``). It evaluates P L^2 / 2 costs.
 
-    return functools.cache(capped)
+    Args:
+        cost: of one stage; ``math.inf`` where it is not allowed.
+        combine: the cost of a stage with that of the stages after it.
+    """
+
+    @functools.cache
+    def rest(stage: int, start: int) -> tuple[float, tuple[int, ...]]:
+        if stage == num_stages - 1:
+            return cost(stage, start, num_layers), ()
+        found = []
+        # Each later stage needs a layer.
+        for end in range(start + 1, num_layers - num_stages + stage + 2):
+            after, points = rest(stage + 1, end)
+            found.append((combine(cost(stage, start, end), after), (end, *points)))
+        return min(found)
+
+    return rest(0, 0)

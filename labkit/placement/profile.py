@@ -1,19 +1,27 @@
-"""What each layer of a model costs, measured: seconds, and bytes kept for backward."""
+"""What each layer of a model costs: measured seconds and bytes, or counted FLOPs."""
 
 import copy
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from labkit import gpus
-from labkit.placement.stage_costs import LayerCost, Profile
-from labkit.workload.activations import HeldBytes, NonLeaf
-from labkit.workload.chain import layers_of
-from labkit.workload.layers import Shape, input_dtype, output_shapes
+from labkit.placement.planner import LayerCost, Profile, cheapest_cuts
+from labkit.workload.layers import (
+    HeldBytes,
+    NonLeaf,
+    Shape,
+    input_dtype,
+    layer_outputs,
+    layers_of,
+)
 
 
 def profile_layers(
@@ -24,7 +32,6 @@ def profile_layers(
     repeats: int = 5,
     device: str | torch.device = "cpu",
     name: str = "",
-    dtype: torch.dtype | None = None,
 ) -> Profile:
     """Measure what each layer costs for a batch, in this process: medians over the repeats.
 
@@ -35,34 +42,27 @@ def profile_layers(
         repeats: measured passes through the model, after one to warm up.
         device: where the layers run.
         name: of the model in the result; by default its class name.
-        dtype: of the samples, as in ``output_shapes``.
-
-    Raises:
-        ValueError: as ``output_shapes``, or fewer than one repeat.
     """
-    if repeats < 1:
-        raise ValueError(f"{repeats} repeats measure nothing: give 1 or more")
-    dtype = dtype or input_dtype(model)
-    outputs = output_shapes(model, input_shape, batch_size, dtype)
+    dtype = input_dtype(model)
     layers = layers_of(copy.deepcopy(model).to(device).train())
     # Integer samples are zeros: every nn.Embedding has a row 0.
-    make = torch.randn if dtype.is_floating_point or dtype.is_complex else torch.zeros
+    make = torch.randn if dtype.is_floating_point else torch.zeros
     inputs = make((batch_size, *input_shape), dtype=dtype, device=device)
-    passes = [_one_pass(layers, inputs) for _ in range(repeats + 1)][1:]
-    costs = []
-    for layer, (shape, output_dtype), measured in zip(layers, outputs, zip(*passes)):
-        forward_s, backward_s, held_bytes = zip(*measured)
-        seconds = statistics.median(forward_s), statistics.median(backward_s)
-        output_bytes = shape.numel() * output_dtype.itemsize
-        parameter_bytes = sum(p.nbytes for p in layer.parameters())
-        sizes = output_bytes, parameter_bytes, max(held_bytes)
-        costs.append(LayerCost(type(layer).__name__, *seconds, *sizes))
-    return Profile(name or type(model).__name__, batch_size, inputs.nbytes, tuple(costs))
+    passes = [list(_one_pass(layers, inputs)) for _ in range(repeats + 1)][1:]
+    costs = tuple(
+        replace(
+            measured[0],
+            forward_s=statistics.median(cost.forward_s for cost in measured),
+            backward_s=statistics.median(cost.backward_s for cost in measured),
+            held_bytes=max(cost.held_bytes for cost in measured),
+        )
+        for measured in zip(*passes)
+    )
+    return Profile(name or type(model).__name__, batch_size, inputs.nbytes, costs)
 
 
-def _one_pass(layers: list[nn.Module], inputs: Tensor) -> list[tuple[float, float, int]]:
-    """By layer: seconds of forward, seconds of backward, and bytes kept between the two."""
-    found, value, held = [], inputs, HeldBytes(nn.ModuleList(layers))
+def _one_pass(layers: list[nn.Module], value: Tensor) -> Iterator[LayerCost]:
+    held = HeldBytes(nn.ModuleList(layers))
     for index, layer in enumerate(layers):
         entering = value.detach().requires_grad_(index > 0 and value.is_floating_point())
         before = held.num_bytes
@@ -71,8 +71,9 @@ def _one_pass(layers: list[nn.Module], inputs: Tensor) -> list[tuple[float, floa
         backward_s = 0.0
         if value.requires_grad:
             backward_s, _ = _timed(torch.autograd.backward, value, torch.ones_like(value))
-        found.append((forward_s, backward_s, held.num_bytes - before))
-    return found
+        own = sum(p.nbytes for p in layer.parameters())
+        sizes = value.nbytes, own, held.num_bytes - before
+        yield LayerCost(type(layer).__name__, forward_s, backward_s, *sizes)
 
 
 def _timed(fn: Callable, *args: Tensor) -> tuple[float, Any]:
@@ -81,3 +82,26 @@ def _timed(fn: Callable, *args: Tensor) -> tuple[float, Any]:
     result = fn(*args)
     gpus.synchronize(args[0].device)
     return time.perf_counter() - start_s, result
+
+
+def even_split(
+    model: nn.Module, input_shape: Shape, num_stages: int, dtype: torch.dtype | None = None
+) -> tuple[int, ...]:
+    """Split points that minimise the forward FLOPs of the stage with the most.
+
+    They are counted, so every process finds the same split, without a measurement. ``best_split``
+    of a measured profile also takes the machine into account.
+
+    Args:
+        model: a chain of at least ``num_stages`` layers; it is not changed.
+        input_shape, dtype: of one sample, as in ``layer_outputs``.
+    """
+    # One real sample: on the meta device, convolutions import PyTorch's compiler first (seconds).
+    sample = torch.zeros((1, *input_shape), dtype=dtype or input_dtype(model))
+    with FlopCounterMode(display=False) as counter:
+        totals = [counter.get_total_flops() for _ in layer_outputs(copy.deepcopy(model), sample)]
+    flops = [total - before for before, total in itertools.pairwise([0, *totals])]
+    even = cheapest_cuts(
+        lambda stage, start, end: sum(flops[start:end]), len(flops), num_stages, max
+    )
+    return even[1]

@@ -11,7 +11,9 @@ failures      how reports and exit codes become one WorkerError (shortages: out 
 output        the ranks' output, as the caller prints it
 watch         what shows a run while it lasts
 cell_errors   a cell's error without the frames of libraries
-torchrun      ``labkit.run`` in a process that torchrun has started (rounds: with which others)
-script        the same for a script, whose library has a thread that talks to other ranks
+torchrun      ``labkit.run`` and scripts in a process that torchrun has started
+rounds        which others torchrun has started with it
+ray_ranks     ranks on the nodes of a Ray cluster
+rank_watch    what watches a run without a launcher (plain: what its ranks tell each other)
 agents        several hosts on this machine, each an agent of torchrun (marked: what is left of it)
 """

@@ -26,7 +26,6 @@ from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
 from labkit.gpus import check_usable
-from labkit.runtime.hosts import MeetingStore
 from labkit.runtime.prepare import allow_tf32
 
 # Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
@@ -46,7 +45,7 @@ def connect(
     plan: Plan,
     timeout_s: float,
     arena: Arena | None = None,
-    meeting: "MeetingFile | MeetingStore | None" = None,
+    meeting: Any = None,
     link: EmulatedLink | None = None,
 ) -> Comm:
     """Join the process group that the environment describes, and return this rank's Comm.
@@ -55,7 +54,7 @@ def connect(
         plan: the devices, the backend and the transport.
         timeout_s: the run's deadline, in seconds.
         arena: the launcher's memory, with a place for every rank; None under ``torchrun``.
-        meeting: where the ranks find each other; None for the address that ``torchrun`` gives.
+        meeting: its ``store(world_size)`` is for the ranks; None for that of ``torchrun``.
         link: the emulated link of this process's messages; None for no emulation.
 
     Raises:
@@ -127,7 +126,7 @@ def _join_group(
     backend: str,
     timeout_s: float,
     device: torch.device,
-    meeting: "MeetingFile | MeetingStore | None",
+    meeting: Any,
 ) -> None:
     started_s = time.monotonic()
     rendezvous_timeout = timedelta(seconds=min(timeout_s, _RENDEZVOUS_S))

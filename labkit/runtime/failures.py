@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from labkit import units
 from labkit.comm.board import LOST, NOT_STARTED, RETURNED, Board
 from labkit.comm.deadlock import explain_deadlock, explain_rank, takes_part, waits_in
 from labkit.comm.processes import is_stopped, signal_name
@@ -42,7 +41,7 @@ def report_of_failure(rank: int, error: BaseException) -> Report:
         is_lost_peer |= isinstance(error, RuntimeError) and means_loss(error)
         text = explained(error, described(error))
         kind = "peer_lost" if is_lost_peer else "raised"
-        summary = f"raised {type(error).__name__}: {text}{units.spelling(error)}"
+        summary = f"raised {type(error).__name__}: {text}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_internal(frame.filename)]
     location = f'"{own[-1].filename}", line {own[-1].lineno}' if own else ""

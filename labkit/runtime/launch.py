@@ -19,7 +19,7 @@ from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job
 from labkit.tracing import Trace
 from labkit.tracing.limits import Limit, what_limited, without_spans
-from labkit.units import MOST_SECONDS, check_above_zero, check_integer, spelled
+from labkit.units import MOST_SECONDS, check_above_zero, check_integer
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class RunResult:
         return what_limited(self.trace, start_s=0.0)
 
 
-@spelled
 def run(
     fn: Callable[..., Any],
     *args: Any,
@@ -173,7 +172,7 @@ def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None
 
 def _value(report: Report) -> Any:
     if report.is_plain:
-        from labkit.runtime.between_hosts.reports import load_plain
+        from labkit.runtime.plain import load_plain
 
         return load_plain(report.payload)
     return load_value(report)

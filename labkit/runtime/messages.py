@@ -37,7 +37,7 @@ class Report:
         summary, location, traceback: of the exception, if ``kind`` is not ``value``; the fields
             above them are empty in this case.
         duration_s: how long the function took.
-        is_plain: whether the payload is no pickle but plain data, see ``between_hosts.reports``.
+        is_plain: whether the payload is no pickle but plain data, see ``runtime.plain``.
     """
 
     rank: int

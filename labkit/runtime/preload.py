@@ -20,7 +20,6 @@ from labkit.comm.processes import signal_name
 from labkit.config import parse_devices
 from labkit.devices import plan, print_once
 from labkit.gpus import may_exist
-from labkit.units import spelled
 
 # What the forkserver imports before it forks ranks.
 FOR_RANKS = ["labkit.runtime.server", "labkit.runtime.worker"]
@@ -45,7 +44,6 @@ def start_method() -> str:
     return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
-@spelled
 def warm_up(
     *,
     device: str | None = None,

@@ -5,10 +5,9 @@ find the store of those before them, and what these have written there. TORCHELA
 does not tell the two apart: each agent counts only the failures of its own ranks. So the ranks of
 a round first agree on a number that none before them had, and put it before all their keys.
 
-All of it is plain text, and checked: the store has no password.
+All of it is plain text: the store has no password.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -23,13 +22,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from labkit.units import format_count
+from labkit.comm.torch_transport import first_line as _first_line
 
 _PLACE = "labkit/round"
 _POLL_S = 0.02
 # How long ranks may take over their checks, such as reading a checkpoint, or loading data.
 _CHECKS_S = 600.0
-_LONGEST = 256
 
 
 @dataclass(eq=False)
@@ -88,15 +86,15 @@ def join(timeout_s: float) -> Round:
     global _joined
     if _joined is None:
         started_s = time.monotonic()
-        timeout = timedelta(seconds=timeout_s)
         try:
+            timeout = timedelta(seconds=timeout_s)
             server, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-            meet = _as_first if rank == 0 else _as_other
-            number, told = meet(dist.PrefixStore(_PLACE, server), rank, world_size, timeout_s)
+            meet = dist.PrefixStore(_PLACE, server)
+            number, hosts = agree(meet, rank, world_size, timeout_s)
         except dist.DistError as error:
             raise unreachable(error, time.monotonic() - started_s) from None
         store = dist.PrefixStore(f"{_PLACE}/{number}", server)
-        _joined = Round(rank, world_size, [one["host"] for one in told], store)
+        _joined = Round(rank, world_size, hosts, store)
     return _joined
 
 
@@ -105,57 +103,46 @@ def current() -> Round | None:
     return _joined
 
 
-def _as_first(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Offer a number; the round has it when all other ranks have answered."""
-    number, until_s = secrets.token_hex(8), time.monotonic() + timeout_s
-    told = {0: _mine()}
-    store.set("offer", number)
-    while len(told) < world_size:
-        for other in set(range(1, world_size)) - told.keys():
-            if _is_there(store, f"{number}/{other}"):
-                told[other] = _read(store.get(f"{number}/{other}"))[0]
-        if time.monotonic() > until_s:
-            raise _missing(set(range(world_size)) - told.keys(), rank, timeout_s)
-        time.sleep(_POLL_S)
-    ordered = [told[other] for other in range(world_size)]
-    store.set(f"{number}/all", json.dumps(ordered))
-    return number, ordered
+def agree(store: Any, rank: int, world_size: int, timeout_s: float) -> tuple[str, list[str]]:
+    """A number that no earlier ranks had, and the names of all hosts, by rank.
 
-
-def _as_other(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Answer the offer of rank 0, and any later one: the first may be of an earlier round."""
-    mine, number, until_s = _mine(), "", time.monotonic() + timeout_s
-    while True:
-        if _is_there(store, "offer") and (offer := store.get("offer").decode()) != number:
-            number = offer
+    Rank 0 offers a number, and the others answer, also to any later one: what they find first may
+    be of an earlier round. When all have answered, rank 0 repeats what each has said.
+    """
+    mine, until_s = [secrets.token_hex(8), socket.gethostname()], time.monotonic() + timeout_s
+    number = secrets.token_hex(8) if rank == 0 else ""
+    missing = set(range(1, world_size)) if rank == 0 else {0}
+    if rank == 0:
+        store.set("offer", number)
+    while time.monotonic() < until_s:
+        if rank == 0:
+            missing = {one for one in missing if not _is_there(store, f"{number}/{one}")}
+            if not missing:
+                told = [mine, *(_read(store, f"{number}/{n}") for n in range(1, world_size))]
+                store.set(f"{number}/all", json.dumps(told))
+        elif _is_there(store, "offer") and (offer := store.get("offer").decode()) != number:
+            number, missing = offer, set(range(1, world_size)) - {rank}
             store.set(f"{number}/{rank}", json.dumps(mine))
         if number and _is_there(store, f"{number}/all"):
-            told = _read(store.get(f"{number}/all"))
-            if len(told) == world_size and told[rank]["token"] == mine["token"]:
-                return number, told
-        if time.monotonic() > until_s:
-            raise _missing({0} if not number else set(), rank, timeout_s)
+            told = _read(store, f"{number}/all")
+            if len(told) == world_size and told[rank] == mine:
+                return number, [str(host) for _, host in told]
         time.sleep(_POLL_S)
+    raise ConnectionError(
+        f"rank {rank} of {world_size} waited {timeout_s:g} s for other ranks that torchrun has "
+        f"started ({', '.join(map(str, sorted(missing)))}): see what torchrun says on the other "
+        "machines"
+    )
 
 
-def _mine() -> dict[str, str]:
-    return {"token": secrets.token_hex(8), "host": socket.gethostname()}
-
-
-def _read(text: bytes) -> list[dict[str, Any]]:
-    """What one rank has told of itself, or several of themselves."""
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
-        told = json.loads(text)
-        told = [told] if isinstance(told, dict) else told
-        found = [{name: one.get(name) for name in ("token", "host")} for one in told]
-        texts = [one[name] for one in found for name in one]
-        if found and all(isinstance(one, str) and len(one) < _LONGEST for one in texts):
+def _read(store: Any, key: str) -> Any:
+    text = store.get(key)
+    try:
+        if isinstance(found := json.loads(text), list):
             return found
-    raise _forged(text)
-
-
-def _forged(text: bytes) -> ConnectionError:
-    return ConnectionError(
+    except ValueError:
+        pass
+    raise ConnectionError(
         f"the store of this run holds {text[:40]!r}, which labkit does not write: is it the same "
         "labkit on all machines? If so, another program writes there (SECURITY.md)"
     )
@@ -165,15 +152,6 @@ def _is_there(store: Any, key: str) -> bool:
     return store.check([key])
 
 
-def _missing(ranks: set[int], rank: int, timeout_s: float) -> ConnectionError:
-    named = ", ".join(map(str, sorted(ranks)[:8])) or "some"
-    return ConnectionError(
-        f"rank {rank} of {os.environ['WORLD_SIZE']} waited {timeout_s:g} s for "
-        f"{format_count(max(1, len(ranks)), 'rank')} ({named}) that torchrun has started, too: "
-        "see what torchrun says on the other machines"
-    )
-
-
 def unreachable(error: Exception, waited_s: float) -> ConnectionError:
     """The error of a rank that finds no store where torchrun says that it is."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -181,22 +159,14 @@ def unreachable(error: Exception, waited_s: float) -> ConnectionError:
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         advice = (
             ". That is how the machine of rank 0 calls itself: give torchrun the --local-addr "
-            "under which the others reach it"
+            "under which the others reach it; and after the loss of a machine set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where you start torchrun"
         )
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            advice += (
-                ". After the loss of a machine torchrun may still name its store: set "
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where you start torchrun"
-            )
     return ConnectionError(
         f"rank {os.environ['RANK']} could not join the others at {where} in {waited_s:.0f} s: "
         "check that rank 0 runs there and that no firewall blocks the connection "
         f"({_first_line(error)}){advice}"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def code() -> str:

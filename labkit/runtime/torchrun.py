@@ -1,11 +1,19 @@
-"""``labkit.run`` in a process that ``torchrun`` has started, which is itself one of the ranks."""
+"""This process is a rank that ``torchrun`` has started: ``labkit.run`` in it, and plain scripts.
 
+``labkit.run`` calls its function here, and exchanges what the ranks return. A script without it
+whose library has a thread of its own (``labkit.horovod``) gets a ``Comm`` by ``open_for``.
+"""
+
+import atexit
+import contextlib
 import itertools
+import math
 import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,30 +21,30 @@ import torch.distributed as dist
 
 from labkit import gpus
 from labkit.collectives import all_gather
-from labkit.comm.board import RETURNED, RUNNING, Board
+from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
-from labkit.comm.meeting import meet
+from labkit.comm.separate import separate_comm
+from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, print_once
-from labkit.runtime.between_hosts import reports
-from labkit.runtime.between_hosts.watch import Watch, tell
-from labkit.runtime.connect import PATIENCE_S, connect, group_connections, host_names, own_store
+from labkit.runtime.connect import connect, open_comm, own_store
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import dump_value
+from labkit.runtime.plain import dump_plain, dump_report, load_plain, load_report
+from labkit.runtime.preload import under_torchrun
 from labkit.runtime.prepare import seed_random_numbers
+from labkit.runtime.rank_watch import Watch, tell
 from labkit.runtime.worker import success
-from labkit.units import format_count
+from labkit.units import MOST_SECONDS, format_count
 
-# Whether ``run_as_rank`` is calling a function in this process at the moment.
+# Whether a run is calling its function in this process at the moment.
 inside_a_run = False
-NO_MEMORY = (
-    "the ranks of this machine cannot open each other's memory through /proc/PID/fd, and labkit "
-    "takes pickled results only from there: run it without torchrun"
-)
-# The runs of this process so far.
-_runs = itertools.count()
+# The runs of this process so far, and the Comms that it has opened for threads.
+_runs, _opened = itertools.count(), itertools.count()
+# The watch over the run that this process is in.
+_watching: list[Watch] = []
 
 
 def run_as_rank(
@@ -60,63 +68,54 @@ def run_as_rank(
         WorkerError: another rank has failed, or the ranks can never finish; says why.
         Any exception of ``fn`` on this rank.
     """
-    chosen = plan(_local_world_size(world_size), device, transport, devices=devices)
+    started = int(os.environ["WORLD_SIZE"])
+    if world_size != started:
+        raise ValueError(
+            f"world_size is {world_size}, but torchrun started {format_count(started, 'rank')}: "
+            f"use world_size={started}, or another --nproc-per-node"
+        )
+    chosen = plan(int(os.environ["LOCAL_WORLD_SIZE"]), device, transport, devices=devices)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print_once(chosen.note)
     comm = connect(chosen, timeout_s, link=link)
-    memory, watch = _report_memory(comm, timeout_s), new_watch(comm)
+    with watched(Watch(comm, own_store(next(_runs)))):
+        return _exchange(comm, call(comm, fn, args))
+
+
+@contextlib.contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Within the block the run is watched, and an error becomes the one that explains the run."""
+    _watching[:] = [watch]
+    watch.start()
     try:
-        if watch is not None:
-            watch.also_ends(memory.session.board)
-            _watching.append(watch)
-            watch.start()
-        dump = dump_value if len(comm.session.hosts) == 1 else reports.dump_plain
-        mine = call(comm, fn, args, dump)
-        return _exchange(memory, mine)
+        yield
     except BaseException as error:
-        raised = error if watch is None else watch.failed(error)
+        raised = watch.failed(error)
+        print_briefly()
         if raised is error:
             raise
-        tell_briefly(comm.rank)
         # The explanation names the cause; what this rank ran into is a consequence.
         raise raised from None
     finally:
         _watching.clear()
-        if watch is not None:
-            watch.close()
+        watch.close()
 
 
-# The watch over the run that this process is in.
-_watching: list[Watch] = []
-
-
-def also_ends(board: Board) -> None:
-    """Let a fault of this run also end the operations that wait on another board."""
-    for watch in _watching:
-        watch.also_ends(board)
-
-
-def tell_briefly(rank: int) -> None:
-    """Print no traceback for an explanation that is on stderr already, once for each host."""
+def print_briefly() -> None:
+    """Print no traceback of an error that is on stderr already, once for each host."""
     print_error = sys.excepthook
 
     def print_once(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if getattr(error, "is_told", False):
-            tell(f"rank {rank} ends with this {kind.__name__}")
+            tell(f"rank {os.environ['RANK']} ends with this {kind.__name__}")
         else:
             print_error(kind, error, trace)
 
     sys.excepthook = print_once
 
 
-def call(
-    comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...], dump: Callable[[Any], bytes]
-) -> Report:
-    """Call ``fn`` as the rank of a run; returns this rank's report.
-
-    Args:
-        dump: makes bytes of the value that ``fn`` returns.
-    """
+def call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
+    """Call ``fn`` as the rank of a run; returns its report, with its value as plain data."""
     global inside_a_run
     slot = comm.session.board.ranks[comm.rank]
     slot["state"] = RUNNING
@@ -126,82 +125,130 @@ def call(
     inside_a_run = True
     try:
         value = fn(comm, *args)
-        gpus.synchronize_used(comm.device)
+        gpus.synchronize(comm.device)
     finally:
         inside_a_run = False
-    mine = success(comm, value, time.perf_counter() - started_s, dump)
+    mine = success(comm, value, time.perf_counter() - started_s, dump_plain)
     slot["state"] = RETURNED
     return mine
 
 
-def _local_world_size(world_size: int) -> int:
-    """The number of ranks on this host.
-
-    Raises:
-        ValueError: the run does not fit the ranks that torchrun has started.
-    """
-    started = int(os.environ["WORLD_SIZE"])
-    if world_size != started:
-        raise ValueError(
-            f"world_size is {world_size}, but torchrun started {format_count(started, 'rank')}: "
-            f"use world_size={started}, or another --nproc-per-node"
-        )
-    return int(os.environ["LOCAL_WORLD_SIZE"])
-
-
-def new_watch(comm: Comm) -> Watch | None:
-    """The watch over this run; None where a rank cannot see how the others of its host are."""
-    if not sys.platform.startswith("linux"):
-        return None
-    run, board, hosts = next(_runs), comm.session.board, comm.session.hosts
-    return Watch(
-        comm.rank,
-        board,
-        next(ranks for ranks in hosts if comm.rank in ranks),
-        hosts,
-        host_names,
-        (lambda: own_store(run)) if len(hosts) > 1 else None,
-        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
-        group_connections,
-        lambda: dist.distributed_c10d._get_default_group().abort(),
-    )
-
-
-def _report_memory(comm: Comm, timeout_s: float) -> Comm:
-    """A Comm to exchange reports with.
-
-    Reports of one host are pickles, and a pickle can make its reader run any code: they travel
-    through memory that only this user's processes can open. gloo takes its addresses from the
-    store, and its sockets do not check who connects: the reports of several hosts are plain data.
-
-    Raises:
-        ConnectionError: the ranks of one machine cannot open the memory, though the system has it.
-    """
-    arena = None
-    if sys.platform.startswith("linux"):
-        store = dist.distributed_c10d._get_default_store()
-        neighbours = next(ranks for ranks in comm.session.hosts if comm.rank in ranks)
-        if (arena := meet(store, comm.rank, comm.world_size, neighbours)) is None:
-            raise ConnectionError(NO_MEMORY)
-    if arena is None or len(comm.session.hosts) > 1:
-        moved = comm.device if dist.get_backend() == "nccl" else torch.device("cpu")
-        return Comm(comm.rank, comm.world_size, moved, TorchTransport(dist.get_backend(), moved))
-    transport = SharedTransport(arena, comm.rank, timeout_s + PATIENCE_S)
-    return Comm(comm.rank, comm.world_size, torch.device("cpu"), transport)
-
-
 def _exchange(comm: Comm, mine: Report) -> list[Report]:
-    """The reports of all ranks, in rank order."""
-    if comm.transport.shares_memory:
-        return [pickle.loads(packed) for packed in _gather_bytes(comm, pickle.dumps(mine))]
-    packed = _gather_bytes(comm, reports.to_bytes(mine))
-    return [reports.from_bytes(data, rank) for rank, data in enumerate(packed)]
-
-
-def _gather_bytes(comm: Comm, mine: bytes) -> list[bytes]:
-    """Every rank's bytes, in rank order."""
-    lengths = [int(one) for one in all_gather(comm, torch.tensor(len(mine), device=comm.device))]
+    """The reports of all ranks, in rank order; plain data, whoever has sent it."""
+    backend = dist.get_backend()
+    device = comm.device if backend == "nccl" else torch.device("cpu")
+    comm = Comm(comm.rank, comm.world_size, device, TorchTransport(backend, device))
+    data = torch.frombuffer(bytearray(dump_report(mine)), dtype=torch.uint8)
+    lengths = [int(one) for one in all_gather(comm, torch.tensor(len(data), device=device))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    everyone = all_gather(comm, padded.to(comm.device))
-    return [bytes(data[:length].cpu().numpy()) for data, length in zip(everyone, lengths)]
+    padded[: len(data)] = data
+    found = zip(all_gather(comm, padded.to(device)), lengths)
+    everyone = [bytes(data[:length].cpu().numpy()) for data, length in found]
+    return [load_report(data, rank) for rank, data in enumerate(everyone)]
+
+
+# For a library with a thread of its own
+
+
+class Opened:
+    """A ``Comm`` for one thread, on the CPU, as ``open_for`` has opened it.
+
+    Attributes:
+        comm: whose messages mix with no other thread's.
+        hosts, host: the ranks of each host, and the number of this one.
+        local_rank, local_size: this rank among those of its host, and how many these are.
+        has_failed: whether the script ends with an error.
+    """
+
+    def __init__(self, comm: Comm, watch: Watch | None = None):
+        self.comm, self.has_failed = comm, False
+        self.hosts = comm.session.hosts
+        self.host = next(n for n, ranks in enumerate(self.hosts) if comm.rank in ranks)
+        neighbours = self.hosts[self.host]
+        self.local_rank, self.local_size = neighbours.index(comm.rank), len(neighbours)
+        self._watch, self._pid, self._print_error = watch, os.getpid(), sys.excepthook
+        if watch is not None:
+            sys.excepthook = self._end_with
+            watch.start()
+
+    def _end_with(self, kind: object, error: BaseException, trace: object) -> None:
+        """Tell the other ranks of an error that ends this script, and print what explains it."""
+        sys.excepthook = self._print_error
+        self.has_failed = True
+        if self._watch is not None and self.is_mine():
+            error = self._watch.failed(error)
+            print_briefly()
+        sys.excepthook(type(error), error, error.__traceback__)
+
+    def is_mine(self) -> bool:
+        """Whether this process has opened it, and not one that it was forked from."""
+        return os.getpid() == self._pid
+
+    def dump(self, value: Any) -> bytes:
+        """The bytes of any value that can be pickled; between hosts, of plain data."""
+        return dump_value(value) if self._has_one_host() else dump_plain(value)
+
+    def load(self, data: bytes) -> Any:
+        """A value that a rank has dumped.
+
+        A pickle can run any code: between ranks of one host it travels through memory that only
+        this user's processes can open, and elsewhere there are none.
+        """
+        return pickle.loads(data) if self._has_one_host() else load_plain(data)
+
+    def _has_one_host(self) -> bool:
+        return self.comm.transport.shares_memory or self.comm.world_size == 1
+
+    def close(self) -> None:
+        """Leave the other ranks; a script's rank does so at its end at the latest."""
+        if self._watch is not None:
+            sys.excepthook = self._print_error
+            self._watch.close()
+            self._watch = None
+        if not self.comm.session.is_closed:
+            self.comm.session.leave()
+
+
+def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Opened:
+    """Open a Comm of all ranks for one thread; all of them call this, as often.
+
+    Inside ``labkit.run`` the ranks meet once more. A script that torchrun has started joins the
+    others, and is watched from then on. Without a launcher the program is the only rank.
+
+    Args:
+        purpose: of this thread, one word.
+        comm: of the run that this rank is in; None to find it.
+        at_end: called before the run or the program ends, to end the thread.
+
+    Raises:
+        ConnectionError: the other ranks cannot be reached.
+    """
+    if (run := comm or open_comm()) is not None:
+        opened = Opened(_beside(run, purpose))
+        run.session.at_close.append(at_end)
+    elif under_torchrun():
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        mine = connect(plan(local, "cpu", "auto"), MOST_SECONDS)
+        mine.session.board.ranks[mine.rank]["state"] = RUNNING
+        opened = Opened(mine, Watch(mine, own_store(next(_runs))))
+    else:
+        opened = Opened(_alone())
+    # A thread that is inside PyTorch when the interpreter ends would abort the process.
+    atexit.register(at_end)
+    return opened
+
+
+def _beside(run: Comm, purpose: str) -> Comm:
+    if run.world_size == 1:
+        return _alone()
+    store = dist.distributed_c10d._get_default_store()
+    where, forever = f"{purpose}/{next(_opened)}", timedelta(days=365)
+    comm = separate_comm(where, store, run.rank, run.world_size, forever)
+    for watch in _watching:
+        watch.also_ends(comm.session.board)
+    return comm
+
+
+def _alone() -> Comm:
+    arena = Arena(1)
+    return Comm(0, 1, torch.device("cpu"), SharedTransport(arena, 0, math.inf), arena.board)

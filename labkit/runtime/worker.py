@@ -120,7 +120,7 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
     comm.session.start_together()
     started_s = time.perf_counter()
     value = function(comm, *args)
-    gpus.synchronize_used(comm.device)
+    gpus.synchronize(comm.device)
     return success(comm, value, time.perf_counter() - started_s)
 
 

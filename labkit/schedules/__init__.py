@@ -1,12 +1,9 @@
 """Rules that runs execute: which rank does what at which step. No torch, no processes.
 
-    ring               ring all-reduce and its halves: which chunk goes where at each step
-    hierarchical       all-reduce over hosts: inside each host, between hosts, inside again
+    ring               ring all-reduce and its halves, on one host and over several
     tree               binomial trees, recursive doubling, pairwise exchange, dissemination
-    servers            which worker meets which parameter server in which turn
-    staleness          how many updates late a gradient is, and how a server bounds that
+    servers            which worker meets which server in which turn; how late a gradient is
     bucket_assignment  which gradients DDP sends together (when: ``strategies.ddp``)
-    top_k              how many elements a sparse gradient keeps
     split_points       where a list of layers is cut into stages
     pipeline           GPipe and 1F1B: what each stage runs, and the messages in between
     learning_rate      the learning rate of each update: warm-up, then constant, step or cosine
@@ -15,6 +12,15 @@ Each schedule is written once: the real run executes it, the figures draw it, an
 it with the textbook.
 """
 
-from labkit.units import lazy_names
+from labkit.schedules.pipeline import PIPELINES, Hop, gpipe, one_f_one_b, with_hops
+from labkit.schedules.ring import chunk_bounds, ring_share_reduce
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__all__ = [
+    "PIPELINES",
+    "Hop",
+    "chunk_bounds",
+    "gpipe",
+    "one_f_one_b",
+    "ring_share_reduce",
+    "with_hops",
+]

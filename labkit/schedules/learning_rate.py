@@ -43,7 +43,7 @@ def parse_lr_schedule(text: str) -> LrSchedule:
     try:
         if kind != "step" or len(numbers) != 2:
             raise ValueError
-        epochs, factor = units.parse_integer(numbers[0]), units.parse_number(numbers[1])
+        epochs, factor = int(numbers[0]), float(numbers[1])
     except ValueError:
         raise ValueError(
             "lr_schedule must be constant, cosine, or step:EPOCHS:FACTOR as in step:30:0.1, got "

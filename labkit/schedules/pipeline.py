@@ -91,6 +91,20 @@ def pipeline_schedule(name: str) -> Callable[[int, int, int], Iterator[Action]]:
     return PIPELINES[name]
 
 
+def pipeline_streams(
+    schedule: str, num_stages: int, num_micro_batches: int, first_trained: int = 0
+) -> list[list[Action]]:
+    """The actions of each stage; the stages before ``first_trained`` have no backward."""
+    return [
+        [
+            action
+            for action in pipeline_schedule(schedule)(stage, num_stages, num_micro_batches)
+            if action.kind == "forward" or stage >= first_trained
+        ]
+        for stage in range(num_stages)
+    ]
+
+
 def in_flight(actions: Iterable[Action]) -> int:
     """The largest number of micro-batches whose activations a stage holds at the same time."""
     held = most = 0
@@ -130,14 +144,15 @@ def with_hops(
 
 
 def _needed(action: Action, stage: int, num_stages: int) -> Message | None:
-    kind, micro_batch = action
-    if kind == "forward":
-        return Message("activation", micro_batch, stage - 1) if stage > 0 else None
-    return Message("gradient", micro_batch, stage + 1) if stage + 1 < num_stages else None
+    if action.kind == "forward":
+        return Message("activation", action.micro_batch, stage - 1) if stage > 0 else None
+    last = stage + 1 == num_stages
+    return None if last else Message("gradient", action.micro_batch, stage + 1)
 
 
 def _made(action: Action, stage: int, num_stages: int, first_trained: int) -> Message | None:
-    kind, micro_batch = action
-    if kind == "forward":
-        return Message("activation", micro_batch, stage + 1) if stage + 1 < num_stages else None
-    return Message("gradient", micro_batch, stage - 1) if stage > first_trained else None
+    if action.kind == "forward":
+        last = stage + 1 == num_stages
+        return None if last else Message("activation", action.micro_batch, stage + 1)
+    trains_before = stage > first_trained
+    return Message("gradient", action.micro_batch, stage - 1) if trains_before else None

@@ -1,11 +1,30 @@
 """The ring: which chunk each rank sends and receives at each step of ring all-reduce.
 
-Symbols: P ranks, r a rank, s a step. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations" (2009), section 3.
+Over several hosts, hierarchical all-reduce is made of rings:
+
+1. Inside each host, share_reduce: each of its m ranks then has one part of the host's sum.
+2. Between hosts, ring all-reduce of each part: its ring has one rank of every host, the one that
+   has this part, and all rings run at the same time.
+3. Inside each host, share_only of the complete parts.
+
+Where hosts differ in size, so do their parts, and a rank may be in several rings of step 2, one
+after another: the tensor is cut into L x H blocks, and a part is some blocks side by side.
+
+Symbols: P ranks, r a rank, s a step; H hosts, m ranks of one host, L the least common multiple of
+all m. Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations" (2009), section 3; Cho et al., "BlueConnect: decomposing all-reduce for deep learning
+on heterogeneous network hierarchy" (2019), section 3, for equal hosts.
 """
 
+import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
+
+# The ranks of each host. In a ring they stand in this order.
+Hosts = tuple[tuple[int, ...], ...]
+# The first block, and the one behind the last.
+Blocks = tuple[int, int]
 
 
 class RingStep(NamedTuple):
@@ -66,12 +85,8 @@ def chunk_bounds(num_elements: int, world_size: int) -> list[tuple[int, int]]:
     fewer elements than ranks. Returns P pairs (start, end), end excluded.
     """
     size, longer = divmod(num_elements, world_size)
-    bounds, start = [], 0
-    for chunk in range(world_size):
-        end = start + size + (chunk < longer)
-        bounds.append((start, end))
-        start = end
-    return bounds
+    starts = [size * chunk + min(chunk, longer) for chunk in range(world_size + 1)]
+    return list(itertools.pairwise(starts))
 
 
 def ring_contributions(world_size: int) -> list[list[list[frozenset[int]]]]:
@@ -89,3 +104,38 @@ def ring_contributions(world_size: int) -> list[list[list[frozenset[int]]]]:
             held[rank][step.recv_chunk] = mine | sent[step.src]
         states.append([list(row) for row in held])
     return states
+
+
+# Over several hosts (hierarchical all-reduce)
+
+
+def num_blocks(hosts: Hosts) -> int:
+    """L x H: into how many blocks the tensor is cut."""
+    return len(hosts) * math.lcm(*map(len, hosts))
+
+
+def parts_inside(num_ranks: int, hosts: Hosts) -> list[Blocks]:
+    """The blocks of each part on a host of ``num_ranks`` ranks: chunk i of its ring is part i."""
+    size = num_blocks(hosts) // num_ranks
+    return [(size * part, size * (part + 1)) for part in range(num_ranks)]
+
+
+def rings_between(rank: int, hosts: Hosts) -> Iterator[tuple[list[int], Blocks]]:
+    """The rings between hosts that ``rank`` is in: their ranks, one per host, and their blocks."""
+    ranks = hosts[host_of(rank, hosts)]
+    first, end = parts_inside(len(ranks), hosts)[owned_chunk(ranks.index(rank), len(ranks))]
+    # Wherever a part of some host begins, another ring begins.
+    begins = {start for ranks in hosts for start, _ in parts_inside(len(ranks), hosts)}
+    ends = [*sorted(begin for begin in begins if first <= begin < end), end]
+    for start, stop in itertools.pairwise(ends):
+        members = []
+        for ranks in hosts:
+            part = start * len(ranks) // num_blocks(hosts)
+            members += [r for n, r in enumerate(ranks) if owned_chunk(n, len(ranks)) == part]
+        yield members, (start, stop)
+
+
+def host_of(rank: int, hosts: Hosts) -> int:
+    """The number of the host that ``rank`` is on."""
+    (found,) = (host for host, ranks in enumerate(hosts) if rank in ranks)
+    return found

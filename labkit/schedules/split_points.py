@@ -11,11 +11,7 @@ from labkit.units import format_count
 
 
 def as_split_points(split_points: Sequence[int]) -> tuple[int, ...]:
-    """Split points as a tuple.
-
-    Raises:
-        ValueError: a single number or a string instead of a sequence.
-    """
+    """Split points as a tuple; ValueError for a single number or a string."""
     if isinstance(split_points, str) or not isinstance(split_points, Iterable):
         raise ValueError(
             f"split points are a sequence, one for each cut, got {split_points!r}: write "
@@ -30,8 +26,7 @@ def check_devices(num_devices: int, split_points: Sequence[int]) -> None:
         raise ValueError(
             f"{format_count(num_devices, 'device')} for "
             f"{format_count(len(split_points) + 1, 'stage')}: name one per stage, or leave "
-            "devices out and give each stage its own process (split_points "
-            f"{','.join(map(str, split_points))})"
+            "devices out and give each stage its own process"
         )
 
 
@@ -57,8 +52,7 @@ def check_split_points(
         if not 1 <= point < num_layers:
             raise ValueError(
                 f"split point {point} leaves a stage without layers: with "
-                f"{format_count(num_layers, 'layer')} "
-                + (f"it is 1 to {num_layers - 1}" if num_layers > 1 else "there is nothing to cut")
+                f"{format_count(num_layers, 'layer')} it is 1 to {num_layers - 1}"
             )
     if any(before >= after for before, after in itertools.pairwise(points)):
         raise ValueError(f"split points {shown} are out of order: give each once, from the first")
@@ -78,10 +72,3 @@ def stage_bounds(split_points: Sequence[int], num_layers: int) -> list[tuple[int
     """
     points = check_split_points(split_points, num_layers)
     return list(zip((0, *points), (*points, num_layers)))
-
-
-def stage_ends(stage: int, start: int, num_layers: int, num_stages: int) -> range:
-    """Where a stage that begins with layer ``start`` may end: each later stage needs a layer."""
-    if stage == num_stages - 1:
-        return range(num_layers, num_layers + 1)
-    return range(start + 1, num_layers - num_stages + stage + 2)

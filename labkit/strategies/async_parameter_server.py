@@ -4,7 +4,7 @@ Rank 0 holds the parameters, the other ranks compute gradients for them. 1. A wo
 gradient of its share of a batch. 2. It **pushes** the gradient to the server, which applies it at
 once, while other workers are still computing. 3. It **pulls** the current parameters, and
 continues with its share of the next batch. A slow worker does not delay the others. Its gradients
-are stale; the staleness is counted and can be bounded: ``labkit.schedules.staleness``.
+are stale; the staleness is counted and can be bounded: ``labkit.schedules.servers``.
 
 A push is the sum over the share's samples, divided by the samples of the whole batch. So W pushes,
 one per worker, together move the parameters about as far as one synchronous step. Clipping
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from labkit import gpus
 from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
-from labkit.schedules.staleness import StalenessTracker, check_bound
+from labkit.schedules.servers import StalenessTracker, check_bound
 from labkit.strategies.base import Batch, LossScaler, MakeOptimizer, lay_end_to_end
 from labkit.strategies.on_shares import OnShares
 

@@ -28,7 +28,7 @@ from labkit.schedules.split_points import check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.stage import StagedModel
-from labkit.workload.chain import layers_of
+from labkit.workload.layers import layers_of
 
 
 @dataclass(eq=False)

@@ -24,10 +24,7 @@ from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop
 from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, State, Strategy, sum_over
-from labkit.workload.activations import HeldBytes, NonLeaf
-from labkit.workload.chain import named_layers, state_key
-from labkit.workload.layers import output_shapes
-from labkit.workload.meta import meta_copy
+from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, output_shapes
 
 
 @dataclass(eq=False)
@@ -68,10 +65,9 @@ class StagedModel(Strategy):
         self.first_trained = trains.index(True)
         self.tied = tied_parameters(stages)
         self.counted_elsewhere = {id(p) for p, places in self.tied if self.index != places[0]}
-        # By name of a parameter or buffer, its stage; what no layer uses is on the first one.
-        state = model.state_dict(keep_vars=True)
-        self.stage_of = dict.fromkeys(state, 0) | {
-            state_key(name, key): stage
+        # By name of a parameter or buffer, its stage.
+        self.stage_of = {
+            f"{name}.{key}": stage
             for stage, (start, end) in enumerate(self.bounds)
             for name, layer in layers[start:end]
             for key in layer.state_dict()
@@ -79,15 +75,8 @@ class StagedModel(Strategy):
         # The shapes of all layers, without the other stages' memory.
         self.meta_model = meta_copy(model)
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
-        self.tensors = {
-            state_key(name, key): value
-            for name, layer in layers[slice(*self.bounds[self.index])]
-            for key, value in layer.state_dict(keep_vars=True).items()
-        }
-        for key in state.keys() - self.tensors.keys() if self.is_first else ():
-            if self.stage_of[key] == 0:
-                self.tensors[key] = state[key]
-                state[key].data = state[key].data.to(comm.device)
+        state = model.state_dict(keep_vars=True)
+        self.tensors = {key: state[key] for key, s in self.stage_of.items() if s == self.index}
         names = {id(p): name for name, p in model.named_parameters()}
         mine = [value for value in self.tensors.values() if isinstance(value, nn.Parameter)]
         self.parameters = {names[id(p)]: p for p in mine}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from labkit import gpus
 from labkit.collectives import ring_all_reduce
-from labkit.files import write_private
+from labkit.files import write_atomically
 from labkit.strategies.base import Strategy
 from labkit.training.resolve import Work
 from labkit.workload.losses import predicts_classes
@@ -115,7 +115,7 @@ def evaluated(work: Work, strategy: Strategy, index: int, count: int) -> Tensor:
     if work.test is None:
         return sums
     with comm.span("evaluate"):
-        size = min(_BATCH, max(1, _MOST_VALUES // work.test.sample_values))
+        size = min(_BATCH, max(1, _MOST_VALUES // work.test.first(1)[0].numel()))
         parts = [share(b, index, count) for b in torch.arange(len(work.test)).split(size)]
         # Not every model takes an empty batch.
         parts = [part for part in parts if len(part)]
@@ -227,8 +227,7 @@ class Logs:
         table.writerows({"epoch": number, **row} for number, row in enumerate(rows, start=1))
         # On another host there is no caller that has made it.
         os.makedirs(self.folder, exist_ok=True)
-        # Never through a link, which another user could have put there.
-        write_private(f"{self.folder}/{TABLE}", [text.getvalue().encode()], 0o644)
+        write_atomically(f"{self.folder}/{TABLE}", text.getvalue())
 
     def _write_events(self, rows: list[Row]) -> None:
         # Not at the top: few runs need it. It takes a moment, and may not be installed.

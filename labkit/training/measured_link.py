@@ -14,7 +14,7 @@ from labkit.comm.comm import Comm
 from labkit.costs.link import Link, fit_link
 from labkit.gpus import synchronize
 from labkit.runtime.launch import run
-from labkit.units import check_choice, check_integer, format_bytes, format_count, spelled
+from labkit.units import check_choice, check_integer, format_bytes, format_count
 
 PATTERNS = {"ping_pong": "ping-pong", "exchange": "exchange"}
 MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
@@ -52,7 +52,6 @@ class MeasuredLink(Link):
         )
 
 
-@spelled
 def measure_link(
     world_size: int = 2,
     pattern: str = "ping_pong",

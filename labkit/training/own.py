@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from labkit.config import RunConfig
-from labkit.workload.folders import is_folder
-from labkit.workload.random_numbers import seeded
+from labkit.workload.datasets import is_folder
+from labkit.workload.samples import seeded
 
 PARTS = ("model", "dataset", "loss", "optimizer")
 

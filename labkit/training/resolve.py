@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import Subset, TensorDataset
 
 from labkit import strategies
 from labkit.config import (
@@ -32,20 +32,10 @@ from labkit.strategies.base import Strategy
 from labkit.training.optimizer import OPTIMIZERS, check_optimizer, optimizer_maker
 from labkit.training.own import NOTHING, Own, made
 from labkit.units import check_choice, format_count
-from labkit.workload.datasets import DATASETS, load_dataset, open_dataset
-from labkit.workload.folders import IMAGENET, is_folder, open_folder
-from labkit.workload.images import Transform
-from labkit.workload.losses import LOSSES, Loss, SumOfMean, named_loss, sum_cross_entropy
-from labkit.workload.models import MODELS, build_model, check_pixels
-from labkit.workload.random_numbers import seeded
-from labkit.workload.samples import (
-    DatasetSamples,
-    Samples,
-    TensorSamples,
-    first_samples,
-    num_classes,
-    parts_of,
-)
+from labkit.workload.datasets import DATASETS, IMAGENET, is_folder, load_dataset, open_folder
+from labkit.workload.losses import LOSSES, Loss, SumOfMean, sum_cross_entropy
+from labkit.workload.models import MODELS, build_model
+from labkit.workload.samples import Samples, Transform, num_classes, parts_of, seeded
 
 # Samples that are enough to tell a mean over samples from a sum or a weighted mean.
 _FEW = 4
@@ -97,9 +87,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
     check_names(config, own)
     work = work_of(config, own, download)
     strategy = make_strategy(config, own=own, work=work)
-    inputs, targets = first_samples(work.train, _FEW)
-    if own.model is None and own.dataset is None:
-        check_pixels(config.model, tuple(inputs.shape[1:]))
+    inputs, targets = work.train.first(_FEW)
     is_usual = all(part is None for part in vars(own).values()) and config.dataset in DATASETS
     given = config.loss, config.weights, config.freeze
     if is_usual and given == ("cross_entropy", None, None):
@@ -157,12 +145,12 @@ def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
     """The work of a run, the same in every process; raises as ``resolve``."""
     train, test = samples_for(config, own, download)
     loss = own.loss() if isinstance(own.loss, type) else own.loss
-    loss = named_loss(config.loss) if loss is None else loss
+    loss = getattr(nn.functional, config.loss) if loss is None else loss
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has parameters of its own to train: make them the model's")
     # The same arithmetic for one target per sample, in one step.
     is_common = config.loss == "cross_entropy" and own.loss is None
-    direct = is_common and first_samples(train, 1)[1].dim() == 1
+    direct = is_common and train.first(1)[1].dim() == 1
     total = sum_cross_entropy if direct else SumOfMean(loss)
     return Work(train, test, partial(_start, config, own, train), total, loss)
 
@@ -183,16 +171,13 @@ def samples_for(
     """Samples to train on, and held-out ones if there are any; raises as ``resolve``."""
     dtype, size = getattr(torch, config.dtype), config.train_size
     names = parse_augment(config.augment)
-    transform = Transform(dtype, augment=names, resize=config.resize, seed=config.seed)
+    transform = Transform(None, names, config.resize)
     if own.dataset is not None:
         dataset = made(own.dataset, "dataset", config.seed)
         train, test = parts_of(dataset, dtype, config.seed)
         if size is not None:
             train = _first(train, size, config.dataset)
-        if transform.changes:
-            train = replace(train, transform=transform)
-            test = test and replace(test, transform=transform)
-        return train, test
+        return replace(train, transform=transform), test and replace(test, transform=transform)
     if is_folder(config.dataset):
         images, held_out = open_folder(
             config.dataset, train_size=size, resize=config.resize, crop="crop" in names
@@ -201,26 +186,24 @@ def samples_for(
             # Done as the images are read: a random part of each takes the place of a shift.
             names = tuple(name for name in names if name != "crop")
         transform = replace(transform, standard=IMAGENET, augment=names, resize=None)
-        train = DatasetSamples(images, dtype, transform, config.seed)
+        train = Samples(images, dtype, transform, config.seed)
         return train, None if held_out is None else replace(train, dataset=held_out)
-    each = transform if transform.changes else None
-    if config.dataset == "fake":
-        data = load_dataset("fake", train_size=size, dtype=dtype)
-        train = TensorSamples(data.train_inputs, data.train_targets, data.num_classes, each)
-        return train, replace(train, inputs=data.test_inputs, targets=data.test_targets)
-    stored = open_dataset(config.dataset, train_size=size, download=download)
-    each = replace(transform, standard=stored.standard)
-    train = TensorSamples(stored.train_images, stored.train_targets, stored.num_classes, each)
-    return train, replace(train, inputs=stored.test_images, targets=stored.test_targets)
+    data = load_dataset(
+        config.dataset, train_size=size, download=download, dtype=dtype, stored=True
+    )
+    tensors = TensorDataset(data.train_inputs, data.train_targets)
+    transform = replace(transform, standard=data.standard)
+    train = Samples(tensors, dtype, transform, config.seed, data.num_classes)
+    return train, replace(train, dataset=TensorDataset(data.test_inputs, data.test_targets))
 
 
 def _first(train: Samples, size: int, name: str) -> Samples:
     if size > len(train):
         has = format_count(len(train), "training sample")
         raise ValueError(f"train_size {size}: {name} has {has}")
-    if isinstance(train, TensorSamples):
-        return replace(train, inputs=train.inputs[:size], targets=train.targets[:size])
-    return replace(train, dataset=Subset(train.dataset, range(size)))
+    if train.tensors is None:
+        return replace(train, dataset=Subset(train.dataset, range(size)))
+    return replace(train, dataset=TensorDataset(*(part[:size] for part in train.tensors)))
 
 
 def _start(config: RunConfig, own: Own, train: Samples) -> tuple[nn.Module, str]:
@@ -229,7 +212,7 @@ def _start(config: RunConfig, own: Own, train: Samples) -> tuple[nn.Module, str]
     if own.model is not None:
         model = _own_model(own.model, config.seed).to(dtype)
     else:
-        inputs, _ = first_samples(train, 1)
+        inputs, _ = train.first(1)
         if inputs.dim() != 4:
             raise ValueError(
                 f"the inputs of dataset have shape {list(inputs.shape[1:])}, and labkit's models "
@@ -246,7 +229,7 @@ def _start(config: RunConfig, own: Own, train: Samples) -> tuple[nn.Module, str]
         name = config.model if own.model is None else None
         note = load_weights(model, config.weights, name)
     if config.freeze is not None:
-        from labkit.workload.freezing import freeze
+        from labkit.workload.weights import freeze
 
         freeze(model, parse_freeze(config.freeze))
     return model, note
@@ -336,10 +319,10 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
 def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
     """The given split points, or an even split by FLOPs of this model's layers on this data."""
     # Not at the top: few runs need it, and it brings all of placement.
-    from labkit.placement.even_split import even_split
-    from labkit.workload.chain import layers_of
+    from labkit.placement.profile import even_split
+    from labkit.workload.layers import layers_of
 
-    model, (inputs, _) = work.make_model(), first_samples(work.train, 1)
+    model, (inputs, _) = work.make_model(), work.train.first(1)
     num_layers = len(layers_of(model))
     if config.split_points is not None:
         points = parse_split_points(config.split_points)

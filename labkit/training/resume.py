@@ -1,8 +1,7 @@
 """Interrupted runs: what a run gives to a checkpoint, and whether another can go on from it.
 
-Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY``, ``buffers/NAME`` (batch statistics
-of this rank), ``own/NAME`` (what else its technique carries from step to step), and
-``random/NAME`` (the states of torch's generators).
+Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY``, ``own/NAME`` (what else its
+technique carries from step to step), and ``random/NAME`` (the states of torch's generators).
 
 A run that goes on with the same **arrangement** (technique, ranks, micro-batches) ends equal to
 the bit to one that was never interrupted. With another one it ends where one device ends, unless
@@ -30,7 +29,6 @@ from labkit.training.evaluation import Progress, is_best
 from labkit.training.optimizer import continue_schedule, scheduler_of
 from labkit.training.own import PARTS, Own, name_of
 from labkit.training.resolve import Resolved, Work
-from labkit.workload.samples import TensorSamples
 
 # What decides who computes what, in which order.
 _ARRANGEMENT = (
@@ -75,9 +73,10 @@ def identity(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[
             found[f"model: {name}"] = list(tensor.shape)
     found["samples"] = len(work.train)
     found["held-out samples"] = 0 if work.test is None else len(work.test)
-    if isinstance(work.train, TensorSamples):
+    if work.train.tensors is not None:
+        inputs, targets = work.train.tensors
         digest = hashlib.sha256()
-        for tensor in (work.train.targets, work.train.inputs[:_HASHED]):
+        for tensor in (targets, inputs[:_HASHED]):
             digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         found["SHA-256 of targets and first inputs"] = digest.hexdigest()[:12]
     return found
@@ -154,7 +153,6 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 def _why_not_divided(stored: Stored) -> str:
     """Why the run cannot go on with other ranks, or another technique; empty if it can."""
-    merged = stored.of_all("buffers")
     for rank, numbers in enumerate(stored.numbers):
         if "residual" in stored.of_rank(rank, "own"):
             return "each rank has gradients that compress topk has not sent yet"
@@ -163,13 +161,6 @@ def _why_not_divided(stored: Stored) -> str:
                 f"rank {rank} has drawn random numbers in its steps (dropout), and other ranks "
                 "would draw others"
             )
-        for name, buffer in stored.of_rank(rank, "buffers").items():
-            if not torch.equal(buffer, merged[name]):
-                return (
-                    f"{name} differs from rank to rank in the middle of an epoch, because each "
-                    "rank normalises its own share. Resume with these ranks; sync_batch_norm "
-                    "avoids it"
-                )
     return ""
 
 
@@ -234,10 +225,10 @@ class Checkpoints:
         strategy.counted()
         is_same = facts.arrangement == arrangement(self.config)
         state: State = {}
-        for kind in ("model", "optimizer", "buffers"):
+        for kind in ("model", "optimizer"):
             state |= named(kind, stored.of_all(kind))
-        for kind in ("buffers", "own") if is_same else ():
-            state |= named(kind, stored.of_rank(rank, kind))
+        if is_same:
+            state |= named("own", stored.of_rank(rank, "own"))
         updates = [numbers["updates"] for numbers in stored.numbers if "updates" in numbers]
         if strategy.optimizer is not None and updates:
             continue_schedule(strategy.optimizer, updates[0])

@@ -19,8 +19,8 @@ from torch import nn
 from labkit.comm.comm import Comm
 from labkit.comm.peak_memory import PeakMemory
 from labkit.devices import num_cores
+from labkit.placement.planner import Profile
 from labkit.placement.profile import profile_layers
-from labkit.placement.stage_costs import Profile
 from labkit.runtime.launch import run
 from labkit.schedules.split_points import as_split_points, check_split_points
 from labkit.strategies.model_parallel import ModelParallel

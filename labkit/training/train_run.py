@@ -24,11 +24,8 @@ from labkit.training.own import NOTHING, PARTS, Own, resolved, take_own
 from labkit.training.resolve import Resolved, resolve
 from labkit.training.result import TrainResult
 from labkit.training.resume import Start, find_start, on_sigterm
-from labkit.units import MOST_SECONDS, check_above_zero, check_keywords, spelled
-from labkit.workload.folders import is_folder
-
-# The arguments of ``train_with`` that are not fields of ``RunConfig``.
-_OPTIONS = ("timeout_s", "download", "verbose")
+from labkit.units import MOST_SECONDS, check_above_zero
+from labkit.workload.datasets import is_folder
 
 
 def train_with(
@@ -55,7 +52,6 @@ def train_with(
         The errors of ``train_run``.
     """
     own, settings = take_own(settings)
-    check_keywords("train_with", settings, [*_OPTIONS, *RunConfig.__dataclass_fields__])
     link = str(link) if isinstance(link, EmulatedLink) else link
     if under_torchrun() and not {"world_size", "devices", "split_points"} & settings.keys():
         settings["world_size"] = int(os.environ["WORLD_SIZE"])
@@ -63,7 +59,6 @@ def train_with(
     return train_run(config, own=own, timeout_s=timeout_s, download=download, verbose=verbose)
 
 
-@spelled
 def train_run(
     config: RunConfig,
     *,

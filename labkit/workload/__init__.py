@@ -1,15 +1,12 @@
 """What the course trains: data sets, the sampler, models, and models as lists of layers.
 
-datasets, folders, samples    data sets; images in folders; samples by their numbers
-sampling                      which rank gets which samples
-images, random_numbers        augmentation, size and scale of a batch; what it draws
-models, losses                the models by name; losses as sums over samples
-weights, freezing             parameters to start from; layers that are not trained
-chain, traced, layers         a model as a list of layers, by PyTorch's tracer if it is no list;
-                              the shapes between them (meta: without memory)
-activations                   what forward keeps for backward
+datasets, samples    data sets and images in folders; batches of samples by their numbers
+sampling             which rank gets which samples
+models, losses       the models by name; losses as sums over samples
+weights              parameters to start from; layers that are not trained
+layers               a model as a list of layers: shapes between them, what forward keeps
 """
 
-from labkit.units import lazy_names
+import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

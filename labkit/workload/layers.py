@@ -1,17 +1,60 @@
-"""A model as a list of layers: what crosses a cut between two of them.
+"""A model as a list of layers: which they are, the shapes between them, what forward keeps.
 
 Shapes come from PyTorch's meta device, on which tensors have a shape and no memory.
 """
 
+import copy
+import time
 from collections.abc import Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-
-from labkit.workload.chain import layers_of
-from labkit.workload.meta import meta_copy
+from torch.autograd.graph import saved_tensors_hooks
 
 Shape = tuple[int, ...]
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of an ``nn.Sequential`` in the order in which they run; ValueError for others.
+
+    A nested ``nn.Sequential`` is replaced by its layers. Any other module is one layer, and so is
+    one that has hooks, so that they run.
+    """
+    return [layer for _, layer in named_layers(model)]
+
+
+def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """``layers_of``, each with its name in the model: ``"0"``, or ``"0.1"`` in a nested one."""
+    if not _is_chain(model):
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut into layers: give the model as a list of "
+            "layers, or as nn.Sequential without hooks, each of which takes one tensor and "
+            "returns one; a block with a skip connection is one layer"
+        )
+    found = []
+    # named_children() would leave out repetitions of a layer.
+    for name in model._modules:
+        layer = model.get_submodule(name)
+        inner = named_layers(layer) if _is_chain(layer) else None
+        found += [(f"{name}.{key}", each) for key, each in inner] if inner else [(name, layer)]
+    return found
+
+
+def _is_chain(module: nn.Module) -> bool:
+    # A subclass that overrides forward may do anything between the layers.
+    if type(module).forward is not nn.Sequential.forward or not module._modules:
+        return False
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return not any(getattr(module, f"_{kind}_hooks") for kind in kinds)
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy on the meta device: all layers and shapes, no values."""
+    plain = (v for module in model.modules() for v in vars(module).values())
+    tensors = (*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, Tensor)))
+    # deepcopy takes what is in its memo as already copied.
+    return copy.deepcopy(model, {id(t): torch.empty_like(t, device="meta") for t in tensors})
 
 
 def output_shapes(
@@ -21,13 +64,11 @@ def output_shapes(
 
     Args:
         model: a chain of layers, on any device; it is not changed.
-        input_shape: of one sample.
+        input_shape, dtype: of one sample; by default its dtype is ``input_dtype(model)``.
         batch_size: samples.
-        dtype: of the samples; ``input_dtype(model)`` by default.
 
     Raises:
-        ValueError: not a chain of layers, or one that does not take this shape; the message names
-            the layer.
+        ValueError: not a chain of layers, or a layer does not take this shape.
     """
     dtype = dtype or input_dtype(model)
     inputs = torch.empty((batch_size, *input_shape), dtype=dtype, device="meta")
@@ -48,17 +89,83 @@ def layer_outputs(model: nn.Module, value: Tensor) -> Iterator[Tensor]:
         ValueError: a layer does not take its input, or returns something other than one tensor.
     """
     for index, layer in enumerate(layers_of(model.eval())):
-        takes = list(value.shape)
+        takes, name = list(value.shape), f"layer {index} ({type(layer).__name__})"
         try:
             with torch.no_grad():
                 value = layer(value)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"layer {index} ({type(layer).__name__}) does not take {takes}: {error}"
-            ) from error
+            raise ValueError(f"{name} does not take {takes}: {error}") from error
         if not isinstance(value, Tensor):
-            raise ValueError(
-                f"layer {index} ({type(layer).__name__}) returns a {type(value).__name__}: "
-                "every layer must return one tensor"
-            )
+            raise ValueError(f"{name} returns a {type(value).__name__}, not one tensor")
         yield value
+
+
+class NonLeaf(torch.autograd.Function):
+    """An identity whose output is not a leaf: ``NonLeaf.apply(leaf)`` shares the leaf's memory.
+
+    Autograd forbids in-place changes of a leaf, and a layer such as ``nn.ReLU(inplace=True)`` may
+    be the first layer of a stage and get the stage's input, a leaf.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class HeldBytes(saved_tensors_hooks):
+    """Count, inside ``with``, the bytes that forward passes keep for their backward.
+
+    A storage counts once, however many operations keep it. Storages stay alive as long as this
+    object.
+
+    The parameters and buffers of ``module`` exist anyway and do not count.
+
+    Attributes:
+        num_bytes: counted so far.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__(self._pack, lambda tensor: tensor)
+        own = [t.untyped_storage() for t in (*module.parameters(), *module.buffers())]
+        # Keep the storages themselves: the address of a freed one may be used again.
+        self._seen = {storage.data_ptr(): storage for storage in own}
+        self.num_bytes = 0
+
+    def __enter__(self) -> Self:  # type: ignore[override]
+        super().__enter__()
+        return self
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen[storage.data_ptr()] = storage
+            # Of a slice of a batch count only the slice, of an expanded tensor only what exists.
+            self.num_bytes += min(storage.nbytes(), tensor.nbytes)
+        return tensor
+
+
+class EmulatedLayer(nn.Module):
+    """Takes time as a device of its own would, asleep: more of them than cores can work at once.
+
+    A forward takes ``call_s`` + n x ``sample_s`` seconds, a backward twice as long, as it does in
+    most layers. In between it multiplies by a trained number, so that it can be cut, trained and
+    compared like any other layer. Shapes: [n, ...] to [n, ...].
+    """
+
+    def __init__(self, sample_s: float, call_s: float = 0.0):
+        super().__init__()
+        self.sample_s, self.call_s = sample_s, call_s
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, value: Tensor) -> Tensor:
+        # Without memory (the meta device) only shapes are asked for.
+        seconds = 0.0 if value.is_meta else self.call_s + len(value) * self.sample_s
+        time.sleep(seconds)
+        outputs = value * self.scale
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: time.sleep(2 * seconds))
+        return outputs

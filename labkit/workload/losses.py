@@ -16,20 +16,11 @@ from labkit.workload.samples import is_integer
 
 # (outputs [n, ...], targets [n, ...]) -> a scalar.
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-_NAMED: dict[str, Loss] = {
-    loss.__name__: loss
-    for loss in (
-        functional.cross_entropy,
-        functional.mse_loss,
-        functional.l1_loss,
-        functional.smooth_l1_loss,
-        functional.binary_cross_entropy_with_logits,
-    )
-}
-LOSSES = tuple(_NAMED)
-# Batches whose outputs are kept before they are counted, and their elements together.
-_KEPT, _MOST_ELEMENTS = 16, 2**14
+# Of torch.nn.functional, the mean over samples.
+LOSSES = (
+    *("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss"),
+    "binary_cross_entropy_with_logits",
+)
 
 
 def sum_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -50,61 +41,33 @@ class SumOfMean:
         return self.mean(outputs, targets) * len(targets)
 
 
-def named_loss(name: str) -> Loss:
-    """One of ``LOSSES``, the mean over samples, as in ``torch.nn.functional``."""
-    return _NAMED[name]
-
-
 def predicts_classes(outputs: Tensor, targets: Tensor) -> bool:
     """Whether targets are classes, and outputs have a column for each of two or more."""
-    if targets.ndim != 1 or outputs.ndim != 2:
-        return False
-    return is_integer(targets) and outputs.shape[1] > 1
+    is_table = targets.ndim == 1 and outputs.ndim == 2
+    return is_table and is_integer(targets) and outputs.shape[1] > 1
 
 
 class CountedLoss:
     """A loss that also counts the right predictions among the samples that it is called with.
 
-    So the accuracy on the training samples needs no second forward: each sample is judged by the
-    parameters that computed its gradient. The counts stay on the outputs' device, which the host
-    does not wait for.
-
-    Args:
-        loss: (outputs, targets) -> a scalar.
+    So the accuracy on the training samples needs no second forward. The count stays on the
+    outputs' device, which the host does not wait for.
     """
 
     def __init__(self, loss: Loss):
         self.loss = loss
-        # Outputs and targets that are still to be compared: to compare many at once takes less
-        # time, and a step of a small model takes hardly longer than a comparison.
-        self._kept: list[tuple[Tensor, Tensor]] = []
-        # Until it is known that the loss leaves the outputs as they are.
-        self._copies = True
         self._right: Tensor | int = 0
         self._judged = 0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if not predicts_classes(outputs, targets):
-            return self.loss(outputs, targets)
-        version = outputs._version
-        kept = outputs.detach()
-        self._kept.append((kept.clone() if self._copies else kept, targets))
-        loss = self.loss(outputs, targets)
-        self._copies = outputs._version != version
-        if len(self._kept) == _KEPT or kept.numel() > _MOST_ELEMENTS // _KEPT:
-            self._count()
-        return loss
+        if predicts_classes(outputs, targets):
+            with torch.no_grad():
+                self._right += (outputs.argmax(dim=1) == targets).sum()
+            self._judged += len(targets)
+        return self.loss(outputs, targets)
 
     def take(self) -> tuple[Tensor | int, int]:
         """Right predictions since the last call, a scalar, and of how many samples."""
-        self._count()
         taken = self._right, self._judged
         self._right, self._judged = 0, 0
         return taken
-
-    def _count(self) -> None:
-        if self._kept:
-            outputs, targets = map(torch.cat, zip(*self._kept))
-            self._kept.clear()
-            self._right = self._right + (outputs.argmax(dim=1) == targets).sum()
-            self._judged += len(targets)

@@ -1,11 +1,8 @@
 """The models of the course, each a flat ``nn.Sequential`` of layers.
 
 Flat, so that every technique can work on the same object: a split point is an index into it and a
-stage is a slice of it. No forward pass draws random numbers (no dropout), and no activation works
-in place: the first layer of a stage may get a leaf that requires grad, which PyTorch refuses to
-overwrite.
-
-Three of the models were published for larger images than the course's 8x8 digits. On small images
+stage is a slice of it. No forward pass draws random numbers (no dropout), no activation works in
+place. Most models were published for larger images than the course's 8x8 digits: on small images
 their stems keep every pixel, and layers that would shrink a map too far lose their stride or
 pooling; all other layers are as published.
 
@@ -13,13 +10,14 @@ Shapes: N samples, C channels, H x W pixels, K classes. Inputs are [N, C, H, W],
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from labkit.units import check_choice, spelled
+from labkit.units import check_choice
 
 # Images up to this width count as small: a stem made for ImageNet discards most of their pixels.
 SMALL_IMAGE_PIXELS = 64
@@ -32,17 +30,7 @@ VGG16_CHANNELS = (
     *(512, 512, 512, "pool", 512, 512, 512, "pool"),
 )
 
-_RESNET_BLOCKS = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}
-# Of smaller images nothing would be left.
-_LEAST_PIXELS = {"small_cnn": 2, "inception_v3": 75}
-INCEPTION_LAYERS = (
-    *("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "maxpool1", "Conv2d_3b_1x1"),
-    *("Conv2d_4a_3x3", "maxpool2", "Mixed_5b", "Mixed_5c", "Mixed_5d", "Mixed_6a", "Mixed_6b"),
-    *("Mixed_6c", "Mixed_6d", "Mixed_6e", "Mixed_7a", "Mixed_7b", "Mixed_7c"),
-)
 
-
-@spelled
 def build_model(
     name: str,
     *,
@@ -59,14 +47,13 @@ def build_model(
 
     Raises:
         ValueError: unknown name, or a shape that the model cannot take.
-        ImportError: torchvision, which all but small_cnn, mlp and vgg16 need, does not load.
     """
     check_choice("model", name, MODELS)
-    if len(input_shape) != 3 or min(input_shape) < 1:
-        raise ValueError(f"input_shape is (channels, height, width), got {tuple(input_shape)}")
-    check_pixels(name, input_shape)
-    if num_classes < 1:
-        raise ValueError(f"num_classes is at least 1, got {num_classes}")
+    if len(input_shape) != 3 or min(*input_shape, num_classes) < 1:
+        raise ValueError(
+            f"input_shape is (channels, height, width), got {tuple(input_shape)}, and num_classes "
+            f"is at least 1, got {num_classes}"
+        )
     # The CPU generator alone: torch.manual_seed would also touch CUDA, which the parent of the
     # workers must never initialise.
     with torch.random.fork_rng(devices=[]):
@@ -79,23 +66,10 @@ def build_model(
     return model.to(dtype)
 
 
-def check_pixels(name: str, input_shape: tuple[int, ...]) -> None:
-    """Raise ValueError for images [C, H, W] that model ``name`` would shrink to nothing."""
-    least = _LEAST_PIXELS.get(name, 1)
-    if min(input_shape[-2:]) < least:
-        raise ValueError(
-            f"{name} takes images of {least}x{least} pixels or more, got {tuple(input_shape)}: "
-            f"scale them with resize, such as resize={max(least, 4)}, or choose another model"
-        )
-
-
 def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
     """Two hidden layers of 64 units: 9,000 parameters on digits, for fast tests."""
-    num_inputs = math.prod(input_shape)
-    yield nn.Flatten()
-    yield from (nn.Linear(num_inputs, 64), nn.Tanh())
-    yield from (nn.Linear(64, 64), nn.Tanh())
-    yield nn.Linear(64, num_classes)
+    yield from (nn.Flatten(), nn.Linear(math.prod(input_shape), 64), nn.Tanh())
+    yield from (nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_classes))
 
 
 def small_cnn(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
@@ -112,58 +86,23 @@ def small_cnn(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[n
     kernel = max(1, min(height, width) // 4)
     if kernel > 1:
         yield nn.AvgPool2d(kernel)
-    yield nn.Flatten()
-    yield nn.Linear(64 * (height // kernel) * (width // kernel), num_classes)
+    num_values = 64 * (height // kernel) * (width // kernel)
+    yield from (nn.Flatten(), nn.Linear(num_values, num_classes))
 
 
 def mobilenet(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
-    """MobileNetV2 (Sandler et al. 2018), torchvision's: 158 tensors, 2.24 million parameters.
-
-    On small images the stem has stride 1.
-    """
+    """MobileNetV2 (Sandler et al. 2018), torchvision's: 158 tensors, 2.24 million parameters."""
     channels, height, width = input_shape
-    model = import_torchvision().models.mobilenet_v2(num_classes=num_classes)
-    stem = model.features[0]
-    if channels != 3 or _is_small(input_shape):
-        stride = 1 if _is_small(input_shape) else 2
-        stem[0] = _he(nn.Conv2d(channels, 32, 3, stride, 1, bias=False))
+    # Here, and not at the top: the import takes a second in every process.
+    from torchvision.models import mobilenet_v2
+
+    model = mobilenet_v2(num_classes=num_classes)
+    stem: Any = model.features[0]
+    stride = 1 if min(height, width) <= SMALL_IMAGE_PIXELS else 2
+    stem[0] = _he(nn.Conv2d(channels, 32, 3, stride, 1, bias=False))
     _limit_strides(model.features, min(height, width))
     yield from model.features
     yield from (nn.AdaptiveAvgPool2d(1), nn.Flatten(), model.classifier[-1])
-
-
-def resnet18(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
-    """ResNet-18 (He et al. 2016), torchvision's: 11.2 million parameters with 10 classes.
-
-    On small images the stem is a 3x3 convolution with stride 1 and no pooling, as in the
-    paper's own CIFAR-10 networks (section 4.2).
-    """
-    return _resnet("resnet18", input_shape, num_classes)
-
-
-def resnet50(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
-    """ResNet-50 (He et al. 2016), torchvision's: 23.5 million parameters with 10 classes.
-
-    On small images the stem is that of ``resnet18``.
-    """
-    return _resnet("resnet50", input_shape, num_classes)
-
-
-def inception_v3(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
-    """Inception v3 (Szegedy et al. 2016), torchvision's: 21.8 million parameters with 10 classes.
-
-    Without the auxiliary classifier and without dropout. It was published for 299x299 pixels, and
-    below 75x75 its last maps would have none. A rank with a single sample needs 107x107, because
-    BatchNorm needs several values per channel.
-    """
-    channels = input_shape[0]
-    make = import_torchvision().models.inception_v3
-    model = make(num_classes=num_classes, aux_logits=False, init_weights=True)
-    if channels != 3:
-        model.Conv2d_1a_3x3.conv = _he(nn.Conv2d(channels, 32, 3, 2, bias=False))
-    for name in INCEPTION_LAYERS:
-        yield getattr(model, name)
-    yield from (model.avgpool, nn.Flatten(), model.fc)
 
 
 def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
@@ -171,9 +110,8 @@ def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Mo
 
     The indices of the feature layers are torchvision's at every image size: a pooling layer that
     would leave no pixel (the last two of the five on 8x8) becomes an identity. The published
-    classifier, 120 million parameters for 224x224 images, is replaced by an average pooling and a
-    linear layer. Without normalisation the model needs a small learning rate: with momentum 0.9
-    it learns digits at 0.005 and fails at 0.02.
+    classifier, of 120 million parameters, is replaced by an average pooling and a linear layer.
+    Without normalisation, the model learns digits at a rate of 0.005 and fails at 0.02.
     """
     channels, height, width = input_shape
     size = min(height, width)
@@ -187,83 +125,23 @@ def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Mo
     yield from (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, num_classes))
 
 
-def published_vgg16(num_classes: int = 10) -> nn.Sequential:
-    """VGG16 as published, with its classifier of 120 million parameters, on the meta device.
+def _resnet(name: str, input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
+    """ResNet-18 or -50 (He et al. 2016), torchvision's: 11.2 or 23.5 million parameters.
 
-    It has shapes and takes no memory. Layers 0 to 30 are the features, as in labkit's ``vgg16``;
-    then come an average pooling to 7x7, a flattening, and the seven layers of the classifier, with
-    identities in place of dropout, which does not change shapes.
-
-    Source: Simonyan and Zisserman (2015), table 1, column D; torchvision's layer indices.
+    On small images the stem is a 3x3 convolution with stride 1 and no pooling, as in the paper's
+    own CIFAR-10 networks (section 4.2).
     """
-    with torch.device("meta"):
-        layers: list[nn.Module] = []
-        channels = 3
-        for entry in VGG16_CHANNELS:
-            if entry == "pool":
-                layers.append(nn.MaxPool2d(2))
-                continue
-            layers += [nn.Conv2d(channels, entry, 3, padding=1), nn.ReLU()]
-            channels = entry
-        layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(512 * 49, 4096), nn.ReLU()]
-        layers += [nn.Identity(), nn.Linear(4096, 4096), nn.ReLU(), nn.Identity()]
-        return nn.Sequential(*layers, nn.Linear(4096, num_classes))
+    from torchvision import models
 
-
-def import_torchvision() -> ModuleType:
-    """Import torchvision only where it is needed: the import takes a second in every process.
-
-    Raises:
-        ImportError: it is missing, or was built for another version of torch.
-    """
-    try:
-        import torchvision
-    except (ImportError, RuntimeError) as error:
-        raise ImportError(
-            f"torchvision does not load with torch {torch.__version__}: {error}. Install the "
-            "pair that requirements.txt names; a CUDA build of one needs a CUDA build of the other"
-        ) from error
-    return torchvision
-
-
-def torchvision_layers(name: str) -> list[str]:
-    """The names of the layers with parameters in torchvision's model, in labkit's order.
-
-    Empty for a layer that is labkit's own, and no names for a model that is.
-    """
-    if name in _RESNET_BLOCKS:
-        counts = enumerate(_RESNET_BLOCKS[name], start=1)
-        blocks = [f"layer{stage}.{block}" for stage, count in counts for block in range(count)]
-        return ["conv1", "bn1", *blocks, "fc"]
-    if name == "mobilenet":
-        return [*(f"features.{index}" for index in range(19)), "classifier.1"]
-    if name == "vgg16":
-        layers = [
-            e for entry in VGG16_CHANNELS for e in ((entry,) if entry == "pool" else (entry, ""))
-        ]
-        return [*(f"features.{i}" for i, e in enumerate(layers) if isinstance(e, int)), ""]
-    if name == "inception_v3":
-        return [*(layer for layer in INCEPTION_LAYERS if "pool" not in layer), "fc"]
-    return []
-
-
-def _resnet(name: str, input_shape: tuple[int, int, int], num_classes: int) -> Iterator[nn.Module]:
     channels, height, width = input_shape
-    model = getattr(import_torchvision().models, name)(num_classes=num_classes)
-    if _is_small(input_shape):
-        model.conv1 = _he(nn.Conv2d(channels, 64, 3, 1, 1, bias=False))
-    elif channels != 3:
-        model.conv1 = _he(nn.Conv2d(channels, 64, 7, 2, 3, bias=False))
-    stem = [model.conv1, model.bn1, model.relu]
-    layers = stem if _is_small(input_shape) else [*stem, model.maxpool]
+    model = getattr(models, name)(num_classes=num_classes)
+    is_small = min(height, width) <= SMALL_IMAGE_PIXELS
+    size_stride_padding = (3, 1, 1) if is_small else (7, 2, 3)
+    stem = [_he(nn.Conv2d(channels, 64, *size_stride_padding, bias=False)), model.bn1, model.relu]
+    layers = [*stem, *([] if is_small else [model.maxpool])]
     layers += [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
     _limit_strides(layers, min(height, width))
-    yield from layers
-    yield from (model.avgpool, nn.Flatten(), model.fc)
-
-
-def _is_small(input_shape: tuple[int, int, int]) -> bool:
-    return min(input_shape[1:]) <= SMALL_IMAGE_PIXELS
+    yield from (*layers, model.avgpool, nn.Flatten(), model.fc)
 
 
 def _he(conv: nn.Conv2d) -> nn.Conv2d:
@@ -305,7 +183,11 @@ def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
 
 
 _BUILDERS: dict[str, Callable[[tuple[int, int, int], int], Iterable[nn.Module]]] = {
-    builder.__name__: builder
-    for builder in (small_cnn, mlp, mobilenet, resnet18, vgg16, resnet50, inception_v3)
+    "small_cnn": small_cnn,
+    "mlp": mlp,
+    "mobilenet": mobilenet,
+    "resnet18": partial(_resnet, "resnet18"),
+    "vgg16": vgg16,
+    "resnet50": partial(_resnet, "resnet50"),
 }
 MODELS = tuple(_BUILDERS)

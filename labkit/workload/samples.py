@@ -1,10 +1,17 @@
-"""Samples by their numbers: tensors in memory, or a ``torch.utils.data.Dataset``."""
+"""From stored samples to batches of a model's inputs: read by number, augmented, standardised.
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+A sample's random numbers depend on seed, epoch and its number alone, so it is changed in the same
+way on whichever rank reads it, in whatever order, and also after a run was resumed.
+"""
 
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -16,204 +23,230 @@ from torch.utils.data import (
     default_collate,
 )
 
-from labkit.units import format_count
-from labkit.workload.images import Transform
-from labkit.workload.random_numbers import sample_seed, seedable
-
 # Inputs [n, ...] and targets [n, ...].
 Pair = tuple[Tensor, Tensor]
 
 
-class _Batches:
-    """What all samples have in common: batches by the numbers of their samples."""
+def seed_all(seed: int) -> None:
+    """Seed torch (on the CPU alone: no look for GPUs), ``random`` and NumPy."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of torch, ``random`` and NumPy from ``seed``; afterwards they go on."""
+    others = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            seed_all(seed)
+            yield
+        finally:
+            random.setstate(others[0])
+            np.random.set_state(others[1])
+
+
+class Standard(NamedTuple):
+    """Stored pixels: the largest possible value, mean and deviation by channel, from 0 to 1."""
+
+    white: int
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """From stored images [..., C, H, W] to a model's inputs; torchvision's transforms do it.
+
+    Attributes:
+        standard: to give each channel mean 0 and deviation 1; None for inputs as they are stored.
+        augment: names of ``config.AUGMENTATIONS``; ``crop`` moves an image, by four pixels at
+            most, and fills with black.
+        resize: height and width, with bicubic interpolation and antialiasing; None keeps them.
+    """
+
+    standard: Standard | None = None
+    augment: tuple[str, ...] = ()
+    resize: int | None = None
+
+    def __call__(self, images: Tensor, dtype: torch.dtype, *, draw: bool = False) -> Tensor:
+        """With ``draw`` of one image, augmented at random."""
+        if (self.augment or self.resize) and images.ndim < 3:
+            raise ValueError(
+                "augment and resize are for images [channels, height, width], and the inputs of "
+                f"dataset have shape {list(images.shape)}: leave them out"
+            )
+        if self.standard is not None:
+            images = images.to(dtype).div(self.standard.white)
+        if draw:
+            images = _augmentation(self.augment, *images.shape[-2:])(images)
+        if self.resize is not None:
+            from torchvision.transforms.v2 import InterpolationMode, functional
+
+            size, bicubic = [self.resize, self.resize], InterpolationMode.BICUBIC
+            images = functional.resize(images.to(dtype), size, bicubic, antialias=True)
+        if self.standard is None:
+            return images
+        mean, deviation = (
+            torch.tensor(by_channel, dtype=dtype).view(-1, 1, 1)
+            for by_channel in self.standard[1:]
+        )
+        return images.sub(mean).div_(deviation)
+
+
+@functools.cache
+def _augmentation(names: tuple[str, ...], height: int, width: int) -> Callable[[Tensor], Tensor]:
+    # Not at the top: the import takes a second in every process.
+    from torchvision.transforms import v2
+
+    # The usual distance on 32 x 32 pixels; it would be half of a digit, which has 8 x 8.
+    pad = 1 if min(height, width) < 16 else 4
+    known = {
+        "crop": v2.RandomCrop((height, width), padding=pad),
+        "flip": v2.RandomHorizontalFlip(),
+        "randaugment": v2.RandAugment(),
+        "colorjitter": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
+        "erasing": v2.RandomErasing(),
+    }
+    return v2.Compose([change for name, change in known.items() if name in names])
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples by their numbers.
+
+    Attributes:
+        dataset: a ``TensorDataset``, or a map-style Dataset of items (input, target).
+        dtype: of inputs and targets that are floats; integers stay as they are.
+        transform: of the inputs.
+        seed: of the random numbers, which the Dataset may draw, too.
+        classes: how many there are, if that is known.
+    """
+
+    dataset: Dataset
+    dtype: torch.dtype = torch.float32
+    transform: Transform = field(default_factory=Transform)
+    seed: int = 0
+    classes: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    @property
+    def tensors(self) -> Pair | None:
+        """All inputs and targets, as they are stored, if they are in memory."""
+        return self.dataset.tensors if isinstance(self.dataset, TensorDataset) else None  # type: ignore[return-value]
+
+    def first(self, count: int) -> Pair:
+        """The first ``count`` samples, or all, as one batch."""
+        return self.read(torch.arange(min(count, len(self))))
 
     def batches(
         self, numbers: Iterable[Tensor], *, pinned: bool = False, epoch: int | None = None
     ) -> Iterator[Pair]:
-        """The samples of each of some batches of ``numbers``, [n] each.
+        """The samples of each batch, given their numbers [n].
 
-        Args:
-            numbers: the samples of each batch.
-            pinned: put batches into page-locked memory, from which a GPU copies without a wait.
-            epoch: counted from 0, on which augmentation depends; None for none of it.
+        ``pinned`` memory is page-locked: a GPU copies from it without a wait. Augmentation depends
+        on ``epoch``, counted from 0; None is for none of it.
         """
         for batch in numbers:
             inputs, targets = self.read(batch, epoch)
             yield (inputs.pin_memory(), targets.pin_memory()) if pinned else (inputs, targets)
 
     def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
-        """The samples of one batch."""
-        raise NotImplementedError
-
-    @cached_property
-    def sample_values(self) -> int:
-        """How many numbers the input of one sample has."""
-        return self.read(torch.arange(1))[0].numel()
-
-
-@dataclass(frozen=True, eq=False)
-class TensorSamples(_Batches):
-    """Samples that are in memory.
-
-    Attributes:
-        inputs, targets: [N, ...] each; inputs as ``transform`` takes them.
-        classes: how many there are, if that is known.
-        transform: makes a batch of inputs; None to use them as they are.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    classes: int | None = None
-    transform: Transform | None = None
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
-        inputs, transform = self.inputs[numbers], self.transform
-        if transform is None:
-            return inputs, self.targets[numbers]
-        transform.check(tuple(inputs.shape[1:]))
-        inputs = transform.scaled(inputs)
-        if epoch is not None and transform.augment and len(numbers):
-            images = []
-            with seedable() as seed_all:
-                for number, image in zip(numbers.tolist(), inputs, strict=True):
-                    seed_all(sample_seed(transform.seed, epoch, number))
-                    images.append(transform.augmented(image))
-            inputs = torch.stack(images)
-        return transform.finished(inputs), self.targets[numbers]
-
-
-@dataclass(frozen=True, eq=False)
-class DatasetSamples(_Batches):
-    """Samples of a map-style Dataset, read when they are needed, in the default collation.
-
-    Random numbers that the Dataset draws for a sample, from the global generators of torch,
-    ``random`` and NumPy, depend on seed, epoch and the sample's number alone.
-
-    Attributes:
-        dataset: of items (input, target).
-        dtype: of inputs and targets that are floats; integers stay as they are.
-        transform: of each input; None leaves them.
-        seed: of the random numbers.
-    """
-
-    dataset: Dataset
-    dtype: torch.dtype
-    transform: Transform | None = None
-    seed: int = 0
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
         """The samples of one batch; none of them as an empty one.
 
         Raises:
-            ValueError: samples that are not pairs, or differ in shape.
+            ValueError: samples that are not pairs, differ in shape, or are no images.
         """
-        items, transform = [], self.transform
-        with seedable() as seed_all:
+        transform, draw = self.transform, epoch is not None and bool(self.transform.augment)
+        if self.tensors is not None and not draw:
+            inputs, targets = self.dataset[numbers]
+            return transform(inputs, self.dtype), targets
+        items = []
+        with seeded(self.seed):
             # An empty batch has the shape of a sample, too.
             for number in numbers.tolist() or [0]:
-                seed_all(sample_seed(self.seed, epoch, number))
+                parts = self.seed, 0 if epoch is None else epoch + 1, number
+                seed_all(int(np.random.SeedSequence(parts).generate_state(1)[0]))
                 item = self.dataset[number]
-                _check_pair(item)
-                if transform is not None:
+                if not isinstance(item, (tuple, list)) or len(item) != 2:
+                    found = type(item).__name__
+                    raise ValueError(f"a sample of dataset is a {found}, not a pair (x, y)")
+                if transform != Transform():
                     image = torch.as_tensor(item[0])
-                    transform.check(tuple(image.shape))
-                    image = transform.scaled(image)
-                    if epoch is not None and transform.augment:
-                        image = transform.augmented(image)
-                    item = transform.finished(image), item[1]
-                items.append(item)
-        inputs, targets = (as_dtype(part[: len(numbers)], self.dtype) for part in _stacked(items))
+                    item = transform(image, self.dtype, draw=draw), item[1]
+                items.append(tuple(item))
+        inputs, targets = (as_dtype(part[: len(numbers)], self.dtype) for part in _collated(items))
         return inputs, targets
 
 
-Samples = TensorSamples | DatasetSamples
+def _collated(items: list[Any]) -> list[Tensor]:
+    try:
+        parts = default_collate(items)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the samples of dataset do not fit in one batch ({error}): bring them to one shape, "
+            "or scale images with resize"
+        ) from None
+    for part in parts:
+        if not isinstance(part, Tensor):
+            raise ValueError(
+                f"the samples of dataset are collated to a {type(part).__name__}: return a "
+                "tensor, a NumPy array or a number as input and as target"
+            )
+    return parts
 
 
-def samples_of(part: Any, dtype: torch.dtype, name: str = "dataset", seed: int = 0) -> Samples:
+def samples_of(part: Any, dtype: torch.dtype, seed: int) -> Samples:
     """A learner's own samples: tensors (x, y), a TensorDataset, or a map-style Dataset.
-
-    ``dtype`` is of floats, and ``seed`` of the random numbers that a Dataset draws.
 
     Raises:
         ValueError: anything else, no samples, or not as many targets as inputs.
     """
-    if isinstance(part, IterableDataset):
-        raise ValueError(
-            f"{name} is an IterableDataset, whose samples have no numbers, so ranks cannot divide "
-            "them: give a map-style Dataset (__getitem__ and __len__), or tensors (x, y)"
-        )
-    if isinstance(part, DataLoader):
-        raise ValueError(f"{name} is a DataLoader, and labkit makes the batches: give its dataset")
     if isinstance(part, TensorDataset):
         part = part.tensors
     if _are_arrays(part):
-        inputs, targets = (torch.as_tensor(x).detach().cpu() for x in part)
-        sizes = f"inputs {list(inputs.shape)} and targets {list(targets.shape)}"
+        inputs, targets = (as_dtype(torch.as_tensor(x).detach().cpu(), dtype) for x in part)
         if not inputs.dim() or not targets.dim() or len(inputs) != len(targets):
-            raise ValueError(f"{name} has {sizes}: give one target for each input")
-        part = TensorSamples(as_dtype(inputs, dtype), as_dtype(targets, dtype))
-    elif not hasattr(part, "__getitem__") or not hasattr(part, "__len__") or isinstance(part, str):
+            raise ValueError(
+                f"dataset has inputs {list(inputs.shape)} and targets {list(targets.shape)}: give "
+                "one target for each input"
+            )
+        part = TensorDataset(inputs, targets)
+    no_map = isinstance(part, (IterableDataset, DataLoader, str))
+    if no_map or not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
         raise ValueError(
-            f"{name} is of type {type(part).__name__}: give a map-style Dataset (__getitem__ and "
-            "__len__), tensors (x, y), or a pair of them, one to train on and one held out"
+            f"dataset is of type {type(part).__name__}, and labkit makes the batches: give a "
+            "map-style Dataset (__getitem__ and __len__), such as a DataLoader's dataset, tensors "
+            "(x, y), or a pair of them, one to train on and one held out"
         )
-    else:
-        part = DatasetSamples(part, dtype, seed=seed)
     if not len(part):
-        raise ValueError(f"{name} has no samples: nothing to train on or to test with")
-    return part
+        raise ValueError("dataset has no samples: nothing to train on or to test with")
+    return Samples(part, dtype, seed=seed)
 
 
 def parts_of(dataset: Any, dtype: torch.dtype, seed: int = 0) -> tuple[Samples, Samples | None]:
-    """A learner's own data: samples to train on, and held-out ones if there are any.
-
-    Args:
-        dataset: samples as ``samples_of`` takes them, or a pair of them.
-        dtype: of floats.
-        seed: of the random numbers that a Dataset draws.
-
-    Raises:
-        ValueError: as ``samples_of``.
-    """
-    if isinstance(dataset, (tuple, list)) and len(dataset) == 2 and not _are_arrays(dataset):
-        train, test = dataset
-        train = samples_of(train, dtype, "dataset's first part", seed)
-        return train, samples_of(test, dtype, "dataset's second part", seed)
-    return samples_of(dataset, dtype, seed=seed), None
-
-
-def first_samples(samples: Samples, count: int) -> Pair:
-    """The first ``count`` samples, or all, as one batch."""
-    return samples.read(torch.arange(min(count, len(samples))))
+    """A learner's own samples, see ``samples_of``, or a pair: to train on, and held out."""
+    is_pair = isinstance(dataset, (tuple, list)) and len(dataset) == 2 and not _are_arrays(dataset)
+    train, *test = (samples_of(x, dtype, seed) for x in (dataset if is_pair else [dataset]))
+    return train, test[0] if test else None
 
 
 def num_classes(samples: Samples) -> int:
-    """The number of classes: that of the Dataset's ``classes``, or the largest target plus one.
-
-    Raises:
-        ValueError: the targets are not classes.
-    """
-    if isinstance(samples, TensorSamples):
-        if samples.classes is not None:
-            return samples.classes
-        targets = samples.targets
-    else:
-        whole: Any = samples.dataset
-        while isinstance(whole, Subset):
-            whole = whole.dataset
-        if hasattr(whole, "classes"):
-            return len(whole.classes)
-        targets = torch.as_tensor([samples.dataset[index][1] for index in range(len(samples))])
+    """How many ``classes`` the Dataset has, or the largest target plus one."""
+    whole: Any = samples.dataset
+    while isinstance(whole, Subset):
+        whole = whole.dataset
+    if known := samples.classes or len(getattr(whole, "classes", ())):
+        return known
+    count = len(samples)
+    targets = torch.stack([torch.as_tensor(samples.dataset[i][1]) for i in range(count)])
     if not is_integer(targets) or targets.dim() != 1:
         raise ValueError(
-            f"the targets of dataset are {targets.dtype} {list(targets.shape)}, not one class "
-            "each, and labkit's models predict classes: give your own model, too"
+            "the targets of dataset are not one class each, and labkit's models predict classes: "
+            "give your own model, too"
         )
     return int(targets.max()) + 1
 
@@ -234,38 +267,5 @@ def on_device(batch: Iterable[Tensor], device: torch.device) -> tuple[Tensor, ..
 
 
 def _are_arrays(part: Any) -> bool:
-    """Whether ``part`` is a pair of tensors or NumPy arrays."""
     is_pair = isinstance(part, (tuple, list)) and len(part) == 2
-    return is_pair and all(isinstance(x, Tensor) or type(x).__module__ == "numpy" for x in part)
-
-
-def _check_pair(item: Any) -> None:
-    if not isinstance(item, (tuple, list)) or len(item) != 2:
-        size = f" of {format_count(len(item), 'part')}" if hasattr(item, "__len__") else ""
-        raise ValueError(
-            f"a sample of dataset is a {type(item).__name__}{size}: each has to be a pair "
-            "(input, target)"
-        )
-
-
-def _stacked(items: Sequence[Any]) -> Pair:
-    try:
-        inputs, targets = default_collate([tuple(item) for item in items])
-    except (RuntimeError, TypeError) as error:
-        for place, name in enumerate(("inputs", "targets")):
-            found = {tuple(item[place].shape) for item in items if hasattr(item[place], "shape")}
-            if len(found) > 1:
-                shapes = " and ".join(str(list(shape)) for shape in sorted(found)[:2])
-                raise ValueError(
-                    f"the {name} of dataset differ in shape, as {shapes}, and a batch is one "
-                    "tensor: crop or pad them to one shape in the Dataset, or scale them with "
-                    "resize"
-                ) from None
-        raise ValueError(f"the samples of dataset do not fit in one batch ({error})") from None
-    for name, stacked in (("inputs", inputs), ("targets", targets)):
-        if not isinstance(stacked, Tensor):
-            raise ValueError(
-                f"the {name} of dataset are collated to a {type(stacked).__name__}, not to one "
-                "tensor: return a tensor, a NumPy array or a number for each sample"
-            )
-    return inputs, targets
+    return is_pair and all(isinstance(x, (Tensor, np.ndarray)) for x in part)

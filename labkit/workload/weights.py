@@ -1,171 +1,150 @@
-"""Parameters from a file: of the same model, or of torchvision's model of the same name.
+"""Parameters to start from, out of a file, and layers that are not trained."""
 
-labkit's models are flat lists of layers, so the names of the same parameters differ from
-torchvision's: the layers that have parameters are matched in their order.
-"""
-
-import os
-import re
-import warnings
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from labkit.files import check_regular
-from labkit.workload.models import torchvision_layers
+from labkit.units import closest
 
-State = dict[str, Tensor]
-
-# Under these names a checkpoint of a training script has the parameters.
-_INSIDE = ("model", "state_dict", "model_state_dict")
-# Of torchvision's models, what labkit's leave out.
-_WITHOUT = {"inception_v3": "AuxLogits.", "vgg16": "classifier."}
-# How many differences an error names.
-_NAMED = 3
+# All layers but the last, unless the model has a part of this name.
+FEATURES = "features"
 
 
 def load_weights(model: nn.Module, path: str | Path, name: str | None = None) -> str:
     """Let ``model`` start from the parameters and buffers in a file.
 
     Args:
-        model: on the CPU; it is changed.
+        model: on the CPU.
         path: safetensors, or a file of ``torch.save``, of which only tensors are read.
-        name: of one of labkit's models, into which torchvision's parameters fit as well, or those
-            of the same model for another number of classes or size of image: then the last layer,
-            or the first one, stays as it was made.
-
-    Returns:
-        What was not loaded, as a sentence; empty if all was.
+        name: of one of labkit's models, into which torchvision's parameters (.pth) fit as well, or
+            those for another number of classes or kind of image: then the last layer, or the first
+            one, stays as it was made. What stays is returned as a sentence.
 
     Raises:
-        ValueError: no such file, none of these formats, or it does not fit; the message names the
-            first differences.
+        ValueError: no such file, none of these formats, or it does not fit.
     """
-    wanted, given = model.state_dict(), read_weights(path)
+    given, stays = read_weights(path), list[str]()
     # DistributedDataParallel puts this before each name.
     consume_prefix_in_state_dict_if_present(given, "module.")
-    left: dict[str, list[str]] = {}
     if name is not None:
-        given = _renamed(given, model, name)
-        left = _left_out(given, model)
-    stays = {key for keys in left.values() for key in keys}
-    differences = [
-        f"{key} is {list(given[key].shape)} in the file and {list(value.shape)} in the model"
-        for key, value in wanted.items()
-        if key in given and key not in stays and given[key].shape != value.shape
-    ]
-    # Before 2018, BatchNorm did not count its batches.
-    missing = [key for key in wanted if key not in stays and not key.endswith("batches_tracked")]
-    for mine, theirs, where in ((missing, given, "file"), (given, wanted, "model")):
-        state = wanted if where == "file" else given
-        differences += [
-            f"{key} {list(state[key].shape)} is not in the {where}"
-            for key in mine
-            if key not in theirs
-        ]
-    if differences:
-        more = len(differences) - _NAMED
-        told = "; ".join(differences[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        given, stays = _in_order(model, given, name)
+    try:
+        found = model.load_state_dict(given, strict=False)
+        if found.unexpected_keys or set(found.missing_keys) - set(stays):
+            raise RuntimeError(found)
+    except RuntimeError as error:
         raise ValueError(
-            f"{path} does not fit the model {name or type(model).__name__}: {told}. Give "
-            "parameters of the same model, for images of the same kind"
-        )
-    model.load_state_dict({key: v for key, v in given.items() if key not in stays}, strict=False)
-    parts = [
-        f"the {what} layer ({keys[0]} {list(wanted[keys[0]].shape)})"
-        for what, keys in left.items()
-    ]
-    here = f"not in this shape in {Path(path).name}: as initialised"
-    return f"{' and '.join(parts)} {here}" if parts else ""
+            f"{path} does not fit the model {name or type(model).__name__}: give parameters of "
+            f"the same model, for images of the same kind. {textwrap.shorten(str(error), 400)}"
+        ) from None
+    if not stays:
+        return ""
+    return f"not in this shape in {Path(path).name}, so as initialised: {', '.join(stays)}"
 
 
-def read_weights(path: str | Path) -> State:
-    """The tensors in a file, by their names, on the CPU.
+def _in_order(
+    model: nn.Module, given: dict[str, Tensor], name: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """``given`` under the names of ``model``, without the layers that are made for other data.
 
-    Raises:
-        ValueError: no such file, or none that holds tensors by their names.
+    labkit's models are flat lists of torchvision's layers, so names differ, and not the order.
+    Also returns the names that are missing: of the first layer and the last, if a shape differs.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
-        # To open a pipe would wait for a writer.
-        raise ValueError(f"weights: {path} cannot be read: it is not a plain file")
+    wanted = model.state_dict()
+    if given.keys() != wanted.keys():
+        # VGG16's own classifier is larger; before 2018, BatchNorm did not count its batches.
+        left_out = ("classifier." if name == "vgg16" else "\0", "num_batches_tracked")
+        names, theirs = (
+            [key for key in state if not any(word in key for word in left_out)]
+            for state in (wanted, given)
+        )
+        if len(theirs) > len(names):
+            return given, []
+        given = {mine: given[key] for mine, key in zip(names, theirs)}
+        wanted = {key: wanted[key] for key in names}
+    layers = [key for key, layer in model.named_children() if layer.state_dict()]
+    stays = []
+    for layer in (layers[0], layers[-1]):
+        keys = [key for key in wanted if key.startswith(f"{layer}.")]
+        if any(key not in given or given[key].shape != wanted[key].shape for key in keys):
+            stays += keys
+    return {key: value for key, value in given.items() if key not in stays}, stays
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """The tensors in a file, by their names, on the CPU; nothing in it is executed."""
     check_regular(path)
     try:
         with open(path, "rb") as file:
             head = file.read(9)
-        # The length of the JSON that follows, in 8 bytes.
-        if head[8:9] == b"{":
-            found: Any = load_file(path)
-        else:
-            with warnings.catch_warnings():
-                # That of a file of another pickle protocol, which is read or refused all the same.
-                warnings.simplefilter("ignore")
-                found = torch.load(path, map_location="cpu", weights_only=True)
+        # In safetensors, JSON follows its length, in 8 bytes.
+        is_safetensors = head[8:] == b"{"
+        found: Any = (
+            load_file(path) if is_safetensors else torch.load(path, "cpu", weights_only=True)
+        )
     except FileNotFoundError:
         raise ValueError(f"weights: there is no file {path}") from None
     # Damaged files raise errors of many kinds, those of zip and pickle among them.
     except Exception as error:
-        why = " ".join(str(error).split(". ")[0].split()) or type(error).__name__
-        if "weights only" in str(error).lower():
-            why = "it holds other objects than tensors, which could run code, or it is damaged"
+        why = " ".join(str(error).partition(". ")[0].split()) or type(error).__name__
         raise ValueError(
             f"weights: {path} cannot be read: {why}. Give safetensors, or model.state_dict() as "
             "torch.save writes it"
         ) from None
-    for key in _INSIDE:
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping) or not found:
-        raise ValueError(f"weights: {path} holds a {type(found).__name__}, not tensors by name")
-    for key, value in found.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"weights: {path} holds a {type(value).__name__} under {key!r}, not a tensor: "
-                "save model.state_dict()"
-            )
-    return dict(found)
-
-
-def _renamed(given: State, model: nn.Module, name: str) -> State:
-    """``given`` with the names of ``model``, as far as it has its layers."""
-    ours = [key for key, layer in model.named_children() if layer.state_dict()]
-    theirs: list[str] = torchvision_layers(name)
-    if all(re.match(r"[0-9]+\.", key) for key in given):
-        # labkit's own: a model for small images may lack a layer without parameters.
-        theirs = sorted({key.split(".")[0] for key in given}, key=int)
-    elif not any(key.startswith(f"{layer}.") for layer in theirs for key in given):
-        return given
-    if len(ours) != len(theirs):
-        return given
-    mine = dict(zip(theirs, ours))
-    longest_first = sorted(filter(None, theirs), key=len, reverse=True)
-    renamed = {}
-    for key, value in given.items():
-        layer = next((layer for layer in longest_first if key.startswith(f"{layer}.")), None)
-        if layer is not None:
-            key = mine[layer] + key.removeprefix(layer)
-        elif key.startswith(_WITHOUT.get(name, "none of them")):
-            continue
-        renamed[key] = value
-    return renamed
-
-
-def _left_out(given: State, model: nn.Module) -> dict[str, list[str]]:
-    """The parameters of the last and of the first layer, if they are made for other data."""
-    layers = [(name, layer.state_dict()) for name, layer in model.named_children()]
-    layers = [(name, state) for name, state in layers if state]
-    found = {}
-    for what, (name, state) in (("last", layers[-1]), ("first", layers[0])):
-        wanted = {f"{name}.{key}": value for key, value in state.items()}
-        pairs = [(given[key], value) for key, value in wanted.items() if key in given]
-        other = [pair for pair in pairs if pair[0].shape != pair[1].shape]
-        # Other classes are other rows; another stem has other filters, or channels to filter.
-        same = slice(1, None) if what == "last" else slice(0, 1)
-        fits = all(a.ndim == b.ndim and a.shape[same] == b.shape[same] for a, b in other)
-        if (other and fits) or (what == "last" and not pairs):
-            found[what] = list(wanted)
+    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+        raise ValueError(
+            f"weights: {path} holds other than tensors by name: save its state_dict()"
+        )
     return found
+
+
+def freeze(model: nn.Module, names: Sequence[str]) -> None:
+    """Take parameters of ``model`` out of training.
+
+    The BatchNorm of a frozen layer stays in evaluation mode: in training mode it would still adapt
+    to the batches. So it also needs nothing from other ranks.
+
+    Args:
+        names: of modules or parameters, with all that is in them. ``features`` is all but the last
+            layer that has parameters, unless a module has this name.
+
+    Raises:
+        ValueError: an unknown name, or nothing is left to train.
+    """
+    known = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
+    frozen: list[str] = []
+    for name in names:
+        if name == FEATURES and name not in known:
+            parameters = (key for key, _ in model.named_parameters())
+            last = [key.rpartition(".")[0] for key in parameters][-1]
+            frozen += [k for k in known if not _is_in(k, [last]) and not _is_in(last, [k])]
+        elif name in known:
+            frozen.append(name)
+        else:
+            hint = closest(name, [FEATURES, *known])
+            raise ValueError(f"freeze: the model has no layer {name!r}{hint}")
+    for key, parameter in model.named_parameters():
+        if _is_in(key, frozen):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"freeze {','.join(names)} leaves no parameter to train")
+    for key, module in model.named_modules():
+        if _is_in(key, frozen) and isinstance(module, _BatchNorm):
+            module.register_forward_pre_hook(_evaluate)
+
+
+def _evaluate(module: nn.Module, inputs: Any) -> None:
+    # A hook, since every technique calls train() on the whole model.
+    module.training = False
+
+
+def _is_in(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -243,11 +243,7 @@ def refused(comm):
         "sparse rows": lambda: dist.all_reduce(x[None].to_sparse_csr(), group=group),
         "expanded": lambda: dist.all_reduce(torch.ones(1).expand(3), group=group),
         "scaled sum": lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0), group=group),
-        "window": lambda: group.new_window(),
         "outputs too large": lambda: dist.all_gather([torch.zeros(4)] * 2, x, group=group),
-        "whole too small": lambda: dist.all_gather_into_tensor(torch.zeros(5), x, group=group),
-        "odd length": lambda: dist.all_to_all_single(x, x, group=group),
-        "part too large": lambda: dist.reduce_scatter_tensor(torch.zeros(2), x, group=group),
     }
     texts = {}
     for name, call in calls.items():
@@ -262,17 +258,13 @@ def refused(comm):
 
 
 REFUSALS = {
-    "BAND of floats": "cannot take the band of float32 over ranks: only integers and bool",
+    "BAND of floats": "cannot take the band of float32 over ranks",
     "integer mean": "cannot take the mean of int32",
     "sparse maximum": "cannot take the max of a torch.sparse_coo tensor over ranks",
     "sparse rows": "only the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()",
     "expanded": "its elements share memory",
-    "scaled sum": 'the "labkit" backend does not support PREMUL_SUM: it multiplies on the GPU',
-    "window": 'the "labkit" backend does not support new_window: one-sided access is for GPUs',
+    "scaled sum": 'the "labkit" backend has the reductions SUM, AVG,',
     "outputs too large": "sends is float32 [3], but the output for it is float32 [4]",
-    "whole too small": "2 parts of float32 [3] do not make float32 [5]",
-    "odd length": "float32 [3] cannot be cut into 2 equal parts: give the split sizes",
-    "part too large": "2 parts of float32 [2] do not make float32 [3]",
 }
 
 
@@ -763,7 +755,7 @@ def forks(rank):
     if rank == 1:
         child = os.fork()
         if child == 0:
-            labkit.backend.queues.abandon_all()
+            labkit.backend.group.abandon_all()
             os._exit(0)
         os.waitpid(child, 0)
         time.sleep(0.4)

@@ -15,9 +15,6 @@ import torch.distributed as dist
 from ranks import equal, plain
 from torch.distributed import distributed_c10d
 
-from labkit.backend.arguments import REFUSED
-from labkit.backend.group import LabkitGroup
-
 CASES = {}
 # Functions that concern the start or the end of a process, not a group.
 NOT_CALLED = {
@@ -436,10 +433,3 @@ def test_every_public_function_does_what_it_does_on_gloo(tmp_path, world_size):
         for name in set(names) - different:
             is_same = ours[name][0] == "refuses" or equal(ours[name][1], gloos[name][1])
             assert is_same, (name, rank, ours[name], gloos[name])
-
-
-def test_the_table_of_what_is_refused_is_what_is_refused():
-    methods = REFUSED.keys() - {"PREMUL_SUM"}
-    for name in methods & set(dir(dist.ProcessGroup)):
-        with pytest.raises(ValueError, match=f"does not support {name}: "):
-            getattr(LabkitGroup, name)(None)

@@ -1,8 +1,11 @@
 """Helpers for the tests of collectives: operations by dtype, values by rank, costs of a call."""
 
+import functools
+
 import torch
 from ranks import travel_by_value
 
+from labkit.collectives import Reduction
 from labkit.costs.traffic import Cost
 
 travel_by_value(__name__)
@@ -29,3 +32,36 @@ def paid(comm, collective, *args, **options):
     result = collective(comm, *args, **options)
     after = comm.operations, comm.messages, comm.bytes_sent
     return result, Cost(*[b - a for a, b in zip(before, after)])
+
+
+ONE_DEVICE = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+def reduced(op, tensors):
+    """Reduce the tensors of all ranks on one device: in float32 if they have 16 bits."""
+    dtype = tensors[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = functools.reduce(ONE_DEVICE[op], [tensor.to(wide) for tensor in tensors])
+    return (total / len(tensors) if op == "mean" else total).to(dtype)
+
+
+@functools.cache
+def on_one_device(op, dtype, size, world_size):
+    return reduced(op, [values_of(rank, size, dtype) for rank in range(world_size)])
+
+
+def wide_bytes(op, dtype):
+    return Reduction.of(op, torch.empty(0, dtype=dtype)).wide.itemsize
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

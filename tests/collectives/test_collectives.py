@@ -1,17 +1,15 @@
 """Collectives on real ranks: one device's result on every rank, at the cost of the formula."""
 
-import functools
 import time
 
 import pytest
 import torch
-from cases import OPS, paid, values_of
+from cases import OPS, on_one_device, paid, reduced, values_of, wide_bytes
 from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from ranks import travel_by_value
 
 from labkit import run
 from labkit.collectives import (
-    Reduction,
     all_gather,
     all_to_all,
     broadcast,
@@ -25,24 +23,11 @@ from labkit.collectives import (
     scatter,
     share_only,
     share_reduce,
+    sparse_all_reduce,
     tree_all_reduce,
 )
 from labkit.collectives.ring import split_chunks
-from labkit.costs.traffic import (
-    all_gather_cost,
-    all_to_all_cost,
-    barrier_cost,
-    broadcast_cost,
-    gather_cost,
-    naive_all_reduce_cost,
-    reduce_cost,
-    reduce_scatter_cost,
-    ring_all_reduce_cost,
-    scatter_cost,
-    share_only_cost,
-    share_reduce_cost,
-    tree_all_reduce_cost,
-)
+from labkit.costs import traffic
 from labkit.schedules.ring import owned_chunk
 
 travel_by_value(__name__)
@@ -65,41 +50,20 @@ CASES = [
 # How a dtype is handled does not depend on the size: not all pairs for each number of ranks.
 OF_EACH_KIND = {torch.float16: "mean", torch.float32: "sum", torch.int64: "max"}
 FEW_CASES = [case for case in CASES if case[3] == 7 or OF_EACH_KIND.get(case[2]) == case[1]]
-ONE_DEVICE = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
-
-
-def on_one_device(op, tensors):
-    """Reduce the tensors of all ranks on one device: in float32 if they have 16 bits."""
-    dtype = tensors[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = functools.reduce(ONE_DEVICE[op], [tensor.to(wide) for tensor in tensors])
-    return (total / len(tensors) if op == "mean" else total).to(dtype)
-
-
-@functools.cache
-def expected_of(op, dtype, size, world_size):
-    return on_one_device(op, [values_of(rank, size, dtype) for rank in range(world_size)])
-
-
-def partial_bytes(op, dtype):
-    return Reduction.of(op, torch.empty(0, dtype=dtype)).wide.itemsize
 
 
 def price(name, op, dtype, size, world_size, rank):
     counts = size, dtype.itemsize, world_size, rank
     if name == "naive":
-        return naive_all_reduce_cost(*counts)
-    cost = tree_all_reduce_cost if name == "tree" else ring_all_reduce_cost
-    return cost(*counts, partial_bytes(op, dtype))
+        return traffic.naive_all_reduce_cost(*counts)
+    if name == "tree":
+        # Steps, partial sums sent, results sent: of three ranks the last one hands over and waits.
+        of_ranks = {1: [(0, 0, 0)], 2: [(1, 1, 0)] * 2, 4: [(2, 2, 0)] * 4}
+        of_ranks[3] = [(3, 1, 1), (1, 1, 0), (2, 1, 0)]
+        steps, partial, whole = of_ranks[world_size][rank]
+        sizes = partial * wide_bytes(op, dtype) + whole * dtype.itemsize
+        return traffic.Cost(steps, partial + whole, size * sizes)
+    return traffic.ring_all_reduce_cost(*counts, wide_bytes(op, dtype))
 
 
 def reduce_cases(comm, cases):
@@ -118,7 +82,7 @@ def test_all_reduce_of_any_dtype_operation_and_size(world_size, transport):  # r
     by_rank = run(reduce_cases, cases, world_size=world_size, transport=transport).values
     for case, *found in zip(cases, *by_rank, strict=True):
         first, _ = found[0]
-        torch.testing.assert_close(first, expected_of(*case[1:], world_size))
+        torch.testing.assert_close(first, on_one_device(*case[1:], world_size))
         for rank, (value, cost) in enumerate(found):
             assert value.dtype == first.dtype
             assert torch.equal(value, first), f"replicas differ: {case}"
@@ -159,12 +123,12 @@ def test_share_reduce_leaves_one_complete_chunk_and_share_only_spreads_them(worl
 
     for rank, found in enumerate(run(halves, world_size=world_size).values):
         for (op, dtype), (owned, whole, first, second) in zip(cases, found, strict=True):
-            expected = expected_of(op, dtype, 10, world_size)
+            expected = on_one_device(op, dtype, 10, world_size)
             pieces = split_chunks(expected, world_size)
             torch.testing.assert_close(owned, pieces[owned_chunk(rank, world_size)])
             torch.testing.assert_close(whole, expected)
-            assert first == share_reduce_cost(10, partial_bytes(op, dtype), world_size, rank)
-            assert second == share_only_cost(10, dtype.itemsize, world_size, rank)
+            assert first == traffic.share_reduce_cost(10, wide_bytes(op, dtype), world_size, rank)
+            assert second == traffic.share_only_cost(10, dtype.itemsize, world_size, rank)
 
 
 def equal(one, other):
@@ -200,7 +164,7 @@ def test_collectives_with_a_root(world_size):
         for (root, size, dtype), case in zip(cases, found, strict=True):
             everyones = [values_of(r, size, dtype) for r in ranks]
             at_root = rank == root
-            highest = on_one_device("max", everyones)
+            highest = reduced("max", everyones)
             expected = {
                 "broadcast": everyones[root],
                 "reduce": highest if at_root else everyones[rank],
@@ -208,25 +172,21 @@ def test_collectives_with_a_root(world_size):
                 "scatter": values_of(7 * rank + 1, size, dtype),
             }
             counts = size, dtype.itemsize, world_size, rank, root
+            num_bytes, others = size * dtype.itemsize, world_size - 1
+            broadcast = traffic.broadcast_cost(*counts)
+            sent = 0 if at_root else 1
             prices = {
-                "broadcast": broadcast_cost(*counts),
-                "reduce": reduce_cost(*counts),
-                "gather": gather_cost(*counts),
-                "scatter": scatter_cost(*counts),
+                "broadcast": broadcast,
+                # The same tree backwards.
+                "reduce": traffic.Cost(broadcast.steps, sent, sent * num_bytes),
+                "gather": traffic.gather_cost(*counts),
+                "scatter": traffic.Cost(1, 0, 0),
             }
+            if at_root:
+                prices["scatter"] = traffic.Cost(others, others, others * num_bytes)
             for name, (value, cost) in case.items():
                 assert equal(value, expected[name]), (name, root, size, rank)
                 assert cost == prices[name], (name, root, size, rank)
-
-
-def test_reduce_sums_sixteen_bits_in_thirty_two_and_leaves_the_others_alone():
-    def to_the_last(comm):
-        mine = torch.full((3,), 2048.0 if comm.rank == 0 else 1.0, dtype=torch.float16)
-        return paid(comm, reduce, mine, 2, "sum")
-
-    values, costs = zip(*run(to_the_last, world_size=3).values)
-    assert [value.unique().tolist() for value in values] == [[2048], [1], [2050]]
-    assert list(costs) == [reduce_cost(3, 4, 3, rank, 2) for rank in range(3)]
 
 
 def exchange_cases(comm, cases):
@@ -255,17 +215,12 @@ def test_collectives_from_everyone_to_everyone(world_size):
             for_me = [values_of(10 * src + rank, size, dtype) for src in ranks]
             expected = {
                 "all_gather": [values_of(r, size, dtype) for r in ranks],
-                "reduce_scatter": on_one_device("sum", for_me),
+                "reduce_scatter": reduced("sum", for_me),
                 "all_to_all": for_me,
             }
-            counts = size, dtype.itemsize, world_size, rank
-            prices = {
-                "all_gather": all_gather_cost(*counts),
-                "reduce_scatter": reduce_scatter_cost(
-                    size, partial_bytes("sum", dtype), world_size, rank
-                ),
-                "all_to_all": all_to_all_cost(*counts),
-            }
+            others, sizes = world_size - 1, dict.fromkeys(expected, size * dtype.itemsize)
+            sizes["reduce_scatter"] = size * wide_bytes("sum", dtype)
+            prices = {n: traffic.Cost(others, others, others * s) for n, s in sizes.items()}
             for name, (value, cost) in case.items():
                 torch.testing.assert_close(value, expected[name])
                 assert cost == prices[name], (name, size, rank)
@@ -326,86 +281,65 @@ def test_nobody_leaves_the_barrier_before_the_last_has_come(world_size):
         return found
 
     by_rank = run(meet, world_size=world_size).values
-    for rank, found in enumerate(by_rank):
-        assert {cost for *_, cost in found} == {barrier_cost(world_size, rank)}
+    rounds = (world_size - 1).bit_length()
+    for found in by_rank:
+        assert {cost for *_, cost in found} == {traffic.Cost(rounds, rounds, rounds)}
     for turn in zip(*by_rank):
         came_s, left_s, _ = zip(*turn)
         # All processes of a machine read the same clock.
         assert max(came_s) <= min(left_s)
 
 
-def refusals(comm, world_size):
-    one, many = torch.ones(3), [torch.ones(3)] * world_size
-    expanded = torch.ones(1).expand(3)
-    calls = {
-        "integer mean": lambda f: f(comm, torch.ones(3).int(), "mean"),
-        "complex max": lambda f: f(comm, one * 1j, "max"),
-        "float8": lambda f: f(comm, one.to(torch.float8_e4m3fn)),
-        "sparse": lambda f: f(comm, one.to_sparse()),
-        "bitwise": lambda f: f(comm, one, "band"),
-        "foreign device": lambda f: f(comm, one.to("meta")),
-        "expanded": lambda f: f(comm, expanded),
-        "expanded in one direction": lambda f: f(comm, torch.ones(3, 1).expand(3, 2)),
-        "no tensor": lambda f: f(comm, [1.0, 2.0]),
-    }
-    found = {}
-    for fault, call in calls.items():
-        for name, all_reduce in ALL_REDUCES.items():
-            found[f"{name}, {fault}"] = text_of(call, all_reduce)
-    others = {
-        "reduce, integer mean": lambda: reduce(comm, one.int(), 0, "mean"),
-        "reduce_scatter, integer mean": lambda: reduce_scatter(
-            comm, [t.int() for t in many], "mean"
-        ),
-        "share_reduce, complex max": lambda: share_reduce(comm, [t * 1j for t in many], "max"),
-        "broadcast, expanded": lambda: broadcast(comm, expanded),
-        "scatter, expanded": lambda: scatter(comm, None, expanded),
-        "root": lambda: gather(comm, one, world_size),
-        "root of another kind": lambda: broadcast(comm, one, True),
-        "too few chunks": lambda: share_only(comm, many[1:]),
-        "too many": lambda: all_to_all(comm, [*many, one]),
-    }
-    found |= {fault: text_of(lambda call: call(), call) for fault, call in others.items()}
-    assert (comm.messages, comm.operations) == (0, 0)
-    # The next collective works.
-    return found, ring_all_reduce(comm, one).tolist()
+FAULTS = {
+    "integer mean": ("mean of int32", lambda x: (x.int(), "mean")),
+    "complex max": ("max of complex64", lambda x: (x * 1j, "max")),
+    "float8": ("sum of float8_e4m3fn", lambda x: (x.to(torch.float8_e4m3fn),)),
+    "bitwise": ("band of float32", lambda x: (x, "band")),
+    "sparse": ("use .to_dense()", lambda x: (x.to_sparse(),)),
+    "foreign device": ("tensor is on meta: move it with", lambda x: (x.to("meta"),)),
+    "expanded": ("its elements share memory", lambda x: (x[:, None].expand(3, 2),)),
+    "no tensor": ("a tensor is needed", lambda x: ([1.0, 2.0],)),
+}
+MORE_FAULTS = {
+    "integer mean": ("mean of int32", lambda comm, x: reduce(comm, x.int(), 0, "mean")),
+    "expanded": ("share memory", lambda comm, x: scatter(comm, None, x[:1].expand(3))),
+    "root": ("is not a rank: with world size", lambda comm, x: gather(comm, x, 9)),
+    "other root": ("root True is not a rank", lambda comm, x: broadcast(comm, x, True)),
+    "too few": ("chunks for", lambda comm, x: share_only(comm, [x] * (comm.world_size - 1))),
+    "too many": ("to send for", lambda comm, x: all_to_all(comm, [x] * (comm.world_size + 1))),
+    "sparse max": ("the max of a", lambda comm, x: sparse_all_reduce(comm, x.to_sparse(), "max")),
+}
 
 
-def text_of(call, argument):
+def refusals(comm):
+    calls = [
+        (words, lambda comm, x, f=f, values=values: f(comm, *values(x)))
+        for words, values in FAULTS.values()
+        for f in ALL_REDUCES.values()
+    ]
+    calls += MORE_FAULTS.values()
+    found = [text_of(call, comm, torch.ones(3)) for _, call in calls]
+    missing = [(words, text) for (words, _), text in zip(calls, found) if words not in text]
+    # Nothing was sent, and the next collective works.
+    return missing, found, comm.messages, ring_all_reduce(comm, torch.ones(3)).tolist()
+
+
+def text_of(call, *args):
     try:
-        call(argument)
+        call(*args)
     except ValueError as error:
         return str(error)
     return "not refused"
-
-
-WORDS = {
-    "integer mean": "cannot take the mean of int32 over ranks",
-    "complex max": "cannot take the max of complex64",
-    "float8": "cannot take the sum of float8_e4m3fn",
-    "sparse": "use .to_dense()",
-    "bitwise": "cannot take the band of float32 over ranks: only integers and bool have bits",
-    "foreign device": "work on cpu, but the tensor is on meta: move it with .to(comm.device)",
-    "expanded": "expanded tensor: its elements share memory",
-    "expanded in one direction": "expanded tensor: its elements share memory",
-    "no tensor": "a tensor is needed",
-    "root": "is not a rank: with world size",
-    "root of another kind": "root True is not a rank",
-    "too few chunks": "chunks for",
-    "too many": "tensors to send for",
-}
 
 
 @pytest.mark.parametrize(("world_size", "transport"), [(1, "auto"), (3, "shared"), (3, "gloo")])
 def test_what_cannot_be_done_is_refused_alike_on_every_rank_before_any_message(
     world_size, transport
 ):  # rows 11, 13
-    by_rank = run(refusals, world_size, world_size=world_size, transport=transport).values
-    found, totals = zip(*by_rank)
-    assert totals == ([world_size] * 3,) * world_size
-    for fault, text in found[0].items():
-        assert WORDS[fault.split(", ")[-1]] in text, fault
-        assert {other[fault] for other in found} == {text}, fault
+    by_rank = run(refusals, world_size=world_size, transport=transport).values
+    for missing, texts, messages, total in by_rank:
+        assert (missing, messages, total) == ([], 0, [world_size] * 3)
+        assert texts == by_rank[0][1]
 
 
 def shared_memory_faults(comm):
@@ -417,7 +351,7 @@ def shared_memory_faults(comm):
         "share_only": lambda: share_only(comm, [rows[0], whole.view(-1)[2:5]]),
         "share_reduce": lambda: share_reduce(comm, [one, one]),
     }
-    texts = {name: text_of(lambda fault: fault(), fault) for name, fault in faults.items()}
+    texts = {name: text_of(fault) for name, fault in faults.items()}
     assert (comm.messages, whole.flatten().tolist()) == (0, [0, 1, 2, 3, 4, 5])
     # Parts of one tensor are normal use, and one tensor may be sent to all.
     share_only(comm, columns)
@@ -430,3 +364,18 @@ def test_what_is_received_and_what_is_sent_share_no_memory(transport):
     for texts, _, _ in run(shared_memory_faults, world_size=2, transport=transport).values:
         for name, text in texts.items():
             assert "share memory, and one would be overwritten before it is sent" in text, name
+
+
+def test_sparse_tensors_are_added_entry_by_entry():
+    def sums(comm):
+        places = [[0, comm.rank + 1], [comm.rank, 2]]
+        mine = torch.sparse_coo_tensor(places, [1.0, 2.0], (4, 3), check_invariants=True)
+        return sparse_all_reduce(comm, mine).to_dense(), sparse_all_reduce(comm, mine * 0)._nnz()
+
+    expected = torch.zeros(4, 3)
+    for rank in range(3):
+        expected[0, rank] += 1
+        expected[rank + 1, 2] += 2
+    for found, entries in run(sums, world_size=3).values:
+        assert torch.equal(found, expected)
+        assert entries == 6

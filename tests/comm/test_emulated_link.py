@@ -205,7 +205,7 @@ def on_hosts(comm):
     group = dist.new_group([1, 2, 3], backend="labkit")
     found = [comm.hosts, comm.host, [r for r in others if transport.shares_memory_with(r)]]
     if comm.rank:
-        found.append(group._queues._comms["collectives"].hosts)
+        found.append(group._comms["collectives"].hosts)
     state = transport._card._free_s
     beside, across = comm.rank ^ 1, (comm.rank + 2) % 4
     tensor, landing = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)

@@ -22,14 +22,13 @@ from labkit.collectives import (
     fast_ring_all_reduce,
     naive_all_reduce,
     ring_all_reduce,
-    tree_all_reduce,
 )
 from labkit.comm import meeting
 from labkit.comm.comm import Comm
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import Transport, as_bytes
-from labkit.costs.traffic import naive_all_reduce_cost, ring_all_reduce_cost, tree_all_reduce_cost
+from labkit.costs.traffic import naive_all_reduce_cost, ring_all_reduce_cost
 from labkit.errors import PeerLostError
 
 travel_by_value(__name__)
@@ -303,7 +302,6 @@ def test_a_learners_ring_runs_under_the_backend_on_one_machine_and_on_several(in
 FORMULAS = {
     fast_ring_all_reduce: ring_all_reduce_cost,
     ring_all_reduce: ring_all_reduce_cost,
-    tree_all_reduce: tree_all_reduce_cost,
     naive_all_reduce: naive_all_reduce_cost,
 }
 

@@ -1,12 +1,20 @@
-"""The alpha-beta model: a fit finds the line that its measurements were made from."""
+"""The alpha-beta model: fits, and seconds against the papers' closed forms."""
 
 import math
 
 import pytest
 
-from labkit.costs.link import Link, fit_link
+from labkit.costs.link import (
+    Link,
+    all_reduce_seconds,
+    crossover_bytes,
+    fit_link,
+    hosts_all_reduce_seconds,
+    parameter_server_seconds,
+)
 
 SIZES = [2**k for k in range(10, 27)]
+S = 12 * 35 * 4
 
 
 @pytest.mark.parametrize(("alpha_s", "beta"), [(50e-6, 3e-10), (1e-6, 2e-11), (0.5, 1e-6)])
@@ -23,31 +31,80 @@ def test_a_fit_is_never_negative():
     below_zero = fit_link([1e3, 1e6, 2e6], [1e-6, 3e-3, 9e-3])
     assert below_zero.alpha_s == 0
     assert below_zero.beta_s_per_byte > 0
-    assert fit_link([0, 100], [1e-6, 2e-6], gamma_s_per_byte=1e-9).gamma_s_per_byte == 1e-9
-
-
-@pytest.mark.parametrize(
-    ("sizes", "seconds", "words"),
-    [
-        ([1, 2], [1.0], "2 sizes and 1 time:"),
-        ([8, 8], [1.0, 2.0], r"two different sizes, got \[8\]"),
-        ([1, 2], [1.0, math.nan], "not a measurement"),
-    ],
-)
-def test_what_cannot_be_fitted_is_named(sizes, seconds, words):
-    with pytest.raises(ValueError, match=words):
-        fit_link(sizes, seconds)
-
-
-def test_a_link_has_no_negative_cost():
-    with pytest.raises(ValueError, match="alpha_s is -1"):
+    with pytest.raises(ValueError, match="finite and 0 or more"):
         Link(-1, 0)
-    with pytest.raises(ValueError, match="beta_s_per_byte is inf"):
-        Link(0, math.inf)
-    assert Link(2.0, 0.5).message_seconds(4) == 4.0
 
 
 def test_a_link_prints_in_the_units_of_its_costs():
     assert str(Link(52e-6, 1 / 3.1e9)) == "52 µs per message, 3.1 GB/s"
     assert str(Link(0.01, 1 / 12.5e6, 1 / 8e9)) == "10 ms per message, 12.5 MB/s, 8 GB/s added"
     assert str(Link(0, 0)) == "0 s per message, bytes at no cost"
+
+
+def test_predicted_seconds_are_the_papers():
+    a, b, g = 1e-5, 1e-9, 2e-10
+    link = Link(a, b, g)
+    assert all_reduce_seconds("naive", S, 4, link) == pytest.approx(6 * a + 6 * S * b + 3 * S * g)
+    assert all_reduce_seconds("tree", S, 8, link) == pytest.approx(3 * (a + S * b + S * g))
+    assert all_reduce_seconds("tree", S, 6, link) == pytest.approx(4 * (a + S * b) + 3 * S * g)
+    ring = 6 * a + 1.5 * S * b + 0.75 * S * g
+    assert all_reduce_seconds("ring", S, 4, link) == pytest.approx(ring)
+    for algorithm in ("naive", "tree", "ring"):
+        assert all_reduce_seconds(algorithm, S, 1, link) == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 100])
+def test_tree_wins_below_the_crossover_and_ring_above(world_size):
+    link = Link(20e-6, 1e-9, 2e-10)
+    size = crossover_bytes(world_size, link)
+
+    def lead_s(num_bytes):
+        ring_s = all_reduce_seconds("ring", num_bytes, world_size, link)
+        return ring_s - all_reduce_seconds("tree", num_bytes, world_size, link)
+
+    assert lead_s(0.9 * size) > 0 > lead_s(1.1 * size)
+
+
+def test_crossover_at_the_ends():
+    assert crossover_bytes(2, Link(1e-5, 1e-9)) == math.inf
+    assert crossover_bytes(4, Link(1e-5, 0)) == math.inf
+    assert crossover_bytes(4, Link(0, 1e-9)) == crossover_bytes(1, Link(1e-5, 1e-9)) == 0
+
+
+def test_seconds_of_a_parameter_server_on_paper():
+    a, b, g = 1e-5, 1e-9, 2e-10
+    link = Link(a, b, g)
+    one = parameter_server_seconds(S, 3, 1, link)
+    assert one == pytest.approx(6 * a + 6 * S * b + 2 * S * g)
+    two = parameter_server_seconds(S, 4, 2, link)
+    assert two == pytest.approx(8 * a + 8 * S / 2 * b + 3 * S / 2 * g)
+    # A worker's own link is the limit from as many servers as workers on.
+    times = [parameter_server_seconds(S, 4, servers, Link(0, b)) for servers in (1, 2, 4, 8)]
+    assert times == pytest.approx([8 * S * b, 4 * S * b, 2 * S * b, 2 * S * b])
+
+
+@pytest.mark.parametrize(("num_hosts", "size"), [(2, 2), (2, 4), (3, 2), (2, 1)])
+def test_seconds_over_equal_hosts(num_hosts, size):
+    inside, card = Link(1e-5, 1e-9, 3e-10), Link(2e-4, 8e-9, 2e-10)
+    ranks, s = num_hosts * size, 1e6
+    in_order = tuple(tuple(range(h * size, (h + 1) * size)) for h in range(num_hosts))
+    dealt = tuple(tuple(range(h, ranks, num_hosts)) for h in range(num_hosts))
+    for crossing, hosts in ((1, in_order), (size, dealt)):
+        expected = 2 * (ranks - 1) * card.message_seconds(crossing * s / ranks)
+        expected += (ranks - 1) * s / ranks * card.gamma_s_per_byte
+        found = hosts_all_reduce_seconds("ring", s, hosts, inside, card)
+        assert found == pytest.approx(expected)
+    expected = 2 * (size - 1) * inside.message_seconds(s / size)
+    expected += (size - 1) * s / size * inside.gamma_s_per_byte
+    expected += 2 * (num_hosts - 1) * card.message_seconds(s / num_hosts)
+    expected += (num_hosts - 1) * s / ranks * card.gamma_s_per_byte
+    found = hosts_all_reduce_seconds("hierarchical", s, in_order, inside, card)
+    assert found == pytest.approx(expected)
+
+
+def test_with_one_kind_of_link_it_is_the_flat_ring():
+    link = Link(2e-4, 8e-9, 2e-10)
+    for hosts in (((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))):
+        for algorithm in ("ring", "hierarchical"):
+            found = hosts_all_reduce_seconds(algorithm, S, hosts, link, link)
+            assert found == pytest.approx(all_reduce_seconds("ring", S, 4, link))

@@ -1,133 +1,199 @@
-"""The command labkit bench and its records; the launch and the ddp bench."""
+"""Each bench runs once, on small things: its contenders agree, and its record holds them all."""
 
+import contextlib
 import json
 
 import pytest
 import torch
+from ranks import travel_by_value
 
 from labkit.__main__ import main
-from workbook.measure import BENCHES, checkpoint, ddp, launch
+from labkit.costs.link import Link, all_reduce_seconds
+from labkit.placement.planner import LayerCost, Profile
+from labkit.training.split_run import measure_profile
+from workbook.measure import all_reduce, checkpoint, ddp, launch, pipeline, placement
+from workbook.measure.command import BENCHES, show
 from workbook.measure.model_step import build
-from workbook.measure.record import command_line, dumped
+from workbook.measure.record import Result
 from workbook.measure.spread import ratios
-from workbook.measure.turns import ON_CPU
+
+travel_by_value(__name__)
+CPU = {"device": "cpu"}
 
 
-def test_a_launch_is_compared_pair_by_pair():
-    result = launch.LaunchResult("launch", 2, [1.0, 2.0, 1.0], [4.0, 4.0, 8.0])
-    assert result.ratios == [4.0, 2.0, 8.0]
-    assert "4.0 times as fast (2.0 to 8.0 in 3 pairs)" in str(result)
+def recorded(tmp_path, *words):
+    """Run a bench with --json; its record."""
+    path = tmp_path / "record.json"
+    assert main(["bench", *words, "--device", "cpu", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert record["command"] == " ".join(["labkit bench", *words, "--device cpu"])
+    assert record["hardware"]["cores"] >= 1
+    assert record["versions"]["torch"] == torch.__version__
+    return record
+
+
+def by_contender(rows):
+    return {row["contender"]: row for row in rows}
 
 
 @pytest.mark.fresh
-def test_both_sides_of_the_launch_bench_do_the_work():
-    launch.run_ours(2, ON_CPU)
-    launch.run_spawned(1, ON_CPU)
+def test_both_sides_of_the_launch_bench_do_the_work(tmp_path):
+    rows = by_contender(
+        recorded(tmp_path, "launch", "--world-size", "2", "--repeats", "1")["rows"]
+    )
+    assert rows.keys() == {launch.OURS, launch.THEIRS}
 
 
-def test_a_record_names_command_hardware_and_versions(tmp_path, monkeypatch, capsys):
-    fake = [launch.LaunchResult("launch", 2, [1.0], [3.0])]
-    monkeypatch.setitem(BENCHES, "launch", lambda: fake)
-    path = tmp_path / "launch.json"
-    assert main(["bench", "launch", "--json", str(path)]) == 0
-    record = json.loads(path.read_text())
-    assert record["command"] == "labkit bench launch"
-    assert record["comparisons"][0]["ratios"] == [3.0]
-    assert {"hardware", "versions"} <= record.keys()
-    assert "3.0 times as fast" in capsys.readouterr().out
+@pytest.mark.slow
+def test_every_contender_of_the_all_reduce_bench_is_right(tmp_path, capsys):
+    """A wrong sum would fail the run: each turn's result is checked on every rank."""
+    words = ["all-reduce", "--world-size", "3", "--sizes", "4,64KiB", "--repeats", "2"]
+    record = recorded(tmp_path, *words)
+    names = {"fast ring", "ring", "tree", "naive", "ring over gloo", "gloo", "labkit backend"}
+    for size in (4, 2**16):
+        rows = by_contender(row for row in record["rows"] if row["size_bytes"] == size)
+        assert rows.keys() == names
+        for row in rows.values():
+            assert len(row["seconds"]) == 2
+            paired = ratios(rows["gloo"]["seconds"], row["seconds"])
+            assert row["ratio_to"]["gloo"]["median"] == pytest.approx(sum(paired) / 2, rel=1e-4)
+            bus = 2 * 2 / 3 * size / row["time_s"]["median"] / 1e9
+            assert row["bus_GB_per_s"] == pytest.approx(bus)
+    assert "The ring overtakes the tree in the model" in capsys.readouterr().out
 
 
-# ddp
+def test_the_model_is_fitted_to_messages_and_additions():
+    """Made of 50 us, 0.2 ns per byte sent and 0.1 ns per byte added: the fit finds them."""
+    messages = {
+        size: {"message": [50e-6 + 2e-10 * size], "add": [1e-10 * size]}
+        for size in all_reduce.MESSAGE_BYTES
+    }
+    contenders = {name: [1.0] for name in ("fast ring", "ring", "tree", "naive", "gloo")}
+    measured = {"messages": messages, "all_reduce": {2**20: contenders}}
+    result = all_reduce.result_of(measured, 4)
+    rows = by_contender(result.rows())
+    link = Link(50e-6, 2e-10, 1e-10)
+    for name in ("ring", "tree", "naive"):
+        expected = all_reduce_seconds(name, 2**20, 4, link)
+        assert rows[name]["model_s"] == pytest.approx(expected, rel=1e-3)
+    assert rows["gloo"]["model_s"] is None
+    assert result.figures["4_ranks"]().png()
 
 
-def test_ddp_has_the_gradients_of_gloo_and_equal_replicas(tmp_path, capsys):
-    path = tmp_path / "ddp.json"
-    words = ["--models", "small_cnn", "--repeats", "2", "--device", "cpu"]
-    assert main(["bench", "ddp", *words, "--json", str(path)]) == 0
-    record = json.loads(path.read_text())
-    rows = {row["backend"]: row for row in record["rows"]}
-    assert list(rows) == ["gloo", "labkit", "labkit ddp"]
+@contextlib.contextmanager
+def guest(comm):
+    """A contender from elsewhere, of which rank 0 alone has the time."""
+    yield lambda num_bytes: 0.25 * num_bytes if comm.rank == 0 else 0.0
+
+
+def test_a_guest_takes_turns_with_the_others():
+    sizes = {"world_sizes": (2,), "sizes_bytes": (4,), "repeats": 1}
+    (result,) = all_reduce.bench_all_reduce(**sizes, **CPU, guests={"MPI": guest})
+    assert result.seconds[4]["MPI"] == [1.0]
+
+
+def test_a_wrong_sum_ends_the_bench(monkeypatch):
+    class Alone:
+        rank, world_size, device = 0, 2, "cpu"
+
+    monkeypatch.setattr(all_reduce, "timed", lambda comm, action: action() or 1.0)
+    tensors = all_reduce.Tensors(Alone, 8)
+    with pytest.raises(AssertionError, match="lazy: 8 bytes have a wrong sum"):
+        tensors.turn("lazy", lambda tensor: None)
+
+
+@pytest.mark.slow
+def test_ddp_has_the_gradients_of_gloo_and_equal_replicas(tmp_path):
+    record = recorded(tmp_path, "ddp", "--models", "small_cnn", "--repeats", "2")
+    rows = by_contender(record["rows"])
+    assert rows.keys() == {"gloo", "labkit", ddp.OURS}
     for row in rows.values():
-        assert row["model"] == "small_cnn"
-        assert row["gradient_error"] < 1e-6
-        assert row["replicas_equal"]
-        assert len(row["seconds"]) == 2
-        paired = ratios(rows["gloo"]["seconds"], row["seconds"])
-        assert row["ratio_to"]["gloo"]["median"] == pytest.approx(sum(paired) / 2, rel=1e-4)
-    assert {"hardware", "versions", "config"} <= record.keys()
-    assert "DDP step of small_cnn" in capsys.readouterr().out
+        assert row["gradient_error"] < 1e-5
+        assert row["replicas"] == "equal"
+        assert row["batch_size"] == 32
 
 
-def test_a_gradient_that_differs_is_seen_relative_to_the_largest():
-    mine, theirs = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
-    mine.weight.grad, theirs.weight.grad = torch.tensor([[4.0, 1.0]]), torch.tensor([[4.0, 0.0]])
-    assert ddp.gradient_error(mine, theirs) == 0.25
-    assert ddp.gradient_error(theirs, theirs) == 0.0
-
-
-def test_replicas_that_part_are_said_to_differ():
-    by_rank = [
-        {
-            "num_parameters": 3,
-            "seconds": {"gloo": [1.0, 1.0], "labkit": [0.5, 0.5]},
-            "error": {"gloo": 0.0, "labkit": rank / 10},
-            "digest": {"gloo": "x", "labkit": f"y{rank}"},
-        }
-        for rank in range(2)
-    ]
-    result = ddp.put_together(by_rank, "small_cnn", "cpu")
-    assert result.replicas_equal == {"gloo": True, "labkit": False}
-    assert result.gradient_error["labkit"] == 0.1
-    assert result.times_gloo("labkit") == [2.0, 2.0]
-    assert "DIFFERENT" in str(result)
-
-
-# checkpoint
-
-
-def test_a_checkpoint_is_timed_beside_a_plain_file(tmp_path, capsys):
-    path = tmp_path / "checkpoint.json"
-    words = ["--models", "small_cnn", "--repeats", "2", "--device", "cpu", "--world-size", "2"]
-    assert main(["bench", "checkpoint", *words, "--json", str(path)]) == 0
-    (row,) = json.loads(path.read_text())["rows"]
+def test_a_checkpoint_is_timed_beside_a_plain_file(tmp_path):
+    words = ["checkpoint", "--world-size", "2", "--models", "small_cnn", "--repeats", "2"]
+    rows = by_contender(recorded(tmp_path, *words)["rows"])
     # Parameters and momenta.
     parameters = sum(one.nbytes for one in build("small_cnn").parameters())
-    assert row["num_bytes"] == 2 * parameters
-    assert [len(row["seconds"][name]) for name in (checkpoint.SAVE, checkpoint.PLAIN)] == [2, 2]
-    assert "as long as a plain file" in capsys.readouterr().out
+    assert rows.keys() == {checkpoint.SAVE, checkpoint.PLAIN}
+    assert all(row["num_bytes"] == 2 * parameters for row in rows.values())
 
 
-# The command line
+@pytest.mark.slow
+def test_every_contender_of_the_pipeline_bench_trains_the_same_model(tmp_path):
+    record = recorded(tmp_path, "pipeline", "--models", "mlp", "--repeats", "2")
+    rows = by_contender(row for row in record["rows"] if "duel" not in row)
+    duels = [row for row in record["rows"] if "duel" in row]
+    assert {pipeline.OURS, pipeline.UNPIPELINED, pipeline.ONE_DEVICE} <= rows.keys()
+    for name, row in rows.items():
+        if name != pipeline.ONE_DEVICE:
+            assert row["difference"] < 1e-5
+    found = [(row["duel"], row["contender"]) for row in duels]
+    assert found == [
+        (s, f"{who} {s} on gloo") for s in ("gpipe", "1f1b") for who in ("labkit", "torch")
+    ]
 
 
-def test_a_row_of_the_record_is_a_line():
-    record = {"config": {"a": [2]}, "rows": [{"a": [1e-05, None]}, {"b": {"c": -3}}], "none": []}
-    text = dumped(record)
-    assert json.loads(text) == record
-    assert '    {"a": [1e-05, null]},\n    {"b": {"c": -3}}\n' in text
+def test_activations_are_timed_over_each_transport():
+    found = placement.measure_hop(2, CPU, sizes=(2**10, 2**20))
+    ways = ["shared memory", "gloo", placement.COPY]
+    assert {size: list(one) for size, one in found.seconds.items()} == {1024: ways, 2**20: ways}
 
 
-def test_the_recorded_command_leaves_out_where_it_wrote():
-    words = ["bench", "ddp", "--json", "a.json", "--models", "mlp", "--figure=a.png"]
-    assert command_line(words) == "labkit bench ddp --models mlp"
+def test_all_cuts_take_turns_and_the_best_meet_the_planners_again():
+    layers = (LayerCost("Linear", 1.0, 2.0, 10**6, 400, 50),) * 6
+    profile = Profile("mlp", 4, 100, layers)
+    sweep, play_off = placement.measure_cuts(profile, Link(0.0, 1e-9), 2, 2, CPU)
+    assert list(sweep.seconds[""]) == [f"cut {cut}" for cut in (1, 2, 3, 4, 5)]
+    # All layers are alike: the planner cuts in the middle.
+    planned, *others = play_off.seconds[""]
+    assert planned == "cut 3"
+    medians = {cut: sum(seconds) for cut, seconds in sweep.seconds[""].items() if cut != planned}
+    assert others == sorted(medians, key=medians.get)[:3]
+    assert sweep.figures["cuts_2_micro_batches"]().png()
+
+
+@pytest.mark.slow
+def test_the_hops_of_a_placement_stand_beside_the_model(monkeypatch):
+    """The reference's four devices: with a frozen backbone no gradient crosses a cut."""
+    monkeypatch.setattr(placement, "VGG16_SPLITS", {"4 devices": (15, 31, 33)})
+    monkeypatch.setattr(placement, "BATCH_SIZES", (2,))
+    profile = measure_profile("vgg16", batch_size=2, input_shape=(3, 32, 32), **CPU)
+    monkeypatch.setattr(placement, "measure_profile", lambda *_, **__: profile)
+    result = placement.measure_placements(Link(0.0, 1e-9), 1, CPU)
+    gradients = [sum("gradient" in hop for hop in hops) for hops in result.seconds.values()]
+    assert gradients == [3, 0]
+    assert all(row["model_s"] > 0 and row["num_bytes"] > 0 for row in result.rows())
+    assert result.figures["hops"]().png()
+
+
+def test_what_is_measured_is_written_when_a_bench_is_stopped(tmp_path):
+    def stopped():
+        yield Result("T", {}, {"": {"ours": [1.0]}})
+        raise KeyboardInterrupt
+
+    path = tmp_path / "out.json"
+    with pytest.raises(KeyboardInterrupt):
+        show(stopped(), {"command": "c", "config": {}}, str(path))
+    assert [row["contender"] for row in json.loads(path.read_text())["rows"]] == ["ours"]
+    assert BENCHES
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["speed"], "unknown bench 'speed': choose one of launch, all-reduce, ddp"),
-        (["all-reduce", "--sizes", "4KB"], "size '4KB' is not known: give bytes, or KiB"),
-        (["all-reduce", "--sizes", "10"], "10 bytes are not a whole number of float32"),
-        (["all-reduce", "--world-size", "1"], "2 ranks or more, got world size 1"),
-        (["all-reduce", "--world-size", "two"], "--world-size: 'two' is not an integer"),
+        (["speed"], "unknown bench 'speed'"),
+        (["all-reduce", "--sizes", "4KB"], "size '4KB' is not known"),
+        (["all-reduce", "--sizes", "10"], "10 bytes do not divide into float32"),
+        (["ddp", "--world-size", "1"], "2 ranks or more, got world size 1"),
         (["all-reduce", "--device", "tpu"], "unknown device 'tpu'"),
         (["all-reduce", "--figure", "x.gif"], "a figure is saved as .png or .svg"),
         (["all-reduce", "--json", "/nowhere/x.json"], "in a folder that exists"),
         (["launch", "--sizes", "4KiB"], "bench launch has no option --sizes"),
-        (["ddp", "--figure", "x.png"], "bench ddp draws no figure"),
-        (["ddp", "--models", "gpt"], "unknown model 'gpt': choose one of small_cnn"),
-        (["ddp", "--world-size", "1"], "2 ranks or more, got world size 1"),
-        (["pipeline", "--world-size", "1"], "2 ranks or more, got world size 1"),
+        (["ddp", "--models", "gpt"], "unknown model 'gpt'"),
         (["--json", "x.json"], "--json and --figure are for one bench"),
     ],
 )

@@ -1,12 +1,9 @@
 """The rules by which the benches time: turns, spreads, ratios; how fast is no test's business."""
 
-import contextlib
-from types import SimpleNamespace
-
-import pytest
-import torch
+import json
 
 from workbook.measure import spread, turns
+from workbook.measure.record import Result, command_line, dumped
 
 
 def test_each_repeat_begins_with_another_contender(monkeypatch):
@@ -36,30 +33,25 @@ def test_a_spread_is_the_median_and_the_quartiles():
     assert spread.Spread.of([7.0]).text(str) == "7.0 (7.0 to 7.0)"
 
 
-def test_a_table_is_aligned_and_an_empty_row_is_an_empty_line():
-    lines = spread.table(["size", "x"], [["1 KiB", "2"], [], ["", "33"]]).splitlines()
-    assert lines == ["size   x", "1 KiB  2", "", "       33"]
+def test_ratios_are_of_pairs_so_drift_drops_out():
+    """The machine is twice as slow in the second repeat: the ratio is not."""
+    seconds = {4: {"ours": [1.0, 2.0], "gloo": [3.0, 6.0]}}
+    made = Result("T", {"P": 2}, seconds, ("gloo",), "size_bytes", {"twice_s": lambda *_: 0.002})
+    ours, gloo = made.rows()
+    assert ours["ratio_to"]["gloo"] == {"median": 3.0, "low": 3.0, "high": 3.0}
+    assert gloo["ratio_to"]["gloo"]["median"] == 1.0
+    assert (ours["P"], ours["size_bytes"], ours["twice_s"]) == (2, 4, 0.002)
+    assert "ours" in str(made)
+    assert "2 ms" in str(made)
 
 
-@pytest.mark.parametrize("fails", ["the second group", "a step", "nothing"])
-def test_process_groups_end_whatever_is_raised(fails, monkeypatch):
-    made, ended = [], []
+def test_a_row_of_the_record_is_a_line():
+    record = {"config": {"a": [2]}, "rows": [{"a": [1e-05, None]}, {"b": {"c": -3}}], "none": []}
+    text = dumped(record)
+    assert json.loads(text) == record
+    assert '    {"a": [1e-05, null]},\n    {"b": {"c": -3}}\n' in text
 
-    def new_group(backend):
-        if fails == "the second group" and made:
-            raise RuntimeError(fails)
-        made.append(backend)
-        return SimpleNamespace(shutdown=lambda: ended.append(backend))
 
-    monkeypatch.setattr(turns.dist, "new_group", new_group)
-    comm = SimpleNamespace(device=torch.device("cpu"), world_size=2)
-    expected = contextlib.nullcontext()
-    if fails != "nothing":
-        expected = pytest.raises(RuntimeError, match=fails)
-    with expected, turns.process_groups(comm) as groups:
-        assert list(groups) == ["gloo", "labkit"]
-        assert not ended
-        if fails == "a step":
-            raise RuntimeError(fails)
-    assert ended == made
-    assert len(made) == (1 if fails == "the second group" else 2)
+def test_the_recorded_command_leaves_out_where_it_wrote():
+    words = ["bench", "ddp", "--json", "a.json", "--models", "mlp", "--figure=a.png"]
+    assert command_line(words) == "labkit bench ddp --models mlp"

@@ -22,7 +22,6 @@ from workbook.measure.elsewhere.run import (
     formula_bytes,
     measure,
 )
-from workbook.measure.elsewhere.turns import Turn
 
 # 2 (P - 1) / P x 4 bytes x 29,066 parameters, with P = 2.
 ALL_REDUCE_BYTES = 116_264
@@ -122,7 +121,7 @@ def gone(pids: Path) -> bool:
 def test_who_fails_says_so_and_the_others_train_on(written, tmp_path):
     names = [name for name in BODIES if name != "right"]
     contenders = {ONE_DEVICE: of_script("right")} | {name: of_script(name) for name in names}
-    record = measure(contenders, 4, 2, limit_s=5, scripts=written).record()
+    record = measure(contenders, 4, 2, limit_s=5, scripts=written)
     rows = {row["contender"]: row for row in record["contenders"]}
     assert {name: row["problem"] for name, row in rows.items() if row["problem"]} == {
         "dies": "ended with 1: ValueError: no such tensor",
@@ -160,7 +159,7 @@ def test_stopped_it_leaves_no_process_and_no_file(written, tmp_path):
 def test_labkit_s_techniques_and_pytorch_s_ddp_train_as_one_device_does():
     names = ["labkit ddp", "labkit parameter_server over TCP"]
     names += ["labkit ring_all_reduce over TCP", "PyTorch DDP"]
-    record = elsewhere.run_elsewhere(names, steps=3).record()
+    record = elsewhere.run_elsewhere(names, steps=3)
     rows = {row["contender"]: row for row in record["contenders"]}
     assert list(rows) == [ONE_DEVICE, *(name for name in CONTENDERS if name in names)]
     assert all(row["agrees"] and not row["problem"] for row in rows.values())
@@ -180,7 +179,7 @@ def test_labkit_s_techniques_and_pytorch_s_ddp_train_as_one_device_does():
     "name", [name for name, one in CONTENDERS.items() if one.environment] + ["labkit.horovod"]
 )
 def test_the_other_frameworks_agree(name):
-    _, row = elsewhere.run_elsewhere([name], steps=4).record()["contenders"]
+    _, row = elsewhere.run_elsewhere([name], steps=4)["contenders"]
     if row["absent"]:
         pytest.skip(row["problem"])
     assert not row["problem"]
@@ -188,8 +187,9 @@ def test_the_other_frameworks_agree(name):
 
 
 def test_what_is_not_here_is_taken_from_the_stored_record_and_marked():
-    right = Turn([2.0, 1.0], [0.1] * 2, {"worker 0": [0] * 2})
-    live = measure({ONE_DEVICE: Contender(lambda *_: right)}, 2, 1).record()
+    right = {"worker": 0, "losses": [2.0, 1.0], "step_s": [0.1] * 2, "versions": {}}
+    right |= {"sent_bytes": {"worker 0": [0] * 2}, "counted_bytes": {}}
+    live = measure({ONE_DEVICE: Contender(lambda *_: right)}, 2, 1)
     both = elsewhere.side_by_side(live)
     stored = [row for row in both["contenders"] if row.get("recorded")]
     assert len(both["contenders"]) == len(stored) + 1

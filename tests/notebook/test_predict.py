@@ -1,6 +1,6 @@
 import pytest
 
-from workbook.notebook.predict import predict_row
+from workbook.notebook.prediction import predict_row
 
 
 def test_row_holds_prediction_model_measurement_and_ratios():
@@ -46,5 +46,5 @@ def test_numbers_with_units_are_refused_with_the_next_step():
         predict_row("time", "s", "5 ms", None, 1)
     with pytest.raises(ValueError, match="model must be a number"):
         predict_row("time", "s", 1, [2], 1)
-    with pytest.raises(ValueError, match="at least once"):
+    with pytest.raises(ValueError, match="list of repeats"):
         predict_row("time", "s", 1, 2, [])

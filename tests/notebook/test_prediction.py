@@ -16,7 +16,7 @@ def recorded():
 
 def restart(monkeypatch):
     """What a new kernel knows: the file alone."""
-    monkeypatch.setattr(record, "_stores", {})
+    monkeypatch.setattr(record, "_pending", {})
 
 
 def test_it_is_locked_by_its_first_measurement(monkeypatch):
@@ -139,7 +139,7 @@ def test_what_is_not_finite_is_shown_and_not_recorded():
 
 def test_a_measurement_without_repeats_locks_nothing():
     made = workbook.predict(*SENT, value=5)
-    with pytest.raises(ValueError, match="at least once"):
+    with pytest.raises(ValueError, match="list of repeats"):
         workbook.predict_row(*SENT, made, None, [])
     assert made.locked_at is None
 

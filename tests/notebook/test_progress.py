@@ -11,8 +11,8 @@ from labkit.__main__ import main
 from workbook import check
 from workbook.notebook import record
 from workbook.notebook.pages import Page
-from workbook.notebook.progress import collected
-from workbook.notebook.record_format import Predicted, Record, Tried
+from workbook.notebook.progress import Progress
+from workbook.notebook.record import Predicted, Record, Tried
 
 AT = "2026-01-01T00:00:00+00:00"
 PAGES = [Page("06_ring", "The ring", ("ring.all_reduce", "mean")), Page("07_tree", "A tree", ())]
@@ -28,8 +28,8 @@ def predicted(value, measured, day=1):
 
 def test_exercises_are_passed_tried_or_open():
     recorded = Record({"06_ring": {"mean": tried("not yet", 2)}, "07_tree": {}})
-    shown = collected(recorded, PAGES, "Kept here.")
-    assert shown.exercise_table()[1:] == [
+    shown = Progress.of(recorded, PAGES, "Kept here.")
+    assert shown.tables()[0][1:] == [
         ["06 The ring", "0 of 2", "open: ring.all_reduce; not yet (2 attempts): mean"],
         ["07 A tree", "0 of 0", ""],
     ]
@@ -39,7 +39,7 @@ def test_exercises_are_passed_tried_or_open():
 def test_a_scripts_exercise_counts_for_its_page_and_others_have_rows():
     recorded = Record({"": {"mean": tried("passed"), "mine": tried("passed")}, "Untitled": {}})
     recorded.exercises["Untitled"]["other"] = tried("works but not yours yet")
-    table = collected(recorded, PAGES, "").exercise_table()
+    table = Progress.of(recorded, PAGES, "").tables()[0]
     assert table[1] == ["06 The ring", "1 of 2", "open: ring.all_reduce; passed: mean"]
     assert table[3:] == [
         ["elsewhere", "1 of 1", "passed: mine"],
@@ -50,8 +50,8 @@ def test_a_scripts_exercise_counts_for_its_page_and_others_have_rows():
 def test_predictions_are_shown_in_the_order_of_their_measurements_and_how_they_develop():
     made = [predicted(1.0, 2.0**-day, day) for day in range(10, 0, -1)]
     recorded = Record({}, {"06_ring": {"time": made}})
-    shown = collected(recorded, PAGES, "")
-    ratios = [row[-1] for row in shown.prediction_table()[1:]]
+    shown = Progress.of(recorded, PAGES, "")
+    ratios = [row[-1] for row in shown.tables()[1][1:]]
     assert (ratios[0], ratios[-1]) == ("0.5 ×", "0.000977 ×")
     assert shown.sentences()[1] == (
         "Your last 5 predictions were within a factor of 1,024 of the measurement; "
@@ -69,7 +69,7 @@ def test_the_factor_counts_both_directions_alike(value, measured, factor):
 
 def test_a_prediction_without_measurement_is_not_compared():
     made = Predicted("time", "s", 1.0, AT)
-    shown = collected(Record({}, {"06_ring": {"time": [made]}}), PAGES, "")
+    shown = Progress.of(Record({}, {"06_ring": {"time": [made]}}), PAGES, "")
     assert shown.predictions == []
 
 
@@ -80,17 +80,17 @@ def test_a_check_records_its_verdict_but_not_that_nothing_is_written_yet(monkeyp
         raise NotImplementedError
 
     check.answers(weighted_mean, {(1,): 2})
-    assert record.store().read().exercises == {}
+    assert record.read().exercises == {}
     check.answers(lambda x: 1, {(1,): 2}, name="ring.weighted_mean")
     check.answers(lambda x: 2, {(1,): 2}, name="ring.weighted_mean")
-    one = record.store().read().exercises["06_ring_all_reduce"]["ring.weighted_mean"]
+    one = record.read().exercises["06_ring_all_reduce"]["ring.weighted_mean"]
     assert (one.status, one.attempts) == ("passed", 2)
     assert "passed: ring.weighted_mean" in repr(workbook.progress())
 
 
 def test_it_is_a_table_whose_words_are_escaped():
     recorded = Record({"a<b": {"c&d": tried("passed")}}, {"a<b": {"q": [predicted(1.0, 2.0)]}})
-    page = collected(recorded, PAGES, "")._repr_html_()
+    page = Progress.of(recorded, PAGES, "")._repr_html_()
     assert page.count("<table>") == 2
     assert "a&lt;b" in page
     assert "c&amp;d" in page
@@ -116,7 +116,7 @@ def test_reset_begins_again_and_keeps_the_old_file(capsys):
     (kept,) = path.parent.glob(f"{path.stem}.reset-*.json")
     assert str(kept) in capsys.readouterr().out
     assert "ring" in kept.read_text()
-    assert record.store().read().exercises == {}
+    assert record.read().exercises == {}
 
 
 def test_turned_off_it_says_so(monkeypatch, capsys):

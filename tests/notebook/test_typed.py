@@ -52,17 +52,17 @@ REFUSED = [
     ("3 ms", "messages", "give it in messages, as in 12 messages"),
     ("5 m", "s", "'m' is not a unit"),  # minutes, milliseconds or metres
     ("1,500", "s", "1,500 may be 1500 or 1.500: type it without the comma"),
-    ("", "s", "not a number"),
-    ("many", "s", "not a number"),
-    ("nan", "s", "not a number"),
-    ("inf", "s", "not a number"),
+    ("", "s", "not one number"),
+    ("many", "s", "not one number"),
+    ("nan", "s", "not one number"),
+    ("inf", "s", "not one number"),
     ("1e999", "s", "too large"),
     ("9**9999", "s", "too large"),
     ("10⁶", "s", "not one number"),
     ("1 2", "s", "not one number"),
     ("1..2", "s", "too many points"),
     ("1/0", "s", "divides by 0"),
-    ("0^-1", "s", "no negative powers"),
+    ("0^-1", "s", "divides by 0"),
 ]
 
 

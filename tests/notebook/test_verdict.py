@@ -15,10 +15,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import workbook
 from labkit import RunConfig, TrainResult
+from labkit.comm.peak_memory import DeviceMemory, PeakMemory
 from labkit.runtime.launch import RunResult
 from labkit.tracing import Span, Trace
 from labkit.tracing.chrome import read_traces
@@ -293,33 +293,20 @@ def test_staleness_and_whose_gradients_were_late():
         verdict.staleness(recorded("ddp_slow_link"))
 
 
-def test_counted_and_predicted_bytes():
-    run = compare("ddp", SIX_EPOCHS)
-    assert str(verdict.traffic(run.bytes_sent, run.bytes_sent)) == (
-        "Counted and predicted bytes are equal on 2 ranks."
+def test_the_run_whose_largest_rank_or_gpu_took_least_memory_is_first():
+    def ran(*peaks):
+        nothing = [0] * len(peaks)
+        return RunResult(nothing, Trace(), 1.0, nothing, nothing, peak_memory=list(peaks))
+
+    runs = {"whole": ran(PeakMemory(3 * 2**20), None), "pieces": ran(None, PeakMemory(2**20))}
+    assert str(verdict.peak_memory(runs)) == (
+        "Least peak memory: pieces, 1 MiB on rank 1; whole took 3 times as much, 3 MiB (rank 0)."
     )
-    found = verdict.traffic([8, 8, 8], [8, 9, 8], unit="messages")
-    assert found.holds is False
-    assert str(found) == (
-        "Counted and predicted messages differ on 1 rank of 3: rank 1 sent 8, and the formula "
-        "says 9."
-    )
-
-
-def with_weights(result, value):
-    result.state["weight"] = torch.tensor([value])
-    return result
-
-
-def test_a_fair_comparison_is_of_the_same_work():
-    one = with_weights(compare("single", SIX_EPOCHS), 1.0)
-    assert verdict.fair(one, with_weights(compare("ddp", SIX_EPOCHS), 1.0 + 1e-6)).holds
-    other_batch = with_weights(compare("ddp", SMALL_BATCHES), 1.0)
-    assert str(verdict.fair(one, other_batch)) == (
-        "Not a fair comparison: batch_size is 128 and 64, epochs is 6 and 3."
-    )
-    other_updates = with_weights(compare("ddp", SIX_EPOCHS), 2.0)
-    assert "compare the time to an accuracy" in str(verdict.fair(one, other_updates))
+    gpus = {"cuda:0": DeviceMemory(105, 400), "cuda:1": DeviceMemory(50, 400)}
+    close = {"one": ran(PeakMemory(2**30, gpus)), "other": ran(PeakMemory(100))}
+    assert verdict.peak_memory(close).holds is None
+    unknown = verdict.peak_memory({"one": ran(PeakMemory(None)), "other": ran(PeakMemory(5))})
+    assert "of one is not known" in str(unknown)
 
 
 # The numbers and the display

@@ -1,36 +1,22 @@
 """What layers cost, counted and measured."""
 
-import pytest
-import torch
 from torch import nn
 
-from labkit.placement.even_split import even_split
-from labkit.placement.profile import profile_layers
-from labkit.workload.layers import output_shapes
+from labkit.placement.profile import even_split, profile_layers
 
 
 def test_an_even_split_balances_the_products():
     layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
     assert even_split(nn.Sequential(*layers), (8,), 2) == (3,)
     assert even_split(nn.Sequential(*layers), (8,), 1) == ()
-    with pytest.raises(ValueError, match="from 1 to 5, the number of layers of Sequential; got 6"):
-        even_split(nn.Sequential(*layers), (8,), 6)
 
 
 def test_models_that_take_integers_are_split_and_measured():
     words = nn.Sequential(nn.Embedding(9, 6), nn.Flatten(), nn.Linear(18, 6), nn.Linear(6, 4))
-    assert output_shapes(words, (3,), 2)[0] == ((2, 3, 6), torch.float32)
     assert even_split(words, (3,), 2) == (3,)
     found = profile_layers(words, 2, (3,), repeats=1)
     assert found.input_bytes == 2 * 3 * 8
     assert all(layer.backward_s > 0 for layer in (found.layers[0], found.layers[2]))
-    # Where the first layer does not tell, the caller does.
-    hidden = nn.Sequential(nn.Sequential(*words[:2]), nn.Identity(), *words[2:])
-    hidden[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"layer 0 \(Sequential\) does not take \[1, 3\]"):
-        even_split(hidden, (3,), 2)
-    assert even_split(hidden, (3,), 2, torch.int32) == (3,)
-    assert profile_layers(hidden, 2, (3,), repeats=1, dtype=torch.int32).input_bytes == 2 * 3 * 4
 
 
 def test_a_profile_has_the_bytes_of_the_shapes_and_times_above_zero():
@@ -47,5 +33,3 @@ def test_a_profile_has_the_bytes_of_the_shapes_and_times_above_zero():
     assert all(parameter.grad is None for parameter in model.parameters())
     in_place = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
     assert profile_layers(in_place, 2, (4,), repeats=1).layers[1].backward_s > 0
-    with pytest.raises(ValueError, match="0 repeats"):
-        profile_layers(model, 6, (3, 4), repeats=0)

@@ -19,7 +19,7 @@ from functools import partial
 import labkit
 import workbook
 from labkit.costs import Link
-from labkit.placement.stage_costs import LayerCost, Profile
+from labkit.placement.planner import LayerCost, Profile
 from labkit.training.split_run import measure_split
 
 DEVICE = "cpu"

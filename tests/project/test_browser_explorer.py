@@ -11,7 +11,7 @@ from functools import partial
 import labkit
 import workbook
 from labkit.costs import Link
-from labkit.placement.stage_costs import LayerCost, Profile
+from labkit.placement.planner import LayerCost, Profile
 from labkit.training.split_run import measure_split
 
 layers = (LayerCost(f"layer {i}", 0.001, 0.002, 2**22 >> i // 2, 2**10, 2**10) for i in range(34))

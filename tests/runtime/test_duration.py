@@ -6,6 +6,7 @@ import cloudpickle
 import fake_cuda
 import pytest
 import torch
+import torch.distributed as dist
 
 from labkit.comm.board import Board
 from labkit.comm.shared_memory import Arena
@@ -48,10 +49,10 @@ def test_duration_of_a_run(rank):
 
 
 def test_duration_under_torchrun(rank, monkeypatch):
-    monkeypatch.setattr(torchrun, "_local_world_size", lambda *_: 1)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torchrun, "own_store", lambda *_: dist.HashStore())
     monkeypatch.setattr(torchrun, "plan", lambda *_, **__: SimpleNamespace(note=""))
-    monkeypatch.setattr(torchrun, "_report_memory", lambda *_: None)
-    monkeypatch.setattr(torchrun, "new_watch", lambda *_: None)
     monkeypatch.setattr(torchrun, "_exchange", lambda _, mine: [mine])
     assert torchrun.run_as_rank(queues, (), 1, "cuda", "auto", 10.0) == [pytest.approx(3.0)]
 

@@ -9,9 +9,6 @@ from labkit.schedules.bucket_assignment import MIB, assign_buckets
 
 def test_buckets_run_from_the_last_parameter_to_the_first():
     assert assign_buckets([1] * 6, cap_bytes=3, first_cap_bytes=2) == [[5, 4], [3, 2, 1], [0]]
-
-
-def test_a_cap_above_all_is_one_bucket_only_without_a_small_first_one():
     assert assign_buckets([4, 8, 4], cap_bytes=10**9) == [[2, 1, 0]]
     assert assign_buckets([2 * MIB, 4, MIB], cap_bytes=10**9) == [[2], [1, 0]]
 
@@ -19,9 +16,7 @@ def test_a_cap_above_all_is_one_bucket_only_without_a_small_first_one():
 def test_a_parameter_that_fills_a_bucket_has_it_to_itself():
     assert assign_buckets([1, 9, 1, 1], cap_bytes=5, first_cap_bytes=5) == [[1], [3, 2, 0]]
     assert assign_buckets([8, 1] * 3, cap_bytes=8) == [[4], [2], [5, 3, 1], [0]]
-
-
-def test_what_was_gathered_beside_a_large_one_leaves_before_it_when_ready_before_it():
+    # What was gathered beside it leaves before it, when it is ready before it.
     assert assign_buckets([9, 1, 1], cap_bytes=5, first_cap_bytes=5) == [[2, 1], [0]]
 
 

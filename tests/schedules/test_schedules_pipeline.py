@@ -6,13 +6,14 @@ import pytest
 
 from labkit.schedules.pipeline import (
     PIPELINES,
-    Action,
     Hop,
     gpipe,
     in_flight,
     one_f_one_b,
+    pipeline_streams,
     with_hops,
 )
+from labkit.schedules.split_points import check_split_points, stage_bounds
 
 
 def words(actions):
@@ -43,19 +44,19 @@ def test_a_stage_runs_each_action_once_and_holds_what_its_schedule_promises(name
             assert in_flight(actions) == promised[name]
 
 
+def messages(hop):
+    """The message at each end of a hop."""
+    return [(way, *m) for way, m in (("send", hop.send), ("recv", hop.recv)) if m]
+
+
 def test_what_a_middle_stage_executes():
     found = list(with_hops(one_f_one_b(1, 3, 2), stage=1, num_stages=3))
-    told = [
-        " ".join(
-            f"{way} {message.kind}{message.micro_batch}"
-            for way, message in (("send", step.send), ("recv", step.recv))
-            if message
-        )
+    assert [
+        " ".join(f"{way} {kind}{number}" for way, kind, number, _ in messages(step))
         if isinstance(step, Hop)
         else str(step)
         for step in found
-    ]
-    assert told == [
+    ] == [
         "recv activation0", "F0", "send activation0",
         "recv activation1", "F1", "send activation1 recv gradient0",
         "B0", "send gradient0", "recv gradient1", "B1", "send gradient1",
@@ -63,30 +64,23 @@ def test_what_a_middle_stage_executes():
 
 
 def finishes(programs):
-    """Play the stages' programs; a message passes only when both ends have reached it."""
-    programs = [list(program) for program in programs]
-    while any(programs):
-        offers, wants = {}, {}
-        for stage, program in enumerate(programs):
-            while program and isinstance(program[0], Action):
-                program.pop(0)
-            if program:
-                hop = program[0]
-                if hop.send:
-                    offers[stage, hop.send.peer] = hop.send[:2]
-                if hop.recv:
-                    wants[hop.recv.peer, stage] = hop.recv[:2]
-        met = offers.keys() & wants.keys()
-        if not met and any(programs):
+    """Play the stages' hops; a message passes only when both ends have reached it."""
+    todo = [
+        [{(way, m[-1]): m[:2] for way, *m in messages(hop)} for hop in program]
+        for program in programs
+    ]
+    while any(todo):
+        moved = False
+        for stage, hops in enumerate(todo):
+            for (way, peer), message in list(hops[0].items()) if hops else ():
+                other = ("recv" if way == "send" else "send", stage)
+                if todo[peer] and other in todo[peer][0]:
+                    assert todo[peer][0].pop(other) == message, "the ends name different messages"
+                    del hops[0][way, peer]
+                    moved = True
+        todo = [[hop for hop in hops if hop] for hops in todo]
+        if not moved:
             return False
-        for edge in met:
-            source, destination = edge
-            assert offers[edge] == wants[edge], "the two ends name different messages"
-            programs[source][0] = programs[source][0]._replace(send=None)
-            programs[destination][0] = programs[destination][0]._replace(recv=None)
-        for program in programs:
-            if program and program[0] == (None, None):
-                program.pop(0)
     return True
 
 
@@ -94,16 +88,35 @@ def finishes(programs):
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6])
 def test_no_cycle_of_stages_waits_though_a_send_waits_for_its_receive(name, num_stages):
     for count, first_trained in itertools.product((1, 2, 3, 5, 8), range(num_stages)):
-        streams = (PIPELINES[name](stage, num_stages, count) for stage in range(num_stages))
-        assert finishes(
-            with_hops(stream, stage, num_stages, first_trained)
-            for stage, stream in enumerate(streams)
-        )
+        programs = [
+            with_hops(PIPELINES[name](s, num_stages, count), s, num_stages, first_trained)
+            for s in range(num_stages)
+        ]
+        assert finishes([step for step in row if isinstance(step, Hop)] for row in programs)
 
 
-def test_nothing_goes_back_to_stages_that_are_not_trained():
+def test_stages_that_are_not_trained_have_no_backward_and_get_no_gradient():
+    streams = pipeline_streams("1f1b", 3, 2, first_trained=1)
+    assert list(map(words, streams)) == ["F0 F1", "F0 F1 B0 B1", "F0 B0 F1 B1"]
     for stage, sends in ((0, 0), (1, 0), (2, 4)):
         steps = list(with_hops(gpipe(stage, 3, 4), stage, 3, first_trained=1))
         hops = [step for step in steps if isinstance(step, Hop)]
         assert sum(hop.send is not None and hop.send.kind == "gradient" for hop in hops) == sends
         assert any(step[0] == "backward" for step in steps) == (stage >= 1)
+
+
+@pytest.mark.parametrize(
+    ("points", "num_layers", "num_stages", "words"),
+    [
+        ([0], 7, None, "split point 0 leaves a stage without layers: with 7 layers it is 1 to 6"),
+        ([5, 2], 7, None, "5, 2 are out of order: give each once"),
+        ([2.0], 7, None, "split point 2.0 is not an integer"),
+        ([2, 5], 7, 4, r"2 split points \(2, 5\) for 4 stages: give 3"),
+        (5, 7, None, r"one for each cut, got 5: write \(5,\)"),
+    ],
+)
+def test_split_points_begin_stages(points, num_layers, num_stages, words):
+    assert stage_bounds([2, 5], 7) == [(0, 2), (2, 5), (5, 7)]
+    assert stage_bounds((), 7) == [(0, 7)]
+    with pytest.raises(ValueError, match=words):
+        check_split_points(points, num_layers, num_stages)

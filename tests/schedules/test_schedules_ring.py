@@ -4,11 +4,13 @@ import pytest
 
 from labkit.schedules.ring import (
     chunk_bounds,
+    num_blocks,
     owned_chunk,
     ring_all_reduce,
     ring_contributions,
     ring_share_only,
     ring_share_reduce,
+    rings_between,
 )
 
 
@@ -63,3 +65,31 @@ def test_chunks_cover_everything_and_differ_by_one_at_most(num_elements, world_s
     assert sum(sizes) == num_elements
     assert max(sizes) - min(sizes) <= 1
     assert [start for start, _ in bounds] == [sum(sizes[:i]) for i in range(world_size)]
+
+
+def test_two_hosts_of_two_ranks_have_two_rings():
+    """Ranks 0 and 2 have the second half of their host's sum, ranks 1 and 3 the first."""
+    rings = [list(rings_between(rank, ((0, 1), (2, 3)))) for rank in range(4)]
+    assert rings == [[([0, 2], (2, 4))], [([1, 3], (0, 2))]] * 2
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        ((0, 1, 2),),
+        ((0,), (1,), (2,)),
+        ((0, 2), (1, 3)),
+        ((0,), (1, 2)),
+        ((0, 1), (2, 3, 4)),
+        ((3, 1), (0,), (2, 5, 4), (6, 7)),
+    ],
+)
+def test_the_rings_between_hosts_have_a_rank_of_each_and_cover_the_tensor(hosts):
+    found = {}
+    for rank in (rank for ranks in hosts for rank in ranks):
+        for members, blocks in rings_between(rank, hosts):
+            assert rank in members
+            assert all(member in ranks for member, ranks in zip(members, hosts, strict=True))
+            assert found.setdefault(blocks, members) == members
+    starts, ends = zip(*sorted(found))
+    assert (starts[0], *ends) == (*starts, num_blocks(hosts))

@@ -1,8 +1,11 @@
-"""The turns of parameter servers and workers."""
+"""Servers on paper: their turns, and the bound on staleness."""
+
+import itertools
+import random
 
 import pytest
 
-from labkit.schedules.servers import server_turns, worker_turns
+from labkit.schedules.servers import StalenessTracker, server_turns, worker_turns
 
 
 @pytest.mark.parametrize(("servers", "workers"), [(1, 3), (2, 3), (3, 3), (3, 2), (4, 1)])
@@ -22,9 +25,61 @@ def test_in_a_turn_no_server_and_no_worker_meets_two(servers, workers):
         turns += 1
     assert turns == max(servers, workers)
     assert not any(of_worker.values())
-    assert sorted(server_turns(0, servers, workers)) == list(range(workers))
 
 
-def test_with_one_server_workers_come_in_the_order_of_their_numbers():
-    assert server_turns(0, 1, 4) == [0, 1, 2, 3]
-    assert [server_turns(server, 2, 3) for server in range(2)] == [[0, 1, 2], [1, 2, 0]]
+def apply_all_allowed(tracker):
+    while (worker := tracker.next()) is not None:
+        tracker.apply(worker)
+        tracker.pull(worker)
+
+
+@pytest.mark.parametrize(
+    ("pushes", "workers", "bound", "updates", "held"),
+    [
+        # Worker 3 computes from version 0 all the time, while 1 comes three times and 2 once.
+        ([1, 2, 1, 1, 3], 3, None, [(1, 0), (2, 1), (1, 1), (1, 0), (3, 4)], []),
+        # The second push of 1 waits until 2 and 3 have been in.
+        ([1, 1, 2, 3, 2], 3, 2, [(1, 0), (2, 1), (3, 2), (1, 2), (2, 2)], []),
+        # After two updates worker 2 would be 2 late: a third must wait for it.
+        ([1, 1, 1], 2, 2, [(1, 0), (1, 0)], [1]),
+        # At version 2 worker 2 would be 2 late, and 3 after it 3: one step ahead is not enough.
+        ([1, 1], 3, 2, [(1, 0)], [1]),
+    ],
+)
+def test_staleness_counts_the_updates_between_and_a_push_is_held(
+    pushes, workers, bound, updates, held
+):
+    tracker = StalenessTracker(range(1, workers + 1), bound)
+    for worker in pushes:
+        tracker.push(worker)
+        apply_all_allowed(tracker)
+    assert (tracker.updates, tracker.held) == (updates, held)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_every_order_of_pushes_keeps_the_bound_and_nobody_waits_forever(workers):
+    chooser = random.Random(workers)
+    for bound, _ in itertools.product(range(workers - 1, workers + 3), range(30)):
+        tracker = StalenessTracker(range(workers), bound)
+        for _ in range(60):
+            computing = [worker for worker in tracker.pulled if worker not in tracker.held]
+            assert computing, f"all {workers} are held at version {tracker.version}"
+            tracker.push(chooser.choice(computing))
+            apply_all_allowed(tracker)
+        assert max(update.staleness for update in tracker.updates) <= bound
+
+
+def test_nobody_waits_for_a_dropped_worker():
+    tracker = StalenessTracker([1, 2], bound=1)
+    for worker in (1, 1):
+        tracker.push(worker)
+        apply_all_allowed(tracker)
+    assert tracker.held == [1]
+    tracker.drop(2)
+    apply_all_allowed(tracker)
+    assert tracker.updates == [(1, 0), (1, 0)]
+
+
+def test_a_bound_that_cannot_be_kept_is_refused_with_the_smallest_that_can():
+    with pytest.raises(ValueError, match=r"at most 1 cannot be kept with 3 workers.*Use 2"):
+        StalenessTracker([1, 2, 3], bound=1)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from fake_gpus import FakeComm, pretended
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from labkit import RunConfig, strategies
 from labkit.comm import session as reported_loss
 from labkit.training import loop
-from labkit.workload.samples import TensorSamples, on_device
+from labkit.workload.samples import Samples, on_device
 
 STEPS = 3
 
@@ -135,7 +136,7 @@ def test_the_loop_feeds_the_gpu_and_reports_without_waiting(technique, monkeypat
         options = {"split_points": (3,)} if technique == "pipeline" else {}
         strategy = strategies.get(technique)(**options)
         strategy.setup(comm, model(), sgd)
-        data = TensorSamples(torch.randn(20, 1, 8, 8), torch.zeros(20, dtype=torch.int64))
+        data = Samples(TensorDataset(torch.randn(20, 1, 8, 8), torch.zeros(20).long()))
         run = loop._Run(config, SimpleNamespace(train=data), strategy, {}, False)
         gpus.waits.clear()
         for _ in range(2):

@@ -1,6 +1,6 @@
 """Every technique, ours and PyTorch's, ends where plain PyTorch on one device ends.
 
-The models have tied, frozen and unused parameters, layers that work in place, and own forwards;
+The models have tied, frozen and unused parameters, layers that work in place, and on views;
 no number of ranks divides the batches, and some ranks get no sample. Options go by pairs: each
 case is trained with or without clipping, accumulation, buckets, and so on.
 """
@@ -71,29 +71,10 @@ class Turned(nn.Module):
         return inputs.flatten(1).t().flip(0).t()
 
 
-class Traced(nn.Module):
-    """Its own forward has a skip connection, a parameter, a buffer and functions: 4 layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
-        self.gain, self.unused = nn.Parameter(torch.full((6,), 1.5)), nn.Linear(2, 2)
-        self.register_buffer("shift", torch.ones(6))
-        self.head = nn.Linear(6, 6)
-        self.body[2].weight = self.body[0].weight
-
-    def forward(self, inputs, scale=2.0):
-        value = torch.tanh((inputs + self.body(inputs)) * self.gain + self.shift)
-        return self.head(value.view(value.shape[0], -1) * scale)
+STAGED = (odd, frozen_first, in_place)
 
 
-STAGED = (odd, frozen_first, in_place, Traced)
-
-
-def points(model, world_size):
-    if model is Traced:
-        return (1, 2, 3)[: world_size - 1]
-    return {1: (), 2: (3,), 3: (3, 5), 4: (1, 4, 5)}[world_size]
+CUTS = {1: (), 2: (3,), 3: (3, 5), 4: (1, 4, 5)}
 
 
 def ours_or_theirs(name, builtin=False, **options):
@@ -108,7 +89,7 @@ def in_one_process(world_size):
     yield ours_or_theirs("data_parallel", True, devices=replicas, accumulate=2), odd
     stages = strategies.get("model_parallel", in_one_process=True)
     for model in (all_used, frozen_first, in_place):
-        options = {"split_points": points(model, world_size), "accumulate": 3}
+        options = {"split_points": CUTS[world_size], "accumulate": 3}
         yield partial(stages, devices=names, **options), model
     if world_size == 1:
         yield ours_or_theirs("single", accumulate=2), odd
@@ -117,7 +98,7 @@ def in_one_process(world_size):
 def on_ranks(world_size):
     for name, options in (("ring_all_reduce", {"accumulate": 3}), ("ddp", {"bucket_mb": 0.0003})):
         yield ours_or_theirs(name), odd
-        yield ours_or_theirs(name, **options), Traced
+        yield ours_or_theirs(name, **options), in_place
         yield ours_or_theirs(name), Mixed
     yield ours_or_theirs("ddp", bucket_mb=0, accumulate=3), odd
     yield ours_or_theirs("ddp", True, accumulate=2), all_used
@@ -126,7 +107,7 @@ def on_ranks(world_size):
         yield ours_or_theirs("parameter_server", servers=servers, accumulate=2), odd
     yield ours_or_theirs("parameter_server", True, servers=max(1, world_size // 2)), odd
     for model in STAGED:
-        cut = {"split_points": points(model, world_size)}
+        cut = {"split_points": CUTS[world_size]}
         yield ours_or_theirs("model_parallel", **cut, accumulate=3), model
         yield ours_or_theirs("pipeline", **cut, micro_batches=3), model
         yield ours_or_theirs("pipeline", **cut, micro_batches=3, schedule="1f1b"), model
@@ -229,7 +210,7 @@ def on_a_stream():
     yield ours_or_theirs("ddp", bucket_mb=0), odd
     yield ours_or_theirs("ring_all_reduce"), odd
     for model in STAGED:
-        cut = {"split_points": points(model, 3)}
+        cut = {"split_points": CUTS[3]}
         yield ours_or_theirs("model_parallel", **cut), model
         yield ours_or_theirs("pipeline", **cut, micro_batches=3, schedule="1f1b"), model
 

@@ -14,10 +14,10 @@ from labkit import run, strategies
 from labkit.collectives import ring_all_reduce
 from labkit.costs.traffic import (
     NOTHING,
-    all_gather_cost,
     broadcast_cost,
     parameter_server_cost,
     ring_all_reduce_cost,
+    share_only_cost,
 )
 from labkit.strategies.single import Single
 from labkit.strategies.sync_batch_norm import convert
@@ -248,7 +248,7 @@ def expected(name, world_size, rank, elements):
         rank, world_size = rank - servers, world_size - servers
     # Of C channels: means, sums of squared deviations and the count forward, two sums backward.
     rows = [row for channels in (3, 4, 4, 4) for row in (2 * channels + 1, 2 * channels)]
-    norms = [all_gather_cost(row, 8, world_size, rank) for row in rows]
+    norms = [share_only_cost(world_size * row, 8, world_size, rank) for row in rows]
     return sum([*steps, *norms * micro_batches], NOTHING)
 
 

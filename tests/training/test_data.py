@@ -13,7 +13,6 @@ from labkit.training.own import NOTHING, Own
 from labkit.training.resolve import samples_for
 from labkit.training.state import largest_difference
 from labkit.training.train_run import train_run, train_with
-from labkit.workload.samples import TensorSamples
 
 travel_by_value(__name__)
 
@@ -77,7 +76,7 @@ def test_a_batch_of_bytes_becomes_the_floats_of_the_whole_set(dtype):
 
     whole = load_dataset("digits", dtype=getattr(torch, dtype))
     train, test = samples_for(RunConfig(dtype=dtype), NOTHING)
-    assert train.inputs.dtype == test.inputs.dtype == torch.uint8
+    assert train.tensors[0].dtype == test.tensors[0].dtype == torch.uint8
     for part, inputs in ((train, whole.train_inputs), (test, whole.test_inputs)):
         for numbers in (torch.tensor([5, 0, 5]), torch.arange(100), torch.arange(0)):
             made, _ = part.read(numbers)
@@ -89,10 +88,9 @@ def test_own_images_are_augmented_and_resized_and_points_are_refused():
     images = torch.randint(0, 255, (6, 3, 8, 8), dtype=torch.uint8)
     own = Own(dataset=(images.float(), torch.arange(6) % 2))
     train, _ = samples_for(RunConfig(augment="flip", resize=16), own)
-    assert isinstance(train, TensorSamples)
     assert train.read(torch.arange(4), 0)[0].shape == (4, 3, 16, 16)
     points = Own(dataset=(torch.randn(6, 4), torch.arange(6)))
-    with pytest.raises(ValueError, match=r"augment and resize are for images.*\[4\]"):
+    with pytest.raises(ValueError, match="augment and resize are for images"):
         train_run(RunConfig(augment="flip", model="mlp"), own=points)
 
 
@@ -151,7 +149,6 @@ def test_saved_parameters_are_the_start_of_another_run(tmp_path):
         ({"dataset": "no/such/folder"}, r"there is no folder .*no/such/folder.*train and val"),
         ({"freeze": "feature"}, "no layer 'feature'.*did you mean 'features'"),
         ({"freeze": "0,3,6"}, "no parameter to train"),
-        ({"model": "inception_v3"}, r"75x75 pixels or more, got \(1, 8, 8\).*resize"),
     ],
 )
 def test_mistakes_are_named(settings, words):

@@ -245,7 +245,7 @@ class TestSplitPicture:
             ({"split_points": (1, 2, 3, 4)}, "shows 2 to 4 stages, got 5"),
             ({"micro_batches": 3}, "one of 1, 2, 4, 8, 16 for a batch of 16, got 3"),
             ({"schedule": "zigzag"}, "unknown schedule 'zigzag': choose one of gpipe, 1f1b"),
-            ({"frozen": 7}, "frozen must be an integer from 0 to 6"),
+            ({"frozen": 7}, "frozen of toy must be at most 6"),
         ],
     )
     def test_a_start_out_of_range_is_refused(self, start, message):

@@ -1,4 +1,4 @@
-"""A model as a list of layers: which, and what crosses the cuts."""
+"""A model as a list of layers: which, what crosses the cuts, and what forward keeps."""
 
 import copy
 
@@ -6,78 +6,58 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.workload.chain import layers_of, named_layers
-from labkit.workload.layers import output_shapes
-from labkit.workload.meta import meta_copy
-from labkit.workload.models import MODELS, build_model, published_vgg16
+from labkit.training.split_run import measure_split
+from labkit.workload.layers import (
+    EmulatedLayer,
+    HeldBytes,
+    layers_of,
+    meta_copy,
+    named_layers,
+    output_shapes,
+)
+from labkit.workload.models import MODELS, build_model
 
 
-def test_nested_chains_are_opened_and_blocks_are_not():
-    block = nn.ModuleList([nn.Linear(2, 2)])
-    inner = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Linear(2, 2)))
+class Residual(nn.Sequential):
+    def forward(self, inputs):
+        return inputs + super().forward(inputs)
+
+
+def test_nested_chains_are_opened_and_blocks_and_repetitions_are_not():
+    block, tanh = Residual(nn.Linear(2, 2)), nn.Tanh()
+    inner = nn.Sequential(tanh, nn.Sequential(nn.Linear(2, 2)), tanh)
     model = nn.Sequential(nn.Linear(2, 2), inner, block)
-    assert [name for name, _ in named_layers(model)] == ["0", "1.0", "1.1.0", "2"]
-    assert layers_of(model) == [model[0], inner[0], inner[1][0], block]
+    assert [name for name, _ in named_layers(model)] == ["0", "1.0", "1.1.0", "1.2", "2"]
+    assert layers_of(model) == [model[0], tanh, inner[1][0], tanh, block]
 
 
-def test_a_model_that_is_not_a_chain_of_layers_is_refused_by_its_name():
-    class Residual(nn.Sequential):
-        def forward(self, inputs):
-            return inputs + super().forward(inputs)
-
-    for model in (nn.Linear(2, 2), Residual(nn.Linear(2, 2))):
+def test_what_is_no_chain_is_refused_by_its_name_and_hooks_keep_a_chain_whole():
+    inner = nn.Sequential(nn.Tanh(), nn.Tanh())
+    inner.register_full_backward_hook(lambda *_: None)
+    assert layers_of(nn.Sequential(inner, nn.Tanh()))[0] is inner
+    for model in (nn.Linear(2, 2), Residual(nn.Linear(2, 2)), nn.Sequential(), inner):
         with pytest.raises(ValueError, match=f"{type(model).__name__} cannot be cut into layers"):
             layers_of(model)
-    assert layers_of(nn.Sequential(residual := Residual(nn.Tanh()))) == [residual]
-    with pytest.raises(ValueError, match="has no layers"):
-        layers_of(nn.Sequential())
-
-
-def test_hooks_of_a_chain_keep_it_whole_and_on_the_model_they_are_refused():
-    inner = nn.Sequential(nn.Tanh(), nn.Tanh())
-    model = nn.Sequential(nn.Linear(2, 2), inner)
-    inner.register_full_backward_hook(lambda *_: None)
-    assert layers_of(model) == [model[0], inner]
-    model.register_forward_pre_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="hooks on this Sequential would not run"):
-        layers_of(model)
-
-
-def test_shapes_need_no_hook_and_no_value():
-    seen = []
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
-    model[1].register_forward_hook(lambda *_: seen.append(1))
-    model[0].register_forward_pre_hook(lambda *_: seen.append(2))
-    model[1].mask = torch.ones(3)
-    assert output_shapes(model, (2,))[1][0] == (1, 3)
-    assert seen == []
-    assert meta_copy(model)[1].mask.is_meta
-    model(torch.ones(1, 2))
-    assert sorted(seen) == [1, 2]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_on_paper_are_those_of_a_real_run(name):
-    # Inception v3 takes no smaller images.
-    image = (1, 75, 75) if name == "inception_v3" else (1, 8, 8)
-    model = build_model(name, num_classes=10, input_shape=image, seed=0)
+    model = build_model(name, num_classes=10, input_shape=(1, 8, 8), seed=0)
     before = copy.deepcopy(model.state_dict())
-    found = output_shapes(model, image, batch_size=3)
-    value = torch.randn(3, *image)
+    found = output_shapes(model, (1, 8, 8), batch_size=3)
+    assert model.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    value = torch.randn(3, 1, 8, 8)
     for layer, (shape, dtype) in zip(layers_of(model), found, strict=True):
         value = layer(value)
         assert (value.shape, value.dtype) == (shape, dtype)
-    assert model.training
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()
-               if "running" not in key and "batches" not in key)  # fmt: skip
 
 
-def test_the_floats_that_cross_the_cuts_of_the_published_vgg16_at_299_pixels():
-    shapes = [shape for shape, _ in output_shapes(published_vgg16(), (3, 299, 299))]
-    # features[:15] | features[15:31] | average and flattening | classifier
-    assert [shapes[point - 1].numel() for point in (15, 31, 33)] == [1_401_856, 41_472, 25_088]
-    assert shapes[-1] == (1, 10)
-    assert sum(p.numel() for p in published_vgg16().parameters()) == 134_301_514
+def test_the_floats_that_cross_the_cuts_of_vgg16_at_299_pixels():
+    with torch.device("meta"):
+        features = build_model("vgg16", num_classes=10, input_shape=(3, 299, 299), seed=0)
+    shapes = [shape for shape, _ in output_shapes(features, (3, 299, 299))]
+    assert [shapes[point - 1].numel() for point in (15, 31)] == [1_401_856, 41_472]
 
 
 def test_a_layer_that_does_not_take_what_comes_is_named():
@@ -90,9 +70,45 @@ def test_a_layer_that_does_not_take_what_comes_is_named():
 
 def test_a_meta_copy_has_the_ties_of_its_model_and_no_memory():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
-    model[2].weight = model[0].weight
+    model[2].weight, model[0].mask = model[0].weight, torch.ones(3)
     copied = meta_copy(model)
     assert copied[2].weight is copied[0].weight
-    assert {tensor.device.type for tensor in copied.state_dict().values()} == {"meta"}
-    assert isinstance(copied[0].weight, nn.Parameter)
+    held = {tensor.device.type for tensor in (*copied.state_dict().values(), copied[0].mask)}
+    assert held == {"meta"}
     assert model[0].weight.device.type == "cpu"
+
+
+def test_what_a_forward_keeps_for_its_backward_in_bytes():
+    linear = nn.Linear(4, 4)
+    inputs = torch.randn(3, 4)
+    with HeldBytes(linear) as held:
+        outputs = torch.tanh(linear(inputs))
+    # The input and tanh's result; the weight is there anyway.
+    assert held.num_bytes == 2 * 3 * 4 * 4
+    with held:
+        outputs.square().sum()  # keeps tanh's result, which counts already
+    assert held.num_bytes == 2 * 3 * 4 * 4
+    with HeldBytes(linear) as held:
+        torch.tanh(inputs[:1].requires_grad_())
+    assert held.num_bytes == 4 * 4
+
+
+def test_an_emulated_layer_sleeps_forward_and_twice_as_long_backward_and_trains(monkeypatch):
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    layer, value = EmulatedLayer(sample_s=0.5, call_s=2.0), torch.ones(4, 3, requires_grad=True)
+    layer(value).sum().backward()
+    assert (slept, layer.scale.grad) == ([4.0, 8.0], 12)
+    assert torch.equal(value.grad, torch.ones(4, 3))
+    assert output_shapes(nn.Sequential(EmulatedLayer(9.0)), (3,), 5)[0][0] == (5, 3)
+    assert slept[2:] == [0.0]
+
+
+@pytest.mark.slow
+def test_an_emulated_layer_is_a_stage_like_any_other():
+    model = nn.Sequential(*(EmulatedLayer(1e-4) for _ in range(3)))
+    options = {"input_shape": (4,), "batch_size": 4, "steps": 1, "device": "cpu"}
+    split = measure_split(model, (1, 2), micro_batches=2, **options)
+    assert split.hop_bytes == [64, 64]
+    assert all(seconds >= 4e-4 for seconds in split.forward_s)
+    assert all(seconds >= 8e-4 for seconds in split.backward_s)

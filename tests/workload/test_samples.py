@@ -1,11 +1,15 @@
-"""Batches of samples, and their way to a GPU."""
+"""Batches of samples: the same random numbers whatever was drawn before, and right inputs."""
 
-from types import SimpleNamespace
+import random
 
+import numpy as np
+import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
-from labkit.workload.samples import DatasetSamples, TensorSamples, on_device
+from labkit.config import AUGMENTATIONS
+from labkit.workload.losses import CountedLoss, sum_cross_entropy
+from labkit.workload.samples import Samples, Standard, Transform, seeded
 
 NUMBERS = [torch.tensor([4, 0, 4]), torch.tensor([], dtype=torch.int64), torch.tensor([2])]
 
@@ -19,8 +23,8 @@ class Squares(Dataset):
 
 
 def test_batches_by_number_also_none_and_some_twice():
-    in_memory = TensorSamples(torch.arange(5.0), torch.arange(5) ** 2)
-    for samples in (in_memory, DatasetSamples(Squares(), torch.float64)):
+    in_memory = TensorDataset(torch.arange(5.0), torch.arange(5) ** 2)
+    for samples in (Samples(in_memory), Samples(Squares(), torch.float64)):
         found = [targets.tolist() for _, targets in samples.batches(NUMBERS)]
         assert found == [(numbers**2).tolist() for numbers in NUMBERS]
     inputs = [inputs for inputs, _ in samples.batches(NUMBERS)]
@@ -28,12 +32,83 @@ def test_batches_by_number_also_none_and_some_twice():
     assert {one.dtype for one in inputs} == {torch.float64}
 
 
-def test_a_copy_to_a_gpu_is_queued_and_one_to_the_host_is_waited_for():
-    def part(calls):
-        return SimpleNamespace(to=lambda device, **options: calls.append((device.type, options)))
+def all_three():
+    return torch.rand(1).item(), random.random(), np.random.rand()
 
-    calls = []
-    on_device([part(calls), part(calls)], torch.device("cuda:1"))
-    on_device([part(calls)], torch.device("cpu"))
-    queued = ("cuda", {"non_blocking": True})
-    assert calls == [queued, queued, ("cpu", {"non_blocking": False})]
+
+def test_the_states_of_all_generators_come_back():
+    def begin():
+        for generator in (torch.manual_seed, random.seed, np.random.seed):
+            generator(7)
+
+    begin()
+    expected = [all_three() for _ in range(2)]
+    begin()
+    assert all_three() == expected[0]
+    with seeded(3):
+        inside = all_three()
+    with seeded(3):
+        assert all_three() == inside
+    assert all_three() == expected[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_each_augmentation_depends_on_seed_epoch_and_sample_alone(name, dtype):
+    images = torch.randint(0, 256, (40, 3, 20, 20), dtype=torch.uint8)
+    transform = Transform(Standard(255, (0.0,) * 3, (1.0,) * 3), (name,))
+    samples = Samples(TensorDataset(images, torch.arange(40)), dtype, transform)
+    whole, _ = samples.read(torch.arange(40), 0)
+    assert whole.dtype == dtype
+    assert 0 <= whole.min() <= whole.max() <= 1 + 1e-6
+    plain, _ = samples.read(torch.arange(40))
+    assert torch.equal(plain, images.to(dtype) / 255)
+    assert 5 < sum(not torch.equal(a, b) for a, b in zip(whole, plain)) <= 40
+    order = torch.randperm(40)
+    parts = [samples.read(part, 0)[0] for part in order.split(7)]
+    assert torch.equal(torch.cat(parts), whole[order])
+    assert not torch.equal(samples.read(torch.arange(40), 1)[0], whole)
+    assert samples.read(torch.arange(0), 0)[0].shape == (0, 3, 20, 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_resized_image_does_not_depend_on_the_others_of_its_batch(dtype):
+    images = torch.randint(0, 256, (13, 3, 20, 9), dtype=torch.uint8)
+    resized = Transform(resize=7)
+    whole = resized(images, dtype)
+    assert (whole.shape, whole.dtype) == ((13, 3, 7, 7), dtype)
+    assert torch.equal(torch.cat([resized(part, dtype) for part in images.split(3)]), whole)
+    assert torch.equal(torch.stack([resized(image, dtype) for image in images]), whole)
+
+
+@pytest.mark.parametrize("change", [{"augment": ("crop",)}, {"resize": 4}])
+def test_points_are_no_images(change):
+    points = TensorDataset(torch.ones(2, 5), torch.arange(2))
+    samples = Samples(points, transform=Transform(**change))
+    with pytest.raises(ValueError, match=r"images \[channels, height, width\].*5\]"):
+        samples.read(torch.arange(2), 0)
+
+
+def test_right_predictions_are_counted_where_the_loss_is_computed():
+    counted = CountedLoss(sum_cross_entropy)
+    generator, right = torch.Generator().manual_seed(0), 0
+    for count in (3, 0, 4):
+        outputs = torch.randn(count, 3, generator=generator)
+        targets = torch.arange(count) % 3
+        right += int((outputs.argmax(dim=1) == targets).sum())
+        mine = outputs.clone().requires_grad_()
+        counted(mine, targets).backward()
+        theirs = outputs.clone().requires_grad_()
+        sum_cross_entropy(theirs, targets).backward()
+        assert torch.equal(mine.grad, theirs.grad)
+    assert tuple(map(int, counted.take())) == (right, 7)
+    assert counted.take() == (0, 0)
+
+
+def test_what_is_no_choice_among_classes_is_not_counted():
+    counted = CountedLoss(lambda outputs, targets: outputs.sum())
+    counted(torch.ones(2, 3), torch.ones(2, 3))
+    counted(torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
+    counted(torch.ones(2, 3, 4), torch.zeros(2, 4, dtype=torch.int64))
+    counted(torch.ones(2, 3), torch.ones(2))
+    assert counted.take() == (0, 0)

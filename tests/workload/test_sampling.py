@@ -28,12 +28,6 @@ def test_shares_are_contiguous_and_differ_by_one_at_most(size, count):
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_the_last_batch_is_the_rest():
-    batches = batch_slices(torch.arange(10), 4)
-    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert len(batch_slices(torch.arange(0), 4)) == 0
-
-
 def test_the_order_depends_on_epoch_and_seed_alone():
     state = torch.get_rng_state()
     first = epoch_order(100, epoch=1, seed=0)
@@ -44,15 +38,3 @@ def test_the_order_depends_on_epoch_and_seed_alone():
     torch.set_rng_state(state)
     epoch_order(100, epoch=1, seed=0)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(("index", "count"), [(2, 2), (-1, 2), (1, 0)])
-def test_a_share_that_does_not_exist_is_refused(index, count):
-    with pytest.raises(ValueError, match=f"share {index} of {count}"):
-        share(torch.arange(4), index, count)
-
-
-def test_a_server_has_no_share_and_batch_size_zero_is_refused():
-    assert share(torch.arange(4), 0, 0).tolist() == []
-    with pytest.raises(ValueError, match=r"batch_size.*0"):
-        batch_slices(torch.arange(4), 0)

@@ -93,7 +93,7 @@ def to_horovod(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
                     rates = setting.lr, setting.max_norm
                     found.append(_train(fn, setting, comm.rank, *rates, rank_0_alone=False))
                 hvd.shutdown()
-                if "labkit.horovod.operations.init" not in fn.called:
+                if "labkit.horovod.negotiator.init" not in fn.called:
                     return Wrong("the function never calls hvd.init()")
         return found
 

@@ -19,7 +19,7 @@ from labkit.collectives import hierarchical_all_reduce
 from labkit.collectives.ring import split_chunks
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
-from labkit.costs.hosts import card_bytes
+from labkit.costs import card_bytes
 from labkit.schedules.ring import chunk_bounds
 from labkit.units import format_bytes
 from workbook.exercises.grader import Case, Exercise, Target, Verdict, answers, grade

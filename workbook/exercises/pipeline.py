@@ -19,7 +19,7 @@ from labkit.costs.pipeline_timeline import Slot, bubble as idle_share, predicted
 from labkit.schedules.pipeline import Action, Hop, with_hops
 from labkit.strategies.stage import StagedModel
 from labkit.units import format_count
-from labkit.workload.emulated_layer import EmulatedLayer
+from labkit.workload.layers import EmulatedLayer
 from workbook.exercises.grader import (
     WORLD_SIZES,
     Case,

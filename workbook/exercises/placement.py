@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from labkit.costs.link import Link
-from labkit.placement.planner import best_split, predict_split
-from labkit.placement.stage_costs import LayerCost, Profile
+from labkit.placement.planner import LayerCost, Profile, best_split, predict_split
 from labkit.schedules.split_points import check_split_points
 from labkit.units import format_bytes, format_seconds
 from workbook.exercises.grader import Verdict, answers, ask

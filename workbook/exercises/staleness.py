@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from labkit.comm.comm import Comm
-from labkit.schedules.staleness import in_time
+from labkit.schedules.servers import in_time
 from workbook.exercises.grader import WORLD_SIZES, Case, Target, Verdict, answers, returns
 from workbook.exercises.grader.compare import plain, same, short
 from workbook.exercises.grader.exercise import Found

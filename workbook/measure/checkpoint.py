@@ -6,7 +6,6 @@ a plain file of safetensors by rank 0 alone.
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from labkit.comm.comm import Comm
 from labkit.strategies.ddp import DDP
 from labkit.training import checkpoint
 from labkit.training.checkpoint import Facts
-from labkit.units import check_choice, format_bytes, format_seconds
+from labkit.units import check_choice, format_bytes
 from workbook.measure.model_step import ModelStep
 from workbook.measure.record import Result
-from workbook.measure.spread import Spread, ratios, rounded, table
 from workbook.measure.turns import Where, check_settings, on_ranks, slowest, take_turns, timed
 
 # Samples of the global batch, by model.
@@ -29,49 +27,13 @@ SAVE, PLAIN = "checkpoint", "safetensors alone"
 _BUDGET_S = 60.0
 
 
-@dataclass(frozen=True)
-class CheckpointResult(Result):
-    """One model: seconds to save it.
-
-    Attributes:
-        num_bytes: of the checkpoint's tensors.
-        seconds: by contender, the seconds of each turn, of the slowest rank.
-    """
-
-    model: str
-    world_size: int
-    num_bytes: int
-    seconds: dict[str, list[float]]
-
-    def longer(self) -> list[float]:
-        """How many times as long as a plain file a checkpoint takes, turn by turn."""
-        return ratios(self.seconds[SAVE], self.seconds[PLAIN])
-
-    def __str__(self) -> str:
-        rows = [
-            [name, Spread.of(seconds).text(format_seconds)]
-            for name, seconds in self.seconds.items()
-        ]
-        return (
-            f"Checkpoints of {self.model} ({format_bytes(self.num_bytes)}), {self.world_size} "
-            f"ranks:\nmedian of {len(self.seconds[SAVE])} turns (quartiles)\n\n"
-            f"{table(['', 'seconds'], rows)}\n\nA checkpoint takes "
-            f"{Spread.of(self.longer()).text('{:.2f}x'.format)} as long as a plain file\n"
-        )
-
-    def record(self) -> dict[str, list[dict]]:
-        """``rows``, one per model and number of ranks."""
-        seconds = {name: rounded(seconds) for name, seconds in self.seconds.items()}
-        return {"rows": [self.plain() | {"seconds": seconds}]}
-
-
 def bench_checkpoint(
     world_sizes: tuple[int, ...] = (2,),
     models: tuple[str, ...] = tuple(BATCH_SIZES),
     repeats: int = 20,
     device: str = "auto",
     devices: tuple[str, ...] | None = None,
-) -> Iterator[CheckpointResult]:
+) -> Iterator[Result]:
     """Time checkpoints and plain files, one result for each model.
 
     Args:
@@ -84,24 +46,27 @@ def bench_checkpoint(
         ValueError: an unknown model or an impossible world size, before anything runs.
         WorkerError: a checkpoint failed.
     """
-    check_settings("a checkpoint", world_sizes, repeats, least=1)
+    where = {"device": device, "devices": devices}
+    check_settings("a checkpoint", world_sizes, repeats, where, least=1)
     for model in models:
         check_choice("model", model, BATCH_SIZES)
-    where = Where(device, devices)
-    for ranks in world_sizes:
-        where.plan(ranks)
     return (_result(ranks, model, repeats, where) for ranks in world_sizes for model in models)
 
 
-def _result(world_size: int, model: str, repeats: int, where: Where) -> CheckpointResult:
+def _result(world_size: int, model: str, repeats: int, where: Where) -> Result:
     with tempfile.TemporaryDirectory(prefix="labkit-checkpoints-") as folder:
         by_rank = on_ranks(measure, model, repeats, folder, world_size=world_size, where=where)
-    seconds = slowest([rank["seconds"] for rank in by_rank])
-    return CheckpointResult(model, world_size, by_rank[0]["num_bytes"], seconds)
+    num_bytes = by_rank[0]["num_bytes"]
+    return Result(
+        f"Checkpoints of {model} ({format_bytes(num_bytes)}), {world_size} ranks, in turns",
+        {"model": model, "world_size": world_size, "num_bytes": num_bytes},
+        {"": slowest([rank["seconds"] for rank in by_rank])},
+        (PLAIN,),
+    )
 
 
 def measure(comm: Comm, model: str, repeats: int, folder: str) -> dict[str, Any]:
-    """Measure on this rank: seconds by contender."""
+    """Measure on this rank: seconds by contender, and the bytes of the checkpoint's tensors."""
     strategy, saved = DDP(), iter(range(1, 10**6))
     ModelStep(model, BATCH_SIZES[model] // comm.world_size).of(strategy, comm)()
     state = {name: t for name, t in strategy.state().items() if not name.startswith("own/")}

@@ -14,8 +14,7 @@ from workbook.measure.ddp import bench_ddp
 from workbook.measure.launch import bench_launch
 from workbook.measure.pipeline import bench_pipeline
 from workbook.measure.placement import bench_placement
-from workbook.measure.record import Figures, Result, command_line, flag, machine, merged, write
-from workbook.measure.turns import Where
+from workbook.measure.record import Result, command_line, flag, machine, write
 
 BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "launch": bench_launch,
@@ -57,11 +56,10 @@ def main(
     # A bench checks its settings when it is called, and runs when its results are iterated over.
     runs = {name: BENCHES[name](**settings) for name in chosen}
     for name, results in runs.items():
-        config = _config(name, settings)
-        where = Where(config.get("device", "auto"), config.get("devices"))
-        ranks = where.record(config.get("world_sizes", (2,)))
-        how = {"command": command_line(words), "config": config} | ranks
-        show(results, how, json_path, figure_path)
+        parameters = inspect.signature(BENCHES[name]).parameters.values()
+        options = [one for one in parameters if one.kind is not one.KEYWORD_ONLY]
+        config = {one.name: settings.get(one.name, one.default) for one in options}
+        show(results, {"command": command_line(words), "config": config}, json_path, figure_path)
     return 0
 
 
@@ -73,22 +71,28 @@ def show(
 ) -> None:
     """Print each result as soon as it is there; then write all of them, and their figures.
 
-    ``how`` is the record's first part: at least ``command`` and ``config``.
+    What is there is written also if the bench is stopped before its end. ``how`` is the record's
+    first part: at least ``command`` and ``config``.
     """
-    found = []
-    for result in results:
-        print(result, flush=True)
-        found.append(result)
-    record = {} if json_path is None else how | merged(found) | machine()
-    write(record, json_path, {} if figure_path is None else _figures(found, Path(figure_path)))
+    found: list[Result] = []
+    try:
+        for result in results:
+            print(result, flush=True)
+            found.append(result)
+    finally:
+        if found:
+            rows = [row for result in found for row in result.rows()]
+            record = {} if json_path is None else how | {"rows": rows} | machine()
+            write(record, json_path, {} if figure_path is None else _figures(found, figure_path))
 
 
-def _figures(found: list[Result], path: Path) -> Figures:
+def _figures(found: list[Result], figure_path: str) -> dict[str, Any]:
     """One figure goes to ``FILE.png``; several to ``FILE_NAME.png`` each."""
-    figures = {name: figure for result in found for name, figure in result.figures().items()}
+    draws = {name: draw for result in found for name, draw in result.figures.items()}
+    path = Path(figure_path)
     return {
-        str(path.with_stem(f"{path.stem}_{name}") if len(figures) > 1 else path): figure
-        for name, figure in figures.items()
+        str(path.with_stem(f"{path.stem}_{name}") if len(draws) > 1 else path): draw()
+        for name, draw in draws.items()
     }
 
 
@@ -98,30 +102,19 @@ def _check(
     """Raise ValueError for options that do not fit the bench or each other."""
     for name in chosen:
         check_choice("bench", name, BENCHES)
-        taken = inspect.signature(BENCHES[name]).parameters
         for setting in settings:
-            if setting not in taken:
+            if setting not in inspect.signature(BENCHES[name]).parameters:
                 raise ValueError(f"bench {name} has no option {flag(setting)}")
     if len(chosen) > 1 and (json_path, figure_path) != (None, None):
         raise ValueError(f"--json and --figure are for one bench: name {' or '.join(chosen)}")
-    if figure_path is not None:
-        _check_figure(chosen[0], Path(figure_path))
     # --figure a.png may write several files, and a_2_ranks.png could be one of them.
     if json_path is not None and Path(json_path).suffix in _PICTURES:
         raise ValueError(f"--json {json_path}: a record is not a figure, name a .json file")
-
-
-def _check_figure(name: str, path: Path) -> None:
-    if name not in DRAWN:
-        raise ValueError(f"bench {name} draws no figure: {', '.join(DRAWN)} do")
-    if path.suffix not in _PICTURES:
-        raise ValueError(f"cannot draw {path}: a figure is saved as .png or .svg")
-    for old in path.parent.glob(f"{glob.escape(path.stem)}_*{path.suffix}"):
-        check_writable(old)
-
-
-def _config(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Every option of the bench, including defaults."""
-    parameters = inspect.signature(BENCHES[name]).parameters.values()
-    options = [one for one in parameters if one.kind is not one.KEYWORD_ONLY]
-    return {one.name: settings.get(one.name, one.default) for one in options}
+    if figure_path is not None:
+        path = Path(figure_path)
+        if chosen[0] not in DRAWN:
+            raise ValueError(f"bench {chosen[0]} draws no figure: {', '.join(DRAWN)} do")
+        if path.suffix not in _PICTURES:
+            raise ValueError(f"cannot draw {path}: a figure is saved as .png or .svg")
+        for old in path.parent.glob(f"{glob.escape(path.stem)}_*{path.suffix}"):
+            check_writable(old)

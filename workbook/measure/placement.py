@@ -2,36 +2,40 @@
 
 It measures one hop between two stages; the hops of every named placement
 (``placement.VGG16_SPLITS``); and the step of every single cut into two stages, with and without a
-pipeline (see ``single_cuts``).
+pipeline. All cuts take turns in one run, the sweep. The smallest of many medians is partly luck:
+the planner's cut and the fastest of the others meet again, in a play-off of many repeats.
+
+Without a pipeline, the predicted steps of all cuts of VGG16 are within 0.1 % of each other, since
+a hop is short compared with a step: the planner's choice among them then says little.
 """
 
-import contextlib
 import itertools
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from labkit.collectives import tree_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link
-from labkit.placement.planner import predict_split
-from labkit.placement.vgg16_splits import VGG16_SPLITS
+from labkit.placement import VGG16_SPLITS
+from labkit.placement.planner import Profile, predict_split
+from labkit.strategies.model_parallel import ModelParallel
+from labkit.strategies.pipeline import Pipeline
 from labkit.training.measured_link import measure_link
 from labkit.training.split_run import measure_profile, measure_split
-from labkit.units import check_integer, format_bytes, format_number, format_seconds
-from workbook.measure.model_step import SHAPE
-from workbook.measure.record import Figures, Result
-from workbook.measure.single_cuts import measure_cuts
-from workbook.measure.spread import Spread, ratios, rounded, table
+from labkit.workload.layers import layers_of
+from workbook.measure.model_step import SHAPE, ModelStep
+from workbook.measure.record import Result
 from workbook.measure.turns import (
-    ON_CPU,
     Where,
+    check_settings,
     on_ranks,
-    process_groups,
+    repeat_turns,
     slowest,
     take_turns,
     timed,
@@ -40,88 +44,12 @@ from workbook.measure.turns import (
 MODEL = "vgg16"
 BATCH_SIZES = (8, 32)
 BACKBONE = 31  # layers of the feature extractor, which the reference project froze
-SCATTER_BATCH, MICRO_BATCHES = 16, 4
-SIZES = tuple(2**k for k in (18, 20, 22, 24, 26))
-_BUDGET_S = 20.0
-SHARED, GLOO, COPY = "shared memory", "gloo", "a plain copy"
-NCCL = "NCCL"
-
-
-@dataclass(frozen=True)
-class HopTimes(Result):
-    """Times of one hop: ``{bytes: {way: [seconds of each repeat]}}``.
-
-    The ways are transports (shared memory, gloo and NCCL) and
-    a plain copy in one process. The first one is shared memory.
-    """
-
-    seconds: dict[int, dict[str, list[float]]]
-
-    def against_shared(self, num_bytes: int, other: str) -> Spread:
-        """The other's time / that in shared memory, repeat by repeat: above 1 it is slower."""
-        shared_s, *_ = self.seconds[num_bytes].values()
-        return Spread.of(ratios(self.seconds[num_bytes][other], shared_s))
-
-    def __str__(self) -> str:
-        shared, *others = next(iter(self.seconds.values()))
-        rows = [
-            [
-                format_bytes(size),
-                *(Spread.of(times).text(format_seconds) for times in found.values()),
-                *(self.against_shared(size, o).text(format_number) for o in others),
-            ]
-            for size, found in self.seconds.items()
-        ]
-        header = ["activation", shared, *others, *(f"{_short(o)} / shared" for o in others)]
-        return f"One hop between two stages, median (quartiles)\n\n{table(header, rows)}\n"
-
-    def record(self) -> dict[str, list[dict]]:
-        rows = [
-            {
-                "num_bytes": size,
-                **{name: asdict(Spread.of(times)) for name, times in found.items()},
-                **{
-                    f"{_short(other).lower()}_to_shared": asdict(self.against_shared(size, other))
-                    for other in list(found)[1:]
-                },
-            }
-            for size, found in self.seconds.items()
-        ]
-        return {"transport": rows}
-
-
-def _short(way: str) -> str:
-    return "copy" if way == COPY else way
-
-
-@dataclass(frozen=True)
-class PlacementHops(Result):
-    """The communication time of the named placements: rows of ``plots.communication_time``."""
-
-    rows: list[dict]
-
-    def __str__(self) -> str:
-        header = ["placement", "trained", "cut", "direction", "batch", "bytes", "time", "model"]
-        as_they_are = ("placement", "trained", "cut", "direction", "batch_size")
-        cells = [
-            [
-                *(str(row[name]) for name in as_they_are),
-                format_bytes(row["num_bytes"]),
-                Spread.of(row["seconds"]).text(format_seconds),
-                format_seconds(row["model_s"]),
-            ]
-            for row in self.rows
-        ]
-        return f"Communication of VGG16's placements, per step\n\n{table(header, cells)}\n"
-
-    def record(self) -> dict[str, list[dict]]:
-        return {"hops": [row | {"seconds": rounded(row["seconds"])} for row in self.rows]}
-
-    def figures(self) -> Figures:
-        """The hops of the placements in which all layers are trained."""
-        from workbook.plots.communication_time import communication_time
-
-        return {"hops": communication_time([r for r in self.rows if r["trained"] == "all"])}
+CUTS_BATCH, MICRO_BATCHES = 16, 4
+SIZES_BYTES = tuple(2**k for k in (18, 20, 22, 24, 26))
+# Rivals of the planner's cut in the play-off; its repeats per repeat of the sweep.
+RIVALS, PLAY_OFF_SHARE = 3, 6
+_HOP_BUDGET_S, _PLAY_OFF_BUDGET_S = 20.0, 60.0
+COPY = "a plain copy"
 
 
 def bench_placement(
@@ -141,81 +69,157 @@ def bench_placement(
         ValueError: an impossible number of repeats or device, before anything runs.
         WorkerError: a stage failed.
     """
-    check_integer("repeats", repeats)
-    where = Where(device, devices)
-    where.plan(2)
-    return _results(repeats, where)
+    where = {"device": device, "devices": devices}
+    check_settings("a placement", (2,), repeats, where)
+
+    def results() -> Iterator[Result]:
+        yield measure_hop(5 * repeats, where)
+        link = measure_link(**where)
+        yield measure_placements(link, repeats, where)
+        profile = measure_profile(MODEL, batch_size=CUTS_BATCH, input_shape=SHAPE, **where)
+        for micro_batches in (1, MICRO_BATCHES):
+            yield from measure_cuts(profile, link, micro_batches, max(1, repeats // 2), where)
+
+    return results()
 
 
-def _results(repeats: int, where: Where) -> Iterator[Result]:
-    on_gpus: dict[str, Any] = {} if where.kind == "cpu" else {"where": where}
-    yield measure_transport(repeats * 5, **on_gpus)
-    link = measure_link(**where.settings())
-    yield measure_hops(link, repeats, **on_gpus)
-    batch: dict[str, Any] = {"batch_size": SCATTER_BATCH, "input_shape": SHAPE}
-    profile = measure_profile(MODEL, **batch, **where.settings())
-    for micro_batches in (1, MICRO_BATCHES):
-        yield measure_cuts(profile, link, micro_batches, max(1, repeats // 2), **on_gpus)
-
-
-def measure_transport(
-    repeats: int, sizes: tuple[int, ...] = SIZES, where: Where = ON_CPU
-) -> HopTimes:
-    """Time, by size in bytes: a hop over each transport, and a copy in one process."""
-    settings = {"world_size": 2, "where": where}
-    return HopTimes(slowest(on_ranks(_hop_every_way, repeats, sizes, **settings)))
+def measure_hop(repeats: int, where: Where, sizes: tuple[int, ...] = SIZES_BYTES) -> Result:
+    """Time a hop between two stages over each transport, and a copy in one process, by size."""
+    seconds = slowest(on_ranks(_hop_every_way, repeats, sizes, world_size=2, where=where))
+    first, *_ = next(iter(seconds.values()))
+    return Result("One hop between two stages", {"what": "hop"}, seconds, (first,), "size_bytes")
 
 
 def _hop_every_way(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict[int, dict]:
-    def over(backend: str, group: Any = None) -> Comm:
-        return Comm(comm.rank, 2, comm.device, TorchTransport(backend, comm.device, group))
+    backend = dist.get_backend()
+    plainly = Comm(comm.rank, 2, comm.device, TorchTransport(backend, comm.device))
+    ways = {"shared memory": comm} if comm.transport.shares_memory else {}
+    found = {}
+    for size in sizes:
+        tensor, landing = torch.ones(2, size // 4, device=comm.device)
 
-    ways = {} if comm.device.type == "cuda" else {SHARED: comm}
-    with contextlib.ExitStack() as stack:
-        if dist.get_backend() == "nccl":
-            ways |= {GLOO: over("gloo", stack.enter_context(process_groups(comm))["gloo"])}
-            ways |= {NCCL: over("nccl")}
-        else:
-            ways |= {GLOO: over("gloo")}
-        return {size: _time_hops(comm, ways, repeats, size) for size in sizes}
+        def hop(way: Comm, tensor: torch.Tensor = tensor) -> None:
+            way.send(tensor, 1) if comm.rank == 0 else way.recv(tensor, 0)
 
+        def copy(tensor: torch.Tensor = tensor, landing: torch.Tensor = landing) -> None:
+            if comm.rank == 0:
+                landing.copy_(tensor)
 
-def _time_hops(
-    comm: Comm, ways: dict[str, Comm], repeats: int, size: int
-) -> dict[str, list[float]]:
-    tensor = torch.ones(size // 4, device=comm.device)
-    actions = {name: partial(_hop, way, tensor) for name, way in ways.items()}
-    actions[COPY] = partial(_copy, comm, tensor, torch.empty_like(tensor))
-    turns = {name: partial(timed, comm, action) for name, action in actions.items()}
-    return take_turns(comm, turns, repeats, _BUDGET_S)
+        actions = {name: partial(hop, way) for name, way in (ways | {backend: plainly}).items()}
+        turns = {n: partial(timed, comm, one) for n, one in (actions | {COPY: copy}).items()}
+        found[size] = take_turns(comm, turns, repeats, _HOP_BUDGET_S)
+    return found
 
 
-def _hop(comm: Comm, tensor: torch.Tensor) -> None:
-    if comm.rank == 0:
-        comm.send(tensor, 1)
-    else:
-        comm.recv(tensor, 0)
-
-
-def _copy(comm: Comm, tensor: torch.Tensor, landing: torch.Tensor) -> None:
-    if comm.rank == 0:
-        landing.copy_(tensor)
-
-
-def measure_hops(link: Link, repeats: int, where: Where = ON_CPU) -> PlacementHops:
+def measure_placements(link: Link, repeats: int, where: Where) -> Result:
     """Measure the hops of every placement, with all layers trained and with a frozen backbone."""
     # Not at the top: every rank of a bench imports this module, and does not need matplotlib.
-    from workbook.plots.communication_time import hop_rows
+    from workbook.plots.communication_time import communication_time, hop_rows
 
     placements = {name: points for name, points in VGG16_SPLITS.items() if points}
-    rows: list[dict[str, Any]] = []
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for batch_size in BATCH_SIZES:
-        batch: dict[str, Any] = {"batch_size": batch_size, "input_shape": SHAPE}
-        batch |= where.settings()
+        batch: dict[str, Any] = {"batch_size": batch_size, "input_shape": SHAPE} | where
         profile = measure_profile(MODEL, **batch, repeats=1)
         for (name, points), frozen in itertools.product(placements.items(), (0, BACKBONE)):
             predicted = predict_split(profile, points, link, frozen=frozen)
             measured = measure_split(MODEL, points, **batch, frozen=frozen, steps=repeats)
-            trained = {"trained": "head" if frozen else "all"}
-            rows += [row | trained for row in hop_rows(name, measured, predicted)]
-    return PlacementHops(rows)
+            trained = "head" if frozen else "all"
+            for row in hop_rows(name, measured, predicted):
+                hop = f"cut {row['cut']}, {row['direction']}, batch of {batch_size}"
+                rows[f"{name}, trained: {trained}", hop] = row | {"trained": trained}
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for (case, hop), row in rows.items():
+        seconds.setdefault(case, {})[hop] = row["seconds"]
+    drawn = [row for row in rows.values() if row["trained"] == "all"]
+    return Result(
+        "Communication of VGG16's placements, per step",
+        {"what": "placements"},
+        seconds,
+        case="placement",
+        columns={
+            "num_bytes": lambda case, hop, spread: rows[case, hop]["num_bytes"],
+            "model_s": lambda case, hop, spread: rows[case, hop]["model_s"],
+        },
+        figures={"hops": lambda: communication_time(drawn)},
+    )
+
+
+def measure_cuts(
+    profile: Profile, link: Link, micro_batches: int, repeats: int, where: Where
+) -> Iterator[Result]:
+    """Measure the steps of all splits into two stages: the sweep, and the play-off.
+
+    Args:
+        profile: of a model with three layers or more, on images of 3x32x32.
+        link: between the stages.
+        micro_batches: M; 1 is the split without a pipeline.
+        repeats: turns of each cut in the sweep; ``PLAY_OFF_SHARE`` times as many in the
+            play-off, as far as they fit into a minute.
+        where: the stages' devices.
+
+    Raises:
+        WorkerError: a stage failed.
+    """
+    predicted_s = {
+        cut: predict_split(profile, (cut,), link, micro_batches=micro_batches).step_s
+        for cut in range(1, len(profile.layers))
+    }
+    planned = min(predicted_s, key=predicted_s.__getitem__)
+    settings = profile.model, profile.batch_size, micro_batches, planned, repeats
+    seconds = slowest(on_ranks(_measure_cuts, *settings, world_size=2, where=where))
+    how = f"{micro_batches} micro-batches" if micro_batches > 1 else "not pipelined"
+    title = f"Every cut of {profile.model}, batch of {profile.batch_size}, {how}"
+    facts = {"model": profile.model, "batch_size": profile.batch_size}
+    facts |= {"micro_batches": micro_batches}
+
+    def figure() -> Any:
+        from workbook.plots.split_costs import split_scatter
+
+        points = [
+            {"split_points": [cut], "predicted_s": predicted_s[cut], "measured_s": measured}
+            for cut, measured in seconds["sweep"].items()
+        ]
+        return split_scatter(points, title=f"{title}: a sweep of {repeats}")
+
+    for what in ("sweep", "play-off"):
+        yield Result(
+            f"{title}: {what}",
+            facts | {"what": what},
+            {"": {f"cut {cut}": one for cut, one in seconds[what].items()}},
+            (f"cut {planned}",),
+            columns={"model_s": lambda case, name, spread: predicted_s[int(name.split()[1])]},
+            notes=(f"The planner's cut is {planned}.",),
+            figures={f"cuts_{micro_batches}_micro_batches": figure} if what == "sweep" else {},
+        )
+
+
+def _measure_cuts(
+    comm: Comm, model: str, batch_size: int, micro_batches: int, planned: int, repeats: int
+) -> dict[str, dict[int, list[float]]]:
+    """Measure on this rank: by cut, the seconds of the sweep and of the play-off."""
+    model_step = ModelStep(model, batch_size)
+
+    def warmed_up(cut: int) -> Callable[[], object]:
+        pipelined = micro_batches > 1
+        strategy = Pipeline((cut,), micro_batches) if pipelined else ModelParallel((cut,))
+        step = model_step.of(strategy, comm)
+        step()
+        return step
+
+    def turn(cut: int) -> float:
+        # The stage is freed after its turn: kept for all cuts, stages would take a model per cut.
+        return timed(comm, warmed_up(cut))
+
+    cuts = range(1, len(layers_of(model_step.model)))
+    sweep = repeat_turns({cut: partial(turn, cut) for cut in cuts}, repeats)
+    # The seconds of the slowest rank decide, so that all ranks name the same rivals.
+    seconds = torch.tensor(list(sweep.values()), dtype=torch.float64, device=comm.device)
+    medians = dict(
+        zip(sweep, map(statistics.median, tree_all_reduce(comm, seconds, "max").tolist()))
+    )
+    rivals = sorted(set(cuts) - {planned}, key=medians.__getitem__)[:RIVALS]
+    steps = {cut: warmed_up(cut) for cut in (planned, *rivals)}
+    turns = {cut: partial(timed, comm, step) for cut, step in steps.items()}
+    play_off = take_turns(comm, turns, PLAY_OFF_SHARE * repeats, _PLAY_OFF_BUDGET_S)
+    return {"sweep": sweep, "play-off": play_off}

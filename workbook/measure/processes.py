@@ -1,4 +1,4 @@
-"""A command in processes of its own, of which nothing remains: no process, no shared memory."""
+"""A command in processes of its own, of which nothing remains."""
 
 import contextlib
 import os
@@ -15,9 +15,6 @@ from pathlib import Path
 from labkit.runtime.marked import kill_marked
 
 _MARK = "LABKIT_BENCH"
-_SHM = Path("/dev/shm")
-# What PyTorch and NCCL leave in shared memory when they are killed.
-_SHM_NAMES = ("nccl-", "torch_", "cuda.shm")
 # Time for a command to end its own processes after Ctrl-C; then they are killed.
 _GRACE_S = 15.0
 _KILLED_S = 10.0
@@ -56,7 +53,7 @@ def run_command(
     its temporary files: all of them carry a mark in their environment, those with a session of
     their own (a notebook's kernel) too.
     """
-    mark, shared = secrets.token_hex(8), _shared_memory()
+    mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="lk-", ignore_cleanup_errors=True) as scratch:
         settings = os.environ | environment | {_MARK: mark, "TMPDIR": scratch}
         started_s = time.perf_counter()
@@ -76,40 +73,14 @@ def run_command(
         except subprocess.TimeoutExpired:
             timed_out = True
         finally:
-            _end(process, mark)
-            _remove_new(shared)
+            try:
+                # A command that still runs is interrupted first, and may end its own processes.
+                if process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.send_signal(signal.SIGINT)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(_GRACE_S)
+            finally:
+                kill_marked(_MARK, mark, _KILLED_S, process.poll)
+                process.wait()
         return Ended(process.returncode, time.perf_counter() - started_s, timed_out)
-
-
-def _end(process: subprocess.Popen, mark: str) -> None:
-    """Interrupt the command if it still runs; then kill every process with its mark."""
-    try:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)
-    finally:
-        kill_marked(_MARK, mark, _KILLED_S, process.poll)
-        process.wait()
-
-
-def _shared_memory() -> set[str]:
-    if not _SHM.is_dir():
-        return set()
-    return {name for name in os.listdir(_SHM) if name.startswith(_SHM_NAMES)}
-
-
-def _remove_new(before: set[str]) -> None:
-    """Remove shared memory of this user that has appeared since and that no process maps."""
-    new = _shared_memory() - before
-    if not new:
-        return
-    mapped = ""
-    for path in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            mapped += path.read_text(errors="replace")
-    for name in new:
-        with contextlib.suppress(OSError):
-            if (_SHM / name).stat().st_uid == os.getuid() and f"/dev/shm/{name}" not in mapped:
-                (_SHM / name).unlink()

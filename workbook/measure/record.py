@@ -1,23 +1,23 @@
-"""How a recorded result was taken: the command, the settings, the hardware and the versions."""
+"""What a bench has measured, as one table and one part of a record; how records are written."""
 
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from labkit.devices import hardware, versions
-from labkit.files import write_atomically, write_each
+from labkit.files import write_atomically
 from labkit.gpus import num_gpus
+from labkit.units import format_bytes, format_number, format_seconds
+from workbook.measure.spread import Spread, Table, ratios, rounded
 
 if TYPE_CHECKING:
     from workbook.plots.figure import CaptionedFigure
 
-# {name or path: figure}. In a string, since the ranks that import this do not need matplotlib.
-Figures: TypeAlias = "dict[str, CaptionedFigure]"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _OUTPUTS = {"--json", "--figure", "--figures"}
 _FLAGS = {
@@ -28,30 +28,85 @@ _FLAGS = {
 }
 
 
+@dataclass(frozen=True)
 class Result:
-    """What a bench yields: a text (``str``), a part of the record, and figures."""
+    """Contenders that took turns.
 
-    def record(self) -> dict[str, Any]:
-        """Rows of plain numbers and texts, by name; ``merged`` joins those of several results."""
-        raise NotImplementedError
+    Attributes:
+        title: above the table: what was timed, where, and in which order.
+        facts: what all rows of the record share: the model, the number of ranks.
+        seconds: ``{case: {contender: [seconds of each repeat]}}``.
+        against: contenders with which the others of a case are compared.
+        case: the name of what differs between cases (``size_bytes``); empty where there is one.
+        columns: name -> (case, contender, its spread) -> a further cell; None is an empty one. A
+            number is shown by the unit in its name (``_s``, ``_bytes``).
+        notes: sentences below the table.
+        figures: name -> what draws it.
+    """
 
-    def figures(self) -> Figures:
-        """The figures by name; empty for a bench that draws none."""
-        return {}
+    title: str
+    facts: dict[str, Any]
+    seconds: Mapping[Any, Mapping[str, list[float]]]
+    against: tuple[str, ...] = ()
+    case: str = ""
+    columns: Mapping[str, Callable[[Any, str, Spread], Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    figures: Mapping[str, Callable[[], "CaptionedFigure"]] = field(default_factory=dict)
 
-    def plain(self) -> dict[str, Any]:
-        """The fields that are one integer or text, which all rows of the record share."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, (int, str))}
+    def ratio(self, case: Any, contender: str, other: str) -> Spread:
+        """The other's time / this contender's, repeat by repeat: above 1, this one is faster."""
+        return Spread.of(ratios(self.seconds[case][other], self.seconds[case][contender]))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row of the record for each case and contender."""
+        found = []
+        for case, by_name in self.seconds.items():
+            for name, seconds in by_name.items():
+                spread = Spread.of(seconds)
+                row = self.facts | ({self.case: case} if self.case else {}) | {"contender": name}
+                row |= {"seconds": rounded(seconds), "time_s": asdict(spread)}
+                others = [other for other in self.against if other in by_name]
+                row["ratio_to"] = {one: asdict(self.ratio(case, name, one)) for one in others}
+                row |= {key: cell(case, name, spread) for key, cell in self.columns.items()}
+                found.append(row)
+        return found
+
+    def __str__(self) -> str:
+        heads = [*([self.case.partition("_")[0]] if self.case else []), "contender", "time"]
+        heads += [f"against {name}" for name in self.against]
+        heads += [key.removesuffix("_s").removesuffix("_bytes") for key in self.columns]
+        lines = []
+        for row in self.rows():
+            cells = [_shown(self.case, row[self.case])] if self.case else []
+            cells += [row["contender"], Spread(**row["time_s"]).text(format_seconds)]
+            compared = [row["ratio_to"].get(name) for name in self.against]
+            cells += [Spread(**one).text(format_number) if one else "" for one in compared]
+            cells += [_shown(key, row[key]) for key in self.columns]
+            lines.append(tuple(map(str, cells)))
+        repeats = sorted({len(s) for by_name in self.seconds.values() for s in by_name.values()})
+        said = f"median of {' to '.join(map(str, repeats))} (quartiles)"
+        if self.against:
+            said += "; against: the other's time / this one's, above 1 this one is faster"
+        table = Table(tuple(heads), tuple(lines), ("", *self.notes) if self.notes else ())
+        return f"{self.title}\n{said}\n\n{table}\n"
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if name.endswith("_s"):
+        return format_seconds(value)
+    return format_bytes(value) if name.endswith("_bytes") else format_number(value)
 
 
 def command_line(words: Sequence[str], program: str = "labkit") -> str:
     """The command line of these words, without the options that name output files."""
-    kept = [
+    own = [
         word
         for before, word in pairwise(["", *words])
         if before not in _OUTPUTS and word.partition("=")[0] not in _OUTPUTS
     ]
-    return " ".join([program, *kept])
+    return " ".join([program, *own])
 
 
 def flag(setting: str) -> str:
@@ -64,60 +119,41 @@ def machine() -> dict[str, Any]:
 
     Where there are GPUs also the versions of their driver, of CUDA and of NCCL.
     """
-    found = {"hardware": hardware(), "versions": versions()}
+    found: dict[str, Any] = {"hardware": hardware(), "versions": versions()}
     if num_gpus():
-        found["versions"] = {**found["versions"], **_gpu_versions()}
+        import torch
+
+        found["versions"] |= {"cuda": torch.version.cuda or "none"}
+        with contextlib.suppress(OSError, AttributeError, RuntimeError):
+            found["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 ..."
+            numbers = re.findall(r"\d+(?:\.\d+)+", _DRIVER.read_text(encoding="utf-8"))
+            found["versions"]["driver"] = numbers[0] if numbers else "unknown"
     return found
 
 
-def _gpu_versions() -> dict[str, str]:
-    import torch
-    import torch.distributed as dist
-
-    found = {"cuda": torch.version.cuda or "none"}
-    if dist.is_available() and dist.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    with contextlib.suppress(OSError):
-        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 ..."
-        words = _DRIVER.read_text(encoding="utf-8").split()
-        numbers = (word for word in words if re.fullmatch(r"\d+(\.\d+)+", word))
-        found["driver"] = next(numbers, "unknown")
-    return found
-
-
-def merged(results: Iterable[Result]) -> dict[str, Any]:
-    """One record of several results: lists of the same name become one list."""
-    found: dict[str, Any] = {}
-    for result in results:
-        for name, part in result.record().items():
-            found[name] = found[name] + part if name in found else part
-    return found
-
-
-def write(record: dict[str, Any], json_path: str | None, figures: Figures) -> None:
-    """Write the record, if it has a path, and each figure, even if writing another one fails.
+def write(
+    record: dict[str, Any], json_path: str | None, figures: Mapping[str, "CaptionedFigure"]
+) -> None:
+    """Write the record, if it has a path, and each figure by its path.
 
     Raises:
-        OutputError: one or more have failed; the message names all of them.
+        OutputError: the message names the file.
     """
-    writes: list[Callable[[], object]] = []
     if json_path is not None:
-        writes.append(partial(write_atomically, json_path, dumped(record)))
-    writes += [partial(_save, figure, path) for path, figure in figures.items()]
-    write_each(*writes)
-
-
-def _save(figure: "CaptionedFigure", path: str) -> None:
-    print(f"figure: {figure.save(path)}")
+        write_atomically(json_path, dumped(record))
+    for path, figure in figures.items():
+        print(f"figure: {figure.save(path)}")
 
 
 def dumped(record: dict[str, Any]) -> str:
     """A record as JSON text, one line for each row of its lists."""
-    lines = (f'  "{name}": {_lines(part)}' for name, part in record.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
 
+    def lines(part: Any) -> str:
+        if not (isinstance(part, list) and part):
+            return json.dumps(part)
+        return "[\n    " + ",\n    ".join(map(json.dumps, part)) + "\n  ]"
 
-def _lines(part: Any) -> str:
-    if not (isinstance(part, list) and part):
-        return json.dumps(part)
-    return "[\n    " + ",\n    ".join(map(json.dumps, part)) + "\n  ]"
+    return (
+        "{\n" + ",\n".join(f'  "{name}": {lines(one)}' for name, one in record.items()) + "\n}\n"
+    )

@@ -1,12 +1,11 @@
-"""Repeats in numbers and words: median and quartiles, ratios within a repeat, plain tables."""
+"""Repeats in numbers and words: median and quartiles, ratios within a repeat, tables."""
 
 import html
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from labkit.units import html_table, text_table
+from tabulate import tabulate
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,11 @@ class Spread:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
+    @property
+    def whiskers(self) -> tuple[float, float]:
+        """How far the quartiles are below and above the median, as error bars need it."""
+        return self.median - self.low, self.high - self.median
+
     def text(self, format_one: Callable[[float], str]) -> str:
         low, high = format_one(self.low), format_one(self.high)
         return f"{format_one(self.median)} ({low} to {high})"
@@ -41,17 +45,6 @@ def rounded(seconds: Iterable[float]) -> list[float]:
     return [round(one, 9) for one in seconds]
 
 
-def step_record(
-    seconds: list[float], ratio_to: dict[str, list[float]], time: str = "step_s"
-) -> dict[str, Any]:
-    """The part of a record on one contender: its repeats, and its ratios to others by name."""
-    return {
-        "seconds": rounded(seconds),
-        time: asdict(Spread.of(seconds)),
-        "ratio_to": {name: asdict(Spread.of(repeats)) for name, repeats in ratio_to.items()},
-    }
-
-
 @dataclass(frozen=True, repr=False)
 class Table:
     """A table as text, and as HTML in a notebook; ``notes`` are sentences below it."""
@@ -61,20 +54,12 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([text_table(self.heads, self.rows), *self.notes])
+        shown = tabulate(self.rows, self.heads, tablefmt="plain", disable_numparse=True)
+        return "\n".join([*(line.rstrip() for line in shown.splitlines()), *self.notes])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        shown = tabulate(self.rows, self.heads, tablefmt="html", disable_numparse=True)
         notes = "<br>".join(map(html.escape, self.notes))
-        return html_table(self.heads, self.rows) + (f"<p>{notes}</p>" if notes else "")
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Aligned plain text, two spaces between columns; an empty row is an empty line."""
-    filled = [row for row in rows if row]
-    widths = [max(map(len, column)) for column in zip(header, *filled)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-        for row in [header, *rows]
-    )
+        return shown + (f"<p>{notes}</p>" if notes else "")

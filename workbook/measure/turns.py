@@ -9,7 +9,6 @@ another contender, and they are compared by their ratios within a repeat. A turn
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from labkit.collectives import broadcast, tree_all_reduce
 from labkit.comm.comm import Comm
-from labkit.devices import Plan, check_world_size, plan
+from labkit.devices import check_world_size, plan
 from labkit.gpus import synchronize
 from labkit.runtime.launch import run
 from labkit.units import check_integer
@@ -26,71 +25,35 @@ FEWEST_REPEATS = 5
 # Timeout of a bench's run.
 _TIMEOUT_S = 1800
 
+# Where ranks run: ``device`` and ``devices`` as in ``labkit.run``.
+Where = dict[str, Any]
 # What one contender does when its turn comes; returns this rank's seconds.
 Turn = Callable[[], float]
 Name = TypeVar("Name")
 
 
-@dataclass(frozen=True)
-class Where:
-    """Where a bench's ranks run: ``device`` and ``devices`` as in ``labkit.run``."""
-
-    device: str = "auto"
-    devices: tuple[str, ...] | None = None
-
-    def settings(self) -> dict[str, Any]:
-        """The arguments of ``labkit.run`` and of what calls it."""
-        chosen = {} if self.devices is None else {"devices": self.devices}
-        return {"device": self.device} | chosen
-
-    def plan(self, world_size: int) -> Plan:
-        """The ranks' devices and backend; ValueError for what this machine lacks."""
-        return plan(world_size, **self.settings())
-
-    @property
-    def kind(self) -> str:
-        """``cpu`` or ``cuda``."""
-        return self.plan(1).devices[0].partition(":")[0]
-
-    def record(self, world_sizes: tuple[int, ...]) -> dict[str, list[dict[str, Any]]]:
-        """For a record: the GPU of every rank, and whether ranks share one; empty on the CPU."""
-        if self.kind == "cpu":
-            return {}
-        rows = []
-        for world_size in world_sizes:
-            chosen = self.plan(world_size)
-            row: dict[str, Any] = {"world_size": world_size, "devices": list(chosen.devices)}
-            row["backend"] = chosen.backend
-            rows.append(row | {"share_a_gpu": len(set(chosen.devices)) < world_size})
-        return {"ranks": rows}
-
-
-ON_CPU = Where("cpu")
-
-
-def check_settings(what: str, world_sizes: tuple[int, ...], repeats: int, least: int = 2) -> None:
+def check_settings(
+    what: str, world_sizes: tuple[int, ...], repeats: int, where: Where, least: int = 2
+) -> None:
     """Refuse settings with which ``what`` ("a pipeline") cannot be timed.
 
     Raises:
-        ValueError: a world size below ``least`` or beyond the limits, or no repeats.
+        ValueError: a world size below ``least`` or beyond the limits, no repeats, or a device
+            that this machine lacks.
     """
     check_integer("repeats", repeats)
     for world_size in world_sizes:
         check_world_size(world_size)
         if world_size < least:
             raise ValueError(f"{what} takes {least} ranks or more, got world size {world_size}")
+        plan(world_size, **where)
 
 
 def on_ranks(
-    function: Callable[..., Any],
-    *arguments: Any,
-    world_size: int,
-    where: Where = ON_CPU,
-    transport: str = "auto",
+    function: Callable[..., Any], *arguments: Any, world_size: int, where: Where
 ) -> list[Any]:
     """Run ``function(comm, *arguments)`` on all ranks by ``labkit.run``; its values by rank."""
-    settings = where.settings() | {"transport": transport, "timeout_s": _TIMEOUT_S}
-    return run(function, *arguments, world_size=world_size, **settings).values
+    return run(function, *arguments, world_size=world_size, timeout_s=_TIMEOUT_S, **where).values
 
 
 def timed(comm: Comm, action: Callable[[], object]) -> float:
@@ -149,8 +112,7 @@ def repeat_turns(turns: dict[Name, Turn], repeats: int) -> dict[Name, list[float
 
 def agree(comm: Comm, number: int) -> int:
     """Return rank 0's ``number`` on every rank."""
-    told = torch.tensor([number], device=comm.device)
-    return int(broadcast(comm, told, root=0).item())
+    return int(broadcast(comm, torch.tensor([number], device=comm.device), root=0).item())
 
 
 @contextlib.contextmanager

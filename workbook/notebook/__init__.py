@@ -1,11 +1,10 @@
 """For notebook cells, besides figures: predictions, progress, verdicts, live runs, sources.
 
-predict          asks for a prediction (prediction; its field, form; the numbers, typed), and
-                 compares it with the model and the measurement (row)
+prediction       asks for a prediction (its field: form; its numbers: typed), and compares it
+                 with the model and the measurement (row)
 progress         what is passed on the workbook's pages, and how predictions turned out
-record           stores both in the progress_file (record_format)
-verdict          sentences made from measurements, with the likely reason (ratio: comparisons;
-                 memory_verdict: which run took the least memory)
+record           stores both in one file
+verdict          sentences made from measurements, with the likely reason (ratio: comparisons)
 live             a cell while ranks run: its lanes (lanes, lane_picture), losses and rates
 display          the library's source code
 """

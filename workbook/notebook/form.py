@@ -6,8 +6,6 @@ from typing import Any
 
 import ipywidgets
 
-from workbook.notebook.prediction import Prediction
-
 _ENTER = "Type it and press Enter."
 _LOCKS = "It is locked when it is measured."
 _WRAP = {"flex_flow": "row wrap"}
@@ -22,7 +20,7 @@ class PredictionForm(ipywidgets.VBox):
         said: what is known about the prediction, as HTML that screen readers read aloud.
     """
 
-    def __init__(self, prediction: Prediction):
+    def __init__(self, prediction: Any):
         self._prediction = prediction
         self._lock = threading.RLock()
         self.field = ipywidgets.Text(
@@ -94,12 +92,12 @@ class PredictionForm(ipywidgets.VBox):
         self.said.value = f"<div {look}>{text}</div>"
 
 
-def _label(prediction: Prediction) -> str:
+def _label(prediction: Any) -> str:
     unit = f" ({prediction.unit})" if prediction.unit else ""
     return f"{prediction.title}{unit}"
 
 
-def _typed(prediction: Prediction) -> str:
+def _typed(prediction: Any) -> str:
     """The value as it may be typed, with all its digits."""
     if prediction.value is None:
         return ""

@@ -1,23 +1,92 @@
-"""A prediction of one quantity: open until it is measured, then locked."""
+"""Predict, run, explain: make a prediction, measure, and compare the two.
+
+A prediction is open until its first measurement, which locks it. A wrong one is never an error and
+is not marked: the ratio says how far it was off, and the text that follows it says why.
+"""
 
 import math
+import os
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
-from labkit.units import format_value
+from labkit.runtime.watch import kernel
+from labkit.units import as_repeats, format_value
 from workbook.notebook import record
 from workbook.notebook.pages import current_page
-from workbook.notebook.record_format import Predicted, entry
+from workbook.notebook.record import Predicted
 from workbook.notebook.row import PredictionRow, make_row, number_or_none
 from workbook.notebook.typed import parse_typed, scale_between
 
 
-class Form(Protocol):
-    """What shows a prediction in a notebook."""
+def predict(
+    quantity: str, unit: str, *, value: float | str | None = None, id: str | None = None
+) -> "Prediction":
+    """Ask for a prediction of one quantity, in a notebook by a field, elsewhere by ``value``.
 
-    def refresh(self) -> None: ...
-    def _repr_mimebundle_(self) -> dict[str, Any] | None: ...
+    Give the result to ``predict_row`` in the cell that measures: from then on it is locked. A
+    prediction that has been measured is shown again, also after a restart of the kernel.
+
+    Args:
+        quantity: what it is, for example ``time of one all-reduce``; or a question.
+        unit: of the number, for example ``s``; the reader may type another unit of the same kind.
+        value: the prediction, as a number in ``unit`` or as it would be typed (``"1.5 ms"``).
+        id: a name that is unique on the page, where two predictions have the same quantity.
+
+    Raises:
+        ValueError: ``value`` is not a number in such a unit.
+    """
+    prediction = Prediction(quantity, unit, str(id or quantity))
+    if value is not None and value is not ... and prediction.locked_at is None:
+        prediction.enter(value)
+    # A page that is compared with its text shows text.
+    if os.environ.get("LABKIT_LIVE") != "0" and kernel() is not None:
+        from workbook.notebook.form import PredictionForm
+
+        prediction.form = PredictionForm(prediction)
+    prediction.show()
+    return prediction
+
+
+def predict_row(
+    quantity: str,
+    unit: str,
+    prediction: "float | Prediction | None",
+    model: float | None,
+    measured: float | Iterable[float],
+) -> PredictionRow:
+    """Put prediction, model and measurement of one quantity into one table row.
+
+    Args:
+        quantity: what it is, for example ``time of one all-reduce``.
+        unit: of all three numbers: ``bytes`` and ``s`` are scaled when shown (MiB, ms), any other
+            word is not.
+        prediction: what ``predict`` has returned, which this locks; or the learner's number; None
+            or ``...`` if none was made.
+        model: what the formula gives; None without a formula.
+        measured: a number, or the list of repeats.
+
+    Raises:
+        ValueError: a value that is not a number, no measurement, or a prediction in a unit of
+            another kind.
+    """
+    if isinstance(prediction, Prediction):
+        scale = scale_between(prediction.unit, unit)
+        value = None if prediction.value is None else prediction.value * scale
+        row = make_row(quantity, unit, value, model, measured)
+        by_model = None if row.model is None else row.model / scale
+        prediction.measured([repeat / scale for repeat in as_repeats(row.repeats)], by_model)
+        return row
+    row = make_row(quantity, unit, prediction, model, measured)
+    made = _recorded(quantity, unit, row.prediction, record.now())
+    if made is None:
+        return row
+    first = record.note_row(current_page(), str(quantity), made, row.measured, row.model)
+    if first.value * scale_between(first.unit, unit) == made.value:
+        return row
+    text = f"Recorded is what you predicted at first: {format_value(first.value, first.unit)}."
+    return replace(row, note=text)
 
 
 class Prediction:
@@ -27,7 +96,7 @@ class Prediction:
         quantity, unit: as in ``predict``.
         value: the number; None if there is none.
         locked_at: when it was first measured, as ISO 8601; None if it has not been.
-        form: shows it in a notebook; None elsewhere.
+        form: shows it in a notebook (``form.PredictionForm``); None elsewhere.
         row: beside the model and the measurement; None before it is measured.
     """
 
@@ -36,28 +105,22 @@ class Prediction:
         self.value: float | None = None
         self.locked_at: str | None = None
         self.row: PredictionRow | None = None
-        self.form: Form | None = None
+        self.form: Any = None
         self._key, self._page = key, current_page()
         self._again = self._shown = False
         self._entered_at = ""
-        self._restore()
-
-    def _restore(self) -> None:
-        """Continue with the newest prediction that is recorded, if there is one."""
-        recorded = record.predictions(self._page, self._key)
-        if not recorded:
-            return
-        last = recorded[-1]
-        try:
-            scale = scale_between(last.unit, self.unit)
-        except ValueError:  # the page asks for something else since
-            self._again = True
-            return
-        self.value, self.locked_at = last.value * scale, last.measured_at
-        self._entered_at = last.predicted_at
-        if last.measured is not None:
-            model = None if last.model is None else last.model * scale
-            self.row = make_row(self.quantity, self.unit, self.value, model, last.measured * scale)
+        # Continue with the newest one that is recorded.
+        for last in record.predictions(self._page, self._key)[-1:]:
+            try:
+                scale = scale_between(last.unit, unit)
+            except ValueError:  # the page asks for something else since
+                self._again = True
+                continue
+            self.value, self.locked_at = last.value * scale, last.measured_at
+            self._entered_at = last.predicted_at
+            if last.measured is not None:
+                model = None if last.model is None else last.model * scale
+                self.row = make_row(quantity, unit, self.value, model, last.measured * scale)
 
     def enter(self, value: float | str | None) -> None:
         """Make or change the prediction; an empty text or None takes it back.
@@ -74,7 +137,8 @@ class Prediction:
         if number is not None and not math.isfinite(number):
             raise ValueError(f"a prediction must be a finite number, got {value}")
         self.value, self._entered_at = number, record.now()
-        record.note_prediction(self._page, self._key, self._entry(), self._again)
+        made = _recorded(self.quantity, self.unit, number, self._entered_at)
+        record.note_prediction(self._page, self._key, made, self._again)
         self._refresh()
 
     def measured(
@@ -89,13 +153,12 @@ class Prediction:
         Raises:
             ValueError: a value that is not a number, or no measurement.
         """
-        self.row = make_row(self.quantity, self.unit, self.value, model, measured)
+        row = self.row = make_row(self.quantity, self.unit, self.value, model, measured)
         self.locked_at = self.locked_at or record.now()
-        if made := self._entry():
-            row = self.row
+        if made := _recorded(self.quantity, self.unit, self.value, self._entered_at):
             record.note_row(self._page, self._key, made, row.measured, row.model)
         self._refresh()
-        return self.row
+        return row
 
     def again(self, value: float | str | None = None) -> None:
         """Begin a new prediction; the one before stays recorded."""
@@ -145,9 +208,13 @@ class Prediction:
             self.show()
         self._shown = False
 
-    def _entry(self) -> Predicted | None:
-        return entry(self.quantity, self.unit, self.value, self._entered_at)
-
     def _refresh(self) -> None:
         if self.form is not None:
             self.form.refresh()
+
+
+def _recorded(quantity: str, unit: str, value: float | None, at: str) -> Predicted | None:
+    """What is recorded of a prediction; None if there is no number, or one that JSON lacks."""
+    if value is None or not math.isfinite(value):
+        return None
+    return Predicted(str(quantity), str(unit), value, at)

@@ -1,151 +1,203 @@
-"""What a learner has passed and predicted, kept in one file outside the repository.
+"""What a learner has passed and predicted, in one file outside the repository.
 
 ``LABKIT_PROGRESS`` names the file, or is ``off``; otherwise it is ``labkit/progress.json`` in
 ``XDG_DATA_HOME`` or ``~/.local/share``. Nothing is recorded by ranks, by tests, in CI, or with
 ``LABKIT_LIVE=0``, as the stored pages are run: then it lasts as long as the process.
 
 Recording never raises: a file that cannot be read or written is reported once, and the lesson
-goes on.
+goes on. Pages are names such as ``06_ring_all_reduce``; times are ISO 8601 texts, UTC.
 """
 
+import json
 import math
 import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from filelock import FileLock
+
+from labkit.files import write_atomically
 from labkit.runtime.preload import under_torchrun
 from workbook.notebook.pages import current_page
-from workbook.notebook.progress_file import (
-    DamagedError,
-    locked,
-    read_or_set_aside,
-    read_record,
-    set_aside,
-    write_record,
-)
-from workbook.notebook.record_format import Predicted, Record, Tried
 from workbook.notebook.typed import scale_between
 
-Change = Callable[[Record], None]
+VERSION = 1
+# A writer holds the lock for milliseconds; one that was stopped must not stop the lesson.
+LOCK_S = 3.0
 _HOW = "LABKIT_PROGRESS=FILE names another file, LABKIT_PROGRESS=off none"
 
 
-class Store:
-    """The record in one file, with the changes of this process that are not in it yet.
+@dataclass(frozen=True)
+class Tried:
+    """The attempts at one exercise. ``passed_at`` is None as long as none has passed."""
 
-    Without a file, everything is such a change.
+    status: str
+    attempts: int
+    first_at: str
+    last_at: str
+    passed_at: str | None
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One prediction of a quantity, and what was measured after it; all numbers are in ``unit``.
+
+    ``measured_at`` is the time of the first measurement, which locks the prediction.
     """
 
-    def __init__(self, path: Path | None):
-        self.path = path
-        self._pending: list[Change] = []
-        # JupyterLab may run the handlers of a widget in another thread than the cells.
-        self._lock = threading.RLock()
+    quantity: str
+    unit: str
+    value: float
+    predicted_at: str
+    measured: float | None = None
+    model: float | None = None
+    measured_at: str | None = None
 
-    def read(self) -> Record:
-        """The present record."""
-        with self._lock:
-            record = self._stored()
-            for change in self._pending:
-                change(record)
-            return record
+    @property
+    def factor(self) -> float | None:
+        """By how much it was off, in either direction: 2 for half and for twice the measurement.
 
-    def _stored(self) -> Record:
-        if self.path is None:
-            return Record()
-        try:
-            try:
-                return read_record(self.path)
-            except DamagedError:
-                with locked(self.path):
-                    return read_or_set_aside(self.path, say)
-        except OSError as error:
-            say_once(self.path, f"progress cannot be read from {self.path}: {error}; {_HOW}")
-            return Record()
+        None without a measurement, or if only one of the two is 0 or negative.
+        """
+        if self.measured is None:
+            return None
+        if self.measured == self.value:
+            return 1.0
+        ratio = self.measured / self.value if self.value else 0.0
+        return max(ratio, 1 / ratio) if ratio > 0 and math.isfinite(ratio) else None
 
-    def change(self, change: Change) -> None:
-        """Make a change in the file, after those that could not be written before."""
-        with self._lock:
-            self._pending.append(change)
-            if self.path is None:
-                return
-            try:
-                with locked(self.path):
-                    record = read_or_set_aside(self.path, say)
-                    for one in self._pending:
-                        one(record)
-                    write_record(self.path, record)
-                self._pending.clear()
-            except (OSError, ValueError) as error:
-                say_once(self.path, f"progress is not kept in {self.path}: {error}; {_HOW}")
 
-    def reset(self) -> Path | None:
-        """Begin a new record; the path to which the old file was moved, if there was one.
+@dataclass
+class Record:
+    """Exercises by page and name; predictions by page and key, the oldest of a key first."""
+
+    exercises: dict[str, dict[str, Tried]] = field(default_factory=dict)
+    predictions: dict[str, dict[str, list[Predicted]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, text: str) -> "Record":
+        """The record in a file's text; nothing at all is an empty record.
 
         Raises:
-            OSError: it cannot be moved.
+            ValueError, TypeError, AttributeError, RecursionError: it is not a record.
         """
-        with self._lock:
-            self._pending.clear()
-            if self.path is None or not self.path.is_file():
-                return None
-            with locked(self.path):
-                return set_aside(self.path, "reset")
+        if not text.strip():
+            return cls()
+        raw = json.loads(text)
+        if raw["version"] != VERSION:
+            raise ValueError(f"its version is {raw['version']!r}, and this labkit reads {VERSION}")
+        return cls(
+            {p: {n: Tried(**t) for n, t in of.items()} for p, of in raw["exercises"].items()},
+            {
+                page: {key: [Predicted(**one) for one in made] for key, made in of.items()}
+                for page, of in raw["predictions"].items()
+            },
+        )
 
 
-_stores: dict[Path | None, Store] = {}
+Change = Callable[[Record], None]
 _said: set[Path | str] = set()
-
-
-def say(text: str) -> None:
-    """Print a message on stderr: a command's own output may be JSON."""
-    print(f"labkit: {text}", file=sys.stderr)
+# By file: the changes of this process that are not in it. Without a file, that is all of them.
+_pending: dict[Path | None, list[Change]] = {}
+# JupyterLab may run the handlers of a widget in another thread than the cells.
+_lock = threading.RLock()
 
 
 def say_once(about: Path | str, text: str) -> None:
     """Print a message on stderr, the first one about this file only."""
     if about not in _said:
         _said.add(about)
-        say(text)
-
-
-def store() -> Store:
-    """The store of this process: its file may change with the environment."""
-    path, _ = progress_file()
-    return _stores.setdefault(path, Store(path))
+        print(f"labkit: {text}", file=sys.stderr)
 
 
 def progress_file() -> tuple[Path | None, str]:
     """Where progress is kept; or None, and why it is not kept."""
     named = os.environ.get("LABKIT_PROGRESS", "")
-    if reason := _why_not(named):
-        return None, reason
-    home, folder = os.environ.get("HOME", ""), os.environ.get("XDG_DATA_HOME", "")
-    if not os.path.isabs(folder):  # the XDG specification ignores relative ones
-        folder = os.path.join(home, ".local", "share")
-    path = Path(folder, "labkit", "progress.json")
-    if named:
-        path = Path(home, named[2:]) if named.startswith("~/") else Path(named).absolute()
-    if path.is_absolute():
-        return path, ""
-    say_once("home", f"progress is not kept: HOME names no folder; {_HOW}")
-    return None, "HOME names no folder"
-
-
-def _why_not(named: str) -> str:
-    """Why nothing is recorded, whatever file is named; empty if it is."""
-    if os.environ.get("LABKIT_LIVE") == "0":
-        return "LABKIT_LIVE=0 is set"
-    if under_torchrun():
-        return "this is a rank"
-    if named.lower() == "off":
-        return "LABKIT_PROGRESS=off is set"
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
-    return "this is a test" if not named and (in_ci or "PYTEST_CURRENT_TEST" in os.environ) else ""
+    reasons = {
+        "LABKIT_LIVE=0 is set": os.environ.get("LABKIT_LIVE") == "0",
+        "this is a rank": under_torchrun(),
+        "LABKIT_PROGRESS=off is set": named.lower() == "off",
+        "this is a test": not named and (in_ci or "PYTEST_CURRENT_TEST" in os.environ),
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        return None, reason
+    if named:
+        return Path(named).expanduser().absolute(), ""
+    folder = os.environ.get("XDG_DATA_HOME", "")
+    if not os.path.isabs(folder):  # the XDG specification ignores relative ones
+        folder = os.path.expanduser("~/.local/share")
+    return Path(folder, "labkit", "progress.json"), ""
+
+
+def read() -> Record:
+    """The present record: that of the file, with what could not be written to it."""
+    path, _ = progress_file()
+    with _lock:
+        record = Record()
+        try:
+            record = record if path is None else _stored(path)
+        except OSError as error:
+            say_once(path or "", f"progress cannot be read from {path}: {error}; {_HOW}")
+        for change in _pending.get(path, ()):
+            change(record)
+        return record
+
+
+def change(change: Change) -> None:
+    """Make a change in the file, after those that could not be written before."""
+    path, _ = progress_file()
+    with _lock:
+        pending = _pending.setdefault(path, [])
+        pending.append(change)
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_S):
+                record = _stored(path)
+                for one in pending:
+                    one(record)
+                whole = {"version": VERSION, **asdict(record)}
+                write_atomically(path, json.dumps(whole, indent=1, allow_nan=False) + "\n")
+            pending.clear()
+        except (OSError, ValueError) as error:
+            say_once(path, f"progress is not kept in {path}: {error}; {_HOW}")
+
+
+def reset() -> Path | None:
+    """Begin a new record; the path to which the old file was moved, if there was one.
+
+    Raises:
+        OSError: it cannot be moved.
+    """
+    path, _ = progress_file()
+    _pending.pop(path, None)
+    return _set_aside(path, "reset") if path is not None and path.is_file() else None
+
+
+def _stored(path: Path) -> Record:
+    """The record in the file; a damaged file is renamed, and a new record is begun."""
+    if not path.exists():
+        return Record()
+    if not path.is_file():
+        raise OSError(f"{path} is not a file")
+    try:
+        return Record.of(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        moved = _set_aside(path, "damaged")
+        say_once(moved, f"{path} is damaged ({error}): it is now {moved.name}, a new one is begun")
+        return Record()
+
+
+def _set_aside(path: Path, why: str) -> Path:
+    """Rename the file, with ``why`` and the time in its new name."""
+    moved = path.with_name(f"{path.stem}.{why}-{datetime.now():%Y%m%d-%H%M%S-%f}{path.suffix}")
+    return path.rename(moved)
 
 
 def now() -> str:
@@ -155,40 +207,31 @@ def now() -> str:
 
 def note_verdict(name: str, status: str, passed: bool) -> None:
     """Record one attempt at an exercise. An exercise once passed stays passed."""
-    # A check never raises, whatever name a cell has given.
     at, page, name = now(), current_page(), str(name)
 
-    def change(record: Record) -> None:
+    def attempted(record: Record) -> None:
         of_page = record.exercises.setdefault(page, {})
         old = of_page.get(name) or Tried(status, 0, at, at, None)
-        keeps = old.passed_at is not None and not passed
-        of_page[name] = Tried(
-            old.status if keeps else status,
-            old.attempts + 1,
-            old.first_at,
-            at,
-            old.passed_at or (at if passed else None),
-        )
+        stays = old.passed_at is not None and not passed
+        passed_at = old.passed_at or (at if passed else None)
+        shown = old.status if stays else status
+        of_page[name] = Tried(shown, old.attempts + 1, old.first_at, at, passed_at)
 
-    store().change(change)
+    change(attempted)
 
 
 def predictions(page: str, key: str) -> list[Predicted]:
     """All predictions of one quantity, the oldest first."""
-    return store().read().predictions.get(page, {}).get(key, [])
+    return read().predictions.get(page, {}).get(key, [])
 
 
 def note_prediction(page: str, key: str, made: Predicted | None, again: bool) -> None:
     """Record a prediction; it replaces one that has not been measured yet, None removes that one.
 
-    One that has been measured is kept: with ``again`` the new one is added after it, and otherwise
+    One that has been measured stays: with ``again`` the new one is added after it, and otherwise
     nothing changes.
     """
-
-    def change(record: Record) -> None:
-        _put(record, page, key, made, again)
-
-    store().change(change)
+    change(lambda record: _put(record, page, key, made, again))
 
 
 def note_row(
@@ -201,32 +244,28 @@ def note_row(
     """
     at = now()
 
-    def change(record: Record) -> None:
+    def measure(record: Record) -> None:
         _put(record, page, key, made, False)
-        all_of_it = record.predictions[page][key]
-        last = all_of_it[-1]
+        of_key = record.predictions[page][key]
         try:
-            scale = scale_between(made.unit, last.unit)
+            scale = scale_between(made.unit, of_key[-1].unit)
         except ValueError:  # the page asks for something else since
-            all_of_it.append(made)
-            last, scale = made, 1.0
-        if (found := _finite(measured, scale)) is not None:
-            since, by_model = last.measured_at or at, _finite(model, scale)
-            all_of_it[-1] = replace(last, measured=found, model=by_model, measured_at=since)
+            of_key.append(made)
+            scale = 1.0
+        if math.isfinite(measured * scale):
+            by_model = None if model is None or not math.isfinite(model) else model * scale
+            since = of_key[-1].measured_at or at
+            numbers = {"measured": measured * scale, "model": by_model, "measured_at": since}
+            of_key[-1] = replace(of_key[-1], **numbers)
 
-    store().change(change)
+    change(measure)
     return (predictions(page, key) or [made])[-1]
 
 
 def _put(record: Record, page: str, key: str, made: Predicted | None, again: bool) -> None:
-    all_of_it = record.predictions.setdefault(page, {}).setdefault(key, [])
-    if all_of_it and all_of_it[-1].measured_at is None:
-        all_of_it.pop()
+    of_key = record.predictions.setdefault(page, {}).setdefault(key, [])
+    if of_key and of_key[-1].measured_at is None:
+        of_key.pop()
         again = True
-    if made and (again or not all_of_it):
-        all_of_it.append(made)
-
-
-def _finite(value: float | None, scale: float) -> float | None:
-    """``value`` times ``scale``; None if there is none, or a number that JSON does not have."""
-    return value * scale if value is not None and math.isfinite(value * scale) else None
+    if made and (again or not of_key):
+        of_key.append(made)

@@ -4,38 +4,26 @@ import math
 import re
 from reprlib import repr as shortened
 
-_NAMES = {
-    ("time", 3600.0): "h hour hours",
-    ("time", 60.0): "min minute minutes",
-    ("time", 1.0): "s sec second seconds",
-    ("time", 1e-3): "ms msec millisecond milliseconds",
-    ("time", 1e-6): "µs us usec microsecond microseconds",
-    ("time", 1e-9): "ns nsec nanosecond nanoseconds",
-    ("size", 1.0): "b byte bytes",
-    ("size", 2.0**10): "kib",
-    ("size", 2.0**20): "mib",
-    ("size", 2.0**30): "gib",
-    ("size", 2.0**40): "tib",
-    ("size", 1e3): "kb",
-    ("size", 1e6): "mb",
-    ("size", 1e9): "gb",
-    ("size", 1e12): "tb",
-    ("size", 1 / 8): "bit bits",
-    ("size", 1e3 / 8): "kbit",
-    ("size", 1e6 / 8): "mbit",
-    ("size", 1e9 / 8): "gbit",
-    ("ratio", 1.0): "times time x × ratio fraction",
-    ("ratio", 0.01): "% percent",
+_UNITS = {
+    "time": "h=3600 hour=3600 min=60 minute=60 s=1 sec=1 second=1 ms=1e-3 msec=1e-3 "
+    "millisecond=1e-3 µs=1e-6 us=1e-6 usec=1e-6 microsecond=1e-6 ns=1e-9 nanosecond=1e-9",
+    "size": "b=1 byte=1 kib=1024 mib=1048576 gib=1073741824 tib=1099511627776 kb=1e3 mb=1e6 "
+    "gb=1e9 tb=1e12 bit=0.125 kbit=125 mbit=125e3 gbit=125e6",
+    "ratio": "times=1 time=1 x=1 ×=1 ratio=1 fraction=1 %=0.01 percent=0.01",
 }
 # casefold, because µ has two code points, which it makes one.
-_KNOWN = {word.casefold(): unit for unit, words in _NAMES.items() for word in words.split()}
+_KNOWN = {
+    word.partition("=")[0].casefold(): (kind, float(word.partition("=")[2]))
+    for kind, words in _UNITS.items()
+    for word in words.split()
+}
 _EXAMPLES = {"time": "1.5 ms", "size": "3 MiB", "ratio": "1.5, or 150 %"}
 
 # A space, an apostrophe or an underscore may stand between groups of three digits.
 _PLAIN = r"(?:[0-9]{1,3}(?:[ '’_][0-9]{3})+(?![0-9])(?:[.,][0-9]+)?|[.,]?[0-9][0-9.,]*)"
-_POWER = r"(?:\^|\*\*)\s*(-?[0-9]{1,4})"
-_FACTOR = re.compile(rf"([-+]?)\s*({_PLAIN})(e[-+]?[0-9]{{1,4}})?\s*(?:{_POWER})?", re.IGNORECASE)
-_JOINED = re.compile(r"\s*([*x×·/])\s*(?=[-+]?\s*[.,]?[0-9])", re.I)
+_FACTOR = rf"[-+]?\s*{_PLAIN}(?:e[-+]?[0-9]{{1,4}})?(?:\s*\^\s*-?[0-9]{{1,4}})?"
+_JOINED = r"\s*([*x×·/])\s*(?=[-+]?\s*[.,]?[0-9])"
+_PRODUCT = re.compile(rf"{_FACTOR}(?:{_JOINED}{_FACTOR})*", re.IGNORECASE)
 
 
 def parse_typed(text: str, unit: str) -> float:
@@ -47,15 +35,23 @@ def parse_typed(text: str, unit: str) -> float:
     Raises:
         ValueError: no number, or a unit of another kind; the message says what to type.
     """
-    cleaned = re.sub(r"\s+", " ", text.replace("−", "-")).strip().removeprefix("≈")
+    cleaned = re.sub(r"\s+", " ", text.replace("−", "-").replace("**", "^")).strip(" ≈~")
+    match = _PRODUCT.match(cleaned)
+    rest = cleaned[match.end() :].strip() if match else ""
+    if not match or rest[:1].isdigit():
+        raise ValueError(f"{shortened(text)} is not one number: type one such as 1.5 or 2e6")
     try:
-        number, rest = _leading_number(cleaned.removeprefix("~").strip())
+        first, *others = re.split(_JOINED, match[0], flags=re.IGNORECASE)
+        number = _factor(first)
+        for joint, factor in zip(others[::2], others[1::2]):
+            number = number / _factor(factor) if joint == "/" else number * _factor(factor)
+    except ZeroDivisionError:
+        raise ValueError(f"{shortened(text)} divides by 0") from None
     except OverflowError:
-        number, rest = math.inf, ""
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{shortened(text)} is too large a number")
-    number *= scale_between(rest, unit) if rest else 1.0
-    return number
+    return number * (scale_between(rest, unit) if rest else 1.0)
 
 
 def scale_between(given: str, unit: str) -> float:
@@ -79,42 +75,18 @@ def _kind(unit: str) -> tuple[str, float]:
         above, below = unit.split("/", 1)
         (kind, scale), (per, per_scale) = _kind(above), _kind(below)
         return f"{kind}/{per}", scale / per_scale
-    word = unit.strip().casefold()
-    if not word:
-        return "ratio", 1.0
+    word = unit.strip().casefold() or "times"
     # Without the ending of a plural: 1 message, 2 messages.
-    return _KNOWN.get(word, (word.removesuffix("s").removesuffix("e"), 1.0))
+    singular = word.removesuffix("s") or word
+    return _KNOWN.get(word) or _KNOWN.get(singular) or (singular.removesuffix("e"), 1.0)
 
 
-def _leading_number(text: str) -> tuple[float, str]:
-    """The product at the start of ``text``, and what follows it."""
-    value, joint, place = 1.0, "*", 0
-    while True:
-        match = _FACTOR.match(text, place)
-        if not match:
-            raise ValueError(f"{shortened(text)} is not a number: type one such as 1.5 or 2e6")
-        factor = _factor(*match.groups())
-        if joint == "/" and factor == 0:
-            raise ValueError(f"{shortened(text)} divides by 0")
-        value = value / factor if joint == "/" else value * factor
-        place = match.end()
-        joined = _JOINED.match(text, place)
-        if not joined:
-            break
-        joint, place = joined[1], joined.end()
-    rest = text[place:].strip()
-    if rest[:1].isdigit():
-        raise ValueError(f"{shortened(text)} is not one number: type one such as 1.5 or 2e6")
-    return value, rest
-
-
-def _factor(sign: str, digits: str, exponent: str | None, power: str | None) -> float:
-    value = float(f"{_with_a_point(digits)}{exponent or ''}")
-    if power is not None:
-        if value == 0 and power.startswith("-"):
-            raise ValueError("0 has no negative powers")
-        value **= int(power)
-    return -value if sign == "-" else value
+def _factor(text: str) -> float:
+    base, _, power = text.replace(" ", "").partition("^")
+    digits, e, exponent = base.casefold().partition("e")
+    sign = digits[0] if digits[0] in "-+" else ""
+    value = float(f"{_with_a_point(digits.removeprefix(sign))}{e}{exponent}")
+    return float(f"{sign}1") * (value ** int(power) if power else value)
 
 
 def _with_a_point(digits: str) -> str:

@@ -8,8 +8,7 @@
     overlap         how much communication was hidden behind computing
     communication   the share of messages in a run's time
     staleness       how late the gradients of an asynchronous run were
-    traffic         counted against predicted messages or bytes
-    fair            whether two runs did the same work
+    peak_memory     which run took the least memory
 
 A page calls one after its measurement, so that the sentence is true on the reader's machine, too.
 Every number and every reason in it comes from the measurement: phases, spans, counts, cores. A
@@ -41,11 +40,6 @@ _PARTS = {1: "all", 2: "half", 3: "a third", 4: "a quarter"}
 _SHARES_SAMPLES = ("data_parallel", "ddp", "ring_all_reduce")
 # Repeats that differ by a larger factor do not confirm a model that lies between them.
 _WIDE = 3
-# Settings that make two runs do different work.
-_WORK = (
-    *("model", "dataset", "train_size", "batch_size", "epochs"),
-    *("seed", "lr", "dtype"),
-)
 
 
 @dataclass(frozen=True)
@@ -287,42 +281,40 @@ def staleness(result: TrainResult) -> Verdict:
     return Verdict(f"{text}.", is_near)
 
 
-def traffic(counted: Sequence[int], predicted: Sequence[int], unit: str = "bytes") -> Verdict:
-    """Whether counted messages or bytes equal the formula's, rank by rank.
+def peak_memory(runs: Mapping[str, Run]) -> Verdict:
+    """Which run took the least memory on the rank, or the GPU, that took most of it.
+
+    Args:
+        runs: by name, each measured once.
 
     Raises:
-        ValueError: the two are not equally many.
+        ValueError: fewer than two names.
     """
-    if len(counted) != len(predicted):
-        raise ValueError(f"{len(counted)} counted and {len(predicted)} predicted: give one a rank")
-    wrong = [rank for rank, pair in enumerate(zip(counted, predicted)) if pair[0] != pair[1]]
-    if not wrong:
-        all_ranks = format_count(len(counted), "rank")
-        return Verdict(f"Counted and predicted {unit} are equal on {all_ranks}.", True)
-    rank = wrong[0]
-    return Verdict(
-        f"Counted and predicted {unit} differ on {format_count(len(wrong), 'rank')} of "
-        f"{len(counted)}: rank {rank} sent {counted[rank]:,}, and the formula says "
-        f"{predicted[rank]:,}.",
-        False,
-    )
-
-
-def fair(one: TrainResult, other: TrainResult) -> Verdict:
-    """Whether two runs did the same work, so that their times may be compared."""
-    settings = [(name, getattr(one.config, name), getattr(other.config, name)) for name in _WORK]
-    differ = [f"{name} is {a} and {b}" for name, a, b in settings if a != b]
-    if differ:
-        return Verdict(f"Not a fair comparison: {', '.join(differ)}.", False)
-    difference = one.difference_from(other)
-    same = f"The same work: equal settings, and parameters that differ by {difference:.1g} at most"
-    if difference < 1e-3:
-        return Verdict(f"{same}.", True)
-    return Verdict(
-        f"Equal settings, but the parameters differ by up to {format_number(difference)}: the two "
-        "did not make the same updates, so compare the time to an accuracy.",
-        False,
-    )
+    if len(runs) < 2:
+        raise ValueError(f"got {list(runs)}: nothing to compare, give two runs or more")
+    found = {}
+    for name, run in runs.items():
+        # A rank that was lost has none.
+        by_rank = [(rank, peak) for rank, peak in enumerate(run.peak_memory) if peak]
+        peaks = [
+            (size, f"rank {rank}" if device == "cpu" else f"rank {rank}, {device}")
+            for rank, peak in by_rank
+            for device, size in peak.by_device.items()
+        ]
+        if not peaks or any(peak.largest_bytes is None for _, peak in by_rank):
+            text = f"The peak memory of {name} is not known: the system does not say."
+            return Verdict(text, None)
+        found[name] = max(peaks)
+    first, *others = sorted(found, key=lambda name: found[name][0])
+    least_bytes, where = found[first]
+    text = f"Least peak memory: {first}, {format_value(least_bytes, 'bytes')} on {where}"
+    for name in others:
+        size, place = found[name]
+        times = f"{format_number(size / max(1, least_bytes))} times as much"
+        # Runs of the same program differ by some percent: pages, and what the allocator keeps.
+        times = times if size > 1.1 * least_bytes else "about as much"
+        text += f"; {name} took {times}, {format_value(size, 'bytes')} ({place})"
+    return Verdict(f"{text}.", True if found[others[0]][0] > 1.1 * least_bytes else None)
 
 
 def _seconds(times: Times) -> list[float]:

@@ -18,7 +18,6 @@
 Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 """
 
-from labkit.units import unknown_name
 from workbook.plots.bars import bars
 from workbook.plots.communication_time import communication_time, hop_rows
 from workbook.plots.figure import CaptionedFigure
@@ -71,5 +70,3 @@ __all__ = [
     "step_by_micro_batches",
     "timeline",
 ]
-
-__getattr__ = unknown_name(__name__)

@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from labkit.placement.planner import SplitModel
-from labkit.placement.stage_costs import Profile
+from labkit.placement.planner import Profile, SplitModel
 from labkit.schedules.split_points import stage_bounds
 from labkit.units import (
     as_repeats,

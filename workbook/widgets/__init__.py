@@ -10,10 +10,7 @@ static twin. The others show a figure of ``workbook.plots``. Each prints as a li
 there is no browser, can be used from the keyboard, and keeps its state when its cell is run again.
 """
 
-from labkit.units import unknown_name
 from workbook.widgets.explorers import bucket_explorer, ring_stepper, staleness_explorer
 from workbook.widgets.split_explorer import split_explorer
 
 __all__ = ["bucket_explorer", "ring_stepper", "split_explorer", "staleness_explorer"]
-
-__getattr__ = unknown_name(__name__)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import ipywidgets
 
-from labkit.schedules.staleness import check_bound
+from labkit.schedules.servers import check_bound
 from workbook import plots
 from workbook.plots.models import BUCKET_SIZES_MB, LINKS, MAX_WORKERS, example_step, size_name
 from workbook.widgets.explorer import Explorer

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from matplotlib.ticker import MaxNLocator
 
 from labkit.costs.link import Link
-from labkit.placement.planner import SplitModel, predict_split
-from labkit.placement.stage_costs import Profile
+from labkit.placement.planner import Profile, SplitModel, predict_split
 from labkit.schedules.pipeline import PIPELINES
 from labkit.schedules.split_points import stage_bounds
 from labkit.tracing import Span

@@ -12,8 +12,7 @@ from torch import nn
 from traitlets import Dict, Float, Int, List, Unicode
 
 from labkit.costs.link import Link
-from labkit.placement.planner import best_split
-from labkit.placement.stage_costs import Profile
+from labkit.placement.planner import Profile, best_split
 from labkit.schedules.split_points import check_split_points
 from labkit.training.split_run import MeasuredSplit, measure_profile, measure_split
 from labkit.units import check_choice, format_seconds

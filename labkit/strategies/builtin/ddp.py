@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.backend.queues import sent as sent_on_our_backend
+from labkit.backend.group import sent as sent_on_our_backend
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.on_shares import OnShares

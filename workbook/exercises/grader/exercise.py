@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.traffic import Cost
-from labkit.units import format_count, spelled
+from labkit.units import format_count
 
 # The first is divisible by 2, 3 and 4, with enough elements per chunk to tell what it contains.
 SIZES = (96, 10, 2, 1, 0)
@@ -277,6 +277,3 @@ class Exercise:
         text = f"with {' and '.join(parts)}" if parts else "here"
         text += f", {words}" if (words := self.special(case)) else ""
         return text + (f", {self.root_name} {case.root}" if self.root_name else "")
-
-
-Exercise.__init__ = spelled(Exercise.__init__)

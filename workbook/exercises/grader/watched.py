@@ -25,7 +25,7 @@ _GRADER = str(Path(__file__).parent)
 _LABKIT, _WORKBOOK = str(Path(labkit.__file__).parent), str(Path(_GRADER).parents[1])
 # Where the functions are that an exercise asks for. Their helpers may be called.
 _PARTS = (
-    *("collectives/", "schedules/", "strategies/", "placement/planner", "placement/search"),
+    *("collectives/", "schedules/", "strategies/", "placement/planner"),
     *("costs/pipeline_timeline", "workload/sampling", "comm/work.py", "horovod/"),
 )
 _SOLUTIONS = tuple(f"{_LABKIT}/{part}" for part in _PARTS)
@@ -186,8 +186,8 @@ def _solution(code: CodeType) -> str:
     if name in _HELPERS or name.startswith(("<", "_")):
         return ""
     if file.startswith(_SOLUTIONS):
-        # The classes in schedules and costs hold data.
-        rooms = (f"{_LABKIT}/schedules/", f"{_LABKIT}/costs/")
+        # The classes in these rooms hold data.
+        rooms = tuple(f"{_LABKIT}/{room}/" for room in ("schedules", "costs", "placement"))
         is_data = inner and inner[0] != "<locals>" and file.startswith(rooms)
         return "" if is_data else _dotted(file, name)
     if any(part in file for part in _PYTORCH):

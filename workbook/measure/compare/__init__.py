@@ -4,8 +4,8 @@ All contenders get the same model, data, global batch, order of samples, seed an
 use the same loop (``labkit.training.loop.fit``), and take turns. The result is one record, from
 which all tables and figures are drawn, at once or later.
 
-``contenders`` chooses what runs, ``measure`` runs it, ``phases`` reads the traces; ``summary`` and
-``figures`` show a record, ``schema`` checks whether a file is a record.
+``measure`` chooses what runs and runs it, ``phases`` reads the traces; ``summary`` and ``figures``
+show a record.
 """
 
 import lazy_loader
@@ -14,5 +14,5 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submodules={"figures", "summary"},
-    submod_attrs={"command": ["main"], "measure": ["compare"], "schema": ["load"]},
+    submod_attrs={"command": ["main"], "measure": ["compare"], "summary": ["load"]},
 )

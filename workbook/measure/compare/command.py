@@ -6,12 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from labkit.files import check_writable, write_each
+from labkit.files import check_writable, write_atomically
 from workbook.measure.compare.figures import draw
 from workbook.measure.compare.measure import compare
-from workbook.measure.compare.schema import load
-from workbook.measure.compare.summary import report
-from workbook.measure.compare.tables import csv_paths, write_tables
+from workbook.measure.compare.summary import csv_tables, load, report
 from workbook.measure.record import command_line, flag, write
 
 
@@ -40,14 +38,18 @@ def main(
         ValueError, OSError: before anything runs, for settings or files that are impossible.
         OutputError: after the run, a file could not be written.
     """
-    if figures_dir is not None:
-        _check_figures(figures_dir)
-    if csv_dir is not None:
-        csv_paths(csv_dir)
+    for folder, ending in ((figures_dir, "png"), (csv_dir, "csv")):
+        if folder is None:
+            continue
+        if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+            raise ValueError(f"cannot write to {folder!r}: give a folder that exists")
+        for old in Path(folder).glob(f"compare_*.{ending}"):
+            check_writable(old)
     if json_path is not None and Path(json_path).suffix == ".png":
         raise ValueError(f"--json {json_path}: a record is not a figure, name a .json file")
-    record: dict[str, Any] = {"command": command_line(words)}
+    record: dict[str, Any]
     if from_path is None:
+        record = {"command": command_line(words)}
         record |= compare(**settings, say=partial(print, flush=True))
     elif settings:
         drop = ", ".join(map(flag, settings))
@@ -57,19 +59,8 @@ def main(
     print(report(record))
     figures = {} if figures_dir is None else draw(record)
     paths = {f"{figures_dir}/compare_{name}.png": figure for name, figure in figures.items()}
-    tables = [] if csv_dir is None else [partial(_write_tables, record, csv_dir)]
-    write_each(partial(write, record, json_path, paths), *tables)
+    tables = {} if csv_dir is None else csv_tables(record)
+    write(record, json_path, paths)
+    for name, table in tables.items():
+        write_atomically(f"{csv_dir}/compare_{name}.csv", table)
     return int(any(row["failed"] for row in record["skipped"]))
-
-
-def _write_tables(record: dict[str, Any], folder: str) -> None:
-    print(f"tables: {', '.join(write_tables(record, folder))}")
-
-
-def _check_figures(folder: str) -> None:
-    if not (folder and os.path.isdir(folder) and os.access(folder, os.W_OK)):
-        raise ValueError(
-            f"cannot write figures to {folder!r}: give a folder that exists and can be written"
-        )
-    for old in Path(folder).glob("compare_*.png"):
-        check_writable(old)

@@ -5,7 +5,7 @@ suffice, and they mean the same in each panel.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -26,6 +26,28 @@ _COLUMNS = 3
 Lines = Mapping[str, Mapping[int, list[float]]]
 
 
+def draw_grid(
+    names: Iterable[str], draw: Callable[[Axes, str], None], x: str, y: str, title: str
+) -> Figure:
+    """A panel for each name, drawn by ``draw(axes, name)``, with common axes."""
+    names = list(names)
+    rows, columns = math.ceil(len(names) / _COLUMNS), min(_COLUMNS, len(names))
+    figure = Figure(figsize=(WIDTH_IN, 1.3 + 2.2 * rows))
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes in list(grid.flat)[len(names) :]:
+        axes.set_visible(False)
+    for number, (axes, name) in enumerate(zip(grid.flat, names)):
+        draw(axes, name)
+        axes.set_title(name, fontsize=10)
+        lowest = number + columns >= len(names)
+        axes.set_xlabel(x if lowest else "")
+        axes.tick_params(labelbottom=lowest)
+        axes.grid()
+    figure.supylabel(y, fontsize=11)
+    add_title(figure, title)
+    return figure
+
+
 def draw_panels(
     panels: Mapping[str, Lines], x: str, y: str, title: str, *, doubling: bool = False
 ) -> Figure:
@@ -37,54 +59,33 @@ def draw_panels(
         title: above the figure.
         doubling: the x axis is logarithmic, so that each doubling is one step.
     """
-    rows = math.ceil(len(panels) / _COLUMNS)
-    figure = Figure(figsize=(WIDTH_IN, 1.3 + 2.2 * rows))
-    columns = min(_COLUMNS, len(panels))
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    for axes, (name, lines) in zip(grid.flat, panels.items()):
-        for look, points in lines.items():
-            _draw_line(axes, look, points)
-        axes.set_title(name, fontsize=10)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.set_visible(False)
     ticks = sorted({at for lines in panels.values() for points in lines.values() for at in points})
-    for number, axes in enumerate(grid.flat):
-        lowest = number + columns >= len(panels)
-        axes.set_xlabel(x if lowest else "")
-        axes.tick_params(labelbottom=lowest)
-        _finish(axes, ticks, doubling)
-    figure.supylabel(y, fontsize=11)
-    add_title(figure, title)
+
+    def line(look: str) -> dict[str, Any]:
+        style, marker, stroke = LOOKS[look]
+        return {"color": style.color, "marker": marker, "linestyle": stroke, "linewidth": 1.4}
+
+    def draw(axes: Axes, name: str) -> None:
+        for look, points in panels[name].items():
+            spreads = [Spread.of(repeats) for repeats in points.values()]
+            if look == ONE and len(points) == 1:
+                # One device does not vary with x: a line across the panel.
+                axes.axhline(spreads[0].median, **line(look))
+                continue
+            whiskers = list(zip(*(spread.whiskers for spread in spreads)))
+            middle = [spread.median for spread in spreads]
+            axes.errorbar(list(points), middle, whiskers, markersize=5, capsize=3, **line(look))
+        if doubling:
+            axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        axes.margins(x=0.08)
+        axes.set_ylim(bottom=0)
+
+    figure = draw_grid(panels, draw, x, y, title)
     present = [look for look in LOOKS if any(look in lines for lines in panels.values())]
-    add_legend(figure, [Line2D([], [], label=look, **_line(look)) for look in present])
+    add_legend(figure, [Line2D([], [], label=look, **line(look)) for look in present])
     return figure
-
-
-def _line(look: str) -> dict[str, Any]:
-    style, marker, line = LOOKS[look]
-    return {"color": style.color, "marker": marker, "linestyle": line}
-
-
-def _draw_line(axes: Axes, look: str, points: Mapping[int, list[float]]) -> None:
-    spreads = [Spread.of(repeats) for repeats in points.values()]
-    if look == ONE and len(points) == 1:
-        # One device does not vary with x: a line across the panel.
-        axes.axhline(spreads[0].median, linewidth=1.4, **_line(look))
-        return
-    middle = [spread.median for spread in spreads]
-    whiskers = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
-    sizes: dict[str, Any] = {"linewidth": 1.4, "markersize": 5, "capsize": 3}
-    axes.errorbar(list(points), middle, whiskers, **sizes, **_line(look))
-
-
-def _finish(axes: Axes, ticks: list[int], doubling: bool) -> None:
-    if doubling:
-        axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.minorticks_off()
-    axes.margins(x=0.08)
-    axes.set_ylim(bottom=0)
-    axes.grid()
 
 
 def draw_rows(
@@ -101,31 +102,28 @@ def draw_rows(
         missing: the text in the place of a bar where the repeats are None.
         title: above the figure.
     """
-    names = list(looks)
-    figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(names)))
+    figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(looks)))
     grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, (quantity, rows) in zip(grid, columns.items()):
-        spreads = {name: Spread.of(repeats) for name in names if (repeats := rows[name])}
-        for place, name in enumerate(names):
-            if name in spreads:
-                _draw_row(axes, place, spreads[name], LOOKS[looks[name]][0])
-            else:
+        most = 1.0
+        for place, name in enumerate(looks):
+            if not (repeats := rows[name]):
                 axes.text(0, place, f" {missing}", va="center")
+                continue
+            spread = Spread.of(repeats)
+            axes.barh(place, spread.median, 0.72, **LOOKS[looks[name]][0].fill)
+            whiskers = [[one] for one in spread.whiskers]
+            axes.errorbar(spread.median, place, xerr=whiskers, color=DARK, capsize=3)
+            beside = {"textcoords": "offset points", "va": "center", "ha": "left"}
+            axes.annotate(f"{spread.median:.3g}", (spread.high, place), (5, 0), **beside)
+            most = max(most, spread.high)
         axes.set_xlabel(quantity)
         # Room for the number beside the longest bar.
-        axes.set_xlim(0, 1.2 * max((spread.high for spread in spreads.values()), default=1.0))
+        axes.set_xlim(0, 1.2 * most)
         axes.grid(axis="x")
-    grid[0].set_yticks(range(len(names)), names)
-    grid[0].set_ylim(len(names) - 0.5, -0.5)
+    grid[0].set_yticks(range(len(looks)), list(looks))
+    grid[0].set_ylim(len(looks) - 0.5, -0.5)
     add_title(figure, title)
     present = [look for look in LOOKS if look in looks.values()]
     add_legend(figure, [swatch(look, LOOKS[look][0]) for look in present])
     return figure
-
-
-def _draw_row(axes: Axes, place: int, spread: Spread, style: Style) -> None:
-    axes.barh(place, spread.median, 0.72, **style.fill)
-    whiskers = [[spread.median - spread.low], [spread.high - spread.median]]
-    axes.errorbar(spread.median, place, xerr=whiskers, color=DARK, capsize=3, linewidth=1.2)
-    beside = {"textcoords": "offset points", "va": "center", "ha": "left"}
-    axes.annotate(f"{spread.median:.3g}", (spread.high, place), (5, 0), **beside)

@@ -1,4 +1,4 @@
-"""The time of an epoch by kind of span and role of the rank, read from a run's trace."""
+"""The time of each epoch by kind of span and role of the rank, read from a run's trace."""
 
 import itertools
 import math
@@ -7,24 +7,13 @@ from collections.abc import Iterable, Sequence
 from labkit.tracing import Span, Trace
 
 
-def phases_by_role(trace: Trace, epochs: int) -> dict[str, dict[str, float | None]]:
-    """Seconds per epoch, ``{role: {kind of span: seconds}}``, means over the ranks of a role.
-
-    A ``worker`` computes a share of the batch, a ``stage`` a part of the model, a ``server``
-    nothing. Launch, evaluation and the first epoch (warm-up) are left out. Where ranks do not wait
-    for each other, no epoch ends on all of them at once, and the mean is over all epochs.
-    """
-    by_role: dict[str, list[dict[str, float]]] = {}
-    for rank in trace.ranks:
-        spans = trace.of(rank)
-        by_role.setdefault(_role(spans), []).append(_epoch_seconds(spans, epochs))
-    return {role: _means(rows) for role, rows in sorted(by_role.items(), reverse=True)}
-
-
 def epochs_by_role(
     trace: Trace, seconds: Sequence[float]
 ) -> dict[str, list[dict[str, float | None]]]:
     """``{role: [{kind of span: seconds} of each epoch]}``, means over the ranks of a role.
+
+    A ``worker`` computes a share of the batch, a ``stage`` a part of the model, a ``server``
+    nothing. Evaluation is outside the epochs.
 
     Args:
         trace: of the run.
@@ -39,31 +28,16 @@ def epochs_by_role(
     by_role: dict[str, list[list[dict[str, float]]]] = {}
     for rank, bounds in windows.items():
         own = Trace(tuple(trace.of(rank)))
+        # From all spans of the rank: a rank that is late may do nothing in one epoch of others.
+        kinds = {span.kind for span in own.spans}
+        role = "stage" if kinds & {"forward", "backward"} else "server"
+        role = "worker" if "compute" in kinds else role
         epochs = [own.between(*bound).seconds_by_kind() for bound in bounds]
-        by_role.setdefault(_role(own.spans), []).append(epochs)
+        by_role.setdefault(role, []).append(epochs)
     return {
-        role: [_means(list(rows)) for rows in zip(*ranks)]
+        role: [_means(rows) for rows in zip(*ranks)]
         for role, ranks in sorted(by_role.items(), reverse=True)
     }
-
-
-def _role(spans: Iterable[Span]) -> str:
-    # From all spans of the rank: in one epoch of others, a rank that is late may do nothing.
-    kinds = {span.kind for span in spans}
-    if "compute" in kinds:
-        return "worker"
-    return "stage" if kinds & {"forward", "backward"} else "server"
-
-
-def _epoch_seconds(spans: list[Span], epochs: int) -> dict[str, float]:
-    windows = epoch_windows(spans)
-    counted = windows[1:] or windows if len(windows) == epochs else windows
-    count = len(counted) if len(windows) == epochs else epochs
-    seconds: dict[str, float] = {}
-    for span in spans:
-        if any(start_s <= span.start_s < end_s for start_s, end_s in counted):
-            seconds[span.kind] = seconds.get(span.kind, 0.0) + span.duration_s / count
-    return seconds
 
 
 def epoch_windows(spans: Iterable[Span]) -> list[tuple[float, float]]:
@@ -86,7 +60,7 @@ def epoch_windows(spans: Iterable[Span]) -> list[tuple[float, float]]:
     return windows
 
 
-def _means(rows: list[dict[str, float]]) -> dict[str, float | None]:
+def _means(rows: Sequence[dict[str, float]]) -> dict[str, float | None]:
     kinds = sorted({kind for row in rows for kind in row})
     return {kind: short(sum(row.get(kind, 0.0) for row in rows) / len(rows)) for kind in kinds}
 

@@ -2,10 +2,11 @@
 
 import contextlib
 import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -96,25 +97,10 @@ CONTENDERS = {
 }
 
 
-@dataclass
-class Found:
-    """The turns of one contender.
-
-    Attributes:
-        problem: why there are no more turns; empty if all went well.
-        absent: whether it is only that its environment is not here.
-    """
-
-    contender: Contender
-    turns: list[Turn] = field(default_factory=list)
-    problem: str = ""
-    absent: bool = False
-
-
 def run_elsewhere(
     contenders: Sequence[str] | None = None, steps: int = 12, repeats: int = 1, tell: bool = False
-) -> "ElsewhereResult":
-    """Train the same model with every contender; compare losses, bytes and seconds.
+) -> dict[str, Any]:
+    """Train the same model with every contender; the record of losses, bytes and seconds.
 
     Args:
         contenders: only these of ``CONTENDERS``; one device always trains, as the reference.
@@ -142,90 +128,73 @@ def measure(
     limit_s: float = _LIMIT_S,
     scripts: Path = SCRIPTS,
     tell: bool = False,
-) -> "ElsewhereResult":
+) -> dict[str, Any]:
     """Train with these contenders in turns, one device first in the first round.
 
     A contender that fails is out of the later rounds, and its row says why. However this ends, no
     process and no file of it is left.
     """
-    found = {name: Found(contender) for name, contender in contenders.items()}
-    for each in found.values():
-        each.problem = why_not(each.contender.environment) if each.contender.environment else ""
-        each.absent = bool(each.problem)
+    found: dict[str, list[Turn]] = {name: [] for name in contenders}
+    absent = {n: why_not(c.environment) for n, c in contenders.items() if c.environment}
+    problems = {name: reason for name, reason in absent.items() if reason}
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_ctrl_c())
         private = tempfile.TemporaryDirectory(prefix="lk-", ignore_cleanup_errors=True)
         folder = Path(stack.enter_context(private))
         turns.prepare(folder, steps, scripts=scripts)
         for repeat in range(repeats):
-            names = [name for name in found if not found[name].problem]
+            names = [name for name in found if name not in problems]
             first = repeat % max(1, len(names))
             for name in names[first:] + names[:first]:
                 if tell:
                     print(f"round {repeat + 1} of {repeats}: {name}", file=sys.stderr, flush=True)
                 try:
-                    turn = found[name].contender.take_turn(folder, steps, limit_s)
+                    found[name].append(contenders[name].take_turn(folder, steps, limit_s))
                 except TurnError as error:
-                    found[name].problem = str(error)
-                else:
-                    found[name].turns.append(turn)
-    return ElsewhereResult(steps, repeats, found)
+                    problems[name] = str(error)
+    # The first steps of a turn are left out: frameworks compile, and buffers are made.
+    warm_up = min(_MOST_WARM_UP, steps // 2)
+    truth = (found[ONE_DEVICE] or [{"losses": []}])[0]["losses"]
+    rows = []
+    for name, contender in contenders.items():
+        row = {"contender": name, "framework": contender.framework, "messages": contender.messages}
+        row |= {"problem": problems.get(name, ""), "absent": bool(absent.get(name))}
+        rows.append(
+            row | (_numbers(contender, found[name], truth, warm_up) if found[name] else {})
+        )
+    return {
+        "batch_size": turns.BATCH_SIZE,
+        "parameters": sum(p.numel() for p in turns.initial_model().parameters()),
+        "warm_up": warm_up,
+        "contenders": rows,
+    }
 
 
-@dataclass(frozen=True)
-class ElsewhereResult:
-    """All contenders of one run; each has trained for ``steps`` steps, ``repeats`` times."""
-
-    steps: int
-    repeats: int
-    found: dict[str, Found]
-
-    def record(self) -> dict[str, Any]:
-        """Without the first steps of a turn, in which frameworks compile and buffers are made."""
-        # Not asserted here that all agree: the table and the figure say so.
-        return {
-            "batch_size": turns.BATCH_SIZE,
-            "parameters": sum(p.numel() for p in turns.initial_model().parameters()),
-            "warm_up": min(_MOST_WARM_UP, self.steps // 2),
-            "contenders": [self._row(name) for name in self.found],
+def _numbers(
+    contender: Contender, taken: list[Turn], truth: list[float], warm_up: int
+) -> dict[str, Any]:
+    """A contender's measurements; bytes are those of a process per step, means over all turns."""
+    apart = [abs(a - b) for turn in taken for a, b in zip(turn["losses"], truth)]
+    # Not max alone: it overlooks a NaN.
+    known = bool(apart) and all(map(math.isfinite, apart))
+    seconds = [one for turn in taken for one in turn["step_s"][warm_up:]]
+    per_step = {
+        kind: {
+            process: statistics.fmean(b for turn in taken for b in turn[kind][process][warm_up:])
+            for process in taken[0][kind]
         }
-
-    def _row(self, name: str) -> dict[str, Any]:
-        """A contender's part of the record: without its measurements where it has failed."""
-        found, warm_up = self.found[name], min(_MOST_WARM_UP, self.steps // 2)
-        contender = found.contender
-        row: dict[str, Any] = {"contender": name, "framework": contender.framework}
-        row |= {"messages": contender.messages, "problem": found.problem, "absent": found.absent}
-        if not found.turns:
-            return row
-
-        def per_step(of_turns: list[dict[str, list[int]]]) -> dict[str, float]:
-            """Bytes of each process per step, the mean over all turns."""
-            rows = {process: list[int]() for one in of_turns for process in one}
-            for one in of_turns:
-                for process, numbers in one.items():
-                    rows[process] += numbers[warm_up:]
-            return {process: sum(each) / len(each) for process, each in rows.items()}
-
-        truth = [turn.losses for turn in self.found[ONE_DEVICE].turns[:1] for _ in found.turns]
-        pairs = zip(found.turns, truth)
-        apart = [abs(a - b) for turn, own in pairs for a, b in zip(turn.losses, own, strict=True)]
-        # Not max alone: it overlooks a NaN.
-        known = bool(apart) and all(map(math.isfinite, apart))
-        seconds = [one for turn in found.turns for one in turn.step_s[warm_up:]]
-        counted = [turn.counted_bytes for turn in found.turns if turn.counted_bytes is not None]
-        return row | {
-            "losses": found.turns[0].losses,
-            "tolerance": contender.tolerance,
-            "difference": max(apart) if known else None,
-            "agrees": known and max(apart) <= contender.tolerance,
-            "sent_bytes": per_step([turn.sent_bytes for turn in found.turns]),
-            "counted_bytes": per_step(counted),
-            "formula_bytes": formula_bytes(contender.formula),
-            "seconds": rounded(seconds),
-            "step_s": asdict(Spread.of(seconds)),
-            "versions": contender.versions() | found.turns[0].versions,
-        }
+        for kind in ("sent_bytes", "counted_bytes")
+    }
+    return per_step | {
+        "losses": taken[0]["losses"],
+        "tolerance": contender.tolerance,
+        "difference": max(apart) if known else None,
+        "agrees": known and max(apart) <= contender.tolerance,
+        "formula_bytes": formula_bytes(contender.formula),
+        "seconds": rounded(seconds),
+        "step_s": asdict(Spread.of(seconds)),
+        "versions": contender.versions() | taken[0]["versions"],
+    }
 
 
 def formula_bytes(formula: str, workers: int = 2) -> dict[str, int]:

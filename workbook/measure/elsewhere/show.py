@@ -39,7 +39,7 @@ def side_by_side(live: Row, stored: Row | None = None) -> dict[str, Any]:
     """A record in which contenders that have not run here are taken from the stored one, marked.
 
     Args:
-        live: the record of a run here: of some contenders, or with some that cannot run here.
+        live: what ``run_elsewhere`` returned: some contenders, or some that cannot run here.
         stored: by default ``recorded()``.
     """
     old = {row["contender"]: row for row in (stored or recorded())["contenders"]}
@@ -57,7 +57,7 @@ def elsewhere_table(record: Row) -> Table:
     The largest difference is that of a loss from one device's; bytes are per process and step.
 
     Args:
-        record: of ``make elsewhere``, ``run_elsewhere(...).record()`` or ``side_by_side``.
+        record: of ``make elsewhere``, ``run_elsewhere`` or ``side_by_side``.
     """
     cells, users = [], dict[str, list[str]]()
     notes = [f"{r['contender']}: {r['problem']}." for r in record["contenders"] if r["problem"]]

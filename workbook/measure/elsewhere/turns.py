@@ -11,7 +11,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,52 +39,37 @@ THEIR_IMPORT, OUR_IMPORT = "import horovod.torch as hvd", "import labkit.horovod
 HOROVOD_SCRIPT, OUR_SCRIPT = "horovod_digits.py", "labkit_horovod_digits.py"
 _RING = f"{__package__}.ring_script"
 _MOST_LETTERS = 300
-# "ValueError: ...", also behind a rank or a time; not the summaries of launchers.
-_ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|Interrupt)\b(?:: .*)?$|can't open file .*")
-_SUMMARY = re.compile(r"ChildFailedError|SignalException|traceback :|Traceback")
+_ERROR = re.compile(r"[A-Za-z_.]*(?:Error|Exception|Interrupt)\b(?:: |$)|can't open file")
 
 
 class TurnError(RuntimeError):
     """A contender has failed; the message says how."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """A training run of one contender.
+# A turn: ``losses`` of every step (the mean of the global batch before the update), ``step_s`` on
+# worker 0, ``sent_bytes`` {process: bytes of every step} by the kernel's count, ``counted_bytes``
+# by labkit's (empty where it does not send), and ``versions`` of what took part.
+Turn = dict[str, Any]
 
-    Attributes:
-        losses: of every step, the mean of the global batch before the update.
-        step_s: seconds of every step, on worker 0.
-        sent_bytes: {process: bytes of every step}, counted by the kernel.
-        counted_bytes: the same, counted by labkit; None where labkit does not send.
-        versions: of what took part.
+
+def turn_of(reports: Iterable[Turn], steps: int) -> Turn:
+    """One turn of what its processes report; losses and seconds are worker 0's.
+
+    Raises:
+        TurnError: a report is missing, or does not have a number for every step.
     """
-
-    losses: list[float]
-    step_s: list[float]
-    sent_bytes: dict[str, list[int]]
-    counted_bytes: dict[str, list[int]] | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, reports: Iterable[dict[str, Any]], steps: int) -> "Turn":
-        """The turn that these processes' reports tell; losses and seconds are worker 0's.
-
-        Raises:
-            TurnError: a report is missing, or does not have a number for every step.
-        """
-        by_worker = {report["worker"]: report for report in reports}
-        if 0 not in by_worker:
-            raise TurnError("worker 0 has not reported")
-        first, sent, counted = by_worker[0], {}, {}
-        for _, report in sorted(by_worker.items()):
-            sent |= report["sent_bytes"]
-            counted |= report.get("counted_bytes", {})
-        each = {"losses": first["losses"], "seconds": first["step_s"]} | sent | counted
-        for name, numbers in each.items():
-            if len(numbers) != steps:
-                raise TurnError(f"{name}: {len(numbers)} numbers for {steps} steps")
-        return cls(first["losses"], first["step_s"], sent, counted or None, first["versions"])
+    by_worker = {report["worker"]: report for report in reports}
+    if 0 not in by_worker:
+        raise TurnError("worker 0 has not reported")
+    turn: Turn = by_worker[0] | {"sent_bytes": {}, "counted_bytes": {}}
+    for _, report in sorted(by_worker.items()):
+        turn["sent_bytes"] |= report["sent_bytes"]
+        turn["counted_bytes"] |= report.get("counted_bytes", {})
+    each = {"losses": turn["losses"], "seconds": turn["step_s"]}
+    for name, numbers in (each | turn["sent_bytes"] | turn["counted_bytes"]).items():
+        if len(numbers) != steps:
+            raise TurnError(f"{name}: {len(numbers)} numbers for {steps} steps")
+    return turn
 
 
 def initial_model(seed: int = 0) -> nn.Sequential:
@@ -180,7 +164,7 @@ def own_turn(
     # A rank knows the sum over its own samples.
     totals = [sum(each) for each in zip(*(report["losses"] for report in reports))]
     more = {"losses": totals, "versions": {"torch": versions()["torch"]}}
-    return Turn.of([report | more for report in reports], steps)
+    return turn_of([report | more for report in reports], steps)
 
 
 def _train(folder: Path, strategy: str, comm: Comm) -> dict[str, Any]:
@@ -243,7 +227,7 @@ def script_turn(
             reports = [json.loads(path.read_text(encoding="utf-8")) for path in files]
         except ValueError as error:
             raise TurnError(f"a file is not a report: {error}") from None
-        return Turn.of(reports, steps)
+        return turn_of(reports, steps)
 
 
 def torchrun(folder: Path, workers: int = 2) -> list[str]:
@@ -302,9 +286,7 @@ def _settings() -> dict[str, str]:
 
 def reason_in(log: str) -> str:
     """The line of a failed program's output that says most: its first error, or its last line."""
-    lines = [line.strip() for line in log.splitlines() if re.search(r"\w", line)]
-    errors = [line for line in lines if _ERROR.search(line) and not _SUMMARY.search(line)]
-    # Of a chain of errors the first is the cause, and what follows comes of it.
-    said = (errors or lines[-1:] or ["without a word"])[0]
-    found = _ERROR.search(said)
-    return (found.group(0) if errors and found else said)[:_MOST_LETTERS]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    # Of a chain of errors the first is the cause; launchers add a summary of their own.
+    errors = [line for line in lines if _ERROR.search(line) and "ChildFailedError" not in line]
+    return (errors or lines[-1:] or ["without a word"])[0][:_MOST_LETTERS]

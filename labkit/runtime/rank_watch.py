@@ -1,0 +1,298 @@
+"""Watching a run that no launcher watches, under torchrun and on Ray: the ranks watch each other.
+
+In each rank a thread wakes up twice a second. It posts what the rank is doing, its row of the
+status board, in the store of the run. The first rank reads all rows, and explains a deadlock, a
+mismatch, or lost ranks. The explanation is one entry in the store, where the first that is made
+counts: all ranks find it there, their operations that wait raise an error, so that the learner's
+``finally`` runs, and ``labkit.run`` raises the explanation.
+
+All else is the group's timeout.
+"""
+
+import contextlib
+import os
+import re
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from labkit.comm.board import LEFT, RETURNED, RUNNING, Board
+from labkit.comm.comm import Comm
+from labkit.comm.connections import cut
+from labkit.comm.deadlock import find_mismatch, stuck_ranks
+from labkit.comm.mirror import pack, unpack
+from labkit.comm.processes import is_running
+from labkit.comm.source_lines import readable
+from labkit.comm.torch_transport import first_line
+from labkit.errors import DeadlockError, PreemptedError, WorkerError
+from labkit.runtime.connect import group_connections, host_names
+from labkit.runtime.failures import Evidence, deadlock_error, failure_error, report_of_failure
+from labkit.runtime.plain import dump_error, load_error
+
+_TICK_S = 0.5
+# After the loss of a peer: a rank of which nothing is heard for so long is lost, and so long its
+# peer waits to hear the explanation.
+_SILENT_S, _EXPLAINED_S = 3.0, 10.0
+# From the explanation on: when a rank ends that is busy elsewhere; how long the others wait for
+# more ranks to come to their end, and for the one that has raised to be the first.
+_BUSY_S, _NOBODY_S, _FIRST_S = 5.0, 2.0, 5.0
+_ERROR, _LOOKS, _ENDING = "error", "looks", "ending"
+_NUMBER = struct.Struct("!q")
+
+
+class Rows:
+    """What all ranks are doing, as each posts it in the store of their run.
+
+    Attributes:
+        board: with the rows as they were read last.
+        numbers: by rank, of that row; each rank counts its own.
+        heard_s: by rank, when it was new.
+    """
+
+    def __init__(self, store: Any, world_size: int):
+        self._store, self.board = store, Board(world_size)
+        self._keys, self._posted = [f"row/{rank}" for rank in range(world_size)], 0
+        self.numbers, self.heard_s = [0] * world_size, [0.0] * world_size
+
+    def post(self, board: Board, rank: int) -> None:
+        self._posted += 1
+        self._store.set(self._keys[rank], _NUMBER.pack(self._posted) + pack(board, rank))
+
+    def read(self) -> bool:
+        """Read the rows, once all ranks have posted one; whether they have."""
+        if not all(self.numbers) and not self._store.check(self._keys):
+            return False
+        for rank, data in enumerate(self._store.multi_get(self._keys)):
+            (number,) = _NUMBER.unpack_from(data)
+            if number != self.numbers[rank]:
+                self.numbers[rank], self.heard_s[rank] = number, time.monotonic()
+                unpack(self.board, rank, data[_NUMBER.size :])
+        return True
+
+
+class Watch:
+    """The watch over one run, in one rank.
+
+    Args:
+        comm: of this rank.
+        store: a connection of its own to the store of this run.
+        prints: whether the explanation is printed on stderr, once for each host.
+
+    Attributes:
+        error: why the run ends; None while it goes on.
+    """
+
+    def __init__(self, comm: Comm, store: Any, prints: bool = True):
+        self._rank, self._size, self._hosts = comm.rank, comm.world_size, comm.session.hosts
+        self._host = next(host for host, ranks in enumerate(self._hosts) if comm.rank in ranks)
+        self._board, self._more_boards = comm.session.board, list[Board]()
+        self._store, self._prints = store, prints
+        self._rows = Rows(store, comm.world_size)
+        self._looks, self._looked_s = 0, time.monotonic()
+        self._candidate: object = None
+        self._since: list[int] = []
+        self.error: WorkerError | None = None
+        # It is known how the run ends; the rank's function has come to its end.
+        self._over, self._at_end = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="labkit-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def also_ends(self, board: Board) -> None:
+        """Let a failure also end the operations that wait on another board."""
+        self._more_boards.append(board)
+
+    # Called by the rank
+
+    def failed(self, error: BaseException) -> BaseException:
+        """The error to raise for one that has ended this rank's function, or came after it."""
+        if isinstance(error, KeyboardInterrupt | PreemptedError):
+            return error
+        report = report_of_failure(self._rank, error)
+        is_own = report.kind not in ("peer_lost", "mismatch")
+        if report.kind == "peer_lost" and self.error is None:
+            doing = f"was waiting at {readable(report.location)}"
+            self._board.ranks[self._rank]["gave_up"] = doing.encode()
+            self._over.wait(_EXPLAINED_S)
+        self._at_end.set()
+        mine = failure_error(Evidence(self._board.copy(), reports={self._rank: report}))
+        mine, is_first = with_hosts(mine, self._hosts, host_names), self.error is None
+        if is_own:
+            # Before the others hear of it, since torchrun ends all with the first that ends.
+            _record(mine)
+            if is_first:
+                self._print(mine, always=True)
+                with contextlib.suppress(AttributeError):
+                    vars(error)["is_told"] = True
+        if is_first:
+            self._conclude(mine)
+        assert self.error is not None
+        if not is_own:
+            _record(self.error)
+        self._end_together(self.error)
+        return error if is_own else self.error
+
+    def close(self) -> None:
+        """Stop watching: the run has ended on this rank."""
+        self._at_end.set()
+        self._over.set()
+        self._board.ranks[self._rank]["state"] = LEFT
+        self._thread.join(2 * _TICK_S)
+        with contextlib.suppress(RuntimeError):
+            if self.error is None and not self._thread.is_alive():
+                self._rows.post(self._board, self._rank)
+
+    def _end_together(self, error: WorkerError) -> None:
+        """Wait until all have heard, and until the rank that has raised has ended, if it is near.
+
+        As soon as one rank has ended, torchrun ends the others of its host, and its summary
+        shows that one.
+        """
+        self._board.ranks[self._rank]["state"] = LEFT
+        with contextlib.suppress(RuntimeError):
+            count, since_s = self._store.add(_ENDING, 1), time.monotonic()
+            while count < self._size and time.monotonic() - since_s < _NOBODY_S:
+                time.sleep(_TICK_S / 10)
+                if (now := self._store.add(_ENDING, 0)) != count:
+                    count, since_s = now, time.monotonic()
+        near, until_s = self._hosts[self._host], time.monotonic() + _FIRST_S
+        if error.worker_traceback and error.rank in near and error.rank != self._rank:
+            pid = int(self._board.ranks[error.rank]["pid"])
+            while is_running(pid) and time.monotonic() < until_s:
+                time.sleep(_TICK_S / 10)
+
+    # In the thread
+
+    def _work(self) -> None:
+        try:
+            self._look()
+            while not self._over.wait(_TICK_S):
+                self._look()
+        except RuntimeError as error:
+            is_over = self._over.is_set()
+            if not is_over and self._board.ranks[self._rank]["state"] != RETURNED:
+                text = f"the host of rank 0, {host_names[0]}, has ended, or cannot be reached"
+                self._take(WorkerError(f"{text}: its store does not answer ({first_line(error)})"))
+        except Exception as error:
+            tell(f"the run goes on, and is no longer watched: {type(error).__name__}: {error}")
+        if self.error is not None:
+            self._end(self.error)
+
+    def _look(self) -> None:
+        self._rows.post(self._board, self._rank)
+        if self._store.check([_ERROR]):
+            self._take(load_error(self._store.get(_ERROR)))
+            return
+        # Rank 0 reads the rows; if it is gone, the first one that misses its looks.
+        now_s, looks = time.monotonic(), self._store.add(_LOOKS, 0)
+        if looks != self._looks:
+            self._looks, self._looked_s = looks, now_s
+        if self._rank > 0 and now_s - self._looked_s < _SILENT_S:
+            return
+        self._looks = self._store.add(_LOOKS, 1)
+        if self._rows.read() and (found := self._lost(now_s) or self._standing_still()):
+            self._conclude(with_hosts(found, self._hosts, host_names))
+
+    def _lost(self, now_s: float) -> WorkerError | None:
+        """Ranks that have gone silent, once another has lost a peer."""
+        slots, silent = self._rows.board.ranks, []
+        for rank, heard_s in enumerate(self._rows.heard_s):
+            if now_s - heard_s > _SILENT_S and slots[rank]["state"] != LEFT:
+                silent.append(rank)
+        waiting = [
+            f"\n  rank {rank} {doing.decode(errors='replace')}"
+            for rank, doing in enumerate(slots["gave_up"])
+            if doing
+        ]
+        if not waiting or not silent:
+            return None
+        text = (
+            f"{' and '.join(f'rank {rank}' for rank in silent)} cannot be reached any more: the "
+            "process or its machine has ended, or the network is cut. What has started the ranks "
+            f"there says how they have ended.{''.join(waiting)}"
+        )
+        return WorkerError(text, rank=silent[0])
+
+    def _standing_still(self) -> WorkerError | None:
+        """A mismatch or a deadlock, if no rank has moved since it was first seen."""
+        rows, board = self._rows, self._rows.board
+        mismatch, stuck = find_mismatch(board), stuck_ranks(board)
+        candidate = (mismatch, stuck, board.ticks()) if mismatch or stuck else None
+        if candidate != self._candidate:
+            self._candidate, self._since = candidate, list(rows.numbers)
+            return None
+        # The second row from then on was begun after that look: so at its moment nobody moved.
+        states = board.ranks["state"]
+        still = (n > s + 1 for n, s, at in zip(rows.numbers, self._since, states) if at == RUNNING)
+        if candidate is None or not all(still):
+            return None
+        return DeadlockError(readable(mismatch)) if mismatch else deadlock_error(board, stuck)
+
+    def _conclude(self, error: WorkerError) -> None:
+        """Say in all ranks why the run ends; what was said first counts."""
+        with contextlib.suppress(RuntimeError):
+            error = load_error(self._store.compare_set(_ERROR, "", dump_error(error)))
+        self._take(error)
+
+    def _take(self, error: WorkerError) -> None:
+        error.is_told = self._prints
+        self.error = self.error or error
+        self._over.set()
+
+    def _end(self, error: WorkerError) -> None:
+        """Let this rank's function raise an error; end the process if it does not."""
+        self._print(error)
+        for board in (self._board, *self._more_boards):
+            board.give_up(self._rank, str(error).splitlines()[0])
+        cut(group_connections)
+        dist.distributed_c10d._get_default_group().abort()
+        if not self._at_end.wait(_BUSY_S):
+            _record(error)
+            os._exit(1)
+
+    def _print(self, error: WorkerError, always: bool = False) -> None:
+        """Print the explanation, where no rank of this host has."""
+        count = 1
+        with contextlib.suppress(RuntimeError):
+            count = self._store.add(f"printed/{self._host}", 1)
+        if self._prints and (always or count == 1):
+            tell(str(error))
+
+
+def with_hosts(
+    error: WorkerError, hosts: Sequence[Sequence[int]], names: Sequence[str]
+) -> WorkerError:
+    """The error with the host of each rank, where that is named first."""
+    if len(hosts) < 2:
+        return error
+    text = str(error)
+    for host, ranks in enumerate(hosts):
+        for rank in ranks:
+            text = re.sub(rf"\b([Rr]ank {rank})\b", rf"\1 (host {host})", text, count=1)
+    named = (f"host {host} is {name}" for host, name in enumerate(names))
+    error.args = (f"{text}\nHosts: {', '.join(named)}.",)
+    return error
+
+
+def tell(text: str) -> None:
+    """Say it on stderr, in one piece: the ranks of a host often share one."""
+    sys.stderr.write(f"labkit: {text}\n")
+    sys.stderr.flush()
+
+
+def _record(error: WorkerError) -> None:
+    """Give the error to torchrun, for the summary that it prints."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        try:
+            # It records the traceback of the exception that is being handled.
+            raise error from None
+        except WorkerError:
+            with contextlib.suppress(OSError):
+                get_error_handler().record_exception(error)

@@ -1,0 +1,114 @@
+"""What ranks tell each other over a network: what travels, and that nothing is executed."""
+
+import os
+import pickle
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from labkit import DeadlockError, WorkerError
+from labkit.comm.peak_memory import DeviceMemory, PeakMemory
+from labkit.runtime.messages import Report
+from labkit.runtime.pickling import UnpicklableError
+from labkit.runtime.plain import (
+    dump_error,
+    dump_plain,
+    dump_report,
+    load_error,
+    load_plain,
+    load_report,
+)
+from labkit.tracing import Span
+
+SPANS = (
+    Span(1, "compute", 0.1, 0.25),
+    Span(1, "share_reduce", 0.25, 1 / 3, 4096, 0, 2, ((-1, -1, 7),)),
+)
+MEMORY = PeakMemory(5, {"cuda:0": DeviceMemory(6, 7)})
+SENT = {"messages": 3, "bytes_sent": 2**40, "device": "cuda:0 of machine 1", "duration_s": 0.1}
+REPORT = Report(1, "value", dump_plain({"loss": [0.5]}), SPANS, peak_memory=MEMORY, **SENT)
+
+
+@dataclass
+class Mine:
+    number: int
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_report_arrives_as_it_was():
+    found = load_report(dump_report(REPORT), 1)
+    assert found == replace(REPORT, is_plain=True)
+    assert [span.meets for span in found.spans] == [span.meets for span in SPANS]
+    assert load_plain(found.payload) == {"loss": [0.5]}
+
+
+@pytest.mark.parametrize("value", [
+    None,
+    [1, 2.5, "a", b"b", True, 2**80, float("inf"), 1 + 2j],
+    {"a": (1, [2, {"b": {3}}]), 4: None},
+    [np.float64(0.25), np.int64(3), np.float32(0.5), np.bool_(True)],
+])  # fmt: skip
+def test_plain_values_travel(value):
+    assert load_plain(dump_plain(value)) == value
+
+
+def test_tensors_and_arrays_travel():
+    weight = torch.arange(6.0).view(2, 3).t()
+    found = load_plain(dump_plain({"w": nn.Parameter(weight) * 1, "n": np.arange(3.0)}))
+    assert torch.equal(found["w"], weight)
+    assert np.array_equal(found["n"], np.arange(3.0))
+
+
+def test_other_classes_are_named_with_their_place_unless_the_program_allows_them():
+    with pytest.raises(UnpicklableError, match=r"value\['a'\]\[1\] \(test_plain.Mine\) is"):
+        dump_plain({"a": [1, Mine(2)]})
+    with torch.serialization.safe_globals([Mine]):
+        assert load_plain(dump_plain([Mine(3)])) == [Mine(3)]
+
+
+def test_what_training_returns_is_allowed():
+    from labkit.training.loop import RankReport
+
+    report = RankReport([{"loss": 0.5}], 1, 2, "ab", {"w": torch.ones(2)}, {}, MEMORY)
+    found = load_plain(dump_plain(report))
+    assert torch.equal(found.state["w"], torch.ones(2))
+    assert found.peak_memory == MEMORY
+
+
+def test_a_pickle_of_a_stranger_is_not_executed(tmp_path):
+    path, saved = tmp_path / "proof", tmp_path / "saved"
+    bomb = Bomb(str(path))
+    torch.save(bomb, saved)
+    for data in (pickle.dumps(bomb, protocol=2), saved.read_bytes()):
+        with pytest.raises(Exception, match=r"(?i)unsupported|weights|load"):
+            load_plain(data)
+        with pytest.raises(ConnectionError, match="the report of rank 1 is not one that labkit"):
+            load_report(data, 1)
+    assert not path.exists()
+    torch.load(saved, weights_only=False)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("change", [{"rank": 0}, {"kind": "raised"}, {"more": 1}, {"spans": "7"}])
+def test_a_report_that_labkit_does_not_write_is_refused(change):
+    data = dump_plain(load_plain(dump_report(REPORT)) | change)
+    with pytest.raises(ConnectionError, match="the report of rank 1 is not one that labkit"):
+        load_report(data, 1)
+
+
+def test_an_error_arrives_without_control_characters():
+    found = load_error(dump_error(DeadlockError("a\x1b[31m\n  b", rank=3, location="h")).encode())
+    assert (type(found), str(found), found.rank) == (DeadlockError, "a [31m\n  b", 3)
+    for data in (b"", b"7", b'["SystemExit", 1, 2, 3, 4]', b'["", "", "1", "", ""]', b"[" * 10**5):
+        assert type(load_error(data)) is WorkerError
+        assert "that no rank writes" in str(load_error(data))
