@@ -67,7 +67,8 @@ class ParameterServer(OnShares):
         self.place(comm, model)
         self.parameters, self.gradient = lay_end_to_end(self.trained)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
-        workers, self.serves = comm.world_size - self.servers, comm.rank < self.servers
+        workers = comm.world_size - self.servers
+        self.serves, self.works = comm.rank < self.servers, comm.rank in self.workers
         # This rank's peers, in the order of ``schedules.servers``.
         if self.serves:
             turns = server_turns(comm.rank, self.servers, workers)
