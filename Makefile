@@ -44,7 +44,7 @@ help:
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
 	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH_VERSION=2.11.0)"
 	@echo "make slowest         run every test and record the 40 slowest in data/results"
-	@echo "make faults          test the fault table and record each row's seconds in data/results"
+	@echo "make faults          test the fault table: what users can run into, row by row, with seconds"
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make storm-resume    20 runs of each technique killed, resumed and compared (half an hour)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
@@ -173,8 +173,7 @@ slowest:
 	$(MAKE) test ARGS="--record-slowest data/results/slowest_tests.json $(ARGS)"
 
 faults: env
-	$(BIN)/python -m pytest -p no:nbval tests/runtime/test_fault_table.py -v \
-	  --record-faults data/results/faults.json $(ARGS)
+	$(BIN)/python -m pytest -p no:nbval tests/runtime/test_fault_table.py -v --durations=0 $(ARGS)
 
 # The ends of the range in pyproject.toml: TORCH_VERSION=2.11.0 is the oldest.
 TORCH_VERSION ?= 2.11.0

@@ -3,7 +3,6 @@
 import lazy_loader
 
 from labkit.backend import register_backend
-from labkit.runtime.cell_errors import show_errors_on_one_screen
 from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
 
 # Lazy: a notebook's first cell should not wait for parts that it does not use. The names are
@@ -17,7 +16,6 @@ def __getattr__(name: str):
 
 
 register_backend()
-show_errors_on_one_screen()
 # The ranks of a script load that script, and so import the launcher.
 FOR_RANKS.append("labkit.runtime.launch")
 FOR_TRAINING.append("labkit.training.loop")

@@ -28,7 +28,7 @@ class Plan:
         backend: ``gloo`` or ``nccl``.
         devices: the device of each local rank, for example ``("cuda:0", "cuda:1")``.
         transport: ``shared`` (memory) or ``torch`` (the backend's own point-to-point).
-        note: what the learner has to know of the choice, in a sentence; often empty.
+        note: what the learner has to know of the choice; often empty.
     """
 
     backend: str
@@ -51,8 +51,7 @@ def plan(
 ) -> Plan:
     """Choose backend, devices and transport for the ranks of this machine.
 
-    NCCL takes one rank per GPU. Ranks that share a GPU, or of which some are on the CPU, talk over
-    gloo, with tensors staged through host memory.
+    NCCL takes one rank per GPU; others talk over gloo, with tensors staged through host memory.
 
     Args:
         local_world_size: the number of ranks on this machine.

@@ -1,7 +1,4 @@
-"""``python -m labkit doctor``: what this machine has, and what to do if something is missing.
-
-What may be absent or broken is imported inside its check.
-"""
+"""``python -m labkit doctor``: what this machine has, and what to do if something is missing."""
 
 import os
 import platform
@@ -55,6 +52,7 @@ def check_packages() -> str:
 
 
 def check_torch() -> str:
+    # What may be absent or broken is imported inside its check.
     import torch
     import torchvision
 
@@ -94,7 +92,7 @@ def check_digits() -> str:
 
 
 def check_ranks(device: str = "cpu") -> str:
-    from labkit.training.measured_link import measure_link
+    from labkit.training.measured import measure_link
 
     return str(measure_link(2, sizes_bytes=(2**12, 2**22), repeats=3, device=device))
 

@@ -1,7 +1,4 @@
-"""Checking what a user gives, numbers and names, and formatting numbers with units for display.
-
-Command-line options and function arguments are checked in the same way, before a rank starts.
-"""
+"""Checking what a user gives, numbers and names, and formatting numbers with units for display."""
 
 import argparse
 import difflib
@@ -13,11 +10,9 @@ from typing import Any
 
 # Counts fit in 32 bits, so that bytes, a multiple of a count, fit in PyTorch's 64 bits.
 MOST = 2**31 - 1
-# A larger number must be a typing mistake, and would start processes until memory is full.
 MOST_RANKS = 4096
 # Eleven days; poll(2) can wait for at most 24 days.
 MOST_SECONDS = 1e6
-# One TiB, more memory than a learner's machine has.
 MOST_BYTES = 2**40
 
 _BYTES_IN = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -155,10 +150,7 @@ def text_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def html_table(
     heads: Iterable[str], rows: Iterable[Iterable[str]], *, of_words: bool = False
 ) -> str:
-    """A table as HTML; the first cell of each row is its head.
-
-    ``1.2 ms (median of 5)`` may break before the parenthesis only; a table ``of_words`` anywhere.
-    """
+    """A table as HTML; the first cell of each row is its head. Only ``of_words`` cells break."""
     in_head, in_cell = "min-width: 9em", "white-space: nowrap"
     if of_words:
         in_head = in_cell = "text-align: left"

@@ -11,7 +11,6 @@ import time
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-import fault_seconds
 import kernel_ports
 import lean_imports  # noqa: F401
 import pytest
@@ -26,7 +25,6 @@ LAB = pytest.StashKey()
 
 def pytest_addoption(parser):
     parser.addoption("--record-slowest", type=Path, metavar="FILE", help="see tests/slowest.py")
-    parser.addoption("--record-faults", type=Path, metavar="FILE", help="see make faults")
     parser.addoption(
         "--screenshots", action="store_true", help="save the pages in build/screenshots"
     )
@@ -91,11 +89,6 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     was_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    if rows := fault_seconds.noted(terminalreporter.getreports("passed")):
-        for line in fault_seconds.summary(rows, config.get_verbosity() > 0):
-            terminalreporter.write_line(line)
-        if path := config.getoption("--record-faults"):
-            fault_seconds.record(path, rows)
     if (path := config.getoption("--record-slowest")) and was_whole:
         reports = [one for kind in terminalreporter.stats.values() for one in kind]
         slowest.record(path, [one for one in reports if hasattr(one, "duration")], STARTED_S)

@@ -1,8 +1,7 @@
 """What the rows of the fault table share (tests/runtime/test_fault_table.py).
 
 A row's cases call ``Case.fails`` for a run that must fail and ``Case.refused`` for a mistake that
-must be refused. Whatever a row does, ``Case.row`` asserts at its end that nothing is left and that
-the next run works, and notes its seconds. ``make faults`` records them.
+must be refused. Whatever a row does, at its end nothing may be left, and the next run works.
 """
 
 import contextlib
@@ -17,15 +16,13 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fault_seconds import PROPERTY
-from ranks import is_alive, leftovers, open_descriptors, running_ranks, session_of, wait_until
+from ranks import leftovers, open_descriptors, running_ranks, session_of, wait_until
 
 from labkit import WorkerError, run
-from labkit.runtime import launch
 
 # The table's limit for the end of a failed run, and how much longer a busy machine may take.
 LIMIT_S = 10.0
@@ -35,54 +32,21 @@ WAIT_S = 5.0
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the table: its number, the fault and what must happen in words, and its cases."""
-
-    number: int
-    fault: str
-    must: str
-    check: Callable[["Case"], None]
-
-    def __str__(self) -> str:
-        return f"{self.number}: {self.fault}"
-
-
-class Table(list):
-    """The rows; a function becomes one with ``@table.row(number, fault, must)``."""
-
-    def row(self, number: int, fault: str, must: str) -> Callable:
-        def add(check: Callable[["Case"], None]) -> Callable:
-            self.append(Row(number, fault, must, check))
-            return check
-
-        return add
-
-
 @dataclass
 class Case:
-    """The cases of one row, as they go.
+    """The cases of one row.
 
     Attributes:
         folder: an empty folder of the row.
         patch: the changes of this row, undone at its end.
         capsys: pytest's; what is printed.
         here: the name of the test file, which errors must show with the learner's line.
-        request: pytest's, for ``kernel``.
-        seconds: of each case, in order.
     """
 
     folder: Path
     patch: pytest.MonkeyPatch
     capsys: pytest.CaptureFixture
     here: str
-    request: pytest.FixtureRequest
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def kernel(self) -> "Kernel":
-        """A process like that of a notebook, which a row may stop, kill and take memory from."""
-        return self.request.getfixturevalue("kernel")
 
     def fails(
         self,
@@ -102,19 +66,11 @@ class Case:
             line: the learner's source line, or a part of it, that the error must show.
             error: the error's class.
         """
-        runs = []
-
-        class Seen(launch.Supervisor):
-            def run(self) -> list:
-                runs.append(self)
-                return super().run()
-
         options = {"world_size": 2, **options}
         limit_s = max(LIMIT_S, options.get("timeout_s", 0)) * PATIENCE
-        with self.patch.context() as patch, self.timed(limit_s):
-            patch.setattr(launch, "Supervisor", Seen)
-            with pytest.raises(error) as caught:
-                run(fn, *args, **options)
+        with self.timed(limit_s), pytest.raises(error) as caught:
+            run(fn, *args, **options)
+        assert not running_ranks(), "ranks not joined"
         found = caught.value
         check_words(str(found), says)
         if line:
@@ -122,8 +78,6 @@ class Case:
         if rank is not None:
             assert f"rank {rank}" in str(found)
             assert found.rank == rank, f"rank {found.rank} in {found}"
-        for one in runs:
-            assert not [pid for pid in one.pids.values() if is_alive(pid)], "ranks not joined"
         return found
 
     def refused(
@@ -137,20 +91,16 @@ class Case:
 
     @contextlib.contextmanager
     def timed(self, limit_s: float = LIMIT_S * PATIENCE) -> Iterator[None]:
-        """Note the seconds of one case, which may not take longer than ``limit_s``."""
+        """One case, which may not take longer than ``limit_s``."""
         started_s = time.monotonic()
         yield
-        self.seconds.append(time.monotonic() - started_s)
-        assert self.seconds[-1] < limit_s, f"it took {self.seconds[-1]:.1f} s"
+        assert time.monotonic() - started_s < limit_s
 
     @contextlib.contextmanager
-    def row(self, row: Row, note: Callable[[str, object], None]) -> Iterator[None]:
-        """Around a row's cases: nothing is left, the next run works, the seconds are noted."""
-        before, in_shm, threads = leftovers(), _shm(), _threads()
-        pipes = _pipes()
-        started_s = time.monotonic()
+    def row(self) -> Iterator[None]:
+        """Around a row's cases: nothing is left, and the next run works."""
+        before, in_shm, threads, pipes = leftovers(), _shm(), _threads(), _pipes()
         yield
-        took_s = time.monotonic() - started_s
         self.patch.undo()
         assert wait_until(lambda: not running_ranks(), 2), f"ranks left: {running_ranks()}"
         assert leftovers() <= before, f"left: {leftovers() - before}"
@@ -160,8 +110,6 @@ class Case:
         assert not [p for p in self.folder.rglob("*") if p.suffix == ".part"], "half a file"
         assert run(lambda comm: comm.rank, world_size=2).values == [0, 1]
         assert "Traceback" not in self.capsys.readouterr().err
-        slowest_s = max(self.seconds, default=took_s)
-        note(PROPERTY, (row.number, row.fault, row.must, len(self.seconds), slowest_s, took_s))
 
 
 def check_words(text: str, words: Sequence[str]) -> None:
@@ -234,41 +182,30 @@ class Kernel:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.disk = folder, folder / "disk"
+        self.disk = folder / "disk"
         self.disk.mkdir()
-        self.has_disks = True
         (folder / "kernel.py").write_text(CELLS)
-        self._start()
-
-    def _start(self) -> None:
-        command = [sys.executable, str(self.folder / "kernel.py"), str(self.folder)]
+        command = [sys.executable, str(folder / "kernel.py"), str(folder)]
         for unshare in _ways_to_own_disks():
-            self._process = self._popen([*unshare, "-c", OWN_DISKS, "sh", self.folder, *command])
-            if self.line() == "ready\n":
+            self._process = self._popen(
+                [*unshare, "-c", OWN_DISKS, "sh", folder, *command], folder
+            )
+            self.has_disks = self.line() == "ready\n"
+            if self.has_disks:
                 return
             self._process.wait()
+        self._process = self._popen(command, folder)
         self.has_disks = False
-        self._process = self._popen(command)
         assert self.line() == "ready\n"
 
-    def _popen(self, command: list) -> subprocess.Popen:
+    def _popen(self, command: list, folder: Path) -> subprocess.Popen:
         hidden = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        here = str(self.folder)
         paths = os.pathsep.join(map(str, (ROOT / "tests" / "pretended", ROOT)))
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env=environment | {"LABKIT_PRETEND_GPUS": "1", "PYTHONPATH": paths, "TMPDIR": here},
-        )
-
-    def line(self) -> str:
-        """The next line that it prints."""
-        return self._process.stdout.readline()
+        own = {"LABKIT_PRETEND_GPUS": "1", "PYTHONPATH": paths, "TMPDIR": str(folder)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        settings = {"text": True, "start_new_session": True, "env": environment | own}
+        return subprocess.Popen(command, **pipes, **settings)
 
     @property
     def session(self) -> list[int]:
@@ -281,10 +218,12 @@ class Kernel:
         self._process.stdin.write(f"{len(source)}\n{source}")
         self._process.stdin.flush()
 
+    def line(self) -> str:
+        return self._process.stdout.readline()
+
     def printed(self) -> str:
         """What the cell has printed, when it has ended; its error as one line."""
-        lines = list(itertools.takewhile(lambda line: line != "done with it\n", self._lines()))
-        return "".join(lines)
+        return "".join(itertools.takewhile(lambda line: line != "done with it\n", self._lines()))
 
     def _lines(self) -> Iterator[str]:
         while line := self.line():
@@ -294,10 +233,6 @@ class Kernel:
         """Run a cell, and return what it prints."""
         self.send(cell)
         return self.printed()
-
-    def warm_up(self) -> None:
-        """Let its first run import torch, unless there was one."""
-        self.runs("labkit.run(lambda comm: None, world_size=1, device='cpu')")
 
     def interrupt(self) -> None:
         """Send SIGINT to all of its processes, as a terminal does for Ctrl-C."""

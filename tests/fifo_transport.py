@@ -42,7 +42,7 @@ class FifoTransport(Transport):
         return self._do(tensors, functools.partial(getattr(self._inner, name), *args))
 
     def _do(self, tensors, operation):
-        work = Work("", [], list(tensors), str)
+        work = Work("", [], list(tensors))
         for tensor in tensors:
             self._latest[tensor.untyped_storage().data_ptr()] = work, tensor
         self._operations.put((work, operation))
@@ -114,10 +114,8 @@ class AfterTheStream(TorchDispatchMode):
 def over_stream(comm):
     """Let this rank's comm send its messages over a stream, from now on."""
     inner = TorchTransport("gloo", comm.device)
-    board, doorbells = comm.session.board, comm.session.doorbells
-    comm.__init__(
-        comm.rank, comm.world_size, comm.device, FifoTransport(inner), board, doorbells=doorbells
-    )
+    board = comm.session.board
+    comm.__init__(comm.rank, comm.world_size, comm.device, FifoTransport(inner), board)
     comm.session.start_together()
     # As a CUDA device is waited for.
     gpus.synchronize = lambda device: comm.transport._do([], lambda: None).wait()

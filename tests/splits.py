@@ -5,7 +5,7 @@ import itertools
 from labkit.costs.link import Link
 from labkit.placement.planner import LayerCost, Profile
 from labkit.tracing import Span, Trace
-from labkit.training.split_run import MeasuredSplit
+from labkit.training.measured import MeasuredSplit
 
 MIB = 2**20
 # By layer: forward and backward in ms, MiB that leave it.

@@ -7,18 +7,13 @@ import socket
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from ranks import is_alive, session_of, wait_until
 from safetensors.torch import load_file
-from test_files import at_most
 
-from labkit import run
 from labkit.__main__ import main
-from workbook import measure
-from workbook.measure.record import Result
 
 TRAIN = [sys.executable, "-m", "labkit", "train"]
 PLACED = ["--strategy", "model_parallel", "--devices"]
@@ -40,27 +35,14 @@ def test_train_writes_the_promised_object_and_parameters(tmp_path, capsys):
     assert "replicas agree: True" in out
     found = json.loads(report.read_text())
     assert found["config"]["strategy"] == "ring_all_reduce"
-    numbers = ["loss", "test_accuracy", "seconds", "train_accuracy", "test_loss", "test_top5"]
-    assert [list(epoch) for epoch in found["epochs"]] == [[*numbers, "phases_s"]] * 2
+    numbers = ["loss", "test_accuracy", "seconds", "train_accuracy", "test_loss"]
+    assert [list(epoch) for epoch in found["epochs"]] == [numbers] * 2
     assert {"compute", "share_reduce", "share_only", "update"} <= found["phases_s"].keys()
     assert len(found["bytes_sent"]) == len(found["messages"]) == 3
     assert found["hardware"]["cores"] >= 1
     assert found["versions"]["torch"] == torch.__version__
     assert sum(tensor.numel() for tensor in load_file(weights).values()) == 29_066
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.safetensors"]
-
-
-def test_the_options_of_a_technique_reach_it(tmp_path, capsys):
-    report = tmp_path / "out.json"
-    words = ["--strategy", "ring_all_reduce", "--world-size", "2", *QUICK, "--model", "mlp"]
-    words += ["--accumulate", "2", "--amp", "bf16", "--compress", "topk"]
-    assert main(["train", *words, "--json", str(report)]) == 0
-    found = json.loads(report.read_text())
-    options = {name: found["config"][name] for name in ("accumulate", "amp", "compress")}
-    assert options == {"accumulate": 2, "amp": "bf16", "compress": "topk"}
-    # 4 updates of 1 % of 8,970 parameters, with a value and an index each.
-    assert found["bytes_sent"] == [4 * 89 * 8] * 2
-    assert "compress" in found["phases_s"]
 
 
 def test_a_builtin_on_our_backend_shows_the_bytes_that_were_counted(tmp_path, capsys):
@@ -76,21 +58,12 @@ def test_a_builtin_on_our_backend_shows_the_bytes_that_were_counted(tmp_path, ca
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--strategy", "magic"], "unknown strategy 'magic': choose one of single, "),
         (["--strategy", "rign_all_reduce"], "(did you mean 'ring_all_reduce'?): choose one of"),
-        (
-            ["--strategy", "single", "--bach-size", "3"],
-            "unrecognized arguments: --bach-size 3 (did you mean '--batch-size'?)",
-        ),
-        (["--strategy", "single", "--model", "gpt"], "unknown model 'gpt': choose one of small"),
+        (["--strategy", "single", "--bach-size", "3"], "unrecognized arguments: --bach-size 3"),
         (["--strategy", "single", "--dataset", "x"], "unknown data set 'x': choose one of digits"),
-        (["--strategy", "single", "--world-size", "0"], "world_size must be an integer from"),
         (["--strategy", "ring_all_reduce", "--world-size", "4", "--batch-size", "3"], "smaller"),
         (["--strategy", "single", "--device", "cuda:1"], "unknown device 'cuda:1'"),
-        (
-            ["--strategy", "single", "--epochs", "many"],
-            "argument --epochs: invalid int value: 'many'",
-        ),
+        (["--strategy", "single", "--epochs", "many"], "--epochs: invalid int value: 'many'"),
         (["--strategy", "single", "--json", "/nowhere/out.json"], "in a folder that exists"),
         (["--strategy", "single", "--dataset", "mnist"], "mnist is not in"),
         (
@@ -98,26 +71,11 @@ def test_a_builtin_on_our_backend_shows_the_bytes_that_were_counted(tmp_path, ca
             "a and tests/../a are the same file: give two files",
         ),
         (["--strategy", "single", "--json", ""], "cannot write '': give a file"),
-        (
-            ["--strategy", "single", "--timeout", "inf"],
-            "--timeout must be at most 1,000,000, got inf",
-        ),
-        (
-            ["--strategy", "single", "--timeout", "1e308"],
-            "--timeout must be at most 1,000,000, got 1e+308",
-        ),
-        (
-            ["--strategy", "ddp", "--builtin", "--backend", "nccl", "--device", "cpu"],
-            "backend 'nccl' moves tensors on cuda, and the ranks are on cpu: choose device 'cuda'",
-        ),
+        (["--strategy", "single", "--timeout", "inf"], "timeout_s must be at most 1,000,000"),
         ([], "the following arguments are required: --strategy"),
-        ([*PLACED, "cpu,cpu"], "cpu comes twice, and two stages on one device share its memory"),
         ([*PLACED, "cpu,cuda:99"], "counted from cuda:0; name others, or leave devices out"),
         ([*PLACED, "cpu,"], "devices must be cpu or cuda:NUMBER, separated by commas, got ''"),
-        ([*PLACED, "cpu", "--split-points", "3"], "1 device for 2 stages: name one per stage"),
-        ([*PLACED, "cpu,cuda:0", "--split-points", "3,5"], "2 devices for 3 stages: name one"),
-        (["--strategy", "single", "--split-points", "3"], "single takes no option split_points"),
-        (["--strategy", "pipeline", "--split-points", "9"], "with 7 layers it is 1 to 6"),
+        ([*PLACED, "cpu", "--split-points", "3"], "devices cpu is 1 ranks, split_points 3 is 2"),
     ],
 )
 def test_errors_of_use_are_one_line_and_exit_2(words, message, tmp_path, monkeypatch, capsys):
@@ -130,21 +88,6 @@ def test_errors_of_use_are_one_line_and_exit_2(words, message, tmp_path, monkeyp
     (line,) = printed.err.splitlines()
     assert line.startswith("labkit: error: ")
     assert message in line
-
-
-def test_what_cannot_be_written_is_said_before_the_run(tmp_path, monkeypatch, capsys):
-    # Root may write anywhere, so the answer is faked.
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    for words in (
-        ["train", "--strategy", "single", "--json", str(tmp_path / "a")],
-        ["compare", "--json", str(tmp_path / "a")],
-        ["compare", "--figures", str(tmp_path)],
-    ):
-        with pytest.raises(SystemExit) as caught:
-            main(words)
-        assert caught.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "cannot write" in line
 
 
 def nodes(folder):
@@ -168,28 +111,6 @@ def test_train_leaves_a_device_and_a_pipe_what_they_are(option, tmp_path, capsys
         assert f"cannot write {node}: it is not a regular file" in capsys.readouterr().err
 
 
-STORED = Path(__file__).resolve().parents[1] / "data" / "results" / "compare.json"
-
-
-@pytest.fixture
-def quick_bench(monkeypatch):
-    """``labkit bench launch`` with a result that is not measured."""
-    result = Result("launch", {}, {"": {"ours": [0.1]}})
-    monkeypatch.setitem(measure.BENCHES, "launch", lambda: iter([result]))
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_bench_and_compare_alike(tmp_path, quick_bench, capsys):
-    """The file that does not fit is named, and the old one stays."""
-    record = tmp_path / "out.json"
-    record.write_text("old")
-    for words in (["compare", "--from", str(STORED)], ["bench", "launch"]):
-        with at_most(100):
-            assert main([*words, "--json", str(record)]) == 1
-        assert capsys.readouterr().err == f"labkit: cannot write {record}: File too large\n"
-        assert record.read_text() == "old"
-
-
 TORCHRUN = {
     "RANK": "1",
     "LOCAL_RANK": "1",
@@ -198,13 +119,6 @@ TORCHRUN = {
     "MASTER_ADDR": "127.0.0.1",
     "TORCHELASTIC_RUN_ID": "x",
 }
-
-
-def test_a_wrong_world_size_under_torchrun_is_an_error_of_use(monkeypatch):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "x")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="world_size is 3, but torchrun started 2 ranks"):
-        run(print, world_size=3)
 
 
 def test_ranks_that_cannot_be_reached_under_torchrun_are_a_failed_run(monkeypatch, capsys):

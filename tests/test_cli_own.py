@@ -14,7 +14,6 @@ MODULE = """
 import torch
 from torch import nn
 
-number = 3
 net = nn.Sequential(nn.Linear(6, 3))
 
 class Points(torch.utils.data.Dataset):
@@ -36,8 +35,6 @@ def my_loss(outputs, targets):
 
 def make_optimizer(parameters):
     return torch.optim.RMSprop(parameters, lr=1e-3)
-
-def needs(argument): ...
 
 def fails():
     raise ZeroDivisionError("not today")
@@ -75,8 +72,6 @@ def test_own_work_from_the_current_directory(work, capsys):
     assert "replicas agree: True" in capsys.readouterr().out
     found = json.loads((work / "out.json").read_text())
     assert {name: found["config"][name] for name in OWN} == OWN
-    numbers = ["loss", "test_accuracy", "seconds", "train_accuracy", "test_loss", "test_top5"]
-    assert list(found["epochs"][0]) == [*numbers, "phases_s"]
 
 
 def test_own_work_under_torchrun(work):
@@ -103,22 +98,19 @@ def test_own_work_under_torchrun(work):
     ("own", "message"),
     [
         ({"model": "my_wrk:make_model"}, "No module named 'my_wrk'"),
-        ({"model": "my_work.py:make_model"}, "'my_work' is not a package"),
         ({"model": "broken:make_model"}, "ModuleNotFoundError: No module named 'no_such_thing'"),
         ({"model": "my_work:make_modle"}, "has no attribute 'make_modle'"),
         ({"model": "my_work:"}, "model is of type module: give an nn.Module"),
-        ({"model": "my_work:number"}, "'my_work:number' is 3: name a function"),
-        ({"model": "my_work:needs"}, "function without arguments that makes a model"),
         ({"model": "my_work:fails"}, "model fails() raised ZeroDivisionError: not today"),
         ({"model": "my_work:makes_3"}, "model is of type int: give an nn.Module"),
-        ({"dataset": "my_work:makes_3"}, "dataset is of type int: give a map-style Dataset"),
-        ({"loss": "my_work:makes_3"}, "loss does not take outputs [4, 10] float32"),
-        ({"optimizer": "my_work:makes_3"}, "give a function of a list of parameters"),
+        (
+            {"dataset": "my_work:makes_3"},
+            "dataset is of type int, and labkit makes",
+        ),
         (
             {"optimizer": "adamm"},
             "unknown optimizer 'adamm' (did you mean 'adam'?): choose one of sgd, adam, adamw",
         ),
-        ({"loss": "mse"}, "unknown loss 'mse': choose one of cross_entropy, mse_loss"),
     ],
 )
 def test_a_wrong_path_is_an_error_of_use_in_one_line(work, own, message, capsys):

@@ -42,7 +42,7 @@ def test_what_is_missing_or_broken_is_said_line_by_line(tmp_path, monkeypatch, c
     (tmp_path / "digits" / "t10k-labels-idx1-ubyte").write_bytes(b"")
     monkeypatch.setattr(datasets, "REPOSITORY_DATA", tmp_path)
     monkeypatch.setattr(doctor, "version", raises(PackageNotFoundError("nbval")))
-    monkeypatch.setattr("labkit.training.measured_link.measure_link", raises(OSError("no way")))
+    monkeypatch.setattr("labkit.training.measured.measure_link", raises(OSError("no way")))
     monkeypatch.setattr(doctor, "nvidia_smi", lambda *words: f"printed {' '.join(words)}\n")
     usage = SimpleNamespace(total=8192 * 2**20, free=100 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)

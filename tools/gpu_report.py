@@ -27,7 +27,7 @@ GRACE_S = 15.0
 PLACEMENTS = """
 import statistics
 from labkit.placement import VGG16_SPLITS
-from labkit.training.split_run import measure_split
+from labkit.training.measured import measure_split
 for title, points in VGG16_SPLITS.items():
     found = measure_split("vgg16", points, batch_size=32, input_shape=(3, 299, 299), device="cuda")
     print(title, f"{statistics.median(found.step_s):.3f} s", found.explain(), flush=True)

@@ -31,7 +31,7 @@ from labkit.backend.chosen import all_reduce
 from labkit.backend.mailbox import Mailbox
 from labkit.collectives.common import check_fits, check_one_per_rank
 from labkit.comm.comm import Comm
-from labkit.comm.separate import separate_comm
+from labkit.comm.meeting import separate_comm
 from labkit.comm.transport import Traffic
 from labkit.comm.work import Work, WorkQueue
 
@@ -326,8 +326,8 @@ class LabkitGroup(ProcessGroup):
                 comms[key[0]].transport.abandon()
             if not queues[key].end(patience_s) and patience_s is None:
                 # After an error here, PyTorch would keep the group registered.
-                late = queues[key].why_late()
-                warnings.warn(f"the process group has ended, but {late}", stacklevel=2)
+                late, where = queues[key].under_way, "this process group has ended"
+                warnings.warn(f"{where}, but {late} is still running", stacklevel=2)
         for comm in comms.values():
             comm.session.leave()
 

@@ -12,7 +12,6 @@ definition to support the implementation of a high-level point-to-point message-
 """
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -66,14 +65,9 @@ class Mailbox:
 
     def recv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
         """Post a receive from ``src``; None accepts the first message of any rank."""
-        began_s = time.monotonic()
-
-        def why_late() -> str:
-            took_s = time.monotonic() - began_s
-            # The queue that reads the edge reaches its timeout first, and names the missing rank.
-            return f"nothing came in {took_s:.1f} s" if took_s > self.timeout_s + 2 else ""
-
-        work = Work("recv" if src is not None else "recvAnySource", [tensor], [tensor], why_late)
+        name = "recv" if src is not None else "recvAnySource"
+        # The queue that reads the edge reaches its timeout first, and names the missing rank.
+        work = Work(name, [tensor], [tensor], self.timeout_s + 2)
         receive = _Receive(tensor, tag, set(self.others) if src is None else {src}, work)
         with self._lock:
             fitting = (m for m in self._unexpected if m[0] in receive.sources and m[1] == tag)

@@ -8,7 +8,7 @@ waits for whom, and a deadlock is found without waiting for a timeout.
 Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +45,6 @@ RANK = np.dtype(
         ("op", "S32"),
         ("dst", "i8"),
         ("src", "i8"),
-        ("any_what", _WHAT),
         ("meetings", "i8"),
         ("meeting_s", "f8", DEPTH),
         ("collectives", "i8"),
@@ -67,8 +66,16 @@ RANK = np.dtype(
     ]
 )
 
-# What ends the run on this host, where no launcher does.
-_CONCLUSION = np.dtype([("length", "i8"), ("text", "S16384")])
+
+def _layout(world_size: int) -> np.dtype[np.void]:
+    edges = (2, world_size, world_size)
+    return np.dtype(
+        [
+            ("ranks", RANK, world_size),
+            ("edges", EDGE, edges),
+            ("wanted", "?", edges[1:]),
+        ]
+    )
 
 
 class Board:
@@ -90,34 +97,26 @@ class Board:
         wanted: [rank, source] whether a rank in recv_any accepts a message from this source.
     """
 
-    def __init__(self, world_size: int, memory: bytearray | memoryview | None = None):
-        if memory is None:
-            memory = bytearray(self.num_bytes(world_size))
+    def __init__(self, world_size: int, memory: Any = None):
         self.world_size = world_size
-        self.memory = memory
-        edges_at = world_size * RANK.itemsize
-        wanted_at = edges_at + 2 * world_size**2 * EDGE.itemsize
-        seen = wanted_at + world_size**2
-        view = memoryview(memory).cast("B")
-        self.ranks = np.frombuffer(view[:edges_at], dtype=RANK)
+        self.memory = bytearray(self.num_bytes(world_size)) if memory is None else memory
+        whole = np.frombuffer(self.memory, _layout(world_size), count=1)
+        self.ranks, self.edges, self.wanted = (
+            whole[name][0] for name in ("ranks", "edges", "wanted")
+        )
         self.collectives = self.ranks["collectives"]
-        edges = np.frombuffer(view[edges_at:wanted_at], dtype=EDGE)
-        self.edges = edges = edges.reshape(2, world_size, world_size)
-        self.counts, self.posted_s, self.what = edges["count"], edges["posted_s"], edges["what"]
-        wanted = np.frombuffer(view[wanted_at:seen], dtype=bool)
-        self.wanted = wanted.reshape(world_size, world_size)
-        if len(view) > seen:
-            rest = view[seen : self.num_bytes(world_size)]
-            self._concluded = np.frombuffer(rest, dtype=_CONCLUSION)
+        self.counts, self.posted_s, self.what = (
+            self.edges[name] for name in ("count", "posted_s", "what")
+        )
 
     @staticmethod
     def num_bytes(world_size: int) -> int:
-        return _num_bytes_seen(world_size) + _CONCLUSION.itemsize
+        return _layout(world_size).itemsize
 
     def copy(self) -> "Board":
-        """A copy of the board as it is now, in private memory, without the conclusion."""
-        end = _num_bytes_seen(self.world_size)
-        return Board(self.world_size, bytearray(memoryview(self.memory).cast("B")[:end]))
+        """A copy of the board as it is now, in private memory."""
+        end = self.num_bytes(self.world_size)
+        return Board(self.world_size, bytearray(memoryview(self.memory)[:end]))
 
     # Written by the rank itself
 
@@ -131,16 +130,12 @@ class Board:
         expected: tuple[int, str] | None = None,
     ) -> None:
         """Post an operation: ``sent`` is (destination, what), ``expected`` is (source, what)."""
-        slot = self.ranks[rank]
-        slot["location"] = location.encode()
-        slot["dst"] = sent[0] if sent else -1
-        slot["src"] = expected[0] if expected else -1
-        slot["op"] = op.encode()
+        self.ranks[rank]["location"] = location.encode()
         if sent:
             self._post((SEND, rank, sent[0]), sent[1], now_s)
         if expected:
             self._post((RECV, expected[0], rank), expected[1], now_s)
-        slot["ticks"] += 1
+        self.in_operation(rank, op, sent and sent[0], expected and expected[0])
 
     def _post(self, end: tuple[int, int, int], what: str, now_s: float) -> None:
         index = self.counts[end] % DEPTH
@@ -149,25 +144,29 @@ class Board:
         # Last: a reader that sees the new count also sees the new entry.
         self.counts[end] += 1
 
-    def enter_any(self, rank: int, sources: list[int], what: str, location: str) -> None:
-        """Post a recv_any from ``sources``; ``enter`` follows, with the source that was chosen."""
+    def in_operation(
+        self, rank: int, op: str, dst: int | None = None, src: int | None = None
+    ) -> None:
+        """Post which operation the rank is in, maybe again after others; ``""`` for none."""
         slot = self.ranks[rank]
-        slot["location"] = location.encode()
-        slot["any_what"] = what.encode()
+        slot["dst"] = -1 if dst is None else dst
+        slot["src"] = -1 if src is None else src
+        slot["op"] = op.encode()
+        slot["ticks"] += 1
+
+    def enter_any(self, rank: int, sources: list[int], location: str) -> None:
+        """Post a recv_any from ``sources``; ``enter`` follows, with the source that was chosen."""
+        self.ranks[rank]["location"] = location.encode()
         self.wanted[rank] = False
         self.wanted[rank, sources] = True
-        slot["dst"] = slot["src"] = -1
-        slot["op"] = RECV_ANY.encode()
-        slot["ticks"] += 1
+        self.in_operation(rank, RECV_ANY)
 
     def enter_meeting(self, rank: int, op: str, now_s: float) -> None:
         """Post an operation that ends only when every rank has come to it."""
         slot = self.ranks[rank]
-        slot["dst"] = slot["src"] = -1
-        slot["op"] = op.encode()
         slot["meeting_s"][slot["meetings"] % DEPTH] = now_s
         slot["meetings"] += 1
-        slot["ticks"] += 1
+        self.in_operation(rank, op)
 
     def announce(self, rank: int, what: str, location: str) -> None:
         """Post the next collective of this rank, for example ``broadcast float32 [4]``."""
@@ -175,14 +174,6 @@ class Board:
         slot["location"] = location.encode()
         slot["announced"][self.collectives[rank] % HISTORY] = what.encode()
         self.collectives[rank] += 1
-
-    def again(self, rank: int, op: str, dst: int | None, src: int | None) -> None:
-        """Post that the rank is in an operation again that it had entered before others."""
-        slot = self.ranks[rank]
-        slot["dst"] = -1 if dst is None else dst
-        slot["src"] = -1 if src is None else src
-        slot["op"] = op.encode()
-        slot["ticks"] += 1
 
     def leave(self, rank: int) -> None:
         """Post that the operation has ended."""
@@ -194,16 +185,6 @@ class Board:
         """Post that this rank will not continue, and why, unless another rank has done so."""
         if not self.gave_up():
             self.ranks[rank]["gave_up"] = why.encode()
-
-    def conclude(self, text: bytes) -> None:
-        """Post what ends the run for all ranks of this host, unless it is known already."""
-        if not self.conclusion():
-            self._concluded["text"] = text
-            self._concluded["length"] = min(len(text), _CONCLUSION["text"].itemsize)
-
-    def conclusion(self) -> bytes:
-        """What ends the run; empty while it goes on."""
-        return bytes(self._concluded["text"][0])[: int(self._concluded["length"][0])]
 
     def progress(self, rank: int, done: int, total: int, label: str, samples: int = 0) -> None:
         slot = self.ranks[rank]
@@ -230,13 +211,10 @@ class Board:
 
     def senders(self, rank: int, sources: list[int]) -> dict[int, float]:
         """The sources that have a message for ``rank``, and since when, in seconds."""
-        since_s = {}
-        for source in sources:
-            received = int(self.counts[RECV, source, rank])
-            if self.counts[SEND, source, rank] > received:
-                posted_s = self.posted_s[SEND, source, rank]
-                since_s[source] = float(posted_s[received % DEPTH])
-        return since_s
+        sent, received = self.counts[:, :, rank]
+        waiting = [source for source in sources if sent[source] > received[source]]
+        posted_s = self.posted_s[SEND, :, rank]
+        return {source: float(posted_s[source, received[source] % DEPTH]) for source in waiting}
 
     def arrived_s(self, rank: int, sent_to: int | None, received_from: int | None) -> float:
         """When the last peer came to the transfer that ``rank`` has just ended, in seconds."""
@@ -248,16 +226,7 @@ class Board:
                 latest = max(latest, float(came_s))
         return latest
 
-    def meeting_arrived_s(self, rank: int, among: Sequence[int] | None = None) -> float:
-        """When the last rank came to the meeting that ``rank`` is in or has just left, in s.
-
-        ``among``: the last of these ranks; by default of all.
-        """
+    def meeting_arrived_s(self, rank: int) -> float:
+        """When the last rank came to the meeting that ``rank`` is in or has just left, in s."""
         index = (int(self.ranks[rank]["meetings"]) - 1) % DEPTH
-        came_s = self.ranks["meeting_s"][:, index]
-        return float((came_s if among is None else came_s[list(among)]).max())
-
-
-def _num_bytes_seen(world_size: int) -> int:
-    """The size of the part that the launcher looks at many times a second."""
-    return world_size * RANK.itemsize + world_size**2 * (2 * EDGE.itemsize + 1)
+        return float(self.ranks["meeting_s"][:, index].max())

@@ -4,10 +4,10 @@ The transport moves and counts the bytes (``labkit.comm.transport``); the sessio
 operation on the status board and times it (``labkit.comm.session``).
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -18,7 +18,6 @@ from labkit.comm.session import Session
 from labkit.comm.source_lines import caller_location
 from labkit.comm.tensors import check_tensor, deliver, describe, overlap, to_receive, to_send
 from labkit.comm.transport import Transport
-from labkit.comm.waiting import Doorbells
 from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts, host_of
 
@@ -43,18 +42,14 @@ class Comm:
         transport: Transport,
         board: Board | None = None,
         keep_spans: int | None = None,
-        doorbells: Doorbells | None = None,
         hosts: Hosts | None = None,
     ):
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size, self.device = rank, world_size, device
         self.hosts: Hosts = hosts or (tuple(range(world_size)),)
-        self.device = device
         self.transport = transport
+        near = self.hosts[self.host] if board else ()
         board = board or Board(world_size)
-        self.session = Session(rank, device, transport, board, doorbells, keep_spans, self.hosts)
-        # The sources that recv_any has reported as lost.
-        self._known_lost: set[int] = set()
+        self.session = Session(rank, device, transport, board, near, keep_spans, self.hosts)
         self._inside_collective = False
 
     @property
@@ -86,7 +81,7 @@ class Comm:
         """Send ``tensor`` (any shape, dense, any dtype) to rank ``dst``.
 
         Returns when the receive has begun and the tensor may be overwritten (shared memory on the
-        CPU, gloo), or when the transfer is queued on the current stream (NCCL, CUDA IPC). Counts
+        CPU, gloo), or when the transfer is queued on the current stream (NCCL). Counts
         1 message.
 
         Raises:
@@ -94,9 +89,9 @@ class Comm:
             MismatchError: the receiver expects another shape or dtype.
             PeerLostError: the receiver has ended.
         """
-        self._check_peer(dst, "send to")
+        dst = self._peer(dst, "send to")
         outgoing = to_send(tensor, self.device)
-        with self.session.operation("send", sent=(dst, describe(tensor))):
+        with self.session.operation("send", sent=(dst, tensor)):
             self.transport.send(outgoing, dst)
 
     def recv(self, tensor: Tensor, src: int) -> Tensor:
@@ -108,9 +103,9 @@ class Comm:
             MismatchError: the sender sends another shape or dtype.
             PeerLostError: the sender has ended.
         """
-        self._check_peer(src, "receive from")
+        src = self._peer(src, "receive from")
         incoming = to_receive(tensor, self.device)
-        with self.session.operation("recv", expected=(src, describe(tensor))):
+        with self.session.operation("recv", expected=(src, tensor)):
             self.transport.recv(incoming, src)
         return deliver(incoming, tensor)
 
@@ -125,8 +120,8 @@ class Comm:
         check_tensor(tensor, self.device)
         if not tensor.is_contiguous():
             raise ValueError("recv_add needs a contiguous tensor: receive and add in two steps")
-        self._check_peer(src, "receive from")
-        with self.session.operation("recv", expected=(src, describe(tensor))):
+        src = self._peer(src, "receive from")
+        with self.session.operation("recv", expected=(src, tensor)):
             self.transport.recv_add(tensor.detach(), src)
         return tensor
 
@@ -134,47 +129,36 @@ class Comm:
         """Receive into ``tensor`` from the first of ``sources`` to send; returns that rank.
 
         If several sources wait, the one that has waited longest is served first, so none starves.
-        A source that has ended is reported by one error; later calls continue with the others.
-        Counts no message. From another host this needs gloo (see ``can_choose``), and then a
-        send may end as soon as any ``recv_any`` has named its rank.
+        After the error for a source that has ended, leave that source out. Counts no message. From
+        another host this needs gloo (see ``can_choose``), and then a send may end as soon as any
+        ``recv_any`` has named its rank.
 
         Raises:
             ValueError: as for ``recv``, or ``sources`` is empty.
             MismatchError: the sender sends another shape or dtype.
-            PeerLostError: a source has ended (the error's ``rank``), or all have.
+            PeerLostError: a source has ended (the error's ``rank``).
         """
-        self.session.check_open()
+        session = self.session
+        session.check_open()
         asked = list(dict.fromkeys(sources))
         if not asked:
             raise ValueError(f"rank {self.rank} cannot receive: the list of sources is empty")
         for source in asked:
-            self._check_peer(source, "receive from")
-        left = [source for source in asked if source not in self._known_lost]
-        if not left:
-            raise PeerLostError(f"all the sources have ended: ranks {asked}")
-        incoming, what = to_receive(tensor, self.device), describe(tensor)
-        session, transport = self.session, self.transport
-        # Ranks of this host post their messages on the board and ring. From each of the others one
-        # message is received ahead, in a thread that rings the same bell.
-        far = [source for source in left if not session.doorbells.has(source)]
-        if far and not transport.receives_from_any:
+            self._peer(source, "receive from")
+        if not (self.transport.receives_from_any or set(asked) <= set(session.near)):
             raise ValueError(
-                f"recv_any from ranks {far} needs a status board that these ranks share: "
+                f"recv_any from ranks {asked} needs a status board that these ranks share: "
                 "between machines use gloo"
             )
-        if far:
-            transport.expect(incoming, far, session.doorbells.ring_mine)
+        incoming = to_receive(tensor, self.device)
         start = session.recorder.timer.mark()
-        session.board.enter_any(self.rank, left, what, caller_location())
+        session.board.enter_any(self.rank, asked, caller_location())
         try:
-            arrived = partial(transport.arrived, incoming, far)
-            src = session.doorbells.wait_for_sender(left, arrived)
-            with session.operation(RECV_ANY, expected=(src, what), start=start):
-                transport.recv(incoming, src)
-        except PeerLostError as error:
+            src = session.first_sender(incoming, asked)
+            with session.operation(RECV_ANY, expected=(src, tensor), start=start):
+                self.transport.recv(incoming, src)
+        except PeerLostError:
             session.board.leave(self.rank)
-            if error.rank is not None:
-                self._known_lost.add(error.rank)
             raise
         deliver(incoming, tensor)
         return src
@@ -193,10 +177,8 @@ class Comm:
                 "share memory: the incoming values would overwrite values that are not sent yet. "
                 "Receive into a new tensor (torch.empty_like), or send a copy (.clone())"
             )
-        self._check_peer(dst, "send to")
-        self._check_peer(src, "receive from")
-        leaving, expected = (dst, describe(send)), (src, describe(recv))
-        with self.session.operation("exchange", leaving, expected):
+        dst, src = self._peer(dst, "send to"), self._peer(src, "receive from")
+        with self.session.operation("exchange", (dst, send), (src, recv)):
             self.transport.exchange(outgoing, dst, incoming, src)
         return deliver(incoming, recv)
 
@@ -232,14 +214,15 @@ class Comm:
             return
         if tensor is not None:
             check_tensor(tensor, self.device)
-        parts = (name, describe(tensor) if tensor is not None else "", option)
-        what = " ".join(part for part in parts if part)
+        what = " ".join(
+            filter(None, (name, describe(tensor) if tensor is not None else "", option))
+        )
         self.session.announce(what)
-        self._inside_collective, self.transport.collective = True, what
+        self._inside_collective, self.transport.sent.collective = True, what
         try:
             yield
         finally:
-            self._inside_collective, self.transport.collective = False, ""
+            self._inside_collective, self.transport.sent.collective = False, ""
 
     def span(self, kind: str, device: torch.device | None = None) -> AbstractContextManager[None]:
         """Record a region: ``compute``, ``update``, ``data`` or the name of a collective's phase.
@@ -271,20 +254,19 @@ class Comm:
             total: steps in all; 0 if that is not known.
             label: what is counted, for example ``steps, epoch 2``.
             samples: how many samples were processed since the last report.
-            loss: of the last step, a number. From a GPU it is fetched at most four times a second,
-                and shown a step or more later: the host does not wait for it.
+            loss: of the last step, a number. From a GPU it is fetched at most four times a second.
         """
         self.session.board.progress(self.rank, done, total, label, samples)
         if loss is not None:
-            self.session.loss.report(loss)
+            self.session.report_loss(loss)
 
     @property
     def can_choose(self) -> bool:
         """Whether ``recv_any`` can receive from the others: on one host, or over gloo."""
-        on_board = all(map(self.session.doorbells.has, range(self.world_size)))
-        return on_board or self.transport.receives_from_any
+        return len(self.session.near) == self.world_size or self.transport.receives_from_any
 
-    def _check_peer(self, peer: int, verb: str) -> None:
+    def _peer(self, peer: int, verb: str) -> int:
+        """The rank of ``peer`` in the run; ValueError if it is not another rank."""
         if isinstance(peer, bool) or not isinstance(peer, int):
             raise ValueError(f"rank {self.rank} cannot {verb} {peer!r}: a rank is an integer")
         if not 0 <= peer < self.world_size:
@@ -295,6 +277,7 @@ class Comm:
             )
         if peer == self.rank:
             raise ValueError(f"rank {self.rank} cannot {verb} itself: copy the tensor instead")
+        return peer
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -313,19 +296,19 @@ def exchange_under_way(
     """``comm.exchange`` that goes on while the block runs, and has ended after it.
 
     The block may use ``comm`` with other ranks. Where messages do not move by themselves (in
-    shared memory, on NCCL) the exchange follows the block. Its span is the part after the block.
+    shared memory, on NCCL) the exchange comes before the block. Its span is what comes after.
 
     Args:
         send, recv: contiguous, on ``comm.device``, without common memory; not to be touched in
             the block.
     """
-    ends = (dst, describe(send)), (src, describe(recv))
     with (
-        comm.session.operation("exchange", *ends) as again,
+        comm.session.operation("exchange", (dst, send), (src, recv)) as again,
         comm.transport.exchanging(send, dst, recv, src),
     ):
+        moved_s = time.monotonic()
         yield
-        again()
+        again(moved_s)
 
 
 class SubComm(Comm):
@@ -346,23 +329,14 @@ class SubComm(Comm):
         self.transport, self.session = comm.transport, comm.session
         self._comm, self._ranks, self._phase = comm, ranks, phase
 
-    def send(self, tensor: Tensor, dst: int) -> None:
-        self._comm.send(tensor, self._ranks[dst])
-
-    def recv(self, tensor: Tensor, src: int) -> Tensor:
-        return self._comm.recv(tensor, self._ranks[src])
-
-    def recv_add(self, tensor: Tensor, src: int) -> Tensor:
-        return self._comm.recv_add(tensor, self._ranks[src])
+    def _peer(self, peer: int, verb: str) -> int:
+        return self._ranks[super()._peer(peer, verb)]
 
     def recv_any(self, tensor: Tensor, sources: Iterable[int]) -> int:
-        return self._ranks.index(self._comm.recv_any(tensor, [self._ranks[s] for s in sources]))
+        raise NotImplementedError("recv_any and barrier are for all ranks")
 
     def barrier(self) -> None:
         raise NotImplementedError("a barrier is for all ranks; dissemination_barrier is for some")
-
-    def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Tensor:
-        return self._comm.exchange(send, self._ranks[dst], recv, self._ranks[src])
 
     @contextmanager
     def collective(

@@ -12,17 +12,16 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _DESCRIPTORS = "/proc/self/fd"
+_ESTABLISHED = 1
 # After 3 s without a byte a question each second; three without an answer end the connection. So
 # does anything sent that is not acknowledged in 6 s.
-_INFO, _ESTABLISHED = getattr(socket, "TCP_INFO", 11), 1
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 6000}
 
 
-@dataclass(frozen=True)
-class Connection:
+class Connection(NamedTuple):
     """An open socket of this process: its descriptor, and what that leads to."""
 
     descriptor: int
@@ -30,61 +29,42 @@ class Connection:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[socket.socket | None]:
-        """A second handle of it; None if it has been closed, or is connected to nobody."""
+        """A second handle of it; None if it is no TCP connection, or has been closed."""
         with contextlib.ExitStack() as stack:
+            handle, is_it, state = None, False, 0
             try:
                 # First a handle, then the check: the number may be given to another file.
                 handle = stack.enter_context(socket.socket(fileno=os.dup(self.descriptor)))
                 is_it = os.readlink(f"{_DESCRIPTORS}/{handle.fileno()}") == self.target
-                handle.getpeername()
+                # The first byte of tcp_info is the state. (SO_ERROR would take gloo's error away.)
+                state = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
             except OSError:
                 is_it = False
-            yield handle if is_it else None
+            yield handle if is_it and state == _ESTABLISHED else None
 
 
-def open_sockets() -> set[Connection]:
+def _open_sockets() -> set[Connection]:
     """All sockets of this process; none where the system does not list them."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(_DESCRIPTORS):
             with contextlib.suppress(OSError):
-                target = os.readlink(f"{_DESCRIPTORS}/{name}")
-                if target.startswith("socket:"):
-                    found.add(Connection(int(name), target))
-    return found
+                found.add(Connection(int(name), os.readlink(f"{_DESCRIPTORS}/{name}")))
+    return {one for one in found if one.target.startswith("socket:")}
 
 
 @contextlib.contextmanager
 def new_connections() -> Iterator[list[Connection]]:
     """The TCP connections that are opened within the block, known after it; kept alive."""
-    before, found = open_sockets(), list[Connection]()
+    before, found = _open_sockets(), list[Connection]()
     yield found
-    for connection in open_sockets() - before:
-        with connection.opened() as handle:
-            if handle is not None and handle.family in (socket.AF_INET, socket.AF_INET6):
+    for connection in _open_sockets() - before:
+        with connection.opened() as handle, contextlib.suppress(OSError):
+            if handle is not None:
                 found.append(connection)
-                _keep_alive(handle)
-
-
-def _keep_alive(handle: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEP_ALIVE.items():
-            if (option := getattr(socket, name, None)) is not None:
-                handle.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def are_alive(connections: Sequence[Connection]) -> bool:
-    """Whether all of them still stand; False if none is known."""
-    for connection in connections:
-        with connection.opened() as handle:
-            # The first byte of tcp_info is the state. (SO_ERROR would take gloo's error away.)
-            if (
-                handle is None
-                or handle.getsockopt(socket.IPPROTO_TCP, _INFO, 1)[0] != _ESTABLISHED
-            ):
-                return False
-    return bool(connections)
+                handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in _KEEP_ALIVE.items():
+                    handle.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def cut(connections: Sequence[Connection]) -> None:

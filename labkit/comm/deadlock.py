@@ -5,14 +5,12 @@ second rank finds a mismatch before any data moves. The launcher looks for a dea
 explained, on a copy of the board.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from labkit.comm.board import DEPTH, HISTORY, RECV, RECV_ANY, RETURNED, RUNNING, SEND, Board
 from labkit.errors import MismatchError
-
-# Mismatches
 
 
 def check_message(board: Board, side: int, source: int, destination: int) -> None:
@@ -26,15 +24,11 @@ def check_message(board: Board, side: int, source: int, destination: int) -> Non
     if theirs[source, destination] <= mine:
         return
     sent, expected = (
-        board.what[end, source, destination][mine % DEPTH].decode(errors="replace")
-        for end in (SEND, RECV)
+        _text(board.what[end, source, destination][mine % DEPTH]) for end in (SEND, RECV)
     )
     # The peer may be overwriting old entries meanwhile: so its counter is read again.
     if theirs[source, destination] < mine + DEPTH and sent != expected:
-        sender, receiver = (
-            board.ranks[rank]["location"].decode(errors="replace")
-            for rank in (source, destination)
-        )
+        sender, receiver = (_text(board.ranks[rank]["location"]) for rank in (source, destination))
         raise MismatchError(
             f"message {mine + 1} from rank {source} to rank {destination} does not fit:\n"
             f"  rank {source} sends {sent}, at {sender}\n"
@@ -56,18 +50,18 @@ def check_collective(board: Board, rank: int) -> None:
         what, theirs = (board.ranks[r]["announced"][mine % HISTORY] for r in (rank, other))
         is_overwritten = board.collectives[other] >= mine + HISTORY
         if theirs != what and not is_overwritten:
-            first, second = sorted((rank, other))
-            lines = [f"rank {first} and rank {second} call different collectives:"]
-            for one in (first, second):
-                where = board.ranks[one]["location"].decode(errors="replace")
-                is_latest = where and board.collectives[one] == mine + 1
-                latest = latest_collectives(board, one, mine + 1)
-                lines.append(f"  rank {one}: {latest}" + (f", at {where}" if is_latest else ""))
-            lines.append(
-                "Next step: let all ranks call the same collectives in the same order, with "
+            lines = []
+            for one in sorted((rank, other)):
+                line = f"  rank {one}: {latest_collectives(board, one, mine + 1)}"
+                if board.collectives[one] == mine + 1:
+                    line += f", at {_text(board.ranks[one]['location'])}"
+                lines.append(line)
+            raise MismatchError(
+                "rank {} and rank {} call different collectives:\n".format(*sorted((rank, other)))
+                + "\n".join(lines)
+                + "\nNext step: let all ranks call the same collectives in the same order, with "
                 "tensors of one shape and dtype."
             )
-            raise MismatchError("\n".join(lines))
 
 
 def find_mismatch(board: Board) -> str:
@@ -76,14 +70,12 @@ def find_mismatch(board: Board) -> str:
     (Ranks of other hosts become known only after each rank has looked for itself.)
     """
     try:
-        for rank in range(board.world_size):
+        for rank, slot in enumerate(board.ranks):
             check_collective(board, rank)
-            slot = board.ranks[rank]
-            dst, src = int(slot["dst"]), int(slot["src"])
-            if slot["op"] and dst >= 0:
-                check_message(board, SEND, rank, dst)
-            if slot["op"] and src >= 0:
-                check_message(board, RECV, src, rank)
+            if slot["op"] and slot["dst"] >= 0:
+                check_message(board, SEND, rank, int(slot["dst"]))
+            if slot["op"] and slot["src"] >= 0:
+                check_message(board, RECV, int(slot["src"]), rank)
     except MismatchError as error:
         return str(error)
     return ""
@@ -94,8 +86,7 @@ def latest_collectives(board: Board, rank: int, up_to: int | None = None, length
     announced, count = board.ranks[rank]["announced"], int(board.collectives[rank])
     last = count if up_to is None else min(up_to, count)
     first = max(0, last - length, count - HISTORY)
-    names = (announced[index % HISTORY].decode() for index in range(first, last))
-    shown = [f"{number}. {name}" for number, name in enumerate(names, first + 1)]
+    shown = [f"{n + 1}. {_text(announced[n % HISTORY])}" for n in range(first, last)]
     return ", ".join(["..."] * (first > 0) + shown) or "none"
 
 
@@ -108,20 +99,14 @@ def uneven_collectives(board: Board, *ranks: int) -> str:
     return "\n".join(lines)
 
 
-# Deadlocks
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """One reason why ``rank`` cannot continue: in ``op`` it waits for ``peer``.
+class Waiting(NamedTuple):
+    """One reason why a rank cannot continue: it waits for ``peer``.
 
     ``what`` completes the sentence: "to send float32 [4]", "at barrier number 2". With ``any_of``,
-    ``rank`` waits for any one of several peers, and this is one of them.
+    the rank waits for any one of several peers, and this is one of them.
     """
 
-    rank: int
     peer: int
-    op: str
     what: str
     any_of: bool = False
 
@@ -129,28 +114,24 @@ class Waiting:
 def waits(board: Board, rank: int) -> list[Waiting]:
     """What the rank is waiting for at this moment; empty when it can continue by itself."""
     slot = board.ranks[rank]
-    op = slot["op"].decode()
+    op, dst, src = _text(slot["op"]), int(slot["dst"]), int(slot["src"])
     if slot["state"] != RUNNING or not op:
         return []
-    dst, src = int(slot["dst"]), int(slot["src"])
     if op == RECV_ANY and src < 0:
-        sources = [int(source) for source in np.flatnonzero(board.wanted[rank])]
-        if board.senders(rank, sources):
-            return []
-        what = f"to send {slot['any_what'].decode()}"
-        return [Waiting(rank, source, op, what, any_of=True) for source in sources]
+        sources = np.flatnonzero(board.wanted[rank]).tolist()
+        has_come = board.senders(rank, sources)
+        return [] if has_come else [Waiting(source, "to send", True) for source in sources]
     if dst < 0 and src < 0:
         number, came = int(slot["meetings"]), board.ranks["meetings"]
-        missing = (peer for peer in range(board.world_size) if came[peer] < number)
-        return [Waiting(rank, peer, op, f"at {op} number {number}") for peer in missing]
+        missing = np.flatnonzero(came < number).tolist()
+        return [Waiting(peer, f"at {op} number {number}") for peer in missing]
     found = []
     ends = ((SEND, rank, dst, dst, "to receive"), (RECV, src, rank, src, "to send"))
     for side, source, destination, peer, verb in ends:
-        if peer >= 0:
-            counts = board.counts[:, source, destination]
-            if counts[side] > counts[1 - side]:
-                what = board.what[side, source, destination][(int(counts[side]) - 1) % DEPTH]
-                found.append(Waiting(rank, peer, op, f"{verb} {what.decode()}"))
+        counts = board.counts[:, source, destination]
+        if peer >= 0 and counts[side] > counts[1 - side]:
+            what = board.what[side, source, destination][(int(counts[side]) - 1) % DEPTH]
+            found.append(Waiting(peer, f"{verb} {_text(what)}"))
     return found
 
 
@@ -158,11 +139,9 @@ def takes_part(board: Board, rank: int, peer: int) -> bool:
     """Whether ``rank`` is in an operation that ``peer`` takes part in."""
     slot = board.ranks[rank]
     peers = int(slot["dst"]), int(slot["src"])
-    if not slot["op"]:
-        return False
-    if peers != (-1, -1):
-        return peer in peers
-    return slot["op"].decode() != RECV_ANY or bool(board.wanted[rank, peer])
+    if peers == (-1, -1) and slot["op"] == RECV_ANY.encode():
+        return bool(board.wanted[rank, peer])
+    return bool(slot["op"]) and (peers == (-1, -1) or peer in peers)
 
 
 def stuck_ranks(board: Board) -> list[int]:
@@ -173,9 +152,8 @@ def stuck_ranks(board: Board) -> list[int]:
     ``recv_any``, when this holds for all its sources. (A rank that waits for a lost rank gets an
     error, and is not stuck.)
     """
-    everyone = range(board.world_size)
-    ended = {rank for rank in everyone if board.ranks[rank]["state"] == RETURNED}
-    reasons = {rank: waits(board, rank) for rank in everyone if rank not in ended}
+    ended = set(np.flatnonzero(board.ranks["state"] == RETURNED).tolist())
+    reasons = {rank: waits(board, rank) for rank in range(board.world_size)}
 
     def can_continue(rank: int) -> bool:
         hopes = [reason.peer not in waiting | ended for reason in reasons[rank]]
@@ -190,20 +168,15 @@ def stuck_ranks(board: Board) -> list[int]:
 
 def find_cycle(reasons: dict[int, list[Waiting]]) -> list[int]:
     """A cycle of stuck ranks, each waiting for the next, by their reasons; empty for none."""
-    for start in reasons:
+    for rank in reasons:
         path: list[int] = []
-        rank = start
-        while rank in reasons and reasons[rank] and rank not in path:
+        while rank in reasons and rank not in path:
             path.append(rank)
-            rank = next(
-                (w.peer for w in reasons[rank] if w.peer in reasons), reasons[rank][0].peer
-            )
+            peers = [waiting.peer for waiting in reasons[rank]]
+            rank = next((peer for peer in peers if peer in reasons), peers[0])
         if rank in path:
             return path[path.index(rank) :]
     return []
-
-
-# Explanations
 
 
 def explain_deadlock(board: Board, stuck: list[int]) -> str:
@@ -212,27 +185,23 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
     ``board`` is a copy, taken while nothing moved; ``stuck`` are its ``stuck_ranks``.
     """
     reasons = {rank: waits(board, rank) for rank in stuck}
-    cycle = find_cycle(reasons)
-    missing = sorted({w.peer for rank in stuck for w in reasons[rank]} - reasons.keys())
-    lines = []
+    cycle, lines = find_cycle(reasons), []
     if cycle:
         chain = " -> ".join(f"rank {rank}" for rank in [*cycle, cycle[0]])
         lines.append(f"deadlock: {chain}, each waits for the next, so none can go on.")
+    missing = sorted({w.peer for found in reasons.values() for w in found} - reasons.keys())
     for peer in missing:
         waiting = [f"rank {r}" for r in stuck if any(w.peer == peer for w in reasons[r])]
         verb = "waits" if len(waiting) == 1 else "wait"
         lines.append(f"rank {peer} has returned, but {', '.join(waiting)} still {verb} for it.")
     for rank in stuck:
-        _, location = waits_in(board, rank)
-        lines.append(f"  rank {rank} is {explain_rank(board, rank)}, at {location}")
-    sequences = uneven_collectives(board, *sorted({*stuck, *missing}))
-    ops = {wait.op for rank in cycle for wait in reasons[rank]}
-    if sequences:
-        lines.append(sequences.lstrip())
-        step = (
-            "give every send a receive, and let all ranks call the same collectives, "
-            "equally often."
+        lines.append(
+            f"  rank {rank} is {explain_rank(board, rank)}, at {waits_in(board, rank)[1]}"
         )
+    ops = {waits_in(board, rank)[0] for rank in cycle}
+    if sequences := uneven_collectives(board, *sorted({*stuck, *missing})):
+        lines.append(sequences.lstrip())
+        step = "give every send a receive, and let all ranks call the same collectives."
     elif ops and ops <= {"recv", RECV_ANY}:
         step = "all of them receive first. Let one send first, or use comm.exchange."
     elif ops == {"send"}:
@@ -262,5 +231,9 @@ def explain_rank(board: Board, rank: int) -> str:
 def waits_in(board: Board, rank: int) -> tuple[str, str]:
     """The operation that a rank is in, and the line that called it; empty if it is in none."""
     slot = board.ranks[rank]
-    op, where = slot["op"].decode(), slot["location"].decode(errors="replace")
-    return op, where if op else ""
+    return (op := _text(slot["op"])), _text(slot["location"]) if op else ""
+
+
+def _text(field: bytes) -> str:
+    # A long text is cut to its field, maybe within a character.
+    return field.decode(errors="replace")

@@ -19,16 +19,15 @@ alpha-beta model of ``labkit.costs.link``: alpha is the latency, beta is 1 / ban
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from labkit.comm.shared_memory import Arena, Semaphore
-from labkit.comm.transport import OverTransports, Transport
+from labkit.comm.shared_memory import HAS_SEMAPHORES, Arena, Semaphore
+from labkit.comm.transport import Transport
 from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts, host_of
 from labkit.units import MOST_RANKS, MOST_SECONDS, check_above_zero, check_integer, check_number
@@ -90,114 +89,62 @@ class Card:
         link: how long messages take.
         shared: the state of both sides [2], float64, and its lock, in memory that ranks share;
             None for a card of this process alone.
-        now: the clock, in seconds.
     """
 
-    def __init__(
-        self,
-        link: EmulatedLink,
-        shared: tuple[Tensor, Semaphore] | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ):
-        self.link, self._now = link, now
-        self._free_s: Any = [0.0, 0.0] if shared is None else shared[0].numpy()
-        self._between_ranks = None if shared is None else shared[1]
+    def __init__(self, link: EmulatedLink, shared: tuple[Tensor, Semaphore] | None = None):
+        self.link = link
+        self.free_s, self._between_ranks = shared or (torch.zeros(2, dtype=torch.float64), None)
         # Several threads may send or receive, each on a connection to another rank.
         self._between_threads = threading.Lock()
 
-    def book(self, out_bytes: int | None = None, in_bytes: int | None = None) -> float:
+    def book(
+        self, now_s: float, out_bytes: int | None = None, in_bytes: int | None = None
+    ) -> float:
         """Put a message of so many bytes on a side, or one on each; None for no message there.
 
-        Returns the seconds from now until the later of the two ends.
+        Returns when the later of the two ends.
         """
+        lock, end_s = self._between_ranks, now_s
         # The part of a message's latency for which it occupies its side, and the rest.
-        busy_s, later_s = self.link.latency_s, 0.0
-        if self._between_ranks is not None:
-            busy_s, later_s = later_s, busy_s
+        busy_s, later_s = (
+            (self.link.latency_s, 0.0) if lock is None else (0.0, self.link.latency_s)
+        )
         with self._between_threads:
-            if self._between_ranks is not None and not self._between_ranks.wait(_LOCK_PATIENCE_S):
+            if lock is not None and not lock.wait(_LOCK_PATIENCE_S):
                 raise PeerLostError("a rank of this host ended while it used the host's card")
-            now_s = end_s = self._now()
             for side, num_bytes in enumerate((out_bytes, in_bytes)):
                 if num_bytes is not None:
-                    start_s = max(now_s, float(self._free_s[side]))
                     wire_s = num_bytes / self.link.bandwidth_bytes_per_s
-                    self._free_s[side] = start_s + busy_s + wire_s
-                    end_s = max(end_s, float(self._free_s[side]) + later_s)
-            if self._between_ranks is not None:
-                self._between_ranks.post()
-        return end_s - now_s
+                    free_s = max(now_s, self.free_s[side].item()) + busy_s + wire_s
+                    self.free_s[side] = free_s
+                    end_s = max(end_s, free_s + later_s)
+            if lock is not None:
+                lock.post()
+        return end_s
 
 
-class LinkTransport(OverTransports):
-    """Another transport's messages, each as slow as on the card's link.
+class Link(NamedTuple):
+    """The link of a transport's messages: the card, and the ranks that are reached without it."""
 
-    The other transport moves and counts them, so the counts are the same as without a link. There
-    are channels only between the ranks of an emulated host (``near``), whose messages pass no
-    card: other collectives that would write directly into shared memory send messages.
-    """
+    card: Card
+    near: frozenset[int]
 
-    def __init__(self, transport: Transport, card: Card, near: Collection[int] = ()):
-        super().__init__(transport)
-        self._card, self._near = card, frozenset(near)
-        self._abandoned = threading.Event()
-
-    def send(self, tensor: Tensor, dst: int) -> None:
-        self.first.send(tensor, dst)
-        self._sleep(self._book((tensor, dst), None))
-
-    def recv(self, tensor: Tensor, src: int) -> None:
-        self.first.recv(tensor, src)
-        self._sleep(self._book(None, (tensor, src)))
-
-    def recv_add(self, tensor: Tensor, src: int) -> None:
-        self.first.recv_add(tensor, src)
-        self._sleep(self._book(None, (tensor, src)))
-
-    def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
-        self.first.exchange(send, dst, recv, src)
-        self._sleep(self._book((send, dst), (recv, src)))
-
-    @contextmanager
-    def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
-        self.first.exchange(send, dst, recv, src)
-        left_s, began_s = self._book((send, dst), (recv, src)), time.monotonic()
-        yield
-        self._sleep(left_s and max(0.0, began_s + left_s - time.monotonic()))
-
-    def shares_memory_with(self, peer: int) -> bool:
-        return peer in self._near and self.first.shares_memory_with(peer)
-
-    def abandon(self) -> None:
-        self._abandoned.set()
-        super().abandon()
-
-    def _book(
-        self, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
-    ) -> float | None:
-        """Put the messages on the card; the seconds until they have passed, None inside a host."""
-        out, incoming = (
-            None if end is None or end[1] in self._near else end[0] for end in (sent, received)
-        )
-        if out is None and incoming is None:
-            return None
-        for tensor in (out, incoming):
-            if tensor is not None and tensor.device.type == "cuda":
-                # So far the transfer is only queued, and what is queued next must come after it.
-                torch.cuda.current_stream(tensor.device).synchronize()
-        return self._card.book(
-            None if out is None else out.nbytes, None if incoming is None else incoming.nbytes
-        )
-
-    def _sleep(self, seconds: float | None) -> None:
-        if seconds is not None and self._abandoned.wait(seconds):
-            raise PeerLostError("this rank is ending")
+    def carry(
+        self, sent: tuple[int, Tensor] | None, received: tuple[int, Tensor] | None, now_s: float
+    ) -> None:
+        """Wait for the end of what has been sent to and received from a peer at ``now_s``."""
+        sizes = [
+            None if end is None or end[0] in self.near else end[1].nbytes
+            for end in (sent, received)
+        ]
+        if sizes != [None, None]:
+            end_s = self.card.book(now_s, *sizes)
+            time.sleep(max(0.0, end_s - time.monotonic()))
 
 
-# This process's card; the ranks of the run on each emulated host, if any, and on its own.
-_card: Card | None = None
+# This process's link, with the ranks of the run on its emulated host; and all these hosts.
+_link: Link | None = None
 _hosts: Hosts | None = None
-_near: frozenset[int] = frozenset()
 
 
 def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None) -> None:
@@ -211,32 +158,38 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
     Raises:
         ValueError: hosts cannot be emulated here.
     """
-    global _card, _hosts, _near
-    _card, _hosts, _near = None, None, frozenset()
-    if link is None or link.ranks_per_host is None:
-        _card = None if link is None else Card(link)
+    global _link, _hosts
+    _link, _hosts = None, None
+    if link is None:
         return
-    if arena is None or not arena.has_semaphores:
+    if link.ranks_per_host is None:
+        _link = Link(Card(link), frozenset())
+        return
+    if arena is None or not HAS_SEMAPHORES:
         raise ValueError(
             f"link {str(link)!r}: ranks_per_host emulates hosts on one machine, whose ranks share "
             "a lock in memory (on Linux). On several machines leave it out: they are hosts already"
         )
     _hosts = link.hosts(arena.world_size)
     host = host_of(rank, _hosts)
-    _card, _near = Card(link, arena.card(host)), frozenset(_hosts[host])
+    _link = Link(Card(link, arena.card(host)), frozenset(_hosts[host]))
 
 
 def over_link(transport: Transport, ranks: Sequence[int] | None = None) -> Transport:
     """``transport`` over this process's emulated link, if it has one.
 
+    Collectives that would write directly into shared memory then send messages.
+
     Args:
         transport: of some group of the run's ranks.
         ranks: these ranks, as they are numbered in the run; by default all of them.
     """
-    if _card is None:
-        return transport
-    near = _near if ranks is None else {n for n, rank in enumerate(ranks) if rank in _near}
-    return LinkTransport(transport, _card, near)
+    if _link is not None:
+        near = _link.near
+        if ranks is not None:
+            near = frozenset(n for n, rank in enumerate(ranks) if rank in near)
+        transport.link, transport.shares_memory = Link(_link.card, near), False
+    return transport
 
 
 def emulated_hosts(ranks: Sequence[int]) -> Hosts | None:

@@ -20,25 +20,31 @@ import socket
 import stat
 import struct
 from collections.abc import Sequence
-from pathlib import Path
+from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
 from labkit.comm.board import LEFT
+from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import emulated_hosts, over_link
+from labkit.comm.hosts_transport import HostsTransport
 from labkit.comm.processes import loopback
 from labkit.comm.shared_memory import Arena
+from labkit.comm.shared_transport import SharedTransport
+from labkit.comm.torch_transport import TorchTransport
+from labkit.comm.transport import Transport
 
-# Mark, process id, descriptor, inode, and the boot id of the machine.
-NOTE = struct.Struct("!8sqqQ36s")
-MARK = b"labkit-1"
-# Mark, the number of a rank's host, and its name.
-HOST = struct.Struct("!8sq64s")
-HOST_MARK = b"labkit-h"
-_HIGHEST = 2**31 - 1
+# The process and the descriptor that hold an arena; the number of a rank's host, and its name.
+NOTE, HOST = struct.Struct("!II"), struct.Struct("!I64s")
 _OPEN, _NOT_OPEN = b"open", b"not open"
 SUSPICION = (
     "Another program writes to this run's store, which has no password: make it listen where only "
     "your own processes can reach it (SECURITY.md)"
 )
+# How many spans a separate Comm keeps: training for days must not fill the memory with them.
+_KEPT_SPANS = 10_000
 
 
 class Hosts(NamedTuple):
@@ -61,25 +67,18 @@ def find_hosts(store: Any, rank: int, world_size: int) -> Hosts:
     Raises:
         ConnectionError: the store holds something that no rank has written.
     """
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    if local_world_size is None or local_world_size == os.environ.get("WORLD_SIZE"):
+    if _is_one_host():
         return Hosts((tuple(range(world_size)),), (socket.gethostname(),))
     place = f"labkit/host/{store.add(f'labkit/hosts/{rank}', 1)}"
     host, name = int(os.environ.get("GROUP_RANK", "0")), socket.gethostname().encode()
-    store.set(f"{place}/{rank}", HOST.pack(HOST_MARK, host, name))
+    store.set(f"{place}/{rank}", HOST.pack(host, name))
     hosts: dict[int, list[int]] = {}
     names: dict[int, str] = {}
     for other in range(world_size):
-        answer = store.get(f"{place}/{other}")
-        mark, host, name = HOST.unpack(answer) if len(answer) == HOST.size else (b"", 0, b"")
-        if mark != HOST_MARK:
-            raise ConnectionError(
-                f"the host of rank {other} is {answer[:20]!r} in the store, which labkit does not "
-                f"write (is it the same labkit on all machines?). {SUSPICION}"
-            )
+        host, name = _unpack(HOST, store.get(f"{place}/{other}"), f"host of rank {other}")
         hosts.setdefault(host, []).append(other)
         text = name.rstrip(b"\0").decode(errors="replace")
-        names.setdefault(host, "".join(char for char in text if char.isprintable()))
+        names.setdefault(host, "".join(filter(str.isprintable, text)))
     return Hosts(tuple(map(tuple, hosts.values())), tuple(names.values()))
 
 
@@ -105,10 +104,13 @@ def meet(
     place = f"labkit/arena/{ranks[0]}/{store.add(f'labkit/arenas/{rank}', 1)}"
     if rank == ranks[0]:
         arena = Arena(world_size)
-        store.set(place, _note(arena.descriptor))
+        # The seals are a mark that ``meet`` made it, and keep its size.
+        with contextlib.suppress(AttributeError, OSError):
+            fcntl.fcntl(arena.descriptor, fcntl.F_ADD_SEALS, _seals())
+        store.set(place, NOTE.pack(os.getpid(), arena.descriptor))
     else:
         try:
-            arena = _open(world_size, *_read_note(store.get(place)))
+            arena = _open(world_size, *_unpack(NOTE, store.get(place), "note of the arena"))
         except ConnectionError:
             # The others must not wait for this rank.
             store.set(f"{place}/{rank}", "refused")
@@ -118,11 +120,6 @@ def meet(
     store.set(f"{place}/{rank}", _OPEN if arena else _NOT_OPEN)
     # The file must not be closed before all have opened it.
     answers = {other: store.get(f"{place}/{other}") for other in ranks}
-    return _agree(answers, arena, rank)
-
-
-def _agree(answers: dict[int, bytes], arena: Arena | None, rank: int) -> Arena | None:
-    """The arena if all ranks of a host have opened it; None if one has not."""
     for other, answer in answers.items():
         if answer not in (_OPEN, _NOT_OPEN):
             raise ConnectionError(f"the answer of rank {other} is {answer[:20]!r}. {SUSPICION}")
@@ -133,67 +130,91 @@ def _agree(answers: dict[int, bytes], arena: Arena | None, rank: int) -> Arena |
         # A rank that got other answers, from a forged store, must not wait for this one.
         arena.board.ranks[rank]["state"] = LEFT
         return None
-    for other in answers:
-        if not arena.board.ranks[other]["pid"]:
-            raise ConnectionError(
-                f"the store says that rank {other} has opened the shared memory of the ranks, "
-                f"but it has not. {SUSPICION}"
-            )
+    if not arena.board.ranks["pid"][list(ranks)].all():
+        raise ConnectionError(
+            "the store says that all ranks of this host have opened its shared memory, but one "
+            f"has not. {SUSPICION}"
+        )
     return arena
 
 
-def _note(descriptor: int) -> bytes:
-    """Seal the arena, as a mark that ``meet`` made it, and return the note that describes it."""
-    with contextlib.suppress(AttributeError, OSError):
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals())
-    inode = os.fstat(descriptor).st_ino
-    return NOTE.pack(MARK, os.getpid(), descriptor, inode, boot_id())
+def _unpack(layout: struct.Struct, data: bytes, what: str) -> tuple[Any, ...]:
+    if len(data) != layout.size:
+        raise ConnectionError(
+            f"the {what} in the store is {data[:20]!r}, which labkit does not write (is it the "
+            f"same labkit on all machines?). {SUSPICION}"
+        )
+    return layout.unpack(data)
 
 
-def _read_note(note: bytes) -> tuple[int, int, int, bytes]:
-    if len(note) == NOTE.size:
-        mark, pid, descriptor, inode, boot = NOTE.unpack(note)
-        if mark == MARK and 0 < pid <= _HIGHEST and 0 <= descriptor <= _HIGHEST:
-            return pid, descriptor, inode, boot
-    raise ConnectionError(
-        f"rank 0's note in the store is {len(note)} bytes that labkit does not write (is it the "
-        f"same labkit on all machines?). {SUSPICION}"
-    )
-
-
-def _open(world_size: int, pid: int, descriptor: int, inode: int, boot: bytes) -> Arena | None:
+def _open(world_size: int, pid: int, descriptor: int) -> Arena | None:
     """Map the arena of a note; None if it is absent or was not made by ``meet`` of this user."""
-    if boot != boot_id() or not boot.strip(b"\0"):
-        return None
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
         # O_PATH does not open the file yet: a device could react, and a pipe could block.
         found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
         stack.callback(os.close, found)
         status = os.fstat(found)
         is_memory = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
-        if is_memory and status.st_uid == os.geteuid() and status.st_ino == inode:
+        if is_memory and status.st_uid == os.geteuid():
             opened = os.open(f"/proc/self/fd/{found}", os.O_RDWR)
             stack.callback(os.close, opened)
             # In another container the same path is another file. Sealed memory cannot shrink;
             # shrinking would kill the processes that touch it (SIGBUS).
-            if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == seals():
+            if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == _seals():
                 arena = Arena(world_size, os.dup(opened))
                 return arena if arena.num_bytes == status.st_size else None
     return None
 
 
-def seals() -> int:
+def _seals() -> int:
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def boot_id() -> bytes:
-    """An id of this machine and its latest boot; empty if unknown."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_bytes().strip() if path.exists() else b""
+def _is_one_host() -> bool:
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return local is None or local == os.environ.get("WORLD_SIZE")
 
 
 def stay_on_loopback() -> None:
     """If torchrun has started all ranks on this machine, let gloo listen on loopback only."""
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    if local is not None and local == os.environ.get("WORLD_SIZE"):
+    if "LOCAL_WORLD_SIZE" in os.environ and _is_one_host():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+
+
+def separate_comm(
+    purpose: str,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    ranks: Sequence[int] | None = None,
+) -> Comm:
+    """A Comm of its own for one kind of traffic of these ranks; all of them call this, as often.
+
+    Messages of an edge are first in, first out: threads that share a ``Comm`` would take each
+    other's. So the ranks meet once more, with shared memory of their own on each host, and gloo
+    between hosts, for CPU tensors.
+
+    Args:
+        purpose: of this Comm, in the store.
+        store: which these ranks share.
+        timeout: the longest wait for a message.
+        ranks: as they are numbered in the run; None for all of them.
+    """
+    cpu = torch.device("cpu")
+    store = dist.PrefixStore(f"labkit/{purpose}", store)
+    hosts = find_hosts(store, rank, size)
+    neighbours = hosts.neighbours(rank)
+    arena = meet(store, rank, size, neighbours)
+    transport: Transport
+    near = None if arena is None else SharedTransport(arena, rank, timeout.total_seconds())
+    if near is not None and len(neighbours) == size:
+        transport = near
+    else:
+        stay_on_loopback()
+        far = TorchTransport("gloo", cpu, dist.ProcessGroupGloo(store, rank, size, timeout))
+        transport = far if near is None else HostsTransport(near, far, neighbours)
+    linked, board = over_link(transport, ranks), None if arena is None else arena.board
+    comm = Comm(rank, size, cpu, linked, board, keep_spans=_KEPT_SPANS, hosts=hosts.ranks)
+    comm.hosts = emulated_hosts(ranks or range(size)) or hosts.ranks
+    return comm

@@ -4,9 +4,10 @@ import contextlib
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-PROCESSES = Path("/proc")
 _ENDED = "ZX"
 # T: by SIGSTOP, SIGTSTP (Ctrl-Z) or a terminal; t: by a debugger.
 _STOPPED = "Tt"
@@ -14,30 +15,12 @@ _STOPPED = "Tt"
 
 def is_running(pid: int) -> bool:
     """Whether a process is alive; a zombie (ended, not yet waited for) is not."""
-    return _state(pid) not in _ENDED
+    return _status(pid) not in _ENDED
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is suspended by a signal: it does nothing until SIGCONT."""
-    return _state(pid) in _STOPPED
-
-
-def is_debugged(pid: int) -> bool:
-    """Whether it is a debugger that has stopped the process."""
-    return _state(pid) == "t"
-
-
-def exit_code(pid: int) -> int | None:
-    """How a process has ended, as Python's ``exitcode``; None if that is not known (any more).
-
-    Linux tells it of a process that its parent has not waited for yet.
-    """
-    try:
-        fields = (PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    # proc(5) counts from 1, and the name in parentheses is number 2.
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] in _ENDED else None
+    return _status(pid) in _STOPPED
 
 
 def signal_name(number: int) -> str:
@@ -48,26 +31,40 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def kill_group(leader: int) -> None:
-    """Kill a process, and the processes it has started that are still in its process group."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(leader, signal.SIGKILL)
+def kill_marked(name: str, mark: str, limit_s: float, reap: Callable[[], object]) -> None:
+    """Kill this user's processes whose environment began with ``name=mark`` (Linux).
+
+    ``reap`` is called until none is left, to take notice of children that have ended.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while (left := marked(name, mark)) and time.monotonic() < deadline_s:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        reap()
+        time.sleep(0.05)
 
 
-def _state(pid: int) -> str:
+def marked(name: str, mark: str) -> list[int]:
+    """The living processes that ``kill_marked`` kills."""
+    wanted, found = f"{name}={mark}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # A process that has ended, and waits for its parent, has an empty environment.
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def _status(pid: int) -> str:
     """The state letter in ``/proc/PID/stat``; X if there is no such process."""
-    if not PROCESSES.is_dir():
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux":
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         # Without /proc, the only simple check is whether the process exists.
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return "X"
+        os.kill(pid, 0)
         return "R"
-    try:
-        return (PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
+    return "X"
 
 
 def loopback() -> str:

@@ -5,7 +5,6 @@ deadlock can be explained, and a span in the trace. The launcher, the backend an
 manage a comm through its session; strategies and learners never need it.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,17 +18,21 @@ from labkit import gpus
 from labkit.comm.board import KINDS, LEFT, RECV, SEND, Board
 from labkit.comm.deadlock import check_collective, check_message
 from labkit.comm.peak_memory import MemoryMeter, Part
+from labkit.comm.shared_transport import LOOK_S, why_gone
 from labkit.comm.source_lines import caller_location
+from labkit.comm.tensors import describe
 from labkit.comm.transport import Transport
-from labkit.comm.waiting import Bell, Doorbells
 from labkit.errors import PeerLostError
-from labkit.tracing import ClockTimer, CudaTimer, Meeting, Recorder, Span, Timer
+from labkit.schedules.ring import Hosts
+from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span
 
-# One end of a message: the peer, and the description of the tensor that is sent or expected.
-End = tuple[int, str]
+# One end of a message: the peer, and the tensor that is sent or received.
+End = tuple[int, Tensor]
 
-# How often a loss is fetched from a GPU.
+# How often a loss is fetched from a GPU, for which the host waits.
 _EVERY_S = 0.25
+# The longest sleep of a rank that receives from any other, between two looks at the board.
+_NAP_S = 1e-3
 
 
 class Session:
@@ -37,7 +40,7 @@ class Session:
 
     Args:
         device: where the rank's tensors live; on a GPU, spans are timed with CUDA events.
-        doorbells: wake up a rank in recv_any; None where ranks share no semaphores.
+        near: the ranks that share the board; none if it is this rank's alone.
         keep_spans: keep only this many spans, the latest; None keeps all.
         hosts: the ranks of each host; None for one host with all of them.
 
@@ -48,7 +51,6 @@ class Session:
         barriers: calls of barrier so far.
         recorder: collects this rank's spans.
         timers: the clocks of the devices that this rank uses.
-        loss: takes the losses that this rank reports.
         sums: this rank's seconds by kind of span; None before ``start_together``.
         memory: measures this rank's peak memory; None before ``start_together``.
         at_close: called first when the session is closed.
@@ -60,26 +62,20 @@ class Session:
         device: torch.device,
         transport: Transport,
         board: Board,
-        doorbells: Doorbells | None = None,
+        near: Sequence[int] = (),
         keep_spans: int | None = None,
-        hosts: tuple[tuple[int, ...], ...] | None = None,
+        hosts: Hosts | None = None,
     ):
-        self.rank = rank
-        self.transport = transport
-        self.board = board
-        self.doorbells = doorbells or Doorbells(board, rank, math.inf, {rank: Bell()})
+        self.rank, self.device, self.transport = rank, device, transport
+        self.board, self.near = board, near
         self.hosts = hosts or (tuple(range(board.world_size)),)
         self.operations = self.barriers = 0
-        self.device = device
-        self._on_gpu = device.type == "cuda"
+        self._loss_due_s, self._compares = 0.0, False
         self.memory: MemoryMeter | None = None
         self.at_close: list[Callable[[], None]] = []
-        self._host = ClockTimer()
-        self.timers, self.loss = DeviceTimers(), ReportedLoss(board.ranks[rank])
+        self.timers = DeviceTimers()
         self.recorder = Recorder(rank, self.timers.of(device), keep=keep_spans)
         self.sums: SpanSums | None = None
-        # Whether the starts of operations can be compared with those of other ranks after the run.
-        self._compares = False
         self.is_closed = False
 
     # For the operations of ``Comm``
@@ -95,73 +91,96 @@ class Session:
         self.board.announce(self.rank, what, caller_location())
         check_collective(self.board, self.rank)
 
+    def first_sender(self, landing: Tensor, sources: list[int]) -> int:
+        """The source whose message has waited longest; waits until there is one.
+
+        Ranks of this host post their messages on the board. From each of the others one message
+        like ``landing`` is received ahead.
+
+        Raises:
+            PeerLostError: a source has ended without a message.
+        """
+        board, started_s = self.board, time.monotonic()
+        near = [source for source in sources if source in self.near]
+        far = [source for source in sources if source not in self.near]
+        if far:
+            self.transport.expect(landing, far)
+        looks_s = LOOK_S
+        while True:
+            waited_s = time.monotonic() - started_s
+            gone: dict[int, str] = {}
+            if waited_s > looks_s:
+                looks_s = waited_s + LOOK_S
+                gone = {source: why_gone(board, source) for source in sources}
+            # After that: a message posted before the end of its source may still arrive.
+            since_s = {**board.senders(self.rank, near), **self.transport.arrived(landing, far)}
+            for source, why in gone.items():
+                if why and source not in since_s:
+                    raise PeerLostError(why, rank=source)
+            if since_s:
+                return min(since_s, key=since_s.__getitem__)
+            time.sleep(min(waited_s / 8, _NAP_S))
+
     @contextmanager
     def operation(
         self, op: str, sent: End | None = None, expected: End | None = None, start: Any = None
-    ) -> Iterator[Callable[[], None]]:
+    ) -> Iterator[Callable[[float], None]]:
         """Wrap a transfer: post it, time it, and name the peer in the error if the peer is lost.
 
         Args:
             op: the name of the transfer.
-            sent, expected: (peer, description) of the outgoing and of the incoming tensor.
+            sent, expected: (peer, tensor), what is sent and what is received into.
             start: the timer's mark at the beginning; None means now.
 
         Yields:
             A function, to be called after other operations inside the block: from then on the rank
-            is in this one again, and its span begins there.
+            is in this one again, and its span begins there. On an emulated link the transfer then
+            began at ``moved_s``.
         """
         self.check_open()
+        board, rank, timer = self.board, self.rank, self.recorder.timer
         dst, src = sent and sent[0], expected and expected[0]
         leaving = None if dst is None else self.transport.sent.to[dst]
         bytes_before = leaving.num_bytes if leaving else 0
-        start = self.recorder.timer.mark() if start is None else start
-        where = caller_location()
-        self.board.enter(self.rank, op, self._host.mark(), where, sent, expected)
-        if sent:
-            check_message(self.board, SEND, self.rank, sent[0])
-        if expected:
-            check_message(self.board, RECV, expected[0], self.rank)
-        if sent:
-            self.doorbells.ring(sent[0])
+        start = timer.mark() if start is None else start
+        out, incoming = (end and (end[0], describe(end[1])) for end in (sent, expected))
+        board.enter(rank, op, time.perf_counter(), caller_location(), out, incoming)
+        if dst is not None:
+            check_message(board, SEND, rank, dst)
+        if src is not None:
+            check_message(board, RECV, src, rank)
 
-        def again() -> None:
-            nonlocal start
-            self.board.again(self.rank, op, dst, src)
-            start = self.recorder.timer.mark()
+        began_s: float | None = None
+
+        def again(moved_s: float) -> None:
+            nonlocal start, began_s
+            began_s = moved_s
+            board.in_operation(rank, op, dst, src)
+            start = timer.mark()
 
         try:
             yield again
+            if (link := self.transport.link) is not None:
+                link.carry(sent, expected, began_s or time.monotonic())
         except PeerLostError as error:
             peers = [peer for peer in dict.fromkeys((dst, src)) if peer is not None]
             names = " and ".join(f"rank {peer}" for peer in peers)
             lost = peers[0] if len(peers) == 1 else error.rank
             raise PeerLostError(f"{op} with {names} broke off: {error}", lost) from error
-        self.board.leave(self.rank)
+        board.leave(rank)
         self.operations += 1
         num_bytes = leaving.num_bytes - bytes_before if leaving else 0
-        arrived = None if self._on_gpu else self.board.arrived_s(self.rank, dst, src)
-        meets: tuple[Meeting, ...] = ()
-        if self._compares:
-            edges = [] if dst is None else [(SEND, self.rank, dst)]
-            edges += [] if src is None else [(RECV, src, self.rank)]
-            meets = tuple((*edge[1:], int(self.board.counts[edge])) for edge in edges)
-        self.record(start, num_bytes, src if dst is None else dst, arrived, meets)
-
-    def record(
-        self,
-        start: Any,
-        num_bytes: int,
-        peer: int | None,
-        arrived: Any = None,
-        meets: tuple[Meeting, ...] = (),
-    ) -> None:
-        """Record a transfer that ends now; the time until ``arrived`` counts as waiting."""
-        self.recorder.transfer(start, self.recorder.timer.mark(), num_bytes, peer, arrived, meets)
+        # On a GPU it is not known when the peer came: an operation is only queued.
+        came_s = None if self.device.type == "cuda" else board.arrived_s(rank, dst, src)
+        ends = [(SEND, rank, dst), (RECV, src, rank)] if self._compares else []
+        meets: Any = tuple((*end[1:], int(board.counts[end])) for end in ends if None not in end)
+        peer = src if dst is None else dst
+        self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, meets)
 
     @contextmanager
     def meeting(self, op: str) -> Iterator[None]:
         """Wrap an operation that every rank has to take part in."""
-        self.board.enter_meeting(self.rank, op, self._host.mark())
+        self.board.enter_meeting(self.rank, op, time.perf_counter())
         try:
             yield
         except PeerLostError as error:
@@ -180,22 +199,21 @@ class Session:
         self.barriers += 1
 
     @contextmanager
-    def streaming(self, name: str, dst: int, ranks: Sequence[int] | None = None) -> Iterator[None]:
+    def streaming(self, name: str, dst: int) -> Iterator[None]:
         """Wrap a collective that writes its segments for ``dst`` directly into a channel.
 
         Every rank has to take part. The collective is one span; each message that the channel
-        counts is one operation. ``ranks``: those whose messages it waits for; by default all.
+        counts is one operation.
         """
         sent = self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes
-        start = self.recorder.timer.mark()
+        timer = self.recorder.timer
+        start = timer.mark()
         with self.meeting(name):
             yield
         self.operations += sent.messages - messages
-        arrived = None if self._on_gpu else self.board.meeting_arrived_s(self.rank, ranks)
-        number = int(self.board.ranks[self.rank]["meetings"])
-        meets = ((-1, -1, number),) if self._compares else ()
-        self.record(start, sent.num_bytes - num_bytes, dst, arrived, meets)
+        came_s = self.board.meeting_arrived_s(self.rank)
+        self.recorder.transfer(start, timer.mark(), sent.num_bytes - num_bytes, dst, came_s)
 
     # For the code that manages the run, and for strategies that use several devices
 
@@ -207,32 +225,36 @@ class Session:
         """Wait for the other ranks, then make this moment second 0 of the trace on all ranks."""
         # Before the barrier: it takes some 0.1 ms, which is no part of the run.
         self.memory = MemoryMeter(self.device)
-        self.board.ranks[self.rank]["origin_s"] = self._host.mark()
+        row, origins_s = self.board.ranks[self.rank], self.board.ranks["origin_s"]
+        row["origin_s"] = time.perf_counter()
         self.transport.barrier()
         if len(self.hosts) > 1:
             # Hosts have clocks of their own, and the barrier ends at about one time on all.
-            self.board.ranks[self.rank]["origin_s"] = self._host.mark()
+            row["origin_s"] = time.perf_counter()
             self.transport.barrier()
         # Ranks of one host read the same clock: the latest arrival is the same on all of them.
         # A GPU's clock is set by it.
-        origins_s = self.board.ranks["origin_s"]
         timer = self.timers.of(self.device)
         if isinstance(timer, CudaTimer):
             timer.calibrate()
-        self._compares = self._on_gpu and bool(origins_s.all())
+            # Starts of operations can be compared with those of other ranks after the run.
+            self._compares = bool(origins_s.all())
         self.recorder = Recorder(self.rank, timer, float(origins_s.max()))
-        self.recorder.listener = self.sums = SpanSums(self.board.ranks[self.rank])
+        self.recorder.listener = self.sums = SpanSums(row)
 
     def spans(self) -> list[Span]:
         """This rank's spans so far, on the host's clock; waits for its GPU."""
         return self.recorder.spans()
 
-    def memory_of_part(self, arrived_bytes: int = 0) -> Part:
-        """The peak memory of some stretches of the run, counted from now.
+    def report_loss(self, loss: Tensor | float) -> None:
+        """Post the loss of a step; one on a GPU at most 4 times a second."""
+        on_gpu = isinstance(loss, Tensor) and loss.device.type == "cuda"
+        if not on_gpu or time.monotonic() > self._loss_due_s:
+            self._loss_due_s = time.monotonic() + _EVERY_S
+            self.board.ranks[self.rank]["loss"] = float(loss)
 
-        Args:
-            arrived_bytes: what the rank holds already and should count, too.
-        """
+    def memory_of_part(self, arrived_bytes: int = 0) -> Part:
+        """The peak memory of some stretches of the run: see ``MemoryMeter.part``."""
         assert self.memory is not None, "the run has started"
         return self.memory.part(arrived_bytes)
 
@@ -253,49 +275,20 @@ class DeviceTimers:
     """The clocks of the devices that a rank uses: a GPU's events, or the host's clock."""
 
     def __init__(self) -> None:
-        self._host = ClockTimer()
-        self._of_gpus: dict[tuple[torch.device, ...], CudaTimer] = {}
+        self._timers: dict[tuple[torch.device, ...], ClockTimer] = {(): ClockTimer()}
 
-    def of(self, *devices: torch.device) -> Timer:
+    def of(self, *devices: torch.device) -> ClockTimer:
         """The clock of work that passes through ``devices``.
 
         Where a GPU is among them, its events tell when the CPU's work before them has ended, too:
         on the CPU nothing is queued.
         """
         gpus = tuple(device for device in dict.fromkeys(devices) if device.type == "cuda")
-        if not gpus:
-            return self._host
-        if gpus not in self._of_gpus:
-            # Now, and not in the first step, for which the host would have to wait.
-            for some in {gpus, *((gpu,) for gpu in gpus)} - self._of_gpus.keys():
-                self._of_gpus[some] = CudaTimer(*some)
-        return self._of_gpus[gpus]
-
-
-class ReportedLoss:
-    """Writes losses to a rank's row of the board; a loss on a GPU, without waiting for it."""
-
-    def __init__(self, row: Any):
-        self._row = row
-        self._fetched_s = -_EVERY_S
-        # A loss on its way from a GPU, and the event of its arrival.
-        self._coming: tuple[Tensor, torch.Event] | None = None
-
-    def report(self, loss: Tensor | float) -> None:
-        """Write ``loss``; from a GPU when it has come, at most 4 times a second."""
-        if not (isinstance(loss, Tensor) and loss.device.type == "cuda"):
-            self._row["loss"] = float(loss)
-            return
-        if self._coming is not None and self._coming[1].query():
-            self._row["loss"] = float(self._coming[0])
-            self._coming = None
-        now_s = time.perf_counter()
-        if self._coming is None and now_s - self._fetched_s > _EVERY_S:
-            self._fetched_s = now_s
-            # Into pinned memory: the host goes on, and looks at it in a later step.
-            landing = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
-            landing.copy_(loss.detach(), non_blocking=True)
-            self._coming = landing, torch.cuda.current_stream(loss.device).record_event()
+        # Now, and not in the first step, for which the host would have to wait.
+        for some in (gpus, *((gpu,) for gpu in gpus)):
+            if some not in self._timers:
+                self._timers[some] = CudaTimer(*some)
+        return self._timers[gpus]
 
 
 class SpanSums:
@@ -326,8 +319,7 @@ class SpanSums:
         return {kind: sum(s[place] for s in lanes) for kind, place in list(self._places.items())}
 
     def _place(self, kind: str) -> int:
-        place = self._places.get(kind)
-        if place is None:
-            place = self._places[kind] = min(len(self._places), KINDS - 1)
-            self._names[place] = kind.encode()
-        return place
+        if kind not in self._places:
+            self._places[kind] = min(len(self._places), KINDS - 1)
+            self._names[self._places[kind]] = kind.encode()
+        return self._places[kind]

@@ -26,7 +26,8 @@ from labkit.comm.board import Board
 SEGMENT_BYTES = 512 * 1024
 NUM_SLOTS = 4
 
-# Larger than a sem_t, and a whole cache line, so that no two semaphores share a line.
+HAS_SEMAPHORES = sys.platform == "linux"
+# A whole cache line, so that no two semaphores share a line; a sem_t takes the first half.
 _SEMAPHORE_BYTES = 64
 _KINDS = ("ready", "filled", "free", "met")
 _PAGE_BYTES = 4096
@@ -43,29 +44,23 @@ class Arena:
 
     def __init__(self, world_size: int, descriptor: int | None = None):
         self.world_size = world_size
-        board_bytes = Board.num_bytes(world_size)
-        # The semaphores of the edges, followed by a doorbell per rank and a lock per card.
-        self.has_semaphores = sys.platform.startswith("linux")
-        num_edge_semaphores = len(_KINDS) * world_size**2
-        self._first_lock = num_edge_semaphores + world_size
-        num_semaphores = (self._first_lock + world_size) if self.has_semaphores else 0
-        self._semaphores_at = _round_up(board_bytes, _SEMAPHORE_BYTES)
-        # For each card a line of its own, as for each semaphore.
-        self._cards_at = self._semaphores_at + num_semaphores * _SEMAPHORE_BYTES
-        self._slots_at = _round_up(self._cards_at + world_size * _SEMAPHORE_BYTES, _PAGE_BYTES)
+        # The semaphores of the edges, followed by one per emulated card.
+        num_of_edges = len(_KINDS) * world_size**2
+        self._semaphores_at = _round_up(Board.num_bytes(world_size), _SEMAPHORE_BYTES)
+        end = self._semaphores_at + (num_of_edges + world_size) * _SEMAPHORE_BYTES
+        self._slots_at = _round_up(end, _PAGE_BYTES)
         # Pages that no rank touches take no memory, so only the edges in use need any.
         self.num_bytes = self._slots_at + world_size**2 * NUM_SLOTS * SEGMENT_BYTES
         self.descriptor = _unnamed_file(self.num_bytes) if descriptor is None else descriptor
         self._map = mmap.mmap(self.descriptor, self.num_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.board = Board(world_size, memoryview(self._map)[:board_bytes])
-        if descriptor is None:
-            for number in range(num_semaphores):
+        self.board = Board(world_size, self._map)
+        if descriptor is None and HAS_SEMAPHORES:
+            for number in range(num_of_edges + world_size):
                 is_free = number % len(_KINDS) == _KINDS.index("free")
-                initial = NUM_SLOTS if is_free and number < num_edge_semaphores else 0
-                initial = 1 if number >= self._first_lock else initial
-                Semaphore(self._semaphore_address(number)).initialise(initial)
+                initial = (NUM_SLOTS if is_free else 0) if number < num_of_edges else 1
+                self._semaphore(number).initialise(initial)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # multiprocessing passes an open file to a new process as a duplicated descriptor.
@@ -89,28 +84,22 @@ class Arena:
     def semaphores(self, source: int, destination: int) -> list["Semaphore"]:
         """The semaphores of an edge: ready (to receive), filled, free (slots), met (barrier)."""
         first = len(_KINDS) * (source * self.world_size + destination)
-        return [Semaphore(self._semaphore_address(first + n)) for n in range(len(_KINDS))]
-
-    def doorbell(self, rank: int) -> "Semaphore":
-        """The semaphore that senders post before they wait for ``rank`` to receive."""
-        return Semaphore(self._semaphore_address(len(_KINDS) * self.world_size**2 + rank))
+        return [self._semaphore(first + kind) for kind in range(len(_KINDS))]
 
     def card(self, host: int) -> tuple[Tensor, "Semaphore"]:
         """The emulated card that a host's ranks share: its state [2], float64, and its lock."""
-        assert self.has_semaphores
-        start = self._cards_at + host * _SEMAPHORE_BYTES
-        state = self._bytes[start : start + _SEMAPHORE_BYTES].view(torch.float64)[:2]
-        return state, Semaphore(self._semaphore_address(self._first_lock + host))
+        lock = len(_KINDS) * self.world_size**2 + host
+        end = self._semaphores_at + (lock + 1) * _SEMAPHORE_BYTES
+        return self._bytes[end - 16 : end].view(torch.float64), self._semaphore(lock)
 
     def slots(self, source: int, destination: int) -> list[Tensor]:
         """The slots of an edge, each [SEGMENT_BYTES] bytes."""
         edge = source * self.world_size + destination
         start = self._slots_at + edge * NUM_SLOTS * SEGMENT_BYTES
-        end = start + NUM_SLOTS * SEGMENT_BYTES
-        return list(self._bytes[start:end].split(SEGMENT_BYTES))
+        return list(self._bytes[start : start + NUM_SLOTS * SEGMENT_BYTES].split(SEGMENT_BYTES))
 
-    def _semaphore_address(self, number: int) -> int:
-        return self._address + self._semaphores_at + number * _SEMAPHORE_BYTES
+    def _semaphore(self, number: int) -> "Semaphore":
+        return Semaphore(self._address + self._semaphores_at + number * _SEMAPHORE_BYTES)
 
 
 def _from_duplicate(world_size: int, duplicate: Any) -> Arena:
@@ -148,7 +137,6 @@ class Semaphore:
 
     def __init__(self, address: int):
         self._address = ctypes.c_void_p(address)
-        self._post, self._trywait = _LIBC.sem_post, _LIBC.sem_trywait
 
     def initialise(self, value: int) -> None:
         shared_between_processes = 1
@@ -156,10 +144,10 @@ class Semaphore:
         assert not failed
 
     def post(self) -> None:
-        self._post(self._address)
+        _LIBC.sem_post(self._address)
 
     def try_wait(self) -> bool:
-        return not self._trywait(self._address)
+        return not _LIBC.sem_trywait(self._address)
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until the counter is above 0, and take one; False after ``timeout_s``."""

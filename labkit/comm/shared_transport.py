@@ -4,20 +4,109 @@ The sender copies a segment of its tensor into a free slot; the receiver copies 
 from the slot, which is then free again. A segment (``SEGMENT_BYTES``) is small enough to stay in
 the cache from the copy to the reduction. A few slots (``NUM_SLOTS``) let the sender run ahead
 while the receiver is busy; more slots would not fit into the cache.
+
+Waking a sleeping process takes about as long as sending a small message. So a rank that waits
+first spins for a short while: it checks the semaphore again and again, and yields its core between
+two checks, since the peer may need the core. Then it sleeps on the semaphore, and wakes up ten
+times per second to check whether the peer's process still runs. Where more processes want to run
+than there are cores, a yielded core comes back only after milliseconds, while a process that is
+woken gets one at once: then a rank sleeps without spinning.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from labkit.comm.board import LEFT, LOST, Board
+from labkit.comm.deadlock import uneven_collectives
+from labkit.comm.processes import is_running
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena, Semaphore
 from labkit.comm.transport import Sent, Transport, as_bytes
-from labkit.comm.waiting import Waiter
+from labkit.errors import PeerLostError
+
+# The interval at which a waiting rank checks whether its peer is still alive.
+LOOK_S = 0.1
+_SPIN_S = 200e-6
+# A yield that takes longer than this has given the core to a process that had work to do. The
+# rank then does not spin for so many times as long: it loses a small share of its time at most.
+_LONG_YIELD_S = 0.5e-3
+_NO_SPIN_FOR = 10
+# A process cannot sleep on two semaphores at once, so it sleeps on each in turn.
+_TURN_S = 1e-3
 
 # One half of an exchange: it yields each semaphore it needs next, and the peer that posts it.
 Half = Iterator[tuple[Semaphore, int]]
+
+
+class Waiter:
+    """Waits, as ``rank``, for semaphores that other ranks post; at most ``timeout_s`` for each."""
+
+    def __init__(self, board: Board, rank: int, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._board, self._rank = board, rank
+        # Once set, every wait ends with an error, including a wait in another thread.
+        self.abandoned = False
+        self._spins_from_s = 0.0
+
+    def wait(self, semaphore: Semaphore, peer: int) -> None:
+        """Wait until ``peer`` has posted the semaphore, and decrement it.
+
+        Raises:
+            PeerLostError: the peer's process has ended, or did not post within ``timeout_s``.
+        """
+        if not semaphore.try_wait():
+            self.wait_for_first([(semaphore, peer)])
+
+    def wait_for_first(self, needs: Sequence[tuple[Semaphore, int]]) -> int:
+        """Wait for the first of several (semaphore, peer), decrement it, and return its index.
+
+        Raises the errors of ``wait``, for any of the peers.
+        """
+        started_s = looked_s = now_s = time.monotonic()
+        sleep_s = LOOK_S if len(needs) == 1 else _TURN_S
+        while True:
+            spins = now_s - started_s < _SPIN_S and now_s >= self._spins_from_s
+            for index, (semaphore, _) in enumerate(needs):
+                if semaphore.try_wait() or (not spins and semaphore.wait(sleep_s)):
+                    return index
+            before_s = now_s
+            if spins:
+                os.sched_yield()
+            now_s = time.monotonic()
+            if spins and now_s - before_s > _LONG_YIELD_S:
+                self._spins_from_s = now_s + _NO_SPIN_FOR * (now_s - before_s)
+            if now_s - looked_s >= LOOK_S:
+                looked_s = now_s
+                for index, (semaphore, peer) in enumerate(needs):
+                    lost = self._why_lost(peer, now_s - started_s)
+                    # A post that the peer made before its end still counts.
+                    if lost and semaphore.try_wait():
+                        return index
+                    if lost:
+                        lost += uneven_collectives(self._board, self._rank, peer)
+                        raise PeerLostError(lost, rank=peer)
+
+    def _why_lost(self, peer: int, waited_s: float) -> str:
+        lost = "this rank is ending" if self.abandoned else why_gone(self._board, peer)
+        if not lost and waited_s > self.timeout_s:
+            lost = f"nothing from rank {peer} in {self.timeout_s:g} s"
+        return lost
+
+
+def why_gone(board: Board, peer: int) -> str:
+    """Why ``peer`` will send nothing more; empty while it may still send."""
+    if why := board.gave_up():
+        return why
+    pid, state = int(board.ranks[peer]["pid"]), int(board.ranks[peer]["state"])
+    if state == LEFT:
+        return f"rank {peer} has left: its process group was destroyed, or its program has ended"
+    # The board of another host does not say the process id.
+    if state == LOST or (pid and not is_running(pid)):
+        return f"the process of rank {peer}{f' (pid {pid})' if pid else ''} has ended"
+    return ""
 
 
 class Channel:
@@ -42,14 +131,11 @@ class Channel:
         sent: Sent | None,
     ):
         self.ready, self.filled, self.free, _ = arena.semaphores(source, destination)
-        self.is_sender = sent is not None
-        self._peer = destination if self.is_sender else source
-        self._wait = wait
+        self._peer = source if sent is None else destination
+        self._wait, self._sent = wait, sent or Sent()
         self._slots = arena.slots(source, destination)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._next = 0
-        self._sent = sent or Sent()
-        self._slot_bytes = 0
+        self._next = self._slot_bytes = 0
 
     def reserve(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """The next free slot, as a tensor [num_elements] of ``dtype``; may wait."""
@@ -73,10 +159,7 @@ class Channel:
         self.free.post()
 
     def slot(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """The current slot, as a tensor [num_elements] of ``dtype``; does not wait.
-
-        For a sender that already holds ``free``, or a receiver that holds ``filled``.
-        """
+        """The current slot, for a sender with ``free`` or a receiver with ``filled`` in hand."""
         self._slot_bytes = num_elements * dtype.itemsize
         key = self._next, num_elements, dtype
         if key not in self._views:
@@ -98,8 +181,7 @@ class SharedTransport(Transport):
 
     def __init__(self, arena: Arena, rank: int, timeout_s: float):
         super().__init__()
-        self.arena = arena
-        self.rank = rank
+        self.arena, self.rank = arena, rank
         self.waiter = Waiter(arena.board, rank, timeout_s)
         self._channels: dict[tuple[int, int], Channel] = {}
         arena.board.ranks[rank]["pid"] = os.getpid()
@@ -127,22 +209,19 @@ class SharedTransport(Transport):
             right = (self.rank + distance) % self.arena.world_size
             left = (self.rank - distance) % self.arena.world_size
             # A separate semaphore, so that a barrier is never taken for a message.
-            *_, met_right = self.arena.semaphores(self.rank, right)
-            *_, met_left = self.arena.semaphores(left, self.rank)
-            met_right.post()
-            self.waiter.wait(met_left, left)
+            self.arena.semaphores(self.rank, right)[-1].post()
+            self.waiter.wait(self.arena.semaphores(left, self.rank)[-1], left)
             distance *= 2
 
     def channel_to(self, dst: int) -> Channel:
-        return self._channel(self.rank, dst)
+        return self._channel(self.rank, dst, self.sent.to[dst])
 
     def channel_from(self, src: int) -> Channel:
-        return self._channel(src, self.rank)
+        return self._channel(src, self.rank, None)
 
-    def _channel(self, source: int, destination: int) -> Channel:
+    def _channel(self, source: int, destination: int, sent: Sent | None) -> Channel:
         edge = source, destination
         if edge not in self._channels:
-            sent = self.sent.to[destination] if self.rank == source else None
             self._channels[edge] = Channel(self.arena, *edge, self.waiter.wait, sent)
         return self._channels[edge]
 

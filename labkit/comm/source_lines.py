@@ -93,11 +93,6 @@ def install_sources(sources: dict[str, list[str]]) -> None:
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
-def _cell_names() -> dict[str, int]:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return dict(getattr(getattr(shell, "compile", None), "_filename_map", {}))
-
-
 def readable(text: str, *, quote: bool = True) -> str:
     """Rewrite each location in ``text`` for a reader: ``Cell In[3], line 4: comm.recv(x, 1)``.
 
@@ -105,7 +100,8 @@ def readable(text: str, *, quote: bool = True) -> str:
         text: any text with locations in it.
         quote: append the source line (a traceback has it already: pass False).
     """
-    cells = _cell_names()
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
 
     def rewrite(match: re.Match[str]) -> str:
         name, number = match[1], int(match[2])

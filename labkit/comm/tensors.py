@@ -1,6 +1,7 @@
 """The tensors of a message: what may be sent and received, and in which memory."""
 
 from collections.abc import Mapping
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -8,12 +9,7 @@ from torch import Tensor
 
 def describe(tensor: Tensor) -> str:
     """What both ends of a message must agree on, for example ``float32 [3, 4]``."""
-    return name_of(tensor.dtype, tensor.shape)
-
-
-def name_of(dtype: torch.dtype, shape: torch.Size) -> str:
-    """See ``describe``."""
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def check_tensor(tensor: Tensor, device: torch.device) -> None:
@@ -33,17 +29,13 @@ def to_send(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor that is sent for ``tensor``: detached and contiguous."""
     check_tensor(tensor, device)
     # A conjugate or negative view is only a flag: the bytes in memory are not its values.
-    outgoing = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # The strides of an empty array of NumPy are 0, which PyTorch cannot view as bytes.
-    return outgoing if outgoing.numel() else outgoing.new_empty(outgoing.shape)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def to_receive(tensor: Tensor, device: torch.device) -> Tensor:
     """Where a message for ``tensor`` arrives: the tensor itself if contiguous, or a buffer."""
     check_tensor(tensor, device)
     flat = tensor.detach()
-    if not flat.numel():
-        return flat.new_empty(flat.shape)
     if flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
         return flat
     if any(step == 0 and size > 1 for step, size in zip(flat.stride(), flat.shape)):
@@ -62,36 +54,22 @@ def deliver(landing: Tensor, tensor: Tensor) -> Tensor:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors share a byte.
-
-    False for any other tensor: its messages travel through a buffer of their own.
-    """
-    if not (one.is_contiguous() and other.is_contiguous()):
-        return False
+    """Whether two contiguous tensors share a byte; others travel through buffers of their own."""
+    for tensor in (one, other):
+        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if not is_dense or not tensor.is_contiguous():
+            return False
     start, first = one.data_ptr(), other.data_ptr()
     return max(start, first) < min(start + one.nbytes, first + other.nbytes)
 
 
 def check_apart(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> None:
-    """Raise ValueError, with the names, if a tensor that is written shares memory with another.
-
-    Values that are not contiguous dense tensors are ignored, as in ``overlap``.
-    """
-    rows = []
-    for name, tensor in {**written, **(read or {})}.items():
-        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        if is_dense and not tensor.is_meta and tensor.nbytes and tensor.is_contiguous():
-            rows.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
-    # The tensors so far that reach furthest, of all and of those that are written.
-    furthest = furthest_written = (0, 0, "")
-    for row in sorted(rows):
-        start, _, name = row
-        nearest = furthest if name in written else furthest_written
-        if start < nearest[1]:
+    """Raise ValueError, with the names, if a tensor that is written shares memory with another."""
+    for (name, one), (other_name, other) in combinations(
+        [*written.items(), *(read or {}).items()], 2
+    ):
+        if name in written and overlap(one, other):
             raise ValueError(
-                f"{nearest[2]} and {name} share memory, and one would be overwritten before it is "
+                f"{name} and {other_name} share memory, and one would be overwritten before it is "
                 "sent: use separate memory for each, for example with .clone()"
             )
-        furthest = max(furthest, row, key=lambda one: one[1])
-        if name in written:
-            furthest_written = max(furthest_written, row, key=lambda one: one[1])

@@ -2,22 +2,20 @@
 
 import re
 import threading
+import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.comm.tensors import name_of
+from labkit.comm.tensors import describe
 from labkit.comm.transport import Transport, as_bytes
 from labkit.errors import PeerLostError
-from labkit.tracing import ClockTimer
 
 # For a posted receive whose message never comes.
 _PATIENCE_S = 1.0
@@ -53,12 +51,9 @@ class TorchTransport(Transport):
         super().__init__()
         self.device = device
         self.staged = backend == "gloo" and device.type == "cuda"
-        self.receives_from_any = self.staged or device.type == "cpu"
         self._queues = backend == "nccl"
+        self.receives_from_any = not self._queues
         self._group = group or dist.distributed_c10d._get_default_group()
-        known = _arrivals.get(id(self._group))
-        is_known = known is not None and known.group is self._group
-        self._arrivals = known if is_known and known else _Arrivals(self._group)
         # The argument of each wait; empty for the group's own timeout.
         self._patience: tuple[timedelta, ...] = ()
 
@@ -71,9 +66,9 @@ class TorchTransport(Transport):
         """Send ``tensor`` while the block runs."""
         outgoing = self._outgoing(tensor)
         with loss_of_a_peer():
-            works = [self._group.send([outgoing], dst, self._tag(tensor))]
+            work = self._group.send([outgoing], dst, self._tag(tensor))
             yield
-            self._end(works)
+            work.wait(*self._patience)
         self.sent.to[dst].count(outgoing.nbytes)
 
     def recv(self, tensor: Tensor, src: int) -> None:
@@ -85,32 +80,37 @@ class TorchTransport(Transport):
         """Receive into ``tensor`` while the block runs."""
         tag = self._tag(tensor)
         with self._landing(tensor) as landing:
-            if (src, tag) in self._arrivals.posted:
+            if ahead := _ahead.pop((id(self._group), src, tag), None):
                 yield
-                landing.copy_(self._arrivals.take(src, tag))
+                landing.copy_(ahead.take())
             else:
-                works = [self._group.recv([landing], src, tag)]
+                work = self._group.recv([landing], src, tag)
                 yield
-                self._end(works)
+                work.wait(*self._patience)
 
-    def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
-        _arrivals[id(self._group)] = self._arrivals
+    def expect(self, tensor: Tensor, sources: Sequence[int]) -> None:
         tag = self._tag(tensor)
         for source in sources:
-            if (source, tag) not in self._arrivals.posted:
-                self._arrivals.post(tensor.nbytes, source, tag, ring)
+            key = id(self._group), source, tag
+            if key not in _ahead:
+                _ahead[key] = _Ahead(self._group, tensor.nbytes, source, tag)
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
-        tag = self._tag(tensor)
-        found = {source: self._arrivals.posted.get((source, tag)) for source in sources}
-        return {source: one.at_s for source, one in found.items() if one and one.ended.is_set()}
+        group, tag = id(self._group), self._tag(tensor)
+        found = {source: _ahead[group, source, tag] for source in sources}
+        return {source: one.at_s for source, one in found.items() if not one.is_alive()}
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
-        if self._queues:
-            self._exchange_as_one(send, dst, recv, src)
-            return
-        with self.exchanging(send, dst, recv, src):
-            pass
+        if not self._queues:
+            with self.exchanging(send, dst, recv, src):
+                return
+        # NCCL matches the two ends only when they are issued as a group.
+        outgoing = self._outgoing(send)
+        with self._landing(recv) as landing:
+            ends = (dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.irecv, landing, src))
+            for work in dist.batch_isend_irecv(list(ends)):
+                work.wait()
+        self.sent.to[dst].count(outgoing.nbytes)
 
     @contextmanager
     def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
@@ -123,45 +123,24 @@ class TorchTransport(Transport):
         with self.receiving(recv, src), self.sending(send, dst):
             yield
 
-    def _exchange_as_one(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
-        """Exchange over NCCL, which matches the two ends only when they are issued as a group."""
-        outgoing = self._outgoing(send)
-        with self._landing(recv) as landing:
-            ends = [
-                dist.P2POp(dist.isend, outgoing, dst),
-                dist.P2POp(dist.irecv, landing, src),
-            ]
-            self._end(dist.batch_isend_irecv(ends))
-        self.sent.to[dst].count(outgoing.nbytes)
-
     def _tag(self, tensor: Tensor) -> int:
         """Of a message: equal at both ends if they fit. NCCL has no tags."""
         if self._queues:
             return 0
-        return _tag_of(tensor.dtype, tensor.shape, self.collective)
-
-    def _end(self, works: list[Any]) -> None:
-        """Wait for operations; if they are queued, let the current stream wait for them."""
-        for work in works:
-            work.wait(*self._patience)
+        # Positive, in 31 bits. PyTorch's own messages have the tag 0.
+        return zlib.crc32(f"{describe(tensor)} {self.sent.collective}".encode()) % (2**31 - 1) + 1
 
     def barrier(self) -> None:
         with loss_of_a_peer():
-            if self.device.type == "cuda" and not self.staged:
+            if self._queues:
                 dist.barrier(device_ids=[self.device.index])
             else:
                 self._group.barrier().wait()
 
     def set_timeout(self, timeout_s: float) -> None:
         # With NCCL a wait with a limit would block the host: there the group's own timeout holds.
-        if self.device.type == "cpu" or self.staged:
+        if not self._queues:
             self._patience = (timedelta(seconds=timeout_s),)
-
-    def abandon(self) -> None:
-        """Do nothing: a wait ends at the group's timeout, or when the peer's process ends."""
-
-    def close(self) -> None:
-        """Do nothing: the group belongs to the code that created it."""
 
     def _outgoing(self, tensor: Tensor) -> Tensor:
         tensor = as_bytes(tensor)
@@ -178,71 +157,45 @@ class TorchTransport(Transport):
             tensor.copy_(landing)
 
 
-@dataclass
-class _Arrival:
-    """A receive that is posted before ``recv`` asks for it: where it lands, and how it ended."""
+class _Ahead(threading.Thread):
+    """A receive that is posted before ``recv`` asks for it, and waits in this thread.
 
-    landing: Tensor
-    ended: threading.Event = field(default_factory=threading.Event)
-    error: Exception | None = None
-    at_s: float = 0.0
-
-
-class _Arrivals:
-    """The posted receives of one process group, by source and tag; each waits in a thread.
-
-    gloo cannot take back a posted receive. So they belong to the group, and outlive a run.
+    gloo cannot take back a posted receive. So it belongs to the process group, and outlives a run.
     """
 
-    def __init__(self, group: Any):
-        self.group = group
-        self.posted: dict[tuple[int, int], _Arrival] = {}
-        self.threads: list[threading.Thread] = []
+    def __init__(self, group: Any, num_bytes: int, source: int, tag: int):
+        super().__init__(name=f"labkit-from-{source}", daemon=True)
+        self._group, self._source, self._tag = group, source, tag
+        self._landing = torch.empty(num_bytes, dtype=torch.uint8)
+        self._error: Exception | None = None
+        self.at_s = 0.0
+        self.start()
 
-    def post(self, num_bytes: int, source: int, tag: int, ring: Callable[[], None]) -> None:
-        arrival = self.posted[source, tag] = _Arrival(torch.empty(num_bytes, dtype=torch.uint8))
+    def run(self) -> None:
+        try:
+            with loss_of_a_peer():
+                self._group.recv([self._landing], self._source, self._tag).wait()
+        except Exception as error:
+            self._error = error
+        self.at_s = time.perf_counter()
 
-        def receive() -> None:
-            try:
-                with loss_of_a_peer():
-                    self.group.recv([arrival.landing], source, tag).wait()
-            except Exception as error:
-                arrival.error = error
-            arrival.at_s = ClockTimer().mark()
-            arrival.ended.set()
-            ring()
-
-        thread = threading.Thread(target=receive, name=f"labkit-from-{source}", daemon=True)
-        thread.start()
-        self.threads = [*(one for one in self.threads if one.is_alive()), thread]
-
-    def take(self, source: int, tag: int) -> Tensor:
-        """The message of ``source``; waits until it is there, and raises why it is not."""
-        self.posted[source, tag].ended.wait()
-        arrival = self.posted.pop((source, tag))
-        if arrival.error is not None:
-            raise arrival.error
-        return arrival.landing
+    def take(self) -> Tensor:
+        """The message; waits until it is there, and raises why it is not."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._landing
 
 
-# By the id of a process group; only of groups with a posted receive.
-_arrivals: dict[int, _Arrivals] = {}
+# By the id of a process group, source and tag.
+_ahead: dict[tuple[int, int, int], _Ahead] = {}
 
 
 def close_arrivals() -> None:
     """Wait a moment for all posted receives, before their process groups are destroyed."""
-    while _arrivals:
-        _, arrivals = _arrivals.popitem()
-        for thread in arrivals.threads:
-            # Its message may never come.
-            thread.join(_PATIENCE_S)
-
-
-@lru_cache(maxsize=1024)
-def _tag_of(dtype: torch.dtype, shape: torch.Size, collective: str) -> int:
-    name = f"{name_of(dtype, shape)} {collective}".encode()
-    # Positive, in 31 bits. PyTorch's own messages have the tag 0.
-    return zlib.crc32(name) % (2**31 - 1) + 1
+    while _ahead:
+        # Its message may never come.
+        _ahead.popitem()[1].join(_PATIENCE_S)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +25,14 @@ class Sent:
 
 
 class Traffic:
-    """The messages and payload bytes sent to all ranks.
+    """The messages and payload bytes sent to all ranks; ``to`` holds them by destination.
 
-    ``to`` holds the counters by destination: several threads may send at once, each to its own.
+    Several threads may send at once, each to its own destination. ``collective`` is the one that
+    this rank is in, by name and arguments; empty in none.
     """
 
     def __init__(self):
+        self.collective = ""
         self.to: defaultdict[int, Sent] = defaultdict(Sent)
 
     @property
@@ -58,14 +60,14 @@ class Transport(ABC):
             directly into a channel, however many segments it has.
         shares_memory: whether there are channels between all ranks.
         receives_from_any: whether it can ``expect`` messages of several ranks at once.
-        collective: the one that this rank is in, by name and arguments; empty in none.
+        link: the emulated link that the messages take; None for no emulation.
 
     Raises (every operation): PeerLostError if the peer has ended, or the timeout has passed.
     """
 
     shares_memory = False
     receives_from_any = False
-    collective = ""
+    link: Any = None
 
     def __init__(self):
         self.sent = Traffic()
@@ -83,9 +85,9 @@ class Transport(ABC):
 
     @contextmanager
     def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
-        """Exchange while the block runs, where messages move by themselves; otherwise after it."""
-        yield
+        """Exchange while the block runs, where messages move by themselves; otherwise before."""
         self.exchange(send, dst, recv, src)
+        yield
 
     @abstractmethod
     def barrier(self) -> None: ...
@@ -96,110 +98,31 @@ class Transport(ABC):
         self.recv(landing, src)
         tensor += landing
 
-    def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
-        """Begin to receive one message like ``tensor`` from each source; ``recv`` takes it later.
-
-        ``ring`` is called in another thread whenever one of them has come.
-        """
-        raise NotImplementedError(f"{type(self).__name__} receives from named ranks only")
+    def expect(self, tensor: Tensor, sources: Sequence[int]) -> None:
+        """Begin to receive one message like ``tensor`` from each source; ``recv`` takes it."""
+        raise NotImplementedError
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
         """The sources whose expected message has come, or will not come, and when, in seconds."""
         return {}
 
-    def shares_memory_with(self, peer: int) -> bool:
-        return self.shares_memory
-
     def channel_to(self, dst: int) -> Any:
         """The slots in which rank ``dst`` reads what this rank writes."""
-        raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
+        raise NotImplementedError
 
     def channel_from(self, src: int) -> Any:
         """The slots that rank ``src`` writes and this rank reads."""
-        raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
+        raise NotImplementedError
 
     @abstractmethod
     def set_timeout(self, timeout_s: float) -> None:
         """Set the longest wait for a message from now on."""
 
-    @abstractmethod
-    def abandon(self) -> None:
-        """End every operation that still waits, in any thread, with an error."""
+    def abandon(self) -> None:  # noqa: B027
+        """End every operation that still waits, in any thread, with an error, if possible."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close at the end of a run, when every message that was sent has been received."""
-
-
-class OverTransports(Transport):
-    """A transport made of others: hands each message to the one that ``to(peer)`` names.
-
-    Args:
-        first: carries out what concerns no single peer, and counts.
-        others: are only set, abandoned and closed with it.
-    """
-
-    def __init__(self, first: Transport, *others: Transport):
-        # Not ``super().__init__``: the counters are those of the transport that moves the bytes.
-        self.first, self._all = first, (first, *others)
-        self.sent = first.sent
-        self.receives_from_any = first.receives_from_any
-
-    def to(self, peer: int) -> Transport:
-        return self.first
-
-    @property
-    def collective(self) -> str:
-        return self.first.collective
-
-    @collective.setter
-    def collective(self, name: str) -> None:
-        self.first.collective = name
-
-    def send(self, tensor: Tensor, dst: int) -> None:
-        self.to(dst).send(tensor, dst)
-
-    def recv(self, tensor: Tensor, src: int) -> None:
-        self.to(src).recv(tensor, src)
-
-    def recv_add(self, tensor: Tensor, src: int) -> None:
-        self.to(src).recv_add(tensor, src)
-
-    def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
-        assert self.to(dst) is self.to(src)
-        self.to(dst).exchange(send, dst, recv, src)
-
-    def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
-        self.first.expect(tensor, sources, ring)
-
-    def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
-        return self.first.arrived(tensor, sources)
-
-    def shares_memory_with(self, peer: int) -> bool:
-        return self.to(peer).shares_memory_with(peer)
-
-    def channel_to(self, dst: int) -> Any:
-        near = self.shares_memory_with(dst)
-        return self.to(dst).channel_to(dst) if near else super().channel_to(dst)
-
-    def channel_from(self, src: int) -> Any:
-        near = self.shares_memory_with(src)
-        return self.to(src).channel_from(src) if near else super().channel_from(src)
-
-    def barrier(self) -> None:
-        self.first.barrier()
-
-    def set_timeout(self, timeout_s: float) -> None:
-        for transport in self._all:
-            transport.set_timeout(timeout_s)
-
-    def abandon(self) -> None:
-        for transport in self._all:
-            transport.abandon()
-
-    def close(self) -> None:
-        for transport in self._all:
-            transport.close()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -90,8 +90,7 @@ def ring_all_reduce_cost(
 ) -> Cost:
     """Ring all-reduce: 2 (P - 1) steps and messages, 2 (P - 1) / P x S bytes sent by each rank.
 
-    The fraction is exact when P divides N; otherwise chunks differ by one element, and ranks send
-    different amounts. The result is the sum over the chunks sent, so it is always exact.
+    The fraction is exact when P divides N; the result, the sum over the chunks sent, always is.
     """
     first = share_reduce_cost(num_elements, partial_bytes or element_bytes, world_size, rank)
     return first + share_only_cost(num_elements, element_bytes, world_size, rank)
@@ -185,12 +184,8 @@ def data_parallel_cost(
 
     Device 0 keeps the first ceil(B / P) of the B samples; fewer than P samples use B devices.
 
-    Args:
-        batch_size: B, samples of the global batch.
-        world_size: P, devices.
-        input_bytes, output_bytes: of one sample; with amp, outputs may have 2 bytes per number.
-        state_bytes: S, parameters and buffers.
-        gradient_bytes: of the trained parameters.
+    ``input_bytes`` and ``output_bytes`` are of one sample, ``state_bytes`` S of parameters and
+    buffers, ``gradient_bytes`` of the trained parameters.
 
     Returns:
         ``scatter``: the inputs. ``replicate``: (P - 1) S. ``gather``: the outputs to device 0,
@@ -222,8 +217,6 @@ def model_parallel_cost(
 
     Args:
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.
-        batch_size: B, samples.
-        num_stages: P, one per rank.
         micro_batches: M, at most one per sample.
         first_trained: the first stage that trains anything; P if none does.
         schedule: of ``Pipeline``, a name in ``schedules.pipeline.PIPELINES``; sends and receives

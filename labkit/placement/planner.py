@@ -20,7 +20,7 @@ from labkit.costs.link import Link
 from labkit.costs.pipeline_timeline import Slot, bubble, predicted_slots
 from labkit.schedules.pipeline import in_flight, pipeline_streams
 from labkit.schedules.split_points import check_split_points, stage_bounds
-from labkit.units import check_choice, check_integer, format_bytes, format_count
+from labkit.units import check_choice, check_integer, format_count
 
 # Split points of labkit's vgg16, to compare. Layers 0 to 30 are the features (4, 9, 16, 23 and 30
 # are pools), 31 averages, 32 flattens, 33 classifies. The first four splits are those of the
@@ -220,14 +220,12 @@ def best_split(
 ) -> SplitModel:
     """The best of all splits by ``predict_split``, whose other arguments it takes.
 
-    "largest_stage", and "step" with one micro-batch (which only has to minimise the hops), are
-    dynamic programs. The step of a pipeline is not a sum over its stages: of all splits, those
-    are predicted whose largest stage takes no longer than the best step so far.
+    "largest_stage", and "step" with one micro-batch (the fewest seconds of hops), are dynamic
+    programs. The step of a pipeline is no sum over its stages: of all splits, those are predicted
+    whose largest stage takes no longer than the best step so far.
 
-    Args:
-        num_stages: P, at most L.
-        objective: "step", or "largest_stage", whose compute limits a long pipeline.
-        memory_cap_bytes: the limit for every stage; ValueError if no split keeps it.
+    ``objective`` is "step", or "largest_stage", whose compute limits a long pipeline;
+    ``memory_cap_bytes`` is the limit for every stage: ValueError if no split keeps it.
     """
     check_choice("objective", objective, ("step", "largest_stage"))
     check_integer(f"num_stages of {profile.model}", num_stages, 1, len(profile.layers))
@@ -238,7 +236,12 @@ def best_split(
     def memory_bytes(stage: int, start: int, end: int) -> int:
         return _memory_bytes(layers[start:end], held[stage])
 
-    _check_cap(cap_bytes, memory_bytes, len(layers), num_stages)
+    least, _ = cheapest_cuts(memory_bytes, len(layers), num_stages, max)
+    if least > cap_bytes:
+        raise ValueError(
+            f"no split into {format_count(num_stages, 'stage')} keeps every stage within "
+            f"{cap_bytes:,.0f} bytes: the largest stage needs at least {least:,}"
+        )
 
     @functools.cache
     def compute_s(stage: int, start: int, end: int) -> float:
@@ -251,10 +254,8 @@ def best_split(
         one_way_s = link.message_seconds(layers[start - 1].output_bytes)
         return one_way_s * ((stage > 0) + (start > first)) if fits else math.inf
 
-    def predict(points: tuple[int, ...]) -> SplitModel:
-        settings = {"micro_batches": count, "schedule": schedule, "frozen": frozen}
-        return predict_split(profile, points, link, **settings)
-
+    settings = {"micro_batches": count, "schedule": schedule, "frozen": frozen}
+    predict = functools.partial(predict_split, profile, link=link, **settings)
     if objective == "step" and count == 1:
         return predict(cheapest_cuts(hops_s, len(layers), num_stages, operator.add)[1])
     best = predict(cheapest_cuts(compute_s, len(layers), num_stages, max)[1])
@@ -265,18 +266,6 @@ def best_split(
         if max(compute_s(stage, *bound) for stage, bound in stages) <= best.step_s:
             best = min(best, predict(points), key=lambda split: split.step_s)
     return best
-
-
-def _check_cap(cap_bytes: float, cost: StageCost, num_layers: int, num_stages: int) -> None:
-    """ValueError, with the smallest possible cap, for one that no split keeps."""
-    least, _ = cheapest_cuts(cost, num_layers, num_stages, max)
-    if least > cap_bytes:
-        raise ValueError(
-            f"no split into {format_count(num_stages, 'stage')} keeps every stage within "
-            f"{cap_bytes:,.0f} bytes ({format_bytes(cap_bytes)}): the least that the largest "
-            f"stage can need is {least:,} ({format_bytes(least)}). Raise the cap, or take more "
-            "stages or a smaller batch"
-        )
 
 
 def cheapest_cuts(

@@ -19,9 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from labkit.comm.processes import loopback
+from labkit.comm.processes import kill_marked, loopback
 from labkit.comm.source_lines import is_ours
-from labkit.runtime.marked import kill_marked
 from labkit.units import check_integer
 
 _MARK, _FOLDER = "LABKIT_AGENTS", "LABKIT_AGENTS_FOLDER"

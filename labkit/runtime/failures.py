@@ -4,59 +4,107 @@ In the rank, an exception becomes a report. In the launcher, reports, exit codes
 board together become one error that names the cause, not its consequences.
 """
 
+import contextlib
+import resource
+import shutil
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from labkit.comm.board import LOST, NOT_STARTED, RETURNED, Board
+from torch.utils._pytree import tree_leaves
+
+from labkit import units
+from labkit.comm.board import NOT_STARTED, RETURNED, Board
 from labkit.comm.deadlock import explain_deadlock, explain_rank, takes_part, waits_in
-from labkit.comm.processes import is_stopped, signal_name
-from labkit.comm.source_lines import (
-    innermost_location,
-    is_internal,
-    is_ours,
-    learner_frames,
-    readable,
-)
+from labkit.comm.processes import is_running, signal_name
+from labkit.comm.source_lines import is_internal, is_ours, learner_frames, readable
 from labkit.comm.torch_transport import means_loss
 from labkit.errors import DeadlineError, DeadlockError, MismatchError, PeerLostError, WorkerError
-from labkit.runtime.messages import Report, described, shortened
-from labkit.runtime.pickling import UnpicklableError
-from labkit.runtime.shortages import explained, hint_of
+from labkit.runtime.messages import Report
+
+_SHM = Path("/dev/shm")
+_END_PATIENCE_S = 0.5
 
 
 def report_of_failure(rank: int, error: BaseException) -> Report:
     """In the rank: the report that tells the launcher about an exception."""
     if isinstance(error, SystemExit):
-        code = repr(error.code) if isinstance(error.code, int | str | None) else described(error)
         kind = "exited"
-        summary = f"called sys.exit({shortened(code)}) before its function had returned"
+        summary = f"called sys.exit({error.code!r}) before its function had returned"
     elif isinstance(error, MismatchError):
         kind, summary = "mismatch", str(error)
-    elif isinstance(error, UnpicklableError):
-        kind, summary = "unpicklable", f"has a result that cannot be sent back: {error}"
     else:
         # Where PyTorch uses gloo or NCCL without labkit, a lost peer is a RuntimeError.
         is_lost_peer = isinstance(error, PeerLostError)
         is_lost_peer |= isinstance(error, RuntimeError) and means_loss(error)
-        text = explained(error, described(error))
         kind = "peer_lost" if is_lost_peer else "raised"
-        summary = f"raised {type(error).__name__}: {text}"
+        summary = f"raised {type(error).__name__}: {_explained(error)}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_internal(frame.filename)]
     location = f'"{own[-1].filename}", line {own[-1].lineno}' if own else ""
-    if kind == "raised" and (error.__cause__ is not None or isinstance(error, BaseExceptionGroup)):
-        text = "".join(traceback.format_exception(error))
-    else:
-        # Without labkit's frames before and after those of the learner.
-        first, last = 0, len(frames)
-        while first < last and is_internal(frames[first].filename):
-            first += 1
-        while last > first and is_ours(frames[last - 1].filename):
-            last -= 1
-        text = "".join(traceback.format_list(list(frames[first:last])))
-        text += "".join(traceback.format_exception_only(error))
-    return Report(rank, kind, summary=summary, location=location, traceback=shortened(text))
+    trace = traceback.TracebackException.from_exception(error)
+    trace.stack[:] = [frame for frame in trace.stack if not is_ours(frame.filename)]
+    text = "".join(trace.format()).removeprefix("Traceback (most recent call last):\n")
+    return Report(rank, kind, summary=summary, location=location, traceback=text)
+
+
+def _explained(error: BaseException) -> str:
+    """The text of an error, and what it does not say if memory or /dev/shm is full."""
+    # Without the stack in C++.
+    text = str(error).partition("\nException raised from ")[0].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    # The semaphores of a queue are files in /dev/shm, and the error names none of them.
+    ended_in = frames[-1].filename if frames else ""
+    of_queue = isinstance(error, OSError) and "multiprocessing" in ended_in
+    of_shm = isinstance(error, RuntimeError) and ("shared memory" in text or "</torch_" in text)
+    if of_queue or of_shm:
+        size = shutil.disk_usage(_SHM)
+        free, total = units.format_bytes(size.free), units.format_bytes(size.total)
+        return (
+            f"{text}\n{_needed(error)}{_SHM} has {free} of {total} free. Next step: a DataLoader "
+            "with num_workers=0 needs none of it, fewer workers or smaller batches need less; in "
+            "a container it grows with docker run --shm-size=1g, elsewhere with (as root) mount "
+            "-o remount,size=1g /dev/shm"
+        )
+    if isinstance(error, MemoryError) or "allocate memory" in text:
+        held = units.format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return (
+            f"{text or 'asked for more memory than there is'}; the rank held up to {held}. Next "
+            "step: a smaller batch, model or result, or fewer ranks, since each needs as much"
+        )
+    return text
+
+
+def _needed(error: BaseException) -> str:
+    """What the DataLoader whose iteration failed keeps in shared memory, if that can be found."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        with contextlib.suppress(Exception):
+            # A loader, or what iterates over it.
+            of = {name.lstrip("_"): one for name, one in vars(frame.f_locals["self"]).items()}
+            size = (of.get("batch_sampler") or of["index_sampler"]).batch_size
+            held = of["num_workers"] * (of["prefetch_factor"] or 2)
+            sample = sum(getattr(leaf, "nbytes", 8) for leaf in tree_leaves(of["dataset"][0]))
+            return (
+                f"The DataLoader's {units.format_count(of['num_workers'], 'worker')} keep up to "
+                f"{held} batches of {size} in shared memory, "
+                f"{units.format_bytes(held * size * sample)} on each rank; "
+            )
+    return ""
+
+
+def remove_empty_segments() -> None:
+    """Remove the empty files that PyTorch leaves in /dev/shm where it could not allocate there."""
+    until_s = time.monotonic() + _END_PATIENCE_S
+    for path in _SHM.glob("torch_*_*_*"):
+        with contextlib.suppress(OSError, ValueError):
+            maker = int(path.name.split("_")[1])
+            # A worker that was killed may take a moment to end.
+            while not path.stat().st_blocks and is_running(maker) and time.monotonic() < until_s:
+                time.sleep(0.01)
+            if not path.stat().st_blocks and not is_running(maker):
+                path.unlink()
 
 
 @dataclass
@@ -76,10 +124,6 @@ class Evidence:
     exit_codes: Mapping[int, int | None] = field(default_factory=dict)
 
     @property
-    def ranks(self) -> range:
-        return range(self.board.world_size)
-
-    @property
     def lost(self) -> frozenset[int]:
         """The ranks that have ended early, and without which the run continues."""
         failed = {rank for rank, report in self.reports.items() if report.kind != "value"}
@@ -88,51 +132,48 @@ class Evidence:
     @property
     def missing(self) -> list[int]:
         """The ranks that have ended, and are needed, but for their report of a failure."""
-        failed = {report.rank for report in self.failures}
-        return [rank for rank in self.exit_codes if rank not in self.may_lose | failed]
+        others = self.may_lose | {report.rank for report in self.failures}
+        return [rank for rank in self.exit_codes if rank not in others]
 
     @property
     def failures(self) -> list[Report]:
         """The reports of ranks that have failed, and that the run cannot do without."""
-        lost = self.lost
-        return [r for r in self.reports.values() if r.kind != "value" and r.rank not in lost]
+        reports = self.reports.values()
+        return [r for r in reports if r.kind != "value" and r.rank not in self.may_lose]
 
     def why_lost(self, rank: int) -> str:
         """Why a rank was lost: ``raised ValueError: ... at Cell In[3], line 4``, for example."""
         if rank not in self.reports:
             return self.how_it_left(rank)
         report = self.reports[rank]
-        where = f" at {readable(report.location)}" if report.location else ""
-        return f"{readable(report.summary)}{where}"
+        where = f" at {report.location}" if report.location else ""
+        return readable(f"{report.summary}{where}")
 
     def how_it_left(self, rank: int) -> str:
         """How a rank without a report ended: ``was killed by SIGKILL in mid-run``, for example."""
-        code, state = self.exit_codes.get(rank), self.board.ranks[rank]["state"]
-        when = "in mid-run" if state else "before it had started"
-        if state == RETURNED:
-            when = "after its function had returned"
+        code, state = self.exit_codes.get(rank), int(self.board.ranks[rank]["state"])
+        known = {NOT_STARTED: "before it had started", RETURNED: "after its function had returned"}
+        when = known.get(state, "in mid-run")
         if code is None:
             return f"has ended {when}"
-        if code == 1 and not state:
+        if code == 1 and state == NOT_STARTED:
             return (
                 "ended before it had started: in a script, labkit.run has to be called under "
                 'if __name__ == "__main__":'
             )
         if code >= 0:
-            when = when if state == RETURNED else "before its function had returned"
             return f"left early with exit code {code}, {when}"
-        name = signal_name(-code)
-        return f"was killed by {name} {when}{hint_of(name)}"
+        hint = " (the system does that when memory runs out)" if code == -9 else ""
+        return f"was killed by {signal_name(-code)} {when}{hint}"
 
     def who_waited_for(self, rank: int) -> str:
         """A sentence for each other rank that was in an operation with ``rank``."""
         board = self.board.copy()
         sentences = []
-        for other in self.ranks:
+        for other in range(board.world_size):
             if other != rank and takes_part(board, other, rank):
                 op, where = waits_in(board, other)
-                where = readable(where)
-                sentences.append(f" Rank {other} was waiting for it in {op} at {where}.")
+                sentences.append(f" Rank {other} was waiting for it in {op} at {readable(where)}.")
         return "".join(sentences)
 
 
@@ -141,16 +182,15 @@ def failure_error(seen: Evidence) -> WorkerError:
     causes = [report for report in seen.failures if report.kind != "peer_lost"]
     if not causes and (missing := seen.missing):
         how, waiting = seen.how_it_left(missing[0]), seen.who_waited_for(missing[0])
-        kind = DeadlockError if waiting and "exit code 0" in how else WorkerError
         text = f"rank {missing[0]} {how}.{waiting} The other ranks were ended."
-        return kind(text, rank=missing[0])
+        return WorkerError(text, rank=missing[0])
     report = (causes or seen.failures)[0]
     where = readable(report.location)
     if report.kind == "mismatch":
         return DeadlockError(readable(report.summary), rank=report.rank, location=where)
-    message, kind = f"rank {report.rank} {report.summary}", WorkerError
-    if report.kind == "exited" and (waiting := seen.who_waited_for(report.rank)):
-        message, kind = f"{message}.{waiting}", DeadlockError
+    message = f"rank {report.rank} {report.summary}"
+    if report.kind == "exited":
+        message += f".{seen.who_waited_for(report.rank)}"
     if where:
         message += f"\n  at {where}"
     for rank in sorted(seen.lost):
@@ -158,7 +198,7 @@ def failure_error(seen: Evidence) -> WorkerError:
     trace = readable(report.traceback, quote=False)
     if report.kind == "raised":
         message += f"\n\nTraceback of rank {report.rank}:\n{trace.rstrip()}"
-    return kind(message, rank=report.rank, location=where, worker_traceback=trace)
+    return WorkerError(message, rank=report.rank, location=where, worker_traceback=trace)
 
 
 def deadlock_error(board: Board, stuck: list[int]) -> DeadlockError:
@@ -168,53 +208,23 @@ def deadlock_error(board: Board, stuck: list[int]) -> DeadlockError:
     return DeadlockError(readable(explain_deadlock(board, stuck)), rank=stuck[0], location=where)
 
 
-def deadline_error(
-    seen: Evidence, timeout_s: float, stacks: Mapping[int, str], pids: Mapping[int, int]
-) -> DeadlineError:
+def deadline_error(seen: Evidence, timeout_s: float, stacks: Mapping[int, str]) -> DeadlineError:
     """The error for a run that was still going at its deadline.
 
     Args:
         seen: what is known about the ranks; its board as before they were asked for their stacks.
         timeout_s: the deadline, in seconds.
         stacks: {rank: stack dump} of the running ranks.
-        pids: {rank: process id}.
     """
     lines = [f"the run was still going at its deadline of {timeout_s:g} s (timeout_s)."]
-    stopped = False
+    states = {NOT_STARTED: "had not started yet.", RETURNED: "had returned."}
     for rank, slot in enumerate(seen.board.ranks):
-        if rank in pids and is_stopped(pids[rank]):
-            stopped = True
-            lines.append(
-                f"rank {rank} is stopped by a signal (SIGSTOP, or Ctrl-Z): kill -CONT "
-                f"{pids[rank]} would have let it continue."
-            )
-        elif rank in seen.lost:
-            lines.append(f"rank {rank} {seen.why_lost(rank)}.")
-        elif slot["state"] in (NOT_STARTED, RETURNED):
-            has = "had not started yet" if slot["state"] == NOT_STARTED else "had returned"
-            lines.append(f"rank {rank} {has}.")
-        else:
+        if rank in seen.lost:
+            how = f"{seen.why_lost(rank)}."
+        elif not (how := states.get(int(slot["state"]), "")):
             where = readable(learner_frames(stacks.get(rank, "")))
             where = f":\n{where}" if where else "; it did not report where."
-            lines.append(f"rank {rank} was {explain_rank(seen.board, rank)}{where}")
-    if not stopped:
-        lines.append("Next step: look for an endless loop, or give the run a larger timeout_s.")
+            how = f"was {explain_rank(seen.board, rank)}{where}"
+        lines.append(f"rank {rank} {how}")
+    lines.append("Next step: look for an endless loop, or give the run a larger timeout_s.")
     return DeadlineError("\n".join(lines))
-
-
-def stopped_note(board: Board, stacks: Mapping[int, str]) -> str:
-    """What each rank was doing when the caller stopped the run, in one line per rank.
-
-    Args:
-        board: as before the ranks were asked for their stacks.
-        stacks: {rank: stack dump} of the ranks that were running.
-    """
-    lines = ["The run was stopped, and all its ranks were ended. What each was doing:"]
-    states = {NOT_STARTED: "had not started yet", RETURNED: "had returned", LOST: "was lost"}
-    for rank, slot in enumerate(board.ranks):
-        doing = states.get(int(slot["state"])) or f"was {explain_rank(board, rank)}"
-        _, where = waits_in(board, rank)
-        if where := where or innermost_location(stacks.get(rank, "")):
-            doing += f", at {readable(where)}"
-        lines.append(f"  rank {rank} {doing}")
-    return "\n".join(lines)

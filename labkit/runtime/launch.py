@@ -1,9 +1,7 @@
 """``labkit.run``: call a function on P real processes, and gather what they return."""
 
 import multiprocessing
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +10,7 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import check_world_size, plan, print_once
-from labkit.runtime.messages import Report, trace_of
-from labkit.runtime.pickling import dump_call, load_value
+from labkit.runtime.messages import Report, dump_call, load_value, trace_of
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job
@@ -75,16 +72,12 @@ def run(
         transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl``, or ``auto``: shared
             memory for CPU ranks (where the system has it), NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
-        may_lose: ranks that the run can do without: if one fails later, the others get a
-            PeerLostError where they wait for it. (Not under ``torchrun``, nor on
-            ``hosts``; GPUs then use gloo.)
+        may_lose: ranks that the run can do without: where the others wait for one that has
+            failed, they get a PeerLostError. (On this machine; GPUs then use gloo.)
         link: an emulated link, which makes messages slower.
-        hosts: nodes of a Ray cluster (``labkit[cluster]``) on which the ranks are spread evenly,
-            host by host: how many, or their addresses; None for this machine.
+        hosts: nodes of a Ray cluster on which the ranks are spread: how many, or their addresses.
 
-    Returns:
-        The values by rank, the trace, and what was sent; under ``torchrun``, where this process
-        is one of the ranks, the same on every rank.
+    Under ``torchrun`` this process is one of the ranks, and each gets the same result.
 
     Raises:
         ValueError: impossible settings; what cannot be pickled; a run inside a run.
@@ -92,69 +85,50 @@ def run(
         DeadlockError: the ranks can never finish; the message says why.
         DeadlineError: the deadline passed; the message holds each rank's stack.
     """
-    _check(world_size, timeout_s, may_lose, link, warn=hosts is None)
+    __tracebackhide__ = True
+    expendable = frozenset(may_lose)
+    _check(world_size, timeout_s, expendable, link, warn=hosts is None)
+    # What torchrun or Ray need is imported only with them.
     if under_torchrun():
-        # Only what torchrun has started needs it.
         from labkit.runtime import torchrun
 
         if hosts is not None:
-            raise ValueError(
-                f"hosts={hosts!r}: torchrun has started the ranks of this run already. Leave "
-                "hosts out, or start without torchrun"
-            )
+            raise ValueError(f"hosts={hosts!r}: leave hosts out, torchrun has started the ranks")
         here = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *here))
-    where = device, transport, devices
     if hosts is not None:
-        # It would import much that a run on one machine does not need.
         from labkit.runtime.ray_ranks import run_on
 
+        where = device, transport, devices
         return _result(run_on(hosts, fn, args, world_size, where, timeout_s, link))
-    return _run_here(fn, args, where, world_size, timeout_s, frozenset(may_lose), link)
-
-
-def _run_here(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    where: tuple[str, str, str | Sequence[str] | None],
-    world_size: int,
-    timeout_s: float,
-    may_lose: frozenset[int],
-    link: EmulatedLink | None,
-) -> RunResult:
-    """Run the ranks on this machine."""
-    device, transport, devices = where
     chosen = plan(world_size, device, transport, devices=devices)
-    if may_lose and transport == "auto" and chosen.backend == "nccl":
+    if expendable and transport == "auto" and chosen.backend == "nccl":
         # A group of NCCL does not outlive any of its ranks.
         chosen = plan(world_size, device, "gloo", devices=devices)
     print_once(chosen.note)
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if getattr(main, "__spec__", None) is None and path and not os.path.exists(path):
+    what = dump_call(fn, args), cell_sources(), chosen
+    supervisor = Supervisor(Job(*what, world_size, timeout_s, expendable, link))
+    return _result(supervisor.run(), supervisor.lost)
+
+
+def _check(
+    world_size: int, timeout_s: float, may_lose: frozenset[int], link: object, *, warn: bool
+) -> None:
+    torchrun = sys.modules.get("labkit.runtime.torchrun")
+    if getattr(torchrun, "inside_a_run", False) or multiprocessing.parent_process() is not None:
         raise ValueError(
-            f"this program was read from {path}, and the ranks' processes have to load it again: "
-            "save it as a file and run that"
+            "labkit.run was called inside a rank of another run: start runs from the notebook or "
+            'the script. In a script, keep the call under if __name__ == "__main__":'
         )
-    call = dump_call(fn, args)
-    job = Job(call, cell_sources(), chosen, world_size, timeout_s, may_lose, link)
-    try:
-        supervisor = Supervisor(job)
-        reports = supervisor.run()
-    except OSError as error:
-        if "AF_UNIX path too long" in str(error):
-            folder = tempfile.gettempdir()
-            raise OSError(
-                f"the path of a socket in {folder} is too long for this system: set TMPDIR to a "
-                "folder with a shorter path"
-            ) from None
-        if error.filename is None and not isinstance(error, TimeoutError | ConnectionError):
-            error.filename = (
-                f"the memory of {world_size} ranks (ulimit -f, -n), or their sockets in "
-                f"{tempfile.gettempdir()}"
-            )
-        raise
-    return _result(reports, supervisor.lost)
+    check_world_size(world_size, warn=warn)
+    for rank in may_lose:
+        check_integer("a rank in may_lose", rank, least=0, most=world_size - 1)
+    check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
+    if not isinstance(link, EmulatedLink | None):
+        raise ValueError(
+            f"link {link!r} is not a labkit.EmulatedLink: give EmulatedLink(latency_s, "
+            "bandwidth_bytes_per_s), or leave link out"
+        )
 
 
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
@@ -176,28 +150,3 @@ def _value(report: Report) -> Any:
 
         return load_plain(report.payload)
     return load_value(report)
-
-
-def _check(
-    world_size: int, timeout_s: float, may_lose: Collection[int], link: object, *, warn: bool
-) -> None:
-    torchrun = sys.modules.get("labkit.runtime.torchrun")
-    if getattr(torchrun, "inside_a_run", False) or multiprocessing.parent_process() is not None:
-        raise ValueError(
-            "labkit.run was called inside a rank of another run: start runs from the notebook or "
-            'the script. In a script, keep the call under if __name__ == "__main__":'
-        )
-    check_world_size(world_size, warn=warn)
-    for rank in may_lose:
-        check_integer("a rank in may_lose", rank, least=0)
-    if not set(may_lose) <= set(range(world_size)):
-        raise ValueError(
-            f"may_lose {sorted(may_lose)}: with world_size {world_size} the ranks are 0 to "
-            f"{world_size - 1}"
-        )
-    check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
-    if not isinstance(link, EmulatedLink | None):
-        raise ValueError(
-            f"link {link!r} is not a labkit.EmulatedLink: give EmulatedLink(latency_s, "
-            "bandwidth_bytes_per_s), or leave link out"
-        )

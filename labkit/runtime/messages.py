@@ -1,24 +1,34 @@
-"""What a rank tells its launcher about how it ended, over the rank's pipe.
+"""What travels between the caller and the ranks: the call, and how each rank has ended.
 
-The launcher answers with one byte, after which the rank may exit. Each side learns from the end
-of the pipe that the other process has ended.
+It is pickled, by value if the other process could not import it; an error names the part that
+cannot be.
 """
 
-import os
+import contextlib
+import inspect
+import io
 import pickle
-import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
 
 from labkit.comm.peak_memory import PeakMemory
+from labkit.errors import WorkerError
 from labkit.tracing import Span, Trace
-from labkit.tracing.waits import waits_told
+from labkit.tracing.recorder import with_waits
 
-_LENGTH = struct.Struct("!Q")
-_READ_BYTES = 1 << 20
-# The limit for each text in a report: people read it below a notebook cell.
-_MOST_CHARS = 20_000
+# Pickling and unpickling run code of the objects' classes, which may also call sys.exit.
+_FAILURES = (Exception, SystemExit)
+# The class of PyTorch's classes in C++. No process can import it: its module does not exist.
+_CPP_CLASS = type(torch._C.Future)
+
+
+class UnpicklableError(ValueError):
+    """A function, an argument or a result cannot be sent to another process."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +36,10 @@ class Report:
     """What a rank tells the launcher about how it ended.
 
     Attributes:
-        rank: which rank.
-        kind: ``value``, ``raised``, ``exited`` (SystemExit), ``mismatch``, ``peer_lost`` or
-            ``unpicklable``.
-        payload: the pickled value that the function returned.
-        spans: the rank's part of the trace.
-        messages, bytes_sent: what the rank has sent.
-        device: where the rank's tensors were, such as ``cuda:0``.
-        peak_memory: what it took at most.
-        summary, location, traceback: of the exception, if ``kind`` is not ``value``; the fields
-            above them are empty in this case.
-        duration_s: how long the function took.
-        is_plain: whether the payload is no pickle but plain data, see ``runtime.plain``.
+        kind: ``value``, ``raised``, ``exited`` (SystemExit), ``mismatch`` or ``peer_lost``.
+        payload: the value that the function returned, pickled, or (``is_plain``) as
+            ``runtime.plain`` makes it.
+        summary, location, traceback: of the exception, if ``kind`` is not ``value``.
     """
 
     rank: int
@@ -59,63 +61,116 @@ def trace_of(reports: Iterable[Report]) -> Trace:
     """The trace of the ranks that have returned."""
     reports = list(reports)
     devices = {report.rank: report.device for report in reports}
-    return Trace.merge([waits_told(report.spans for report in reports)], devices)
+    return Trace.merge([with_waits(report.spans for report in reports)], devices)
 
 
-def send(control: Connection, report: Report) -> None:
-    """Send the whole report, in as many writes as the pipe needs."""
-    data = memoryview(pickle.dumps(report))
-    for part in (_LENGTH.pack(len(data)), data):
-        while part:
-            part = part[os.write(control.fileno(), part) :]
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle's, also for classes of a notebook derived from PyTorch's C++ classes."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (type, (torch._C.Future,)) if obj is _CPP_CLASS else super().reducer_override(obj)
 
 
-class Inbox:
-    """The launcher's end of a rank's pipe: reads what has arrived, never waits for the rest.
+class _ResultPickler(_Pickler):
+    """Tensors, inside any object, come to the CPU and without their graph."""
 
-    (``Connection.recv`` would wait for ever for a rank that is stopped in mid-report.)
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or (obj.is_leaf and obj.device.type == "cpu"):
+            return super().reducer_override(obj)
+        moved = obj.detach().cpu()
+        if isinstance(obj, nn.Parameter):
+            moved = nn.Parameter(moved, obj.requires_grad)
+        return moved.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+
+
+def dumps(value: Any, pickler: type[_Pickler] = _Pickler) -> bytes:
+    with io.BytesIO() as buffer:
+        pickler(buffer).dump(value)
+        return buffer.getvalue()
+
+
+def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickle a function with its arguments.
+
+    Raises:
+        ValueError: ``fn`` is no function that a call completes.
+        UnpicklableError: names the argument, global or closure variable that cannot be pickled.
     """
-
-    def __init__(self, control: Connection):
-        self.control = control
-        self._data = bytearray()
-
-    def read(self) -> Report | None:
-        """Read what has arrived; the report, once it is complete.
-
-        Raises:
-            EOFError: the rank has ended, or closed its end.
-        """
-        try:
-            data = os.read(self.control.fileno(), _READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            raise EOFError
-        self._data += data
-        if len(self._data) < _LENGTH.size + (self.expected_bytes or 1):
-            return None
-        with memoryview(self._data) as whole:
-            return pickle.loads(whole[_LENGTH.size :])
-
-    @property
-    def expected_bytes(self) -> int:
-        """The size of the report that is arriving; 0 while that is not known."""
-        known = len(self._data) >= _LENGTH.size
-        return _LENGTH.unpack_from(self._data)[0] if known else 0
-
-
-def described(error: BaseException) -> str:
-    """The text of an error, shortened; a note instead if the error's ``__str__`` raises."""
+    if not callable(fn):
+        raise ValueError(f"fn must be a function of a comm, got {type(fn).__name__}")
+    name = getattr(fn, "__name__", "fn")
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if any(is_kind(fn) for is_kind in kinds):
+        raise ValueError(
+            f"{name} is an async or a generator function, whose call does nothing by itself: give "
+            "run a function that calls it, with asyncio.run or list, and returns the result"
+        )
     try:
-        return shortened(str(error))
-    except Exception as failure:
-        return f"(its str() raised {type(failure).__name__})"
+        return dumps((fn, args))
+    except _FAILURES as error:
+        used = {f"args[{index}]": arg for index, arg in enumerate(args)}
+        with contextlib.suppress(TypeError):
+            names = inspect.getclosurevars(fn)
+            used |= {**names.globals, **names.nonlocals}
+        culprits = (find_unpicklable(*item) for item in used.items())
+        culprit = next(filter(None, culprits), "an object")
+        raise UnpicklableError(
+            f"{name} cannot be sent to other processes: it uses {culprit}, which cannot be "
+            f"pickled ({error}). Create it inside the function."
+        ) from None
 
 
-def shortened(text: str) -> str:
-    """The beginning and the end of a long text, and how much was cut between them."""
-    if len(text) <= _MOST_CHARS:
-        return text
-    half = _MOST_CHARS // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half:,} characters cut ...\n{text[-half:]}"
+def dump_value(value: Any) -> bytes:
+    """Pickle a rank's result, with tensors on the CPU: the launcher must never initialise CUDA.
+
+    Raises:
+        UnpicklableError: names the part that cannot be pickled.
+        MemoryError: there is no memory for a copy.
+    """
+    try:
+        return dumps(value, _ResultPickler)
+    except MemoryError:
+        raise
+    except _FAILURES as error:
+        kind = type(value)
+        culprit = find_unpicklable("value", value) or f"value ({kind.__module__}.{kind.__name__})"
+        raise UnpicklableError(
+            f"the result cannot be sent back: {culprit} cannot be pickled ({error}). Return "
+            "tensors, numbers, or containers of them"
+        ) from None
+
+
+def load_value(report: Report) -> Any:
+    """The value that a rank returned.
+
+    Raises:
+        WorkerError: unpickling runs code of the value's class, which raised or called sys.exit.
+    """
+    try:
+        return pickle.loads(report.payload)
+    except _FAILURES as error:
+        raise WorkerError(
+            f"rank {report.rank} returned a value that cannot be unpickled here: "
+            f"{type(error).__name__}: {error}. Return tensors, numbers, or containers of them",
+            rank=report.rank,
+        ) from error
+
+
+def find_unpicklable(name: str, value: Any, dump: Callable[[Any], object] = dumps) -> str:
+    """The path to the first part that ``dump`` refuses, as ``value['lock'] (_thread.lock)``.
+
+    The path is empty if ``value`` can be dumped.
+    """
+    try:
+        dump(value)
+        return ""
+    except _FAILURES:
+        pass
+    parts: Iterable[tuple[object, Any]] = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    inside = (find_unpicklable(f"{name}[{key!r}]", part, dump) for key, part in parts)
+    itself = f"{name} ({type(value).__module__}.{type(value).__qualname__})"
+    return next(filter(None, inside), itself)

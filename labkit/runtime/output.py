@@ -1,18 +1,22 @@
-"""The ranks' output, as the calling process prints it: by rank, by line, up to a limit."""
+"""What the calling process shows of a run: the ranks' lines, and a live drawing in a notebook."""
 
+import importlib
 import os
-import re
+import sys
 import time
-from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from multiprocessing.connection import Connection
+from typing import Any
+
+from labkit.comm.board import Board
+from labkit.runtime.preload import IN_NOTEBOOKS, interrupts_later
+from labkit.tracing import Trace
 
 MAX_CHARS = 200_000
-# Lines are shown in rank order, so that the same run prints the same text in Jupyter, in a
-# terminal and under test. A rank's lines wait for the ranks below it, at most this long.
-_HOLD_S = 2.0
-# How tqdm moves between the lines of several bars.
-_CURSOR = re.compile(rb"\x1b\[(A|[02]?K)")
+_SHOW_EVERY_S = 1.0
+_draws = ContextVar("draws", default=True)
 
 
 def is_live() -> bool:
@@ -21,33 +25,33 @@ def is_live() -> bool:
 
 
 class Output:
-    """Collects the ranks' output, and prints it by line with the rank's name.
+    """Collects the ranks' output, and prints it by rank and line, up to a limit.
 
     Of a line that is written again and again after a carriage return, as a bar is, the last state
     counts.
-
-    Args:
-        connections: by rank, the ends of the pipes to read from.
     """
 
-    def __init__(self, connections: list[Connection]):
-        self._open = {connection: rank for rank, connection in enumerate(connections)}
+    def __init__(self) -> None:
+        self._open: dict[Connection, int] = {}
         # By rank: the beginning of its next line, the lines that are not printed yet, how many
-        # characters there have been, and how many were cut.
-        self._parts = [b"" for _ in connections]
-        self._lines: list[deque[str]] = [deque() for _ in connections]
-        self._num_chars, self._num_cut = [0] * len(connections), [0] * len(connections)
-        self._waiting_since_s: float | None = None
+        # characters were kept, and how many were cut.
+        self._parts: list[bytes] = []
+        self._lines: list[list[str]] = []
+        self._kept: list[int] = []
+        self._cut: list[int] = []
+        self._shown_s = time.monotonic()
 
     @property
     def connections(self) -> list[Connection]:
         return list(self._open)
 
-    @property
-    def bars(self) -> dict[int, list[str]]:
-        """By rank, the line that it is writing, if it is a bar."""
-        texts = {rank: _last_state(part) for rank, part in enumerate(self._parts) if b"\r" in part}
-        return {rank: [text] for rank, text in texts.items() if text.strip()}
+    def follow(self, connection: Connection) -> None:
+        """Take the pipe of the next rank."""
+        self._open[connection] = len(self._parts)
+        self._parts.append(b"")
+        self._lines.append([])
+        self._kept.append(0)
+        self._cut.append(0)
 
     def read(self, ready: Collection[object]) -> None:
         """Read from the connections that are in ``ready``."""
@@ -62,50 +66,36 @@ class Output:
                 del self._open[connection]
                 connection.close()
             *lines, rest = (self._parts[rank] + data).split(b"\n")
-            # What a bar has overwritten is not kept; a line without an end is cut in parts.
-            if b"\r" in rest:
-                rest = b"\r" + rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
-            elif len(rest) > MAX_CHARS:
+            if len(rest) > MAX_CHARS:
                 lines, rest = [*lines, rest], b""
             self._parts[rank] = rest
             for line in lines:
                 self._add(rank, line)
 
     def _add(self, rank: int, line: bytes) -> None:
-        text = _last_state(line)
-        if line.strip(b"\r") and not text.strip() and (b"\r" in line or b"\x1b" in line):
-            return  # a bar that was erased
-        if self._waiting_since_s is None:
-            self._waiting_since_s = time.monotonic()
-        room = max(0, MAX_CHARS - self._num_chars[rank])
-        self._num_chars[rank] += len(text) + 1
-        self._num_cut[rank] += len(text[room:]) if room else len(text) + 1
-        if room:
-            self._lines[rank].append(text[:room])
+        last_state = line.rstrip(b"\r").rpartition(b"\r")[2]
+        text = last_state.decode("utf-8", errors="backslashreplace")
+        if self._kept[rank] < MAX_CHARS:
+            self._lines[rank].append(text)
+            self._kept[rank] += len(text) + 1
+        else:
+            self._cut[rank] += len(text) + 1
 
-    def show(self, finished: set[int]) -> None:
-        """Print rank 0's lines at once, and another rank's when all below it have finished.
-
-        Lines that have waited too long are printed without waiting for ``finished`` ranks.
-        """
-        if not is_live() or self._waiting_since_s is None:
-            return
-        overdue = time.monotonic() - self._waiting_since_s > _HOLD_S
-        for rank in range(len(self._lines)):
-            self._print(rank)
-            if rank not in finished and not overdue:
-                break
-        if not any(self._lines):
-            self._waiting_since_s = None
+    def show(self) -> None:
+        """During a run: print the lines that are complete, once in a while."""
+        if is_live() and time.monotonic() - self._shown_s > _SHOW_EVERY_S:
+            self._shown_s = time.monotonic()
+            for rank in range(len(self._lines)):
+                self._print(rank)
 
     def flush(self) -> None:
         """Print all that is left, and how many characters were cut."""
-        for rank in range(len(self._lines)):
+        for rank, cut in enumerate(self._cut):
             self._end_line(rank)
-            if cut := self._num_cut[rank]:
-                self._num_cut[rank] = 0
+            if cut:
                 words = f"more characters cut (a rank may print {MAX_CHARS:,})"
                 self._lines[rank].append(f"... {cut:,} {words}")
+                self._cut[rank] = 0
             self._print(rank)
 
     def take_pending(self, rank: int) -> str:
@@ -117,7 +107,7 @@ class Output:
 
     def _end_line(self, rank: int) -> None:
         part, self._parts[rank] = self._parts[rank], b""
-        if _last_state(part).strip():
+        if part.strip():
             self._add(rank, part)
 
     def _print(self, rank: int) -> None:
@@ -131,7 +121,38 @@ class Output:
         self._open.clear()
 
 
-def _last_state(line: bytes) -> str:
-    """A line as it looks once what its carriage returns have overwritten is gone."""
-    states = [state for state in _CURSOR.sub(b"", line).split(b"\r") if state]
-    return states[-1].decode("utf-8", errors="backslashreplace") if states else ""
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Within the block, runs show nothing while they last: a check shows its result."""
+    token = _draws.set(False)
+    try:
+        yield
+    finally:
+        _draws.reset(token)
+
+
+def kernel() -> Any:
+    """The IPython shell of a notebook's kernel, or None."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell if hasattr(shell, "kernel") else None
+
+
+class Watcher:
+    """Shows a run in a notebook's kernel, by the module in ``IN_NOTEBOOKS``; elsewhere nothing."""
+
+    def __init__(self, board: Board):
+        self.drawn: Any = None
+        if _draws.get() and is_live() and kernel() is not None:
+            for name in IN_NOTEBOOKS:
+                with interrupts_later():
+                    self.drawn = importlib.import_module(name).watcher(board)
+
+    def update(self) -> None:
+        """Show the present state; called some twenty times a second."""
+        if self.drawn is not None:
+            self.drawn.update()
+
+    def close(self, trace: Trace | None) -> None:
+        """Show the end: the whole trace, or None if the run has failed."""
+        if self.drawn is not None:
+            self.drawn.close(trace)

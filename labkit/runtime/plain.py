@@ -17,16 +17,14 @@ from torch.serialization import safe_globals
 from torch.utils._pytree import tree_map_only
 
 from labkit.comm.meeting import SUSPICION
-from labkit.comm.peak_memory import DeviceMemory, PeakMemory
+from labkit.comm.peak_memory import PeakMemory
 from labkit.errors import DeadlockError, WorkerError
-from labkit.runtime.messages import Report
-from labkit.runtime.pickling import UnpicklableError, find_unpicklable
+from labkit.runtime.messages import Report, UnpicklableError, find_unpicklable
 from labkit.tracing import Span
 
 # Classes that only hold data, and what NumPy's arrays and numbers are made of.
 _ALLOWED: list[Any] = [
     PeakMemory,
-    DeviceMemory,
     np.ndarray,
     np.dtype,
     np.zeros(1).__reduce__()[0],

@@ -31,9 +31,9 @@ from labkit.comm.processes import is_running
 from labkit.comm.source_lines import readable
 from labkit.comm.torch_transport import first_line
 from labkit.errors import DeadlockError, PreemptedError, WorkerError
-from labkit.runtime.connect import group_connections, host_names
 from labkit.runtime.failures import Evidence, deadlock_error, failure_error, report_of_failure
 from labkit.runtime.plain import dump_error, load_error
+from labkit.runtime.worker import group_connections, host_names
 
 _TICK_S = 0.5
 # After the loss of a peer: a rank of which nothing is heard for so long is lost, and so long its

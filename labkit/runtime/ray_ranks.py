@@ -30,13 +30,12 @@ from labkit.config import parse_hosts
 from labkit.devices import plan, print_once, versions
 from labkit.errors import WorkerError
 from labkit.runtime import torchrun
-from labkit.runtime.connect import connect
 from labkit.runtime.failures import Evidence, deadline_error, failure_error
-from labkit.runtime.messages import Report, trace_of
-from labkit.runtime.pickling import dump_call
+from labkit.runtime.messages import Report, dump_call, trace_of
+from labkit.runtime.output import Watcher
 from labkit.runtime.plain import dump_error, dump_report, load_error, load_report
 from labkit.runtime.rank_watch import Rows, Watch, with_hosts
-from labkit.runtime.watch import Watcher
+from labkit.runtime.worker import connect
 from labkit.units import format_count
 
 _POLL_S = 0.2
@@ -208,7 +207,7 @@ def _watch(ranks: _Ranks, job: tuple[Any, ...], timeout_s: float) -> list[Report
     try:
         while waiting:
             if time.monotonic() > end_s:
-                raise deadline_error(Evidence(board), timeout_s, {}, {})
+                raise deadline_error(Evidence(board), timeout_s, {})
             for one in ray.wait(list(waiting), timeout=_POLL_S)[0]:
                 rank = waiting.pop(one)
                 try:
@@ -225,7 +224,7 @@ def _watch(ranks: _Ranks, job: tuple[Any, ...], timeout_s: float) -> list[Report
             # Clocks do not travel.
             starts = (board.ranks["state"] == RUNNING) & (board.ranks["origin_s"] == 0)
             board.ranks["origin_s"][starts] = time.perf_counter()
-            watcher.update({})
+            watcher.update()
         trace = trace_of(reports.values())
     finally:
         watcher.close(trace)

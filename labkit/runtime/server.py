@@ -4,15 +4,13 @@ It runs before torch is imported there, so it can set what torch reads only once
 """
 
 import atexit
-import contextlib
 import gc
 import multiprocessing.forkserver
 import os
-from pathlib import Path
+import shutil
 from typing import Any
 
 _PID = os.getpid()
-_server: Any = multiprocessing.forkserver._forkserver
 
 # A signal to the caller's whole group (a terminal that closes) ends the caller; the server, in a
 # group of its own, notices this, cleans up, and ends by itself.
@@ -35,13 +33,10 @@ def _freeze() -> None:
 
 
 def _end() -> None:
-    """Remove the server's socket and its folder, which a killed caller cannot remove."""
-    gc.unfreeze()
-    if os.getpid() == _PID and _server._forkserver_address:
-        with contextlib.suppress(OSError):
-            socket = Path(_server._forkserver_address)
-            socket.unlink()
-            socket.parent.rmdir()
+    """Remove the folder of sockets and stores, which a killed caller cannot remove."""
+    server: Any = multiprocessing.forkserver._forkserver
+    if os.getpid() == _PID and server._forkserver_address:
+        shutil.rmtree(os.path.dirname(server._forkserver_address), ignore_errors=True)
 
 
 os.register_at_fork(before=_freeze)

@@ -11,7 +11,6 @@ import math
 import os
 import pickle
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,30 +18,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit import gpus
 from labkit.collectives import all_gather
 from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
-from labkit.comm.separate import separate_comm
+from labkit.comm.meeting import separate_comm
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, print_once
-from labkit.runtime.connect import connect, open_comm, own_store
-from labkit.runtime.messages import Report
-from labkit.runtime.pickling import dump_value
+from labkit.runtime import rounds, worker
+from labkit.runtime.messages import Report, dump_value
 from labkit.runtime.plain import dump_plain, dump_report, load_plain, load_report
 from labkit.runtime.preload import under_torchrun
-from labkit.runtime.prepare import seed_random_numbers
 from labkit.runtime.rank_watch import Watch, tell
-from labkit.runtime.worker import success
+from labkit.runtime.worker import connect, open_comm
 from labkit.units import MOST_SECONDS, format_count
 
 # Whether a run is calling its function in this process at the moment.
 inside_a_run = False
 # The runs of this process so far, and the Comms that it has opened for threads.
 _runs, _opened = itertools.count(), itertools.count()
+_FOREVER = timedelta(days=365)
 # The watch over the run that this process is in.
 _watching: list[Watch] = []
 
@@ -78,7 +75,7 @@ def run_as_rank(
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print_once(chosen.note)
     comm = connect(chosen, timeout_s, link=link)
-    with watched(Watch(comm, own_store(next(_runs)))):
+    with watched(Watch(comm, _own_store(next(_runs)))):
         return _exchange(comm, call(comm, fn, args))
 
 
@@ -117,20 +114,22 @@ def print_briefly() -> None:
 def call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
     """Call ``fn`` as the rank of a run; returns its report, with its value as plain data."""
     global inside_a_run
-    slot = comm.session.board.ranks[comm.rank]
-    slot["state"] = RUNNING
-    seed_random_numbers(comm.rank)
-    comm.session.start_together()
-    started_s = time.perf_counter()
     inside_a_run = True
     try:
-        value = fn(comm, *args)
-        gpus.synchronize(comm.device)
+        mine = worker.call(comm, fn, args, dump_plain)
     finally:
         inside_a_run = False
-    mine = success(comm, value, time.perf_counter() - started_s, dump_plain)
-    slot["state"] = RETURNED
+    comm.session.board.ranks[comm.rank]["state"] = RETURNED
     return mine
+
+
+def _own_store(run: int) -> dist.Store:
+    """A new connection to torchrun's store: the group's may be kept busy by the ranks."""
+    joined = rounds.current()
+    assert joined is not None, "only torchrun's ranks are watched from within"
+    store = joined.connection()
+    store.set_timeout(_FOREVER)
+    return dist.PrefixStore(f"watch/{run}", store)
 
 
 def _exchange(comm: Comm, mine: Report) -> list[Report]:
@@ -230,7 +229,7 @@ def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Ope
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         mine = connect(plan(local, "cpu", "auto"), MOST_SECONDS)
         mine.session.board.ranks[mine.rank]["state"] = RUNNING
-        opened = Opened(mine, Watch(mine, own_store(next(_runs))))
+        opened = Opened(mine, Watch(mine, _own_store(next(_runs))))
     else:
         opened = Opened(_alone())
     # A thread that is inside PyTorch when the interpreter ends would abort the process.
@@ -242,8 +241,8 @@ def _beside(run: Comm, purpose: str) -> Comm:
     if run.world_size == 1:
         return _alone()
     store = dist.distributed_c10d._get_default_store()
-    where, forever = f"{purpose}/{next(_opened)}", timedelta(days=365)
-    comm = separate_comm(where, store, run.rank, run.world_size, forever)
+    where = f"{purpose}/{next(_opened)}"
+    comm = separate_comm(where, store, run.rank, run.world_size, _FOREVER)
     for watch in _watching:
         watch.also_ends(comm.session.board)
     return comm

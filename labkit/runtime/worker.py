@@ -1,39 +1,59 @@
-"""The process of a rank, from start to end: connect, call the function, report the result."""
+"""The process of a rank, from start to end: it joins the others, calls the function, reports."""
 
-import builtins
+import atexit
 import contextlib
 import faulthandler
-import io
 import multiprocessing
 import os
+import pickle
+import random
 import signal
+import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import parent_process
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from typing import Any
 
 import cloudpickle
+import numpy as np
+import torch
+import torch.distributed as dist
 
 from labkit import gpus
+from labkit.comm import connections
 from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import EmulatedLink
+from labkit.comm.emulated_link import EmulatedLink, emulated_hosts, over_link, plug_in
+from labkit.comm.hosts_transport import HostsTransport
+from labkit.comm.meeting import find_hosts, meet, stay_on_loopback
 from labkit.comm.shared_memory import Arena
+from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.source_lines import install_sources
-from labkit.devices import Plan
-from labkit.runtime.connect import MeetingFile, connect
+from labkit.comm.torch_transport import TorchTransport, close_arrivals
+from labkit.comm.transport import Transport
+from labkit.devices import Plan, num_cores
+from labkit.errors import PeerLostError
 from labkit.runtime.failures import report_of_failure
-from labkit.runtime.messages import Report, send
-from labkit.runtime.pickling import dump_value
-from labkit.runtime.prepare import seed_random_numbers
-from labkit.runtime.shortages import result_too_large
+from labkit.runtime.messages import Report, dump_value
 
 # What the launcher writes to let a rank exit.
 GO = b"g"
+# Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
+PATIENCE_S = 30.0
+_RENDEZVOUS_S = 60.0
+
+# The Comm that this process has last joined the others with.
+_latest: list[Comm] = []
+# The connections of the default process group of this process.
+group_connections: list[connections.Connection] = []
+# Of the hosts of this process's latest run.
+host_names: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -41,7 +61,7 @@ class Job:
     """What the launcher hands to every rank.
 
     Attributes:
-        call: the function with its arguments, see ``pickling.dump_call``.
+        call: the function with its arguments, see ``messages.dump_call``.
         sources: the caller's notebook cells, for tracebacks.
         plan: the devices, backend and transport of the ranks.
         world_size: the number of ranks, P.
@@ -60,49 +80,59 @@ class Job:
 
 
 def run_rank(
-    rank: int,
     environment: dict[str, str],
-    control: Connection,
+    control: socket.socket,
     output: Connection,
     job: Job,
     arena: Arena,
-    meeting: MeetingFile,
+    meeting: str,
 ) -> None:
-    """The body of a rank's process.
+    """The body of the process of the rank that ``environment`` describes.
 
     ``control`` carries its report and the launcher's answer, ``output`` its stdout and stderr.
     """
     os.environ.clear()
     os.environ.update(environment)
+    rank, me = int(environment["RANK"]), os.getpid()
     # A separate process group, so that processes which this rank starts can be ended with it.
     os.setpgid(0, 0)
-    me = os.getpid()
     may_exit = _watch_launcher(control)
     # Ctrl-C and the stop button signal the whole process group; the launcher ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _capture_output(output)
+    # All that Python or C writes goes to the launcher.
+    streams: tuple[Any, ...] = sys.stdout, sys.stderr
+    for stream in streams:
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)
+        os.dup2(output.fileno(), stream.fileno())
+    output.close()
+    # A C-level handler: it answers even while the main thread is stuck in a native call.
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
     arena.board.ranks[rank]["pid"] = me
     if sys.platform.startswith("linux"):
         # A DataLoader's workers are forks of this rank, as in any program on Linux. From the
         # forkserver they would have to unpickle the data set, and to import torch, each epoch.
         multiprocessing.set_start_method("fork", force=True)
-    # A rank has no notebook that shows objects and figures: it prints their text.
-    vars(builtins)["display"] = print
+    # A rank has no notebook that shows figures.
     os.environ["MPLBACKEND"] = "agg"
     try:
-        report = _call(job, rank, arena, meeting)
+        install_sources(job.sources)
+        function, args = cloudpickle.loads(job.call)
+        comm = connect(job.plan, job.timeout_s, arena, meeting, job.link)
+        report = call(comm, function, args, dump_value)
         arena.board.ranks[rank]["state"] = RETURNED
     except BaseException as error:
         report = report_of_failure(rank, error)
-    _flush()
+    # The function may have replaced a stream by an object that cannot be flushed.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
     if os.getpid() != me:
         # A child that the function has forked gets here, too; only the rank itself reports.
         os._exit(0)
-    try:
-        send(control, report)
-    except MemoryError:
-        error = MemoryError(result_too_large(len(report.payload)))
-        send(control, report := report_of_failure(rank, error))
+    # Without a copy of a large value.
+    with control.makefile("wb") as file:
+        pickle.dump(report, file)
+    control.shutdown(socket.SHUT_WR)
     if report.kind != "value" and rank in job.may_lose:
         # The other ranks notice that this one has ended, and continue.
         os._exit(1)
@@ -111,27 +141,29 @@ def run_rank(
     may_exit.wait()
 
 
-def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
-    install_sources(job.sources)
-    function, args = cloudpickle.loads(job.call)
-    comm = connect(job.plan, job.timeout_s, arena, meeting, job.link)
-    arena.board.ranks[rank]["state"] = RUNNING
-    seed_random_numbers(rank)
+def call(
+    comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...], dump: Callable[[Any], bytes]
+) -> Report:
+    """Call ``fn`` as the rank of a run, close its Comm, and return the rank's report.
+
+    Args:
+        dump: makes bytes of the value that ``fn`` returns.
+    """
+    comm.session.board.ranks[comm.rank]["state"] = RUNNING
+    seed_random_numbers(comm.rank)
     comm.session.start_together()
     started_s = time.perf_counter()
-    value = function(comm, *args)
+    value = fn(comm, *args)
     gpus.synchronize(comm.device)
-    return success(comm, value, time.perf_counter() - started_s)
-
-
-def success(
-    comm: Comm, value: Any, duration_s: float, dump: Callable[[Any], bytes] = dump_value
-) -> Report:
-    """Close the Comm of a rank whose function has returned ``value``, and return its report."""
+    duration_s = time.perf_counter() - started_s
     meter = comm.session.memory
     peak_memory = meter.total() if meter else None
     payload = dump(value)
     comm.session.close()
+    device = str(comm.device)
+    if int(os.environ.get("LOCAL_WORLD_SIZE", comm.world_size)) < comm.world_size:
+        # Each machine has a ``cuda:0``.
+        device += f" of machine {os.environ['GROUP_RANK']}"
     return Report(
         comm.rank,
         "value",
@@ -139,34 +171,27 @@ def success(
         spans=tuple(comm.session.spans()),
         messages=comm.messages,
         bytes_sent=comm.bytes_sent,
-        device=_device_name(comm),
+        device=device,
         peak_memory=peak_memory,
         duration_s=duration_s,
     )
 
 
-def _device_name(comm: Comm) -> str:
-    """The rank's device, with its machine if there are several: each of them has a ``cuda:0``."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", comm.world_size))
-    where = f" of machine {os.environ['GROUP_RANK']}" if ranks_here < comm.world_size else ""
-    return f"{comm.device}{where}"
-
-
-def _watch_launcher(control: Connection) -> threading.Event:
+def _watch_launcher(control: socket.socket) -> threading.Event:
     """Watch the launcher in a thread; return an event that is set once this rank may exit.
 
     A launcher that is killed (SIGKILL) cannot end its ranks. So the thread waits until the
-    launcher's pipe or process has ended (a child that the launcher has forked may hold the pipe
-    open), and then kills this rank's process group.
+    launcher's socket or process has ended (a child that the launcher has forked may hold the
+    socket open), and then kills this rank's process group.
     """
     may_exit = threading.Event()
-    parent = parent_process()
+    parent = multiprocessing.parent_process()
     assert parent is not None
     launcher = parent.sentinel
 
     def watch() -> None:
         with contextlib.suppress(OSError):
-            if control in wait([control, launcher]) and os.read(control.fileno(), 1) == GO:
+            if control in wait([control, launcher]) and control.recv(1) == GO:
                 may_exit.set()
                 wait([launcher])
         os.killpg(0, signal.SIGKILL)
@@ -175,22 +200,149 @@ def _watch_launcher(control: Connection) -> threading.Event:
     return may_exit
 
 
-def _capture_output(output: Connection) -> None:
-    """Send everything written to file descriptors 1 and 2, by Python or C, to the launcher."""
-    _flush()
-    for descriptor in (1, 2):
-        os.dup2(output.fileno(), descriptor)
-    output.close()
-    for stream, descriptor in (("stdout", 1), ("stderr", 2)):
-        raw = os.fdopen(descriptor, "wb", buffering=0, closefd=False)
-        text = io.TextIOWrapper(raw, errors="backslashreplace", line_buffering=True)
-        setattr(sys, stream, text)
-    # A C-level handler: it answers even while the main thread is stuck in a native call.
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+def seed_random_numbers(rank: int) -> None:
+    """Seed ``random``, NumPy's global generator and torch's from ``rank``.
+
+    Each rank draws other numbers, and the same from run to run. The seeds come from NumPy's
+    ``SeedSequence``: with ``rank`` itself as the seed, a rank would draw the same numbers as a
+    caller that has seeded with 0 or 1.
+    """
+    for_python, for_numpy, for_torch = np.random.SeedSequence(rank).generate_state(3)
+    random.seed(int(for_python))
+    np.random.seed(int(for_numpy))
+    torch.manual_seed(int(for_torch))
 
 
-def _flush() -> None:
-    # The function may have replaced a stream by an object that cannot be flushed.
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+def allow_tf32(allowed: bool) -> None:
+    """Whether this process's GPUs may round the factors of float32 products to TF32's 10 bits.
+
+    By default cuDNN's convolutions do, and matrix products do not; in NVIDIA's containers both do
+    (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1). Runs that are compared need all 23 bits.
+    """
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    # PyTorch has an old switch and a new one, and reading the old one is an error if they differ.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some versions warn of the old one
+        cuda.matmul.allow_tf32 = cudnn.allow_tf32 = allowed
+    for operation in (cuda.matmul, cudnn.conv, cudnn.rnn):
+        operation.fp32_precision = "tf32" if allowed else "ieee"
+
+
+def connect(
+    plan: Plan,
+    timeout_s: float,
+    arena: Arena | None = None,
+    meeting: Any = None,
+    link: EmulatedLink | None = None,
+) -> Comm:
+    """Join the process group that the environment describes, and return this rank's Comm.
+
+    Args:
+        plan: the devices, the backend and the transport.
+        timeout_s: the run's deadline, in seconds.
+        arena: the launcher's memory, with a place for every rank; None under ``torchrun``.
+        meeting: a file, or what has a ``store(world_size)``; None for that of ``torchrun``.
+        link: the emulated link of this process's messages.
+
+    Raises:
+        ConnectionError: the other ranks cannot be reached, or one has ended meanwhile.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
+    stay_on_loopback()
+    torch.set_num_threads(max(1, num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    allow_tf32(False)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        gpus.check_usable(device)
+    if plan.backend == "nccl":
+        # By default an error of NCCL kills the process, before it can say what was wrong.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    if not dist.is_initialized():
+        # If there is a launcher (``arena``), it enforces the deadline itself.
+        group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
+        with connections.new_connections() as opened:
+            _join_group(plan.backend, group_timeout_s, device, meeting)
+        group_connections[:] = opened
+    group_store = dist.distributed_c10d._get_default_store()
+    hosts = find_hosts(group_store, rank, world_size)
+    neighbours, host_names[:] = hosts.neighbours(rank), hosts.names
+    if arena is None:
+        arena = meet(group_store, rank, world_size, neighbours)
+    plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
+    transport: Transport = (far := TorchTransport(plan.backend, device))
+    if arena and plan.transport == "shared":
+        near = SharedTransport(arena, rank, timeout_s + PATIENCE_S)
+        if len(neighbours) == world_size:
+            transport = near
+        elif len(neighbours) > 1:
+            transport = HostsTransport(near, far, neighbours)
+    board, linked = arena.board if arena else None, over_link(transport)
+    comm = Comm(rank, world_size, device, linked, board, hosts=hosts.ranks)
+    # The clocks and the board are those of one host nevertheless.
+    comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks
+    _latest[:] = [comm]
+    return comm
+
+
+def open_comm() -> Comm | None:
+    """The Comm of the run that this process is in as a rank; None in none."""
+    return next((comm for comm in _latest if not comm.session.is_closed), None)
+
+
+def _join_group(backend: str, timeout_s: float, device: torch.device, meeting: Any) -> None:
+    started_s = time.monotonic()
+    patience = timedelta(seconds=min(timeout_s, _RENDEZVOUS_S))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        if isinstance(meeting, str):
+            store: Any = dist.FileStore(meeting, world_size)
+        elif meeting is not None:
+            store = meeting.store(world_size)
+        else:
+            # Only what torchrun has started needs it.
+            from labkit.runtime import rounds
+
+            store = rounds.join(patience.total_seconds()).store
+        store.set_timeout(patience)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s + PATIENCE_S),
+            device_id=device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) and meeting is None:
+            from labkit.runtime import rounds
+
+            raise rounds.unreachable(error, time.monotonic() - started_s) from None
+        said = str(error).partition("\nException raised from ")[0]
+        raise PeerLostError(
+            f"rank {rank} could not connect to the other ranks: one of them has ended, or there "
+            f"is no network interface {os.environ.get('GLOO_SOCKET_IFNAME')!r} "
+            f"(GLOO_SOCKET_IFNAME). PyTorch says: {said}"
+        ) from None
+    if backend == "nccl":
+        # The group must end before CUDA does. (A rank's process runs no atexit handlers.)
+        Finalize(None, _leave_group, exitpriority=10)
+    else:
+        # Under torchrun, gloo's threads have aborted the interpreter if they still ran at its end.
+        atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    """Leave the group, unless the program has left it already.
+
+    To leave it in good order waits for all that is queued. After a failure or Ctrl-C some of that
+    would never end, and the peers would wait for this rank, so the group is aborted.
+    """
+    if not dist.is_initialized():
+        return
+    close_arrivals()
+    if dist.get_backend() == "nccl" and open_comm() is not None:
+        dist.distributed_c10d._get_default_group().abort()
+    else:
+        dist.destroy_process_group()

@@ -2,18 +2,14 @@
 
 spans     a span, and the trace of a run; Chrome trace JSON
 recorder  how a rank records its spans, by the host's clock or by CUDA events
-waits     which part of a transfer between GPUs was waiting
 chrome    traces read from files: ours, and those of PyTorch's profiler
-states    what each rank did at each moment
-limits    what limited a run, in words
+limits    what each rank did at each moment, and what limited a run, in words
 """
 
 from labkit.tracing.recorder import (
     ClockTimer as ClockTimer,
     CudaTimer as CudaTimer,
-    Listener as Listener,
     Recorder as Recorder,
-    Timer as Timer,
 )
 from labkit.tracing.spans import (
     LOCAL_KINDS as LOCAL_KINDS,

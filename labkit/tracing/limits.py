@@ -1,4 +1,9 @@
-"""What limited a run, in one or two sentences made from its trace.
+"""What each rank did at each moment of a trace, and what limited the run, in one or two sentences.
+
+A rank has several lanes (threads), which may do different things at the same time. It computes
+while any lane computes; it communicates where only messages are under way, and waits where it only
+waits. So communication that overlaps with computing is hidden, and the seconds of a rank's states
+add up to its elapsed time. The limit is one of:
 
 computing        the ranks computed most of the time
 straggler        one rank computes longer than the others, which wait for it
@@ -11,19 +16,32 @@ unrecorded       code outside all spans
 
 import html
 import statistics
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from operator import itemgetter
 
-from labkit.tracing.spans import Trace
-from labkit.tracing.states import (
-    COMMUNICATE,
-    COMPUTE,
-    EVALUATE,
-    GAP,
-    WAIT,
-    RankTimes,
-    rank_times,
-)
+from labkit.tracing.spans import LOCAL_KINDS, Span, Trace
 from labkit.units import format_number, format_seconds
+
+COMPUTE, COMMUNICATE, WAIT, EVALUATE = "compute", "communicate", "wait", "evaluate"
+# No span: code between the recorded operations.
+GAP = "gap"
+# Earlier states hide later ones.
+_ORDER = (EVALUATE, COMPUTE, COMMUNICATE, WAIT)
+_KINDS = {COMPUTE: "computing", COMMUNICATE: "communication", GAP: "unrecorded", WAIT: "waiting"}
+_LIMITED = {
+    "computing": "Computing limited the run: it took {compute:.0%} of {whose}.",
+    "communication": "Communication limited the run: messages that no computing hid took "
+    "{communicate:.0%} of {whose}.",
+    "unrecorded": "{code} limited the run: {gap:.0%} of {whose}.",
+    "bubble": "The bubble limited the run: the stages waited for each other in {wait:.0%} of "
+    "their time.",
+    "waiting": "Waiting limited the run: the ranks waited for each other in {wait:.0%} of their "
+    "time, for no rank much longer than for the others.",
+}
+# What the rank did for which the others waited.
+_DOES = {COMPUTE: "computed", COMMUNICATE: "exchanged messages with others"}
+_DOES |= {EVALUATE: "evaluated", GAP: "ran code outside all spans"}
 
 # A rank that computes this many times as long as the others is a straggler.
 _STRAGGLER = 1.25
@@ -33,13 +51,32 @@ _MOSTLY = 0.6
 _MENTIONED = 0.02
 # Two stages without micro-batches wait for each other half of the time.
 _BUBBLE = 0.3
-_BETWEEN = "between its messages"
-_KINDS = {COMPUTE: "computing", COMMUNICATE: "communication", GAP: "unrecorded", WAIT: "waiting"}
-# What the rank did for which the others waited.
-_DOES = {COMPUTE: "computed", COMMUNICATE: "exchanged messages with others"}
-_DOES |= {EVALUATE: "evaluated", GAP: "ran code outside all spans"}
 # A straggler is the limit from this share of waiting on, if messages take less.
 _NOTICED = 0.1
+_BETWEEN = "between its messages"
+
+
+@dataclass
+class RankTimes:
+    """The seconds of one rank by state, and what they are compared with.
+
+    Attributes:
+        seconds: by state; they add up to the time until the rank's last span.
+        hidden_s: seconds of communication while the rank computed, which are not in ``seconds``.
+        blamed_s: seconds in which other ranks waited for this one, by its state at that time.
+        unit_s: seconds of computing per unit of work, which is one step where steps are marked by
+            their loading of data, and otherwise the whole run; 0 without any span of computing.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    hidden_s: float = 0.0
+    blamed_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    unit_s: float = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Without evaluation, which is no part of any technique."""
+        return sum(s for state, s in self.seconds.items() if state != EVALUATE)
 
 
 @dataclass(frozen=True)
@@ -73,6 +110,73 @@ class Limit:
         return f"<p>{html.escape(self.text)}</p>"
 
 
+def state_of(kind: str) -> str:
+    """The state of a rank during a span of this kind."""
+    if kind in (WAIT, EVALUATE):
+        return kind
+    # To compress is local work, too.
+    return COMPUTE if kind in LOCAL_KINDS | {"compress"} else COMMUNICATE
+
+
+def rank_times(trace: Trace, start_s: float | None = None) -> dict[int, RankTimes]:
+    """The times of all ranks, by rank; ``start_s`` is when all had started (the first span)."""
+    ends = [(span.end_s, -1, span) for span in trace.spans]
+    changes = sorted([(s.start_s, 1, s) for s in trace.spans] + ends, key=itemgetter(0, 1))
+    times = {rank: RankTimes(unit_s=_unit_s(trace.of(rank))) for rank in trace.ranks}
+    # A rank whose trace has ended is not waited for.
+    left = Counter(span.rank for span in trace.spans)
+    active = {rank: Counter() for rank in times}
+    state_at, peer_of = dict.fromkeys(times, GAP), dict.fromkeys(times)
+    now_s = changes[0][0] if changes and start_s is None else start_s or 0.0
+    for at_s, step, span in changes:
+        passed_s, now_s = at_s - now_s, max(at_s, now_s)
+        for one, its in state_at.items() if passed_s > 0 else ():
+            times[one].seconds[its] += passed_s
+            if its == COMPUTE and active[one][COMMUNICATE]:
+                times[one].hidden_s += passed_s
+            if its == WAIT:
+                culprits = _culprits(one, state_at, peer_of)
+                for culprit in culprits:
+                    times[culprit].blamed_s[state_at[culprit]] += passed_s / len(culprits)
+        rank, state = span.rank, state_of(span.kind)
+        active[rank][state] += step
+        if step > 0 and state == WAIT:
+            peer_of[rank] = span.peer
+        state_at[rank] = next((one for one in _ORDER if active[rank][one]), GAP)
+        left[rank] -= step < 0
+        if not left[rank]:
+            del state_at[rank]
+    return times
+
+
+def _unit_s(spans: list[Span]) -> float:
+    """Median seconds of computing in one unit of work; each loading of data begins a unit."""
+    units_s = [0.0]
+    for span in spans:
+        if span.kind == "data":
+            units_s.append(0.0)
+        elif span.kind in ("compute", "forward", "backward"):
+            units_s[-1] += span.duration_s
+    # By the median: the first step takes many times as long as the others.
+    return statistics.median([unit_s for unit_s in units_s if unit_s] or [0.0])
+
+
+def _culprits(waiting: int, state_at: dict[int, str], peer_of: dict[int, int | None]) -> list[int]:
+    """The ranks that a rank waits for at this moment.
+
+    Who waits for a rank that waits itself, waits for whom that one waits for. Where the peer is
+    not known (a barrier), all ranks that compute are waited for.
+    """
+    rank = waiting
+    for _ in state_at:
+        peer = peer_of[rank] if state_at.get(rank) == WAIT else None
+        rank = rank if peer is None else peer
+    if state_at.get(rank, WAIT) != WAIT:
+        return [rank]
+    at_work = [one for one, its in state_at.items() if its not in (WAIT, COMMUNICATE)]
+    return at_work or [one for one, its in state_at.items() if its == COMMUNICATE]
+
+
 def what_limited(
     trace: Trace, start_s: float | None = None, gap: str = "code outside all spans"
 ) -> Limit:
@@ -89,138 +193,78 @@ def what_limited(
         return Limit("nothing", "The trace is empty: no rank recorded a span.", None, {})
     shares = {
         state: statistics.fmean(one.seconds[state] / one.elapsed_s for one in counted)
-        for state in (COMPUTE, COMMUNICATE, WAIT, GAP)
+        for state in _KINDS
     }
     has_stages = {"forward", "backward"} <= set(trace.kinds)
-    slowest = _slowest(times, has_stages)
+    slowest, slowdown, work = _slowest(times, has_stages)
 
     # The rank that the others waited for longest, and whether most of all waiting was for it.
     blamed_s = {rank: sum(one.blamed_s.values()) for rank, one in times.items()}
     most = max(blamed_s, key=blamed_s.__getitem__)
     is_one = blamed_s[most] > _MOSTLY * sum(blamed_s.values())
-
     largest = max(shares, key=shares.__getitem__)
-    is_slow = slowest.rank == most and slowest.factor > _STRAGGLER
     # A server that is busy with messages while others wait for it: both shares show it.
     is_busy = times[most].blamed_s[COMMUNICATE] > blamed_s[most] / 2 and shares[WAIT] > 0.25
-    rank = None
+    is_slow = slowest == most and slowdown > _STRAGGLER
+    rank, took = None, f"took {format_number(slowdown)} times as long as"
     if is_one and is_slow and shares[WAIT] > max(_NOTICED, shares[COMMUNICATE]):
-        kind, rank = "straggler", most
+        kind, rank, first = "straggler", most, _named(most, times, f"it {took} %s {work}, and %s")
     elif is_one and (largest == WAIT or (largest == COMMUNICATE and is_busy)):
-        kind, rank = "bottleneck", most
-    elif has_stages and shares[WAIT] > _BUBBLE:
-        kind = "bubble"
+        kind, rank, first = "bottleneck", most, _named(most, times, "")
     else:
-        kind = _KINDS[largest]
+        kind = "bubble" if has_stages and shares[WAIT] > _BUBBLE else _KINDS[largest]
+        whose = "the ranks' time" if len(times) > 1 else "the time"
+        first = _LIMITED[kind].format(code=gap[0].upper() + gap[1:], whose=whose, **shares)
 
+    waiting = f"waiting (mostly for rank {most})" if is_one and len(times) > 2 else "waiting"
+    names = {COMPUTE: "computing", COMMUNICATE: "messages", WAIT: waiting, GAP: gap}
+    del names[next((state for state, name in _KINDS.items() if name == kind), WAIT)]
+    rest = sorted(((shares[s], name) for s, name in names.items()), reverse=True)
+    parts = [", ".join(f"{name} {share:.0%}" for share, name in rest if share > _MENTIONED)]
+    parts = [f"the rest: {parts[0]}"] if parts[0] else []
     hidden_s = sum(one.hidden_s for one in times.values())
-    sent_s = hidden_s + sum(one.seconds[COMMUNICATE] for one in times.values())
-    hidden = hidden_s / sent_s if sent_s else 0.0
-    limit = Limit(kind, "", rank, shares, hidden, slowest.factor)
-    sentences = [_first_sentence(limit, times, slowest, gap)]
-    sentences += [_second_sentence(limit, times, slowest, gap, most if is_one else None)]
-    sentences += [] if rank is None else [_device_sentence(trace, rank)]
-    return replace(limit, text=" ".join(filter(None, sentences)))
+    hidden = hidden_s / (hidden_s + sum(one.seconds[COMMUNICATE] for one in times.values()) or 1.0)
+    if hidden > _MENTIONED:
+        parts.append(f"{hidden:.0%} of all communication was hidden behind computing")
+    others_s = sum(one.elapsed_s for one in times.values()) - times[slowest].elapsed_s
+    is_alone = work != _BETWEEN and blamed_s[slowest] <= _NOTICED * others_s
+    if rank is None and is_alone and slowdown > _STRAGGLER:
+        unfelt = "and hardly any of them waited for it"
+        parts.append(f"rank {slowest} {took} other ranks {work}, {unfelt}")
+    second = "; ".join(parts)
+    text = f"{first} {second[:1].upper()}{second[1:]}." if second else first
+    return Limit(kind, text, rank, shares, hidden, slowdown)
 
 
-@dataclass(frozen=True)
-class Slowest:
-    """The rank that takes longest for its work, how many times as long as the others, and what."""
+def _slowest(times: dict[int, RankTimes], has_stages: bool) -> tuple[int, float, str]:
+    """The rank that takes longest for its work, how many times as long as the others, and what.
 
-    rank: int
-    factor: float
-    work: str
+    It compares the computing per unit of work; if that is even, all that is not messages.
+    """
 
-
-def _slowest(times: dict[int, RankTimes], has_stages: bool) -> Slowest:
-    """Compare the ranks' computing per unit of work; if that is even, all that is not messages."""
-
-    def compared(seconds: dict[int, float], work: str) -> Slowest:
-        rank = max(seconds, key=seconds.__getitem__)
-        usual_s = statistics.median([s for one, s in seconds.items() if one != rank] or [0.0])
-        return Slowest(rank, seconds[rank] / usual_s if usual_s else 1.0, work)
-
+    work = "for its stage" if has_stages else "for the same amount of work"
     computed_s = {rank: one.unit_s for rank, one in times.items() if one.unit_s}
     own_s = {rank: one.seconds[COMPUTE] + one.seconds[GAP] for rank, one in times.items()}
-    between = compared(own_s, _BETWEEN)
-    if not computed_s:
+    found = []
+    for seconds, what in ((computed_s, work), (own_s, _BETWEEN)):
+        rank = max(seconds, key=seconds.__getitem__, default=-1)
+        usual_s = statistics.median([s for one, s in seconds.items() if one != rank] or [0.0])
+        found.append((rank, seconds[rank] / usual_s if usual_s else 1.0, what))
+    computes, between = found
+    if not computed_s or (not has_stages and computes[1] < _STRAGGLER < between[1]):
         return between
-    work = "for its stage" if has_stages else "for the same amount of work"
-    computes = compared(computed_s, work)
-    is_even = computes.factor < _STRAGGLER and not has_stages
-    return between if is_even and between.factor > _STRAGGLER else computes
+    return computes
 
 
-def _first_sentence(limit: Limit, times: dict[int, RankTimes], slowest: Slowest, gap: str) -> str:
-    kind, rank, shares = limit.kind, limit.rank, limit.shares
-    if rank is not None:
-        mine, others = times[rank].blamed_s, [one for one in times if one != rank]
-        share = sum(mine.values()) / sum(times[one].elapsed_s for one in others)
-        they, their = (f"rank {others[0]}", "its") if len(others) == 1 else ("the others", "their")
-        waited = f"{they} waited for it {_percent(share)} of {their} time"
-        if kind == "straggler":
-            return (
-                f"Rank {rank} limited the run: it took {format_number(slowest.factor)} times as "
-                f"long as {they} {slowest.work}, and {waited}."
-            )
-        does = _DOES[max(mine, key=mine.__getitem__)]
-        return f"Rank {rank} limited the run: {waited}, while it {does}."
-    whose = "the ranks' time" if len(times) > 1 else "the time"
-    return {
-        "computing": f"Computing limited the run: it took {_percent(shares[COMPUTE])} of {whose}.",
-        "communication": "Communication limited the run: messages that no computing hid took "
-        f"{_percent(shares[COMMUNICATE])} of {whose}.",
-        "unrecorded": f"{gap[0].upper()}{gap[1:]} limited the run: {_percent(shares[GAP])} of "
-        f"{whose}.",
-        "bubble": "The bubble limited the run: the stages waited for each other in "
-        f"{_percent(shares[WAIT])} of their time.",
-        "waiting": "Waiting limited the run: the ranks waited for each other in "
-        f"{_percent(shares[WAIT])} of their time, for no rank much longer than for the others.",
-    }[kind]
-
-
-def _second_sentence(
-    limit: Limit, times: dict[int, RankTimes], slowest: Slowest, gap: str, awaited: int | None
-) -> str:
-    """What took time beside the limit, and what did not because it was hidden; often empty."""
-    waiting = "waiting"
-    if awaited is not None and len(times) > 2:
-        waiting = f"waiting (mostly for rank {awaited})"
-    names = {COMPUTE: "computing", COMMUNICATE: "messages", WAIT: waiting, GAP: gap}
-    mentioned = next((state for state, kind in _KINDS.items() if kind == limit.kind), WAIT)
-    rest = [
-        f"{names[state]} {_percent(share)}"
-        for state, share in sorted(limit.shares.items(), key=lambda item: -item[1])
-        if state != mentioned and share > _MENTIONED
-    ]
-    parts = [f"the rest: {', '.join(rest)}"] if rest else []
-    if limit.hidden > _MENTIONED:
-        parts.append(f"{_percent(limit.hidden)} of all communication was hidden behind computing")
-    blamed_s = sum(times[slowest.rank].blamed_s.values())
-    others_s = sum(one.elapsed_s for other, one in times.items() if other != slowest.rank)
-    alone = limit.rank is None and slowest.work != _BETWEEN and blamed_s <= _NOTICED * others_s
-    if alone and slowest.factor > _STRAGGLER:
-        parts.append(
-            f"rank {slowest.rank} took {format_number(slowest.factor)} times as long as other "
-            f"ranks {slowest.work}, and hardly any of them waited for it"
-        )
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}." if text else ""
-
-
-def _device_sentence(trace: Trace, rank: int) -> str:
-    """The GPU of the rank that is named, and who shares it; empty on the CPU."""
-    device = trace.devices.get(rank, "cpu")
-    if device == "cpu":
-        return ""
-    others = [str(r) for r, d in sorted(trace.devices.items()) if d == device and r != rank]
-    ranks = "ranks" if len(others) > 1 else "rank"
-    shared = f", which it shares with {ranks} {', '.join(others)}" if others else ""
-    return f"Rank {rank} is on {device}{shared}."
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.01 else "less than 1%"
+def _named(rank: int, times: dict[int, RankTimes], slow: str) -> str:
+    """The sentence about the rank for which the others waited; ``slow``: of a straggler."""
+    mine, others = times[rank].blamed_s, [one for one in times if one != rank]
+    share = sum(mine.values()) / sum(times[one].elapsed_s for one in others)
+    they, their = (f"rank {others[0]}", "its") if len(others) == 1 else ("the others", "their")
+    waited = f"{they} waited for it {share:.0%} of {their} time"
+    does = _DOES[max(mine, key=mine.__getitem__)]
+    text = slow % (they, waited) if slow else f"{waited}, while it {does}"
+    return f"Rank {rank} limited the run: {text}."
 
 
 def without_spans(duration_s: float) -> Limit:

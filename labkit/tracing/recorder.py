@@ -4,64 +4,44 @@ import itertools
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from labkit.tracing.spans import LOCAL_KINDS, Meeting, Span
 
-# Number of spans that are kept as marks while nobody listens.
-_SETTLE_AT = 256
 # The difference of two events is a float32 of milliseconds: exact to 1 us after so long.
 _ANCHORED_S = 10.0
-
-
-class Timer(Protocol):
-    """A clock for spans. A mark is a moment, of a type that only the timer interprets."""
-
-    def mark(self) -> Any: ...
-
-    def seconds(self, mark: Any, origin: Any) -> float: ...
-
-    def is_past(self, mark: Any) -> bool:
-        """Whether ``seconds`` of this mark returns without waiting."""
-        ...
+# A peer that seems to arrive so shortly after the end has arrived before it: the clocks of two
+# GPUs differ a little.
+_CLOCKS_DIFFER_S = 1e-4
 
 
 class ClockTimer:
-    """Marks are host times, suitable for CPU work and for transfers that block the host."""
+    """Marks are host times, suitable for CPU work and for transfers that block the host.
 
-    def mark(self) -> float:
+    A mark is a moment, of a type that only its timer interprets. ``is_past``: whether ``seconds``
+    of a mark returns without waiting.
+    """
+
+    def mark(self) -> Any:
         return time.perf_counter()
 
-    def seconds(self, mark: float, origin: float) -> float:
+    def seconds(self, mark: Any, origin: Any) -> float:
         return mark - origin
 
-    def is_past(self, mark: float) -> bool:
+    def is_past(self, mark: Any) -> bool:
         return True
 
 
-class Listener(Protocol):
-    """Hears of a recorder's spans as they begin and end."""
-
-    def begun(self, kind: str | None, lane: int) -> None:
-        """A region of this kind goes on from now on; None: no region."""
-        ...
-
-    def ended(self, kind: str, start_s: float, end_s: float, lane: int) -> None:
-        """A span has ended; on a GPU, it is heard of once the device has reached its end."""
-        ...
-
-
-class CudaTimer:
+class CudaTimer(ClockTimer):
     """Marks are CUDA events on the current stream of each of its GPUs, read as host times.
 
-    Kernels and copies are asynchronous, so a host clock would time their launch. An event is
-    recorded on the stream that does the work; the host reads it once the GPU has passed it. With
-    several GPUs, through which one piece of work passes, a moment is when the last of them has
-    passed its event.
+    Kernels and copies are asynchronous, so a host clock would time their launch. With several
+    GPUs, through which one piece of work passes, a moment is when the last of them has passed its
+    event.
 
     Source: CUDA Runtime API, "Event Management" (cudaEventElapsedTime: resolution 0.5 us).
     """
@@ -80,17 +60,13 @@ class CudaTimer:
         self._anchors = []
         for device in self.devices:
             self._cuda.synchronize(device)
-            event = self._recorded(device)
+        for event in self.mark():
             event.synchronize()
             self._anchors.append((event, time.perf_counter()))
 
-    def _recorded(self, device: Any) -> Any:
-        event = self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(device))
-        return event
-
-    def mark(self) -> tuple[Any, ...]:
-        return tuple(map(self._recorded, self.devices))
+    def mark(self) -> Any:
+        streams = map(self._cuda.current_stream, self.devices)
+        return [stream.record_event(self._cuda.Event(enable_timing=True)) for stream in streams]
 
     def is_past(self, mark: Any) -> bool:
         return all(event.query() for event in mark)
@@ -100,12 +76,11 @@ class CudaTimer:
         return self._host_s(mark) - self._host_s(origin)
 
     def _host_s(self, mark: Any) -> float:
-        if not isinstance(mark, tuple):
+        if not isinstance(mark, list):
             return mark
         times_s = []
         for place, event in enumerate(mark):
-            if not event.query():
-                event.synchronize()
+            event.synchronize()
             anchor, anchor_s = self._anchors[place]
             since_s = anchor.elapsed_time(event) / 1e3
             times_s.append(anchor_s + since_s)
@@ -119,9 +94,8 @@ class _Region:
     """A region that is open in a thread, in which nothing has been recorded since ``resumed``."""
 
     kind: str
-    timer: Timer
+    timer: ClockTimer
     resumed: Any
-    is_cut: bool = False
 
 
 class Recorder:
@@ -132,20 +106,28 @@ class Recorder:
 
     Attributes:
         timer: of all spans, except for regions with their own.
-        listener: hears of every span; None if nobody does.
+        listener: hears of every span; None if nobody does. Its ``begun(kind, lane)`` is called
+            when a region goes on (None: no region), ``ended(kind, start_s, end_s, lane)`` when a
+            span has ended and the device has reached its end.
+
+    Args:
+        keep: a long-running program keeps only this many spans, the latest.
     """
 
-    listener: Listener | None = None
+    listener: Any = None
 
     def __init__(
-        self, rank: int, timer: Timer | None = None, origin: Any = None, keep: int | None = None
+        self,
+        rank: int,
+        timer: ClockTimer | None = None,
+        origin: Any = None,
+        keep: int | None = None,
     ):
         self.rank = rank
-        self.timer: Timer = timer or ClockTimer()
+        self.timer = timer or ClockTimer()
         self.origin = self.timer.mark() if origin is None else origin
         # Spans whose ends are marks, and those whose ends are seconds since the origin.
         self._ahead: deque[tuple] = deque()
-        # A long-running program keeps only the latest spans.
         self._past: deque[tuple] = deque(maxlen=keep)
         self._settling, self._telling = threading.Lock(), threading.Lock()
         self._open = threading.local()
@@ -164,23 +146,21 @@ class Recorder:
 
     def _add(
         self,
-        timer: Timer,
+        timer: ClockTimer,
         kind: str,
         start: Any,
         end: Any,
         num_bytes: int = 0,
         peer: int | None = None,
         meets: tuple[Meeting, ...] = (),
-        is_empty: bool = False,
     ) -> None:
-        fields = kind, num_bytes, peer, self._open.lane, meets, is_empty
-        if type(timer) is ClockTimer and type(self.origin) is float:
+        fields = kind, num_bytes, peer, self._open.lane, meets
+        if type(timer) is ClockTimer:
             # The host's own clock, where spans are short and many, takes no detour.
             self._keep(start - self.origin, end - self.origin, fields)
             return
         self._ahead.append((timer, start, end, fields))
-        if self.listener is not None or len(self._ahead) >= _SETTLE_AT:
-            self._settle()
+        self._settle()
 
     def _settle(self, wait: bool = False) -> None:
         """Turn marks into seconds, up to the first span whose end a GPU has not reached."""
@@ -196,18 +176,15 @@ class Recorder:
             with self._telling:
                 self.listener.ended(fields[0], start_s, end_s, fields[3])
 
-    def _cut(self, region: _Region, start: Any) -> None:
-        self._add(region.timer, region.kind, region.resumed, start)
-        region.is_cut = True
-
     @contextmanager
-    def region(self, kind: str, timer: Timer | None = None) -> Iterator[None]:
+    def region(self, kind: str, timer: ClockTimer | None = None) -> Iterator[None]:
         """Record the block as ``kind``, except for operations that record their own spans."""
         stack, timer = self._stack(), timer or self.timer
         outer = stack[-1] if stack else None
         start = timer.mark()
         if outer is not None:
-            self._cut(outer, start if outer.timer is timer else outer.timer.mark())
+            until = start if outer.timer is timer else outer.timer.mark()
+            self._add(outer.timer, outer.kind, outer.resumed, until)
         inner = _Region(kind, timer, start)
         stack.append(inner)
         if self.listener is not None:
@@ -217,8 +194,7 @@ class Recorder:
         finally:
             end = timer.mark()
             stack.pop()
-            # An empty region marks a moment, even if a GPU reaches both ends at the same time.
-            self._add(timer, kind, inner.resumed, end, is_empty=not inner.is_cut)
+            self._add(timer, kind, inner.resumed, end)
             if self.listener is not None:
                 self.listener.begun(outer.kind if outer else None, self._open.lane)
             if outer is not None:
@@ -236,7 +212,7 @@ class Recorder:
         """Record a transfer: waiting until the peer ``arrived``, then moving ``num_bytes``.
 
         On a GPU it is not known yet when the peer arrived: ``meets`` tells with what the span is
-        compared after the run.
+        compared after the run (``with_waits``).
         """
         kind = self._between(start, end)
         if arrived is not None and arrived > start:
@@ -256,7 +232,8 @@ class Recorder:
         if not stack:
             return "communicate"
         region, same = stack[-1], stack[-1].timer is self.timer
-        self._cut(region, start if same else region.timer.mark())
+        until = start if same else region.timer.mark()
+        self._add(region.timer, region.kind, region.resumed, until)
         region.resumed = end if same else region.timer.mark()
         return "communicate" if region.kind in LOCAL_KINDS else region.kind
 
@@ -267,11 +244,39 @@ class Recorder:
     def spans(self) -> list[Span]:
         """The spans so far, in seconds since the origin; on a GPU it waits for their ends.
 
-        Spans of length zero are left out, except for messages and empty regions.
+        Spans of length zero are left out, except for messages and the marks of a new step.
         """
         self.settle()
         return [
             Span(self.rank, kind, start_s, end_s, num_bytes, peer, lane, meets)
-            for start_s, end_s, (kind, num_bytes, peer, lane, meets, is_empty) in self._past
-            if end_s > start_s or num_bytes or meets or is_empty
+            for start_s, end_s, (kind, num_bytes, peer, lane, meets) in self._past
+            if end_s > start_s or num_bytes or meets or kind == "data"
         ]
+
+
+def with_waits(parts: Iterable[Iterable[Span]]) -> Iterator[Span]:
+    """All ranks' spans, those with ``meets`` cut into waiting for the last peer and transfer.
+
+    On a GPU an operation is only queued: it begins on both sides when the stream of the later rank
+    has reached it. What the earlier rank's operation lasted before that is ``wait``. Waiting that
+    is shorter than the clocks agree is not seen, nor is any between machines.
+    """
+    spans = [span for part in parts for span in part]
+    # {what meets: {rank: when its stream has reached it}}
+    begun_s: dict[Meeting, dict[int, float]] = defaultdict(dict)
+    for span in spans:
+        for meeting in span.meets:
+            begun_s[meeting][span.rank] = span.start_s
+    for span in spans:
+        arrived_s, peer = span.start_s, None
+        for meeting in span.meets:
+            for rank, at_s in begun_s[meeting].items():
+                # A send may end before its receiver has come, if the message fits into buffers.
+                buffered = meeting[0] == span.rank and at_s > span.end_s + _CLOCKS_DIFFER_S
+                if at_s > arrived_s and not buffered:
+                    arrived_s, peer = at_s, rank
+        arrived_s = min(arrived_s, span.end_s)
+        if arrived_s > span.start_s:
+            yield Span(span.rank, "wait", span.start_s, arrived_s, 0, peer, span.lane)
+        if arrived_s < span.end_s or span.num_bytes or not span.meets:
+            yield replace(span, start_s=arrived_s, meets=())

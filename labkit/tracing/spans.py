@@ -1,4 +1,4 @@
-"""Spans: what each rank did and when; the timers that measure them; export as Chrome trace.
+"""Spans: what each rank did and when.
 
 The spans of one lane, which is one thread of one rank, never overlap: an operation inside a region
 closes the region's span, records its own, and opens the region again. So the seconds by kind add
@@ -41,7 +41,7 @@ class Span:
     num_bytes: int = 0
     peer: int | None = None
     lane: int = 0
-    # On a GPU: what meets other ranks in this span, until ``tracing.waits`` has compared them.
+    # On a GPU: what meets other ranks in this span, until ``with_waits`` has compared them.
     meets: tuple[Meeting, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -89,9 +89,10 @@ class Trace:
 
     def between(self, start_s: float, end_s: float) -> "Trace":
         """The parts of the spans that lie between two moments."""
-        inside = [s for s in self.spans if s.start_s < end_s and s.end_s > start_s]
         cut = (
-            replace(s, start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s)) for s in inside
+            replace(s, start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s))
+            for s in self.spans
+            if s.start_s < end_s and s.end_s > start_s
         )
         return Trace(tuple(cut), self.devices)
 
@@ -118,22 +119,18 @@ class Trace:
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": self.lane(rank)}}
             for rank in self.ranks
         ]
-        for span in self.spans:
-            args = {"num_bytes": span.num_bytes}
-            if span.peer is not None:
-                args["peer"] = span.peer
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.kind,
-                    "cat": span.kind,
-                    "pid": span.rank,
-                    "tid": span.lane,
-                    "ts": span.start_s * 1e6,
-                    "dur": span.duration_s * 1e6,
-                    "args": args,
-                }
-            )
-        path = Path(path)
+        events += [
+            {
+                "ph": "X",
+                "name": span.kind,
+                "cat": span.kind,
+                "pid": span.rank,
+                "tid": span.lane,
+                "ts": span.start_s * 1e6,
+                "dur": span.duration_s * 1e6,
+                "args": {"num_bytes": span.num_bytes, "peer": span.peer},
+            }
+            for span in self.spans
+        ]
         write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        return path
+        return Path(path)

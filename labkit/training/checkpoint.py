@@ -1,14 +1,20 @@
-"""Checkpoints on the disk: one folder each, with a safetensors file per rank and a JSON of facts.
+"""Checkpoints: a folder each, with a safetensors file per rank and a JSON of facts.
 
     step-00000120/           after 120 steps
-        rank0.safetensors    what rank 0 gave; its numbers are JSON in the file's metadata
+        rank0.safetensors    what rank 0 gave
         facts.json           written last: how far the run is, what it is, the files' sizes
     .step-00000140.part/     being written, or left by a run that was killed
-    best -> step-00000120    the checkpoint of the best epoch
 
 When the files of all ranks are there, rank 0 adds the facts and renames the folder. Nothing is
 flushed to the disk: what a machine that loses power has not written yet is too short, or no JSON,
 and then the checkpoint before it counts. Reading executes nothing, and follows no links.
+
+Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY``, ``own/NAME`` (what else its
+technique carries from step to step), ``random/NAME`` (the states of torch's generators),
+``progress/NAME`` and ``scaler/NAME``. A run that goes on with
+the same **arrangement** (technique, ranks, micro-batches) ends equal to the bit to one that was
+never interrupted. With another one it ends where one device ends, unless the ranks had something
+that cannot be divided anew: then it is refused.
 """
 
 import contextlib
@@ -17,52 +23,65 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+import threading
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.config import RunConfig
 from labkit.errors import OutputError
+from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.strategies.base import State, Strategy, named, of_kind
+from labkit.training.resolve import PARTS, Own, Resolved, Work, schedule_of
 
-FACTS, BEST, PART, FORMAT = "facts.json", "best", ".part", 3
-# How many of the newest checkpoints stay, beside the best.
+FACTS, FORMAT = "facts.json", 4
+# How many of the newest checkpoints stay.
 _KEEP = 2
-_NAME = re.compile(r"step-(\d{8,18})")
-_NUMBERS = "labkit"
-_ROW = ("loss", "seconds", "test_accuracy")
+# What each rank's file has.
+_EACH = {"random/cpu", "progress/sums", "progress/draws", "progress/updates"}
+# What decides who computes what, in which order.
+_ARRANGEMENT = (
+    *("strategy", "builtin", "world_size", "servers", "split_points", "devices", "bucket_mb"),
+    *("backend", "accumulate", "micro_batches", "schedule", "hierarchical"),
+)
+# What may be another in a run that goes on; all other settings must be as they were.
+_FREE = (
+    *("epochs", "device", "link", "hosts", "weights", "straggler", "max_staleness"),
+    *("checkpoint_dir", "checkpoint_every", "resume", "log_dir"),
+)
+_NAMED = 5
+# What an epoch reports, by name; NaN where there is nothing to measure.
+Row = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What ``facts.json`` says; made from a file only by ``read_facts``, which checks it.
+    """What ``facts.json`` says.
 
     Attributes:
         epoch, step: complete epochs, and steps of the one under way.
-        steps: of an epoch.
         rows: what the complete epochs have reported.
-        identity, arrangement: of the run, see ``labkit.training.resume``.
+        identity, arrangement: of the run.
         files: by name, their sizes in bytes.
     """
 
     epoch: int
     step: int
-    steps: int
     rows: list
     identity: dict
     arrangement: dict
-    files: dict
+    files: dict = field(default_factory=dict)
     format: int = FORMAT
-
-    @property
-    def done(self) -> int:
-        """Steps so far, in all epochs."""
-        return self.epoch * self.steps + self.step
 
 
 def step_path(folder: str | Path, step: int) -> Path:
@@ -72,190 +91,323 @@ def step_path(folder: str | Path, step: int) -> Path:
 def steps(folder: str | Path) -> list[tuple[int, Path]]:
     """(step, path) of all that is named like a checkpoint, the newest first."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    found = [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
+    found = [int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,18}", name)]
     return [(step, step_path(folder, step)) for step in sorted(found, reverse=True)]
 
 
-def read_facts(path: Path) -> Facts:
-    """The checked facts of a checkpoint.
+class Stored(NamedTuple):
+    """What is in a whole checkpoint; ``ranks`` are the tensors that each rank gave."""
+
+    path: Path
+    facts: Facts
+    ranks: list[State]
+
+    def of(self, kind: str, rank: int | None = None) -> State:
+        """Tensors named ``kind/NAME`` by NAME, of a rank, or each from the first that gave it."""
+        return of_kind(kind, ChainMap(*self.ranks) if rank is None else self.ranks[rank])
+
+
+def read(path: Path) -> Stored:
+    """Read a checkpoint.
 
     Raises:
-        ValueError: they are missing, damaged, forged, or of another format.
+        ValueError: what is wrong with it: missing, damaged, forged, or of another format.
     """
     try:
+        if path.is_symlink():
+            raise ValueError("it is a link, and runs make folders")
         with open(os.open(path / FACTS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             found = json.load(file)
         if (kind := found.get("format")) != FORMAT:
-            raise ValueError(f"its format is {kind!r}, and this version of labkit reads {FORMAT}")
-        facts = Facts(**found)
-        types = {field.name: field.type for field in fields(Facts)}
-        names = {_file(rank) for rank in range(len(facts.files))}
+            raise ValueError(f"its format is {kind}, and this version of labkit reads {FORMAT}")
+        facts, names = Facts(**found), [_file(rank) for rank in range(len(found["files"]))]
         if not (
-            all(isinstance(found[name], kind) for name, kind in types.items())  # type: ignore
-            and facts.epoch >= 0
-            and 0 <= facts.step < facts.steps
-            and path.name == step_path("", facts.done).name
+            all(isinstance(found[one.name], one.type) for one in fields(Facts))  # type: ignore
             and len(facts.rows) == facts.epoch
-            and all(isinstance(row.get(name), int | float) for row in facts.rows for name in _ROW)
-            and names == facts.files.keys() != set()
+            and facts.step >= 0
+            and all(isinstance(v, float) for row in facts.rows for v in row.values())
+            and names
         ):
-            raise ValueError("it does not describe this checkpoint")
-        return facts
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{FACTS} does not describe this checkpoint")
+        for name in names:
+            info, size = (path / name).lstat(), facts.files[name]
+            if not stat.S_ISREG(info.st_mode) or info.st_size != size:
+                raise ValueError(
+                    f"{name} has {info.st_size} bytes, and {size} were written to a file"
+                )
+        stored = Stored(path, facts, [load_file(path / name) for name in names])
+        if not all(rank.keys() >= _EACH for rank in stored.ranks):
+            raise ValueError("a rank's file lacks its progress")
+        return stored
+    except (
+        *(OSError, SafetensorError, ValueError, TypeError),
+        *(KeyError, AttributeError, RecursionError),
+    ) as error:
         why = f"{type(error).__name__}: {error}".removeprefix("ValueError: ")
-        raise ValueError(f"{FACTS} is missing or damaged ({why})") from None
+        raise ValueError(f"{path.name}: {why}") from None
 
 
-def why_not_whole(path: Path) -> str:
-    """What is wrong with a checkpoint, by names and sizes; empty if it is whole."""
-    if path.is_symlink():
-        return "it is a link, and runs make folders"
-    try:
-        for name, size in read_facts(path).files.items():
-            found = (path / name).lstat()
-            if not stat.S_ISREG(found.st_mode):
-                return f"{name} is not a file"
-            if found.st_size != size:
-                return f"{name} has {found.st_size} bytes, and {size} were written"
-    except OSError as error:
-        return f"{os.path.basename(error.filename or path)} cannot be read: {error.strerror}"
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-class Found(NamedTuple):
-    """The newest whole checkpoint, if any, and what is wrong with each newer one."""
-
-    path: Path | None
-    skipped: list[str]
-
-
-def newest(folder: str | Path) -> Found:
-    """The newest whole checkpoint in a folder; nothing is changed."""
+def newest(folder: str | Path) -> tuple[Stored | None, list[str]]:
+    """The newest whole checkpoint, and what is wrong with each newer one; nothing is changed."""
     skipped = []
     for _, path in steps(folder):
-        if not (why := why_not_whole(path)):
-            return Found(path, skipped)
-        skipped.append(f"{path.name}: {why}")
-    return Found(None, skipped)
-
-
-class Stored:
-    """The tensors and numbers of a whole checkpoint; a tensor is read when it is asked for.
-
-    Raises:
-        ValueError: a file is damaged inside.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self.facts = path, read_facts(path)
         try:
-            self.ranks = [
-                safe_open(path / _file(rank), framework="pt")
-                for rank in range(len(self.facts.files))
-            ]
-            self.numbers = [json.loads(file.metadata()[_NUMBERS]) for file in self.ranks]
-        except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"checkpoint {path} is damaged: {error}") from None
-
-    def of_all(self, kind: str) -> dict[str, Tensor]:
-        """The tensors named ``kind/NAME`` by NAME, each from the lowest rank that gave it."""
-        found: dict[str, Tensor] = {}
-        for rank in range(len(self.ranks)):
-            found = self.of_rank(rank, kind) | found
-        return found
-
-    def of_rank(self, rank: int, kind: str) -> dict[str, Tensor]:
-        """As ``of_all``, of one rank's file."""
-        file, prefix = self.ranks[rank], f"{kind}/"
-        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-        return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+            return read(path), skipped
+        except ValueError as error:
+            skipped.append(str(error))
+    return None, skipped
 
 
-def save(
-    comm: Comm,
-    folder: str | Path,
-    facts: Facts,
-    tensors: Mapping[str, Tensor],
-    numbers: Mapping[str, Any],
-    best: bool = False,
-) -> None:
+def save(comm: Comm, path: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
     """Write this rank's part of a checkpoint; a collective call. On rank 0 it returns when all is.
 
     Raises:
         OutputError: this rank cannot write; the others then lose their peer.
     """
-    path = step_path(folder, facts.done)
-    part = path.with_name(f".{path.name}{PART}")
-    separate: dict[str, Tensor] = {}
+    part = path.with_name(f".{path.name}.part")
+    separate: State = {}
     places = set()
     for name, tensor in tensors.items():
         # safetensors refuses two tensors in the same memory, such as tied parameters.
         is_shared = (place := tensor.data_ptr()) in places
         separate[name] = tensor.detach().clone() if is_shared else tensor.detach().contiguous()
         places.add(place)
-    if comm.rank == 0:
-        with _says_where(folder):
+    try:
+        if comm.rank == 0:
             part.mkdir(parents=True)
-    comm.barrier()
-    with _says_where(folder):
-        save_file(separate, part / _file(comm.rank), {_NUMBERS: json.dumps(numbers)})
-    comm.barrier()
-    if comm.rank == 0:
-        with _says_where(folder):
-            _complete(part, path, facts, comm.world_size, best)
-
-
-def _complete(part: Path, path: Path, facts: Facts, world_size: int, best: bool) -> None:
-    """When all ranks have written: add the facts, rename, remove what is too old."""
-    names = [_file(rank) for rank in range(world_size)]
-    sizes = {name: (part / name).stat().st_size for name in names}
-    (part / FACTS).write_text(json.dumps(asdict(facts) | {"files": sizes}))
-    if os.path.lexists(path):
-        # A damaged one, from which the run did not go on: it is not ours to remove.
-        os.rename(path, f"{path}.old-{secrets.token_hex(4)}")
-    os.rename(part, path)
-    link = path.with_name(BEST)
-    if best:
-        new = path.with_name(f".{BEST}-{secrets.token_hex(8)}{PART}")
-        os.symlink(path.name, new)
-        os.replace(new, link)
-    best_name = os.readlink(link) if link.is_symlink() else ""
-    for _, old in steps(path.parent)[_KEEP:]:
-        if old.name != best_name:
-            # Its own files, but nothing else that somebody has put there.
-            for file in [old / FACTS, *old.glob("rank*.safetensors")]:
-                file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                old.rmdir()
+        comm.barrier()
+        save_file(separate, part / _file(comm.rank))
+        comm.barrier()
+        if comm.rank == 0:
+            names = map(_file, range(comm.world_size))
+            files = {name: (part / name).stat().st_size for name in names}
+            (part / FACTS).write_text(json.dumps(asdict(facts) | {"files": files}))
+            if os.path.lexists(path):
+                # A damaged one, from which the run did not go on: it is not ours to remove.
+                os.rename(path, f"{path}.old-{secrets.token_hex(4)}")
+            os.rename(part, path)
+            for _, old in steps(path.parent)[_KEEP:]:
+                shutil.rmtree(old, ignore_errors=True)
+    except ConnectionError:
+        raise
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot write a checkpoint to {path.parent}: {why}") from None
 
 
 def remove_unfinished(folder: str | None) -> None:
     """Remove what ranks that were ended have left."""
-    for path in Path(folder).glob(f".*{PART}") if folder else ():
-        if path.name.startswith((".step-", f".{BEST}-")):
-            with contextlib.suppress(OSError):
-                path.unlink() if path.is_symlink() else shutil.rmtree(path)
-
-
-def prepare(comm: Comm, folder: str) -> None:
-    """Make the folder, without what an earlier run has left; a collective call."""
-    if comm.rank == 0:
-        with _says_where(folder):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            remove_unfinished(folder)
-    comm.barrier()
-
-
-@contextlib.contextmanager
-def _says_where(folder: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot write a checkpoint to {folder}: {why}") from None
+    for path in Path(folder).glob(".step-*.part") if folder else ():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _file(rank: int) -> str:
     return f"rank{rank}.safetensors"
+
+
+def arrangement(config: RunConfig) -> dict[str, Any]:
+    """What decides which rank computes what; which devices they are does not matter."""
+    found = {name: getattr(config, name) for name in _ARRANGEMENT}
+    return found | {"devices": len((config.devices or "").split(","))}
+
+
+def identity(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[str, Any]:
+    """What must be as it was for another run to go on, by names, as JSON has it."""
+    found = {n: value for n, value in asdict(config).items() if n not in _ARRANGEMENT + _FREE}
+    # The same part may have been given as an object or by its path.
+    found |= {name: "own" for name in PARTS if getattr(own, name) is not None}
+    if config.lr_schedule == "cosine":
+        found["epochs"] = config.epochs
+    found |= {f"model: {n}": list(p.shape) for n, p in model.named_parameters()}
+    return found | {"samples": len(work.train)}
+
+
+# The checkpoint from which a run goes on, if any, and this in words if it was asked for.
+Start = tuple[Path | None, str]
+
+
+def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
+    """Where the run begins: with ``resume``, from the newest whole checkpoint. Only reads.
+
+    Raises:
+        ValueError: there are checkpoints that nobody has asked to resume, or none that is whole;
+            or this run differs from the one that has written them.
+    """
+    if (folder := config.checkpoint_dir) is None:
+        return None, ""
+    if isinstance(ready.strategy, AsyncParameterServer):
+        raise ValueError(
+            f"{config.strategy} takes no checkpoint_dir, because its workers never stop together: "
+            "leave it out, or use parameter_server"
+        )
+    names = [path.name for _, path in steps(folder)]
+    if names and not config.resume:
+        raise ValueError(
+            f"{folder} has checkpoints already, the newest {names[0]}: choose resume to continue "
+            "their run, or another checkpoint_dir for a new one"
+        )
+    stored, skipped = newest(folder)
+    if stored is None and names:
+        raise ValueError(
+            f"no checkpoint in {folder} is whole: {'; '.join(skipped)}. They are as they were: "
+            "choose another checkpoint_dir to begin again"
+        )
+    if stored is None:
+        return None, f"no checkpoint in {folder} yet: the run begins" * config.resume
+    path, facts, _ = stored
+    here = identity(config, own, ready.work, ready.work.make_model())
+    differ = _differences(facts.identity, here)
+    moved = _differences(facts.arrangement, arrangement(config))
+    if facts.epoch + bool(facts.step) > config.epochs:
+        differ.append(f"{facts.epoch} epochs and {facts.step} steps done, {config.epochs} here")
+    if moved and not differ and (why := _why_not_divided(stored)):
+        differ = [f"{', '.join(moved)}: {why}"]
+    if differ:
+        raise ValueError(
+            f"cannot continue from {path}: {'; '.join(differ)}. Next step: resume with the "
+            "settings there, or choose another checkpoint_dir for a new run"
+        )
+    note = (
+        f"continues from {path.name} in {folder}, after {facts.epoch} of {config.epochs} epochs "
+        f"and {facts.step} steps; seconds of the epoch and bytes are those since then"
+    )
+    return path, "; ".join([*(f"skipped {one}" for one in skipped), note])
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    return [
+        f"{name} {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
+        for name in names[:_NAMED]
+    ]
+
+
+def _why_not_divided(stored: Stored) -> str:
+    """Why the run cannot go on with other ranks, or another technique; empty if it can."""
+    for rank in range(len(stored.ranks)):
+        if "residual" in stored.of("own", rank):
+            return "each rank has gradients that compress topk has not sent yet"
+        if stored.of("progress", rank)["draws"]:
+            return (
+                f"rank {rank} has drawn random numbers in its steps (dropout), and other ranks "
+                "would draw others"
+            )
+    return ""
+
+
+@dataclass
+class Progress:
+    """How far a run is, on one rank.
+
+    Attributes:
+        sums: in the epoch under way, float64 [4]: this rank's losses, its right predictions and of
+            how many, and after how many steps the losses' sum was finite.
+        epoch, step: complete epochs, and steps of the one under way.
+        rows: of the complete epochs.
+        seconds: of training in the epoch.
+        sent: messages and bytes by this rank while it trained; empty if they are not counted.
+    """
+
+    sums: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
+    epoch: int = 0
+    step: int = 0
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+    sent: list[int] = field(default_factory=list)
+
+
+class Checkpoints:
+    """The checkpoints of a run, on one rank, which has set up its technique.
+
+    Args:
+        config: the settings, with a ``checkpoint_dir``.
+        strategy: set up.
+        facts: of the run, see ``identity``.
+        steps: of an epoch.
+    """
+
+    def __init__(self, config: RunConfig, strategy: Strategy, facts: dict[str, Any], steps: int):
+        self.config, self.strategy, self.facts, self.steps = config, strategy, facts, steps
+        self._first = self._random_states()
+        if strategy.comm.rank == 0:
+            remove_unfinished(config.checkpoint_dir)
+
+    def is_due(self, progress: Progress) -> bool:
+        """Whether to save after this step, or this epoch."""
+        every = self.config.checkpoint_every
+        if every and (progress.epoch * self.steps + progress.step) % every == 0:
+            return True
+        return progress.step == 0 and (not every or progress.epoch == self.config.epochs)
+
+    def save(self, progress: Progress) -> None:
+        """Save a checkpoint; a collective call."""
+        strategy = self.strategy
+        with strategy.comm.span("checkpoint"):
+            state, now = strategy.state(), self._random_states()
+            schedule, scaler = schedule_of(strategy.optimizer), getattr(strategy, "scaler", None)
+            numbers = {
+                # A rank begins with the same states whenever it is started.
+                "progress/draws": any(not torch.equal(now[n], self._first[n]) for n in now),
+                "progress/updates": schedule.update if schedule else -1,
+            }
+            values = scaler.state_dict() if scaler else {}
+            numbers |= {f"scaler/{name}": value for name, value in values.items()}
+            state |= {name: torch.tensor(value) for name, value in numbers.items()}
+            state |= named("random", now) | {"progress/sums": progress.sums}
+            how = self.facts, arrangement(self.config)
+            facts = Facts(progress.epoch, progress.step, progress.rows, *how)
+            done = progress.epoch * self.steps + progress.step
+            save(strategy.comm, step_path(self.config.checkpoint_dir or "", done), facts, state)
+
+    def load(self, path: Path, progress: Progress) -> None:
+        """Continue from a checkpoint, which ``find_start`` has found to fit this run.
+
+        Args:
+            path: of the checkpoint.
+            progress: of the run, so far at its beginning.
+        """
+        stored, strategy = read(path), self.strategy
+        facts, rank = stored.facts, strategy.comm.rank
+        progress.epoch, progress.step, progress.rows = facts.epoch, facts.step, facts.rows
+        # What a rehearsal has counted was none of the run's samples.
+        strategy.counted()
+        is_same = facts.arrangement == arrangement(self.config)
+        state: State = {}
+        for kind in ("model", "optimizer"):
+            state |= named(kind, stored.of(kind))
+        if is_same:
+            state |= named("own", stored.of("own", rank))
+        strategy.load_state(state)
+        by_rank = [stored.of("progress", one) for one in range(len(stored.ranks))]
+        if schedule := schedule_of(strategy.optimizer):
+            schedule.update = max(int(numbers["updates"]) for numbers in by_rank)
+        if (values := stored.of("scaler")) and getattr(strategy, "scaler", None) is not None:
+            strategy.scaler.load_state_dict({name: one.item() for name, one in values.items()})
+        # The sums of other ranks than there are now go to rank 0.
+        for numbers in [by_rank[rank]] if is_same else by_rank * (rank == 0):
+            progress.sums += numbers["sums"].to(progress.sums.device)
+        progress.sums[3] = facts.step
+        if is_same:
+            states = stored.of("random", rank)
+            torch.set_rng_state(states.pop("cpu"))
+            for value in states.values():
+                torch.cuda.set_rng_state(value, strategy.comm.device)
+
+    def _random_states(self) -> State:
+        device, states = self.strategy.comm.device, {"cpu": torch.get_rng_state()}
+        return states | (
+            {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+        )
+
+
+@contextlib.contextmanager
+def on_sigterm(action: Callable[[], object] | None) -> Iterator[None]:
+    """Within the block SIGTERM calls ``action``; without one it ends this process, as ever."""
+    if action is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: action())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

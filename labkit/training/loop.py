@@ -1,64 +1,57 @@
-"""The training loop that all techniques share.
+"""The training loop that all techniques share, what an epoch reports, and where it is written.
 
 The loop owns the data, the epochs and the measurements; a strategy owns the model and synchronises
 the ranks. So the runs of two techniques differ only in the technique.
 """
 
+import csv
+import io
 import itertools
 import math
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from labkit import gpus
 from labkit.collectives import broadcast, ring_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
 from labkit.errors import PreemptedError
-from labkit.runtime.prepare import allow_tf32
+from labkit.files import write_atomically
+from labkit.runtime.worker import allow_tf32
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.strategies.base import Batch, Strategy
-from labkit.training.evaluation import (
-    Logs,
-    Progress,
-    Row,
-    epoch_line,
-    evaluated,
-    row_of,
-    summed_row,
-)
-from labkit.training.optimizer import optimizer_maker
-from labkit.training.own import NOTHING, Own
-from labkit.training.resolve import Work, work_of
-from labkit.training.resume import Checkpoints, identity, on_sigterm
+from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
+from labkit.training.resolve import NOTHING, Own, Work, optimizer_maker, work_of
 from labkit.training.state import checksum
-from labkit.workload.losses import CountedLoss
+from labkit.workload.losses import CountedLoss, predicts_classes
 from labkit.workload.samples import on_device
-from labkit.workload.sampling import batch_slices, epoch_order
+from labkit.workload.sampling import batch_slices, epoch_order, share
+
+# Held-out samples judged at once, and of large images fewer: 7 of 299 x 299 pixels.
+_BATCH, _MOST_VALUES = 512, 2**21
+TABLE = "epochs.csv"
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """The result of a training run on one rank, see ``TrainResult``.
-
-    ``state`` is on rank 0 only. Where ranks do not wait for each other, ``ends_s`` says when the
-    training began here and when each epoch ended here, in seconds of the trace.
-    """
+    """The result of a training run on one rank, see ``TrainResult``; ``state`` is on rank 0."""
 
     epochs: list[Row]
     messages: int | None
     bytes_sent: int | None
     checksum: str
     state: dict[str, Tensor] | None
-    notes: dict[str, Any] = field(default_factory=dict)
-    peak_memory: PeakMemory | None = None
-    ends_s: list[float] = field(default_factory=list)
+    notes: dict[str, Any]
+    peak_memory: PeakMemory | None
 
 
 # Ranks of other hosts may return it: it only holds data.
@@ -84,7 +77,7 @@ def fit(
             labkit's.
         start: the checkpoint from which the run goes on; None to begin at the beginning.
     """
-    allow_tf32(config.tf32)
+    allow_tf32(config.amp == "tf32")
     work = work_of(config, own)
     strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
     memory = comm.session.memory_of_part(own.num_bytes)
@@ -94,53 +87,72 @@ def fit(
         model.to(comm.device)
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(comm, tensor.data)
-    facts = identity(config, own, work, model) if config.checkpoint_dir else {}
+    run = _Run(config, work, strategy, verbose and comm.rank == 0)
+    facts = identity(config, own, work, model)
     strategy.setup(comm, model, optimizer_maker(config, own.optimizer, strategy, len(work.train)))
     # A strategy may keep only a part of the model, and the rest is freed.
     del model
-    run = _Run(config, work, strategy, facts, verbose)
-    progress, ends_s = run.progress, []
+    run.open(facts, start)
+    progress = run.progress
     with on_sigterm(run.stop.set if run.checkpoints else None):
-        if start is not None and run.checkpoints:
-            run.checkpoints.load(start, progress, run.rehearse)
         if isinstance(strategy, AsyncParameterServer):
-            ends_s = run.train_at_own_pace(strategy, memory)
+            run.train_at_own_pace(strategy, memory)
         while progress.epoch < config.epochs:
             with memory.counted():
-                progress.start_clock(strategy)
+                run.start_clock()
                 run.train_epoch()
-                progress.stop_clock(strategy)
+                run.stop_clock()
             run.end_epoch()
     if run.logs is not None:
         run.logs.close()
     state, notes = strategy.full_state(), strategy.notes()
     strategy.close()
-    counts = progress.sent or (None, None)
-    mine = state if comm.rank == 0 else None
-    return RankReport(progress.rows, *counts, checksum(state), mine, notes, memory.peak, ends_s)
+    messages, num_bytes = progress.sent or (None, None)
+    mine, digest = state if comm.rank == 0 else None, checksum(state)
+    return RankReport(progress.rows, messages, num_bytes, digest, mine, notes, memory.peak)
 
 
 class _Run:
     """A run on one rank: its parts, how far it is, and what is done in turn."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        work: Work,
-        strategy: Strategy,
-        facts: dict[str, Any],
-        verbose: bool,
-    ):
-        self.config, self.work, self.strategy, self.comm = config, work, strategy, strategy.comm
+    checkpoints: Checkpoints | None = None
+    logs: "Logs | None" = None
+
+    def __init__(self, config: RunConfig, work: Work, strategy: Strategy, tells: bool):
+        self.config, self.work, self.strategy, self.tells = config, work, strategy, tells
         self.steps = math.ceil(len(work.train) / config.batch_size)
-        sums = torch.zeros(4, dtype=torch.float64, device=self.comm.device)
-        self.progress, self.stop = Progress(sums), threading.Event()
-        self.checkpoints = self.logs = None
+        self.progress, self.stop = Progress(), threading.Event()
+
+    def open(self, facts: dict[str, Any], start: Path | None) -> None:
+        """What needs the technique set up: files of the run, and where it goes on."""
+        config, self.comm = self.config, self.strategy.comm
+        self.progress.sums = self.progress.sums.to(self.comm.device)
         if config.checkpoint_dir is not None:
-            self.checkpoints = Checkpoints(config, strategy, facts, self.steps)
-        self.tells = self.comm.rank == 0 and verbose
+            self.checkpoints = Checkpoints(config, self.strategy, facts, self.steps)
+            if start is not None:
+                # What a first step leaves behind, beside its update.
+                self.strategy.rehearse(*next(self.shares(self.batches(0)[:1], 0)))
+                self.checkpoints.load(start, self.progress)
         if config.log_dir is not None and self.comm.rank == 0:
-            self.logs = Logs(config.log_dir)
+            self.logs = Logs(config.log_dir, len(self.progress.rows))
+
+    def start_clock(self) -> None:
+        """Count time, messages and bytes from now on."""
+        self._before = self.strategy.sent() or (), self.now_s()
+
+    def stop_clock(self) -> None:
+        """Add what was counted since ``start_clock``, and the right predictions."""
+        progress, (sent, since_s) = self.progress, self._before
+        progress.seconds += self.now_s() - since_s
+        counts = zip(progress.sent or (0, 0), self.strategy.sent() or (), sent)
+        progress.sent = [total + now - before for total, now, before in counts]
+        progress.sums[1:3] += self.strategy.counted()
+
+    def now_s(self) -> float:
+        """The host's clock, when all that was queued on the strategy's devices has ended."""
+        for device in {self.comm.device, *self.strategy.devices}:
+            gpus.synchronize(device)
+        return time.perf_counter()
 
     def train_epoch(self) -> None:
         """One pass over the training samples, or what is left of it."""
@@ -148,110 +160,98 @@ class _Run:
         batches = self.batches(progress.epoch)[progress.step :]
         for batch in self.shares(batches, progress.epoch):
             loss, samples = strategy.step(*batch).detach(), len(batch[1])
-            progress.end_step(loss)
+            # Nothing waits for a GPU.
+            progress.step += 1
+            progress.sums[0] += loss
+            progress.sums[3] += progress.sums[0].isfinite()
             done, total = progress.epoch * self.steps + progress.step, self.steps
             now = {"samples": samples, "loss": loss / max(1, samples)}
             label = f"steps, epoch {progress.epoch + 1}"
             self.comm.progress(done, total * self.config.epochs, label, **now)
             if self.checkpoints is not None and progress.step < self.steps:
                 # Its messages and seconds are not the technique's.
-                progress.stop_clock(strategy)
+                self.stop_clock()
                 self.save_and_end(self.agree())
-                progress.start_clock(strategy)
+                self.start_clock()
         strategy.end_epoch()
 
     def end_epoch(self) -> None:
         """Evaluate, which is not part of the technique, so it is neither timed nor counted."""
-        progress = self.progress
-        row, finite = summed_row(self.work, self.strategy, progress)
-        if not math.isfinite(row["loss"]):
-            self.check_finite(progress.epoch, finite)
+        comm, progress = self.comm, self.progress
+        sums = self.evaluated(*self.strategy.share())
+        with comm.span("evaluate"):
+            finite = sums.new_zeros(comm.world_size)
+            finite[comm.rank] = progress.sums[3]
+            everything = torch.cat([progress.sums[:3], sums, finite])
+            if comm.world_size > 1:
+                ring_all_reduce(comm, everything)
+        loss, right, judged, *tested = everything[:6].tolist()
+        if not math.isfinite(loss):
+            self.check_finite(int(everything[6:].min()))
         is_end = self.agree()
-        progress.end_epoch(row)
-        self.tell()
+        means = loss / len(self.work.train), _part(right, judged)
+        self.report(*means, progress.seconds, *tested)
+        progress.epoch, progress.step, progress.seconds = progress.epoch + 1, 0, 0.0
+        progress.sums.zero_()
         self.save_and_end(is_end and progress.epoch < self.config.epochs)
 
     def agree(self) -> bool:
-        """Whether a rank has been told to end.
-
-        Raises:
-            FloatingPointError: the loss of a rank is not finite.
-        """
-        progress = self.progress
+        """Whether a rank was sent SIGTERM; all ranks end if the loss of one is not finite."""
         if self.checkpoints is None:
             return False
+        progress = self.progress
         words = [float(self.stop.is_set()), bool(progress.sums[3] < progress.step)]
         flags = torch.tensor(words, dtype=torch.float64, device=self.comm.device)
         if self.comm.world_size > 1:
             ring_all_reduce(self.comm, flags)
         if flags[1]:
-            self.check_finite(progress.epoch, progress.step - 1)
+            self.check_finite(progress.step - 1)
         return bool(flags[0])
 
     def save_and_end(self, is_end: bool) -> None:
-        """Save a checkpoint if one is due; raise PreemptedError on all ranks after the last."""
+        """Save a checkpoint if it is time; raise PreemptedError on all ranks after the last."""
         if self.checkpoints is not None and (is_end or self.checkpoints.is_due(self.progress)):
             self.checkpoints.save(self.progress)
         if is_end:
             self.comm.barrier()
             done = self.progress.epoch * self.steps + self.progress.step
-            total = self.config.epochs * self.steps
             raise PreemptedError(
-                f"stopped by SIGTERM after {done} of {total} steps, with a checkpoint: the same "
-                "command goes on from there with resume"
+                f"stopped by SIGTERM after {done} of {self.config.epochs * self.steps} steps, "
+                "with a checkpoint: the same command goes on from there with resume"
             )
 
-    def check_finite(self, epoch: int, finite: int) -> None:
+    def check_finite(self, finite: int) -> None:
         """Refuse to go on after ``finite`` steps of an epoch, unless fp16's scaler skips them."""
-        scaler = getattr(self.strategy, "scaler", None)
-        if scaler is not None and scaler.enabled:
+        if self.config.amp == "fp16":
             return
         optimizer = self.strategy.optimizer
         rate = optimizer.param_groups[0].get("lr") if optimizer else self.config.lr
         raise FloatingPointError(
-            f"the loss is not finite after step {finite + 1} of epoch {epoch + 1}, with learning "
-            f"rate {rate}: try a smaller lr, a warm-up (warmup_epochs) or clip_norm 1"
+            f"the loss is not finite after step {finite + 1} of epoch {self.progress.epoch + 1}, "
+            f"with learning rate {rate}: try a smaller lr, a warm-up (warmup_epochs), or "
+            "clip_norm 1"
         )
 
-    def train_at_own_pace(self, strategy: AsyncParameterServer, memory: Part) -> list[float]:
-        """Train so that no rank waits for the others; return ``RankReport.ends_s``.
-
-        What the epochs have ended with is evaluated afterwards.
-        """
-        progress, origin_s = self.progress, self.comm.session.recorder.origin
+    def train_at_own_pace(self, strategy: AsyncParameterServer, memory: Part) -> None:
+        """Train so that no rank waits for the others, and evaluate the epochs afterwards."""
+        progress, ends, epochs = self.progress, [], self.config.epochs
         endless = (self.shares(self.batches(epoch), epoch) for epoch in itertools.count())
-        batches = itertools.chain.from_iterable(endless)
-        ends, ends_s = [], [time.perf_counter() - origin_s]
         with memory.counted():
-            progress.start_clock(strategy)
-            for passed_s, loss in strategy.train(batches, self.steps, self.config.epochs):
-                ends_s.append(time.perf_counter() - origin_s)
-                ends.append((passed_s, loss, strategy.full_state()))
+            self.start_clock()
+            batches = itertools.chain.from_iterable(endless)
+            for passed_s, loss in strategy.train(batches, self.steps, epochs):
                 if not loss.isfinite():
-                    self.check_finite(len(ends) - 1, self.steps - 1)
-            progress.stop_clock(strategy)
-        last = strategy.full_state()
-        for passed_s, loss, state in ends:
+                    self.check_finite(self.steps - 1)
+                ends.append((loss.item(), passed_s, strategy.full_state()))
+                progress.epoch += 1
+            self.stop_clock()
+        last, before_s = strategy.full_state(), 0.0
+        for loss, passed_s, state in ends:
             strategy.model.load_state_dict(state)
-            sums = evaluated(self.work, strategy, 0, 1)
-            seconds = passed_s - sum(row["seconds"] for row in progress.rows)
-            progress.rows.append(row_of(self.work, loss.item(), seconds, math.nan, sums))
-            self.tell()
+            self.report(loss, math.nan, passed_s - before_s, *self.evaluated(0, 1).tolist())
+            before_s = passed_s
         strategy.model.load_state_dict(last)
-        progress.epoch = self.config.epochs
-        return ends_s
-
-    def tell(self) -> None:
-        """Say and log what the last epoch has reported."""
-        rows = self.progress.rows
-        if self.logs is not None:
-            self.logs.add(rows)
-        if self.tells:
-            print(epoch_line(len(rows) - 1, self.config.epochs, rows[-1]))
-
-    def rehearse(self) -> None:
-        """What a first step leaves behind, before a run is continued."""
-        self.strategy.rehearse(*next(self.shares(self.batches(0)[:1], 0)))
+        progress.epoch = epochs
 
     def batches(self, epoch: int) -> Sequence[Tensor]:
         order = epoch_order(len(self.work.train), epoch=epoch, seed=self.config.seed)
@@ -265,3 +265,87 @@ class _Run:
             with self.comm.span("data"):
                 inputs, targets = on_device(next(loaded), self.comm.device)
             yield inputs, targets, len(batch)
+
+    def evaluated(self, index: int, count: int) -> Tensor:
+        """Of part ``index`` of ``count`` of the held-out samples, [3]: correct predictions, of how
+        many whose target is a class, and the sum of all losses."""
+        comm, test, strategy = self.comm, self.work.test, self.strategy
+        sums = torch.zeros(3, dtype=torch.float64, device=comm.device)
+        if test is None:
+            return sums
+        with comm.span("evaluate"):
+            size = min(_BATCH, max(1, _MOST_VALUES // test.first(1)[0].numel()))
+            parts = [share(b, index, count) for b in torch.arange(len(test)).split(size)]
+            # Not every model takes an empty batch.
+            parts = [part for part in parts if len(part)]
+            for batch in test.batches(parts, pinned=strategy.uses_gpu):
+                inputs, targets = on_device(batch, comm.device)
+                if (outputs := strategy.predict(inputs)) is None:
+                    continue
+                sums[2] += self.work.loss(outputs, targets)
+                if predicts_classes(outputs, targets):
+                    sums[0] += (outputs.argmax(dim=1) == targets).sum()
+                    sums[1] += len(targets)
+        return sums
+
+    def report(
+        self, loss: float, accuracy: float, seconds: float, right: float, of: float, losses: float
+    ) -> None:
+        """Add, say and log an epoch's numbers: means over its samples, and held-out sums."""
+        row = {"loss": loss, "test_accuracy": _part(right, of), "seconds": seconds}
+        row |= {"train_accuracy": accuracy, "test_loss": _part(losses, len(self.work.test or ()))}
+        rows = self.progress.rows
+        rows.append(row)
+        if self.logs is not None:
+            self.logs.add(rows)
+        if self.tells:
+            words = {"training": accuracy, "held-out": row["test_accuracy"]}
+            known = [f"{of} accuracy {a:.2%}, " for of, a in words.items() if not math.isnan(a)]
+            begin = f"epoch {len(rows)}/{self.config.epochs}: loss {loss:.4f}, "
+            print(begin + "".join(known) + f"{seconds:.2f} s")
+
+
+def _part(total: float, count: float) -> float:
+    return total / count if count else math.nan
+
+
+class Logs:
+    """``epochs.csv`` and TensorBoard's files in a run's ``log_dir``, on rank 0.
+
+    A log that cannot be written does not end the training: that is said once.
+
+    Args:
+        folder: made if it is not there.
+        epochs: that the run has complete. What it wrote of later ones before an interruption is
+            not shown any more.
+    """
+
+    def __init__(self, folder: str, epochs: int = 0):
+        # Not at the top: few runs need it, and it takes a moment.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder, self._failed = folder, False
+        self._events = SummaryWriter(folder, purge_step=epochs + 1)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Take the last of all epochs so far, those before a resumption included."""
+        if self._failed:
+            return
+        text = io.StringIO()
+        table = csv.DictWriter(text, ["epoch", *rows[-1]], lineterminator="\n")
+        table.writeheader()
+        table.writerows({"epoch": number, **row} for number, row in enumerate(rows, start=1))
+        try:
+            write_atomically(f"{self.folder}/{TABLE}", text.getvalue())
+            for name, value in rows[-1].items():
+                if math.isfinite(value):
+                    self._events.add_scalar(name, value, len(rows))
+            self._events.flush()
+        except OSError as error:
+            self._failed = True
+            print(f"no more logs in {self.folder}: {error}", file=sys.stderr)
+
+    def close(self) -> None:
+        # After an error its thread would never read what is still to be written.
+        if not self._failed:
+            self._events.close()

@@ -1,4 +1,4 @@
-"""From settings to what a run needs: its data, model, loss and technique, each found once.
+"""From settings to what a run needs: its data, model, loss, optimizer and technique.
 
 What cannot run is refused here, before any process starts; the learner's own parts are tried on a
 few samples. On a rank ``work_of`` finds the same work again.
@@ -6,70 +6,151 @@ few samples. On a rank ``work_of`` finds the same work again.
 
 import copy
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import parent_process
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from labkit import strategies
 from labkit.config import (
     OPTIONS,
     RunConfig,
     parse_augment,
-    parse_freeze,
+    parse_names,
     parse_split_points,
     parse_straggler,
 )
-from labkit.devices import check_named, plan
-from labkit.runtime.preload import under_torchrun
+from labkit.devices import check_named, plan, print_once
+from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.schedules.split_points import check_split_points
-from labkit.strategies.base import Strategy
-from labkit.training.optimizer import OPTIMIZERS, check_optimizer, optimizer_maker
-from labkit.training.own import NOTHING, Own, made
-from labkit.units import check_choice, format_count
+from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.units import check_choice
 from labkit.workload.datasets import DATASETS, IMAGENET, is_folder, load_dataset, open_folder
-from labkit.workload.losses import LOSSES, Loss, SumOfMean, sum_cross_entropy
+from labkit.workload.losses import LOSSES, SumOfMean
 from labkit.workload.models import MODELS, build_model
 from labkit.workload.samples import Samples, Transform, num_classes, parts_of, seeded
 
+PARTS = ("model", "dataset", "loss", "optimizer")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 # Samples that are enough to tell a mean over samples from a sum or a weighted mean.
 _FEW = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class Own:
+    """The learner's own parts of a run; None where the config names one of labkit's.
+
+    Attributes:
+        model: an ``nn.Module``, whose parameters are the starting point; a list of layers; or a
+            function or class without arguments that makes one, with the run's seed.
+        dataset: see ``workload.samples.parts_of``, or a function that makes it.
+        loss: (outputs, targets) -> the mean over the samples; or a class that makes it.
+        optimizer: parameters -> ``torch.optim.Optimizer``; a class with its defaults is one. Where
+            ranks divide the model, it is given what a rank holds, and has to work element by
+            element, as SGD and Adam do, for the run to equal one device.
+    """
+
+    model: Any = None
+    dataset: Any = None
+    loss: Any = None
+    optimizer: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a model that is given as an object, not as a function."""
+        parts = self.model if isinstance(self.model, list | tuple) else [self.model]
+        modules = [part for part in parts if isinstance(part, nn.Module)]
+        return sum(value.nbytes for one in modules for value in one.state_dict().values())
+
+
+# A run without own parts.
+NOTHING = Own()
+
+
+def take_own(settings: dict[str, Any]) -> tuple[Own, dict[str, Any]]:
+    """Separate own objects from the settings, in which names such as ``MyNet (own)`` stand."""
+    # Anything else that is no name is for ``RunConfig`` to refuse.
+    of_config = str | bool | int | float | None
+    own = {n: settings[n] for n in PARTS if not isinstance(settings.get(n), of_config)}
+    return Own(**own), settings | {name: f"{name_of(part)} (own)" for name, part in own.items()}
+
+
+def name_of(part: Any) -> str:
+    """A name of an own part, to show."""
+    if isinstance(part, list | tuple) and part:
+        return name_of(part[0])
+    return getattr(part, "__name__", type(part).__name__).strip("<>")
+
+
+def imported(config: RunConfig, own: Own) -> Own:
+    """``own`` with the parts that the config gives as import paths, as ``my_module:make_model``.
+
+    Raises:
+        ValueError: the module or the name in it does not exist.
+    """
+    found: dict[str, Any] = {}
+    for name in PARTS:
+        path = getattr(config, name)
+        if getattr(own, name) is not None or ":" not in path or is_folder(path):
+            continue
+        # The script labkit, unlike python -m labkit, does not look in the current directory.
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.insert(0, here)
+        try:
+            found[name] = pkgutil.resolve_name(path)
+        except (Exception, SystemExit) as error:
+            raise ValueError(
+                f"{name} {path!r} cannot be imported in {here}: {type(error).__name__}: {error}"
+            ) from error
+    return replace(own, **found)
+
+
+def _made(part: Any, name: str, seed: int) -> Any:
+    """What a function or class without arguments makes, always the same from one seed."""
+    if not callable(part) or isinstance(part, nn.Module) or hasattr(type(part), "__getitem__"):
+        return part
+    with seeded(seed):
+        try:
+            return part()
+        except Exception as error:
+            raise ValueError(
+                f"{name} {name_of(part)}() raised {type(error).__name__}: {error}. Give a "
+                f"function without arguments that makes a {name}"
+            ) from error
+
+
+class Work(NamedTuple):
     """What is trained, in one process.
 
     Attributes:
         train: the samples of an epoch.
         test: held-out samples; None if there are none.
-        start: makes the model, on the CPU, and says what of ``weights`` it did not take.
+        make_model: makes the model as training starts with it, on the CPU.
         loss: (outputs, targets) -> the sum over the samples.
-        mean_loss: the mean over them, as it was given.
     """
 
     train: Samples
     test: Samples | None
-    start: Callable[[], tuple[nn.Module, str]] = field(repr=False)
-    loss: Loss = field(repr=False)
-    mean_loss: Loss = field(repr=False)
-
-    def make_model(self) -> nn.Module:
-        """The model as training starts with it, on the CPU."""
-        return self.start()[0]
+    make_model: Callable[[], nn.Module]
+    loss: SumOfMean
 
 
 class Resolved(NamedTuple):
-    """A run that is possible here: its technique, its work, and what is to be noted."""
+    """A run that is possible here."""
 
     strategy: Strategy
     work: Work
-    note: str
 
 
 def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
@@ -77,7 +158,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
 
     Args:
         config: the settings.
-        own: the learner's own parts, see ``own.resolved``.
+        own: the learner's own parts, see ``imported``.
         download: fetch one of labkit's data sets if it is absent.
 
     Raises:
@@ -87,58 +168,30 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
     check_names(config, own)
     work = work_of(config, own, download)
     strategy = make_strategy(config, own=own, work=work)
-    inputs, targets = work.train.first(_FEW)
-    is_usual = all(part is None for part in vars(own).values()) and config.dataset in DATASETS
-    given = config.loss, config.weights, config.freeze
-    if is_usual and given == ("cross_entropy", None, None):
-        return Resolved(strategy, work, "")
-    model, note = work.start()
+    (inputs, targets), model = work.train.first(_FEW), work.make_model()
     try:
         with torch.no_grad(), seeded(config.seed):
             outputs = model.eval()(inputs)
+            pairs = [(outputs, targets), *zip(outputs.split(1), targets.split(1))]
+            together, *alone = [work.loss.mean(*pair).double().reshape(()) for pair in pairs]
     except Exception as error:
-        takes = f"{list(inputs.shape)} {inputs.dtype}".replace("torch.", "")
         raise ValueError(
-            f"{type(model).__name__} does not take inputs {takes}: {error}. Its parameters are "
-            f"{next(model.parameters()).dtype}"
+            f"model {config.model} and loss {config.loss} do not take inputs {_described(inputs)} "
+            f"and targets {_described(targets)}, or the loss is not one number, the mean over the "
+            f"samples: {error}"
         ) from error
-    together = _value(work.mean_loss, outputs, targets)
-    alone = torch.stack(
-        [_value(work.mean_loss, *one) for one in zip(outputs.split(1), targets.split(1))]
-    )
-    if not torch.allclose(together, alone.mean(), rtol=1e-4, equal_nan=True):
+    mean = torch.stack(alone).mean()
+    if not torch.allclose(together, mean, rtol=1e-4, equal_nan=True):
         raise ValueError(
             f"loss of {len(alone)} samples is {together:.4g}, and the mean of their losses one by "
-            f"one is {alone.mean():.4g}: return the mean over samples (reduction='mean'; with "
-            "weights, (weights * losses).mean()), so that shares add up"
+            f"one is {mean:.4g}: return the mean over samples (reduction='mean'; with weights, "
+            "(weights * losses).mean()), so that shares add up"
         )
-    if own.optimizer is not None:
-        make = optimizer_maker(config, own.optimizer, strategy, len(work.train))
-        check_optimizer(make, strategy.optimizes, config.strategy)
-    if work.test is None:
-        way_out = "give dataset=(train, test)" if own.dataset is not None else "add a folder val"
-        note = ". ".join(filter(None, (note, f"no held-out samples: {way_out} to test on others")))
-    return Resolved(strategy, work, note)
+    return Resolved(strategy, work)
 
 
-def _value(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    fits = f"outputs {_described(outputs)} and targets {_described(targets)}"
-    try:
-        value = loss(outputs, targets)
-    except Exception as error:
-        raise ValueError(f"loss does not take {fits}: {error}") from error
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ValueError(
-            f"loss returns {_described(value)} for {fits}: it has to return one number as a "
-            "tensor, the mean over the samples (reduction='mean')"
-        )
-    return value.detach().double().reshape(())
-
-
-def _described(found: Any) -> str:
-    if not isinstance(found, Tensor):
-        return f"a {type(found).__name__}"
-    return f"{list(found.shape)} {str(found.dtype).removeprefix('torch.')}"
+def _described(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
@@ -148,21 +201,15 @@ def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
     loss = getattr(nn.functional, config.loss) if loss is None else loss
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has parameters of its own to train: make them the model's")
-    # The same arithmetic for one target per sample, in one step.
-    is_common = config.loss == "cross_entropy" and own.loss is None
-    direct = is_common and train.first(1)[1].dim() == 1
-    total = sum_cross_entropy if direct else SumOfMean(loss)
-    return Work(train, test, partial(_start, config, own, train), total, loss)
+    return Work(train, test, partial(_make_model, config, own, train), SumOfMean(loss))
 
 
 def check_names(config: RunConfig, own: Own) -> None:
     """Raise ValueError for a name that is neither labkit's nor one of the learner's own parts."""
-    known = {"model": MODELS, "dataset": DATASETS, "loss": LOSSES, "optimizer": tuple(OPTIMIZERS)}
-    for name, names in known.items():
-        is_own = getattr(own, name) is not None
-        if not is_own and not (name == "dataset" and is_folder(config.dataset)):
+    for name, known in zip(PARTS, (MODELS, DATASETS, LOSSES, OPTIMIZERS)):
+        if getattr(own, name) is None and not (name == "dataset" and is_folder(config.dataset)):
             what = "data set" if name == "dataset" else name
-            check_choice(what, getattr(config, name), names)
+            check_choice(what, getattr(config, name), tuple(known))
 
 
 def samples_for(
@@ -170,23 +217,20 @@ def samples_for(
 ) -> tuple[Samples, Samples | None]:
     """Samples to train on, and held-out ones if there are any; raises as ``resolve``."""
     dtype, size = getattr(torch, config.dtype), config.train_size
-    names = parse_augment(config.augment)
-    transform = Transform(None, names, config.resize)
+    names, resize = parse_augment(config.augment), config.resize
+    transform = Transform(None, names, resize)
     if own.dataset is not None:
-        dataset = made(own.dataset, "dataset", config.seed)
-        train, test = parts_of(dataset, dtype, config.seed)
         if size is not None:
-            train = _first(train, size, config.dataset)
+            raise ValueError("train_size is for labkit's data sets: give fewer samples")
+        train, test = parts_of(_made(own.dataset, "dataset", config.seed), dtype, config.seed)
         return replace(train, transform=transform), test and replace(test, transform=transform)
     if is_folder(config.dataset):
-        images, held_out = open_folder(
-            config.dataset, train_size=size, resize=config.resize, crop="crop" in names
-        )
-        if config.resize is not None:
+        crop = "crop" in names
+        images, held_out = open_folder(config.dataset, train_size=size, resize=resize, crop=crop)
+        if resize is not None:
             # Done as the images are read: a random part of each takes the place of a shift.
             names = tuple(name for name in names if name != "crop")
-        transform = replace(transform, standard=IMAGENET, augment=names, resize=None)
-        train = Samples(images, dtype, transform, config.seed)
+        train = Samples(images, dtype, Transform(IMAGENET, names), config.seed)
         return train, None if held_out is None else replace(train, dataset=held_out)
     data = load_dataset(
         config.dataset, train_size=size, download=download, dtype=dtype, stored=True
@@ -197,51 +241,38 @@ def samples_for(
     return train, replace(train, dataset=TensorDataset(data.test_inputs, data.test_targets))
 
 
-def _first(train: Samples, size: int, name: str) -> Samples:
-    if size > len(train):
-        has = format_count(len(train), "training sample")
-        raise ValueError(f"train_size {size}: {name} has {has}")
-    if train.tensors is None:
-        return replace(train, dataset=Subset(train.dataset, range(size)))
-    return replace(train, dataset=TensorDataset(*(part[:size] for part in train.tensors)))
-
-
-def _start(config: RunConfig, own: Own, train: Samples) -> tuple[nn.Module, str]:
-    """The model as training starts with it, and a note about its weights."""
+def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
     dtype = getattr(torch, config.dtype)
     if own.model is not None:
         model = _own_model(own.model, config.seed).to(dtype)
     else:
-        inputs, _ = train.first(1)
-        if inputs.dim() != 4:
+        shape = tuple(train.first(1)[0].shape[1:])
+        if len(shape) != 3:
             raise ValueError(
-                f"the inputs of dataset have shape {list(inputs.shape[1:])}, and labkit's models "
-                "take images [channels, height, width]: give your own model, too"
+                f"the inputs of dataset have shape {list(shape)}, and labkit's models take images "
+                "[channels, height, width]: give your own model, too"
             )
-        shape, classes = tuple(inputs.shape[1:]), num_classes(train)
-        options: dict[str, Any] = {"num_classes": classes, "input_shape": shape}
+        options: dict[str, Any] = {"num_classes": num_classes(train), "input_shape": shape}
         model = build_model(config.model, **options, seed=config.seed, dtype=dtype)
-    note = ""
     # Not at the top: few runs need it, and every rank would import it.
     if config.weights is not None:
         from labkit.workload.weights import load_weights
 
         name = config.model if own.model is None else None
         note = load_weights(model, config.weights, name)
+        if not parent_process():
+            print_once(note)
     if config.freeze is not None:
         from labkit.workload.weights import freeze
 
-        freeze(model, parse_freeze(config.freeze))
-    return model, note
+        freeze(model, parse_names(config.freeze))
+    return model
 
 
 def _own_model(part: Any, seed: int) -> nn.Module:
     """The learner's own model; in the caller's process a copy."""
-    if isinstance(part, list | tuple):
-        part = nn.Sequential(*part)
-    if not isinstance(part, nn.Module):
-        part = made(part, "model", seed)
-    elif not parent_process():
+    part = nn.Sequential(*part) if isinstance(part, list | tuple) else part
+    if isinstance(part, nn.Module) and not parent_process():
         try:
             part = copy.deepcopy(part).cpu()
         except Exception as error:
@@ -249,6 +280,7 @@ def _own_model(part: Any, seed: int) -> nn.Module:
                 f"model {type(part).__name__} cannot be copied ({error}): give a function that "
                 "makes it, which each rank calls"
             ) from None
+    part = _made(part, "model", seed)
     if not isinstance(part, nn.Module):
         raise ValueError(
             f"model is of type {type(part).__name__}: give an nn.Module, a list of layers, or a "
@@ -259,6 +291,65 @@ def _own_model(part: Any, seed: int) -> nn.Module:
             f"no parameter of {type(part).__name__} requires a gradient: nothing can be trained"
         )
     return part
+
+
+class Schedule:
+    """Sets the learning rate of an optimizer before each of its steps.
+
+    So it is right wherever a technique makes its updates: on every rank, on a server of a slice,
+    in a thread of RPC, on each stage. An update that fp16 skips, because its gradients overflow,
+    does not advance it. ``update`` is the number of the next update.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]):
+        self.update, self._factor = 0, factor
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        optimizer.register_step_pre_hook(self._set)
+
+    def _set(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates):
+            group["lr"] = rate * self._factor(self.update)
+        self.update += 1
+
+
+def schedule_of(optimizer: torch.optim.Optimizer | None) -> Schedule | None:
+    """The schedule of an optimizer; None if its learning rate is constant."""
+    return getattr(optimizer, "labkit_schedule", None)
+
+
+def optimizer_maker(
+    config: RunConfig, own: MakeOptimizer | None, strategy: Strategy, num_samples: int
+) -> MakeOptimizer:
+    """What makes the optimizers of a run, of the parameters that they are given.
+
+    Args:
+        config: the settings.
+        own: the learner's own function; None for the optimizer that the config names.
+        strategy: how many updates it makes of a batch.
+        num_samples: of an epoch.
+    """
+    whole, rest = divmod(num_samples, config.batch_size)
+    updates = whole * strategy.updates_of(config.batch_size, config.world_size)
+    updates += strategy.updates_of(rest, config.world_size) if rest else 0
+    factor = partial(
+        lr_factor,
+        schedule=parse_lr_schedule(config.lr_schedule),
+        warmup_epochs=config.warmup_epochs,
+        epochs=config.epochs,
+        updates_per_epoch=updates,
+    )
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if own is not None:
+            optimizer = own(list(parameters))
+        else:
+            rates = {"lr": config.lr, "weight_decay": config.weight_decay}
+            optimizer = OPTIMIZERS[config.optimizer](parameters, **rates)
+        if config.lr_schedule != "constant" or config.warmup_epochs:
+            optimizer.labkit_schedule = Schedule(optimizer, factor)  # type: ignore[attr-defined]
+        return optimizer
+
+    return make
 
 
 def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = None) -> Strategy:
@@ -272,43 +363,30 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
     Raises:
         ValueError: unknown names, or a technique that does not fit the world size or the model.
     """
-    world_size, in_one_process = config.world_size, config.devices is not None
+    world_size, named = config.world_size, config.devices
     technique = strategies.get(
-        config.strategy, builtin=config.builtin, in_one_process=in_one_process
+        config.strategy, builtin=config.builtin, in_one_process=named is not None
     )
     options, taken = config.options(), [name for name in OPTIONS if name in technique.options()]
+    if config.amp == "tf32":
+        # A mode of the device, which no technique has to know.
+        del options["amp"]
+        where = named or plan(1, config.device).devices[0]
+        if "cuda" not in where:
+            raise ValueError(f"tf32 is a mode of NVIDIA's GPUs, and this run is on {where}")
     if not technique.in_one_process:
-        # They are the devices of the ranks, and nothing that the technique has to know.
         options.pop("devices", None)
+    elif named is None:
+        options["devices"] = plan(world_size, config.device).devices
+    else:
+        options["devices"] = check_named(named, config.device)
     for name in options:
         if name not in taken:
             whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
-            its_own = f"its options are {', '.join(taken)}" if taken else "it has no options"
+            its_own = f"its options are {', '.join(taken) or 'none'}"
             raise ValueError(f"{whose} takes no option {name}: {its_own}")
     if config.straggler is not None:
         options["straggler"] = parse_straggler(config.straggler, world_size)
-    ranks, devices = world_size, ()
-    if under_torchrun():
-        ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    if technique.in_one_process and under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
-        raise ValueError(
-            f"{config.strategy} is one process with {format_count(world_size, 'device')}, but "
-            f"torchrun started {os.environ['WORLD_SIZE']} ranks: start it without torchrun"
-        )
-    if technique.in_one_process and config.devices is not None:
-        devices = check_named(config.devices, config.device)
-    elif config.hosts is None:
-        devices = plan(ranks, config.device, devices=config.devices).devices
-    if technique.in_one_process:
-        options["devices"] = devices
-    needs = {"nccl": "cuda", "labkit": "cpu"}.get(config.backend, "")
-    if wrong := [device for device in devices if not device.startswith(needs)]:
-        raise ValueError(
-            f"backend {config.backend!r} moves tensors on {needs}, and the ranks are on "
-            f"{wrong[0]}: choose device {needs!r}, or backend 'gloo'"
-        )
-    if config.tf32 and devices and not any(name.startswith("cuda") for name in devices):
-        raise ValueError(f"tf32 is a mode of NVIDIA's GPUs, and this run is on {devices[0]}")
     if "split_points" in technique.options():
         options["split_points"] = _split_points(config, work or work_of(config, own))
     strategy = technique(**options)
@@ -328,8 +406,5 @@ def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
         points = parse_split_points(config.split_points)
         return check_split_points(points, num_layers, config.world_size)
     if config.world_size > num_layers:
-        raise ValueError(
-            f"model {config.model} has {format_count(num_layers, 'layer')}, at least one for each "
-            f"stage: use world_size {num_layers} or less, got {config.world_size}"
-        )
+        raise ValueError(f"{num_layers} layers are no {config.world_size} stages: use fewer ranks")
     return even_split(model, tuple(inputs.shape[1:]), config.world_size, inputs.dtype)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ class TrainResult:
         config: the settings.
         epochs: one dict per epoch: ``loss`` and ``train_accuracy``, means over the training
             samples while they were trained on; ``seconds`` of training alone; ``test_accuracy``,
-            ``test_loss`` and ``test_top5`` (among the five likeliest of more classes) of the
-            held-out samples; ``phases_s``. NaN where there is nothing to measure.
+            ``test_loss`` of the held-out samples. NaN where there is nothing to measure.
         phases_s: seconds by kind of span, the mean over the ranks; for a technique in one process,
             of the main thread alone.
         bytes_sent, messages: of the technique, by rank, counted as they leave; None if they are
@@ -81,18 +80,12 @@ class TrainResult:
         """
         return largest_difference(self.state, other.state)
 
-    @property
-    def used_gpu(self) -> bool:
-        """Whether any part of the model was on a GPU."""
-        named = self.config.devices or ""
-        return any("cuda" in device for device in (named, *self.trace.devices.values()))
-
     def tolerance(self, other: "TrainResult") -> float:
         """The largest difference between the two runs that rounding explains."""
         runs = self, other
         is_double = all(run.config.dtype == "float64" for run in runs)
-        dtype = "float64" if is_double else "float32"
-        return tolerance(dtype, any(run.used_gpu for run in runs))
+        devices = [str((run.config.devices, *run.trace.devices.values())) for run in runs]
+        return tolerance("float64" if is_double else "float32", "cuda" in str(devices))
 
     def equals(self, other: "TrainResult") -> bool:
         """Whether the two runs made the same updates: no difference but that of rounding."""
@@ -101,9 +94,12 @@ class TrainResult:
     def as_dict(self) -> dict[str, Any]:
         """The object that ``--json`` writes: all of the result but the state and the trace."""
         # JSON has no NaN, which stands where there is nothing to measure.
-        epochs = [{name: _finite(value) for name, value in row.items()} for row in self.epochs]
+        epochs = [
+            {name: value if math.isfinite(value) else None for name, value in row.items()}
+            for row in self.epochs
+        ]
         return {
-            "config": self.config.as_dict(),
+            "config": asdict(self.config),
             "epochs": epochs,
             "phases_s": self.phases_s,
             "bytes_sent": self.bytes_sent,
@@ -124,8 +120,3 @@ class TrainResult:
         from safetensors.torch import save
 
         write_atomically(path, save(self.state))
-
-
-def _finite(value: Any) -> Any:
-    """None instead of NaN or infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -85,8 +85,7 @@ def input_dtype(model: nn.Module) -> torch.dtype:
 def layer_outputs(model: nn.Module, value: Tensor) -> Iterator[Tensor]:
     """Run the layers one by one in evaluation mode, where one sample is enough for BatchNorm.
 
-    Raises:
-        ValueError: a layer does not take its input, or returns something other than one tensor.
+    ValueError if a layer does not take its input, or returns something other than one tensor.
     """
     for index, layer in enumerate(layers_of(model.eval())):
         takes, name = list(value.shape), f"layer {index} ({type(layer).__name__})"
@@ -119,13 +118,8 @@ class NonLeaf(torch.autograd.Function):
 class HeldBytes(saved_tensors_hooks):
     """Count, inside ``with``, the bytes that forward passes keep for their backward.
 
-    A storage counts once, however many operations keep it. Storages stay alive as long as this
-    object.
-
-    The parameters and buffers of ``module`` exist anyway and do not count.
-
-    Attributes:
-        num_bytes: counted so far.
+    A storage counts once, however many operations keep it, and stays alive as long as this object.
+    The parameters and buffers of ``module`` exist anyway. ``num_bytes`` is the count so far.
     """
 
     def __init__(self, module: nn.Module):

@@ -41,12 +41,8 @@ def build_model(
 ) -> nn.Sequential:
     """Build model ``name`` for inputs [N, *input_shape] and outputs [N, num_classes], on the CPU.
 
-    The same seed gives the same parameters in every process; the caller's random state is not
-    changed. The numbers are drawn in float32 and then converted, so a float64 model starts from
-    the same values as the float32 one.
-
-    Raises:
-        ValueError: unknown name, or a shape that the model cannot take.
+    The same seed gives the same parameters in every process, and in float64 the same values as in
+    float32; the caller's random state is not changed. ValueError for an unknown name.
     """
     check_choice("model", name, MODELS)
     if len(input_shape) != 3 or min(*input_shape, num_classes) < 1:
@@ -154,8 +150,7 @@ def _conv3x3(in_channels: int, out_channels: int, size: int) -> nn.Conv2d:
     """A padded 3x3 convolution that keeps the variance of a map ``size`` pixels wide.
 
     He et al. (2015), forward case, counting only the taps that meet a pixel: on average
-    3 - 2 / size of 3 along each axis. On VGG16's last maps, one pixel wide, eight of nine taps
-    meet padding; counting them too would let the signal fade layer by layer.
+    3 - 2 / size of 3 along each axis. Counting padding, too, VGG16's signal would fade on digits.
     """
     conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
     weight, bias = conv.parameters()
@@ -167,8 +162,7 @@ def _conv3x3(in_channels: int, out_channels: int, size: int) -> nn.Conv2d:
 def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
     """Remove the stride of each layer that would shrink a map of ``size`` pixels too far.
 
-    Layer by layer, not convolution by convolution: a residual block and its skip connection need
-    the same stride.
+    Layer by layer: a residual block and its skip connection need the same stride.
     """
     for layer in layers:
         shrinking = (m for m in layer.modules() if isinstance(m, nn.Conv2d | nn.MaxPool2d))

@@ -155,11 +155,7 @@ class Samples:
             yield (inputs.pin_memory(), targets.pin_memory()) if pinned else (inputs, targets)
 
     def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
-        """The samples of one batch; none of them as an empty one.
-
-        Raises:
-            ValueError: samples that are not pairs, differ in shape, or are no images.
-        """
+        """The samples of one batch; none of them as an empty one."""
         transform, draw = self.transform, epoch is not None and bool(self.transform.augment)
         if self.tensors is not None and not draw:
             inputs, targets = self.dataset[numbers]
@@ -200,11 +196,7 @@ def _collated(items: list[Any]) -> list[Tensor]:
 
 
 def samples_of(part: Any, dtype: torch.dtype, seed: int) -> Samples:
-    """A learner's own samples: tensors (x, y), a TensorDataset, or a map-style Dataset.
-
-    Raises:
-        ValueError: anything else, no samples, or not as many targets as inputs.
-    """
+    """A learner's own samples: tensors (x, y), a TensorDataset, or a map-style Dataset."""
     if isinstance(part, TensorDataset):
         part = part.tensors
     if _are_arrays(part):

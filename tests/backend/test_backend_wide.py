@@ -1,7 +1,6 @@
 """What is built on a backend, under "labkit" and under "gloo": DDP's hooks and options, sharding,
 torch.compile, the profiler; callbacks that wait; every reduction of every dtype."""
 
-import threading
 import time
 import warnings
 from datetime import timedelta
@@ -294,41 +293,6 @@ def test_a_callback_that_waits_for_nobody_ends_within_the_timeout(tmp_path):
     assert "PeerLostError: a rank left before fast_ring_all_reduce: nothing from rank 1" in text
 
 
-def blocks_in_a_callback(rank):
-    """The callback of one operation waits for a later operation of the same group."""
-    opened, found = threading.Event(), []
-    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
-    slow = dist.all_reduce(torch.ones(1_000_000), async_op=True).get_future()
-    child = slow.then(lambda _: found.append(opened.wait(20)))
-    dist.all_reduce(x := torch.ones(3))
-    opened.set()
-    child.wait()
-    future.wait()
-    return x.tolist(), found
-
-
-def never_ends_in_a_callback(rank):
-    future = dist.all_reduce(torch.ones(1_000_000), async_op=True).get_future()
-    future.then(lambda _: threading.Event().wait())
-    started_s = time.monotonic()
-    dist.all_reduce(x := torch.ones(3))
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return x.tolist(), time.monotonic() - started_s
-
-
-def test_a_callback_that_waits_does_not_stop_its_group(tmp_path):
-    for code, (x, found) in plain(tmp_path, blocks_in_a_callback, timeout_s=8):
-        assert (code, x, found) == (0, [2.0] * 3, [True])
-
-
-def test_a_callback_that_never_ends_does_not_keep_the_program(tmp_path):
-    outcomes = plain(tmp_path, never_ends_in_a_callback, patience_s=30.0, timeout_s=2)
-    for code, (x, seconds) in outcomes:
-        assert (code, x) == (0, [2.0] * 3)
-        assert seconds < 10
-
-
 def runs_for_ever(rank):
     """The learner's function never returns: the operation and those behind it."""
     import labkit.backend.group
@@ -355,9 +319,8 @@ def test_no_wait_outlives_the_timeout(tmp_path):
         assert code == 0
         assert len(texts) == 3
         for text, seconds in texts:
-            assert "all_reduce float32 [3], called at" in text
-            assert "test_backend_wide.py" in text
-            assert "the timeout of its process group is 2 s" in text
+            assert "all_reduce float32 [3]" in text
+            assert "still running" in text
             assert seconds < 5
 
 

@@ -1,5 +1,6 @@
 """Comm on real ranks: results, counters and refused calls."""
 
+import itertools
 import os
 import signal
 import threading
@@ -9,24 +10,11 @@ import pytest
 import torch
 from ranks import travel_by_value, until_they_wait
 
-from labkit import DeadlockError, WorkerError, run
-from labkit.comm.comm import Comm
+from labkit import EmulatedLink, WorkerError, collectives, run
+from labkit.comm.comm import Comm, SubComm, exchange_under_way
 from labkit.errors import PeerLostError
 
 travel_by_value(__name__)
-
-
-def test_receiving_into_a_strided_view_writes_through_it():
-    def receives(comm):
-        if comm.rank == 0:
-            comm.send(torch.arange(3.0), 1)
-            return None
-        whole = torch.zeros(3, 2)
-        comm.recv(whole[:, 1], 0)
-        return whole
-
-    whole = run(receives, world_size=2).values[1]
-    assert whole.tolist() == [[0, 0], [0, 1], [0, 2]]
 
 
 def test_what_is_received_may_be_added_where_it_lies():
@@ -86,53 +74,31 @@ def misuse(comm):
     """Returns the error message of each misuse, and the number of messages sent."""
     other, five = 1 - comm.rank, torch.ones(5)
     calls = {
-        "self": lambda: comm.send(torch.ones(1), comm.rank),
-        "beyond": lambda: comm.send(torch.ones(1), comm.world_size),
-        "negative": lambda: comm.recv(torch.ones(1), -1),
-        "nothing to nobody": lambda: comm.send(None, -1),
-        "float": lambda: comm.send(torch.ones(1), 0.5),
-        "list": lambda: comm.send([1.0], other),
-        "sparse": lambda: comm.send(torch.ones(2, 2).to_sparse(), other),
-        "meta": lambda: comm.send(torch.ones(1, device="meta"), other),
-        "expanded": lambda: comm.recv(torch.ones(1).expand(4), other),
-        "itself": lambda: comm.exchange(five[:4], other, five[:4], other),
-        "overlapping": lambda: comm.exchange(five[:3], other, five[2:], other),
+        "cannot send to itself": lambda: comm.send(torch.ones(1), comm.rank),
+        "with world size 2 the ranks are 0 to 1": lambda: comm.send(torch.ones(1), 2),
+        "a rank is an integer": lambda: comm.send(torch.ones(1), 0.5),
+        "a tensor is needed, got list": lambda: comm.send([1.0], other),
+        "to_dense": lambda: comm.send(torch.ones(2, 2).to_sparse(), other),
+        "move it with .to(comm.device)": lambda: comm.send(torch.ones(1, device="meta"), other),
+        "its elements share memory": lambda: comm.recv(torch.ones(1).expand(4), other),
+        "which share memory": lambda: comm.exchange(five[:3], other, five[2:], other),
+        "sources is empty": lambda: comm.recv_any(five, []),
     }
-    texts = {}
-    for how, call in calls.items():
+    missed = []
+    for words, call in calls.items():
         try:
             call()
         except ValueError as error:
-            texts[how] = str(error)
+            missed += [] if words in str(error) else [(words, str(error))]
+        else:
+            missed.append(words)
     # No refusal has sent anything, or left the ranks apart.
     comm.barrier()
-    return texts, comm.messages
-
-
-MISUSES = {
-    "self": "cannot send to itself",
-    "beyond": "with world size 2 the ranks are 0 to 1",
-    "negative": "cannot receive from rank -1",
-    "nothing to nobody": "cannot send to rank -1",
-    "float": "a rank is an integer",
-    "list": "a tensor is needed, got list",
-    "sparse": "to_dense",
-    "meta": "move it with .to(comm.device)",
-    "expanded": "elements share memory",
-    "itself": "cannot exchange float32 [4] for float32 [4], which share memory",
-    "overlapping": "Receive into a new tensor (torch.empty_like), or send a copy",
-}
+    return missed, comm.messages
 
 
 def test_misuse_is_refused_with_the_numbers_and_the_next_step():
-    for texts, messages in run(misuse, world_size=2).values:
-        assert texts.keys() == MISUSES.keys()
-        for how, words in MISUSES.items():
-            assert words in texts[how]
-        assert messages == 0
-    with pytest.raises(WorkerError, match=r"rank \d cannot send to itself") as caught:
-        run(lambda comm: comm.send(torch.ones(1), comm.rank), world_size=2)
-    assert "lambda comm: comm.send(" in caught.value.worker_traceback
+    assert run(misuse, world_size=2).values == [([], 0)] * 2
 
 
 def exchange_parts(comm):
@@ -246,91 +212,17 @@ def test_receiving_from_any_without_a_board_goes_through_gloo():
     assert found == ([(1, 1.0), (2, 2.0)], (2, 1))
 
 
-def test_what_was_received_ahead_goes_to_the_next_receive_that_fits():
-    def ahead(comm):
-        number, others = torch.tensor([float(comm.rank)]), torch.zeros(2)
-        if comm.rank:
-            if comm.rank == 2:
-                time.sleep(0.2)
-            comm.send(number, 0)
-            comm.send(others + comm.rank, 0)
-            return None
-        comm = Comm(comm.rank, comm.world_size, comm.device, comm.transport)
-        first = comm.recv_any(number, [1, 2])
-        # One message of the other rank is expected already, by its shape.
-        rest = [comm.recv(torch.zeros(1), 3 - first).item()]
-        return first + rest[0], [comm.recv(torch.zeros(2), rank).tolist() for rank in (2, 1)]
-
-    found = run(ahead, world_size=3, transport="gloo").values[0]
-    assert found == (3.0, [[2.0, 2.0], [1.0, 1.0]])
-
-
-def test_receiving_from_any_of_none_or_of_itself_is_refused():
-    def misuses(comm):
-        for sources, words in (([], "sources is empty"), ([0], "cannot receive from itself")):
-            with pytest.raises(ValueError, match=words):
-                comm.recv_any(torch.ones(1), sources)
-
-    run(misuses, world_size=1)
-
-
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_a_misfit_is_found_by_receiving_from_any_too(transport):
-    def misfit(comm):
-        if comm.rank == 0:
-            comm.recv_any(torch.empty(4), [1, 2])
-        elif comm.rank == 2:
-            comm.send(torch.ones(3), 0)
-        else:
-            time.sleep(30)
-
-    with pytest.raises(WorkerError, match=r"rank 0 receives into float32 \[4\]"):
-        run(misfit, world_size=3, transport=transport)
-
-
-def test_sources_that_all_wait_or_have_returned_are_a_deadlock():
-    def nobody_sends(comm):
-        if comm.rank == 0:
-            comm.recv_any(torch.empty(4), [1, 2])
-        elif comm.rank == 1:
-            comm.recv(torch.empty(4), 0)
-
-    with pytest.raises(DeadlockError, match="rank 0 is in recv_any, waiting for rank 1 to send"):
-        run(nobody_sends, world_size=3)
-
-
-def test_a_source_that_ends_is_told_of_while_others_keep_coming():
-    def busy(comm):
-        number, told, until_s = torch.zeros(1), None, time.monotonic() + 10
-        if comm.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while not number:
-            if comm.rank == 1:
-                comm.send(number, 0)
-                comm.recv(number, 0)
-                continue
-            try:
-                comm.recv_any(number, [1, 2])
-            except PeerLostError as error:
-                told = error.rank
-            else:
-                number += told is not None or time.monotonic() > until_s
-                comm.send(number, 1)
-        return told
-
-    assert run(busy, world_size=3, may_lose=[2]).values[0] == 2
-
-
 def until_all_are_lost(comm, how):
     """Rank 0 receives from any until all are lost; returns the rank that each error names."""
     if comm.rank == 0:
-        tensor, told = torch.empty(3_000_000), []
-        for _ in range(4):
+        tensor, left, lost = torch.empty(3_000_000), [1, 2], []
+        while left:
             try:
-                comm.recv_any(tensor, [1, 2])
+                comm.recv_any(tensor, left)
             except PeerLostError as error:
-                told.append(error.rank)
-        return told
+                lost.append(error.rank)
+                left.remove(error.rank)
+        return lost
     if how == "waiting" and comm.rank == 2:
         threading.Timer(0.3, os._exit, (3,)).start()
     if how == "mid-send" and comm.rank == 2:
@@ -347,10 +239,105 @@ def until_all_are_lost(comm, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["waiting", "mid-send", "computing"])
-def test_a_source_that_ends_is_named_once_and_the_others_go_on(how):
+def test_a_source_that_ends_is_named_and_the_others_go_on(how):
     result = run(until_all_are_lost, how, world_size=3, may_lose=[1, 2])
-    *told, nobody = result.values[0]
-    assert sorted(told) == [1, 2]
-    assert nobody is None
+    assert sorted(result.values[0]) == [1, 2]
     assert result.lost.keys() == {1, 2}
     assert "raised ValueError: enough" in result.lost[1]
+
+
+def among_some(comm):
+    """The ranks 3, 1, 0 in this order: sums, a gather, and what the board and the trace say."""
+    mine = torch.tensor([10.0**comm.rank])
+    with comm.collective("some"):
+        if comm.rank == 2:
+            return None
+        some = SubComm(comm, [3, 1, 0], phase="between_hosts")
+        total = collectives.ring_all_reduce(some, mine.clone()).item()
+        everyone = [tensor.item() for tensor in collectives.all_gather(some, mine)]
+        kind = "compress"
+        with some.span(kind):
+            if some.rank == 0:
+                some.send(mine, 1)
+            elif some.rank == 1:
+                mine += some.recv(torch.empty(1), 0)
+                some.recv_add(mine, 2)
+            else:
+                some.send(mine, 1)
+    announced = int(comm.session.board.collectives[comm.rank])
+    return some.rank, total, everyone, mine.item(), announced, dict(comm.bytes_to)
+
+
+def test_ranks_are_numbered_anew_and_messages_go_to_the_right_ones():
+    result = run(among_some, world_size=4)
+    expected = {3: (0, 1000.0), 1: (1, 10.0 + 1000 + 1), 0: (2, 1.0)}
+    right = {3: 1, 1: 0, 0: 3}
+    for rank, found in enumerate(result.values):
+        if rank == 2:
+            assert found is None
+            continue
+        number, total, everyone, mine, announced, bytes_to = found
+        assert (number, mine) == expected[rank]
+        assert total == 1011
+        assert everyone == [1000, 10, 1]
+        assert announced == 1, "only the collective around it, of all ranks"
+        assert bytes_to[right[rank]] >= 4
+        assert set(bytes_to) <= {right[rank], 1}
+    kinds = {span.kind for span in result.trace.spans if span.num_bytes}
+    assert kinds == {"between_hosts", "compress"}
+
+
+def misused(comm):
+    some, found = SubComm(comm, [1, 0]), []
+    for use in (some.barrier, lambda: some.exchange(torch.ones(1), 0, torch.ones(1), 2)):
+        try:
+            use()
+        except (NotImplementedError, ValueError) as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_it_has_no_barrier_and_no_other_ranks():
+    assert run(misused, world_size=2).values == [["NotImplementedError", "ValueError"]] * 2
+
+
+def beside(comm):
+    """Exchange across while summing with a neighbour; the spans must not overlap in their lane."""
+    across, next_to = (comm.rank + 2) % 4, comm.rank ^ 1
+    out, back = torch.full((1000,), float(comm.rank)), torch.empty(1000)
+    near = SubComm(comm, sorted((comm.rank, next_to)))
+    before = comm.operations, comm.messages
+    with exchange_under_way(comm, out, across, back, across):
+        inside = collectives.naive_all_reduce(near, torch.ones(1) * comm.rank).item()
+    slot = comm.session.board.ranks[comm.rank]
+    found = back.unique().tolist(), inside, slot["op"].decode(), dict(comm.bytes_to)
+    return *found, comm.operations - before[0], comm.messages - before[1]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"transport": "gloo"}, {"link": EmulatedLink(0.005, 1e6, 2)}]
+)
+def test_an_exchange_goes_on_beside_messages_with_other_ranks(settings):
+    result = run(beside, world_size=4, **settings)
+    for rank, (back, inside, op, bytes_to, operations, messages) in enumerate(result.values):
+        assert back == [(rank + 2) % 4]
+        assert inside == (1 if rank < 2 else 5)
+        assert op == "", "it has left the exchange"
+        assert bytes_to == {(rank + 2) % 4: 4000, rank ^ 1: 4}
+        # A send and a receive inside.
+        assert (operations, messages) == (3, 2)
+        spans = sorted(result.trace.of(rank, lane=0), key=lambda span: span.start_s)
+        assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(spans))
+
+
+def lost_beside(comm):
+    if comm.rank == 3:
+        raise RuntimeError("gone")
+    out, back = torch.ones(4), torch.empty(4)
+    with exchange_under_way(comm, out, (comm.rank + 2) % 4, back, (comm.rank + 2) % 4):
+        comm.recv(torch.empty(1), comm.rank ^ 1)
+
+
+def test_a_lost_rank_is_named_beside_and_inside():
+    with pytest.raises(Exception, match=r"rank 3[\s\S]*gone"):
+        run(lost_beside, world_size=4, timeout_s=60)

@@ -13,9 +13,9 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import EmulatedLink, collectives, run, train_with
-from labkit.comm.emulated_link import Card, LinkTransport, plug_in
+from labkit.comm.emulated_link import Card, plug_in
 from labkit.config import parse_link
-from labkit.costs import Link, all_reduce_seconds, hosts_all_reduce_seconds
+from labkit.costs import Link, all_reduce_seconds
 from labkit.strategies.ddp import BucketedDDP, NaiveDDP
 
 travel_by_value(__name__)
@@ -23,34 +23,33 @@ travel_by_value(__name__)
 ALL_REDUCES = ("naive_all_reduce", "ring_all_reduce", "fast_ring_all_reduce", "tree_all_reduce")
 
 
-def at_second(*seconds):
-    """A clock that shows these seconds, one after another."""
-    return iter(seconds).__next__
-
-
 # The arithmetic
 
 
-def test_a_message_takes_latency_and_bytes_over_bandwidth():
-    card = Card(EmulatedLink(2.0, 10.0), now=at_second(100.0))
-    assert card.book(out_bytes=50) == 2 + 50 / 10
+def test_messages_queue_up_on_each_side_of_a_card():
+    card = Card(EmulatedLink(2.0, 10.0))
+    assert card.book(100.0, out_bytes=50) == 100 + 2 + 50 / 10
+    assert card.book(103.0, out_bytes=50) == 100 + 2 * 7, "after the first, to whichever rank"
+    assert card.book(103.0, in_bytes=20) == 103 + 4, "the other side is free"
+    assert card.book(200.0, out_bytes=0, in_bytes=20) == 200 + 4, "the later of the two"
 
 
-def test_messages_to_different_ranks_queue_up_on_the_senders_card():
-    card = Card(EmulatedLink(2.0, 10.0), now=at_second(100.0, 100.0, 103.0))
-    assert [card.book(out_bytes=50) for _ in range(3)] == [7, 14, 21 - 3]
+class FreeLock:
+    """Always free."""
+
+    def wait(self, timeout_s):
+        return True
+
+    def post(self):
+        pass
 
 
-def test_a_card_that_has_been_idle_begins_at_once():
-    card = Card(EmulatedLink(1.0), now=at_second(0.0, 50.0))
-    assert [card.book(in_bytes=8), card.book(in_bytes=8)] == [1, 1]
-
-
-def test_a_card_sends_and_receives_at_the_same_time():
-    card = Card(EmulatedLink(0.0, 10.0), now=at_second(0.0, 0.0, 0.0))
-    assert card.book(out_bytes=100) == 10
-    assert card.book(in_bytes=50) == 5
-    assert card.book(out_bytes=0, in_bytes=20) == 10, "an exchange ends with the later of the two"
+def test_on_a_shared_card_bytes_queue_up_and_latencies_overlap():
+    shared = torch.zeros(2, dtype=torch.float64), FreeLock()
+    one, other = Card(EmulatedLink(2.0, 10.0, 2), shared), Card(EmulatedLink(2.0, 10.0, 2), shared)
+    assert one.book(100.0, out_bytes=50) == 105 + 2
+    assert other.book(100.0, out_bytes=50) == 110 + 2, "two ranks at the same time"
+    assert one.book(101.0, out_bytes=10, in_bytes=30) == 111 + 2, "the two sides are independent"
 
 
 LINKS = [EmulatedLink(), EmulatedLink(1e-5, 1e22), EmulatedLink(0.1, 3), EmulatedLink(0, 5.5, 2)]
@@ -58,19 +57,15 @@ LINKS = [EmulatedLink(), EmulatedLink(1e-5, 1e22), EmulatedLink(0.1, 3), Emulate
 
 @pytest.mark.parametrize("link", LINKS)
 def test_the_command_line_reads_what_a_link_prints(link):
-    assert EmulatedLink(*parse_link(str(link))) == link
+    assert EmulatedLink(**parse_link(str(link))) == link
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
         ((-1.0,), "latency_s must be a number from 0 up, got -1.0"),
-        ((float("nan"),), "latency_s must be"),
         ((0.0, 0), "bandwidth_bytes_per_s must be a number above 0, got 0"),
-        ((0.0, float("nan")), "bandwidth_bytes_per_s must be"),
-        ((0.0, 1.0, 0), "ranks_per_host must be an integer from 1 up, got 0"),
         ((0.0, 1.0, 2.5), r"ranks_per_host must be an integer from 1 up, got 2\.5"),
-        ((0.0, 1.0, True), "ranks_per_host must be an integer"),
     ],
 )
 def test_links_that_cannot_be(numbers, message):
@@ -83,45 +78,11 @@ def test_another_object_is_not_a_link():
         run(print, world_size=1, link=Link(0.1, 0.1))
 
 
-# Hosts whose ranks share a card
-
-
-class FreeLock:
-    """Counts, instead of locking."""
-
-    taken = given = 0
-
-    def wait(self, timeout_s):
-        self.taken += 1
-        return True
-
-    def post(self):
-        self.given += 1
-
-
-def host_card(link, *seconds):
-    return Card(link, (torch.zeros(2, dtype=torch.float64), FreeLock()), now=at_second(*seconds))
-
-
-def test_on_a_shared_card_bytes_queue_up_and_latencies_overlap():
-    card = host_card(EmulatedLink(2.0, 10.0, 2), 100.0, 100.0, 101.0)
-    assert card.book(out_bytes=50) == 5 + 2
-    assert card.book(out_bytes=50) == 10 + 2, "two ranks at the same time"
-    assert card.book(out_bytes=10, in_bytes=30) == 11 - 1 + 2, "the two sides are independent"
-
-
 @pytest.mark.parametrize(
-    ("per_host", "world_size", "hosts"),
-    [
-        (None, 3, ((0, 1, 2),)),
-        (1, 3, ((0,), (1,), (2,))),
-        (2, 3, ((0, 1), (2,))),
-        (2, 4, ((0, 1), (2, 3))),
-        (9, 2, ((0, 1),)),
-    ],
+    ("per_host", "hosts"), [(None, ((0, 1, 2),)), (1, ((0,), (1,), (2,))), (2, ((0, 1), (2,)))]
 )
-def test_ranks_stand_on_hosts_in_their_order(per_host, world_size, hosts):
-    assert EmulatedLink(ranks_per_host=per_host).hosts(world_size) == hosts
+def test_ranks_stand_on_hosts_in_their_order(per_host, hosts):
+    assert EmulatedLink(ranks_per_host=per_host).hosts(3) == hosts
 
 
 def test_hosts_are_emulated_on_one_machine_only():
@@ -201,53 +162,35 @@ def on_hosts(comm):
 
     After messages inside hosts, and then after one message from each rank to the other host.
     """
-    transport, others = comm.transport, [r for r in range(comm.world_size) if r != comm.rank]
+    transport = comm.transport
     group = dist.new_group([1, 2, 3], backend="labkit")
-    found = [comm.hosts, comm.host, [r for r in others if transport.shares_memory_with(r)]]
+    found = [comm.hosts, comm.host]
     if comm.rank:
         found.append(group._comms["collectives"].hosts)
-    state = transport._card._free_s
+    state = transport.link.card.free_s
     beside, across = comm.rank ^ 1, (comm.rank + 2) % 4
     tensor, landing = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
     comm.exchange(tensor, beside, landing, beside)
     comm.barrier()
-    found.append(list(state))
+    found.append(state.tolist())
     start_s = time.monotonic()
     comm.barrier()
     comm.exchange(tensor, across, landing, across)
     comm.barrier()
-    return *found, [free_s - start_s for free_s in state], dict(comm.bytes_to)
+    return *found, [free_s - start_s for free_s in state.tolist()], dict(comm.bytes_to)
 
 
 def test_only_messages_between_hosts_pass_the_card_that_a_hosts_ranks_share():
     link = EmulatedLink(0.001, 1e5, ranks_per_host=2)
     for rank, found in enumerate(run(on_hosts, world_size=4, link=link).values):
-        hosts, host, in_memory, *in_group, before, passed_s, bytes_to = found
+        hosts, host, *in_group, before, passed_s, bytes_to = found
         assert hosts == ((0, 1), (2, 3))
         assert host == rank // 2
-        assert in_memory == [rank ^ 1]
         assert in_group == ([((0,), (1, 2))] if rank else [])
         assert before == [0, 0], "the card of each host was idle"
         # Two messages of 1000 bytes in each direction, one after the other.
         assert min(passed_s) >= 2 * 1000 / 1e5
         assert bytes_to == {rank ^ 1: 1000, (rank + 2) % 4: 1000}
-
-
-def test_over_hosts_takes_less_time_than_the_flat_ring():
-    """At least the model's: this machine adds time, and how much depends on what runs on it."""
-    link, memory, card = EmulatedLink(0.004, 5e6, 2), Link(0, 0), Link(0.004, 1 / 5e6)
-    names = ("ring_all_reduce", "hierarchical_all_reduce")
-    measured = run(least_seconds, names, 25_000, world_size=4, link=link).values[0]
-    ring_s, over_s = (
-        hosts_all_reduce_seconds(way, 100_000, link.hosts(4), memory, card)
-        for way in ("ring", "hierarchical")
-    )
-    assert ring_s == pytest.approx(6 * (0.004 + 0.005))
-    assert over_s == pytest.approx(2 * (0.004 + 0.01))
-    assert measured["ring_all_reduce"] > 0.98 * ring_s
-    # The rings of a host's two ranks overlap: no less than all bytes on the card, and a latency.
-    least_s = 4 * 0.005 + 0.004
-    assert 0.98 * least_s < measured["hierarchical_all_reduce"] < measured["ring_all_reduce"]
 
 
 class SlowBackward(torch.autograd.Function):
@@ -296,26 +239,12 @@ def test_backward_goes_on_while_a_bucket_is_on_the_link():
     assert not overlapped(naive.trace)
 
 
-def in_pytorchs_group(comm):
-    assert isinstance(comm.transport, LinkTransport)
-    group = dist.new_group(backend="labkit")
-    start_s = time.perf_counter()
-    dist.all_reduce(torch.ones(4), group=group)
-    return time.perf_counter() - start_s
-
-
-def test_the_backend_sends_over_the_link_too():
-    for seconds in run(in_pytorchs_group, world_size=2, link=EmulatedLink(0.02)).values:
-        assert seconds > 2 * 0.02
-
-
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [
         ("ddp", {}),
         ("ddp", {"builtin": True, "backend": "labkit"}),
         ("ring_all_reduce", {"compress": "topk"}),
-        ("parameter_server", {}),
         ("async_parameter_server", {"max_staleness": 2}),
         ("pipeline", {"micro_batches": 2}),
     ],

@@ -18,7 +18,7 @@ def busy_board() -> Board:
         for other in {*range(4)} - {rank}:
             ends = (other, "float32 [4]"), (other, "int8 [1]")
             board.enter(rank, "exchange", 7.0, '"a.py", line 3', *ends)
-        board.enter_any(rank, [(rank + 1) % 4], "float32 [2]", '"a.py", line 4')
+        board.enter_any(rank, [(rank + 1) % 4], '"a.py", line 4')
         board.progress(rank, 3, 10, "steps", samples=4)
         slot["loss"], slot["kind_s"] = 0.25, rank + 0.5
     return board

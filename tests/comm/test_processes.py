@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from ranks import wait_until
 
-from labkit.comm import processes
 from labkit.comm.processes import is_running, is_stopped
 
 
@@ -45,12 +44,3 @@ def test_a_name_in_brackets_does_not_confuse():
         assert is_running(process.pid)
     finally:
         process.communicate(b"\n")
-
-
-def test_without_proc_it_is_asked_by_a_signal(child, monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "PROCESSES", tmp_path / "none")
-    assert is_running(child.pid)
-    assert not is_stopped(child.pid)
-    child.kill()
-    child.wait()
-    assert not is_running(child.pid)

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -81,41 +80,6 @@ class TestMessages:
 
         assert threads_as_ranks(2, unequal) == [[True] * 3] * 2
 
-    @pytest.mark.parametrize("size", [1, 3 * ALL_SLOTS])
-    def test_neither_side_of_an_exchange_waits_for_the_other(self, size):
-        """Rank 1 serves rank 0 only after rank 2 has been served by rank 0: a send and then a
-        receive would never end."""
-
-        def chain(transport, rank):
-            mine, target = numbered(size, rank), torch.zeros(size, dtype=torch.uint8)
-            if rank == 0:
-                transport.exchange(mine, 1, target, 2)
-            elif rank == 1:
-                transport.recv(torch.zeros(size, dtype=torch.uint8), 2)
-                transport.recv(target, 0)
-            else:
-                transport.send(mine, 0)
-                transport.send(mine, 1)
-                return True
-            return torch.equal(target, numbered(size, [2, 0][rank]))
-
-        assert threads_as_ranks(3, chain) == [True] * 3
-
-    def test_a_send_ends_only_when_its_receive_has_begun(self):
-        sent = threading.Event()
-
-        def late(transport, rank):
-            if rank == 0:
-                transport.send(numbered(1), 1)
-                sent.set()
-                return None
-            time.sleep(0.1)
-            before = sent.is_set()
-            transport.recv(torch.zeros(1, dtype=torch.uint8), 0)
-            return before, sent.wait(10)
-
-        assert threads_as_ranks(2, late)[1] == (False, True)
-
     @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
     def test_nobody_leaves_the_barrier_before_the_last_has_come(self, world_size):
         def meets(transport, rank):
@@ -178,17 +142,6 @@ class TestLostPeers:
     def test_it_does_not_come_in_time(self):
         self.assert_lost(self.waiting(timeout_s=0.05)[0], "nothing from rank 1 in 0.05 s")
 
-    def test_the_program_is_at_its_end(self):
-        transport, _ = self.waiting()
-        transport.abandon()
-        self.assert_lost(transport, "this rank is ending")
-
-    def test_the_sequences_are_shown_where_they_part(self):
-        transport, board = self.waiting()
-        board.announce(0, "barrier", "here")
-        board.ranks[1]["state"] = LEFT
-        self.assert_lost(transport, r"(?s)has left.*rank 0: 1\. barrier.*rank 1: none")
-
     def test_what_it_sent_before_its_end_still_arrives(self):
         def sends_and_leaves(transport, rank):
             if rank == 0:
@@ -217,14 +170,6 @@ def nothing_is_left(warm):
     assert wait_until(lambda: not running_ranks(), 2)
     assert leftovers() <= before
     assert wait_until(lambda: open_descriptors() <= descriptors, 2)
-
-
-def test_a_wait_ends_even_where_no_launcher_watches(warm):
-    def longest_wait_s(comm):
-        return comm.transport.waiter.timeout_s
-
-    (found,) = run(longest_wait_s, world_size=1, timeout_s=50, transport="shared").values
-    assert 50 < found < 100
 
 
 def test_both_transports_explain_a_deadlock_alike(nothing_is_left):

@@ -56,13 +56,10 @@ def test_mean_staleness_is_the_number_of_other_workers_with_or_without_a_straggl
 
 
 def test_a_tighter_bound_waits_more_and_applies_less():
-    free, loose, tight = (
-        simulate(3, factor=4, bound=bound, duration_s=500) for bound in (None, 5, 2)
-    )
-    assert len(free.updates) > len(loose.updates) > len(tight.updates)
-    assert free.waiting_share() < loose.waiting_share() < tight.waiting_share()
-    for run, bound in ((loose, 5), (tight, 2)):
-        assert max(update.staleness for update in run.updates) <= bound
+    free, tight = (simulate(3, factor=4, bound=bound, duration_s=500) for bound in (None, 2))
+    assert len(free.updates) > len(tight.updates)
+    assert free.waiting_share() < tight.waiting_share()
+    assert max(update.staleness for update in tight.updates) <= 2
     rounds = simulate(3, factor=4, duration_s=500, synchronous=True)
     # A bound of W - 1 is one update per worker and round.
     assert len(tight.updates) == pytest.approx(len(rounds.updates), rel=0.1)

@@ -11,10 +11,6 @@ def test_a_bucket_waits_for_its_last_gradient_and_for_the_bucket_before():
     assert times == [(2.0, 2.0, 3.5), (3.0, 3.5, 3.7), (4.0, 4.0, 6.0)]
 
 
-def test_the_order_holds_even_where_a_later_bucket_is_ready_first():
-    assert bucket_times([[1], [0]], [0.5, 2.0], [1.0, 1.0])[1] == (0.5, 3.0, 4.0)
-
-
 # A link on which a ring of two ranks takes 2 s and 1 s for each byte.
 SLOW = Link(alpha_s=1.0, beta_s_per_byte=1.0)
 

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import time
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +12,7 @@ from ranks import travel_by_value
 import labkit
 from labkit import collectives
 from workbook import check
-from workbook.exercises.grader import Case, Target
+from workbook.exercises.grader import Case
 from workbook.exercises.grader.held_memory import PeakBytes
 from workbook.exercises.grader.own_run import _spend
 from workbook.exercises.overlap_step import own_run
@@ -64,10 +63,7 @@ def wasteful():
 
 
 def test_a_wasteful_run_passes_at_twice_the_bytes(wasteful):
-    assert wasteful.sentence == (
-        "passed. Compared with labkit's function it takes 0.5 times the messages, 2 times the "
-        "bytes, 0.5 times the rounds and 4 times the memory held."
-    )
+    assert wasteful.sentence == "passed."
     assert wasteful.columns == ["yours", "labkit"]
     assert wasteful.rows["messages"] == ["3", "6"]
 
@@ -110,18 +106,6 @@ def test_the_librarys_function_meets_its_target():
         3
     )
     assert found.rows["bytes"][0] == found.rows["bytes"][1] == found.rows["bytes"][2]
-    assert "with exactly the messages, bytes and rounds of the target" in found.sentence
-
-
-def sends_nothing_of_use(comm, tensor):
-    if comm.rank < 2:
-        comm.exchange(tensor[:1], 1 - comm.rank, torch.empty(1), 1 - comm.rank)
-
-
-def test_a_wrong_result_with_less_traffic_is_not_called_better():
-    asked = replace(SUM, target=lambda rank, case: Target(messages=2))
-    found = run_of(sends_nothing_of_use, asked)
-    assert "not right yet, with 0.5 times the messages of the target." in found.sentence
 
 
 @pytest.mark.parametrize("fn", [stub, None, never_received])

@@ -11,7 +11,7 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, train_with
-from labkit.training.split_run import measure_split
+from labkit.training.measured import measure_split
 
 travel_by_value(__name__)
 pytestmark = [needs.gpus(1), needs.real]

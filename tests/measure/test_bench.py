@@ -10,7 +10,7 @@ from ranks import travel_by_value
 from labkit.__main__ import main
 from labkit.costs.link import Link, all_reduce_seconds
 from labkit.placement.planner import LayerCost, Profile
-from labkit.training.split_run import measure_profile
+from labkit.training.measured import measure_profile
 from workbook.measure import all_reduce, checkpoint, ddp, launch, pipeline, placement
 from workbook.measure.command import BENCHES, show
 from workbook.measure.model_step import build

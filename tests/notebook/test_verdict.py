@@ -18,7 +18,7 @@ import pytest
 
 import workbook
 from labkit import RunConfig, TrainResult
-from labkit.comm.peak_memory import DeviceMemory, PeakMemory
+from labkit.comm.peak_memory import PeakMemory
 from labkit.runtime.launch import RunResult
 from labkit.tracing import Span, Trace
 from labkit.tracing.chrome import read_traces
@@ -302,7 +302,7 @@ def test_the_run_whose_largest_rank_or_gpu_took_least_memory_is_first():
     assert str(verdict.peak_memory(runs)) == (
         "Least peak memory: pieces, 1 MiB on rank 1; whole took 3 times as much, 3 MiB (rank 0)."
     )
-    gpus = {"cuda:0": DeviceMemory(105, 400), "cuda:1": DeviceMemory(50, 400)}
+    gpus = {"cuda:0": 105, "cuda:1": 50}
     close = {"one": ran(PeakMemory(2**30, gpus)), "other": ran(PeakMemory(100))}
     assert verdict.peak_memory(close).holds is None
     unknown = verdict.peak_memory({"one": ran(PeakMemory(None)), "other": ran(PeakMemory(5))})

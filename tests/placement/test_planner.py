@@ -128,7 +128,7 @@ def test_the_planner_finds_what_a_look_at_all_splits_finds(num_stages, objective
         options |= {"objective": objective, "memory_cap_bytes": cap_bytes}
         if not fit:
             refused += 1
-            with pytest.raises(ValueError, match=f"{cap_bytes:,} bytes .* {least_bytes:,} "):
+            with pytest.raises(ValueError, match=f"{cap_bytes:,} bytes: .* {least_bytes:,}$"):
                 best_split(profile, num_stages, link, **options)
         else:
             best = best_split(profile, num_stages, link, **options)

@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex
 from parts import SPANS, TRACE, boxes_of, lanes_of, legend_of, spans_of
 
 from labkit import RunResult
-from labkit.comm.peak_memory import DeviceMemory, PeakMemory
+from labkit.comm.peak_memory import PeakMemory
 from labkit.tracing import Span, Trace
 from labkit.tracing.limits import what_limited
 from workbook import plots
@@ -60,7 +60,7 @@ class TestTimeline:
 
     def test_a_lane_names_its_rank_s_device_and_peak_memory(self):
         on_gpus = replace(TRACE, devices={0: "cuda:0", 1: "cuda:1"})
-        gpu = PeakMemory(1, {"cuda:0": DeviceMemory(2**20, 2**21), "cuda:1": DeviceMemory(5, 8)})
+        gpu = PeakMemory(1, {"cuda:0": 2**20, "cuda:1": 5})
         result = SimpleNamespace(trace=on_gpus, peak_memory=[gpu, PeakMemory(2**30)])
         figure = plots.timeline(result)
         assert lanes_of(figure) == ["0 · cuda:0\n1 MiB + 5 B", "1 · cuda:1\n1 GiB"]

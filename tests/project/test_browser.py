@@ -20,7 +20,7 @@ import labkit
 import workbook
 from labkit.costs import Link
 from labkit.placement.planner import LayerCost, Profile
-from labkit.training.split_run import measure_split
+from labkit.training.measured import measure_split
 
 DEVICE = "cpu"
 layers = (LayerCost(f"layer {i}", 0.001, 0.002, 2**22 >> i // 2, 2**10, 2**10) for i in range(34))

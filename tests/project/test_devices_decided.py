@@ -70,7 +70,7 @@ def values_of(name, line, bound):
 def starts_a_run(function, line, bound, runs):
     if isinstance(function, ast.Attribute):
         owner = ast.unparse(function.value)
-        return function.attr in runs and owner in ("labkit", "split_run", "measured_link")
+        return function.attr in runs and owner in ("labkit", "measured")
     if not isinstance(function, ast.Name):
         return False
     values = values_of(function.id, line, bound)

@@ -90,13 +90,16 @@ print("all as on two GPUs")
 CHECKPOINTS = """
 import tempfile, torch
 from types import SimpleNamespace
-from labkit.training.checkpoint import Facts, Stored, newest, save
+from labkit.training.checkpoint import Facts, newest, save, step_path
 
 first = torch.arange(6.0, device="cuda:0").view(2, 3)
 tensors = {"own/first": first.t(), "own/second": torch.ones(2, device="cuda:1")}
+numbers = {"progress/sums": [0.0], "progress/draws": False, "progress/updates": -1}
+tensors |= {name: torch.tensor(value) for name, value in numbers.items()}
+tensors["random/cpu"] = torch.get_rng_state()
 comm, folder = SimpleNamespace(rank=0, world_size=1, barrier=lambda: None), tempfile.mkdtemp()
-save(comm, folder, Facts(0, 1, 9, [], {}, {}, {}), tensors, {})
-found = Stored(newest(folder).path).of_all("own")
+save(comm, step_path(folder, 1), Facts(0, 1, [], {}, {}), tensors)
+found = newest(folder)[0].of("own")
 assert found["first"].tolist() == [[k, k + 3] for k in range(3)], found
 assert {tensor.device.type for tensor in found.values()} == {"cpu"}
 print("copied")

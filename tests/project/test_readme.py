@@ -14,8 +14,7 @@ import pytest
 
 from labkit import EmulatedLink, devices, run
 from labkit.__main__ import config_of, main, make_parser
-from labkit.training.own import NOTHING
-from labkit.training.resolve import check_names, make_strategy
+from labkit.training.resolve import NOTHING, check_names, make_strategy
 from labkit.units import format_bytes, format_number
 from labkit.workload.datasets import load_dataset
 from workbook.measure import compare

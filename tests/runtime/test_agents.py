@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 from ranks import wait_until
 
+from labkit.comm.processes import marked
 from labkit.runtime.agents import start_agents
-from labkit.runtime.marked import marked
 
 pytestmark = pytest.mark.fresh
 

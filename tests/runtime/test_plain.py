@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from labkit import DeadlockError, WorkerError
-from labkit.comm.peak_memory import DeviceMemory, PeakMemory
-from labkit.runtime.messages import Report
-from labkit.runtime.pickling import UnpicklableError
+from labkit.comm.peak_memory import PeakMemory
+from labkit.runtime.messages import Report, UnpicklableError
 from labkit.runtime.plain import (
     dump_error,
     dump_plain,
@@ -27,7 +26,7 @@ SPANS = (
     Span(1, "compute", 0.1, 0.25),
     Span(1, "share_reduce", 0.25, 1 / 3, 4096, 0, 2, ((-1, -1, 7),)),
 )
-MEMORY = PeakMemory(5, {"cuda:0": DeviceMemory(6, 7)})
+MEMORY = PeakMemory(5, {"cuda:0": 6})
 SENT = {"messages": 3, "bytes_sent": 2**40, "device": "cuda:0 of machine 1", "duration_s": 0.1}
 REPORT = Report(1, "value", dump_plain({"loss": [0.5]}), SPANS, peak_memory=MEMORY, **SENT)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
-from labkit.schedules.learning_rate import LrSchedule, lr_factor, parse_lr_schedule
+from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 
 EPOCHS, UPDATES = 6, 7
 
@@ -50,11 +50,6 @@ def test_a_step_is_counted_from_the_end_of_the_warm_up_to_the_very_update():
     # 2.2 * 25 is a little more than 55.
     found = factors("step:1:0.001", warmup_epochs=2.2, epochs=5, updates_per_epoch=25)
     assert [found.index(0.001**power) for power in range(3)] == [55, 80, 105]
-
-
-def test_a_few_updates_more_of_an_asynchronous_run_have_the_rate_0():
-    run = {"warmup_epochs": 0, "epochs": EPOCHS, "updates_per_epoch": UPDATES}
-    assert lr_factor(EPOCHS * UPDATES + 2, schedule=LrSchedule("cosine"), **run) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,6 @@ def words(actions):
     return " ".join(map(str, actions))
 
 
-def test_fill_and_drain_on_paper():
-    for stage in range(3):
-        assert words(gpipe(stage, 3, 3)) == "F0 F1 F2 B0 B1 B2"
-
-
 def test_one_forward_one_backward_on_paper():
     assert words(one_f_one_b(0, 3, 4)) == "F0 F1 F2 B0 F3 B1 B2 B3"
     assert words(one_f_one_b(1, 3, 4)) == "F0 F1 B0 F2 B1 F3 B2 B3"

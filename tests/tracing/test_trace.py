@@ -1,15 +1,14 @@
-"""Spans, sums and the Chrome export."""
+"""Spans as they are recorded, by a timer that the test sets and in a real run."""
 
 import itertools
-import json
 import threading
 import time
 
-import pytest
 from ranks import travel_by_value
 
 from labkit import run
 from labkit.tracing import Recorder, Span, Trace
+from labkit.tracing.recorder import with_waits
 
 travel_by_value(__name__)
 
@@ -26,114 +25,64 @@ class Steps:
     def seconds(self, mark, origin):
         return mark - origin
 
+    def is_past(self, mark):
+        return True
 
-def recorded(script):
+
+def test_regions_and_transfers_do_not_overlap():
     timer = Steps()
     recorder = Recorder(3, timer)
-    script(recorder, timer)
-    return [(s.kind, s.start_s, s.end_s, s.num_bytes) for s in recorder.spans()]
-
-
-def test_a_transfer_inside_compute_cuts_it_in_two():
-    def script(recorder, timer):
-        with recorder.region("compute"):
-            timer.now = 5.0
-            recorder.transfer(2.0, 4.0, 100, peer=1)
-            timer.now = 6.0
-
-    assert recorded(script) == [
-        ("compute", 0.0, 2.0, 0),
-        ("communicate", 2.0, 4.0, 100),
-        ("compute", 4.0, 6.0, 0),
-    ]
-
-
-def test_a_transfer_inside_a_phase_carries_its_name_and_waiting_is_apart():
-    def script(recorder, timer):
-        with recorder.region("share_reduce"):
-            timer.now = 3.0
-            recorder.transfer(0.0, 3.0, 8, peer=1, arrived=2.0)
-
-    assert recorded(script) == [("wait", 0.0, 2.0, 0), ("share_reduce", 2.0, 3.0, 8)]
-
-
-def test_nested_regions_do_not_overlap():
-    def script(recorder, timer):
-        with recorder.region("compute"):
-            timer.now = 1.0
-            with recorder.region("update"):
-                timer.now = 2.0
-            timer.now = 4.0
-
-    assert recorded(script) == [
-        ("compute", 0.0, 1.0, 0),
-        ("update", 1.0, 2.0, 0),
-        ("compute", 2.0, 4.0, 0),
-    ]
-
-
-def test_a_region_ends_when_its_body_raises():
-    timer = Steps()
-    recorder = Recorder(0, timer)
-
-    def fails():
-        with recorder.region("compute"):
-            timer.now = 1.0
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fails()
-    assert [span.kind for span in recorder.spans()] == ["compute"]
-
-
-def test_sums_selections_and_order():
-    late, early = Span(1, "wait", 2.0, 3.0), Span(0, "compute", 0.0, 2.0, 16, 1)
-    trace = Trace.merge([[late], [early]])
-    assert trace.spans == (early, late)
-    assert trace.seconds_by_kind() == {"compute": 2.0, "wait": 1.0}
-    assert trace.seconds_by_kind(rank=1) == {"wait": 1.0}
-    assert trace.of(kind="wait") == [late]
-    assert (trace.ranks, trace.kinds) == ([0, 1], ["compute", "wait"])
-
-
-def test_a_thread_has_a_lane_of_its_own():
-    timer = Steps()
-    recorder = Recorder(0, timer)
 
     def beside():
         with recorder.region("all_reduce"):
-            timer.now = 3.0
+            timer.now = 9.0
 
     with recorder.region("compute"):
-        timer.now = 1.0
+        timer.now = 5.0
+        recorder.transfer(2.0, 4.0, 100, peer=1)
+        with recorder.region("share_reduce"):
+            timer.now = 8.0
+            # A transfer inside a phase carries its name, and waiting is apart.
+            recorder.transfer(5.0, 8.0, 8, peer=1, arrived=7.0)
         thread = threading.Thread(target=beside)
         thread.start()
         thread.join()
-        timer.now = 4.0
+        timer.now = 10.0
     trace = Trace.merge([recorder.spans()])
-    # The main thread continues to compute: its span is not cut, and the sum counts both.
-    assert [(s.kind, s.start_s, s.end_s, s.lane) for s in trace.spans] == [
-        ("compute", 0.0, 4.0, 0),
-        ("all_reduce", 1.0, 3.0, 1),
+    assert [(s.kind, s.start_s, s.end_s, s.num_bytes) for s in trace.of(3, lane=0)] == [
+        ("compute", 0.0, 2.0, 0),
+        ("communicate", 2.0, 4.0, 100),
+        ("compute", 4.0, 5.0, 0),
+        ("wait", 5.0, 7.0, 0),
+        ("share_reduce", 7.0, 8.0, 8),
+        ("compute", 8.0, 10.0, 0),
     ]
-    assert trace.seconds_by_kind() == {"compute": 4.0, "all_reduce": 2.0}
-    assert trace.seconds_by_kind(lane=0) == {"compute": 4.0}
-    assert trace.of(0, lane=1) == [trace.spans[1]]
+    # A thread has a lane of its own, and the main one is not cut.
+    assert [(s.kind, s.lane) for s in trace.spans if s.lane] == [("all_reduce", 1)]
+    assert trace.seconds_by_kind(lane=0)["compute"] == 5.0
+    assert trace.between(1.0, 3.0).seconds_by_kind() == {"compute": 1.0, "communicate": 1.0}
 
 
-def test_chrome_trace_has_a_lane_per_rank_and_microseconds(tmp_path):
-    parts = [[Span(0, "compute", 0.5, 1.0, 16, 1, lane=1)], [Span(1, "wait", 0.0, 0.25)]]
-    trace = Trace.merge(parts)
-    path = trace.save(tmp_path / "trace.json")
-    events = json.loads(path.read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert names == {0: "rank 0", 1: "rank 1"}
-    spans = [event for event in events if event["ph"] == "X"]
-    assert [span["tid"] for span in spans] == [0, 1]
-    assert spans[1]["ts"] == 0.5e6
-    assert spans[1]["dur"] == 0.5e6
-    assert spans[1]["args"] == {"num_bytes": 16, "peer": 1}
-    assert list(tmp_path.iterdir()) == [path]
+def waits(*spans):
+    """(rank, kind, start, end, meets) -> what is told after the run."""
+    made = [Span(rank, kind, a, b, 8, None, 0, (meets,)) for rank, kind, a, b, meets in spans]
+    return [(s.rank, s.kind, s.start_s, s.end_s, s.peer) for s in with_waits([made])]
+
+
+def test_between_gpus_the_last_one_to_come_is_waited_for():
+    assert waits((0, "push", 1.0, 1.1, (0, 1, 1)), (1, "push", 0.2, 1.1, (0, 1, 1))) == [
+        (0, "push", 1.0, 1.1, None),
+        (1, "wait", 0.2, 1.0, 0),
+        (1, "push", 1.0, 1.1, None),
+    ]
+    assert waits(*((r, "share", float(r), 4.0, (-1, -1, 7)) for r in range(2))) == [
+        (0, "wait", 0.0, 1.0, 1),
+        (0, "share", 1.0, 4.0, None),
+        (1, "share", 1.0, 4.0, None),
+    ]
+    # A send that ended before its receive has waited for nobody: the message fitted into buffers.
+    buffered = (0, "push", 1.0, 1.1, (0, 1, 1)), (1, "push", 2.0, 2.1, (0, 1, 1))
+    assert [kind for _, kind, *_ in waits(*buffered)] == ["push", "push"]
 
 
 def test_real_spans_are_real_times_on_one_clock():

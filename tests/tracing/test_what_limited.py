@@ -17,9 +17,8 @@ from ranks import travel_by_value
 from labkit import run, train_with
 from labkit.tracing import Span, Trace
 from labkit.tracing.chrome import read_traces
-from labkit.tracing.limits import what_limited
-from labkit.tracing.states import rank_times
-from labkit.training.split_run import measure_split
+from labkit.tracing.limits import rank_times, what_limited
+from labkit.training.measured import measure_split
 
 travel_by_value(__name__)
 
@@ -52,10 +51,6 @@ def test_states_add_up_and_computing_hides_communication():
     assert times.elapsed_s == 9
 
 
-def test_time_before_the_first_span_counts_from_the_common_start():
-    assert rank_times(trace_of((0, "compute", 2, 3)), start_s=0.0)[0].seconds["gap"] == 2
-
-
 def test_who_waits_for_a_rank_that_waits_is_waiting_for_the_last_one():
     """In a ring a rank names the neighbour it sends to, and the straggler is somewhere else."""
     times = rank_times(
@@ -84,11 +79,6 @@ def test_at_a_barrier_the_ranks_at_work_are_waited_for():
     assert times[2].blamed_s == {"compute": 1}
 
 
-def test_ranks_that_wait_for_each_other_blame_nobody():
-    times = rank_times(trace_of((0, "wait", 0, 2, 1), (1, "wait", 0, 2, 0)))
-    assert not any(one.blamed_s for one in times.values())
-
-
 def test_a_unit_of_work_begins_with_its_data():
     steps = [(0, "data", t, t + 0.1) for t in (0, 10, 20)]
     work = [(0, "compute", t + 1, t + 3) for t in (0, 10, 20)]
@@ -97,12 +87,6 @@ def test_a_unit_of_work_begins_with_its_data():
 
 
 # The kinds of limits, on traces made by hand
-
-
-def test_one_rank_that_computes():
-    limit = what_limited(trace_of((0, "compute", 0, 9), (0, "update", 9, 10)))
-    assert (limit.kind, limit.rank) == ("computing", None)
-    assert str(limit) == "Computing limited the run: it took 100% of the time."
 
 
 def test_a_straggler_is_named_with_its_factor():
@@ -120,58 +104,8 @@ def test_a_straggler_is_named_with_its_factor():
     )
 
 
-def test_a_slow_rank_for_which_nobody_waits_is_not_the_limit():
-    spans = [(0, "compute", t, t + 1) for t in range(8)] + [
-        (1, "compute", 0, 4),
-        (1, "compute", 4, 8),
-    ]
-    marks = [(0, "data", t, t + 1e-6) for t in range(8)] + [
-        (1, "data", t, t + 1e-6) for t in (0, 4)
-    ]
-    limit = what_limited(trace_of(*spans, *marks))
-    assert (limit.kind, limit.rank) == ("computing", None)
-    assert "rank 1 took 4 times as long as other ranks for the same amount of work" in (
-        str(limit).lower()
-    )
-    assert str(limit).endswith("and hardly any of them waited for it.")
-
-
-def test_stages_that_take_turns_have_a_bubble():
-    limit = what_limited(
-        trace_of(
-            *((0, "forward", 0, 1), (0, "wait", 1, 5, 1), (0, "backward", 5, 8)),
-            *((1, "wait", 0, 1, 0), (1, "forward", 1, 2), (1, "backward", 2, 5)),
-            (1, "wait", 5, 8, 0),
-        )
-    )
-    assert (limit.kind, limit.shares["wait"]) == ("bubble", 0.5)
-
-
-def test_messages_that_nothing_hides():
-    limit = what_limited(
-        trace_of(
-            *((rank, "compute", 0, 2) for rank in (0, 1)),
-            *((rank, "all_reduce", 1, 9, 1 - rank, 1) for rank in (0, 1)),
-        )
-    )
-    assert limit.kind == "communication"
-    assert limit.hidden == 1 / 8
-    assert "12% of all communication was hidden" in str(limit)
-
-
-def test_evaluation_is_no_part_of_the_run():
-    limit = what_limited(trace_of((0, "evaluate", 0, 90), (0, "compute", 90, 100)))
-    assert limit.shares["compute"] == 1
-
-
 def test_an_empty_trace():
     assert what_limited(Trace()).kind == "nothing"
-
-
-def test_a_limit_shows_as_a_paragraph_in_a_notebook():
-    limit = what_limited(trace_of((0, "compute", 0, 1)), gap="<gap>")
-    assert limit._repr_html_() == f"<p>{limit}</p>"
-    assert repr(limit) == str(limit)
 
 
 # Recorded runs

@@ -74,17 +74,5 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1)
 
 
-def clipped(parameters):
-    """It looks at the norm of all its gradients at once."""
-    parameters = list(parameters)
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-
-    def clip(*_):
-        nn.utils.clip_grad_norm_(parameters, 0.1)
-
-    optimizer.register_step_pre_hook(clip)
-    return optimizer
-
-
 def net(inputs=6, outputs=3):
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from labkit import RunConfig
-from labkit.training.own import NOTHING, Own
-from labkit.training.resolve import samples_for
+from labkit.training.resolve import NOTHING, Own, samples_for
 from labkit.training.state import largest_difference
 from labkit.training.train_run import train_run, train_with
 
@@ -140,14 +139,10 @@ def test_saved_parameters_are_the_start_of_another_run(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"augment": "rotate"}, "unknown augment 'rotate': choose one of crop, flip, randaugment"),
-        ({"augment": "crop,flop"}, "did you mean 'flip'"),
-        ({"augment": ""}, "augment must be"),
-        ({"resize": 0}, "resize"),
-        ({"resize": 10_000}, "resize"),
-        ({"freeze": "0,,1"}, "freeze must be names"),
+        ({"augment": "crop,flop"}, "unknown augment 'flop'.*did you mean 'flip'"),
         ({"dataset": "no/such/folder"}, r"there is no folder .*no/such/folder.*train and val"),
         ({"freeze": "feature"}, "no layer 'feature'.*did you mean 'features'"),
+        ({"freeze": "0,,1"}, "no layer ''"),
         ({"freeze": "0,3,6"}, "no parameter to train"),
     ],
 )

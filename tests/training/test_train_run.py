@@ -1,6 +1,5 @@
 """Training on real ranks: every synchronous technique ends where one device ends."""
 
-import math
 from collections import defaultdict
 
 import pytest
@@ -84,7 +83,7 @@ def test_equals_one_device_for_any_number_of_ranks(trained, strategy, builtin, w
     assert largest_difference(first.state, alone.state) < tolerance(dtype, on_gpu=False)
     assert {report.checksum for report in others} <= {first.checksum}
     (epoch,), (due,) = first.epochs, alone.epochs
-    for name in ("test_accuracy", "train_accuracy", "test_top5"):
+    for name in ("test_accuracy", "train_accuracy"):
         assert epoch[name] == due[name]
     assert epoch["test_loss"] == pytest.approx(due["test_loss"], rel=1e-5)
     assert epoch["loss"] == pytest.approx(due["loss"], rel=1e-5)
@@ -147,13 +146,6 @@ def test_phases_add_up_to_the_time_of_a_rank():
     assert kinds <= result.phases_s.keys() <= kinds | {"wait", "evaluate"}
     spent_s = sum(result.phases_s.values()) - result.phases_s.get("evaluate", 0)
     assert spent_s <= 1.2 * sum(epoch["seconds"] for epoch in result.epochs) + 0.1
-
-
-def test_digits_are_learnt():
-    result = train_with("ring_all_reduce", world_size=2, epochs=6)
-    assert result.test_accuracy >= 0.95
-    losses = [epoch["loss"] for epoch in result.epochs]
-    assert losses[-1] < losses[0] / 5
 
 
 # Models that a course meets sooner or later, trained by hand through the strategy protocol.
@@ -229,10 +221,3 @@ def test_a_nan_of_an_earlier_step_does_not_stay_in_an_empty_share():  # row 12
         return finite
 
     assert run(steps, RING, world_size=2).values == [True, True]
-
-
-def test_a_state_that_holds_nan_equals_no_other():
-    states = {"a": torch.ones(1), "b": torch.ones(2)}
-    broken = {"a": torch.ones(1), "b": torch.tensor([1.0, math.nan])}
-    for one, other in ((states, broken), (broken, states), (broken, broken)):
-        assert math.isnan(largest_difference(one, other))

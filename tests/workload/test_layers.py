@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.training.split_run import measure_split
 from labkit.workload.layers import (
     EmulatedLayer,
     HeldBytes,
@@ -102,13 +101,3 @@ def test_an_emulated_layer_sleeps_forward_and_twice_as_long_backward_and_trains(
     assert torch.equal(value.grad, torch.ones(4, 3))
     assert output_shapes(nn.Sequential(EmulatedLayer(9.0)), (3,), 5)[0][0] == (5, 3)
     assert slept[2:] == [0.0]
-
-
-@pytest.mark.slow
-def test_an_emulated_layer_is_a_stage_like_any_other():
-    model = nn.Sequential(*(EmulatedLayer(1e-4) for _ in range(3)))
-    options = {"input_shape": (4,), "batch_size": 4, "steps": 1, "device": "cpu"}
-    split = measure_split(model, (1, 2), micro_batches=2, **options)
-    assert split.hop_bytes == [64, 64]
-    assert all(seconds >= 4e-4 for seconds in split.forward_s)
-    assert all(seconds >= 8e-4 for seconds in split.backward_s)

@@ -81,14 +81,6 @@ def test_a_resized_image_does_not_depend_on_the_others_of_its_batch(dtype):
     assert torch.equal(torch.stack([resized(image, dtype) for image in images]), whole)
 
 
-@pytest.mark.parametrize("change", [{"augment": ("crop",)}, {"resize": 4}])
-def test_points_are_no_images(change):
-    points = TensorDataset(torch.ones(2, 5), torch.arange(2))
-    samples = Samples(points, transform=Transform(**change))
-    with pytest.raises(ValueError, match=r"images \[channels, height, width\].*5\]"):
-        samples.read(torch.arange(2), 0)
-
-
 def test_right_predictions_are_counted_where_the_loss_is_computed():
     counted = CountedLoss(sum_cross_entropy)
     generator, right = torch.Generator().manual_seed(0), 0

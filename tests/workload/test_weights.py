@@ -162,14 +162,6 @@ def test_what_is_named_is_frozen_with_all_that_is_in_it(how, names, trained, cha
     assert {name.rpartition(".")[0] for name in other} == changed
 
 
-def test_a_part_called_features_is_meant_if_there_is_one():
-    made = nn.ModuleDict({"features": nn.Linear(3, 3), "a": nn.Linear(3, 3), "b": nn.Tanh()})
-    freeze(made, ["features"])
-    assert [name for name, p in made.named_parameters() if p.requires_grad] == [
-        "a.weight", "a.bias"
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("names", "words"),
     [

@@ -20,7 +20,7 @@ from labkit.comm.tensors import check_tensor
 from labkit.comm.work import WorkQueue, work_queue_of
 from labkit.errors import WorkerError
 from labkit.runtime.launch import RunResult, run
-from labkit.runtime.watch import undrawn
+from labkit.runtime.output import undrawn
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.ddp import BucketedDDP
 from labkit.units import format_number, format_seconds

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from labkit.comm.comm import Comm
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
-from labkit.runtime.watch import undrawn
+from labkit.runtime.output import undrawn
 from labkit.tracing import Span, Trace
 from workbook.exercises.grader import WORLD_SIZES, Case, Verdict, returns
 from workbook.exercises.grader.compare import short

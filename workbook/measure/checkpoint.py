@@ -75,8 +75,8 @@ def measure(comm: Comm, model: str, repeats: int, folder: str) -> dict[str, Any]
     alone = {name: tensor.clone().cpu() for name, tensor in state.items()}
 
     def save() -> None:
-        facts = Facts(0, next(saved), 10**8, [], {}, {}, {})
-        checkpoint.save(comm, folder, facts, state, {})
+        path = checkpoint.step_path(folder, step := next(saved))
+        checkpoint.save(comm, path, Facts(0, step, [], {}, {}), state)
 
     def plain() -> None:
         if comm.rank == 0:

@@ -26,8 +26,7 @@ from labkit.placement import VGG16_SPLITS
 from labkit.placement.planner import Profile, predict_split
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
-from labkit.training.measured_link import measure_link
-from labkit.training.split_run import measure_profile, measure_split
+from labkit.training.measured import measure_link, measure_profile, measure_split
 from labkit.workload.layers import layers_of
 from workbook.measure.model_step import SHAPE, ModelStep
 from workbook.measure.record import Result

@@ -1,7 +1,7 @@
 """A cell while ranks run: their lanes, losses and rates, and a bar; at the end, the timeline.
 
-``labkit.runtime.watch`` asks for a ``watcher`` of each run that a notebook starts. A run that ends
-within a second shows nothing.
+``labkit.runtime.output`` asks for a ``watcher`` of each run that a notebook starts. A run that
+ends within a second shows nothing.
 """
 
 import base64
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from labkit.comm.board import Board
-from labkit.runtime.watch import Bars
 from labkit.tracing import Trace
 from labkit.units import format_count, format_number, format_seconds
 from workbook.notebook.lane_picture import (
@@ -32,7 +31,6 @@ from workbook.plots.timeline import timeline_words
 _AFTER_S = 1.0
 _READ_EVERY_S, _DRAW_EVERY_S = 0.1, 0.33
 _FIRST_EXTENT_S = 4.0
-_MOST_BARS, _MOST_BAR_CHARS = 16, 120
 
 # The place of the present cell's last run. A cell with many runs shows only the last timeline.
 _place: tuple[str, str] | None = None
@@ -87,7 +85,7 @@ class LiveRun:
         self._read_s = self._drawn_s = 0.0
         self._is_drawn = False
 
-    def update(self, bars: Bars) -> None:
+    def update(self) -> None:
         """Read the board ten times a second, and draw three times a second."""
         now_s = self._now_s()
         if not self._cell.is_cell or now_s is None:
@@ -97,14 +95,14 @@ class LiveRun:
             self._history.read(now_s)
         if now_s > _AFTER_S and now_s - self._drawn_s >= _DRAW_EVERY_S:
             self._drawn_s = now_s
-            self._draw(now_s, bars)
+            self._draw(now_s)
 
     def _now_s(self) -> float | None:
         """Seconds of the trace; None before all ranks have started."""
         origins = self._board.ranks["origin_s"]
         return time.perf_counter() - float(origins.max()) if origins.all() else None
 
-    def _draw(self, now_s: float, bars: Bars) -> None:
+    def _draw(self, now_s: float) -> None:
         extent_s = _FIRST_EXTENT_S
         while extent_s < now_s:
             extent_s *= 2
@@ -114,7 +112,7 @@ class LiveRun:
         # Its name stays the same, so that a screen reader does not read it again and again.
         label = f"Live timeline of {self._size}, still running"
         page = draw(picture, self._name, THEMED, f'role="img" aria-label="{label}"')
-        self._cell.show(f"<div>{page}{_bars_html(bars)}</div>", f"[live] {head}")
+        self._cell.show(f"<div>{page}</div>", f"[live] {head}")
         self._is_drawn = True
 
     def _live_lanes(self, extent_s: float) -> list[Lane]:
@@ -186,13 +184,3 @@ class LiveRun:
             "</figure>"
         )
         self._cell.show(page, f"[figure] {alt}")
-
-
-def _bars_html(bars: Bars) -> str:
-    lines = [
-        f"[rank {rank}] {bar[:_MOST_BAR_CHARS]}" for rank, mine in bars.items() for bar in mine
-    ]
-    if not lines:
-        return ""
-    text = html.escape("\n".join(lines[:_MOST_BARS]))
-    return f'<pre style="overflow-x: auto; margin: 4px 0">{text}</pre>'

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from labkit.runtime.watch import kernel
+from labkit.runtime.output import kernel
 from labkit.units import as_repeats, format_value
 from workbook.notebook import record
 from workbook.notebook.pages import current_page

@@ -24,9 +24,9 @@ from typing import TypeAlias
 
 from labkit.config import RunConfig
 from labkit.runtime.launch import RunResult
-from labkit.tracing.states import COMMUNICATE, COMPUTE, EVALUATE, WAIT, state_of
+from labkit.tracing.limits import COMMUNICATE, COMPUTE, EVALUATE, WAIT, state_of
+from labkit.training.measured import MeasuredSplit
 from labkit.training.result import TrainResult
-from labkit.training.split_run import MeasuredSplit
 from labkit.units import as_repeats, format_count, format_number, format_seconds, format_value
 from workbook.notebook.ratio import Ratio, middle
 

@@ -26,7 +26,7 @@ from workbook.plots.figure import (
 from workbook.plots.palette import DARK, SERIES, swatch
 
 if TYPE_CHECKING:
-    from labkit.training.split_run import MeasuredSplit
+    from labkit.training.measured import MeasuredSplit
 
 _TITLES = {"activation": "Activations, forward", "gradient": "Gradients, backward"}
 # In a group of bars: the height of each bar, and the gap between groups.
@@ -60,7 +60,7 @@ def hop_rows(
 
     Args:
         placement: the name of the split.
-        measured: from ``labkit.training.split_run.measure_split``.
+        measured: from ``labkit.training.measured.measure_split``.
         predicted: the prediction for the same split.
 
     Returns:

@@ -36,7 +36,7 @@ from workbook.plots.palette import BLUE, DARK, GREY, STYLES, VERMILION, Style, s
 from workbook.plots.timeline import peak_sizes
 
 if TYPE_CHECKING:
-    from labkit.training.split_run import MeasuredSplit
+    from labkit.training.measured import MeasuredSplit
 
 _LOOKS = {kind: STYLES[kind] for kind in ("forward", "backward", "activation", "gradient")}
 _LOOKS |= {"step": Style(DARK), "memory": Style(BLUE)}
@@ -79,7 +79,7 @@ def split_costs(
     Args:
         profile: the model's layers, for the same batch size as the split.
         predicted: from ``labkit.placement.planner.predict_split``, of this profile.
-        measured: from ``labkit.training.split_run.measure_split``, of the same split; its bars
+        measured: from ``labkit.training.measured.measure_split``, of the same split; its bars
             are beside the predicted ones, which are hatched. None leaves them out.
         title: above the figure.
 

@@ -12,7 +12,7 @@ from labkit.placement.planner import Profile, SplitModel, predict_split
 from labkit.schedules.pipeline import PIPELINES
 from labkit.schedules.split_points import stage_bounds
 from labkit.tracing import Span
-from labkit.training.split_run import MeasuredSplit
+from labkit.training.measured import MeasuredSplit
 from labkit.units import format_bytes, format_number, format_seconds, second_unit
 from workbook.plots.models import LINKS as NETWORKS
 

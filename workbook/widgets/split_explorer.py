@@ -14,7 +14,7 @@ from traitlets import Dict, Float, Int, List, Unicode
 from labkit.costs.link import Link
 from labkit.placement.planner import Profile, best_split
 from labkit.schedules.split_points import check_split_points
-from labkit.training.split_run import MeasuredSplit, measure_profile, measure_split
+from labkit.training.measured import MeasuredSplit, measure_profile, measure_split
 from labkit.units import check_choice, format_seconds
 from workbook.plots.split_costs import cuts_words, split_caption
 from workbook.widgets.explorer import cell_state
@@ -60,7 +60,7 @@ def split_explorer(
         batch_size: to start with, if a chain of layers is given.
         input_shape: of one sample, for the run.
         frozen: the number of layers, from the first on, that are not trained.
-        measure: what Run calls, with the arguments of ``training.split_run.measure_split``.
+        measure: what Run calls, with the arguments of ``training.measured.measure_split``.
 
     Raises:
         ValueError: a start that its control does not offer, or a model that cannot be cut.

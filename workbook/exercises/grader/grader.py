@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from labkit import collectives
-from labkit.runtime.pickling import dumps
+from labkit.runtime.messages import dumps
 from labkit.units import format_count
 from workbook.exercises.grader.exercise import (
     Case,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from labkit.comm.comm import Comm
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
-from labkit.runtime.watch import undrawn
+from labkit.runtime.output import undrawn
 from labkit.tracing import Trace
-from labkit.units import format_bytes, format_count, format_number, html_table, text_table
+from labkit.units import format_bytes, format_count, html_table, text_table
 from workbook.exercises.grader.exercise import Case, Exercise
 from workbook.exercises.grader.held_memory import PeakBytes
 from workbook.exercises.grader.judge_traffic import FIELDS, by_rank
@@ -120,11 +120,16 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WOR
     if not result.trace.spans:
         return OwnRun(exercise.name, "no message was sent, so there is nothing to draw.")
     own, *others = (_over_ranks(parts, exercise) for parts in zip(*result.values))
-    target = _target(exercise, case)
+    targets = (
+        [exercise.target(rank, case) for rank in range(world_size)] if exercise.target else []
+    )
+    targets = [exercise.total(case)] if exercise.total else targets
     rows = {}
-    for row in own.counts:
-        shown = [own.counts[row], *([target.get(row, [])] if target else [])]
-        rows[row] = [_cell(row, one) for one in (*shown, *(other.counts[row] for other in others))]
+    for row, spent in own.counts.items():
+        allowed = by_rank(row, targets) if row in FIELDS else []
+        allowed = [] if None in allowed else allowed
+        shown = [spent, *([allowed] if targets else []), *(other.counts[row] for other in others)]
+        rows[row] = [_cell(row, one) for one in shown]
     ranks, elements = exercise.nouns
     what = format_count(world_size, ranks or "rank")
     what += f" and {format_count(case.size, elements)}" if exercise.sizes and elements else ""
@@ -137,8 +142,8 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WOR
     library_figure = draw(others[0], "labkit's") if others else None
     return OwnRun(
         exercise.name,
-        _sentence(status, own, target, others[0] if others else None),
-        ["yours", *(["target"] if target else []), *("labkit" for _ in others)],
+        "not right yet." if status == NOT_YET else f"{status}.",
+        ["yours", *(["target"] if targets else []), *("labkit" for _ in others)],
         rows,
         caption,
         draw(own, "your function"),
@@ -157,15 +162,12 @@ def _spend(
         outcome = call_once(comm, _within(held, fn), exercise, case)
         counts = {row: getattr(outcome, FIELDS[row]) for row in ROWS} | {HELD: held.num_bytes}
         # The ranks make their arguments before they start together.
-        made = functools.partial(_given, exercise.inputs(comm.rank, case))
+        args = exercise.inputs(comm.rank, case)
         comm.barrier()
-        call_once(comm, clock.around(fn), replace(exercise, inputs=made), case)
+        ready = replace(exercise, inputs=lambda rank, case, args=args: args)
+        call_once(comm, clock.around(fn), ready, case)
         found.append((counts, clock.start_s, clock.end_s))
     return found
-
-
-def _given(args: tuple, rank: int, case: Case) -> tuple:
-    return args
 
 
 def _within(held: PeakBytes, fn: Callable) -> Callable:
@@ -212,17 +214,6 @@ def _over_ranks(parts: tuple, exercise: Exercise) -> Spent:
     return Spent(by_row, min(start_s), max(end_s))
 
 
-def _target(exercise: Exercise, case: Case) -> dict[str, list[int]]:
-    """By row, what the target allows each rank, or all together; {} without a target."""
-    targets = []
-    if exercise.target is not None:
-        targets = [exercise.target(rank, case) for rank in range(case.world_size)]
-    elif exercise.total is not None:
-        targets = [exercise.total(case)]
-    by_row = {row: by_rank(row, targets) for row in ROWS}
-    return {row: numbers for row, numbers in by_row.items() if numbers and None not in numbers}
-
-
 def _cell(row: str, numbers: list[int]) -> str:
     """One number if all ranks have the same, else the numbers by rank."""
     shown = [format_bytes(n) if row in _IN_BYTES else f"{n:,}" for n in numbers] or ["-"]
@@ -247,35 +238,3 @@ def _draw(trace: Trace, name: str, spent: Spent, whose: str) -> "CaptionedFigure
     own = Trace.merge([inside], trace.devices)
     end_s = spent.end_s - spent.start_s
     return timeline(own, title=f"{name}, {whose}", start_s=0.0, end_s=end_s)
-
-
-def _sentence(status: str, own: Spent, target: dict[str, list[int]], library: Spent | None) -> str:
-    """How the run compares with the target, and with labkit's; of each, the busiest rank."""
-    text = "not right yet" if status == NOT_YET else status
-    beside = _ratios(own.counts, target)
-    # A number that is not divisible by P makes a chunk longer than the others by one.
-    other = {row: ratio for row, ratio in beside.items() if not 0.999 < ratio < 1.001}
-    if other:
-        text += f", with {_times(other)} of the target"
-    elif beside:
-        text += f", with exactly the {_listed([*beside])} of the target"
-    if library is None:
-        return f"{text}."
-    # Small tensors, such as counters, are not worth a sentence.
-    differ = {r: x for r, x in _ratios(own.counts, library.counts).items() if not 0.95 < x < 1.05}
-    if not differ:
-        return f"{text}. labkit's function takes the same."
-    return f"{text}. Compared with labkit's function it takes {_times(differ)}."
-
-
-def _ratios(own: dict[str, list[int]], other: dict[str, list[int]]) -> dict[str, float]:
-    return {row: max(own[row]) / max(other[row]) for row in other if max(other[row])}
-
-
-def _times(ratios: dict[str, float]) -> str:
-    return _listed([f"{format_number(ratio)} times the {row}" for row, ratio in ratios.items()])
-
-
-def _listed(words: list[str]) -> str:
-    *most, last = words
-    return f"{', '.join(most)} and {last}" if most else last

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.runtime.watch import kernel, undrawn
+from labkit.runtime.output import kernel, undrawn
 from labkit.units import html_table, text_table
 from workbook.exercises.grader.judge_traffic import Scored
 from workbook.notebook.record import note_verdict

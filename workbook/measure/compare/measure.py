@@ -20,8 +20,7 @@ from labkit.config import STAGED, RunConfig
 from labkit.errors import WorkerError
 from labkit.runtime.preload import warm_up
 from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.training.own import NOTHING
-from labkit.training.resolve import check_names, make_strategy, samples_for
+from labkit.training.resolve import NOTHING, check_names, make_strategy, samples_for
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer, format_count
 from labkit.workload.datasets import load_dataset

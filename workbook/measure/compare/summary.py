@@ -152,7 +152,7 @@ def peak_bytes(record: Record, contender: str) -> list[float]:
     """By repeat, the peak memory of the rank, or the GPU, that took most; empty if unknown."""
     found: list[float] = []
     for run in runs_of(record, contender):
-        sizes = [PeakMemory.of(one).largest_bytes for one in run.get("peak_memory", ()) if one]
+        sizes = [PeakMemory(**one).largest_bytes for one in run.get("peak_memory", ()) if one]
         if not sizes or None in sizes:
             return []
         found.append(max(filter(None, sizes), default=0))

@@ -1,14 +1,48 @@
-"""Split models measured on real processes: what is counted is exact, what is timed is there."""
-
-from pathlib import Path
+"""Links and split models measured on real processes: what is counted is exact."""
 
 import pytest
 import torch
 from torch import nn
 
-from labkit.training.split_run import measure_profile, measure_split
+from labkit.costs.link import Link
+from labkit.training.measured import measure_link, measure_profile, measure_split
 
+SIZES = (2**10, 2**20)
 SMALL = {"batch_size": 6, "input_shape": (1, 8, 8), "steps": 2}
+
+
+def link_of(**options):
+    return measure_link(sizes_bytes=SIZES, repeats=3, device="cpu", **options)
+
+
+def test_a_ping_pong_between_two_ranks():
+    link = link_of(transport="gloo")
+    assert isinstance(link, Link)
+    # On a busy machine three small sizes may take the same time: beta is then 0.
+    assert link.beta_s_per_byte >= 0 == link.gamma_s_per_byte
+    assert {size: len(times) for size, times in link.seconds.items()} == dict.fromkeys(SIZES, 3)
+    assert str(link).endswith(
+        "(ping-pong between 2 ranks, medians of 3 repeats, 1 KiB to 1 MiB, transport: gloo)"
+    )
+
+
+def test_an_exchange_of_three_ranks_that_add_what_comes():
+    link = link_of(world_size=3, pattern="exchange", gamma=True)
+    assert link.gamma_s_per_byte > 0
+    assert "GB/s added (exchange of 3 ranks, medians of 3 repeats" in str(link)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"world_size": 4}, "a ping-pong has 2 ranks, .* not 4: take pattern='exchange'"),
+        ({"pattern": "pingpong"}, "unknown pattern 'pingpong' .did you mean 'ping_pong'"),
+        ({"sizes_bytes": (2**20,)}, r"two different sizes, got \[1048576\]"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_a_process_starts(options, words):
+    with pytest.raises(ValueError, match=words):
+        measure_link(**options)
 
 
 def test_bytes_and_hops_of_a_pipeline():
@@ -48,10 +82,8 @@ def test_a_profile_of_this_machine():
 
 
 OWN = {
-    "nested": (nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(64, 8), nn.ReLU())), (1, 8, 8)),
     "tokens": (nn.Sequential(nn.Embedding(5, 6), nn.Flatten(), nn.Linear(18, 3)), (3,)),
     "a class per pixel": (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 3)), (1, 8, 8)),
-    "float64": (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double(), (4,)),
 }
 
 
@@ -61,39 +93,13 @@ def test_ones_own_chain_of_layers_is_run_and_not_changed(name):
     before = [parameter.clone() for parameter in model.parameters()]
     found = measure_split(model, (1,), batch_size=4, input_shape=input_shape, steps=1)
     assert len(found.step_s) == 1
-    first = model[0](torch.zeros((4, *input_shape), dtype=found_dtype(model)))
-    assert found.hop_bytes == [first.nbytes]
+    dtype = torch.int64 if name == "tokens" else torch.float32
+    assert found.hop_bytes == [model[0](torch.zeros((4, *input_shape), dtype=dtype)).nbytes]
     assert all(map(torch.equal, model.parameters(), before))
-    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def found_dtype(model):
-    is_tokens = isinstance(model[0], nn.Embedding)
-    return torch.int64 if is_tokens else next(model.parameters()).dtype
-
-
-def test_what_measures_nothing_is_refused_before_a_process_starts():
+def test_split_points_that_cut_nothing_are_refused_before_a_process_starts():
     with pytest.raises(ValueError, match="split point 6 leaves a stage without layers"):
         measure_split("mlp", (6,), **SMALL)
-    with pytest.raises(ValueError, match="steps must be an integer from 1 up, got 0"):
-        measure_split("mlp", (2,), steps=0)
     with pytest.raises(ValueError, match="unknown model 'vgg'"):
         measure_split("vgg", (2,))
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak can be set back")
-def test_1f1b_holds_fewer_activations_than_gpipe_also_as_the_system_counts():
-    layers = [nn.Flatten(), nn.Linear(64, 2048), *[nn.Tanh() for _ in range(6)]]
-    model = nn.Sequential(*layers, nn.Linear(2048, 8), nn.Linear(8, 10))
-    common = {"batch_size": 1024, "input_shape": (1, 8, 8), "micro_batches": 8, "steps": 2}
-    gpipe, eager = (
-        measure_split(model, (9,), schedule=name, device="cpu", **common)
-        for name in ("gpipe", "1f1b")
-    )
-    assert gpipe.held_bytes[0] >= 3 * eager.held_bytes[0]
-    first, last = (
-        [run.peak_memory[stage].process_bytes for run in (gpipe, eager)] for stage in (0, 1)
-    )
-    assert first[0] >= gpipe.held_bytes[0]
-    assert first[0] > 1.2 * first[1] > 2 * max(last)
-    assert gpipe.trace.devices == gpipe.typical_step().devices == {0: "cpu", 1: "cpu"}

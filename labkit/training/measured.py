@@ -1,0 +1,370 @@
+"""What links and split models of this machine take, measured on real processes.
+
+``measure_link`` fits what ``costs.link`` predicts with; ``measure_split`` runs what
+``placement.predict_split`` predicts, on random samples.
+
+Symbols: P ranks or stages, M micro-batches.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit.comm.comm import Comm
+from labkit.comm.peak_memory import PeakMemory
+from labkit.costs.link import Link, fit_link
+from labkit.devices import num_cores
+from labkit.gpus import synchronize
+from labkit.placement.planner import Profile
+from labkit.placement.profile import profile_layers
+from labkit.runtime.launch import run
+from labkit.schedules.split_points import as_split_points, check_split_points
+from labkit.strategies.model_parallel import ModelParallel
+from labkit.strategies.pipeline import Pipeline
+from labkit.strategies.stage import StagedModel
+from labkit.tracing import Span, Trace
+from labkit.tracing.limits import Limit, what_limited
+from labkit.units import check_choice, check_integer, format_bytes
+from labkit.workload.layers import input_dtype, layer_outputs, layers_of
+from labkit.workload.models import MODELS, build_model
+
+PATTERNS = {"ping_pong": "ping-pong between", "exchange": "exchange of"}
+MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
+ADDED_BYTES = 4 * 2**20
+# Small messages are timed several in a row, as clocks and barriers have a price, too.
+_MOST_IN_A_ROW, _BYTES_IN_A_ROW = 16, 2**22
+_TIMEOUT_S = 600
+# The kind of a span of almost no length, which marks where a step begins.
+_MARK = "data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLink(Link):
+    """A link that was measured; it prints as a line that says how.
+
+    Attributes:
+        pattern: ``ping_pong`` or ``exchange``.
+        world_size: P, the number of ranks that sent at the same time.
+        transport: what moved the bytes: ``shared memory``, ``gloo``, ...
+        seconds: {size in bytes: [seconds of a message, by repeat]}.
+    """
+
+    pattern: str
+    world_size: int
+    transport: str
+    seconds: dict[int, list[float]] = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        least, most = min(self.seconds), max(self.seconds)
+        return (
+            f"{super().__str__()} ({PATTERNS[self.pattern]} {self.world_size} ranks, medians of "
+            f"{len(self.seconds[least])} repeats, {format_bytes(least)} to {format_bytes(most)}, "
+            f"transport: {self.transport})"
+        )
+
+
+def measure_link(
+    world_size: int = 2,
+    pattern: str = "ping_pong",
+    *,
+    device: str = "auto",
+    devices: str | Sequence[str] | None = None,
+    transport: str = "auto",
+    sizes_bytes: tuple[int, ...] = MESSAGE_BYTES,
+    repeats: int = 11,
+    gamma: bool = False,
+) -> MeasuredLink:
+    """Measure what a message between ranks of this machine costs: alpha + beta x bytes.
+
+    In each repeat every size has its turn, so that a disturbance of some milliseconds spoils one
+    repeat of each size, not all repeats of one. The line is fitted to the medians.
+
+    Args:
+        world_size: P. All ranks send at the same time: with more ranks than cores a message
+            takes longer, and the figures hold for this P only.
+        pattern: ``ping_pong`` sends a message from one rank to another and back, and takes half
+            of the time; it needs P = 2. ``exchange`` is a step of a ring: each rank sends to the
+            right while it receives from the left; its time is that of the slowest rank.
+        device, devices, transport: see ``labkit.run``.
+        sizes_bytes: the sizes of the messages, at least two.
+        repeats: counted turns of each size.
+        gamma: also measure gamma, the seconds to add a byte, on all ranks at once.
+
+    Raises:
+        ValueError: an unknown pattern, a ping-pong of other than 2 ranks, fewer than two sizes.
+    """
+    check_choice("pattern", pattern, PATTERNS)
+    check_integer("repeats", repeats)
+    if len(set(sizes_bytes)) < 2 or min(sizes_bytes) < 1:
+        raise ValueError(f"a line needs two different sizes, got {sorted(set(sizes_bytes))}")
+    if world_size < 2 or (world_size > 2 and pattern == "ping_pong"):
+        raise ValueError(
+            f"a ping-pong has 2 ranks, an exchange 2 or more, not {world_size}: take "
+            "pattern='exchange' for more"
+        )
+    where: dict[str, Any] = {"device": device, "devices": devices, "transport": transport}
+    settings = pattern, tuple(sizes_bytes), repeats, gamma
+    by_rank = run(_time_messages, *settings, world_size=world_size, **where).values
+    # Of a ping-pong only rank 0 sees whole rounds, from its send to the answer.
+    timed = [seconds for _, seconds, _ in by_rank[: 1 if pattern == "ping_pong" else None]]
+    # A message takes as long as on the slowest rank.
+    seconds = {size: [*map(max, zip(*(one[size] for one in timed)))] for size in timed[0]}
+    added_s = [*map(max, zip(*(added_s for *_, added_s in by_rank)))]
+    sizes, times_s = zip(*[(size, s) for size, times in seconds.items() for s in times])
+    line = fit_link(sizes, times_s, statistics.median(added_s) / ADDED_BYTES if gamma else 0.0)
+    how = {"pattern": pattern, "world_size": world_size, "transport": by_rank[0][0]}
+    return MeasuredLink(**asdict(line), **how, seconds=seconds)
+
+
+def _time_messages(
+    comm: Comm, pattern: str, sizes_bytes: tuple[int, ...], repeats: int, gamma: bool
+) -> tuple[str, dict[int, list[float]], list[float]]:
+    """What moved the messages, this rank's seconds of one by size, and those of additions."""
+    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+
+    def move(size: int) -> None:
+        if pattern == "exchange":
+            comm.exchange(outgoing[size], right, incoming[size], left)
+        elif comm.rank == 0:
+            comm.send(outgoing[size], 1)
+            comm.recv(incoming[size], 1)
+        else:
+            comm.recv(incoming[size], 0)
+            comm.send(outgoing[size], 0)
+
+    def timed(times: int, action: Callable[[], object]) -> float:
+        """This rank's seconds per ``action``, several in a row after a barrier."""
+        comm.barrier()
+        # On NCCL a barrier is queued like any other message, and its call may return before it.
+        synchronize(comm.device)
+        start_s = time.perf_counter()
+        for _ in range(times):
+            action()
+        synchronize(comm.device)
+        return (time.perf_counter() - start_s) / times
+
+    outgoing = {n: torch.ones(n, dtype=torch.uint8, device=comm.device) for n in sizes_bytes}
+    incoming = {size: torch.zeros_like(tensor) for size, tensor in outgoing.items()}
+    total = torch.zeros(ADDED_BYTES // 4, device=comm.device)
+    add = partial(total.add_, torch.ones_like(total))
+    seconds: dict[int, list[float]] = {size: [] for size in sizes_bytes}
+    added_s = []
+    for _ in range(repeats + 1):
+        for size, times in seconds.items():
+            in_a_row = max(1, min(_MOST_IN_A_ROW, _BYTES_IN_A_ROW // size))
+            took_s = timed(in_a_row, partial(move, size))
+            times.append(took_s / (1 if pattern == "exchange" else 2))
+        added_s.append(timed(1, add) if gamma else 0.0)
+    moved_by = dist.get_backend().replace("nccl", "NCCL")
+    moved_by = "shared memory" if comm.transport.shares_memory else moved_by
+    # The first round warms up.
+    return moved_by, {size: times[1:] for size, times in seconds.items()}, added_s[1:]
+
+
+@dataclass(frozen=True)
+class MeasuredSplit:
+    """The time and memory that the steps of a split model took.
+
+    Attributes:
+        forward_s, backward_s: by stage, seconds per batch, the median over the steps.
+        forward_hop_s, backward_hop_s: by cut and step, seconds of all transfers over the cut in
+            that direction, without waiting for the other stage; empty where nothing crosses.
+        hop_bytes: by cut, bytes of one step in one direction.
+        step_s: by step, seconds from the first rank's start to the last one's end.
+        memory_bytes: by stage, of parameters, buffers, gradients, momentum and ``held_bytes``.
+        held_bytes: by stage, the most bytes of activations held at one time.
+        trace: of the counted steps.
+        peak_memory: by stage, also of what torch and the messages need.
+    """
+
+    split_points: tuple[int, ...]
+    batch_size: int
+    micro_batches: int
+    schedule: str
+    forward_s: list[float]
+    backward_s: list[float]
+    forward_hop_s: list[list[float]]
+    backward_hop_s: list[list[float]]
+    hop_bytes: list[int]
+    step_s: list[float]
+    memory_bytes: list[int]
+    held_bytes: list[int]
+    trace: Trace = field(repr=False)
+    peak_memory: list[PeakMemory | None] = field(repr=False, default_factory=list)
+
+    def explain(self) -> Limit:
+        """What limited the steps: a stage, the bubble, or the hops."""
+        return what_limited(self.trace)
+
+    def typical_step(self) -> Trace:
+        """The spans of the counted step whose length is the median."""
+        place = self.step_s.index(statistics.median_low(self.step_s))
+        spans = [span for span in _by_step(self.trace)[place].spans if span.kind != _MARK]
+        return Trace.merge([spans], self.trace.devices)
+
+
+def measure_split(
+    model: str | nn.Module = "vgg16",
+    split_points: Sequence[int] = (31,),
+    *,
+    batch_size: int = 16,
+    input_shape: tuple[int, ...] = (3, 32, 32),
+    micro_batches: int = 1,
+    schedule: str = "gpipe",
+    frozen: int = 0,
+    steps: int = 7,
+    transport: str = "auto",
+    device: str = "auto",
+    devices: str | Sequence[str] | None = None,
+) -> MeasuredSplit:
+    """Train ``model`` for some steps, one process per stage, and measure time and memory.
+
+    Args:
+        model: one of ``labkit``'s, or a chain of layers that ends with logits [n, classes, ...].
+        split_points: layers that begin a stage; P - 1 of them for P ranks.
+        batch_size: random samples per step.
+        input_shape: of one sample.
+        micro_batches: M, at most one per sample; 1 is model parallelism without a pipeline.
+        schedule: ``gpipe`` or ``1f1b``.
+        frozen: how many of the first layers are not trained.
+        steps: how many are measured, after one that warms up.
+        transport, device, devices: see ``labkit.run``.
+
+    Raises:
+        ValueError: unknown names, impossible split points, or nothing to measure.
+    """
+    points = as_split_points(split_points)
+    check_integer("steps", steps)
+    check_integer("batch_size", batch_size)
+    built = _build(model, input_shape, frozen)
+    check_split_points(points, len(layers_of(built)))
+    strategy: StagedModel = Pipeline(points, micro_batches, schedule)
+    if micro_batches == 1:
+        strategy = ModelParallel(points)
+    where: dict[str, Any] = {"transport": transport, "device": device, "devices": devices}
+    work = strategy, partial(_build, model, input_shape, frozen), (batch_size, *input_shape), steps
+    result = run(_train, *work, world_size=len(points) + 1, timeout_s=_TIMEOUT_S, **where)
+    held, parameters, peaks = zip(*result.values)
+    # The first step warms up.
+    traces = _by_step(result.trace)[1:]
+    stages, cuts = range(len(held)), range(len(points))
+
+    return MeasuredSplit(
+        *(points, batch_size, min(micro_batches, batch_size), schedule),
+        forward_s=[_median(traces, stage, "forward") for stage in stages],
+        backward_s=[_median(traces, stage, "backward") for stage in stages],
+        forward_hop_s=[_hop_s(traces, cut, cut + 1) for cut in cuts],
+        backward_hop_s=[_hop_s(traces, cut + 1, cut) for cut in cuts],
+        hop_bytes=[sum(s.num_bytes for s in _hops(traces[0], cut, cut + 1)) for cut in cuts],
+        step_s=[max(s.end_s for s in t.spans) - t.spans[0].start_s for t in traces],
+        memory_bytes=[one + other for one, other in zip(held, parameters)],
+        held_bytes=list(held),
+        trace=Trace.merge((trace.spans for trace in traces), result.trace.devices),
+        peak_memory=list(peaks),
+    )
+
+
+def _build(model: str | nn.Module, input_shape: tuple[int, ...], frozen: int = 0) -> nn.Module:
+    if isinstance(model, nn.Module):
+        built = copy.deepcopy(model)
+    else:
+        check_choice("model", model, MODELS)
+        built = build_model(model, num_classes=10, input_shape=input_shape, seed=0)  # type: ignore
+    for layer in layers_of(built)[:frozen]:
+        layer.requires_grad_(False)
+    return built
+
+
+def measure_profile(
+    model: str | nn.Module = "vgg16",
+    *,
+    batch_size: int = 16,
+    input_shape: tuple[int, ...] = (3, 32, 32),
+    num_stages: int = 2,
+    repeats: int = 5,
+    device: str = "auto",
+    devices: str | Sequence[str] | None = None,
+) -> Profile:
+    """``profile_layers`` in a process with the cores that one of ``num_stages`` stages has."""
+
+    def profiled(comm: Comm) -> Profile:
+        torch.set_num_threads(max(1, num_cores() // num_stages))
+        name = model if isinstance(model, str) else type(model).__name__
+        options = {"repeats": repeats, "device": comm.device, "name": name}
+        return profile_layers(_build(model, input_shape), batch_size, input_shape, **options)
+
+    where: dict[str, Any] = {"device": device, "devices": devices, "timeout_s": _TIMEOUT_S}
+    return run(profiled, world_size=1, **where).values[0]
+
+
+def _train(
+    comm: Comm, strategy: StagedModel, build: Callable, shape: tuple[int, ...], steps: int
+) -> tuple[int, int, PeakMemory | None]:
+    """Take the steps on this rank; return bytes of activations, of all else, and the peak."""
+    memory = comm.session.memory_of_part()
+    model = build()
+    dtype = input_dtype(model)
+    # Integer samples are zeros: every nn.Embedding has a row 0.
+    make = torch.randn if dtype.is_floating_point else torch.zeros
+    *_, logits = layer_outputs(copy.deepcopy(model), make((1, *shape[1:]), dtype=dtype))
+    classes, *places = logits.shape[1:]
+    strategy.setup(comm, model, partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
+    torch.manual_seed(0)
+    inputs = make(shape, dtype=dtype, device=comm.device)
+    targets = torch.randint(classes, (shape[0], *places), device=comm.device)
+    # The layers of the other stages are freed: they are no part of this stage's memory.
+    del model, logits
+
+    def step() -> None:
+        comm.barrier()
+        with comm.span(_MARK):
+            pass
+        strategy.step(inputs, targets, len(targets))
+
+    step()
+    with memory.counted():
+        for _ in range(steps):
+            step()
+    stage = strategy.module
+    trained = sum(p.nbytes for p in stage.parameters() if p.requires_grad)
+    kept = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
+    return strategy.held_bytes, kept + 2 * trained, memory.peak
+
+
+def _by_step(trace: Trace) -> list[Trace]:
+    """Cut the trace at the marks: one trace per step, from its mark to the update that ends it."""
+    steps: list[list[Span]] = []
+    for rank in trace.ranks:
+        number = -1
+        for span in trace.of(rank):
+            if span.kind == _MARK:
+                number += 1
+                steps += [[] for _ in range(number + 1 - len(steps))]
+            # Ranks meet before the first mark and between two steps; no step contains this time.
+            is_meeting = span.kind == "wait" and span.peer is None
+            if number >= 0 and not is_meeting:
+                steps[number].append(span)
+    return [Trace.merge([spans]) for spans in steps]
+
+
+def _median(traces: list[Trace], rank: int, kind: str) -> float:
+    return statistics.median(trace.seconds_by_kind(rank).get(kind, 0.0) for trace in traces)
+
+
+def _hops(trace: Trace, source: int, destination: int) -> list[Span]:
+    sent = trace.of(source, "communicate")
+    return [span for span in sent if span.peer == destination and span.num_bytes]
+
+
+def _hop_s(traces: list[Trace], source: int, destination: int) -> list[float]:
+    """By step, the seconds of all transfers from one stage to another; empty if there are none."""
+    seconds = [[span.duration_s for span in _hops(t, source, destination)] for t in traces]
+    return [sum(one) for one in seconds if one]
