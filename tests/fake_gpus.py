@@ -13,7 +13,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
-import fake_cuda
+import simulated_gpu
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,7 +24,6 @@ from labkit.comm.transport import Traffic
 from labkit.comm.work import WorkQueue
 
 aten = torch.ops.aten
-GPU = torch.device("cuda:0")
 COPIES = (aten._to_copy.default, aten.copy_.default)
 
 
@@ -81,6 +80,8 @@ class FakeComm(Comm):
             sent=Traffic(), shares_memory=False, ends_together=False, queues=False
         )
         super().__init__(rank, world_size, torch.device(device), transport, Board(world_size))
+        # As in a run, which has begun by the host's clock.
+        self.session.recorder.origin = 0.0
 
     def _check(self, *tensors):
         for tensor in tensors:
@@ -111,9 +112,7 @@ class FakeComm(Comm):
 @contextlib.contextmanager
 def pretended(monkeypatch):
     """A context in which devices ``cuda:0``, ``cuda:1``, ... exist, without values: the mode."""
-    fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    simulated_gpu.install(monkeypatch)
     engine = _Engine()
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
     monkeypatch.setattr(torch.autograd, "backward", engine.backward)
@@ -128,13 +127,16 @@ def pretended(monkeypatch):
     )
     submit = _one_at_a_time(ThreadPoolExecutor.submit, lambda future: wait([future]))
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     # Autocast for "cuda" asks the driver what the GPU can do.
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     with Gpus() as mode:
+        # (The recorder alone waits for events, which it knows to be past.)
         monkeypatch.setattr(
-            fake_cuda.Machine, "wait_until", lambda machine, at_s, call: mode._note(call, GPU)
+            simulated_gpu.Stream, "synchronize", _noting(mode, "Stream.synchronize")
         )
+        monkeypatch.setattr(torch.cuda, "synchronize", _noting(mode, "torch.cuda.synchronize"))
         yield mode
 
 
@@ -146,6 +148,10 @@ def _one_at_a_time(begin, until_done):
         return handle
 
     return begin_and_wait
+
+
+def _noting(mode, what):
+    return lambda *_: mode._note(what, simulated_gpu.DEVICE)
 
 
 def _address(tensor):
