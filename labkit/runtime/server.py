@@ -25,8 +25,7 @@ gc.disable()
 
 
 def _freeze() -> None:
-    """Before the first fork: Python's collector writes to all objects but frozen ones, and each
-    page that a rank or the server writes to is copied."""
+    """Before the first fork: a page to which the collector writes is copied."""
     if os.getpid() == _PID and not gc.isenabled():
         gc.freeze()
         gc.enable()
