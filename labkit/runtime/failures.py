@@ -105,7 +105,7 @@ def remove_empty_segments() -> None:
 
 @dataclass
 class Evidence:
-    """What is known about the ranks of a run; exit codes in the order of the ends, None: unknown."""
+    """What is known about the ranks of a run; exit codes in the order in which ranks ended."""
 
     board: Board
     may_lose: frozenset[int] = frozenset()
