@@ -93,7 +93,6 @@ class Supervisor:
         return [None if rank in self.lost else self._seen.reports[rank] for rank in ranks]
 
     def _start(self) -> None:
-        """Start the ranks; one that an interrupt leaves unknown ends as its socket is closed."""
         context = multiprocessing.get_context("forkserver")
         size = str(self.job.world_size)
         for rank in range(self.job.world_size):
@@ -112,9 +111,10 @@ class Supervisor:
                 name=f"labkit-rank-{rank}",
             )
             # The rank's ends must close when it ends: no other process may hold them open.
-            with theirs, output:
+            # An interrupt must not leave half a rank, of which nobody knows.
+            with theirs, output, interrupts_later():
                 process.start()
-            self._processes.append(process)
+                self._processes.append(process)
 
     def _watch(self) -> WorkerError | None:
         """Watch until all ranks have returned (None) or the run has failed (an error to raise)."""
