@@ -81,11 +81,11 @@ def find_mismatch(board: Board) -> str:
     return ""
 
 
-def latest_collectives(board: Board, rank: int, up_to: int | None = None, length: int = 3) -> str:
+def latest_collectives(board: Board, rank: int, up_to: int | None = None) -> str:
     """The latest collectives of a rank: ``1. broadcast float32 [4], 2. barrier``."""
     announced, count = board.ranks[rank]["announced"], int(board.collectives[rank])
     last = count if up_to is None else min(up_to, count)
-    first = max(0, last - length, count - HISTORY)
+    first = max(0, last - 3, count - HISTORY)
     shown = [f"{n + 1}. {_text(announced[n % HISTORY])}" for n in range(first, last)]
     return ", ".join(["..."] * (first > 0) + shown) or "none"
 

@@ -81,7 +81,9 @@ class Waiter:
             if now_s - looked_s >= LOOK_S:
                 looked_s = now_s
                 for index, (semaphore, peer) in enumerate(needs):
-                    lost = self._why_lost(peer, now_s - started_s)
+                    lost = "this rank is ending" if self.abandoned else why_gone(self._board, peer)
+                    if not lost and now_s - started_s > self.timeout_s:
+                        lost = f"nothing from rank {peer} in {self.timeout_s:g} s"
                     # A post that the peer made before its end still counts.
                     if lost and semaphore.try_wait():
                         return index
@@ -89,18 +91,12 @@ class Waiter:
                         lost += uneven_collectives(self._board, self._rank, peer)
                         raise PeerLostError(lost, rank=peer)
 
-    def _why_lost(self, peer: int, waited_s: float) -> str:
-        lost = "this rank is ending" if self.abandoned else why_gone(self._board, peer)
-        if not lost and waited_s > self.timeout_s:
-            lost = f"nothing from rank {peer} in {self.timeout_s:g} s"
-        return lost
-
 
 def why_gone(board: Board, peer: int) -> str:
     """Why ``peer`` will send nothing more; empty while it may still send."""
     if why := board.gave_up():
         return why
-    pid, state = int(board.ranks[peer]["pid"]), int(board.ranks[peer]["state"])
+    pid, state = (int(board.ranks[peer][name]) for name in ("pid", "state"))
     if state == LEFT:
         return f"rank {peer} has left: its process group was destroyed, or its program has ended"
     # The board of another host does not say the process id.

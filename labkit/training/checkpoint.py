@@ -71,7 +71,7 @@ class Facts:
     Attributes:
         epoch, step: complete epochs, and steps of the one under way.
         rows: what the complete epochs have reported.
-        identity, arrangement: of the run.
+        identity: of the run, see ``identity``.
         files: by name, their sizes in bytes.
     """
 
@@ -79,7 +79,6 @@ class Facts:
     step: int
     rows: list
     identity: dict
-    arrangement: dict
     files: dict = field(default_factory=dict)
     format: int = FORMAT
 
@@ -205,15 +204,11 @@ def _file(rank: int) -> str:
     return f"rank{rank}.safetensors"
 
 
-def arrangement(config: RunConfig) -> dict[str, Any]:
-    """What decides which rank computes what; which devices they are does not matter."""
-    found = {name: getattr(config, name) for name in _ARRANGEMENT}
-    return found | {"devices": len((config.devices or "").split(","))}
-
-
 def identity(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[str, Any]:
     """What must be as it was for another run to go on, by names, as JSON has it."""
-    found = {n: value for n, value in asdict(config).items() if n not in _ARRANGEMENT + _FREE}
+    found = {name: value for name, value in asdict(config).items() if name not in _FREE}
+    # Which devices they are does not matter.
+    found["devices"] = len((config.devices or "").split(","))
     # The same part may have been given as an object or by its path.
     found |= {name: "own" for name in PARTS if getattr(own, name) is not None}
     if config.lr_schedule == "cosine":
@@ -256,8 +251,7 @@ def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
         return None, f"no checkpoint in {folder} yet: the run begins" * config.resume
     path, facts, _ = stored
     here = identity(config, own, ready.work, ready.work.make_model())
-    differ = _differences(facts.identity, here)
-    moved = _differences(facts.arrangement, arrangement(config))
+    differ, moved = _differences(facts.identity, here)
     if facts.epoch + bool(facts.step) > config.epochs:
         differ.append(f"{facts.epoch} epochs and {facts.step} steps done, {config.epochs} here")
     if moved and not differ and (why := _why_not_divided(stored)):
@@ -274,12 +268,15 @@ def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
     return path, "; ".join([*(f"skipped {one}" for one in skipped), note])
 
 
-def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    return [
-        f"{name} {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
-        for name in names[:_NAMED]
-    ]
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What differs between two identities, and what of the arrangement, in words."""
+    words = {
+        name: f"{name} {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    }
+    moved = [words.pop(name) for name in _ARRANGEMENT if name in words]
+    return list(words.values())[:_NAMED], moved
 
 
 def _why_not_divided(stored: Stored) -> str:
@@ -316,7 +313,7 @@ class Progress:
         sent: messages and bytes by this rank while it trained; empty if they are not counted.
     """
 
-    sums: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
+    sums: Tensor
     epoch: int = 0
     step: int = 0
     rows: list[Row] = field(default_factory=list)
@@ -332,24 +329,38 @@ class Checkpoints:
         strategy: set up.
         facts: of the run, see ``identity``.
         steps: of an epoch.
+        progress: of the run.
     """
 
-    def __init__(self, config: RunConfig, strategy: Strategy, facts: dict[str, Any], steps: int):
-        self.config, self.strategy, self.facts, self.steps = config, strategy, facts, steps
+    def __init__(
+        self,
+        config: RunConfig,
+        strategy: Strategy,
+        facts: dict[str, Any],
+        steps: int,
+        progress: Progress,
+    ):
+        self.config, self.strategy, self.facts = config, strategy, facts
+        self.steps, self.progress = steps, progress
         self._first = self._random_states()
         if strategy.comm.rank == 0:
             remove_unfinished(config.checkpoint_dir)
 
-    def is_due(self, progress: Progress) -> bool:
-        """Whether to save after this step, or this epoch."""
-        every = self.config.checkpoint_every
-        if every and (progress.epoch * self.steps + progress.step) % every == 0:
-            return True
-        return progress.step == 0 and (not every or progress.epoch == self.config.epochs)
+    @property
+    def done(self) -> int:
+        """Steps so far, in all epochs."""
+        return self.progress.epoch * self.steps + self.progress.step
 
-    def save(self, progress: Progress) -> None:
+    def is_due(self) -> bool:
+        """Whether to save after this step, or this epoch."""
+        every, is_last = self.config.checkpoint_every, self.progress.epoch == self.config.epochs
+        if every and self.done % every == 0:
+            return True
+        return self.progress.step == 0 and (not every or is_last)
+
+    def save(self) -> None:
         """Save a checkpoint; a collective call."""
-        strategy = self.strategy
+        strategy, progress = self.strategy, self.progress
         with strategy.comm.span("checkpoint"):
             state, now = strategy.state(), self._random_states()
             schedule, scaler = schedule_of(strategy.optimizer), getattr(strategy, "scaler", None)
@@ -362,24 +373,18 @@ class Checkpoints:
             numbers |= {f"scaler/{name}": value for name, value in values.items()}
             state |= {name: torch.tensor(value) for name, value in numbers.items()}
             state |= named("random", now) | {"progress/sums": progress.sums}
-            how = self.facts, arrangement(self.config)
-            facts = Facts(progress.epoch, progress.step, progress.rows, *how)
-            done = progress.epoch * self.steps + progress.step
-            save(strategy.comm, step_path(self.config.checkpoint_dir or "", done), facts, state)
+            facts = Facts(progress.epoch, progress.step, progress.rows, self.facts)
+            path = step_path(self.config.checkpoint_dir or "", self.done)
+            save(strategy.comm, path, facts, state)
 
-    def load(self, path: Path, progress: Progress) -> None:
-        """Continue from a checkpoint, which ``find_start`` has found to fit this run.
-
-        Args:
-            path: of the checkpoint.
-            progress: of the run, so far at its beginning.
-        """
-        stored, strategy = read(path), self.strategy
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint, which ``find_start`` has found to fit this run."""
+        stored, strategy, progress = read(path), self.strategy, self.progress
         facts, rank = stored.facts, strategy.comm.rank
         progress.epoch, progress.step, progress.rows = facts.epoch, facts.step, facts.rows
         # What a rehearsal has counted was none of the run's samples.
         strategy.counted()
-        is_same = facts.arrangement == arrangement(self.config)
+        is_same = not _differences(facts.identity, self.facts)[1]
         state: State = {}
         for kind in ("model", "optimizer", "buffers"):
             state |= named(kind, stored.of(kind))

@@ -79,19 +79,19 @@ def fit(
     allow_tf32(config.amp == "tf32")
     work = work_of(config, own)
     strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
-    memory = comm.session.memory_of_part(own.num_bytes)
     model = work.make_model()
+    # What the model takes counts, whether it was made here or has arrived with the call.
+    memory = comm.session.memory_of_part(sum(t.nbytes for t in model.state_dict().values()))
     if own.model is not None and comm.world_size > 1:
         # A function may not make the same on all ranks, and under torchrun each has its own.
         model.to(comm.device)
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(comm, tensor.data)
-    run = _Run(config, work, strategy, verbose and comm.rank == 0)
     facts = identity(config, own, work, model)
     strategy.setup(comm, model, optimizer_maker(config, own.optimizer, strategy, len(work.train)))
     # A strategy may keep only a part of the model, and the rest is freed.
     del model
-    run.open(facts, start)
+    run = _Run(config, work, strategy, facts, start, verbose and comm.rank == 0)
     progress = run.progress
     with on_sigterm(run.stop.set if run.checkpoints else None):
         if isinstance(strategy, OwnPaceStrategy):
@@ -117,21 +117,26 @@ class _Run:
     checkpoints: Checkpoints | None = None
     logs: "Logs | None" = None
 
-    def __init__(self, config: RunConfig, work: Work, strategy: Strategy, tells: bool):
+    def __init__(
+        self,
+        config: RunConfig,
+        work: Work,
+        strategy: Strategy,
+        facts: dict[str, Any],
+        start: Path | None,
+        tells: bool,
+    ):
         self.config, self.work, self.strategy, self.tells = config, work, strategy, tells
+        self.comm, self.stop = strategy.comm, threading.Event()
         self.steps = math.ceil(len(work.train) / config.batch_size)
-        self.progress, self.stop = Progress(), threading.Event()
-
-    def open(self, facts: dict[str, Any], start: Path | None) -> None:
-        """What needs the technique set up: files of the run, and where it goes on."""
-        config, self.comm = self.config, self.strategy.comm
-        self.progress.sums = self.progress.sums.to(self.comm.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.comm.device)
+        self.progress = Progress(sums)
         if config.checkpoint_dir is not None:
-            self.checkpoints = Checkpoints(config, self.strategy, facts, self.steps)
+            self.checkpoints = Checkpoints(config, strategy, facts, self.steps, self.progress)
             if start is not None:
                 # What a first step leaves behind, beside its update.
-                self.strategy.rehearse(*next(self.shares(self.batches(0)[:1], 0)))
-                self.checkpoints.load(start, self.progress)
+                strategy.rehearse(*next(self.shares(self.batches(0)[:1], 0)))
+                self.checkpoints.load(start)
         if config.log_dir is not None and self.comm.rank == 0:
             self.logs = Logs(config.log_dir, len(self.progress.rows))
 
@@ -209,8 +214,8 @@ class _Run:
 
     def save_and_end(self, is_end: bool) -> None:
         """Save a checkpoint if it is time; raise PreemptedError on all ranks after the last."""
-        if self.checkpoints is not None and (is_end or self.checkpoints.is_due(self.progress)):
-            self.checkpoints.save(self.progress)
+        if self.checkpoints is not None and (is_end or self.checkpoints.is_due()):
+            self.checkpoints.save()
         if is_end:
             self.comm.barrier()
             done = self.progress.epoch * self.steps + self.progress.step

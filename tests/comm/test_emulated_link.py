@@ -245,7 +245,6 @@ def test_backward_goes_on_while_a_bucket_is_on_the_link():
     [
         ("ddp", {}),
         ("ddp", {"builtin": True, "backend": "labkit"}),
-        ("ring_all_reduce", {"compress": "topk"}),
         ("async_parameter_server", {"max_staleness": 2}),
         ("pipeline", {"micro_batches": 2}),
     ],

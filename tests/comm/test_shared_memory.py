@@ -6,10 +6,8 @@ tested on real ranks, on both transports where they must agree.
 """
 
 import os
-import shutil
 import subprocess
 import sys
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,7 +19,6 @@ from ranks import (
     running_ranks,
     travel_by_value,
     wait_until,
-    write_program_that_never_ends,
 )
 
 from labkit import DeadlockError, WorkerError, run
@@ -232,48 +229,3 @@ def test_what_a_run_leaves_after_an_error_a_success_and_a_deadline(nothing_is_le
     for how in ("error", "deadline"):
         with pytest.raises(WorkerError, match=how):
             run(ends, how, world_size=2, timeout_s=1.5)
-
-
-def may_mount():
-    """Whether this process may mount a private /dev/shm."""
-    probe = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
-    return bool(shutil.which("unshare")) and not subprocess.call(probe, stderr=subprocess.DEVNULL)
-
-
-def in_a_private_shm(folder, size, script):
-    """Returns what a script prints when it runs with a private /dev/shm."""
-    program = folder / "program.py"
-    program.write_text(textwrap.dedent(script))
-    mount = f"mount -t tmpfs -o {size} tmpfs /dev/shm && exec {sys.executable} {program} {folder}"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", mount],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
-    return done.stdout
-
-
-@pytest.mark.fresh
-@pytest.mark.skipif(not may_mount(), reason="needs to mount a file system: unshare -m, as root")
-class TestAfterAKill:
-    def test_nothing_is_left_after_a_kill_of_all_at_once(self, tmp_path):
-        """SIGKILL to the launcher, to the ranks and to Python's own resource tracker."""
-        write_program_that_never_ends(tmp_path)
-        script = """
-            import os, subprocess, sys, time
-
-            folder = sys.argv[1]
-            command = [sys.executable, f"{folder}/kernel.py", folder]
-            kernel = subprocess.Popen(command, start_new_session=True)
-            started = lambda: sum(name.endswith(".pid") for name in os.listdir(folder))
-            while started() < 2 and kernel.poll() is None:
-                time.sleep(0.05)
-            time.sleep(0.3)
-            print("running" if kernel.poll() is None else "ended")
-            os.killpg(kernel.pid, 9)
-            kernel.wait()
-            print(os.listdir("/dev/shm"))
-            """
-        assert in_a_private_shm(tmp_path, "size=64m", script).splitlines() == ["running", "[]"]
