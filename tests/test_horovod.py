@@ -469,7 +469,7 @@ def script(how):
     [
         ([2], "well", "[(0, 0, 0, 1), (1, 1, 0, 1)]"),
         ([1, 2], "well", "[(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 1, 2)]"),
-        ([2], "killed", "rank 1"),
+        ([1, 1], "killed", "rank 1 (host 1) cannot be reached"),
         ([2], "returns", "Unfinished on rank 0: 'allreduce.waits' of"),
     ],
 )
