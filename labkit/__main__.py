@@ -138,7 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except PreemptedError as error:
-        print(f"labkit: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"labkit: {error}", file=sys.stderr)
         return 128 + signal.SIGTERM
     # Under torchrun this process is a rank: lost peers and mismatches reach it as they are.
     except (WorkerError, OutputError, ConnectionError, MismatchError) as error:

@@ -5,6 +5,7 @@ The cases are those of Horovod's documentation: what it promises of arguments, r
 
 import itertools
 import math
+import os
 import signal
 import warnings
 
@@ -455,6 +456,8 @@ def script(how):
     found = hvd.allgather_object((rank, hvd.local_rank(), hvd.cross_rank(), hvd.cross_size()))
     if rank == 0:
         print(found, flush=True)
+    if how == "killed" and rank == hvd.size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     if how == "returns" and rank == hvd.size() - 1:
         return
     if how != "well":
@@ -466,6 +469,7 @@ def script(how):
     [
         ([2], "well", "[(0, 0, 0, 1), (1, 1, 0, 1)]"),
         ([1, 2], "well", "[(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 1, 2)]"),
+        ([1, 1], "killed", "rank 1 (host 1) cannot be reached"),
         ([2], "returns", "Unfinished on rank 0: 'allreduce.waits' of"),
     ],
 )

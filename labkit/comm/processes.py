@@ -9,18 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 _ENDED = "ZX"
-# T: by SIGSTOP, SIGTSTP (Ctrl-Z) or a terminal; t: by a debugger.
-_STOPPED = "Tt"
 
 
 def is_running(pid: int) -> bool:
     """Whether a process is alive; a zombie (ended, not yet waited for) is not."""
-    return _status(pid) not in _ENDED
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is suspended by a signal: it does nothing until SIGCONT."""
-    return _status(pid) in _STOPPED
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux":
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return state not in _ENDED
+        # Without /proc, the only simple check is whether the process exists.
+        os.kill(pid, 0)
+        return True
+    return False
 
 
 def signal_name(number: int) -> str:
@@ -54,17 +54,6 @@ def marked(name: str, mark: str) -> list[int]:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return found
-
-
-def _status(pid: int) -> str:
-    """The state letter in ``/proc/PID/stat``; X if there is no such process."""
-    with contextlib.suppress(OSError):
-        if sys.platform == "linux":
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        # Without /proc, the only simple check is whether the process exists.
-        os.kill(pid, 0)
-        return "R"
-    return "X"
 
 
 def loopback() -> str:

@@ -71,12 +71,6 @@ def learner_frames(stack: str) -> str:
     return "\n".join(found) or stack
 
 
-def innermost_location(stack: str) -> str:
-    """The first location in the learner's code in a stack dump; empty if there is none."""
-    found = (match for match in _LOCATION.finditer(stack) if not is_internal(match[1]))
-    return next((match[0] for match in found), "")
-
-
 def cell_sources() -> dict[str, list[str]]:
     """The sources that exist only in this process (notebook cells), by their file name."""
     # linecache marks an entry that no file on disk backs with a modification time of None.

@@ -34,6 +34,7 @@ from labkit.horovod.optimizer import (
     DistributedOptimizer as DistributedOptimizer,
     Sum as Sum,
 )
+from labkit.runtime.plain import dump_plain, load_plain
 from labkit.strategies import sync_batch_norm
 
 Min, Max, Product = "min", "max", "product"
@@ -213,12 +214,10 @@ def join(device: int = -1) -> int:
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """All ranks' objects, by rank: anything that can be pickled; between hosts, plain data."""
-    opened = engine().opened
-    data = torch.frombuffer(bytearray(opened.dump(obj)), dtype=torch.uint8)
-
+    """All ranks' objects, by rank: plain data, see ``labkit.runtime.plain``."""
+    data = torch.frombuffer(bytearray(dump_plain(obj)), dtype=torch.uint8)
     parts = engine().submit("allgather", name, data).wait()
-    return [opened.load(part.numpy().tobytes()) for part in parts]
+    return [load_plain(part.numpy().tobytes()) for part in parts]
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
@@ -256,7 +255,7 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
-        self.__dict__["global_batch"] = _GlobalBatch(engine().comm, self, range(size()))
+        self.__dict__["global_batch"] = _GlobalBatch(engine().comm, range(size()))
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

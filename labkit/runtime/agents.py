@@ -64,13 +64,8 @@ class Agents:
     ) -> bool:
         """Show the hosts' output, line by line as it comes, until all agents have ended.
 
-        Args:
-            limit_s: return after this time at the latest.
-            quiet_s: return when ranks have printed something, and then nothing for this long.
-            show: called with the host and each line.
-
-        Returns:
-            Whether all agents have ended.
+        Returns after ``limit_s``, and once nothing has been printed for ``quiet_s`` after a line;
+        whether all agents have ended.
         """
         until_s = end_s = time.monotonic() + limit_s
         while self._num_open:
@@ -100,8 +95,7 @@ def start_agents(
 ) -> Iterator[Agents]:
     """Start one agent of ``torchrun`` per host; at the end nothing of them is left.
 
-    Whatever ends this (an error, Ctrl-C, the death of this process): the agents end their ranks,
-    and the folder with their files is removed.
+    Also after Ctrl-C, or the death of this process.
 
     Args:
         program: a script and its arguments, or ``-m``, a module and its arguments.

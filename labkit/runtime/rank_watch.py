@@ -1,18 +1,15 @@
 """Watching a run that no launcher watches, under torchrun and on Ray: the ranks watch each other.
 
 In each rank a thread wakes up twice a second. It posts what the rank is doing, its row of the
-status board, in the store of the run. The first rank reads all rows, and explains a deadlock, a
-mismatch, or lost ranks. The explanation is one entry in the store, where the first that is made
-counts: all ranks find it there, their operations that wait raise an error, so that the learner's
-``finally`` runs, and ``labkit.run`` raises the explanation.
-
-All else is the group's timeout.
+status board, in the run's store. The first rank reads all rows, and explains a deadlock, a
+mismatch, or lost ranks (all else is the group's timeout). The first explanation in the store
+counts: operations that wait raise an error in all ranks, so that the learner's ``finally`` runs,
+and ``labkit.run`` raises the explanation.
 """
 
 import contextlib
 import os
 import re
-import struct
 import sys
 import threading
 import time
@@ -40,10 +37,9 @@ _TICK_S = 0.5
 # peer waits to hear the explanation.
 _SILENT_S, _EXPLAINED_S = 3.0, 10.0
 # From the explanation on: when a rank ends that is busy elsewhere; how long the others wait for
-# more ranks to come to their end, and for the one that has raised to be the first.
+# one more to come to its end, and for the one that has raised to be the first.
 _BUSY_S, _NOBODY_S, _FIRST_S = 5.0, 2.0, 5.0
 _ERROR, _LOOKS, _ENDING = "error", "looks", "ending"
-_NUMBER = struct.Struct("!q")
 
 
 class Rows:
@@ -62,17 +58,16 @@ class Rows:
 
     def post(self, board: Board, rank: int) -> None:
         self._posted += 1
-        self._store.set(self._keys[rank], _NUMBER.pack(self._posted) + pack(board, rank))
+        self._store.set(self._keys[rank], self._posted.to_bytes(8) + pack(board, rank))
 
     def read(self) -> bool:
         """Read the rows, once all ranks have posted one; whether they have."""
         if not all(self.numbers) and not self._store.check(self._keys):
             return False
         for rank, data in enumerate(self._store.multi_get(self._keys)):
-            (number,) = _NUMBER.unpack_from(data)
-            if number != self.numbers[rank]:
+            if (number := int.from_bytes(data[:8])) != self.numbers[rank]:
                 self.numbers[rank], self.heard_s[rank] = number, time.monotonic()
-                unpack(self.board, rank, data[_NUMBER.size :])
+                unpack(self.board, rank, data[8:])
         return True
 
 
@@ -91,8 +86,7 @@ class Watch:
     def __init__(self, comm: Comm, store: Any, prints: bool = True):
         self._rank, self._size, self._hosts = comm.rank, comm.world_size, comm.session.hosts
         self._host = next(host for host, ranks in enumerate(self._hosts) if comm.rank in ranks)
-        self._board, self._more_boards = comm.session.board, list[Board]()
-        self._store, self._prints = store, prints
+        self._board, self._store, self._prints = comm.session.board, store, prints
         self._rows = Rows(store, comm.world_size)
         self._looks, self._looked_s = 0, time.monotonic()
         self._candidate: object = None
@@ -101,13 +95,7 @@ class Watch:
         # It is known how the run ends; the rank's function has come to its end.
         self._over, self._at_end = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="labkit-watch", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def also_ends(self, board: Board) -> None:
-        """Let a failure also end the operations that wait on another board."""
-        self._more_boards.append(board)
+        self.start = self._thread.start
 
     # Called by the rank
 
@@ -150,18 +138,16 @@ class Watch:
                 self._rows.post(self._board, self._rank)
 
     def _end_together(self, error: WorkerError) -> None:
-        """Wait until all have heard, and until the rank that has raised has ended, if it is near.
-
-        As soon as one rank has ended, torchrun ends the others of its host, and its summary
-        shows that one.
+        """Wait until all have heard, and until a near rank that has raised has ended: with the
+        first that ends torchrun ends the others of its host, and shows that one.
         """
         self._board.ranks[self._rank]["state"] = LEFT
         with contextlib.suppress(RuntimeError):
-            count, since_s = self._store.add(_ENDING, 1), time.monotonic()
-            while count < self._size and time.monotonic() - since_s < _NOBODY_S:
+            count, came_s = self._store.add(_ENDING, 1), time.monotonic()
+            while count < self._size and time.monotonic() - came_s < _NOBODY_S:
                 time.sleep(_TICK_S / 10)
                 if (now := self._store.add(_ENDING, 0)) != count:
-                    count, since_s = now, time.monotonic()
+                    count, came_s = now, time.monotonic()
         near, until_s = self._hosts[self._host], time.monotonic() + _FIRST_S
         if error.worker_traceback and error.rank in near and error.rank != self._rank:
             pid = int(self._board.ranks[error.rank]["pid"])
@@ -176,8 +162,8 @@ class Watch:
             while not self._over.wait(_TICK_S):
                 self._look()
         except RuntimeError as error:
-            is_over = self._over.is_set()
-            if not is_over and self._board.ranks[self._rank]["state"] != RETURNED:
+            has_returned = self._board.ranks[self._rank]["state"] == RETURNED
+            if not self._over.is_set() and not has_returned:
                 text = f"the host of rank 0, {host_names[0]}, has ended, or cannot be reached"
                 self._take(WorkerError(f"{text}: its store does not answer ({first_line(error)})"))
         except Exception as error:
@@ -202,23 +188,19 @@ class Watch:
 
     def _lost(self, now_s: float) -> WorkerError | None:
         """Ranks that have gone silent, once another has lost a peer."""
-        slots, silent = self._rows.board.ranks, []
-        for rank, heard_s in enumerate(self._rows.heard_s):
-            if now_s - heard_s > _SILENT_S and slots[rank]["state"] != LEFT:
-                silent.append(rank)
-        waiting = [
-            f"\n  rank {rank} {doing.decode(errors='replace')}"
-            for rank, doing in enumerate(slots["gave_up"])
-            if doing
-        ]
-        if not waiting or not silent:
+        slots, heard_s = self._rows.board.ranks, self._rows.heard_s
+        is_silent = [now_s - at_s > _SILENT_S for at_s in heard_s] & (slots["state"] != LEFT)
+        silent, waiting = is_silent.nonzero()[0], slots["gave_up"].nonzero()[0]
+        if not len(waiting) or not len(silent):
             return None
         text = (
             f"{' and '.join(f'rank {rank}' for rank in silent)} cannot be reached any more: the "
             "process or its machine has ended, or the network is cut. What has started the ranks "
-            f"there says how they have ended.{''.join(waiting)}"
+            "there says how they have ended."
         )
-        return WorkerError(text, rank=silent[0])
+        for rank in waiting:
+            text += f"\n  rank {rank} {slots[rank]['gave_up'].decode(errors='replace')}"
+        return WorkerError(text, rank=int(silent[0]))
 
     def _standing_still(self) -> WorkerError | None:
         """A mismatch or a deadlock, if no rank has moved since it was first seen."""
@@ -249,8 +231,7 @@ class Watch:
     def _end(self, error: WorkerError) -> None:
         """Let this rank's function raise an error; end the process if it does not."""
         self._print(error)
-        for board in (self._board, *self._more_boards):
-            board.give_up(self._rank, str(error).splitlines()[0])
+        self._board.give_up(self._rank, str(error).splitlines()[0])
         cut(group_connections)
         dist.distributed_c10d._get_default_group().abort()
         if not self._at_end.wait(_BUSY_S):

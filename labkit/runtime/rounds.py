@@ -107,21 +107,20 @@ def agree(store: Any, rank: int, world_size: int, timeout_s: float) -> tuple[str
     """A number that no earlier ranks had, and the names of all hosts, by rank.
 
     Rank 0 offers a number, and the others answer, also to any later one: what they find first may
-    be of an earlier round. When all have answered, rank 0 repeats what each has said.
+    be an earlier round's. When all have answered, rank 0 repeats what each has said.
     """
     mine, until_s = [secrets.token_hex(8), socket.gethostname()], time.monotonic() + timeout_s
-    number = secrets.token_hex(8) if rank == 0 else ""
-    missing = set(range(1, world_size)) if rank == 0 else {0}
+    number, others = "", range(1, world_size)
     if rank == 0:
+        number = secrets.token_hex(8)
         store.set("offer", number)
     while time.monotonic() < until_s:
-        if rank == 0:
-            missing = {one for one in missing if not _is_there(store, f"{number}/{one}")}
-            if not missing:
-                told = [mine, *(_read(store, f"{number}/{n}") for n in range(1, world_size))]
-                store.set(f"{number}/all", json.dumps(told))
-        elif _is_there(store, "offer") and (offer := store.get("offer").decode()) != number:
-            number, missing = offer, set(range(1, world_size)) - {rank}
+        if rank == 0 and all(_is_there(store, f"{number}/{one}") for one in others):
+            told = [mine, *(_read(store, f"{number}/{one}") for one in others)]
+            store.set(f"{number}/all", json.dumps(told))
+        elif rank > 0 and _is_there(store, "offer"):
+            # Again and again: it costs less than to remember which has been answered.
+            number = store.get("offer").decode()
             store.set(f"{number}/{rank}", json.dumps(mine))
         if number and _is_there(store, f"{number}/all"):
             told = _read(store, f"{number}/all")
@@ -129,9 +128,8 @@ def agree(store: Any, rank: int, world_size: int, timeout_s: float) -> tuple[str
                 return number, [str(host) for _, host in told]
         time.sleep(_POLL_S)
     raise ConnectionError(
-        f"rank {rank} of {world_size} waited {timeout_s:g} s for other ranks that torchrun has "
-        f"started ({', '.join(map(str, sorted(missing)))}): see what torchrun says on the other "
-        "machines"
+        f"rank {rank} of {world_size} waited {timeout_s:g} s for all others that torchrun has "
+        "started: see what torchrun says on the other machines"
     )
 
 
@@ -155,24 +153,15 @@ def _is_there(store: Any, key: str) -> bool:
 def unreachable(error: Exception, waited_s: float) -> ConnectionError:
     """The error of a rank that finds no store where torchrun says that it is."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    advice = ""
-    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-        advice = (
-            ". That is how the machine of rank 0 calls itself: give torchrun the --local-addr "
-            "under which the others reach it; and after the loss of a machine set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where you start torchrun"
-        )
     return ConnectionError(
         f"rank {os.environ['RANK']} could not join the others at {where} in {waited_s:.0f} s: "
         "check that rank 0 runs there and that no firewall blocks the connection "
-        f"({_first_line(error)}){advice}"
+        f"({_first_line(error)}). On several machines give torchrun the --local-addr under which "
+        "the others reach it, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     )
 
 
 def code() -> str:
     """A hash of labkit's code on this machine."""
-    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    paths = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]

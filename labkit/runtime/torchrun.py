@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import math
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -28,8 +27,8 @@ from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, print_once
 from labkit.runtime import rounds, worker
-from labkit.runtime.messages import Report, dump_value
-from labkit.runtime.plain import dump_plain, dump_report, load_plain, load_report
+from labkit.runtime.messages import Report
+from labkit.runtime.plain import dump_plain, dump_report, load_report
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.rank_watch import Watch, tell
 from labkit.runtime.worker import connect, open_comm
@@ -40,8 +39,6 @@ inside_a_run = False
 # The runs of this process so far, and the Comms that it has opened for threads.
 _runs, _opened = itertools.count(), itertools.count()
 _FOREVER = timedelta(days=365)
-# The watch over the run that this process is in.
-_watching: list[Watch] = []
 
 
 def run_as_rank(
@@ -54,10 +51,7 @@ def run_as_rank(
     link: EmulatedLink | None = None,
     devices: str | Sequence[str] | None = None,
 ) -> list[Report]:
-    """Run ``fn`` in this process, one of torchrun's ranks, and return all ranks' reports.
-
-    Args:
-        fn, args, world_size, device, transport, timeout_s, link, devices: see ``labkit.run``.
+    """Run ``fn`` in this process, one of torchrun's ranks (see ``labkit.run``); all reports.
 
     Raises:
         ValueError: ``world_size`` is not the number of ranks that torchrun has started.
@@ -82,7 +76,6 @@ def run_as_rank(
 @contextlib.contextmanager
 def watched(watch: Watch) -> Iterator[None]:
     """Within the block the run is watched, and an error becomes the one that explains the run."""
-    _watching[:] = [watch]
     watch.start()
     try:
         yield
@@ -94,7 +87,6 @@ def watched(watch: Watch) -> Iterator[None]:
         # The explanation names the cause; what this rank ran into is a consequence.
         raise raised from None
     finally:
-        _watching.clear()
         watch.close()
 
 
@@ -153,13 +145,14 @@ class Opened:
     """A ``Comm`` for one thread, on the CPU, as ``open_for`` has opened it.
 
     Attributes:
-        comm: whose messages mix with no other thread's.
         hosts, host: the ranks of each host, and the number of this one.
         local_rank, local_size: this rank among those of its host, and how many these are.
         has_failed: whether the script ends with an error.
     """
 
-    def __init__(self, comm: Comm, watch: Watch | None = None):
+    def __init__(self, comm: Comm, at_end: Callable[[], None], watch: Watch | None = None):
+        # A thread that is inside PyTorch when the interpreter ends would abort the process.
+        atexit.register(at_end)
         self.comm, self.has_failed = comm, False
         self.hosts = comm.session.hosts
         self.host = next(n for n, ranks in enumerate(self.hosts) if comm.rank in ranks)
@@ -182,21 +175,6 @@ class Opened:
     def is_mine(self) -> bool:
         """Whether this process has opened it, and not one that it was forked from."""
         return os.getpid() == self._pid
-
-    def dump(self, value: Any) -> bytes:
-        """The bytes of any value that can be pickled; between hosts, of plain data."""
-        return dump_value(value) if self._has_one_host() else dump_plain(value)
-
-    def load(self, data: bytes) -> Any:
-        """A value that a rank has dumped.
-
-        A pickle can run any code: between ranks of one host it travels through memory that only
-        this user's processes can open, and elsewhere there are none.
-        """
-        return pickle.loads(data) if self._has_one_host() else load_plain(data)
-
-    def _has_one_host(self) -> bool:
-        return self.comm.transport.shares_memory or self.comm.world_size == 1
 
     def close(self) -> None:
         """Leave the other ranks; a script's rank does so at its end at the latest."""
@@ -223,31 +201,16 @@ def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Ope
         ConnectionError: the other ranks cannot be reached.
     """
     if (run := comm or open_comm()) is not None:
-        opened = Opened(_beside(run, purpose))
         run.session.at_close.append(at_end)
-    elif under_torchrun():
-        local = int(os.environ["LOCAL_WORLD_SIZE"])
-        mine = connect(plan(local, "cpu", "auto"), MOST_SECONDS)
+    if run is not None and run.world_size > 1:
+        store = dist.distributed_c10d._get_default_store()
+        where = f"{purpose}/{next(_opened)}"
+        return Opened(separate_comm(where, store, run.rank, run.world_size, _FOREVER), at_end)
+    if run is None and under_torchrun():
+        chosen = plan(int(os.environ["LOCAL_WORLD_SIZE"]), "cpu", "auto")
+        mine = connect(chosen, MOST_SECONDS)
         mine.session.board.ranks[mine.rank]["state"] = RUNNING
-        opened = Opened(mine, Watch(mine, _own_store(next(_runs))))
-    else:
-        opened = Opened(_alone())
-    # A thread that is inside PyTorch when the interpreter ends would abort the process.
-    atexit.register(at_end)
-    return opened
-
-
-def _beside(run: Comm, purpose: str) -> Comm:
-    if run.world_size == 1:
-        return _alone()
-    store = dist.distributed_c10d._get_default_store()
-    where = f"{purpose}/{next(_opened)}"
-    comm = separate_comm(where, store, run.rank, run.world_size, _FOREVER)
-    for watch in _watching:
-        watch.also_ends(comm.session.board)
-    return comm
-
-
-def _alone() -> Comm:
+        return Opened(mine, at_end, Watch(mine, _own_store(next(_runs))))
     arena = Arena(1)
-    return Comm(0, 1, torch.device("cpu"), SharedTransport(arena, 0, math.inf), arena.board)
+    cpu, alone = torch.device("cpu"), SharedTransport(arena, 0, math.inf)
+    return Opened(Comm(0, 1, cpu, alone, arena.board), at_end)

@@ -49,8 +49,7 @@ class CudaTimer(ClockTimer):
     def __init__(self, *devices: Any):
         import torch
 
-        self._cuda = torch.cuda
-        self.devices = [torch.device(device) for device in devices]
+        self._cuda, self.devices = torch.cuda, [torch.device(device) for device in devices]
         # For each GPU an event, and its time on the host's clock.
         self._anchors: list[tuple[Any, float]] = []
         self.calibrate()
@@ -96,6 +95,10 @@ class _Region:
     kind: str
     timer: ClockTimer
     resumed: Any
+
+    def at(self, timer: ClockTimer, mark: Any) -> Any:
+        """The mark of another timer as one of this region's."""
+        return mark if self.timer is timer else self.timer.mark()
 
 
 class Recorder:
@@ -160,10 +163,13 @@ class Recorder:
             self._keep(start - self.origin, end - self.origin, fields)
             return
         self._ahead.append((timer, start, end, fields))
-        self._settle()
+        self.settle(wait=False)
 
-    def _settle(self, wait: bool = False) -> None:
-        """Turn marks into seconds, up to the first span whose end a GPU has not reached."""
+    def settle(self, wait: bool = True) -> None:
+        """Turn marks into seconds, and let the listener hear of them.
+
+        It waits for a GPU, or else ends with the first span whose end the GPU has not reached.
+        """
         with self._settling:
             while self._ahead and (wait or self._ahead[0][0].is_past(self._ahead[0][2])):
                 timer, start, end, fields = self._ahead.popleft()
@@ -183,8 +189,7 @@ class Recorder:
         outer = stack[-1] if stack else None
         start = timer.mark()
         if outer is not None:
-            until = start if outer.timer is timer else outer.timer.mark()
-            self._add(outer.timer, outer.kind, outer.resumed, until)
+            self._add(outer.timer, outer.kind, outer.resumed, outer.at(timer, start))
         inner = _Region(kind, timer, start)
         stack.append(inner)
         if self.listener is not None:
@@ -198,7 +203,7 @@ class Recorder:
             if self.listener is not None:
                 self.listener.begun(outer.kind if outer else None, self._open.lane)
             if outer is not None:
-                outer.resumed = end if outer.timer is timer else outer.timer.mark()
+                outer.resumed = outer.at(timer, end)
 
     def transfer(
         self,
@@ -231,15 +236,10 @@ class Recorder:
         stack = self._stack()
         if not stack:
             return "communicate"
-        region, same = stack[-1], stack[-1].timer is self.timer
-        until = start if same else region.timer.mark()
-        self._add(region.timer, region.kind, region.resumed, until)
-        region.resumed = end if same else region.timer.mark()
+        region = stack[-1]
+        self._add(region.timer, region.kind, region.resumed, region.at(self.timer, start))
+        region.resumed = region.at(self.timer, end)
         return "communicate" if region.kind in LOCAL_KINDS else region.kind
-
-    def settle(self) -> None:
-        """Let the listener hear of all spans so far; on a GPU it waits for their ends."""
-        self._settle(wait=True)
 
     def spans(self) -> list[Span]:
         """The spans so far, in seconds since the origin; on a GPU it waits for their ends.

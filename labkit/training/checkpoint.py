@@ -9,9 +9,9 @@ When the files of all ranks are there, rank 0 adds the facts and renames the fol
 flushed to the disk: what a machine that loses power has not written yet is too short, or no JSON,
 and then the checkpoint before it counts. Reading executes nothing, and follows no links.
 
-Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY``, ``buffers/NAME`` (batch statistics
-of this rank), ``own/NAME`` (what else its technique carries from step to step), ``random/NAME``
-(the states of torch's generators), ``progress/NAME`` and ``scaler/NAME``. A run that goes on with
+Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY``, ``own/NAME`` (what else its
+technique carries from step to step), ``random/NAME`` (the states of torch's generators),
+``progress/NAME`` and ``scaler/NAME``. A run that goes on with
 the same **arrangement** (technique, ranks, micro-batches) ends equal to the bit to one that was
 never interrupted. With another one it ends where one device ends, unless the ranks had something
 that cannot be divided anew: then it is refused.
@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.config import RunConfig
 from labkit.errors import OutputError
-from labkit.strategies.base import OwnPaceStrategy, Strategy
-from labkit.strategies.state import State, named, of_kind
+from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.strategies.base import State, Strategy, named, of_kind
 from labkit.training.resolve import PARTS, Own, Resolved, Work, schedule_of
 
 FACTS, FORMAT = "facts.json", 4
@@ -71,7 +71,7 @@ class Facts:
     Attributes:
         epoch, step: complete epochs, and steps of the one under way.
         rows: what the complete epochs have reported.
-        identity, arrangement: of the run.
+        identity: of the run, see ``identity``.
         files: by name, their sizes in bytes.
     """
 
@@ -79,7 +79,6 @@ class Facts:
     step: int
     rows: list
     identity: dict
-    arrangement: dict
     files: dict = field(default_factory=dict)
     format: int = FORMAT
 
@@ -205,15 +204,11 @@ def _file(rank: int) -> str:
     return f"rank{rank}.safetensors"
 
 
-def arrangement(config: RunConfig) -> dict[str, Any]:
-    """What decides which rank computes what; which devices they are does not matter."""
-    found = {name: getattr(config, name) for name in _ARRANGEMENT}
-    return found | {"devices": len((config.devices or "").split(","))}
-
-
 def identity(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[str, Any]:
     """What must be as it was for another run to go on, by names, as JSON has it."""
-    found = {n: value for n, value in asdict(config).items() if n not in _ARRANGEMENT + _FREE}
+    found = {name: value for name, value in asdict(config).items() if name not in _FREE}
+    # Which devices they are does not matter.
+    found["devices"] = len((config.devices or "").split(","))
     # The same part may have been given as an object or by its path.
     found |= {name: "own" for name in PARTS if getattr(own, name) is not None}
     if config.lr_schedule == "cosine":
@@ -235,7 +230,7 @@ def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
     """
     if (folder := config.checkpoint_dir) is None:
         return None, ""
-    if isinstance(ready.strategy, OwnPaceStrategy):
+    if isinstance(ready.strategy, AsyncParameterServer):
         raise ValueError(
             f"{config.strategy} takes no checkpoint_dir, because its workers never stop together: "
             "leave it out, or use parameter_server"
@@ -256,8 +251,7 @@ def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
         return None, f"no checkpoint in {folder} yet: the run begins" * config.resume
     path, facts, _ = stored
     here = identity(config, own, ready.work, ready.work.make_model())
-    differ = _differences(facts.identity, here)
-    moved = _differences(facts.arrangement, arrangement(config))
+    differ, moved = _differences(facts.identity, here)
     if facts.epoch + bool(facts.step) > config.epochs:
         differ.append(f"{facts.epoch} epochs and {facts.step} steps done, {config.epochs} here")
     if moved and not differ and (why := _why_not_divided(stored)):
@@ -274,17 +268,19 @@ def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
     return path, "; ".join([*(f"skipped {one}" for one in skipped), note])
 
 
-def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    return [
-        f"{name} {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
-        for name in names[:_NAMED]
-    ]
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What differs between two identities, and what of the arrangement, in words."""
+    words = {
+        name: f"{name} {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    }
+    moved = [words.pop(name) for name in _ARRANGEMENT if name in words]
+    return list(words.values())[:_NAMED], moved
 
 
 def _why_not_divided(stored: Stored) -> str:
     """Why the run cannot go on with other ranks, or another technique; empty if it can."""
-    merged = stored.of("buffers")
     for rank in range(len(stored.ranks)):
         if "residual" in stored.of("own", rank):
             return "each rank has gradients that compress topk has not sent yet"
@@ -293,13 +289,6 @@ def _why_not_divided(stored: Stored) -> str:
                 f"rank {rank} has drawn random numbers in its steps (dropout), and other ranks "
                 "would draw others"
             )
-        for name, buffer in stored.of("buffers", rank).items():
-            if not torch.equal(buffer, merged[name]):
-                return (
-                    f"{name} differs from rank to rank in the middle of an epoch, because each "
-                    "rank normalises its own share. Resume with these ranks; sync_batch_norm "
-                    "avoids it"
-                )
     return ""
 
 
@@ -316,7 +305,7 @@ class Progress:
         sent: messages and bytes by this rank while it trained; empty if they are not counted.
     """
 
-    sums: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
+    sums: Tensor
     epoch: int = 0
     step: int = 0
     rows: list[Row] = field(default_factory=list)
@@ -332,24 +321,38 @@ class Checkpoints:
         strategy: set up.
         facts: of the run, see ``identity``.
         steps: of an epoch.
+        progress: of the run.
     """
 
-    def __init__(self, config: RunConfig, strategy: Strategy, facts: dict[str, Any], steps: int):
-        self.config, self.strategy, self.facts, self.steps = config, strategy, facts, steps
+    def __init__(
+        self,
+        config: RunConfig,
+        strategy: Strategy,
+        facts: dict[str, Any],
+        steps: int,
+        progress: Progress,
+    ):
+        self.config, self.strategy, self.facts = config, strategy, facts
+        self.steps, self.progress = steps, progress
         self._first = self._random_states()
         if strategy.comm.rank == 0:
             remove_unfinished(config.checkpoint_dir)
 
-    def is_due(self, progress: Progress) -> bool:
-        """Whether to save after this step, or this epoch."""
-        every = self.config.checkpoint_every
-        if every and (progress.epoch * self.steps + progress.step) % every == 0:
-            return True
-        return progress.step == 0 and (not every or progress.epoch == self.config.epochs)
+    @property
+    def done(self) -> int:
+        """Steps so far, in all epochs."""
+        return self.progress.epoch * self.steps + self.progress.step
 
-    def save(self, progress: Progress) -> None:
+    def is_due(self) -> bool:
+        """Whether to save after this step, or this epoch."""
+        every, is_last = self.config.checkpoint_every, self.progress.epoch == self.config.epochs
+        if every and self.done % every == 0:
+            return True
+        return self.progress.step == 0 and (not every or is_last)
+
+    def save(self) -> None:
         """Save a checkpoint; a collective call."""
-        strategy = self.strategy
+        strategy, progress = self.strategy, self.progress
         with strategy.comm.span("checkpoint"):
             state, now = strategy.state(), self._random_states()
             schedule, scaler = schedule_of(strategy.optimizer), getattr(strategy, "scaler", None)
@@ -362,29 +365,23 @@ class Checkpoints:
             numbers |= {f"scaler/{name}": value for name, value in values.items()}
             state |= {name: torch.tensor(value) for name, value in numbers.items()}
             state |= named("random", now) | {"progress/sums": progress.sums}
-            how = self.facts, arrangement(self.config)
-            facts = Facts(progress.epoch, progress.step, progress.rows, *how)
-            done = progress.epoch * self.steps + progress.step
-            save(strategy.comm, step_path(self.config.checkpoint_dir or "", done), facts, state)
+            facts = Facts(progress.epoch, progress.step, progress.rows, self.facts)
+            path = step_path(self.config.checkpoint_dir or "", self.done)
+            save(strategy.comm, path, facts, state)
 
-    def load(self, path: Path, progress: Progress) -> None:
-        """Continue from a checkpoint, which ``find_start`` has found to fit this run.
-
-        Args:
-            path: of the checkpoint.
-            progress: of the run, so far at its beginning.
-        """
-        stored, strategy = read(path), self.strategy
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint, which ``find_start`` has found to fit this run."""
+        stored, strategy, progress = read(path), self.strategy, self.progress
         facts, rank = stored.facts, strategy.comm.rank
         progress.epoch, progress.step, progress.rows = facts.epoch, facts.step, facts.rows
         # What a rehearsal has counted was none of the run's samples.
         strategy.counted()
-        is_same = facts.arrangement == arrangement(self.config)
+        is_same = not _differences(facts.identity, self.facts)[1]
         state: State = {}
-        for kind in ("model", "optimizer", "buffers"):
+        for kind in ("model", "optimizer"):
             state |= named(kind, stored.of(kind))
-        for kind in ("buffers", "own") if is_same else ():
-            state |= named(kind, stored.of(kind, rank))
+        if is_same:
+            state |= named("own", stored.of("own", rank))
         strategy.load_state(state)
         by_rank = [stored.of("progress", one) for one in range(len(stored.ranks))]
         if schedule := schedule_of(strategy.optimizer):

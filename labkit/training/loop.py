@@ -27,7 +27,8 @@ from labkit.config import RunConfig
 from labkit.errors import PreemptedError
 from labkit.files import write_atomically
 from labkit.runtime.worker import allow_tf32
-from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
+from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.strategies.base import Batch, Strategy
 from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
 from labkit.training.resolve import NOTHING, Own, Work, optimizer_maker, work_of
 from labkit.training.state import checksum
@@ -79,22 +80,22 @@ def fit(
     allow_tf32(config.amp == "tf32")
     work = work_of(config, own)
     strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
-    memory = comm.session.memory_of_part(own.num_bytes)
     model = work.make_model()
+    # What the model takes counts, whether it was made here or has arrived with the call.
+    memory = comm.session.memory_of_part(sum(t.nbytes for t in model.state_dict().values()))
     if own.model is not None and comm.world_size > 1:
         # A function may not make the same on all ranks, and under torchrun each has its own.
         model.to(comm.device)
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(comm, tensor.data)
-    run = _Run(config, work, strategy, verbose and comm.rank == 0)
     facts = identity(config, own, work, model)
     strategy.setup(comm, model, optimizer_maker(config, own.optimizer, strategy, len(work.train)))
     # A strategy may keep only a part of the model, and the rest is freed.
     del model
-    run.open(facts, start)
+    run = _Run(config, work, strategy, facts, start, verbose and comm.rank == 0)
     progress = run.progress
     with on_sigterm(run.stop.set if run.checkpoints else None):
-        if isinstance(strategy, OwnPaceStrategy):
+        if isinstance(strategy, AsyncParameterServer):
             run.train_at_own_pace(strategy, memory)
         while progress.epoch < config.epochs:
             with memory.counted():
@@ -117,21 +118,26 @@ class _Run:
     checkpoints: Checkpoints | None = None
     logs: "Logs | None" = None
 
-    def __init__(self, config: RunConfig, work: Work, strategy: Strategy, tells: bool):
+    def __init__(
+        self,
+        config: RunConfig,
+        work: Work,
+        strategy: Strategy,
+        facts: dict[str, Any],
+        start: Path | None,
+        tells: bool,
+    ):
         self.config, self.work, self.strategy, self.tells = config, work, strategy, tells
+        self.comm, self.stop = strategy.comm, threading.Event()
         self.steps = math.ceil(len(work.train) / config.batch_size)
-        self.progress, self.stop = Progress(), threading.Event()
-
-    def open(self, facts: dict[str, Any], start: Path | None) -> None:
-        """What needs the technique set up: files of the run, and where it goes on."""
-        config, self.comm = self.config, self.strategy.comm
-        self.progress.sums = self.progress.sums.to(self.comm.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.comm.device)
+        self.progress = Progress(sums)
         if config.checkpoint_dir is not None:
-            self.checkpoints = Checkpoints(config, self.strategy, facts, self.steps)
+            self.checkpoints = Checkpoints(config, strategy, facts, self.steps, self.progress)
             if start is not None:
                 # What a first step leaves behind, beside its update.
-                self.strategy.rehearse(*next(self.shares(self.batches(0)[:1], 0)))
-                self.checkpoints.load(start, self.progress)
+                strategy.rehearse(*next(self.shares(self.batches(0)[:1], 0)))
+                self.checkpoints.load(start)
         if config.log_dir is not None and self.comm.rank == 0:
             self.logs = Logs(config.log_dir, len(self.progress.rows))
 
@@ -209,8 +215,8 @@ class _Run:
 
     def save_and_end(self, is_end: bool) -> None:
         """Save a checkpoint if it is time; raise PreemptedError on all ranks after the last."""
-        if self.checkpoints is not None and (is_end or self.checkpoints.is_due(self.progress)):
-            self.checkpoints.save(self.progress)
+        if self.checkpoints is not None and (is_end or self.checkpoints.is_due()):
+            self.checkpoints.save()
         if is_end:
             self.comm.barrier()
             done = self.progress.epoch * self.steps + self.progress.step
@@ -231,7 +237,7 @@ class _Run:
             "clip_norm 1"
         )
 
-    def train_at_own_pace(self, strategy: OwnPaceStrategy, memory: Part) -> None:
+    def train_at_own_pace(self, strategy: AsyncParameterServer, memory: Part) -> None:
         """Train so that no rank waits for the others, and evaluate the epochs afterwards."""
         progress, ends, epochs = self.progress, [], self.config.epochs
         endless = (self.shares(self.batches(epoch), epoch) for epoch in itertools.count())
@@ -241,16 +247,15 @@ class _Run:
             for passed_s, loss in strategy.train(batches, self.steps, epochs):
                 if not loss.isfinite():
                     self.check_finite(self.steps - 1)
-                ends.append((loss.item(), float(strategy.accuracy), passed_s))
-                ends[-1] += (strategy.full_state(),)
+                ends.append((loss.item(), passed_s, strategy.full_state()))
                 progress.epoch += 1
             self.stop_clock()
         last, before_s = strategy.full_state(), 0.0
-        for loss, accuracy, passed_s, state in ends:
-            strategy.load_full_state(state)
-            self.report(loss, accuracy, passed_s - before_s, *self.evaluated(0, 1).tolist())
+        for loss, passed_s, state in ends:
+            strategy.model.load_state_dict(state)
+            self.report(loss, math.nan, passed_s - before_s, *self.evaluated(0, 1).tolist())
             before_s = passed_s
-        strategy.load_full_state(last)
+        strategy.model.load_state_dict(last)
         progress.epoch = epochs
 
     def batches(self, epoch: int) -> Sequence[Tensor]:

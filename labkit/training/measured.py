@@ -32,15 +32,13 @@ from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.stage import StagedModel
 from labkit.tracing import Span, Trace
 from labkit.tracing.limits import Limit, what_limited
-from labkit.units import check_choice, check_integer, format_bytes
+from labkit.units import check_choice, format_bytes
 from labkit.workload.layers import input_dtype, layer_outputs, layers_of
 from labkit.workload.models import MODELS, build_model
 
 PATTERNS = {"ping_pong": "ping-pong between", "exchange": "exchange of"}
 MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 ADDED_BYTES = 4 * 2**20
-# Small messages are timed several in a row, as clocks and barriers have a price, too.
-_MOST_IN_A_ROW, _BYTES_IN_A_ROW = 16, 2**22
 _TIMEOUT_S = 600
 # The kind of a span of almost no length, which marks where a step begins.
 _MARK = "data"
@@ -102,7 +100,6 @@ def measure_link(
         ValueError: an unknown pattern, a ping-pong of other than 2 ranks, fewer than two sizes.
     """
     check_choice("pattern", pattern, PATTERNS)
-    check_integer("repeats", repeats)
     if len(set(sizes_bytes)) < 2 or min(sizes_bytes) < 1:
         raise ValueError(f"a line needs two different sizes, got {sorted(set(sizes_bytes))}")
     if world_size < 2 or (world_size > 2 and pattern == "ping_pong"):
@@ -159,7 +156,8 @@ def _time_messages(
     added_s = []
     for _ in range(repeats + 1):
         for size, times in seconds.items():
-            in_a_row = max(1, min(_MOST_IN_A_ROW, _BYTES_IN_A_ROW // size))
+            # Small messages several in a row, as clocks and barriers have a price, too.
+            in_a_row = max(1, min(16, 2**22 // size))
             took_s = timed(in_a_row, partial(move, size))
             times.append(took_s / (1 if pattern == "exchange" else 2))
         added_s.append(timed(1, add) if gamma else 0.0)
@@ -242,8 +240,6 @@ def measure_split(
         ValueError: unknown names, impossible split points, or nothing to measure.
     """
     points = as_split_points(split_points)
-    check_integer("steps", steps)
-    check_integer("batch_size", batch_size)
     built = _build(model, input_shape, frozen)
     check_split_points(points, len(layers_of(built)))
     strategy: StagedModel = Pipeline(points, micro_batches, schedule)

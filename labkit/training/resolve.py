@@ -66,13 +66,6 @@ class Own:
     loss: Any = None
     optimizer: Any = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Of a model that is given as an object, not as a function."""
-        parts = self.model if isinstance(self.model, list | tuple) else [self.model]
-        modules = [part for part in parts if isinstance(part, nn.Module)]
-        return sum(value.nbytes for one in modules for value in one.state_dict().values())
-
 
 # A run without own parts.
 NOTHING = Own()
@@ -80,16 +73,12 @@ NOTHING = Own()
 
 def take_own(settings: dict[str, Any]) -> tuple[Own, dict[str, Any]]:
     """Separate own objects from the settings, in which names such as ``MyNet (own)`` stand."""
-    # Anything else that is no name is for ``RunConfig`` to refuse.
-    of_config = str | bool | int | float | None
-    own = {n: settings[n] for n in PARTS if not isinstance(settings.get(n), of_config)}
+    own = {n: settings[n] for n in PARTS if not isinstance(settings.get(n, ""), str)}
     return Own(**own), settings | {name: f"{name_of(part)} (own)" for name, part in own.items()}
 
 
 def name_of(part: Any) -> str:
     """A name of an own part, to show."""
-    if isinstance(part, list | tuple) and part:
-        return name_of(part[0])
     return getattr(part, "__name__", type(part).__name__).strip("<>")
 
 
@@ -384,8 +373,7 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
         if name not in taken:
             whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
             its_own = f"its options are {', '.join(taken) or 'none'}"
-            why = technique.instead.get(name, its_own)
-            raise ValueError(f"{whose} takes no option {name}: {why}")
+            raise ValueError(f"{whose} takes no option {name}: {its_own}")
     if config.straggler is not None:
         options["straggler"] = parse_straggler(config.straggler, world_size)
     if "split_points" in technique.options():

@@ -64,11 +64,6 @@ class TrainResult:
         return limit
 
     @property
-    def test_loss(self) -> float:
-        """Mean loss on the held-out part after the last epoch; NaN where it is not measured."""
-        return self.epochs[-1].get("test_loss", math.nan)
-
-    @property
     def replicas_agree(self) -> bool:
         """Whether all ranks ended with the same parameters, to the bit."""
         return len(set(self.checksums)) == 1
@@ -101,9 +96,7 @@ class TrainResult:
         return {
             "config": asdict(self.config),
             "epochs": epochs,
-            "phases_s": self.phases_s,
-            "bytes_sent": self.bytes_sent,
-            "messages": self.messages,
+            **{name: getattr(self, name) for name in ("phases_s", "bytes_sent", "messages")},
             "replicas_agree": self.replicas_agree,
             "peak_memory": as_dicts(self.peak_memory),
             **self.notes,

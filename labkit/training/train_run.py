@@ -92,7 +92,7 @@ def train_run(
     link = EmulatedLink(**parse_link(config.link)) if config.link else None
     begin = _begin_together if under_torchrun() else _begin
     (strategy, _), (start, note) = begin(config, own, download, timeout_s)
-    if note:
+    if note and os.environ.get("RANK", "0") == "0":
         print(note, file=sys.stderr)
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:

@@ -98,7 +98,7 @@ numbers = {"progress/sums": [0.0], "progress/draws": False, "progress/updates": 
 tensors |= {name: torch.tensor(value) for name, value in numbers.items()}
 tensors["random/cpu"] = torch.get_rng_state()
 comm, folder = SimpleNamespace(rank=0, world_size=1, barrier=lambda: None), tempfile.mkdtemp()
-save(comm, step_path(folder, 1), Facts(0, 1, [], {}, {}), tensors)
+save(comm, step_path(folder, 1), Facts(0, 1, [], {}), tensors)
 found = newest(folder)[0].of("own")
 assert found["first"].tolist() == [[k, k + 3] for k in range(3)], found
 assert {tensor.device.type for tensor in found.values()} == {"cpu"}

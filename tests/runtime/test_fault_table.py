@@ -947,7 +947,7 @@ def test_28_disk_full(case, kernel):
         progress.note_verdict("second", "passed", True)
     assert "progress is not kept" in case.capsys.readouterr().err
     progress.note_verdict("third", "passed", True)
-    found = progress.Store(progress.progress_file()[0]).read().exercises
+    found = progress.read().exercises
     assert set(found[""]) == {"first", "second", "third"}
     if kernel.has_disks:
         a_real_disk_full(case, kernel)

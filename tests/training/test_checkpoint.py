@@ -33,7 +33,7 @@ PART = "rank0.safetensors"
 def facts_at(step):
     """The facts after so many steps, ten in an epoch."""
     epoch, rest = divmod(step, 10)
-    return Facts(epoch, rest, [ROW] * epoch, {}, {})
+    return Facts(epoch, rest, [ROW] * epoch, {})
 
 
 def tensors_of(step):

@@ -69,20 +69,6 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone():
         assert torch.equal(batches_of(ours, None, numbers)[0][0], plainly)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_batch_of_bytes_becomes_the_floats_of_the_whole_set(dtype):
-    from labkit.workload.datasets import load_dataset
-
-    whole = load_dataset("digits", dtype=getattr(torch, dtype))
-    train, test = samples_for(RunConfig(dtype=dtype), NOTHING)
-    assert train.tensors[0].dtype == test.tensors[0].dtype == torch.uint8
-    for part, inputs in ((train, whole.train_inputs), (test, whole.test_inputs)):
-        for numbers in (torch.tensor([5, 0, 5]), torch.arange(100), torch.arange(0)):
-            made, _ = part.read(numbers)
-            assert torch.equal(made, inputs[numbers])
-            assert made.dtype == inputs.dtype
-
-
 def test_own_images_are_augmented_and_resized_and_points_are_refused():
     images = torch.randint(0, 255, (6, 3, 8, 8), dtype=torch.uint8)
     own = Own(dataset=(images.float(), torch.arange(6) % 2))

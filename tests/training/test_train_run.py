@@ -5,11 +5,7 @@ from collections import defaultdict
 import pytest
 import torch
 from odd_models import (
-    Mixed,
-    Tied,
-    Unused,
     fit_in_turn,
-    frozen,
     in_turn,
     seeded,
     some_batches,
@@ -22,10 +18,9 @@ from torch import nn
 from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
-from labkit.costs.traffic import broadcast_cost, ring_all_reduce_cost
+from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.training.resolve import make_strategy
 from labkit.training.state import checksum, largest_difference, tolerance
-from labkit.workload.models import build_model
 from labkit.workload.sampling import share
 
 travel_by_value(__name__)
@@ -111,35 +106,6 @@ def test_bytes_and_messages_of_a_run_equal_the_formula():
     assert result.test_accuracy == alone.test_accuracy
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "world_size"), [("mlp", 2), ("mlp", 3), ("mobilenet", 2)])
-def test_pytorchs_ddp_on_our_backend_sends_what_ours_does_and_three_things_more(model, world_size):
-    """The set-up (parameters compared, the first state broadcast) is outside the epochs.
-    Inside, after the first backward rank 0 tells the order of the parameters and the sizes of the
-    buckets, an int32 each and one more; it sends the buffers before each forward, where ours
-    leaves out the first of an epoch; and ``TorchDDP`` broadcasts each buffer at an epoch's end."""
-    settings = SMALL | {"batch_size": 60, "world_size": world_size, "model": model}
-    ours = train_with("ddp", **settings)
-    theirs = train_with("ddp", builtin=True, backend="labkit", **settings)
-    assert train_with("ddp", builtin=True, **settings).bytes_sent is None
-
-    net = build_model(model, num_classes=10, input_shape=(1, 8, 8), seed=0)
-    elements = sum(parameter.numel() for parameter in net.parameters())
-    buffers = [buffer.nbytes for buffer in net.buffers()]
-    integers = sum(buffer.nbytes for buffer in net.buffers() if buffer.dtype == torch.int64)
-    by_dtype = [sum(buffers) - integers, integers] if buffers else []
-    told = [4 * (len(list(net.parameters())) + 1), 4, *buffers]
-    for rank in range(world_size):
-        step = ring_all_reduce_cost(elements, 4, world_size, rank)
-        for num_bytes in by_dtype:
-            step += broadcast_cost(num_bytes, 1, world_size, rank)
-        once = [broadcast_cost(num_bytes, 1, world_size, rank) for num_bytes in told]
-        assert theirs.bytes_sent[rank] == 2 * step.num_bytes + sum(one.num_bytes for one in once)
-        assert theirs.messages[rank] == 2 * step.messages + sum(one.messages for one in once)
-        more = sum(one.num_bytes for one in once)
-        assert theirs.bytes_sent[rank] - ours.bytes_sent[rank] == more
-
-
 def test_phases_add_up_to_the_time_of_a_rank():
     result = train_with("ring_all_reduce", world_size=2, **SMALL)
     kinds = {"data", "compute", "update", "share_reduce", "share_only"}
@@ -150,7 +116,7 @@ def test_phases_add_up_to_the_time_of_a_rank():
 
 # Models that a course meets sooner or later, trained by hand through the strategy protocol.
 
-RING, ONE = strategies.get("ring_all_reduce"), strategies.get("single")
+RING = strategies.get("ring_all_reduce")
 # The last batch has two samples for three ranks: BatchNorm's counter then differs.
 SAT_OUT = some_batches((6, 4, 2))
 
@@ -158,29 +124,15 @@ SAT_OUT = some_batches((6, 4, 2))
 @pytest.fixture(scope="module")
 def by_hand():
     """By number of ranks and name, what each rank ends with: one run for each number of ranks."""
-    odd = {model.__name__: model for model in (Tied, frozen, Unused, Mixed)}
     calls = {
-        1: {name: (ONE, model, some_batches()) for name, model in odd.items()},
-        2: {name: (RING, model, some_batches()) for name, model in odd.items()},
-        3: {name: (RING, model, some_batches()) for name, model in odd.items()},
+        2: {"batch norm": (RING, with_batch_norm, some_batches((8,)))},
+        3: {"sat out": (RING, with_batch_norm_over_pixels, SAT_OUT)},
     }
-    calls[2]["batch norm"] = RING, with_batch_norm, some_batches((8,))
-    calls[3]["sat out"] = RING, with_batch_norm_over_pixels, SAT_OUT
     found = {}
     for ranks, some in calls.items():
         values = run(in_turn, train_by_hand, some, world_size=ranks).values
         found |= {(ranks, name): [states[name] for states in values] for name in some}
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("model", ["Tied", "frozen", "Unused", "Mixed"])
-def test_tied_frozen_and_unused_parameters_and_those_of_two_dtypes(by_hand, model, world_size):
-    (alone,), states = by_hand[1, model], by_hand[world_size, model]
-    assert len({checksum(state) for state in states}) == 1
-    assert largest_difference(states[0], alone) < (1e-5 if model == "Mixed" else 1e-10)
-    assert [t.dtype for t in states[0].values()] == [t.dtype for t in alone.values()]
 
 
 def test_batch_norm_normalises_by_share_and_averages_its_statistics(by_hand):

@@ -76,7 +76,7 @@ def measure(comm: Comm, model: str, repeats: int, folder: str) -> dict[str, Any]
 
     def save() -> None:
         path = checkpoint.step_path(folder, step := next(saved))
-        checkpoint.save(comm, path, Facts(0, step, [], {}, {}), state)
+        checkpoint.save(comm, path, Facts(0, step, [], {}), state)
 
     def plain() -> None:
         if comm.rank == 0:
