@@ -56,10 +56,9 @@ def meet(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict
         nouns=("process", ""),
         world_sizes=world_sizes,
     )
-    again = verdict.run_again
-    if again is not None:
+    if again := verdict.run_again:
         # No message of labkit is sent, so only the figure says something.
-        verdict.run_again = lambda *args: (run := again(*args)).figure or run
+        verdict.run_again = lambda status, P: (run := again(status, P)).figure or run
     return verdict
 
 
