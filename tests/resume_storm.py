@@ -74,7 +74,6 @@ RUNS = {
     "ring_all_reduce": {"strategy": "ring_all_reduce", "world_size": 3, "optimizer": "adamw"},
     "topk": {"strategy": "ring_all_reduce", "world_size": 2, "compress": "topk"},
     "parameter_server": {"strategy": "parameter_server", "world_size": 3},
-    "two servers": {"strategy": "parameter_server", "world_size": 4, "servers": 2},
     "model_parallel": {"strategy": "model_parallel", "world_size": 2, "optimizer": "adam"},
     "model_parallel in one process": {"strategy": "model_parallel", "devices": "cpu"},
     "pipeline": {"strategy": "pipeline", "world_size": 3, "micro_batches": 2},

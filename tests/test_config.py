@@ -81,3 +81,9 @@ def test_the_world_size_follows_devices_of_each_machine_and_stages(monkeypatch):
     assert RunConfig("ddp", devices="cpu,cpu", world_size=4).world_size == 4
     with pytest.raises(ValueError, match="devices cpu,cpu is 4 ranks"):
         RunConfig("ddp", devices="cpu,cpu", world_size=3)
+
+
+def test_vgg16_starts_with_a_rate_at_which_it_trains():
+    assert (RunConfig().lr, RunConfig(model="vgg16").lr) == (0.05, 0.005)
+    assert RunConfig(model="vgg16", lr=0.1).lr == 0.1
+    assert RunConfig(model="vgg16", optimizer="adam").lr == 0.001

@@ -20,7 +20,6 @@ from .ring import (
 from .tree import (
     all_to_all as all_to_all,
     broadcast as broadcast,
-    dissemination_barrier as dissemination_barrier,
     reduce as reduce,
     tree_all_reduce as tree_all_reduce,
 )

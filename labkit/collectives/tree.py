@@ -1,15 +1,13 @@
-"""In log2 P steps, along trees: all-reduce of small tensors, broadcast, reduce, a barrier.
+"""In log2 P steps, along trees: all-reduce of small tensors, broadcast, reduce.
 
 And all-to-all, where every rank has a different tensor for every other rank.
 
-Symbols: P ranks, S bytes. Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective
-communication operations in MPICH" (2005), section 4; Hensgen, Finkel and Manber, "Two algorithms
-for barrier synchronization" (1988), the dissemination barrier.
+Symbols: P ranks, S bytes. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective
+communication operations in MPICH" (2005), section 4.
 """
 
 import torch
 
-from labkit import gpus
 from labkit.collectives.common import (
     Reduction,
     check_fits,
@@ -24,7 +22,6 @@ from labkit.comm.tensors import check_apart
 from labkit.schedules.tree import (
     binomial_broadcast,
     binomial_reduce,
-    dissemination,
     pairwise_exchange,
     recursive_doubling,
     recursive_doubling_return,
@@ -137,20 +134,3 @@ def all_to_all(
             comm.exchange(tensors[step.dst], step.dst, out[step.src], step.src)
         out[comm.rank].detach().copy_(tensors[comm.rank].detach())
     return out
-
-
-def dissemination_barrier(comm: Comm) -> None:
-    """Return when every rank has called this: ceil(log2 P) steps, a message of one byte in each.
-
-    In step s a rank tells rank + 2^s (mod P) that it has arrived itself, and so have all the ranks
-    that it has heard of: 1 rank after the first step, then 3, then 7. After the last step it has
-    heard of all ranks, directly or through others.
-    """
-    token = torch.zeros(1, dtype=torch.uint8, device=comm.device)
-    heard = torch.empty_like(token)
-    with comm.collective("dissemination_barrier"), comm.span("barrier"):
-        for step in dissemination(comm.rank, comm.world_size):
-            transfer(comm, step, token, heard)
-        # On NCCL the messages are only queued so far, and this rank would leave before the others
-        # have come.
-        gpus.synchronize(comm.device)

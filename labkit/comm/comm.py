@@ -336,7 +336,7 @@ class SubComm(Comm):
         raise NotImplementedError("recv_any and barrier are for all ranks")
 
     def barrier(self) -> None:
-        raise NotImplementedError("a barrier is for all ranks; dissemination_barrier is for some")
+        raise NotImplementedError("a barrier is for all ranks")
 
     @contextmanager
     def collective(

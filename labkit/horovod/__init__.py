@@ -77,17 +77,6 @@ def cross_size() -> int:
     return len(engine().opened.hosts)
 
 
-class Group(list[Handle]):
-    """The handles of several tensors."""
-
-    def wait(self) -> list[Any]:
-        return [handle.wait() for handle in self]
-
-    @property
-    def is_done(self) -> bool:
-        return all(handle.is_done for handle in self)
-
-
 def _submit(
     kind: str,
     tensor: Any,
@@ -98,7 +87,7 @@ def _submit(
     in_place: bool = False,
     compression: Any = Compression.none,
 ) -> Any:
-    """Submit a collective of one tensor, or of each of a list; returns a ``Handle`` or ``Group``.
+    """Submit a collective of one tensor, or of each of a list; returns a ``Handle`` or a list.
 
     ``take`` makes a tensor of the result, which moves to where the tensor is.
     """
@@ -107,7 +96,7 @@ def _submit(
     if not isinstance(tensor, Tensor):
         more = take, option, process_set, in_place, compression
         names = [name and f"{name}.{number}" for number in range(len(tensor))]
-        return Group(_submit(kind, one, name, *more) for one, name in zip(tensor, names))
+        return [_submit(kind, one, name, *more) for one, name in zip(tensor, names)]
     small, context = compression.compress(tensor)
 
     def delivered(result: Any) -> Tensor:
@@ -153,7 +142,8 @@ def allreduce(
     **more: Any,
 ) -> Any:
     """Reduced tensors, see ``allreduce_async``; ``compression`` makes what travels."""
-    return allreduce_async(tensor, average, name, *args, compression=compression, **more).wait()
+    more["compression"] = compression
+    return synchronize(allreduce_async(tensor, average, name, *args, **more))
 
 
 def allreduce_async_(*args: Any, **more: Any) -> Any:
@@ -161,7 +151,7 @@ def allreduce_async_(*args: Any, **more: Any) -> Any:
 
 
 def allreduce_(*args: Any, **more: Any) -> Any:
-    return allreduce_async_(*args, **more).wait()
+    return synchronize(allreduce_async_(*args, **more))
 
 
 def allgather_async(tensor: Any, name: str | None = None, process_set: Any = None) -> Any:
@@ -170,7 +160,7 @@ def allgather_async(tensor: Any, name: str | None = None, process_set: Any = Non
 
 
 def allgather(*args: Any, **more: Any) -> Any:
-    return allgather_async(*args, **more).wait()
+    return synchronize(allgather_async(*args, **more))
 
 
 def broadcast_async(
@@ -201,13 +191,13 @@ grouped_allgather, grouped_allgather_async = allgather, allgather_async
 
 
 def synchronize(handle: Any) -> Any:
-    """Wait for the result of a handle, and return it."""
-    return handle.wait()
+    """Wait for the result of a handle (or of a group's), and return it."""
+    return [one.wait() for one in handle] if isinstance(handle, list) else handle.wait()
 
 
 def poll(handle: Any) -> bool:
     """Whether the result of a handle is there."""
-    return handle.is_done
+    return all(one.is_done for one in handle) if isinstance(handle, list) else handle.is_done
 
 
 def barrier() -> None:
@@ -265,7 +255,7 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
-        self.__dict__["global_batch"] = _GlobalBatch(engine().comm, self, range(size()))
+        self.__dict__["global_batch"] = _GlobalBatch(engine().comm, range(size()))
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

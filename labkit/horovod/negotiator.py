@@ -152,10 +152,11 @@ class Engine(threading.Thread):
         with self.changed:
             self.changed.wait_for(lambda: self._handles or self._is_ending)
             # Nothing was ready: pause, unless there is news. Else: collect, unless it is urgent.
-            if self._is_idle:
-                self.changed.wait_for(lambda: self._new or self._is_ending, _PAUSE_S)
-            else:
-                self.changed.wait_for(lambda: self.num_waiting or self._is_ending, CYCLE_S)
+            pause_s = _PAUSE_S if self._is_idle else CYCLE_S
+            self.changed.wait_for(
+                lambda: self._is_ending or (self._new if self._is_idle else self.num_waiting),
+                pause_s,
+            )
             return bool(self._handles)
 
     def _cycle(self) -> None:

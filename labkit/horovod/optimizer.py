@@ -11,7 +11,8 @@ Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -89,42 +90,41 @@ def DistributedOptimizer(
     check_integer("backward_passes_per_step", backward_passes_per_step)
     names = _names_of(optimizer.param_groups, named_parameters)
     found: Any = optimizer
-    gradients = Gradients(found, names, compression, backward_passes_per_step, op, sparse_as_dense)
+    gradients = Gradients(
+        found, names, compression, backward_passes_per_step, op, sparse_as_dense, found.zero_grad
+    )
+    gradients.watch()
     found.register_step_pre_hook(gradients.before_step)
     found.synchronize, found.skip_synchronize = gradients.synchronize, gradients.skip
     found.zero_grad = gradients.zero_grad
     return found
 
 
+@dataclass(eq=False)
 class Gradients:
     """The gradients of an optimizer's parameters, on their way to the average."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        names: dict[Tensor, str],
-        compression: Any,
-        passes: int,
-        op: str,
-        sparse_as_dense: bool,
-    ):
-        self.optimizer, self.names, self.clear = optimizer, names, optimizer.zero_grad
-        self.compression, self.passes, self.op = compression, passes, op
-        self.sparse_as_dense = sparse_as_dense
-        # By parameter: the passes before its gradient is submitted, and what was submitted.
-        self.left: dict[Tensor, int] = {}
-        self.under_way: dict[Tensor, Handle] = {}
-        self.is_synchronized, self.synchronizes = False, True
-        self.watch()
+    optimizer: Optimizer
+    names: dict[Tensor, str]
+    compression: Any
+    passes: int
+    op: str
+    sparse_as_dense: bool
+    clear: Callable[[bool], None]
+    # By parameter: the passes before its gradient is submitted, and what was submitted.
+    left: dict[Tensor, int] = field(default_factory=dict)
+    under_way: dict[Tensor, Handle] = field(default_factory=dict)
+    is_synchronized: bool = False
+    synchronizes: bool = True
 
     def watch(self) -> None:
         """Hook the parameters that need gradients and have no hook yet."""
-        for number, group in enumerate(self.optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and parameter not in self.left:
-                    self.names.setdefault(parameter, f"noname.{number}.{place}")
-                    self.left[parameter] = self.passes
-                    parameter.register_post_accumulate_grad_hook(self.passed)
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        for number, parameter in enumerate(parameters):
+            if parameter.requires_grad and parameter not in self.left:
+                self.names.setdefault(parameter, f"noname.{number}")
+                self.left[parameter] = self.passes
+                parameter.register_post_accumulate_grad_hook(self.passed)
 
     def passed(self, parameter: Tensor) -> None:
         if self.left[parameter] == 0:

@@ -1,8 +1,4 @@
-"""How a rank's failure becomes a WorkerError.
-
-In the rank, an exception becomes a report. In the launcher, reports, exit codes and the status
-board together become one error that names the cause, not its consequences.
-"""
+"""How reports, exit codes and the status board become one error that names the cause."""
 
 import contextlib
 import resource
@@ -87,7 +83,7 @@ def _needed(error: BaseException) -> str:
             held = of["num_workers"] * (of["prefetch_factor"] or 2)
             sample = sum(getattr(leaf, "nbytes", 8) for leaf in tree_leaves(of["dataset"][0]))
             return (
-                f"The DataLoader's {units.format_count(of['num_workers'], 'worker')} keep up to "
+                f"The DataLoader's {of['num_workers']} workers keep up to "
                 f"{held} batches of {size} in shared memory, "
                 f"{units.format_bytes(held * size * sample)} on each rank; "
             )
@@ -109,14 +105,7 @@ def remove_empty_segments() -> None:
 
 @dataclass
 class Evidence:
-    """In the launcher: what is known so far about the ranks of a run.
-
-    Attributes:
-        board: the status board, to which the ranks write.
-        may_lose: ranks that the run can do without.
-        reports: {rank: report} of the ranks that have sent one.
-        exit_codes: {rank: exit code} in the order in which ranks ended; None if unknown.
-    """
+    """What is known about the ranks of a run; exit codes in the order in which ranks ended."""
 
     board: Board
     may_lose: frozenset[int] = frozenset()
@@ -142,7 +131,7 @@ class Evidence:
         return [r for r in reports if r.kind != "value" and r.rank not in self.may_lose]
 
     def why_lost(self, rank: int) -> str:
-        """Why a rank was lost: ``raised ValueError: ... at Cell In[3], line 4``, for example."""
+        """``raised ValueError: ... at Cell In[3], line 4``, for example."""
         if rank not in self.reports:
             return self.how_it_left(rank)
         report = self.reports[rank]
@@ -209,13 +198,7 @@ def deadlock_error(board: Board, stuck: list[int]) -> DeadlockError:
 
 
 def deadline_error(seen: Evidence, timeout_s: float, stacks: Mapping[int, str]) -> DeadlineError:
-    """The error for a run that was still going at its deadline.
-
-    Args:
-        seen: what is known about the ranks; its board as before they were asked for their stacks.
-        timeout_s: the deadline, in seconds.
-        stacks: {rank: stack dump} of the running ranks.
-    """
+    """The error for a run that was still going at its deadline; ``stacks`` are dumps by rank."""
     lines = [f"the run was still going at its deadline of {timeout_s:g} s (timeout_s)."]
     states = {NOT_STARTED: "had not started yet.", RETURNED: "had returned."}
     for rank, slot in enumerate(seen.board.ranks):

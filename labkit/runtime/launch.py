@@ -27,11 +27,9 @@ class RunResult:
         values: what ``fn`` returned, by rank.
         trace: the spans of all ranks, and their devices.
         duration_s: the longest time that ``fn`` took on any rank, without the launch.
-        messages: messages sent, by rank.
-        bytes_sent: payload bytes sent, by rank.
-        lost: {rank: why} for the ranks in ``may_lose`` that ended early. Their values are None,
-            and their messages, bytes, spans and memory are not included.
-        peak_memory: by rank, the most memory that ``fn`` took, see ``PeakMemory``.
+        messages, bytes_sent: messages and payload bytes sent, by rank.
+        lost: {rank: why} for the ranks in ``may_lose`` that ended early; no more is known of them.
+        peak_memory: by rank, the most memory that ``fn`` took.
     """
 
     values: list[Any]
@@ -87,7 +85,7 @@ def run(
     """
     __tracebackhide__ = True
     expendable = frozenset(may_lose)
-    _check(world_size, timeout_s, expendable, link, warn=hosts is None)
+    _check(world_size, timeout_s, expendable, hosts is None)
     # What torchrun or Ray need is imported only with them.
     if under_torchrun():
         from labkit.runtime import torchrun
@@ -111,9 +109,7 @@ def run(
     return _result(supervisor.run(), supervisor.lost)
 
 
-def _check(
-    world_size: int, timeout_s: float, may_lose: frozenset[int], link: object, *, warn: bool
-) -> None:
+def _check(world_size: int, timeout_s: float, may_lose: frozenset[int], warn: bool) -> None:
     torchrun = sys.modules.get("labkit.runtime.torchrun")
     if getattr(torchrun, "inside_a_run", False) or multiprocessing.parent_process() is not None:
         raise ValueError(
@@ -124,11 +120,6 @@ def _check(
     for rank in may_lose:
         check_integer("a rank in may_lose", rank, least=0, most=world_size - 1)
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
-    if not isinstance(link, EmulatedLink | None):
-        raise ValueError(
-            f"link {link!r} is not a labkit.EmulatedLink: give EmulatedLink(latency_s, "
-            "bandwidth_bytes_per_s), or leave link out"
-        )
 
 
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:

@@ -1,8 +1,4 @@
-"""What travels between the caller and the ranks: the call, and how each rank has ended.
-
-It is pickled, by value if the other process could not import it; an error names the part that
-cannot be.
-"""
+"""What travels between the caller and the ranks, as pickles: calls, and how ranks have ended."""
 
 import contextlib
 import inspect
@@ -125,7 +121,6 @@ def dump_value(value: Any) -> bytes:
 
     Raises:
         UnpicklableError: names the part that cannot be pickled.
-        MemoryError: there is no memory for a copy.
     """
     try:
         return dumps(value, _ResultPickler)
@@ -157,10 +152,7 @@ def load_value(report: Report) -> Any:
 
 
 def find_unpicklable(name: str, value: Any, dump: Callable[[Any], object] = dumps) -> str:
-    """The path to the first part that ``dump`` refuses, as ``value['lock'] (_thread.lock)``.
-
-    The path is empty if ``value`` can be dumped.
-    """
+    """The first part that ``dump`` refuses, as ``value['lock'] (_thread.lock)``, or nothing."""
     try:
         dump(value)
         return ""

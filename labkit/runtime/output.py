@@ -25,11 +25,7 @@ def is_live() -> bool:
 
 
 class Output:
-    """Collects the ranks' output, and prints it by rank and line, up to a limit.
-
-    Of a line that is written again and again after a carriage return, as a bar is, the last state
-    counts.
-    """
+    """Prints the ranks' output by rank and line, up to a limit; of a bar, its last state."""
 
     def __init__(self) -> None:
         self._open: dict[Connection, int] = {}
@@ -58,11 +54,7 @@ class Output:
         for connection, rank in list(self._open.items()):
             if connection not in ready:
                 continue
-            try:
-                data = os.read(connection.fileno(), 1 << 16)
-            except OSError:
-                data = b""
-            if not data:
+            if not (data := os.read(connection.fileno(), 1 << 16)):
                 del self._open[connection]
                 connection.close()
             *lines, rest = (self._parts[rank] + data).split(b"\n")

@@ -1,15 +1,10 @@
-"""The process that ranks are forked from: Python's forkserver, with torch imported already.
-
-A rank starts from it in tenths of a second, and is still a fresh process, which a CUDA context of
-the caller cannot break.
-"""
+"""The process that ranks are forked from: Python's forkserver, with torch imported already."""
 
 import contextlib
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -39,18 +34,14 @@ def warm_up(
 ) -> None:
     """Start the process that all ranks are forked from, in the background; return at once.
 
-    The process needs some seconds to import torch. A notebook calls this function first, so that
-    the process is ready when the reader gets to the first run; otherwise the first run starts it.
-
-    With ``device`` it also says on stderr, once, what the later runs would: that
-    ranks share a GPU, or why a GPU is not used. Where there are GPUs this takes some seconds.
+    It needs some seconds to import torch; otherwise the first run starts it. With ``device`` this
+    also says on stderr, once, what the later runs would: that ranks share a GPU, for example.
 
     Args:
         device: of the later runs, see ``labkit.run``.
         world_size: the most ranks of the later runs, to see whether they share GPUs.
-        training: also import what training needs, if this is the first call. Without these
-            imports the first run starts sooner, but every rank that makes an optimizer spends
-            seconds on them.
+        training: also import what training needs, if this is the first call; otherwise every
+            rank that makes an optimizer spends seconds on it.
 
     Raises:
         ValueError: a device that this machine does not have.
@@ -70,7 +61,7 @@ def warm_up(
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     # Without a driver auto has nothing to say, and to import torch would take seconds.
-    if device and (device != "auto" or may_exist() or "torch" in sys.modules):
+    if device and (device != "auto" or may_exist()):
         print_once(plan(world_size, device).note)
 
 

@@ -1,7 +1,4 @@
-"""The first import of the process that ranks are forked from, Python's forkserver.
-
-It runs before torch is imported there, so it can set what torch reads only once.
-"""
+"""The first import of Python's forkserver: it can set what torch reads only once."""
 
 import atexit
 import gc
@@ -12,8 +9,7 @@ from typing import Any
 
 _PID = os.getpid()
 
-# A signal to the caller's whole group (a terminal that closes) ends the caller; the server, in a
-# group of its own, notices this, cleans up, and ends by itself.
+# A signal to the caller's group (a terminal that closes) ends the caller; the server cleans up.
 os.setpgid(0, 0)
 # OpenMP's threads spin while they wait, which takes the cores from other ranks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -25,8 +21,7 @@ gc.disable()
 
 
 def _freeze() -> None:
-    """Before the first fork: Python's collector writes to all objects but frozen ones, and each
-    page that a rank or the server writes to is copied."""
+    """Before the first fork: a page to which the collector writes is copied."""
     if os.getpid() == _PID and not gc.isenabled():
         gc.freeze()
         gc.enable()

@@ -1,8 +1,6 @@
 """A run on this machine, from outside: start the ranks, watch them, and end them completely.
 
-The supervisor reads what the ranks report and print, finds ranks that are gone or stuck, enforces
-the deadline, and leaves no process behind. ``labkit.runtime.failures`` makes an error of what the
-supervisor has seen.
+``labkit.runtime.failures`` makes an error of what the supervisor has seen.
 """
 
 import contextlib
@@ -45,15 +43,7 @@ _END_PATIENCE_S = 10.0
 
 
 class Supervisor:
-    """Starts the ranks of one run, watches them from outside, and ends them completely.
-
-    Args:
-        job: what every rank runs.
-
-    Attributes:
-        lost: {rank: why} for the ranks in ``job.may_lose`` that ended early; set by ``run``.
-        exit_codes: {rank: exit code} in the order in which ranks ended.
-    """
+    """Starts, watches and ends the ranks of one run; ``lost`` is then as in ``RunResult``."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -62,8 +52,7 @@ class Supervisor:
         self._processes: list[BaseProcess] = []
         self._arena, self._output = Arena(job.world_size), Output()
         self._seen = Evidence(self._arena.board, job.may_lose, exit_codes=self.exit_codes)
-        # Where the ranks find each other. The folder, of mode 0700, is the forkserver's, which
-        # removes it if this process cannot.
+        # Where the ranks meet: in the forkserver's folder, which it removes if its caller cannot.
         self._meeting = f"{multiprocessing.util.get_temp_dir()}/store-{secrets.token_hex(8)}"
         self._controls: list[socket.socket] = []
         # By rank: those whose report has not come, and what has arrived of it.
@@ -80,9 +69,7 @@ class Supervisor:
         return [process.pid or 0 for process in self._processes]
 
     def run(self) -> list[Report | None]:
-        """Start the ranks, wait for all of them, and return their reports in rank order.
-
-        The report of a rank in ``job.may_lose`` that ended early is None, and ``lost`` says why.
+        """The reports of all ranks, in rank order; None of a rank that was ``lost``.
 
         Raises:
             WorkerError: or a subclass of it, if the run has failed.
@@ -106,7 +93,6 @@ class Supervisor:
         return [None if rank in self.lost else self._seen.reports[rank] for rank in ranks]
 
     def _start(self) -> None:
-        """Start the ranks; one that an interrupt leaves unknown ends as its socket is closed."""
         context = multiprocessing.get_context("forkserver")
         size = str(self.job.world_size)
         for rank in range(self.job.world_size):
@@ -116,7 +102,7 @@ class Supervisor:
             self._reporting[rank], self._arrived[rank] = control, bytearray()
             self._output.follow(shown)
             # The caller's variables as they are now, and what torchrun sets for a rank.
-            names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+            names = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             names |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             settings = os.environ.copy() | names, theirs, output
             process = context.Process(
@@ -125,9 +111,10 @@ class Supervisor:
                 name=f"labkit-rank-{rank}",
             )
             # The rank's ends must close when it ends: no other process may hold them open.
-            with theirs, output:
+            # An interrupt must not leave half a rank, of which nobody knows.
+            with theirs, output, interrupts_later():
                 process.start()
-            self._processes.append(process)
+                self._processes.append(process)
 
     def _watch(self) -> WorkerError | None:
         """Watch until all ranks have returned (None) or the run has failed (an error to raise)."""
@@ -227,9 +214,8 @@ class Supervisor:
             for kill in (os.killpg, *[os.kill] * (rank not in self.exit_codes)):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
-        until_s = time.monotonic() + _END_PATIENCE_S
         for process in self._processes:
-            process.join(max(0.0, until_s - time.monotonic()))
+            process.join(_END_PATIENCE_S)
         for _ in range(100):
             if not (found := wait(self._output.connections, 0)):
                 break

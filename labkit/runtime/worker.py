@@ -63,11 +63,6 @@ class Job:
     Attributes:
         call: the function with its arguments, see ``messages.dump_call``.
         sources: the caller's notebook cells, for tracebacks.
-        plan: the devices, backend and transport of the ranks.
-        world_size: the number of ranks, P.
-        timeout_s: the run's deadline.
-        may_lose: ranks that the run can do without.
-        link: the emulated link of each rank; None for no emulation.
     """
 
     call: bytes
@@ -87,10 +82,7 @@ def run_rank(
     arena: Arena,
     meeting: str,
 ) -> None:
-    """The body of the process of the rank that ``environment`` describes.
-
-    ``control`` carries its report and the launcher's answer, ``output`` its stdout and stderr.
-    """
+    """The rank's process: ``control`` carries its report and the launcher's answer."""
     os.environ.clear()
     os.environ.update(environment)
     rank, me = int(environment["RANK"]), os.getpid()
@@ -136,19 +128,14 @@ def run_rank(
     if report.kind != "value" and rank in job.may_lose:
         # The other ranks notice that this one has ended, and continue.
         os._exit(1)
-    # Exiting now would break the connections of ranks that are still running, and after a failure
-    # their errors would hide its cause. The launcher lets this process exit, or kills it.
+    # Exiting now would break connections of ranks that are still running.
     may_exit.wait()
 
 
 def call(
     comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...], dump: Callable[[Any], bytes]
 ) -> Report:
-    """Call ``fn`` as the rank of a run, close its Comm, and return the rank's report.
-
-    Args:
-        dump: makes bytes of the value that ``fn`` returns.
-    """
+    """Call ``fn`` as a rank; return its report, with what ``dump`` makes of the value."""
     comm.session.board.ranks[comm.rank]["state"] = RUNNING
     seed_random_numbers(comm.rank)
     comm.session.start_together()
@@ -180,9 +167,8 @@ def call(
 def _watch_launcher(control: socket.socket) -> threading.Event:
     """Watch the launcher in a thread; return an event that is set once this rank may exit.
 
-    A launcher that is killed (SIGKILL) cannot end its ranks. So the thread waits until the
-    launcher's socket or process has ended (a child that the launcher has forked may hold the
-    socket open), and then kills this rank's process group.
+    A launcher that is killed cannot end its ranks: they end when its socket or its process does
+    (a child that it has forked may hold the socket open).
     """
     may_exit = threading.Event()
     parent = multiprocessing.parent_process()
@@ -201,11 +187,9 @@ def _watch_launcher(control: socket.socket) -> threading.Event:
 
 
 def seed_random_numbers(rank: int) -> None:
-    """Seed ``random``, NumPy's global generator and torch's from ``rank``.
+    """Let each rank draw other numbers, and the same from run to run.
 
-    Each rank draws other numbers, and the same from run to run. The seeds come from NumPy's
-    ``SeedSequence``: with ``rank`` itself as the seed, a rank would draw the same numbers as a
-    caller that has seeded with 0 or 1.
+    With ``rank`` itself as the seed, a rank would draw those of a caller that has seeded with 0.
     """
     for_python, for_numpy, for_torch = np.random.SeedSequence(rank).generate_state(3)
     random.seed(int(for_python))
@@ -216,8 +200,7 @@ def seed_random_numbers(rank: int) -> None:
 def allow_tf32(allowed: bool) -> None:
     """Whether this process's GPUs may round the factors of float32 products to TF32's 10 bits.
 
-    By default cuDNN's convolutions do, and matrix products do not; in NVIDIA's containers both do
-    (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1). Runs that are compared need all 23 bits.
+    cuDNN's convolutions do by default. Runs that are compared need all 23 bits.
     """
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
@@ -239,11 +222,8 @@ def connect(
     """Join the process group that the environment describes, and return this rank's Comm.
 
     Args:
-        plan: the devices, the backend and the transport.
-        timeout_s: the run's deadline, in seconds.
-        arena: the launcher's memory, with a place for every rank; None under ``torchrun``.
+        arena: the launcher's memory, with a place for every rank; None without a launcher.
         meeting: a file, or what has a ``store(world_size)``; None for that of ``torchrun``.
-        link: the emulated link of this process's messages.
 
     Raises:
         ConnectionError: the other ranks cannot be reached, or one has ended meanwhile.
@@ -321,9 +301,8 @@ def _join_group(backend: str, timeout_s: float, device: torch.device, meeting: A
             raise rounds.unreachable(error, time.monotonic() - started_s) from None
         said = str(error).partition("\nException raised from ")[0]
         raise PeerLostError(
-            f"rank {rank} could not connect to the other ranks: one of them has ended, or there "
-            f"is no network interface {os.environ.get('GLOO_SOCKET_IFNAME')!r} "
-            f"(GLOO_SOCKET_IFNAME). PyTorch says: {said}"
+            f"rank {rank} could not connect to the other ranks: one of them has ended, or "
+            f"GLOO_SOCKET_IFNAME names no network interface of this machine. PyTorch says: {said}"
         ) from None
     if backend == "nccl":
         # The group must end before CUDA does. (A rank's process runs no atexit handlers.)
@@ -334,11 +313,7 @@ def _join_group(backend: str, timeout_s: float, device: torch.device, meeting: A
 
 
 def _leave_group() -> None:
-    """Leave the group, unless the program has left it already.
-
-    To leave it in good order waits for all that is queued. After a failure or Ctrl-C some of that
-    would never end, and the peers would wait for this rank, so the group is aborted.
-    """
+    """Leave the group; after a failure, what is queued for NCCL would never end."""
     if not dist.is_initialized():
         return
     close_arrivals()

@@ -3,7 +3,7 @@
     ring               ring all-reduce and its halves, on one host and over several
     tree               binomial trees, recursive doubling, pairwise exchange, dissemination
     servers            which worker meets which server in which turn; how late a gradient is
-    bucket_assignment  which gradients DDP sends together (when: ``strategies.ddp.bucketed``)
+    bucket_assignment  which gradients DDP sends together (when: ``strategies.ddp``)
     split_points       where a list of layers is cut into stages
     pipeline           GPipe and 1F1B: what each stage runs, and the messages in between
     learning_rate      the learning rate of each update: warm-up, then constant, step or cosine

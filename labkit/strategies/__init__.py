@@ -23,7 +23,7 @@ TECHNIQUES = {
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "builtin.ddp.TorchDDP"),
 }
 # The variants for runs that name devices: one process instead of one rank per device.
-IN_ONE_PROCESS = {"model_parallel": "model_parallel_one_process.ModelParallelOneProcess"}
+IN_ONE_PROCESS = {"model_parallel": "model_parallel.ModelParallelOneProcess"}
 STRATEGIES = tuple(TECHNIQUES)
 
 

@@ -1,52 +1,91 @@
-"""What every technique has in common: the calls of the training loop, with defaults.
+"""What every technique has in common: the calls of the training loop, and the end of a step.
 
 A technique defines ``setup`` and ``step``, and overrides other calls only where it differs from
 the defaults. There is one object per rank.
+
+When the gradients of the mean loss are complete, ``update`` ends the step:
+
+1. **unscale**: in fp16, gradients below 6e-8 would become zero, so the loss was multiplied by a
+   scale, and now the gradients are divided by it. If one of them is not finite, the update is
+   skipped, and the scale is halved: see ``LossScaler``.
+2. **clip**: if the norm of all gradients together exceeds ``clip_norm``, all are multiplied by
+   ``clip_norm`` / (norm + 1e-6), as ``torch.nn.utils.clip_grad_norm_`` does.
+3. **step**: the optimizer changes the parameters.
+
+Ranks that have all gradients, equal to the bit, all do the same without a message. Where each rank
+has some of them, the ranks add up the squares of their norms; a gradient that is not finite makes
+the sum not finite.
+
+A checkpoint's tensors are named by what they are: ``model/NAME``, a parameter or buffer as the
+model's state dict names it; ``optimizer/NAME/KEY``, what the optimizer has of a parameter; and
+``own/NAME``, what else a rank carries from step to step. The first two have the model's names and
+shapes, whichever rank holds them, so a run may go on with other ranks, or another technique.
+
+Sources: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section
+3.2; Micikevicius et al., "Mixed precision training" (2018), sections 3.1 and 3.2.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from labkit.comm.comm import Comm
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.strategies.state import (
-    Held,
-    State,
-    copy_into,
-    held_by,
-    load_state_of_parameter,
-    named,
-    of_kind,
-    state_of_parameter,
-)
-from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms, convert
-from labkit.strategies.update import LossScaler, Update
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 from labkit.workload.sampling import share
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
-# Seconds since the start, and the mean loss of the samples that were processed.
-EpochEnd = tuple[float, Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+State = dict[str, Tensor]
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LossScaler:
+    """The scale of the loss for fp16, by the rule of ``torch.amp.GradScaler``.
+
+    An update whose gradients have overflowed is skipped, and the scale is halved; it is doubled
+    after 2000 updates without an overflow. PyTorch's looks at the gradients of one process. This
+    one hears of an overflow anywhere, so that all ranks have the same scale.
+    """
+
+    growth_interval = 2000
+
+    def __init__(self, enabled: bool = True):
+        self.enabled, self.scale, self._good = enabled, 2.0**16 if enabled else 1.0, 0
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """Divide the gradients by the scale, in place."""
+        if self.enabled and gradients:
+            torch._foreach_mul_(gradients, 1 / self.scale)
+
+    def update(self, overflowed: bool) -> None:
+        """Adapt the scale to an update that was made, or skipped because it ``overflowed``."""
+        self._good = 0 if overflowed else self._good + 1
+        if overflowed:
+            self.scale /= 2
+        elif self._good == self.growth_interval:
+            self.scale, self._good = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "_growth_tracker": self._good} if self.enabled else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state_dict``, also from one of ``torch.amp.GradScaler``."""
+        if self.enabled:
+            self.scale, self._good = float(state["scale"]), int(state["_growth_tracker"])
 
 
 class Strategy:
     """One technique on one rank: a dataclass, whose fields are the options that it takes.
 
     It is made before the ranks start, and each rank gets a copy. So ``__post_init__`` only refuses
-    options that do not go together, and ``setup`` does everything else.
-
-    Where ranks divide a batch, frozen parameters are not communicated, and a missing gradient
-    counts as zero. Such a run equals that of one device if no layer combines samples and none
-    draws random numbers: with dropout each rank draws its own, and BatchNorm normalises each share
-    by itself, unless ``sync_batch_norm`` gives it the global batch's statistics. (What a training
-    run asks of a technique determines the methods and their number.)
+    options that do not go together, and ``setup`` does everything else. (What a training run asks
+    of a technique determines the methods and their number.)
 
     Attributes:
         servers: ranks 0 to ``servers`` - 1 serve the others, and compute no gradients.
@@ -55,32 +94,32 @@ class Strategy:
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
-        replaces_buffers: whether rank 0's replace those of all other ranks before they are used.
-        global_batch: what the ranks tell each other about a batch; None if they need not.
+        amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype; parameters and
+            updates have 32 bits.
         loss: (outputs, targets) -> the sum over the samples. The loop sets it, and ``clip_norm``.
-        instead: by option that makes no sense here, why, and what to use instead.
         optimizer: of this rank; None on a rank that makes no updates.
-        model: this rank's whole model, on its device or on ``devices[0]``. A technique that does
-            not hold it there overrides ``predict``, ``full_state`` and ``held``.
+        trained: the parameters that ``optimizer`` changes here.
+        norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
+        counted_elsewhere: by ``id``, the parameters whose norm another of these ranks counts.
+        model: this rank's whole model, on ``comm.device``. A technique that does not hold it there
+            overrides ``run`` or ``predict``, ``full_state`` and ``held``.
     """
 
     servers = 0
     straggler: tuple[int, float] | None = None
+    sync_batch_norm = False
     in_one_process = False
     survives_lost_workers = False
     through_comm = True
     optimizes = "model"
-    sync_batch_norm = False
-    synchronised_by = "labkit"
-    replaces_buffers = False
-    global_batch: GlobalBatch | None = None
+    amp: str | None = None
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
-    instead: ClassVar[dict[str, str]] = {}
-    gradients: LocalGradients
-    scaler: LossScaler
     devices: Sequence[torch.device] = ()
     optimizer: Any = None
+    norm_ranks: Sequence[int] = ()
+    counted_elsewhere: Iterable[int] = ()
+    trained: list[nn.Parameter]
     comm: Comm
     model: nn.Module
 
@@ -104,10 +143,52 @@ class Strategy:
         """
         raise NotImplementedError
 
-    def update_of(self, parameters: Iterable[nn.Parameter], **options: Any) -> Update:
-        """What ends a step, with the settings of the run; see ``Update``."""
-        settings: dict[str, Any] = {"clip_norm": self.clip_norm, "scaler": self.scaler}
-        return Update(self.optimizer, parameters, **(settings | options))
+    @cached_property
+    def scaler(self) -> LossScaler:
+        return LossScaler(self.amp == "fp16")
+
+    @property
+    def half(self) -> torch.dtype | None:
+        return _HALVES[self.amp] if self.amp else None
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The context of a forward on ``device``; each thread needs its own."""
+        return torch.autocast(device.type, self.half, enabled=self.half is not None)
+
+    def wide(self, outputs: Tensor) -> Tensor:
+        """Outputs as float32: the sum of many losses needs more than the 8 bits of bf16."""
+        return outputs.float() if outputs.dtype == self.half else outputs
+
+    @torch.no_grad()
+    def update(self) -> bool:
+        """End a step: unscale, clip, step; returns False if it was skipped after an overflow.
+
+        A missing gradient counts as zeros, as in a sum over ranks: an optimizer would leave out
+        its parameter, but changes one whose gradient is zero by its momentum or weight decay.
+        """
+        with self.comm.span("update"):
+            gradients: list[Tensor] = []
+            for parameter in self.trained:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+            norm = torch.zeros(())
+            if self.clip_norm is not None or self.scaler.enabled:
+                self.scaler.unscale(gradients)
+                mine = [p.grad for p in self.trained if id(p) not in self.counted_elsewhere]
+                norm = get_total_norm([g for g in mine if g is not None and g.numel()]).double()
+                if self.norm_ranks:
+                    square = norm.square().to(self.comm.device)
+                    norm = sum_over(self.comm, self.norm_ranks, square).sqrt()
+            if self.scaler.enabled:
+                self.scaler.update(overflowed := not bool(norm.isfinite()))
+                if overflowed:
+                    return False
+            if self.clip_norm is not None:
+                clip_grads_with_norm_(self.trained, self.clip_norm, norm)
+            if self.optimizer:
+                self.optimizer.step()
+        return True
 
     @property
     def uses_gpu(self) -> bool:
@@ -127,9 +208,7 @@ class Strategy:
 
     def part_of(self, batch: Tensor) -> Tensor:
         """This rank's samples of a global batch, [n] of [B]: what ``step`` gets."""
-        if self.global_batch is None:
-            return share(batch, *self.share())
-        return torch.cat(self.global_batch.parts(batch))
+        return share(batch, *self.share())
 
     def updates_of(self, samples: int, world_size: int) -> int:
         """How many updates the technique makes of a global batch of ``samples``."""
@@ -139,8 +218,7 @@ class Strategy:
         """Right predictions of this rank since the last call and of how many, float64 [2]."""
         counts = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
         if isinstance(self.loss, CountedLoss):
-            right, counts[1] = self.loss.take()
-            counts[0] = right
+            counts[0], counts[1] = self.loss.take()
         return counts
 
     def end_epoch(self) -> None:
@@ -150,60 +228,65 @@ class Strategy:
     def predict(self, inputs: Tensor) -> Tensor | None:
         """Logits [n, classes] in evaluation mode; None on a rank that does not get them."""
         self.model.eval()
-        logits = self.model(inputs.to(self.devices[0] if self.devices else self.comm.device))
+        outputs = self.run(inputs)
         self.model.train()
-        return logits.to(self.comm.device)
+        return outputs.to(self.comm.device)
+
+    def run(self, inputs: Tensor) -> Tensor:
+        """The model's outputs."""
+        return self.model(inputs)
 
     def full_state(self) -> State:
         """Parameters and buffers of the whole model, put together again, on the CPU."""
         state = self.model.state_dict()
         return {name: value.detach().cpu().clone() for name, value in state.items()}
 
-    def held(self) -> Held:
-        """What this rank has of the model."""
-        return held_by(self.model)
+    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
+        """Parameters and buffers of this rank, and its parameters alone (a tied one comes once).
+
+        They are the run's own tensors, by the model's names.
+        """
+        return self.model.state_dict(), dict(self.model.named_parameters())
 
     def state(self) -> State:
-        """What this rank gives to a checkpoint, see ``strategies.state``; a collective call."""
-        held, rank, state = self.held(), self.comm.rank, State()
-        has_layers = self.optimizes == "layers"
-        of_optimizer = self.optimizer_state(held.parameters)
-        if has_layers or rank == 0:
-            state |= named("optimizer", of_optimizer)
-        if has_layers or rank == self.workers[0]:
-            state |= named("model", held.tensors)
-        if has_layers or (rank == 0 if self.replaces_buffers else rank in self.workers):
-            state |= named("buffers", held.buffers)
+        """What this rank gives to a checkpoint; a collective call.
+
+        Raises:
+            ValueError: the optimizer keeps something other than tensors.
+        """
+        tensors, parameters = self.held()
+        has_layers, state = self.optimizes == "layers", State()
+        if has_layers or self.comm.rank == self.workers[0]:
+            state |= named("model", tensors)
+        if self.optimizer and (has_layers or self.comm.rank == 0):
+            for name, parameter in parameters.items():
+                state |= named(f"optimizer/{name}", self.optimizer.state.get(parameter, {}))
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{name} is a {type(value).__name__}, and a checkpoint holds tensors: use "
+                    "another optimizer, or leave checkpoint_dir out"
+                )
         return state
 
+    @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what all ranks gave; without anything "own" if these were other ranks."""
-        held = self.held()
-        copy_into(held.tensors, of_kind("model", state))
-        copy_into(held.buffers, of_kind("buffers", state))
-        if self.optimizer is not None:
-            self.load_optimizer_state(held.parameters, of_kind("optimizer", state))
-
-    def optimizer_state(self, parameters: Mapping[str, Tensor]) -> State:
-        """What the optimizer has of the parameters, as NAME/KEY; all ranks call it."""
-        found = State()
+        tensors, parameters = self.held()
+        for name, tensor in tensors.items():
+            tensor.copy_(state[f"model/{name}"])
         for name, parameter in parameters.items() if self.optimizer else ():
-            found |= named(name, state_of_parameter(self.optimizer, parameter))
-        return found
-
-    def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
-        for name, parameter in parameters.items():
-            load_state_of_parameter(self.optimizer, parameter, of_kind(name, state))
+            for key, value in of_kind(f"optimizer/{name}", state).items():
+                # PyTorch's optimizers count steps on the host.
+                device = parameter.device if value.dim() else "cpu"
+                self.optimizer.state[parameter][key] = value.to(device, copy=True)
 
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         """Before ``load_state``: do what a first step leaves behind, beside its update."""
 
     def notes(self) -> dict[str, Any]:
         """Facts about the run that are special to the technique; the same keys on every rank."""
-        if not self.sync_batch_norm or len(self.workers) < 2:
-            return {}
-        layers = len(batch_norms(self.model))
-        return {"sync_batch_norm": {"by": self.synchronised_by, "layers": layers}}
+        return {}
 
     def sent(self) -> tuple[int, int] | None:
         """Messages and bytes that this rank has sent so far; None if they are not counted."""
@@ -213,107 +296,54 @@ class Strategy:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
 
 
-@dataclass(eq=False)
-class OnShares(Strategy):
-    """A technique whose workers hold the whole model, and each compute the gradients of a share.
+def sum_over(comm: Comm, ranks: Sequence[int], tensor: Tensor) -> Tensor:
+    """Sum a tensor over some ranks, in place: on the first of them, which sends it to the others.
 
-    Args:
-        accumulate, amp: see ``LocalGradients``; so is ``straggler`` of some of them.
-        sync_batch_norm: of some of them, BatchNorm normalises with the statistics of the global
-            batch.
+    A ring all-reduce needs all ranks of the Comm. Messages: one from each rank, and one to each
+    but the first from the first.
     """
-
-    accumulate: int = 1
-    amp: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.straggler and self.straggler[0] < self.servers:
-            raise ValueError(
-                f"straggler {self.straggler[0]}: this rank is a server, and a server computes no "
-                f"gradients; choose a worker, rank {self.servers} or above"
-            )
-
-    def place(self, comm: Comm, model: nn.Module) -> None:
-        """Take the model, whose BatchNorm layers share their statistics if that is asked for."""
-        self.comm, self.model = comm, model.to(comm.device).train()
-        if self.sync_batch_norm and comm.rank in self.workers:
-            self.global_batch = convert(self.model, comm, self.workers, self.accumulate)
-
-    def compute_with(self, module: nn.Module) -> None:
-        """Compute gradients with ``module``: the model, or what wraps it."""
-        self.gradients = LocalGradients(
-            self.comm,
-            module,
-            loss=self.loss,
-            accumulate=self.accumulate,
-            amp=self.amp,
-            straggler=self.straggler,
-            global_batch=self.global_batch,
-        )
-        self.scaler = self.gradients.scaler
+    first, *others = ranks
+    if comm.rank != first:
+        comm.send(tensor, first)
+        return comm.recv(tensor, first)
+    for other in others:
+        comm.recv_add(tensor, other)
+    for other in others:
+        comm.send(tensor, other)
+    return tensor
 
 
-@dataclass(eq=False)
-class OwnPaceStrategy(OnShares):
-    """A technique whose workers do not wait for each other: ``train`` replaces ``step``.
+def named(kind: str, tensors: Mapping[str, Tensor]) -> State:
+    return {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
 
-    Rank 0 is the server, all other ranks are workers. They never stop together, so there are no
-    checkpoints.
 
-    Args:
-        straggler: see ``LocalGradients``.
+def of_kind(kind: str, state: Mapping[str, Tensor]) -> State:
+    """The reverse of ``named``."""
+    prefix = f"{kind}/"
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
 
-    Attributes:
-        updates: on the server, (worker, staleness) of every update; set by ``setup``.
-        accuracy: on the server, the part of the latest epoch's samples that was predicted right
-            when their gradients were computed; NaN if that is not counted.
-        lost: {rank: why} for the workers that died; set by ``setup``.
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that require a gradient; a tied one comes once."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def lay_end_to_end(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Move parameters (and buffers) into one flat tensor, and make them views of it.
+
+    A flat tensor can be cut anywhere, into chunks of equal size, and one message carries all of
+    it; each of many small messages has a latency.
+
+    Returns:
+        (values [N], gradients [N]); the gradients are zeros. The parameters' ``grad`` are views of
+        ``gradients``, to which backward adds. Reset it with ``gradients.zero_()``: an optimizer's
+        ``zero_grad`` would remove the views.
     """
-
-    instead: ClassVar[dict[str, str]] = {
-        "sync_batch_norm": "its workers wait for nobody, so there is no common batch whose "
-        "statistics they could share; use parameter_server, ddp or ring_all_reduce"
-    }
-    servers = 1
-    straggler: tuple[int, float] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.updates: list[Any] = []
-        self.accuracy: Any = float("nan")
-        self.lost: dict[int, str] = {}
-
-    def check_ranks(self, world_size: int) -> None:
-        if world_size < 2:
-            raise ValueError(
-                "an asynchronous parameter server needs a server and at least one worker, got "
-                f"world_size {world_size}: use world_size 2 or more, or strategy single"
-            )
-
-    def updates_of(self, samples: int, world_size: int) -> int:
-        # One for each worker's share, unless it is empty.
-        return min(samples, world_size - 1)
-
-    def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
-        """Train until the workers together have processed as many shares as all epochs have.
-
-        ``batches`` are this rank's shares without end, ``steps`` of them an epoch: a rank that is
-        ahead continues with the next epoch. Yields on the server alone, when an epoch is complete;
-        the caller reads ``full_state`` before it continues.
-        """
-        raise NotImplementedError
-
-    def right_of(self, samples: int) -> Tensor | float:
-        """Right predictions of this rank's latest share, of ``samples``; NaN if not counted."""
-        right, judged = self.loss.take() if isinstance(self.loss, CountedLoss) else (0, 0)
-        return right if judged == samples else float("nan")
-
-    def load_full_state(self, state: State) -> None:
-        """Let ``predict`` use these parameters and buffers from now on."""
-        self.model.load_state_dict(state)
-
-    def notes(self) -> dict[str, Any]:
-        """``staleness`` is [worker, staleness] of each update; ``lost_ranks`` is {rank: why}."""
-        updates = [list(update) for update in self.updates]
-        counts = [sum(u[0] == rank for u in updates) for rank in range(self.comm.world_size)]
-        return {"staleness": updates, "updates_by_rank": counts, "lost_ranks": dict(self.lost)}
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    gradients = torch.zeros_like(values)
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, value, gradient in zip(tensors, values.split(sizes), gradients.split(sizes)):
+        tensor.data = value.view_as(tensor)
+        if tensor.requires_grad:
+            tensor.grad = gradient.view_as(tensor)
+    return values, gradients

@@ -1,4 +1,4 @@
-"""Model parallelism by placement: the model is cut into stages, and each rank holds one.
+"""Model parallelism by placement: the model is cut into stages, each on a device of its own.
 
 The batch passes through the stages one after another, forward and then backward:
 
@@ -6,22 +6,103 @@ The batch passes through the stages one after another, forward and then backward
     stage 1   . F . . B .
     stage 2   . . F B . .
 
-A rank needs memory only for its own stage: that is the purpose of the technique. While one stage
+A device needs memory only for its own stage: that is the purpose of the technique. While one stage
 works, all others wait, so the technique is no faster than one device; ``pipeline`` improves on
-that. ``model_parallel_one_process`` does the same in one process, on the devices of one machine.
+that. **Naive** (``ModelParallelOneProcess``): one process, whose activations are copied between
+the devices of one machine; with one GPU, ``("cuda:0", "cpu")`` cuts the model between GPU and
+host. **Over ranks** (``ModelParallel``): a process for each stage, on any machine.
 
-Source: the manual placement that PyTorch's tutorials call model parallelism, here with one
-process per device.
+Source: the manual placement that PyTorch's tutorials call model parallelism.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Hop, Message
-from labkit.strategies.stage import ONE_AT_A_TIME, StagedModel
-from labkit.units import check_integer
+from labkit.schedules.split_points import check_devices, stage_bounds
+from labkit.strategies.base import MakeOptimizer, trained_parameters
+from labkit.strategies.on_shares import OnShares
+from labkit.strategies.stage import StagedModel
+from labkit.workload.layers import layers_of
+
+
+@dataclass(eq=False)
+class ModelParallelOneProcess(OnShares):
+    """Stage s of the model on device s, all in one process.
+
+    Every layer sees the whole batch, so the result equals that of one device, BatchNorm included.
+    In the trace, ``hop`` and ``hop back`` are the copies between devices. A tied parameter can be
+    on only one device.
+
+    A copy is queued on a stream and returns at once, so a clock around the call does not measure
+    it. PyTorch copies on the current stream of the source device, or, from the host, of the
+    target: the events of a span are recorded there. Between two GPUs, the copy first waits until
+    the target's stream is free: this wait is queued before the first event.
+
+    Args:
+        split_points: layers that begin a stage, one fewer than there are devices.
+        devices: one name per stage.
+        accumulate, amp: see ``OnShares``.
+    """
+
+    split_points: Sequence[int] = ()
+    devices: Sequence[Any] = ("cpu",)
+    in_one_process = True
+    through_comm = False
+
+    def __post_init__(self) -> None:
+        check_devices(len(self.devices), self.split_points)
+        self.devices = [torch.device(name) for name in self.devices]
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.comm, self.model, layers = comm, model.train(), layers_of(model)
+        self.stages = [
+            nn.Sequential(*layers[start:end]).to(device)
+            for (start, end), device in zip(
+                stage_bounds(self.split_points, len(layers)), self.devices
+            )
+        ]
+        self.module, self.trained = self.run, trained_parameters(model)
+        self.optimizer = make_optimizer(self.trained)
+        comm.session.time_on(self.devices)
+
+    def run(self, inputs: Tensor) -> Tensor:
+        value = self.stages[0](inputs.to(self.devices[0]))
+        for stage, *ends in zip(self.stages[1:], self.devices, self.devices[1:]):
+            value = stage(_Crossing.apply(value, self, *ends))
+        return value
+
+    def move(self, kind: str, value: Tensor, source: torch.device, target: torch.device) -> Tensor:
+        on_gpu = [device for device in (source, target) if device.type == "cuda"]
+        if len(on_gpu) == 2:
+            torch.cuda.current_stream(source).wait_stream(torch.cuda.current_stream(target))
+        with self.comm.span(kind, on_gpu[0] if on_gpu else source):
+            return value.to(target, non_blocking=len(on_gpu) == 2, copy=True)
+
+    def notes(self) -> dict[str, Any]:
+        names = [str(device) for device in self.devices]
+        return {"split_points": list(self.split_points), "devices": names}
+
+
+class _Crossing(torch.autograd.Function):
+    """Forward moves the activation over a cut, backward moves its gradient back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, strategy: ModelParallelOneProcess, *ends: torch.device
+    ) -> Tensor:
+        ctx.strategy, ctx.ends = strategy, ends
+        return strategy.move("hop", value, *ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        moved = ctx.strategy.move("hop back", gradients[0], *reversed(ctx.ends))
+        return moved, None, None, None
 
 
 @dataclass(eq=False)
@@ -35,19 +116,11 @@ class ModelParallel(StagedModel):
     Args:
         split_points: layers that begin a stage, one fewer than there are ranks.
         accumulate: micro-batches, each of which passes through all stages, forward and backward,
-            before the next one begins; as ``LocalGradients`` on one device.
+            before the next one begins; as ``OnShares`` on one device.
         amp: see ``StagedModel``.
-
-    Raises:
-        ValueError: ``accumulate`` below 1.
     """
 
     accumulate: int = 1
-    instead: ClassVar = ONE_AT_A_TIME
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("accumulate", self.accumulate)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         before, behind = self.index - 1, self.index + 1

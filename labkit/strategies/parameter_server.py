@@ -14,7 +14,6 @@ Source: Li et al., "Scaling distributed machine learning with the parameter serv
 is its synchronous case ("sequential consistency", section 3.4).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +21,10 @@ from torch import Tensor, nn
 
 from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
-from labkit.config import check_servers
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
-from labkit.strategies.base import MakeOptimizer, OnShares
-from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
-from labkit.strategies.state import State, cut, joined, load_state_of_parameter, state_of_parameter
+from labkit.strategies.base import MakeOptimizer, State, lay_end_to_end
+from labkit.strategies.on_shares import OnShares
 
 
 @torch.no_grad()
@@ -52,10 +49,6 @@ class ParameterServer(OnShares):
     size 1 the only rank is server and worker. Each server always adds in the same order, so a run
     can be repeated to the bit; all workers pull the same bits.
 
-    Batch statistics (BatchNorm): each worker normalises with the statistics of its own share; at
-    the end of an epoch all ranks get the mean of the workers' running averages, and the first
-    worker's counters.
-
     Clipping needs the norm of all slices: K servers sum theirs, 2 (K - 1) short messages per step.
     With amp ``fp16`` all ranks take part in this sum, which tells the workers, too, whether a
     gradient has overflowed.
@@ -71,42 +64,39 @@ class ParameterServer(OnShares):
     optimizes = "elements"
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        check_servers(self.servers, comm.world_size)
         self.place(comm, model)
-        self.compute_with(self.model)
-        self.parameters, self.gradient = lay_end_to_end(self.model)
+        self.parameters, self.gradient = lay_end_to_end(self.trained)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
-        workers, parameters = comm.world_size - self.servers, []
+        workers = comm.world_size - self.servers
         self.serves, self.works = comm.rank < self.servers, comm.rank in self.workers
         # This rank's peers, in the order of ``schedules.servers``.
         if self.serves:
             turns = server_turns(comm.rank, self.servers, workers)
             self.peers = [self.servers + worker for worker in turns]
             start, end = self.slices[comm.rank]
-            # SGD works element by element, so a slice gives the same updates as its parameters.
             self.slice, self.slice_gradient = self.parameters[start:end], self.gradient[start:end]
-            parameters = [nn.Parameter(self.slice)]
-            parameters[0].grad = self.slice_gradient
-            self.optimizer = make_optimizer(parameters)
+            if self.servers > 1:
+                # SGD works element by element, so a slice gives the same updates as parameters.
+                self.trained = [nn.Parameter(self.slice)]
+                self.trained[0].grad = self.slice_gradient
+            self.optimizer = make_optimizer(self.trained)
         else:
-            self.peers = worker_turns(comm.rank - self.servers, self.servers, workers)
+            self.peers, self.trained = (
+                worker_turns(comm.rank - self.servers, self.servers, workers),
+                [],
+            )
         # Workers have to know only whether gradients have overflowed.
-        ranks = range(comm.world_size if self.scaler.is_enabled() else self.servers)
-        self.update = self.update_of(parameters, comm=comm, ranks=ranks)
+        self.norm_ranks = range(comm.world_size if self.scaler.enabled else self.servers)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        if self.works:
-            self.gradient.zero_()
-        # In fp16 a sum over the batch would overflow sooner than the mean.
-        divisor = batch_size if self.scaler.is_enabled() else 1
-        loss = self.gradients.add(inputs, targets, batch_size, divisor)
+        self.gradient.zero_()
+        loss = self.add_gradients(inputs, targets, batch_size)
         if self.serves:
-            self.serve(batch_size // divisor)
+            self.serve()
         else:
             self.push()
-            if self.scaler.is_enabled():
-                with self.comm.span("update"):
-                    self.update()
+            if self.scaler.enabled:
+                self.update()
             self.pull()
         return loss
 
@@ -125,46 +115,23 @@ class ParameterServer(OnShares):
                 self.comm.recv(self.parameters[start:end], server)
 
     @torch.no_grad()
-    def serve(self, batch_size: int) -> None:
+    def serve(self) -> None:
         """On a server: sum what all workers push, update the slice, send it to all workers."""
         with self.comm.span("push"):
             for turn, worker in enumerate(self.peers):
                 receive = self.comm.recv_add if turn else self.comm.recv
                 receive(self.slice_gradient, worker)
-        with self.comm.span("update"):
-            self.slice_gradient /= batch_size
-            self.update()
+        self.update()
         with self.comm.span("pull"):
             for worker in self.peers:
                 self.comm.send(self.slice, worker)
 
-    def optimizer_state(self, parameters: Mapping[str, Tensor]) -> State:
-        """Rank 0 gets the slices of the other servers, so that each parameter is whole."""
-        mine, comm = State(), self.comm
-        if self.serves:
-            (flat,) = self.update.parameters
-            mine = state_of_parameter(self.optimizer, flat)
-        for key, value in mine.items() if self.servers > 1 else ():
-            # A number is the same on all servers.
-            if value.dim() and comm.rank:
-                comm.send(value.to(comm.device), 0)
-            elif value.dim():
-                rest = [value.new_empty(end - start) for start, end in self.slices[1:]]
-                mine[key] = torch.cat(
-                    [value, *(comm.recv(part, rank) for rank, part in enumerate(rest, start=1))]
-                )
-        return cut(mine, parameters) if comm.rank == 0 else {}
+    def state(self) -> State:
+        if self.servers > 1:
+            raise ValueError("a checkpoint is for one server: leave checkpoint_dir or servers out")
+        return super().state()
 
-    def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
-        whole = joined(state, parameters)
-        start, end = self.slices[self.comm.rank]
-        mine = {key: value[start:end] if value.dim() else value for key, value in whole.items()}
-        load_state_of_parameter(self.optimizer, self.update.parameters[0], mine)
-
-    def end_epoch(self) -> None:
-        average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)
-
-    def full_state(self) -> dict[str, Tensor]:
+    def full_state(self) -> State:
         # Workers have all slices already; each of several servers has only its own.
         if self.servers > 1:
             for server, (start, end) in enumerate(self.slices):

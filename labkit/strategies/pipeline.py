@@ -14,13 +14,11 @@ parallelism" (2019); Narayanan et al., "PipeDream" (2019), for the order called 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from labkit.schedules.pipeline import pipeline_schedule, with_hops
-from labkit.strategies.stage import PIPELINED_INSTEAD, StagedModel
-from labkit.units import check_integer
+from labkit.strategies.stage import StagedModel
 
 
 @dataclass(eq=False)
@@ -35,23 +33,14 @@ class Pipeline(StagedModel):
         micro_batches: M; a batch of fewer samples is cut into single samples.
         schedule: ``gpipe``, all forwards first, or ``1f1b``, which holds fewer activations.
         amp: see ``StagedModel``.
-
-    Raises:
-        ValueError: unknown schedule, or ``micro_batches`` below 1.
     """
 
     micro_batches: int = 4
     schedule: str = "gpipe"
-    instead: ClassVar = PIPELINED_INSTEAD
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("micro_batches", self.micro_batches)
-        self.stream = pipeline_schedule(self.schedule)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         count = self.start(inputs, targets, batch_size, self.micro_batches)
-        actions = self.stream(self.index, self.num_stages, count)
+        actions = pipeline_schedule(self.schedule)(self.index, self.num_stages, count)
         for step in with_hops(actions, self.index, self.num_stages, self.first_trained):
             self.do(step)
         self.update()

@@ -12,22 +12,18 @@ Symbols: P ranks and stages, n samples in a micro-batch.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives import all_gather, broadcast
+from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop
-from labkit.schedules.split_points import as_split_points, check_split_points, stage_bounds
-from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.flat_parameters import trained_parameters
-from labkit.strategies.state import Held, State
-from labkit.strategies.update import MixedPrecision, sum_over
-from labkit.units import format_count
+from labkit.schedules.split_points import check_split_points, stage_bounds
+from labkit.strategies.base import MakeOptimizer, State, Strategy, sum_over
 from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, output_shapes
 
 
@@ -43,7 +39,7 @@ class StagedModel(Strategy):
 
     Args:
         split_points: layers that begin a stage, one fewer than there are ranks.
-        amp: ``bf16`` or ``fp16``, see ``MixedPrecision``.
+        amp: ``bf16`` or ``fp16``.
 
     Attributes:
         index, num_stages: s and P.
@@ -57,36 +53,19 @@ class StagedModel(Strategy):
     split_points: Sequence[int] = ()
     amp: str | None = field(default=None, kw_only=True)
     optimizes = "layers"
-    instead: ClassVar = {
-        "sync_batch_norm": "each layer is on one rank, and sees the whole (micro-)batch already; "
-        "leave it out"
-    }
-
-    def __post_init__(self) -> None:
-        self.split_points = as_split_points(self.split_points)
-
-    def check_ranks(self, world_size: int) -> None:
-        if len(self.split_points) + 1 != world_size:
-            raise ValueError(
-                f"{format_count(len(self.split_points), 'split point')} for "
-                f"{format_count(world_size, 'rank')}, each of which holds one stage: give "
-                f"{world_size - 1}"
-            )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.comm, self.precision = comm, MixedPrecision(self.amp)
-        self.scaler = self.precision.scaler
-        self.index, self.num_stages = comm.rank, comm.world_size
+        self.comm, self.index, self.num_stages = comm, comm.rank, comm.world_size
         self.is_first, self.is_last = self.index == 0, self.index == self.num_stages - 1
         layers = named_layers(model)
         points = check_split_points(self.split_points, len(layers), self.num_stages)
-        self.bounds = stage_bounds(points, len(layers))
+        self.split_points, self.bounds = points, stage_bounds(points, len(layers))
         stages = [nn.ModuleList(layer for _, layer in layers[a:b]) for a, b in self.bounds]
-        trained_parameters(nn.ModuleList(stages))
         trains = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         self.first_trained = trains.index(True)
         self.tied = tied_parameters(stages)
-        # By name of a parameter or buffer, its stage; those that are missing no layer uses.
+        self.counted_elsewhere = {id(p) for p, places in self.tied if self.index != places[0]}
+        # By name of a parameter or buffer, its stage.
         self.stage_of = {
             f"{name}.{key}": stage
             for stage, (start, end) in enumerate(self.bounds)
@@ -95,27 +74,17 @@ class StagedModel(Strategy):
         }
         # The shapes of all layers, without the other stages' memory.
         self.meta_model = meta_copy(model)
-        self.layers = layers[slice(*self.bounds[self.index])]
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
-        names = {id(p): name for name, p in model.named_parameters()}
-        self.parameters = {names[id(p)]: p for p in self.module.parameters()}
-        # Without gradients, all stages make the same updates of what no layer uses.
         state = model.state_dict(keep_vars=True)
-        self.outside = {key: value for key, value in state.items() if key not in self.stage_of}
-        for value in self.outside.values():
-            if isinstance(value, nn.Parameter):
-                value.data = value.data.to(comm.device)
-                self.parameters[names[id(value)]] = value
+        self.tensors = {key: state[key] for key, s in self.stage_of.items() if s == self.index}
+        names = {id(p): name for name, p in model.named_parameters()}
+        mine = [value for value in self.tensors.values() if isinstance(value, nn.Parameter)]
+        self.parameters = {names[id(p)]: p for p in mine}
         self.trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained) if self.trained else None
-        self.update_trained = self.update_of(
-            self.trained,
-            comm=comm,
-            ranks=range(self.num_stages),
-            counted_elsewhere=[p for p, places in self.tied if self.index != places[0]],
-        )
+        self.norm_ranks = range(self.num_stages)
         self.held_bytes, self._measures = 0, True
-        self._shapes: dict[tuple[Any, ...], list[Any]] = {}
+        self._boundaries: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def share(self) -> tuple[int, int]:
         # The whole batch: the first stage needs the inputs, the last one the targets.
@@ -131,65 +100,64 @@ class StagedModel(Strategy):
         """
         count = min(micro_batches, len(targets))
         self._inputs, self._targets = inputs.tensor_split(count), targets.tensor_split(count)
-        self._divisor = batch_size
+        self._batch_size = batch_size
         self.loss_sum = targets.new_zeros((), dtype=torch.float64)
         # By micro-batch: what the layers get and return, and the gradient of what they return,
         # then of what they got.
-        self._entering: dict[int, Tensor] = {}
-        self._leaving: dict[int, Tensor] = {}
-        self._gradients: dict[int, Tensor] = {}
+        self._entering, self._leaving, self._gradients = (dict[int, Tensor]() for _ in range(3))
         self._held: dict[int, HeldBytes] = {}
-        self.zero_grad()
-        return count
-
-    def zero_grad(self) -> None:
         for parameter in self.trained:
             parameter.grad = None
+        return count
 
     def forward(self, micro_batch: int) -> None:
         """Run the layers; the last stage also computes the loss."""
-        with self.comm.span("forward"), self._measured(micro_batch):
+        measured = contextlib.nullcontext()
+        if self._measures:
+            measured = self._held[micro_batch] = HeldBytes(self.module)
+        with self.comm.span("forward"), measured:
             if self.is_first:
                 self._entering[micro_batch] = self._inputs[micro_batch]
             # A leaf, which collects a gradient if one has to be sent back.
             entering = self._entering[micro_batch]
-            differentiable = entering.is_floating_point() or entering.is_complex()
-            entering.requires_grad_(differentiable and self.index > self.first_trained)
-            with self.precision.autocast(self.comm.device):
-                leaving = self.module(NonLeaf.apply(entering))
+            entering.requires_grad_(self.index > self.first_trained)
+            leaving = self.run(entering)
             if self.is_last:
-                loss = self.loss(self.precision.wide(leaving), self._targets[micro_batch])
-                self.loss_sum += loss.detach()
-                leaving = self.scaler.scale(loss / self._divisor)
-            else:
-                leaving = leaving.to(self.crossing(leaving.dtype))
+                leaving = self.scaled_loss(leaving, self._targets[micro_batch])
             self._leaving[micro_batch] = leaving
+        held_now = sum(held.num_bytes for held in self._held.values())
+        self.held_bytes = max(self.held_bytes, held_now)
+
+    def run(self, inputs: Tensor) -> Tensor:
+        """The layers' output, in the dtype in which it crosses a cut or enters the loss."""
+        with self.autocast(self.comm.device):
+            leaving = self.module(NonLeaf.apply(inputs))
+        return self.wide(leaving) if self.is_last else leaving.to(self.crossing(leaving.dtype))
+
+    def scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What backward begins with on the last stage; the loss itself is added to the sum."""
+        loss = self.loss(outputs, targets)
+        self.loss_sum += loss.detach()
+        return loss * (self.scaler.scale / self._batch_size)
 
     def backward(self, micro_batch: int) -> None:
         """Compute the gradient of the stage's input from the gradient of its output."""
         with self.comm.span("backward"):
             # None on the last stage, whose output is the loss.
             gradient = self._gradients.pop(micro_batch, None)
-            leaving = self._leaving.pop(micro_batch)
-            # No gradient passes through layers that detach or output integers: zeros are sent.
-            if leaving.requires_grad or self.is_last:
-                torch.autograd.backward(leaving, gradient)
+            torch.autograd.backward(self._leaving.pop(micro_batch), gradient)
             self._held.pop(micro_batch, None)
             entered = self._entering.pop(micro_batch)
             if self.index > self.first_trained:
-                found = entered.grad
-                self._gradients[micro_batch] = (
-                    torch.zeros_like(entered) if found is None else found
-                )
+                assert entered.grad is not None, "the layers use their input"
+                self._gradients[micro_batch] = entered.grad
 
     def do(self, step: Action | Hop) -> None:
         """Execute one instruction of ``schedules.pipeline.with_hops``."""
         if isinstance(step, Hop):
             self.hop(step)
-        elif step.kind == "forward":
-            self.forward(step.micro_batch)
         else:
-            self.backward(step.micro_batch)
+            getattr(self, step.kind)(step.micro_batch)
 
     def hop(self, hop: Hop) -> None:
         """Send, receive, or both at once; what lands is put where an action will look for it."""
@@ -198,18 +166,15 @@ class StagedModel(Strategy):
             outgoing = self._gradients.pop(hop.send.micro_batch)
         elif hop.send:
             outgoing = self._leaving[hop.send.micro_batch].detach()
-            if self.index < self.first_trained:
-                del self._leaving[hop.send.micro_batch], self._entering[hop.send.micro_batch]
         if hop.recv and hop.recv.kind == "gradient":
             landing = torch.empty_like(self._leaving[hop.recv.micro_batch])
             self._gradients[hop.recv.micro_batch] = landing
         elif hop.recv:
-            shape, dtype = self._enters(self._inputs[hop.recv.micro_batch])
-            landing = torch.empty(shape, dtype=self.crossing(dtype), device=self.comm.device)
+            landing = self._landing(self._inputs[hop.recv.micro_batch])
             self._entering[hop.recv.micro_batch] = landing
         carry_out(self.comm, hop, outgoing, landing)
 
-    def update(self) -> None:
+    def update(self) -> bool:
         """Sum the gradients of tied parameters over their stages, then make one step."""
         self._measures = False
         for parameter, stages in self.tied:
@@ -217,74 +182,63 @@ class StagedModel(Strategy):
                 gradient = parameter.grad
                 total = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
                 parameter.grad = sum_over(self.comm, stages, total)
-        with self.comm.span("update"):
-            self.update_trained()
+        return super().update()
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor | None:
         """Logits [n, classes] in evaluation mode on the last stage, None on the others."""
-        value = inputs
+        value = inputs if self.is_first else self._landing(inputs)
         if not self.is_first:
-            shape, dtype = self._enters(inputs)
-            value = torch.empty(shape, dtype=dtype, device=self.comm.device)
             self.comm.recv(value, self.index - 1)
         self.module.eval()
-        value = self.module(value)
+        value = self.run(value)
         self.module.train()
         if self.is_last:
             return value
         self.comm.send(value, self.index + 1)
         return None
 
-    def held(self) -> Held:
-        """What is on this stage, and what no layer uses, which is equal on all stages."""
-        tensors = {key: value.detach() for key, value in self.outside.items()}
-        buffers = {}
-        for name, layer in self.layers:
-            tensors |= {f"{name}.{k}": v.detach() for k, v in layer.state_dict().items()}
-            buffers |= {f"{name}.{key}": value for key, value in layer.named_buffers()}
-        return Held(tensors, buffers, self.parameters)
+    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
+        return self.tensors, self.parameters
 
     def full_state(self) -> State:
         """All stages' parameters and buffers, on every rank: each stage broadcasts its own."""
-        mine, state = self.held().tensors, {}
+        state = State()
         for key, like in self.meta_model.state_dict().items():
             value = torch.empty_like(like, device=self.comm.device)
-            if self.stage_of.get(key, self.index) == self.index:
-                value.copy_(mine[key])
-            if key in self.stage_of:
-                broadcast(self.comm, value, root=self.stage_of[key])
-            state[key] = value.cpu()
+            if self.stage_of[key] == self.index:
+                value.copy_(self.tensors[key].detach())
+            state[key] = broadcast(self.comm, value, root=self.stage_of[key]).cpu()
         return state
 
     def notes(self) -> dict[str, Any]:
-        """The split points, and by stage the most bytes of activations held at one time."""
-        held = torch.tensor([self.held_bytes], device=self.comm.device)
-        by_stage = torch.cat(all_gather(self.comm, held)).tolist()
-        return {"split_points": list(self.split_points), "held_bytes": by_stage}
-
-    @contextlib.contextmanager
-    def _measured(self, micro_batch: int) -> Iterator[None]:
-        """Count, in the first step, the bytes that a forward keeps for its backward."""
-        if not self._measures:
-            yield
-            return
-        with HeldBytes(self.module) as self._held[micro_batch]:
-            yield
-        held_now = sum(held.num_bytes for held in self._held.values())
-        self.held_bytes = max(self.held_bytes, held_now)
+        """Where the model was cut."""
+        return {"split_points": list(self.split_points)}
 
     def crossing(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which an activation crosses a cut."""
-        return self.precision.half if self.precision.half and dtype == torch.float32 else dtype
+        return self.half if self.half and dtype == torch.float32 else dtype
 
-    def _enters(self, inputs: Tensor) -> tuple[torch.Size, torch.dtype]:
-        """What this stage gets, without ``amp``, if ``inputs`` [n, ...] enter the model."""
+    def boundary(self, inputs: Tensor, stage: int) -> Tensor:
+        """On the meta device, what enters ``stage`` if ``inputs`` [n, ...] enter the model.
+
+        Of stage P it is the outputs.
+        """
         key = inputs.shape, inputs.dtype
-        if key not in self._shapes:
+        if key not in self._boundaries:
             n, *sample = inputs.shape
-            self._shapes[key] = output_shapes(self.meta_model, tuple(sample), n, inputs.dtype)
-        return self._shapes[key][self.bounds[self.index][0] - 1]
+            shapes = output_shapes(self.meta_model, tuple(sample), n, inputs.dtype)
+            ends = [shapes[end - 1] for _, end in self.bounds]
+            dtypes = [*(self.crossing(dtype) for _, dtype in ends[:-1]), ends[-1][1]]
+            made = [
+                torch.empty(shape, dtype=dtype, device="meta")
+                for (shape, _), dtype in zip(ends, dtypes)
+            ]
+            self._boundaries[key] = [inputs.to("meta"), *made]
+        return self._boundaries[key][stage]
+
+    def _landing(self, inputs: Tensor) -> Tensor:
+        return torch.empty_like(self.boundary(inputs, self.index), device=self.comm.device)
 
 
 def carry_out(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:
@@ -304,36 +258,17 @@ def carry_out(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:
         comm.recv(landing, hop.recv.peer)
 
 
-def on_several(stages: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[int]]]:
-    """Parameters and buffers that are on several stages, each with the list of its stages."""
-    homes: dict[int, tuple[Tensor, list[int]]] = {}
-    for index, stage in enumerate(stages):
-        for tensor in {id(t): t for t in (*stage.parameters(), *stage.buffers())}.values():
-            homes.setdefault(id(tensor), (tensor, []))[1].append(index)
-    return (home for home in homes.values() if len(home[1]) > 1)
-
-
 def tied_parameters(stages: Sequence[nn.Module]) -> list[tuple[nn.Parameter, list[int]]]:
     """The trained parameters that are on several stages, each with the list of its stages."""
-    tied = []
-    for tensor, places in on_several(stages):
+    homes: dict[Tensor, list[int]] = {}
+    for index, stage in enumerate(stages):
+        for tensor in dict.fromkeys((*stage.parameters(), *stage.buffers())):
+            homes.setdefault(tensor, []).append(index)
+    tied = [(tensor, places) for tensor, places in homes.items() if len(places) > 1]
+    for tensor, places in tied:
         if not isinstance(tensor, nn.Parameter):
             raise ValueError(
                 f"a buffer {list(tensor.shape)} belongs to layers on stages {places}: a layer "
                 "with statistics cannot be on two stages; move a split point"
             )
-        if tensor.requires_grad:
-            tied.append((tensor, places))
-    return tied
-
-
-# Of the techniques that cut a model into stages, and have no micro-batches under way at once.
-ONE_AT_A_TIME = StagedModel.instead | {
-    "micro_batches": "one micro-batch passes through the stages at a time, which is accumulate; "
-    "strategy pipeline has several of them under way"
-}
-# Of the techniques that cut a batch into micro-batches anyway.
-PIPELINED_INSTEAD = StagedModel.instead | {
-    "accumulate": "a pipeline adds up the gradients of its micro-batches already: choose their "
-    "number with micro_batches"
-}
+    return [(p, places) for p, places in tied if isinstance(p, nn.Parameter) and p.requires_grad]

@@ -9,9 +9,9 @@ When the files of all ranks are there, rank 0 adds the facts and renames the fol
 flushed to the disk: what a machine that loses power has not written yet is too short, or no JSON,
 and then the checkpoint before it counts. Reading executes nothing, and follows no links.
 
-Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY``, ``buffers/NAME`` (batch statistics
-of this rank), ``own/NAME`` (what else its technique carries from step to step), ``random/NAME``
-(the states of torch's generators), ``progress/NAME`` and ``scaler/NAME``. A run that goes on with
+Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY``, ``own/NAME`` (what else its
+technique carries from step to step), ``random/NAME`` (the states of torch's generators),
+``progress/NAME`` and ``scaler/NAME``. A run that goes on with
 the same **arrangement** (technique, ranks, micro-batches) ends equal to the bit to one that was
 never interrupted. With another one it ends where one device ends, unless the ranks had something
 that cannot be divided anew: then it is refused.
@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.config import RunConfig
 from labkit.errors import OutputError
-from labkit.strategies.base import OwnPaceStrategy, Strategy
-from labkit.strategies.state import State, named, of_kind
+from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.strategies.base import State, Strategy, named, of_kind
 from labkit.training.resolve import PARTS, Own, Resolved, Work, schedule_of
 
 FACTS, FORMAT = "facts.json", 4
@@ -230,7 +230,7 @@ def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
     """
     if (folder := config.checkpoint_dir) is None:
         return None, ""
-    if isinstance(ready.strategy, OwnPaceStrategy):
+    if isinstance(ready.strategy, AsyncParameterServer):
         raise ValueError(
             f"{config.strategy} takes no checkpoint_dir, because its workers never stop together: "
             "leave it out, or use parameter_server"
@@ -281,7 +281,6 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> tuple[list[str]
 
 def _why_not_divided(stored: Stored) -> str:
     """Why the run cannot go on with other ranks, or another technique; empty if it can."""
-    merged = stored.of("buffers")
     for rank in range(len(stored.ranks)):
         if "residual" in stored.of("own", rank):
             return "each rank has gradients that compress topk has not sent yet"
@@ -290,13 +289,6 @@ def _why_not_divided(stored: Stored) -> str:
                 f"rank {rank} has drawn random numbers in its steps (dropout), and other ranks "
                 "would draw others"
             )
-        for name, buffer in stored.of("buffers", rank).items():
-            if not torch.equal(buffer, merged[name]):
-                return (
-                    f"{name} differs from rank to rank in the middle of an epoch, because each "
-                    "rank normalises its own share. Resume with these ranks; sync_batch_norm "
-                    "avoids it"
-                )
     return ""
 
 
@@ -386,10 +378,10 @@ class Checkpoints:
         strategy.counted()
         is_same = not _differences(facts.identity, self.facts)[1]
         state: State = {}
-        for kind in ("model", "optimizer", "buffers"):
+        for kind in ("model", "optimizer"):
             state |= named(kind, stored.of(kind))
-        for kind in ("buffers", "own") if is_same else ():
-            state |= named(kind, stored.of(kind, rank))
+        if is_same:
+            state |= named("own", stored.of("own", rank))
         strategy.load_state(state)
         by_rank = [stored.of("progress", one) for one in range(len(stored.ranks))]
         if schedule := schedule_of(strategy.optimizer):

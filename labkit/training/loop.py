@@ -27,7 +27,8 @@ from labkit.config import RunConfig
 from labkit.errors import PreemptedError
 from labkit.files import write_atomically
 from labkit.runtime.worker import allow_tf32
-from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
+from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.strategies.base import Batch, Strategy
 from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
 from labkit.training.resolve import NOTHING, Own, Work, optimizer_maker, work_of
 from labkit.training.state import checksum
@@ -94,7 +95,7 @@ def fit(
     run = _Run(config, work, strategy, facts, start, verbose and comm.rank == 0)
     progress = run.progress
     with on_sigterm(run.stop.set if run.checkpoints else None):
-        if isinstance(strategy, OwnPaceStrategy):
+        if isinstance(strategy, AsyncParameterServer):
             run.train_at_own_pace(strategy, memory)
         while progress.epoch < config.epochs:
             with memory.counted():
@@ -236,7 +237,7 @@ class _Run:
             "clip_norm 1"
         )
 
-    def train_at_own_pace(self, strategy: OwnPaceStrategy, memory: Part) -> None:
+    def train_at_own_pace(self, strategy: AsyncParameterServer, memory: Part) -> None:
         """Train so that no rank waits for the others, and evaluate the epochs afterwards."""
         progress, ends, epochs = self.progress, [], self.config.epochs
         endless = (self.shares(self.batches(epoch), epoch) for epoch in itertools.count())
@@ -246,16 +247,15 @@ class _Run:
             for passed_s, loss in strategy.train(batches, self.steps, epochs):
                 if not loss.isfinite():
                     self.check_finite(self.steps - 1)
-                ends.append((loss.item(), float(strategy.accuracy), passed_s))
-                ends[-1] += (strategy.full_state(),)
+                ends.append((loss.item(), passed_s, strategy.full_state()))
                 progress.epoch += 1
             self.stop_clock()
         last, before_s = strategy.full_state(), 0.0
-        for loss, accuracy, passed_s, state in ends:
-            strategy.load_full_state(state)
-            self.report(loss, accuracy, passed_s - before_s, *self.evaluated(0, 1).tolist())
+        for loss, passed_s, state in ends:
+            strategy.model.load_state_dict(state)
+            self.report(loss, math.nan, passed_s - before_s, *self.evaluated(0, 1).tolist())
             before_s = passed_s
-        strategy.load_full_state(last)
+        strategy.model.load_state_dict(last)
         progress.epoch = epochs
 
     def batches(self, epoch: int) -> Sequence[Tensor]:

@@ -373,8 +373,7 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
         if name not in taken:
             whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
             its_own = f"its options are {', '.join(taken) or 'none'}"
-            why = technique.instead.get(name, its_own)
-            raise ValueError(f"{whose} takes no option {name}: {why}")
+            raise ValueError(f"{whose} takes no option {name}: {its_own}")
     if config.straggler is not None:
         options["straggler"] = parse_straggler(config.straggler, world_size)
     if "split_points" in technique.options():

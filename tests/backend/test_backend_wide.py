@@ -1,5 +1,5 @@
 """What is built on a backend, under "labkit" and under "gloo": DDP's hooks and options, sharding,
-torch.compile, the profiler; callbacks that wait; every reduction of every dtype."""
+torch.compile, the profiler; callbacks that wait."""
 
 import time
 import warnings
@@ -74,10 +74,14 @@ def step_all(model, optimizer, rank, steps=6):
 
 
 def train(rank, hook=None, state=None, **options):
+    """The losses, and whether the replicas are equal to the bit."""
     model = DistributedDataParallel(net(), **options)
     if hook is not None:
         model.register_comm_hook(state, hook)
-    return step_all(model, torch.optim.SGD(model.parameters(), lr=0.05), rank)
+    losses, mine = step_all(model, torch.optim.SGD(model.parameters(), lr=0.05), rank)
+    replicas = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(replicas, mine)
+    return losses, mine, torch.tensor([torch.equal(mine, one) for one in replicas])
 
 
 def power_sgd(**options):
@@ -121,9 +125,8 @@ def with_hooks(rank):
     return {name: train(rank, hook, state) for name, (hook, state) in hooks.items()}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ddps_hooks_train_as_on_gloo(tmp_path, world_size):
-    for found, expected in zip(*on_both(tmp_path, with_hooks, world_size)):
+def test_ddps_hooks_train_as_on_gloo(tmp_path):
+    for found, expected in zip(*on_both(tmp_path, with_hooks, 3)):
         assert_close(found, expected)
 
 
@@ -193,16 +196,6 @@ def with_options(rank):
     optimizer = torch.optim.SGD(uneven.parameters(), lr=0.05)
     with uneven.join():
         found["join"] = step_all(uneven, optimizer, rank, 3 + rank)[1]
-    late = net()
-    model = DistributedDataParallel(
-        late,
-        delay_all_reduce_named_params=[("6.bias", late.get_parameter("6.bias"))],
-        param_to_hook_all_reduce=late.get_parameter("0.weight"),
-    )
-    model(batches(rank)[0]).sum().backward()
-    # PyTorch queues the delayed all-reduce, and never waits for it.
-    dist.barrier()
-    found["delayed"] = flat(p.grad for p in model.parameters())
     return found
 
 
@@ -244,9 +237,8 @@ def sharded(rank):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sharded_training_gives_what_it_gives_on_gloo(tmp_path, world_size):
-    for found, expected in zip(*on_both(tmp_path, sharded, world_size)):
+def test_sharded_training_gives_what_it_gives_on_gloo(tmp_path):
+    for found, expected in zip(*on_both(tmp_path, sharded, 3)):
         assert_close(found, expected)
 
 
@@ -413,38 +405,6 @@ def test_who_waits_for_any_source_in_vain_is_told_in_time(tmp_path):
     assert seconds < 5
 
 
-# Reductions
-
-
-DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-]
-OPS = ("SUM", "PRODUCT", "MAX", "MIN", "BAND", "BOR", "BXOR")
-
-
-def reductions(rank):
-    warnings.simplefilter("ignore")
-    found = {}
-    for op in OPS:
-        for dtype in DTYPES:
-            tensor = torch.tensor([0, 1, 2, 3, 5, 6]).add(rank).to(dtype)
-            try:
-                dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
-            except (RuntimeError, ValueError) as error:
-                tensor = str(error)
-            found[f"{op} {dtype}"] = tensor
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_reduction_of_every_dtype_that_gloo_has_gives_what_gloo_gives(tmp_path, world_size):
-    for found, expected in zip(*on_both(tmp_path, reductions, world_size)):
-        for name, result in expected.items():
-            if isinstance(result, torch.Tensor):
-                assert torch.equal(found[name], result), (name, found[name], result)
-
-
 # The profiler
 
 
@@ -500,37 +460,3 @@ def in_inference_mode(rank, size=2):
 def test_tensors_of_inference_mode_are_worked_on_in_it_and_after_it(tmp_path):
     expected = [3.0] * 3, [[1.0] * 2] * 2, [2.0] * 2, [2.0] * 3
     assert plain(tmp_path, in_inference_mode) == [(0, expected)] * 2
-
-
-def misfits(rank, size=2):
-    found = []
-    for output, share in ((torch.zeros(3, 4), torch.ones(4)), (torch.zeros(3), torch.ones(1))):
-        try:
-            dist.reduce_scatter(output, [share] * size)
-        except ValueError as error:
-            found.append("this rank's share of the inputs is" in str(error))
-    for tag in (-1, -7):
-        try:
-            dist.isend(torch.ones(1), 1 - rank, tag=tag)
-        except ValueError as error:
-            found.append("a tag is 0 or more" in str(error))
-    return found
-
-
-def test_an_output_that_does_not_fit_its_share_and_a_negative_tag_are_refused(tmp_path):
-    assert plain(tmp_path, misfits) == [(0, [True] * 4)] * 2
-
-
-def leaves_receives_behind(rank):
-    if rank == 0:
-        for tag in range(4):
-            dist.irecv(torch.zeros(2), 1, tag=tag)
-        started_s = time.monotonic()
-        dist.destroy_process_group()
-        return time.monotonic() - started_s < 3
-    time.sleep(5)
-    return True
-
-
-def test_receives_that_nobody_fills_do_not_keep_a_group_from_being_destroyed(tmp_path):
-    assert [said for _, said in plain(tmp_path, leaves_receives_behind)] == [True, True]

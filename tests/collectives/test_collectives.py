@@ -1,7 +1,5 @@
 """Collectives on real ranks: one device's result on every rank, at the cost of the formula."""
 
-import time
-
 import pytest
 import torch
 from cases import OPS, on_one_device, paid, reduced, values_of, wide_bytes
@@ -13,7 +11,6 @@ from labkit.collectives import (
     all_gather,
     all_to_all,
     broadcast,
-    dissemination_barrier,
     fast_ring_all_reduce,
     gather,
     naive_all_reduce,
@@ -232,7 +229,6 @@ def test_collectives_over_a_stream_that_queues(world_size):
     test_share_reduce_leaves_one_complete_chunk_and_share_only_spreads_them(world_size)
     test_collectives_with_a_root(world_size)
     test_collectives_from_everyone_to_everyone(world_size)
-    test_nobody_leaves_the_barrier_before_the_last_has_come(world_size)
 
 
 def test_all_to_all_of_different_shapes_into_given_tensors():
@@ -266,28 +262,6 @@ def test_shapes_strides_and_gradients_of_the_ones_that_return_new_tensors():  # 
         wide = [[[0.0] * 4, [3.0] * 4]] * 2
         assert found == [*both, (2 * matrix + 1).tolist(), *ones, *both, *wide]
         assert scalars == [0, 1]
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_nobody_leaves_the_barrier_before_the_last_has_come(world_size):
-    def meet(comm):
-        found = []
-        for late in range(comm.world_size):
-            if comm.rank == late:
-                time.sleep(0.03)
-            came_s = time.monotonic()
-            _, cost = paid(comm, dissemination_barrier)
-            found.append((came_s, time.monotonic(), cost))
-        return found
-
-    by_rank = run(meet, world_size=world_size).values
-    rounds = (world_size - 1).bit_length()
-    for found in by_rank:
-        assert {cost for *_, cost in found} == {traffic.Cost(rounds, rounds, rounds)}
-    for turn in zip(*by_rank):
-        came_s, left_s, _ = zip(*turn)
-        # All processes of a machine read the same clock.
-        assert max(came_s) <= min(left_s)
 
 
 FAULTS = {

@@ -16,8 +16,7 @@ from labkit import EmulatedLink, collectives, run, train_with
 from labkit.comm.emulated_link import Card, plug_in
 from labkit.config import parse_link
 from labkit.costs import Link, all_reduce_seconds
-from labkit.strategies.ddp.bucketed import BucketedDDP
-from labkit.strategies.ddp.naive import NaiveDDP
+from labkit.strategies.ddp import BucketedDDP, NaiveDDP
 
 travel_by_value(__name__)
 

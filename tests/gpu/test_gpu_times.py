@@ -11,7 +11,7 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, train_with
-from labkit.training.measured import measure_link, measure_split
+from labkit.training.measured import measure_split
 
 travel_by_value(__name__)
 pytestmark = [needs.gpus(1), needs.real]
@@ -56,15 +56,6 @@ def test_a_span_is_as_long_as_its_kernels_and_not_as_their_launch(kernel_s):
     assert update.start_s >= compute.end_s - 1e-3
 
 
-def test_a_run_lasts_until_its_queued_kernels_have_ended(kernel_s):
-    def queues(comm):
-        for _ in range(3):
-            torch.cuda._sleep(CYCLES)
-
-    result = run(queues, world_size=1, device="cuda")
-    assert result.duration_s > 3 * LEAST * kernel_s
-
-
 class Sleeps(nn.Module):
     def forward(self, images):
         torch.cuda._sleep(CYCLES)
@@ -77,7 +68,7 @@ def test_the_seconds_of_an_epoch_contain_its_kernels(kernel_s):
     result = train_with("single", model=model, **settings)
     for epoch in result.epochs:
         assert epoch["seconds"] > 3 * LEAST * kernel_s
-    assert result.phases_s["forward"] > 6 * LEAST * kernel_s
+    assert result.phases_s["compute"] > 6 * LEAST * kernel_s
 
 
 @pytest.mark.parametrize("devices", needs.placed(2))
@@ -103,8 +94,8 @@ def test_a_hop_does_not_contain_the_queue_of_its_target(kernel_s):
     settings = {"batch_size": 32, "train_size": 128, "split_points": "2"}
     for devices in ("cuda:0,cpu", "cpu,cuda:0", *["cuda:0,cuda:1"] * (needs.GPUS > 1)):
         placed = train_with("model_parallel", model=model, devices=devices, **settings)
-        for hop in placed.notes["hops"]:
-            assert 0 < hop["median_s"] < 0.3 * kernel_s
+        for kind in ("hop", "hop back"):
+            assert all(h.duration_s < 0.3 * kernel_s for h in placed.trace.of(0, kind)[1:])
 
 
 def test_hops_between_stages_are_shorter_than_their_steps():
@@ -114,11 +105,3 @@ def test_hops_between_stages_are_shorter_than_their_steps():
         assert len(hops) == len(found.step_s)
         for hop_s, step_s in zip(hops, found.step_s):
             assert 0 < hop_s < step_s < 10
-
-
-@pytest.mark.parametrize("devices", needs.placed(2))
-def test_a_link_has_a_bandwidth_that_exists(devices):
-    link = measure_link(devices=devices, repeats=3)
-    assert 1e-7 < link.alpha_s < 0.1
-    # From 10 MB/s to 10 TB/s.
-    assert 1e-13 < link.beta_s_per_byte < 1e-7

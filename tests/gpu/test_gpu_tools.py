@@ -49,24 +49,6 @@ def test_the_benches(name, ranks, tmp_path, capsys):
         assert ("between_gpus" in record) == (ranks > 1)
 
 
-@pytest.mark.slow
-@needs.gpus(1)
-def test_the_placement_bench(tmp_path):
-    path = tmp_path / "record.json"
-    words = ["--repeats", "1", "--device", "cuda", "--json", str(path)]
-    assert main(["bench", "placement", *words]) == 0
-    assert json.loads(path.read_text())["hops"]
-
-
-@needs.gpus(1)
-def test_compare(tmp_path):
-    path = tmp_path / "record.json"
-    words = ["--strategies", "ring_all_reduce", "--epochs", "1", "--repeats", "1"]
-    words += ["--world-size", "1,2", "--device", "cuda", "--json", str(path)]
-    assert main(["compare", *words]) == 0
-    assert json.loads(path.read_text())["runs"]
-
-
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 @needs.gpus(1)
 def test_a_notebook_prints_what_is_stored(notebook):

@@ -32,7 +32,6 @@ TECHNIQUES |= {f"{name}, built in": TECHNIQUES[name] | {"builtin": True} for nam
 TECHNIQUES["ddp on labkit"] = {"strategy": "ddp", "builtin": True, "backend": "labkit"}
 TECHNIQUES["sums inside hosts first"] = {"strategy": "ring_all_reduce", "hierarchical": True}
 TECHNIQUES["so do buckets"] = {"strategy": "ddp", "bucket_mb": 0.0, "hierarchical": True}
-TECHNIQUES["on labkit, too"] = TECHNIQUES["ddp on labkit"] | {"hierarchical": True}
 TECHNIQUES["bounded staleness"] = {"strategy": OWN_PACE, "max_staleness": 4}
 APPROXIMATE = {"topk": {"strategy": "ring_all_reduce", "compress": "topk"}}
 
@@ -63,7 +62,7 @@ def counted_on_one_machine(options, world_size, settings):
 
 # What uses the edges within a host and those between hosts in different ways.
 SOME = ("ddp", "async_parameter_server", "pipeline", "ddp on labkit")
-SOME += ("sums inside hosts first", "so do buckets", "on labkit, too")
+SOME += ("sums inside hosts first", "so do buckets")
 
 
 @pytest.mark.parametrize(("sizes", "names"), [([1, 2], ()), ([2, 2], SOME)])

@@ -87,14 +87,16 @@ IN_STEP = both("ddp", "ring_all_reduce")
 SERVED = both("parameter_server", "async_parameter_server")
 # Options of some techniques; all others are for all of them.
 TAKEN_BY = {
-    "accumulate": TECHNIQUES.keys() - both("pipeline") - {("model_parallel", True)},
+    "accumulate": TECHNIQUES.keys()
+    - both("pipeline")
+    - {("model_parallel", True), ("data_parallel", False)},
     "sync_batch_norm": both("single", "parameter_server") | IN_STEP,
-    "straggler": IN_STEP | SERVED,
+    "straggler": SERVED | {("ring_all_reduce", False)},
     "bucket_mb": both("ddp"),
     "compress": {("ring_all_reduce", False)},
     "hierarchical": {("ddp", False), ("ring_all_reduce", False)},
-    "servers": {("parameter_server", False)},
-    "max_staleness": {("async_parameter_server", False)},
+    "servers": both("parameter_server"),
+    "max_staleness": both("async_parameter_server"),
     "split_points": both("model_parallel", "pipeline"),
     "micro_batches": both("pipeline"),
     "schedule": both("pipeline"),

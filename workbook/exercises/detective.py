@@ -1,25 +1,73 @@
-"""Page 12's second half: who is to blame for a run on two hosts that stands still.
+"""Page 12's second half: a run on two hosts that stands still, and who is to blame for it.
 
-The run of ``named`` is that of ``detective_run``; the dumps of ``culprit`` are made on real ranks
-by ``detective_dumps``, once per session.
+The program is ``exercises/programs/early_stop.py``: which rank is to blame depends on a seed.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import cache, partial
-from typing import Any
+import json
+import re
+import socket
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from workbook.exercises.detective_dumps import Dumps, Entry, recorded
-from workbook.exercises.detective_run import HungRun, explain, hang
+from labkit.runtime.agents import show_line, start_agents
+from workbook.exercises.detective_dumps import Dumps, Entry, culprit, plain_entries
 from workbook.exercises.grader import Verdict
 from workbook.exercises.grader.compare import plain, short
-from workbook.exercises.grader.exercise import Found, new_seed
-from workbook.exercises.grader.in_process import Question, verdict_of
+from workbook.exercises.grader.exercise import new_seed
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
+from workbook.exercises.programs.early_stop import losses_of
 
 __all__ = ["HungRun", "culprit", "explain", "hang", "named"]
 
-Answer = tuple[int, int] | None
+HOSTS, RANKS_PER_HOST = 2, 2
+# Nothing is printed for this long: the run stands still. (A step takes milliseconds.)
+_QUIET_S = 2.0
+_ANSWER_S, _AGAIN_S = 20.0, 0.3
+# PyTorch's name of the default process group.
+_DEFAULT_GROUP = "0"
+# labkit tells the cause on every host, and in each rank that it ends that it does so.
+_EXPLAINS = re.compile(r"(labkit: |labkit\.errors\.\w+: )(?!rank \d+ ends with)")
+_PROGRAM = Path(__file__).parent / "programs" / "early_stop.py"
+_WRONG = (
+    "rank {} is not the one that does something else than the others",
+    "the rank is right, but it is not on host {}, counted from 0",
+    "rank and host are right, but it does not stand at line {}: take the newest line of the "
+    "program itself, not of PyTorch",
+)
+
+
+@dataclass(frozen=True)
+class HungRun:
+    """What is known of a run that stood still, from the outside.
+
+    Attributes:
+        stacks: by rank, what each of its threads was doing, the newest call first.
+        dumps: by rank, the entries of its flight recorder.
+        seed: of the program.
+    """
+
+    stacks: dict[int, str]
+    dumps: Dumps
+    seed: int
+
+    @property
+    def due(self) -> tuple[int, int, int]:
+        """The culprit, its host, and the line at which it stands."""
+        losses, lines = losses_of(self.seed, HOSTS * RANKS_PER_HOST), _PROGRAM.read_text("utf-8")
+        rank = int(losses.min(0).values.argmin())
+        return rank, rank // RANKS_PER_HOST, lines[: lines.index("dist.barrier()")].count("\n") + 1
+
+    def show_stacks(self) -> None:
+        """Print the lines of the program, and of PyTorch just above them, on which ranks stand."""
+        for rank, stack in self.stacks.items():
+            frames = [line for line in stack.splitlines() if "distributed_c10d" in line]
+            frames += [line for line in stack.splitlines() if _PROGRAM.name in line]
+            # A rank that did not answer has an error there instead.
+            shown = [re.sub(r'File ".*/', 'File "', frame) for frame in frames]
+            print(f"rank {rank}", *(shown or [stack.strip()]), sep="\n")
 
 
 def named(
@@ -38,128 +86,116 @@ def named(
         found = [plain(one) for one in (rank, host, line)]
         if found == [None] * 3:
             return Verdict("detective.named", NOT_ATTEMPTED)
-        wrong = None
-        if found[0] != run.culprit:
-            wrong = f"rank {short(found[0])} is no rank of all {run.world_size} over both hosts"
-            if found[0] in range(run.world_size):
-                wrong = f"rank {found[0]} waits where most ranks wait: one differs"
-        elif found[1] != run.host:
-            wrong = f"the rank is right, but it is not on host {short(found[1])}, counted from 0"
-        elif found[2] in (run.others_line, run.cause_line):
-            where = "where the others stand" if found[2] == run.others_line else "that is past"
-            wrong = f"rank and host are right, but line {found[2]} is {where}"
-        elif found[2] != run.line:
-            text = (
-                f"rank and host are right, but it does not stand at line {short(found[2])}: take"
-            )
-            wrong = f"{text} the newest line of the program itself, not of PyTorch"
-        if wrong:
-            return Verdict("detective.named", NOT_YET, notes=[wrong])
-        text = (
-            f"rank {run.culprit} on host {run.host} waits at line {run.line}, in a barrier, and "
-        )
-        text += f"the others at line {run.others_line}, in an all-reduce"
-        return Verdict("detective.named", PASSED, notes=[text])
+        for one, due, wrong in zip(found, run.due, _WRONG):
+            if one != due:
+                return Verdict("detective.named", NOT_YET, notes=[wrong.format(short(one))])
+        text = "rank {} on host {} waits at line {}, in a barrier, and the others in an all-reduce"
+        return Verdict("detective.named", PASSED, notes=[text.format(*run.due)])
 
     return told("detective.named", judge)
 
 
-def culprit(fn: Callable) -> Verdict:
-    """Grade ``fn(dumps)``: who is the first to do something else, by flight recorder dumps.
+def hang(seed: int | None = None) -> HungRun:
+    """Run the program on two hosts, show each host's output, and look into the ranks.
 
-    ``dumps``: {rank: list of entries}. Expected is (rank, ``collective_seq_id``), or None where
-    all ranks agree. One rank differs; the others are the majority.
+    While nothing moves, PyTorch's debug server is asked for all stacks and flight recorders. Then
+    the ranks' timeouts end the run.
+
+    Args:
+        seed: decides which rank stops early; by default another one each time.
+
+    Raises:
+        RuntimeError: the program has ended instead.
+        ConnectionError: the debug server does not answer.
     """
+    seed = new_seed() if seed is None else seed
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    lines: list[tuple[int, str]] = []
 
-    def judge() -> Verdict:
-        questions = [
-            Question((dumps,), f"in case {number}", expected)
-            for number, (dumps, expected) in enumerate(_cases(), start=1)
-        ]
-        return verdict_of(
-            "detective.culprit",
-            fn,
-            questions,
-            _other_culprit,
-            mistakes=_MISTAKES,
-            signature="dumps",
-        )
+    def show_steps(host: int, line: str) -> None:
+        lines.append((host, line))
+        if ": step " in line:
+            show_line(host, line)
 
-    return told("detective.culprit", judge)
-
-
-@cache
-def _cases() -> list[tuple[Dumps, Answer]]:
-    return [(dumps, fault.due) for fault, dumps in recorded(new_seed())]
-
-
-def _other_culprit(question: Question, answer: Any) -> Found:
-    (dumps,), expected = question.args, question.expected
-    found = plain(answer)
-    found = found.tolist() if hasattr(found, "tolist") else found
-    if found == (None if expected is None else list(expected)):
-        return None
-    text = f"{question.words}, the function returned {short(found)}, but "
-    if expected is None:
-        return f"{text}all ranks have called the same collectives: return None"
-    # What each rank has at the collective in question.
-    ranks_by_what: dict[str, list[str]] = {}
-    for rank in sorted(dumps):
-        entry = _by_number(dumps[rank]).get(expected[1])
-        what = (
-            "nothing" if entry is None else f"{entry['profiling_name']} {entry['input_sizes'][0]}"
-        )
-        ranks_by_what.setdefault(what, []).append(str(rank))
-    parts = [f"{what} on {', '.join(ranks)}" for what, ranks in ranks_by_what.items()]
-    return f"{text}collective number {expected[1]} is, by ranks, {'; '.join(parts)}"
+    with start_agents(
+        [_PROGRAM, str(seed), str(port)],
+        hosts=HOSTS,
+        ranks_per_host=RANKS_PER_HOST,
+        environment={"TORCH_CPP_LOG_LEVEL": "ERROR"},
+    ) as agents:
+        while not any(": step " in line for _, line in lines):
+            if agents.follow(quiet_s=_QUIET_S, show=show_steps):
+                said = "\n".join(line for _, line in lines[-20:])
+                raise RuntimeError(f"the program has ended, and was to stand still:\n{said}")
+        print(f"... nothing for {_QUIET_S:g} s", flush=True)
+        dumps, stacks = _dumps(port), _page(port, "stacks")
+        agents.follow(show=lambda host, line: lines.append((host, line)))
+    for host, line in errors_in(lines):
+        show_line(host, line)
+    return HungRun(dict(enumerate(stacks)), dumps, seed)
 
 
-def _by_number(entries: list[Entry]) -> dict[int, Entry]:
-    return {entry["collective_seq_id"]: entry for entry in entries}
+def _dumps(port: int) -> Dumps:
+    """By rank, the entries of its flight recorder, once they do not change any more."""
+    before, dumps = None, {}
+    while dumps != before:
+        before = dumps
+        dumps = dict(enumerate(map(_entries_in, _page(port, "fr_trace_json"))))
+        time.sleep(_AGAIN_S)
+    return dumps
 
 
-def _rarest(found: Mapping[int, Any]) -> int:
-    counts = Counter(map(repr, found.values()))
-    return min(found, key=lambda rank: counts[repr(found[rank])])
+def _entries_in(dump: str) -> list[Entry]:
+    """The entries of one rank; none if it did not answer."""
+    try:
+        return plain_entries(json.loads(dump)["entries"], _DEFAULT_GROUP)
+    except (ValueError, KeyError):
+        return []
 
 
-def _find(
-    dumps: Dumps,
-    numbered: Callable[[list[Entry]], dict[int, Entry]] = _by_number,
-    who: Callable[[Mapping[int, Any]], int] = _rarest,
-) -> Answer:
-    """The first collective that is not the same on all ranks; each option makes a mistake."""
-    columns = {rank: numbered(entries) for rank, entries in dumps.items()}
-    # What the ring buffer of one rank has overwritten cannot be compared.
-    first = max(min(column) for column in columns.values())
-    last = max(max(column) for column in columns.values())
-    for number in range(first, last + 1):
-        found = {}
-        for rank, column in columns.items():
-            entry = column.get(number)
-            names = ("profiling_name", "input_sizes", "input_dtypes")
-            found[rank] = entry and [entry[name] for name in names]
-        if len(set(map(repr, found.values()))) > 1:
-            return who(found), number
-    return None
+def _page(port: int, name: str) -> list[str]:
+    """What the debug server's page says, by rank."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=_ANSWER_S) as page:
+            return re.findall(r"<pre>(.*?)</pre>", page.read().decode(), re.DOTALL)
+    except OSError as error:
+        raise ConnectionError(
+            f"PyTorch's debug server in rank 0 does not answer at port {port} ({error}): run this "
+            "again when the machine is less busy"
+        ) from None
 
 
-def _by_the_wait(dumps: Dumps) -> Answer:
-    for rank in sorted(dumps):
-        for entry in dumps[rank]:
-            if not entry["retired"]:
-                return rank, entry["collective_seq_id"]
-    return None
+def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Of what ranks and agents print at the end: the errors, and whom torchrun calls the cause."""
+    found, asked = [], set()
+    for host, line in lines:
+        is_cause = host in asked and line.startswith("  rank ")
+        if "Error: " in line or line.startswith("Root Cause") or is_cause:
+            # Without the place in gloo's sources.
+            found.append((host, re.sub(r"\[/\S+\] ", "", line)))
+            asked = asked - {host} if is_cause else asked
+        if line.startswith("Root Cause"):
+            asked.add(host)
+    return found
 
 
-_MISTAKES: dict[str, Callable[[Dumps], Answer]] = {
-    "a rank that waits (retired is False) has done what it should: the one it waits for has not": (
-        _by_the_wait
-    ),
-    "one rank's list may begin later than another's: pair entries by collective_seq_id": partial(
-        _find, numbered=lambda entries: dict(enumerate(entries, start=1))
-    ),
-    "each rank is compared with the first one, but the majority decides": partial(
-        _find, who=lambda found: next(r for r in sorted(found) if found[r] != found[min(found)])
-    ),
-}
+def explain(run: HungRun) -> None:
+    """Run the same program with labkit on two hosts, and print what it says on each of them."""
+    lines: list[list[str]] = [[] for _ in range(HOSTS)]
+    program = [_PROGRAM.with_name("early_stop_labkit.py"), str(run.seed)]
+    with start_agents(program, hosts=HOSTS, ranks_per_host=RANKS_PER_HOST) as agents:
+        agents.follow(show=lambda host, line: lines[host].append(line))
+    for host, told_there in enumerate(lines):
+        for line in explanation_in(told_there):
+            # Without the folder of this run.
+            show_line(host, re.sub(r"/\S*/labkit-hosts-\w+/", "", line))
+
+
+def explanation_in(lines: Sequence[str]) -> list[str]:
+    """What labkit says in the output of a host: from its first sentence to the next step."""
+    begins = (number for number, line in enumerate(lines) if _EXPLAINS.search(line))
+    first = next(begins, len(lines))
+    ends = (n for n, line in enumerate(lines[first:], start=first + 1) if "Next step" in line)
+    return [*lines[first : next(ends, len(lines))]]

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.collectives import ring_all_reduce
+from labkit.collectives import fast_ring_all_reduce, ring_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.tensors import check_tensor
-from labkit.comm.work import WorkQueue
+from labkit.comm.work import WorkQueue, work_queue_of
 from labkit.errors import WorkerError
 from labkit.runtime.launch import RunResult, run
 from labkit.runtime.output import undrawn
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
-from labkit.strategies.ddp.bucketed import BucketedDDP, start_all_reduce
+from labkit.strategies.ddp import BucketedDDP
 from labkit.units import format_number, format_seconds
 from workbook.exercises.grader import WORLD_SIZES, Case, Verdict, Wrong, returns
 from workbook.exercises.grader.compare import same, short
@@ -373,7 +373,9 @@ class _Shown:
     """An all-reduce under way, whose ``wait`` is recorded as waiting."""
 
     def __init__(self, comm: Comm, flat: Tensor):
-        self._comm, self._work = comm, start_all_reduce(comm, flat)
+        self._comm, queue = comm, work_queue_of(comm)
+        all_reduce = partial(fast_ring_all_reduce, tensor=flat)
+        self._work = queue.add("all_reduce", all_reduce, [flat], [flat])
 
     def wait(self) -> None:
         with self._comm.span("wait"):

@@ -8,38 +8,34 @@ and dies after its first entry. In the third, they come one after another.
 Symbols: P processes.
 """
 
-import contextlib
 import itertools
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from math import inf
+from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 from labkit.comm.comm import Comm
-from labkit.errors import WorkerError
-from labkit.runtime.launch import run
-from labkit.runtime.output import undrawn
-from labkit.tracing import Span, Trace
 from workbook.exercises.grader import WORLD_SIZES, Case, Verdict, returns
-from workbook.exercises.grader.compare import short
+from workbook.exercises.grader.compare import plain, short
 from workbook.exercises.grader.exercise import Found
-from workbook.exercises.grader.own_run import OwnRun
-from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET
-from workbook.exercises.shared_store import Died, SharedStore, Visit, visit
-
-if TYPE_CHECKING:
-    from workbook.plots import CaptionedFigure
 
 TOGETHER, ONE_DIES, IN_TURN = ATTEMPTS = range(3)
 # So many operations of each process are made step by step, and each waits so long at most.
 _STEPS, _STEP_S = 6, 0.3
 # A process comes when those before it wait or have ended, but after this time at the latest.
 _TURN_S = 2.0
-_POLL_S = 0.001
-# Drawn: each process comes this much after the one before, so that the figure shows who waits.
-_LATER_S, _TIMEOUT_S = 0.05, 10.0
+# A process waits this long for a key: the others need some milliseconds to set it.
+_PATIENCE_S = 1.0
+# Who asks the same so many times in a row waits for something.
+_OFTEN = 3
+# What tells a process its rank, or that of others.
+_TOLD = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 _calls = itertools.count()
 
@@ -48,7 +44,7 @@ def meet(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict
     """Grade ``fn(store, address, world_size, attempt)``: returns (rank, addresses by rank).
 
     Every process has an address and the same store, a ``torch.distributed`` store. Any order of
-    ranks is right, if every process finds the same one.
+    ranks is right, if every process finds the same one. Its own run draws the third attempt.
     """
     verdict = returns(
         fn,
@@ -60,77 +56,156 @@ def meet(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict
         nouns=("process", ""),
         world_sizes=world_sizes,
     )
-    verdict.run_again = partial(own_run, verdict.name, fn)
+    if again := verdict.run_again:
+        # No message of labkit is sent, so only the figure says something.
+        verdict.run_again = lambda status, P: (run := again(status, P)).figure or run
     return verdict
 
 
-class _Meeting:
-    """One process's part in a meeting that the check arranges, by notes in a store of its own."""
-
-    def __init__(self, notes: dist.Store, place: int, world_size: int):
-        self._notes, self._place = notes, place
-        self._others = [other for other in range(world_size) if other != place]
-
-    def store(self, real: dist.Store, attempt: int) -> SharedStore:
-        """The store for the learner's function; waits for this process's turn."""
-        settle = partial(self._note, f"{attempt}/settled/{self._place}")
-        if attempt == TOGETHER:
-            return SharedStore(real, self._in_step, settle)
-        before = [other for other in self._others if other < self._place]
-        self._until([[f"{attempt}/settled/{other}"] for other in before], _TURN_S)
-        return SharedStore(real, before_wait=settle)
-
-    def end(self, attempt: int) -> None:
-        """Wait until every process has ended this attempt."""
-        self._note(f"{attempt}/settled/{self._place}")
-        self._note(f"{attempt}/ended/{self._place}")
-        self._notes.wait([f"{attempt}/ended/{other}" for other in self._others])
-
-    def _in_step(self, number: int) -> None:
-        """Wait until every other process has come as far, waits for a key, or has ended."""
-        if number > _STEPS:
-            return
-        self._note(f"{TOGETHER}/{number}/{self._place}")
-        groups = [[f"{TOGETHER}/{what}/{o}" for what in (number, "settled")] for o in self._others]
-        self._until(groups, _STEP_S)
-
-    def _until(self, groups: list[list[str]], limit_s: float) -> None:
-        """Wait until one key of each group is set; not forever, since a process may just sleep."""
-        deadline_s = time.monotonic() + limit_s
-        while groups and time.monotonic() < deadline_s:
-            groups = [keys for keys in groups if not any(self._notes.check([k]) for k in keys)]
-            time.sleep(_POLL_S)
-
-    def _note(self, key: str) -> None:
-        self._notes.set(key, "1")
+class _NeverSet(RuntimeError):
+    """Raised in a learner's function where a real store would raise after its timeout."""
 
 
-def _meet(fn: Callable, comm: Comm, case: Case) -> list[Visit]:
+class _Died(BaseException):
+    """Raised in a learner's function on the process that is to die there."""
+
+
+class SharedStore(dist.Store):
+    """A ``torch.distributed`` store that notes what is set, and can hold a process back.
+
+    Args:
+        real: the store that all processes share.
+        comm: records each use as a span.
+        after_use: called after each use.
+        before_wait: called before a wait for a key that is not set yet, and when the function
+            begins to ask again and again.
+    """
+
+    def __init__(
+        self,
+        real: dist.Store,
+        comm: Comm,
+        after_use: Callable[[], None],
+        before_wait: Callable[[], None],
+    ):
+        super().__init__()
+        self._real, self._comm = real, comm
+        self._after_use, self._before_wait = after_use, before_wait
+        self._asked: list[tuple] = []
+        self.keys: set[str] = set()
+
+    def get(self, key: str) -> bytes:
+        return self._use("get", key)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._use("wait", list(keys))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.keys.add(key)
+        self._use("set", key, value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return self._use("add", key, value)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self._use("compare_set", key, expected_value, desired_value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._use("check", list(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return self._use("delete_key", key)
+
+    def num_keys(self) -> int:
+        return self._use("num_keys")
+
+    def _use(self, op: str, *args: Any) -> Any:
+        needed = {"get": args[:1], "wait": args[0]}[op] if op in ("get", "wait") else ()
+        waits = not self._real.check(list(needed)) if needed else False
+        self._asked = [*self._asked, (op, *args)][-_OFTEN:]
+        if waits or self._asked.count((op, *args)) == _OFTEN:
+            self._before_wait()
+        with self._comm.span("wait" if waits else op):
+            for key in needed:
+                try:
+                    self._real.wait([key], timedelta(seconds=_PATIENCE_S))
+                except RuntimeError:
+                    raise _NeverSet(key) from None
+            result = None if op == "wait" else getattr(self._real, op)(*args)
+        if result is False:
+            self._before_wait()
+        self._after_use()
+        return result
+
+
+def _meet(fn: Callable, comm: Comm, case: Case) -> list[list]:
     """On a process: the first and the last attempt; no further one if somebody waited in vain."""
     shared = dist.PrefixStore(f"check/{next(_calls)}", dist.distributed_c10d._get_default_store())
-    notes, real = dist.PrefixStore("notes", shared), dist.PrefixStore("store", shared)
-    # Neither the numbers of the check's own ranks nor their order have a meaning.
-    place = (case.integer(0, 1, 7) + comm.rank) % case.world_size
-    meeting, visits = _Meeting(notes, place, case.world_size), []
+    real, found = dist.PrefixStore("store", shared), []
     for attempt in ATTEMPTS:
-        address = _address(comm.rank, attempt, case)
-        if attempt != ONE_DIES:
-            store = meeting.store(real, attempt)
-            visits.append(visit(fn, store, address, case.world_size, attempt))
-        elif place == 0:
-            # Alone, it fails in one way or another.
-            with contextlib.suppress(Died, Exception):
-                visit(fn, SharedStore(real, _die), address, case.world_size, attempt)
-        if visits[-1].waited_for:
-            notes.set("in vain", "1")
-        meeting.end(attempt)
-        if notes.check(["in vain"]):
+        notes = dist.PrefixStore(f"notes/{attempt}", shared)
+        one = _attempt(fn, comm, case, real, notes, attempt)
+        found += [one] if attempt != ONE_DIES else []
+        if notes.add("in vain", 0):
             break
-    return visits
+    return found
 
 
-def _die(number: int) -> None:
-    raise Died
+def _attempt(
+    fn: Callable, comm: Comm, case: Case, real: dist.Store, notes: dist.Store, attempt: int
+) -> list:
+    """A process's [address, result, keys set, key waited for in vain]; ``notes`` count."""
+    P, address = case.world_size, _address(comm.rank, attempt, case)
+    # Neither the numbers of the check's own ranks nor their order have a meaning.
+    place = (case.integer(0, 1, 7) + comm.rank) % P
+    settled, steps = [], itertools.count(1)
+
+    def settle() -> None:
+        if not settled:
+            settled.append(notes.add("settled", 1))
+
+    def after_use() -> None:
+        """Wait until all others have come as far, or wait, or have ended."""
+        if attempt == ONE_DIES:
+            raise _Died
+        if attempt == TOGETHER and (number := next(steps)) <= _STEPS:
+            notes.add(str(number), 1)
+            _until(lambda: notes.add(str(number), 0) + notes.add("settled", 0) >= P, _STEP_S)
+
+    store, result, waited_for = SharedStore(real, comm, after_use, settle), None, ""
+    if attempt == IN_TURN:
+        _until(lambda: notes.add("settled", 0) >= place, _TURN_S)
+    try:
+        if attempt != ONE_DIES or place == 0:
+            with mock.patch.dict(os.environ):
+                for name in _TOLD:
+                    os.environ.pop(name, None)
+                result = plain(fn(store, address, P, attempt))
+    except _NeverSet as error:
+        waited_for = str(error)
+        notes.add("in vain", int(attempt != ONE_DIES))
+    except (_Died, Exception):
+        # Alone, a process fails in one way or another.
+        if attempt != ONE_DIES:
+            raise
+    settle()
+    notes.add("ended", 1)
+    _until(lambda: notes.add("ended", 0) >= P, inf)
+    return [address, result, sorted(store.keys), waited_for]
+
+
+def _until(is_so: Callable[[], bool], limit_s: float) -> None:
+    """Wait; not forever, since a process may just sleep."""
+    deadline_s = time.monotonic() + limit_s
+    while not is_so() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
 
 
 def _address(rank: int, attempt: int, case: Case) -> str:
@@ -141,136 +216,40 @@ def _address(rank: int, attempt: int, case: Case) -> str:
 
 
 def _judge(case: Case, values: list[Any]) -> Found:
-    """What is wrong in the first attempt that went wrong. ``values``: the visits by process."""
-    former = {_address(r, one, case) for r in range(case.world_size) for one in ATTEMPTS[:-1]}
-    for attempt, visits in zip((TOGETHER, IN_TURN), zip(*values)):
-        if found := _wrong_meeting(visits, former if attempt else set()):
-            later = "in a later attempt, with a store that holds the keys of those before: "
+    """What is wrong in the first attempt that went wrong. ``values``: by process and attempt."""
+    for attempt, ranks in enumerate(zip(*values)):
+        if found := _wrong_meeting(ranks):
+            later = "in a later attempt, with a store that holds the keys of those before (is the "
+            later += "number of the attempt in every key?): "
             return later + found if attempt else found
     return None
 
 
-def _wrong_meeting(visits: Sequence[Visit], former: set[str]) -> Found:
-    P, known = len(visits), {one.address for one in visits}
-    race = _race(visits)
-    for one in visits:
-        if one.waited_for:
-            keys = sorted({use.key for v in visits for use in v.uses if use.op in ("set", "add")})
-            text = f"the process at {one.address} waits for {one.waited_for}, which nobody sets"
-            return race or f"{text}; what was set: {', '.join(keys) or 'none'}"
-        match one.result:
+def _wrong_meeting(processes: Sequence[list]) -> Found:
+    P, setters = len(processes), Counter(key for one in processes for key in one[2])
+    shared = [key for key, count in setters.items() if count > 1]
+    race = ""
+    if shared:
+        race = (
+            f"; {setters[shared[0]]} processes set {shared[0]}, so one of their values is lost: "
+        )
+        race += "store.add reads and writes in one step"
+    for address, result, _, waited_for in processes:
+        if waited_for:
+            text = f"the process at {address} waits for {waited_for}, which nobody sets"
+            return f"{text}; what was set: {', '.join(sorted(setters)) or 'nothing'}{race}"
+        match result:
             case [int(rank), [*addresses]] if not isinstance(rank, bool):
-                if not all(isinstance(address, str) for address in addresses):
-                    return (
-                        f"the addresses are no texts (store.get returns bytes): {short(addresses)}"
-                    )
-            case _:
-                text = f"the process at {one.address} returned {short(one.result)}: return "
-                return f"{text}(rank, addresses), a number and the list of all addresses"
-    ranks = [one.result[0] for one in visits]
-    if sorted(ranks) != [*range(P)]:
-        text = f"the ranks are {sorted(ranks)}, expected each of 0 to {P - 1} once"
-        if former and len({*ranks}) == P:
-            text += ": the number of the attempt belongs into every key"
-        return race or text
-    for one in visits:
-        rank, addresses = one.result
-        place = f"the process at {one.address}, rank {rank}, returned"
-        if old := former & {*addresses}:
-            why = "of an attempt before: the number of the attempt belongs into every key"
-            return f"{place} {min(old)}, an address {why}"
-        if len(addresses) != P:
-            why = "store.get waits for a key until it is set"
-            return f"{place} {len(addresses)} addresses of {P} processes: {why}"
-        if strange := {*addresses} - known:
-            return f"{place} {short(min(strange))}, which is the address of no process"
-        if addresses[rank] != one.address:
-            return f"{place} at place {rank} the address {addresses[rank]}: its own belongs there"
-    if len({tuple(one.result[1]) for one in visits}) > 1:
-        return "two processes found different lists"
+                if all(isinstance(one, str) for one in addresses):
+                    continue
+        text = f"the process at {address} returned {short(result)}: return (rank, addresses), a "
+        return f"{text}number and a list of texts (store.get returns bytes)"
+    by_rank = sorted((result[0], address) for address, result, *_ in processes)
+    ranks, expected = [rank for rank, _ in by_rank], [address for _, address in by_rank]
+    if ranks != [*range(P)]:
+        return f"the ranks are {ranks}, expected each of 0 to {P - 1} once{race}"
+    for address, (rank, addresses), *_ in processes:
+        if addresses != expected:
+            text = f"the process at {address}, rank {rank}, returned {short(addresses)}, expected "
+            return f"{text}the addresses of all processes by their ranks, {short(expected)}"
     return None
-
-
-def _race(visits: Sequence[Visit]) -> Found:
-    """Two processes that write under one key what both have read there, or what differs."""
-    found = None
-    for key in sorted({use.key for one in visits for use in one.uses if use.op == "set"}):
-        writers, values, read_first = [], set(), True
-        for one in visits:
-            ops = [use.op for use in one.uses if use.key == key]
-            if "set" in ops:
-                writers.append(one.address)
-                values |= {use.value for use in one.uses if use.key == key and use.op == "set"}
-                read_first &= any(op in ("get", "add", "check") for op in ops[: ops.index("set")])
-        if len(writers) < 2:
-            continue
-        who = f"the processes at {writers[0]} and {writers[1]} both "
-        if read_first:
-            why = "store.add reads and writes in one step"
-            return f"{who}read {key}, and then both wrote it: {why}"
-        if len(values) > 1:
-            found = found or f"{who}write their own value under {key}, so one of them is lost"
-    return found
-
-
-# The learner's rendezvous, drawn: what each process asks of the store, and when it waits
-
-
-def own_run(name: str, fn: Callable, status: str, world_size: int = 4) -> OwnRun:
-    """Run a learner's rendezvous once more, the processes one after another; nothing is raised."""
-    if status == NOT_ATTEMPTED:
-        return OwnRun.failed(name, status)
-    try:
-        with undrawn():
-            more: dict[str, Any] = {"device": "cpu", "timeout_s": _TIMEOUT_S}
-            visits = run(_come_later, fn, world_size=world_size, **more).values
-    except (WorkerError, ValueError):
-        return OwnRun.failed(name, status)
-    if not any(one.uses for one in visits):
-        return OwnRun(name, "the store was not used, so there is nothing to draw.")
-    # Lanes in the order in which the processes came.
-    order = sorted(visits, key=lambda one: [use.start_s for use in one.uses][:1])
-    ops = dict.fromkeys(use.op for one in visits for use in one.uses)
-    ranks = [
-        one.result[0] if isinstance(one.result, list) and one.result else "-" for one in order
-    ]
-    waits = [[u.end_s - u.start_s for u in one.uses if u.op in _WAITS] for one in order]
-    rows = {"rank": list(map(str, ranks))}
-    rows |= {op: [str(sum(use.op == op for use in one.uses)) for one in order] for op in ops}
-    rows["waited"] = [f"{sum(seconds) * 1e3:.0f} ms" for seconds in waits]
-    text = "not right yet" if status == NOT_YET else status
-    return OwnRun(
-        name,
-        f"{text}, in {sum(len(one.uses) for one in order)} operations on the store.",
-        [f"process {number}" for number in range(1, 1 + len(order))],
-        rows,
-        f"{world_size} processes, each {_LATER_S * 1e3:g} ms after the one before. Below, a lane "
-        "is a process, in the order in which they came.",
-        _drawn(order),
-    )
-
-
-_WAITS = ("get", "wait")
-
-
-def _come_later(comm: Comm, fn: Callable) -> Visit:
-    real = dist.PrefixStore("own run", dist.distributed_c10d._get_default_store())
-    comm.barrier()
-    time.sleep(_LATER_S * comm.rank)
-    return visit(fn, SharedStore(real), f"10.0.0.{comm.rank + 1}:29400", comm.world_size, 0)
-
-
-def _drawn(visits: list[Visit]) -> "CaptionedFigure":
-    # Imported here: ranks load the checks, but draw nothing.
-    from workbook.plots.timeline import timeline
-
-    start_s = min(use.start_s for one in visits for use in one.uses)
-    spans = []
-    for lane, one in enumerate(visits):
-        for use in one.uses:
-            kind = "wait" if use.op in _WAITS else use.op
-            # A number that is drawn needs a width.
-            end_s = max(use.end_s, use.start_s + 1e-3)
-            spans.append(Span(lane, kind, use.start_s - start_s, end_s - start_s))
-    title = "Your rendezvous: who asks the store, and who waits"
-    return timeline(Trace.merge([spans]), title=title)

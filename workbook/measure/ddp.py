@@ -1,7 +1,7 @@
 """``labkit bench ddp``: a step of PyTorch's DDP on several backends, and of our own DDP.
 
 The same model is trained on the same samples by PyTorch's DistributedDataParallel, of which only
-the backend changes, and by ``labkit.strategies.ddp.bucketed.BucketedDDP``.
+the backend changes, and by ``labkit.strategies.ddp.BucketedDDP``.
 """
 
 import copy
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm.comm import Comm
-from labkit.strategies.ddp.bucketed import BucketedDDP
+from labkit.strategies.ddp import BucketedDDP
 from labkit.training.state import checksum, largest_difference
 from labkit.units import check_choice
 from workbook.measure.model_step import LEARNING_RATE, NUM_CLASSES, SHAPE, build

@@ -7,7 +7,7 @@ from graded import Answers, a_stub
 from ranks import travel_by_value
 
 from workbook import check
-from workbook.exercises.detective_run import HungRun
+from workbook.exercises.detective import HungRun
 
 travel_by_value(__name__)
 
@@ -79,7 +79,7 @@ def blames_the_next(dumps):
 # named(run, rank, host, line)
 
 # Not the first rank of the second host, so that it differs from its number there.
-RUN_ON_HOST_1 = next(run for seed in range(99) if (run := HungRun({}, {}, seed)).culprit == 3)
+RUN_ON_HOST_1 = next(run for seed in range(99) if (run := HungRun({}, {}, seed)).due[0] == 3)
 
 
 def named(answer):
@@ -88,17 +88,15 @@ def named(answer):
     return check.detective.named(RUN_ON_HOST_1, *given)
 
 
-def says(rank=None, host=None, line=None):
+def says(**wrong):
     def answer():
-        right = RUN_ON_HOST_1
-        given = (rank, right.culprit), (host, right.host), (line, right.line)
-        return tuple(own if one is None else one for one, own in given)
+        return tuple((dict(zip(("rank", "host", "line"), RUN_ON_HOST_1.due)) | wrong).values())
 
     return answer
 
 
 def right_numbers():
-    return RUN_ON_HOST_1.culprit, RUN_ON_HOST_1.host, RUN_ON_HOST_1.line
+    return RUN_ON_HOST_1.due
 
 
 def right_numpy():

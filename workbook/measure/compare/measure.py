@@ -19,7 +19,7 @@ from labkit.comm.peak_memory import as_dicts
 from labkit.config import STAGED, RunConfig
 from labkit.errors import WorkerError
 from labkit.runtime.preload import warm_up
-from labkit.strategies.base import OwnPaceStrategy
+from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.training.resolve import NOTHING, check_names, make_strategy, samples_for
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer, format_count
@@ -82,7 +82,7 @@ def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[C
             continue
         ours, theirs = strategies.get(name), strategies.get(name, builtin=True)
         counterpart = None if theirs is ours else theirs.__name__
-        own_pace = issubclass(ours, OwnPaceStrategy)
+        own_pace = issubclass(ours, AsyncParameterServer)
         found.append(Contender(name, name, counterpart=counterpart, own_pace=own_pace))
         if theirs in seen | {ours}:
             continue
@@ -90,7 +90,7 @@ def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[C
         backends = {theirs.__name__: "auto"}
         if "backend" in theirs.options() and devices.plan(1, device).backend == "gloo":
             backends[f"{theirs.__name__} (labkit)"] = "labkit"
-        own_pace = issubclass(theirs, OwnPaceStrategy)
+        own_pace = issubclass(theirs, AsyncParameterServer)
         found += [Contender(n, name, True, b, own_pace=own_pace) for n, b in backends.items()]
     return found
 

@@ -1,0 +1,224 @@
+"""Distributed data parallelism (DDP): gradients are summed while backward computes the others.
+
+1. Every rank holds the whole model; rank 0's parameters and buffers are broadcast once. 2. Each
+rank computes the gradients of its share of the batch. 3. Each gradient becomes the mean (or sum)
+over the ranks. 4. Every rank makes the same update.
+
+**Naive** (``NaiveDDP``): step 3 begins when backward has ended, and all-reduces the gradients one
+by one. **Fast** (``BucketedDDP``): backward computes the gradients from the last layer to the
+first; a hook puts each gradient into its bucket; another thread sums a full bucket by ring
+all-reduce, while the rest of backward runs.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+(2020), sections 3.2.1 (naive), 3.2.2 (buckets) and 3.2.3 (overlap).
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from labkit.collectives import broadcast, fast_hierarchical_all_reduce, fast_ring_all_reduce
+from labkit.comm.comm import Comm
+from labkit.comm.work import Work, work_queue_of
+from labkit.schedules.bucket_assignment import MIB, assign_buckets
+from labkit.strategies.base import MakeOptimizer, trained_parameters
+from labkit.strategies.on_shares import OnShares
+
+
+class NaiveDDP(nn.Module):
+    """A replica of ``module`` whose gradients are all-reduced when backward returns.
+
+    It is used like the module itself. Call ``zero_grad`` after each update: otherwise the old
+    gradients, which are summed already, are summed again.
+
+    Buffers (BatchNorm's statistics) are rank 0's: they are broadcast after each all-reduce. Each
+    rank normalises with the statistics of its own share. A gradient that is missing on this rank
+    counts as zeros. If it is missing on all ranks, it becomes zeros, and an optimizer with
+    momentum still changes the parameter. A parameter that is unfrozen later is not summed.
+
+    Args:
+        comm: this rank's Comm. Send nothing else on it until backward has returned.
+        module: on ``comm.device``; values may differ between ranks, rank 0's are taken.
+        op: ``mean`` over the ranks, as in PyTorch, or ``sum``, for a loss that is divided already.
+        hierarchical: sum inside each host first, then between hosts.
+    """
+
+    def __init__(
+        self, comm: Comm, module: nn.Module, *, op: str = "mean", hierarchical: bool = False
+    ):
+        super().__init__()
+        self.comm, self.module, self.op = comm, module, op
+        self.all_reduce = fast_hierarchical_all_reduce if hierarchical else fast_ring_all_reduce
+        self.trained = trained_parameters(module)
+        self._synchronises, self._in_backward = True, False
+        for tensor in [*module.parameters(), *module.buffers()]:
+            broadcast(comm, tensor)
+        # The garbage collector does not see hooks, so it could not free what they refer to.
+        this = weakref.ref(self)
+
+        def hook(parameter: nn.Parameter) -> None:
+            if (replica := this()) and replica._synchronises:
+                replica._on_gradient(parameter)
+
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self.module(*inputs, **keywords)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backward only adds to this rank's gradients, without all-reduce.
+
+        The first backward after the context all-reduces the accumulated gradients.
+        """
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
+
+    @torch.no_grad()
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self.end_backward)
+        self.gradient_ready(parameter)
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Called when backward has computed a gradient; this class waits until backward ends."""
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """Called when backward has ended; call it on a rank without samples, in its place."""
+        self._in_backward = False
+        self.sum_gradients()
+        for buffer in self.module.buffers():
+            broadcast(self.comm, buffer)
+
+    def sum_gradients(self) -> None:
+        """All-reduce every gradient; called when backward has ended on this rank."""
+        for parameter in self.trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self.all_reduce(self.comm, parameter.grad, self.op)
+
+
+class BucketedDDP(NaiveDDP):
+    """A ``NaiveDDP`` that sums gradients in buckets, while the rest of backward runs.
+
+    The gradients are views of their buckets, so that sums need not be copied back.
+
+    Args:
+        bucket_mb: MiB of gradients per bucket; 0 gives every parameter a bucket. See
+            ``schedules.bucket_assignment.assign_buckets``.
+        comm, module, op, hierarchical: as for ``NaiveDDP``.
+    """
+
+    def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
+        super().__init__(comm, module, **options)
+        sizes = [p.numel() * p.element_size() for p in self.trained]
+        kinds = [p.dtype for p in self.trained]
+        assigned = assign_buckets(sizes, bucket_mb * MIB, kinds=kinds)
+        self.buckets = [Bucket([self.trained[i] for i in indices]) for indices in assigned]
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self._launched: list[Work] = []
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Put a gradient into its bucket, and send the buckets whose turn has come.
+
+        A bucket is sent when it is full and all buckets before it have been sent: backward may
+        compute gradients in different orders on different ranks, but all ranks must all-reduce
+        the buckets in the same order. The last bucket is sent when backward has ended, because no
+        computation is left that could overlap with it.
+        """
+        self._bucket_of[parameter].take(parameter)
+        while len(self._launched) < len(self.buckets) - 1:
+            bucket = self.buckets[len(self._launched)]
+            if bucket.missing:
+                return
+            self._launch(bucket)
+
+    def sum_gradients(self) -> None:
+        """Send the remaining buckets, also those with missing gradients, and wait for all."""
+        for bucket in self.buckets[len(self._launched) :]:
+            for parameter in tuple(bucket.missing):
+                bucket.take(parameter)
+            self._launch(bucket, is_waited_for=True)
+        with self.comm.span("wait"):
+            for work in self._launched:
+                work.wait()
+        self._launched.clear()
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.parameters)
+
+    def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
+        """Queue an all-reduce; one that is waited for may run in this thread."""
+        flat = bucket.flat
+        work = work_queue_of(self.comm).add(
+            "all_reduce",
+            lambda comm: self.all_reduce(comm, flat, self.op),
+            [flat],
+            [flat],
+            is_waited_for,
+        )
+        self._launched.append(work)
+
+
+class Bucket:
+    """Gradients that are all-reduced together, as views of one flat tensor [N].
+
+    ``missing`` are the parameters without a gradient so far in this backward; if there are none,
+    the bucket is full.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters, self.missing = parameters, set(parameters)
+        self.flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
+        pieces = self.flat.split([p.numel() for p in parameters])
+        self._places = {p: piece.view_as(p) for p, piece in zip(parameters, pieces)}
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Put the parameter's gradient, zeros if it has none, into the bucket."""
+        self.missing.discard(parameter)
+        place, gradient = self._places[parameter], parameter.grad
+        if gradient is None:
+            place.zero_()
+        elif gradient.data_ptr() != place.data_ptr():
+            place.copy_(gradient)
+        parameter.grad = place
+
+
+@dataclass(eq=False)
+class DDP(OnShares):
+    """Synchronous data parallelism with ``BucketedDDP``.
+
+    Args:
+        bucket_mb: MiB of gradients that are summed together; 0 gives every parameter a bucket.
+        accumulate, amp, sync_batch_norm: see ``OnShares``; one synchronisation per update.
+        hierarchical: sum inside each host first, then between hosts: see
+            ``labkit.collectives.hierarchical``.
+    """
+
+    sync_batch_norm: bool = False
+    bucket_mb: float = 25
+    hierarchical: bool = False
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        super().setup(comm, model, make_optimizer)
+        options = {"bucket_mb": self.bucket_mb, "hierarchical": self.hierarchical}
+        self.replica = BucketedDDP(comm, self.model, op="sum", **options)
+        self.module, self.no_sync = self.replica, self.replica.no_sync
+
+    def sum_gradients(self) -> None:
+        if self.ended_empty and not self.runs_empty:
+            self.replica.end_backward()
+
+    def end_epoch(self) -> None:
+        """Nothing: all replicas have rank 0's buffers after each step."""

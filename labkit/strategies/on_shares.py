@@ -1,0 +1,135 @@
+"""Techniques whose workers hold the whole model, and each compute the gradients of a share.
+
+The part of a step that needs no other rank, forward and backward, is here. It may run in
+micro-batches (gradient accumulation: the activations of one micro-batch at a time, the gradients
+of all of them), in mixed precision, and slowed down, as a straggler.
+
+Each rank computes the gradient of (sum of its losses) / (samples in the global batch). The sum
+over the ranks is then the gradient of the mean over the global batch, whatever the sizes of the
+shares.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from labkit import gpus
+from labkit.collectives import broadcast
+from labkit.comm.comm import Comm
+from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
+from labkit.strategies.sync_batch_norm import convert
+from labkit.workload.sampling import share
+
+
+@dataclass(eq=False)
+class OnShares(Strategy):
+    """The base of techniques that divide each batch among ranks with the whole model.
+
+    Frozen parameters are not communicated, and a missing gradient counts as zero. A run equals
+    that of one device if no layer combines samples and none draws random numbers: with dropout
+    each rank draws its own, and BatchNorm normalises each share by itself, unless
+    ``sync_batch_norm`` gives it the global batch's statistics. At the end of an epoch all ranks
+    get the first worker's running averages, as in PyTorch's DDP.
+
+    Args:
+        accumulate: micro-batches that a global batch is cut into, as evenly as possible, before
+            each is divided. The gradient is that of the whole batch, unless layers combine
+            samples, as BatchNorm does.
+        amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
+            loss is scaled up: see ``LossScaler``.
+        straggler: of some techniques, (rank, factor): that rank takes ``factor`` times as long to
+            compute, except for its first micro-batch.
+        sync_batch_norm: of some, BatchNorm normalises with the statistics of the global batch. A
+            rank without samples runs the model on an empty batch, as others wait for its counts.
+
+    Attributes:
+        module: what gradients are computed with: the model, or what wraps it.
+        no_sync: a context in which every micro-batch except the last one runs.
+        runs_empty: whether ``module`` runs on empty micro-batches, for hooks that rely on it.
+        factor: of the loss, where gradients are divided once more.
+    """
+
+    accumulate: int = 1
+    amp: str | None = None
+    module: Callable[..., Tensor] = field(init=False)
+    no_sync: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, init=False)
+    runs_empty = _is_warm = False
+    factor = 1
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.place(comm, model)
+        self.optimizer = make_optimizer(self.trained)
+
+    def place(self, comm: Comm, model: nn.Module) -> None:
+        """Take the model, whose BatchNorm layers share their statistics if that is asked for."""
+        self.comm, self.model = comm, model.to(comm.device).train()
+        self.module, self.trained = self.model, trained_parameters(model)
+        if self.sync_batch_norm and comm.rank in self.workers and len(self.workers) > 1:
+            convert(model, comm, self.workers)
+            self.runs_empty = True
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.add_gradients(inputs, targets, batch_size)
+        self.sum_gradients()
+        self.update()
+        return loss
+
+    def sum_gradients(self) -> None:
+        """Replace the gradients by their sums over ranks, unless backward has done that."""
+
+    def part_of(self, batch: Tensor) -> Tensor:
+        return torch.cat(self.micro_batches(batch))
+
+    def micro_batches(self, batch: Tensor) -> list[Tensor]:
+        """This rank's share of each micro-batch of a global batch [B]; the last may be empty.
+
+        A micro-batch has the same samples as on one device, and so the same batch statistics.
+        """
+        count = max(1, min(self.accumulate, len(batch)))
+        return [share(part, *self.share()) for part in batch.tensor_split(count)]
+
+    def add_gradients(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        """Add the gradient of (sum of losses) / ``batch_size`` to the parameters' ``grad``.
+
+        ``inputs`` [n, ...] and ``targets`` [n] are this rank's share, of a global batch of
+        ``batch_size``; n may be 0. Returns the sum of the losses, a scalar, detached.
+        """
+        weight = self.factor / batch_size
+        sizes = [len(targets)]
+        if self.accumulate > 1:
+            sizes = [len(part) for part in self.micro_batches(torch.arange(batch_size))]
+        total = targets.new_zeros((), dtype=torch.float64)
+        for number, part in enumerate(zip(inputs.split(sizes), targets.split(sizes)), start=1):
+            quietly = self.no_sync if number < len(sizes) else nullcontext
+            if len(part[1]) or self.runs_empty:
+                with self.comm.span("compute"), quietly():
+                    total += self._forward_backward(*part, weight).to(total.device)
+        self.ended_empty = not sizes[-1]
+        return total
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor, weight: float) -> Tensor:
+        slow, slowdown = self.straggler or (None, 1.0)
+        is_slow = self.comm.rank == slow
+        if is_slow:
+            gpus.synchronize(self.comm.device)
+        start_s = time.perf_counter()
+        with self.autocast(inputs.device):
+            outputs = self.wide(self.module(inputs))
+        loss = self.loss(outputs, targets.to(outputs.device))
+        (loss * (self.scaler.scale * weight)).backward()
+        if is_slow:
+            gpus.synchronize(self.comm.device)
+            # PyTorch initialises itself in the first micro-batch, which takes many times as long.
+            if self._is_warm:
+                time.sleep((slowdown - 1) * (time.perf_counter() - start_s))
+            self._is_warm = True
+        return loss.detach()
+
+    def end_epoch(self) -> None:
+        for buffer in self.model.buffers():
+            broadcast(self.comm, buffer, root=self.workers[0])

@@ -1,0 +1,246 @@
+"""Every technique, ours and PyTorch's, ends where plain PyTorch on one device ends.
+
+The models have tied, frozen and unused parameters, layers that work in place, and on views;
+no number of ranks divides the batches, and some ranks get no sample. Options go by pairs: each
+case is trained with or without clipping, accumulation, buckets, and so on.
+"""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+from fifo_transport import streamed
+from odd_models import Mixed, seeded, some_batches
+from ranks import travel_by_value
+from torch import nn
+
+from labkit import run, strategies
+from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.training.state import checksum, largest_difference
+
+travel_by_value(__name__)
+
+BATCHES = (7, 5, 1, 9)
+# It clips some of the batches, see the test.
+CLIP_NORM = 0.75
+
+
+class Spare(nn.Module):
+    """A layer with a parameter that forward does not use: its gradient is missing."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(6, 6), nn.Linear(2, 3)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def odd():
+    """Seven layers with tied and frozen parameters, and missing gradients."""
+    first, frozen, tied = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+    tied.weight = first.weight
+    frozen.requires_grad_(False)
+    return nn.Sequential(first, nn.Tanh(), frozen, tied, nn.Tanh(), Spare(), nn.Linear(6, 6))
+
+
+def all_used():
+    """PyTorch's DDP refuses missing gradients, and one process has no tied stages."""
+    model = odd()
+    model[3], model[5] = nn.Linear(6, 6), nn.Linear(6, 6)
+    return model
+
+
+def frozen_first():
+    model = all_used()
+    model[:3].requires_grad_(False)
+    return model
+
+
+def in_place():
+    """Stages that begin in place, on what they get or on a view; one output is not contiguous."""
+    first, second = (nn.LeakyReLU(0.1, inplace=True) for _ in range(2))
+    views = nn.Unflatten(1, (2, 3)), Turned()
+    return nn.Sequential(nn.Linear(6, 6), first, nn.Linear(6, 6), *views, second, nn.Linear(6, 6))
+
+
+class Turned(nn.Module):
+    def forward(self, inputs):
+        return inputs.flatten(1).t().flip(0).t()
+
+
+STAGED = (odd, frozen_first, in_place)
+
+
+CUTS = {1: (), 2: (3,), 3: (3, 5), 4: (1, 4, 5)}
+
+
+def ours_or_theirs(name, builtin=False, **options):
+    return partial(strategies.get(name, builtin=builtin), **options)
+
+
+def in_one_process(world_size):
+    """(technique, model); its devices are those of one process, which is one rank."""
+    replicas, names = ("cpu",) * world_size, tuple(f"cpu:{i}" for i in range(world_size))
+    for model in (odd, in_place, Mixed):
+        yield ours_or_theirs("data_parallel", devices=replicas), model
+    yield ours_or_theirs("data_parallel", True, devices=replicas, accumulate=2), odd
+    stages = strategies.get("model_parallel", in_one_process=True)
+    for model in (all_used, frozen_first, in_place):
+        options = {"split_points": CUTS[world_size], "accumulate": 3}
+        yield partial(stages, devices=names, **options), model
+    if world_size == 1:
+        yield ours_or_theirs("single", accumulate=2), odd
+
+
+def on_ranks(world_size):
+    for name, options in (("ring_all_reduce", {"accumulate": 3}), ("ddp", {"bucket_mb": 0.0003})):
+        yield ours_or_theirs(name), odd
+        yield ours_or_theirs(name, **options), in_place
+        yield ours_or_theirs(name), Mixed
+    yield ours_or_theirs("ddp", bucket_mb=0, accumulate=3), odd
+    yield ours_or_theirs("ddp", True, accumulate=2), all_used
+    yield ours_or_theirs("ddp", True, backend="labkit", bucket_mb=0.0003), all_used
+    for servers in range(1, max(2, world_size)):
+        yield ours_or_theirs("parameter_server", servers=servers, accumulate=2), odd
+    yield ours_or_theirs("parameter_server", True, servers=max(1, world_size // 2)), odd
+    for model in STAGED:
+        cut = {"split_points": CUTS[world_size]}
+        yield ours_or_theirs("model_parallel", **cut, accumulate=3), model
+        yield ours_or_theirs("pipeline", **cut, micro_batches=3), model
+        yield ours_or_theirs("pipeline", **cut, micro_batches=3, schedule="1f1b"), model
+        yield ours_or_theirs("pipeline", True, **cut, micro_batches=4, schedule="1f1b"), model
+        yield ours_or_theirs("model_parallel", True, **cut), model
+    if world_size == 2:
+        # A single worker is one device; the norm of its pushes is limited to clip_norm itself.
+        yield ours_or_theirs("async_parameter_server", accumulate=2), odd
+        yield ours_or_theirs("async_parameter_server", True), odd
+
+
+def sgd(parameters):
+    """With weight decay a parameter without a gradient changes, too."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def train(comm, make_strategy, model, clip_norm):
+    """(full state, losses, logits) after some steps; an asynchronous one has no losses."""
+    strategy = make_strategy()
+    strategy.clip_norm = clip_norm
+    strategy.setup(comm, seeded(model), sgd)
+    shares, losses = [], []
+    for inputs, targets in some_batches(BATCHES):
+        mine = strategy.part_of(torch.arange(len(targets)))
+        shares.append((inputs[mine], targets[mine], len(targets)))
+    if isinstance(strategy, AsyncParameterServer):
+        list(strategy.train(itertools.cycle(shares), len(BATCHES), 1))
+    else:
+        losses = [strategy.step(*one).item() for one in shares]
+    strategy.end_epoch()
+    state = strategy.full_state()
+    logits = strategy.predict(some_batches((5,))[0][0])
+    strategy.close()
+    return state, losses, logits
+
+
+def train_each(comm, cases):
+    return [train(comm, *case) for case in cases]
+
+
+def plainly(model, clip_norm):
+    """(state, losses, logits, norms) of one device in plain PyTorch."""
+    model, losses, norms = seeded(model), [], []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = sgd(trained)
+    for inputs, targets in some_batches(BATCHES):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        losses.append(loss.item() * len(targets))
+        norms.append(nn.utils.clip_grad_norm_(trained, clip_norm or math.inf).item())
+        optimizer.step()
+    return model.state_dict(), losses, model(some_batches((5,))[0][0]).detach(), norms
+
+
+def check(ranks, world_size):
+    """Train with all techniques on so many ranks or devices, and compare."""
+    makes = on_ranks(world_size) if ranks > 1 or world_size == 1 else ()
+    makes = [*makes, *(in_one_process(world_size) if ranks == 1 else ())]
+    norms = itertools.cycle((CLIP_NORM, None))
+    cases = [(make, model, next(norms)) for make, model in makes]
+    values = run(train_each, cases, world_size=ranks, device="cpu").values
+    for number, (make, model, clip_norm) in enumerate(cases):
+        state, losses, logits, _ = plainly(model, clip_norm)
+        found = [rank[number] for rank in values]
+        name = make, model
+        assert len({checksum(own) for own, *_ in found}) == 1, name
+        # Mixed has parameters of float32.
+        furthest = 1e-6 if model is Mixed else 1e-10
+        assert largest_difference(found[0][0], state) < furthest, name
+        if found[0][1]:
+            summed = [sum(one) for one in zip(*(own for _, own, _ in found))]
+            assert summed == pytest.approx(losses, rel=furthest), name
+        # Where a model is cut, the last stage alone has the outputs.
+        torch.testing.assert_close(found[-1][2], logits, rtol=1e-6, atol=furthest)
+
+
+def test_some_batches_are_clipped():
+    norms = plainly(odd, CLIP_NORM)[3]
+    assert min(norms) < 0.9 * CLIP_NORM < 1.1 * CLIP_NORM < max(norms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_on_ranks(world_size):
+    check(world_size, world_size)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_in_one_process(devices):
+    check(1, devices)
+
+
+def on_a_stream():
+    for servers in (1, 2):
+        yield ours_or_theirs("parameter_server", servers=servers), odd
+    yield ours_or_theirs("ddp", bucket_mb=0), odd
+    yield ours_or_theirs("ring_all_reduce"), odd
+    for model in STAGED:
+        cut = {"split_points": CUTS[3]}
+        yield ours_or_theirs("model_parallel", **cut), model
+        yield ours_or_theirs("pipeline", **cut, micro_batches=3, schedule="1f1b"), model
+
+
+@pytest.mark.slow
+def test_over_a_stream_that_queues(monkeypatch):
+    cases = [(*one, CLIP_NORM) for one in on_a_stream()]
+    with streamed(monkeypatch):
+        values = run(train_each, cases, world_size=3).values
+    for number, (make, model, clip_norm) in enumerate(cases):
+        state = plainly(model, clip_norm)[0]
+        for rank in values:
+            assert largest_difference(rank[number][0], state) < 1e-10, (make, model)
+
+
+class Picky(nn.Linear):
+    def forward(self, inputs):
+        if (inputs == 7).any():
+            raise IndexError("seven is not for me")
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_what_a_thread_of_data_parallel_raises_reaches_the_caller(place):
+    def raised(comm):
+        strategy = strategies.get("data_parallel")(devices=["cpu"] * 3)
+        strategy.setup(comm, Picky(6, 6), sgd)
+        inputs = torch.zeros(6, 6)
+        inputs[place] = 7
+        with pytest.raises(IndexError, match="seven is not for me"):
+            strategy.step(inputs, torch.zeros(6, dtype=torch.int64), 6)
+
+    run(raised, world_size=1, device="cpu")

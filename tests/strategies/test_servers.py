@@ -1,0 +1,250 @@
+"""Parameter servers: counted to the byte, staleness and bounds, batch statistics, lost workers."""
+
+import itertools
+import math
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from fifo_transport import over_streams  # noqa: F401  (a fixture)
+from odd_models import Everything, seeded, sgd, some_batches, with_batch_norm
+from ranks import running_ranks, travel_by_value, wait_until
+from torch import nn
+
+from labkit import WorkerError, run, strategies, train_with
+from labkit.costs.traffic import parameter_server_cost
+from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.strategies.builtin.rpc import RpcAsyncParameterServer, RpcParameterServer
+from labkit.strategies.parameter_server import ParameterServer, answer_one_by_one
+
+travel_by_value(__name__)
+
+# 107 = 3 x 35 + 2: four batches, the last of fewer samples than three workers.
+SMALL = {"train_size": 107, "batch_size": 35, "lr": 0.02, "model": "mlp"}
+
+
+def train_small(**settings):
+    return train_with("async_parameter_server", **(SMALL | settings))
+
+
+def pull_from_the_naive_server(comm):
+    values = torch.full((2,), 10.0)
+    if comm.rank == 0:
+        answer_one_by_one(comm, values, lr=0.5)
+    else:
+        comm.send(torch.tensor([1.0, 2.0]) * 10**comm.rank, 0)
+        comm.recv(values, 0)
+    return values.tolist(), comm.messages
+
+
+def test_the_naive_server_answers_each_push_before_the_next():
+    values, messages = zip(*run(pull_from_the_naive_server, world_size=3).values)
+    assert values == ([-45.0, -100.0], [5.0, 0.0], [-45.0, -100.0])
+    assert messages == (2, 1, 1)
+
+
+def spent(comm, servers, model):
+    """(bytes and messages, samples of the steps, running mean of the first BatchNorm)."""
+    strategy = ParameterServer(servers=servers)
+    strategy.setup(comm, seeded(model), sgd)
+    before, samples = (comm.bytes_sent, comm.messages), 0
+    for inputs, targets in some_batches((8, 5)):
+        mine = strategy.part_of(torch.arange(len(targets)))
+        strategy.step(inputs[mine], targets[mine], len(targets))
+        samples += len(mine)
+    sent = comm.bytes_sent - before[0], comm.messages - before[1]
+    mean = strategy.full_state().get("1.running_mean")
+    strategy.end_epoch()
+    return sent, samples, mean, strategy.full_state().get("1.running_mean")
+
+
+@pytest.mark.parametrize(("world_size", "servers"), [(4, 1), (4, 3), (5, 2)])
+def test_bytes_and_messages_are_those_of_the_formula(world_size, servers):
+    elements = 6 * 6 + 6 * 2 + 2 + 1
+    found = run(spent, servers, Everything, world_size=world_size).values
+    for rank, (sent, samples, *_) in enumerate(found):
+        cost = parameter_server_cost(elements, 8, world_size, rank, servers)
+        assert sent == (2 * cost.num_bytes, 2 * cost.messages)
+        assert (samples == 0) == (rank < servers)
+    assert sum(samples for _, samples, *_ in found) == 13
+
+
+def test_at_the_end_of_an_epoch_all_ranks_have_the_first_workers_batch_statistics():
+    found = run(spent, 1, with_batch_norm, world_size=3).values
+    assert not torch.equal(found[1][2], found[2][2])
+    for *_, mean in found:
+        assert torch.equal(mean, found[1][2])
+
+
+@pytest.mark.parametrize("builtin", [False, True])
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_a_bound_is_kept_and_every_share_is_worked_through(world_size, builtin):
+    workers = world_size - 1
+    settings = {"world_size": world_size, "builtin": builtin, "epochs": 3, "straggler": "1:3"}
+    result = train_small(**settings, max_staleness=workers)
+    staleness = result.notes["staleness"]
+    assert max(late for _, late in staleness) <= workers
+    # The batch of 2 has no sample for a third worker: then a share makes no update.
+    shares = 3 * 4 * workers
+    assert shares - 3 * 4 * (world_size == 4) <= len(staleness) <= shares
+    counts = [sum(worker == rank for worker, _ in staleness) for rank in range(world_size)]
+    assert result.notes["updates_by_rank"] == counts
+    assert result.replicas_agree
+    assert len(result.epochs) == 3
+    assert result.epochs[-1]["loss"] < result.epochs[0]["loss"]
+
+
+@pytest.mark.usefixtures("over_streams")
+def test_over_a_stream_that_queues():
+    test_a_bound_is_kept_and_every_share_is_worked_through(3, False)
+
+
+def test_a_bound_of_workers_minus_one_is_one_update_a_worker_and_round():
+    result = train_small(world_size=3, epochs=2, straggler="2:4", max_staleness=1)
+    # Pushes come in rounds: two by two, each pair holds both workers.
+    workers = [worker for worker, _ in result.notes["staleness"]]
+    assert [set(pair) for pair in zip(workers[::2], workers[1::2])] == [{1, 2}] * 8
+
+
+def test_messages_and_bytes_of_the_asynchronous_server():
+    result = train_small(world_size=3, epochs=2, train_size=105)
+    elements = sum(tensor.numel() for tensor in result.state.values())
+    pushes = 2 * 3 * 2 + 1  # epochs, batches, workers, and the one under way at the end
+    # With the parameters the server sends one number, with a gradient the workers send two.
+    assert (result.messages[0], sum(result.messages[1:])) == (2 * pushes, 2 * pushes)
+    assert result.bytes_sent[0] == pushes * (elements + 1) * 4
+    assert sum(result.bytes_sent[1:]) == pushes * (elements + 2) * 4
+
+
+class Odd(Everything):
+    """And BatchNorm with its counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, inputs):
+        return self.norm(super().forward(inputs))
+
+
+def train_odd(comm, technique):
+    """(state before, state at each end of an epoch, state after) of two epochs."""
+    strategy = technique(max_staleness=4)
+    strategy.setup(comm, seeded(Odd), sgd)
+    before = strategy.full_state()
+    endless = itertools.cycle([(x, y, 2 * len(y)) for x, y in some_batches((5, 5, 5))])
+    ends = [strategy.full_state() for _ in strategy.train(endless, 3, 2)]
+    after = strategy.full_state()
+    strategy.close()
+    return before, ends, after
+
+
+@pytest.mark.parametrize("technique", [AsyncParameterServer, RpcAsyncParameterServer])
+def test_odd_parameters_and_buffers_of_the_asynchronous_server(technique):
+    values = run(train_odd, technique, world_size=3).values
+    before, ends, after = values[0]
+    assert len(ends) == 2
+    assert largest(ends[1], after) == 0
+    assert all(largest(state, after) == 0 for _, _, state in values)
+    assert torch.equal(after["first.weight"], after["second.weight"])
+    assert not torch.equal(after["first.weight"], before["first.weight"])
+    for still in ("frozen", "unused.weight", "norm.num_batches_tracked"):
+        assert torch.equal(after[still], before[still])
+    # Buffers follow one worker at a time.
+    assert not torch.equal(after["norm.running_mean"], before["norm.running_mean"])
+    assert after["norm.running_var"].min() > 0
+
+
+def largest(state, other):
+    return max((state[name].double() - other[name].double()).abs().max() for name in other)
+
+
+def losses_of_guessing(comm):
+    """By epoch; the workers' shares are of 0 to 3 samples, and the model stays at zero."""
+    strategy, model = AsyncParameterServer(), nn.Linear(6, 6)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    strategy.setup(comm, model, partial(torch.optim.SGD, lr=1e-12))
+    sizes = itertools.cycle((comm.rank, 0, 3))
+    batches = ((torch.ones(n, 6), torch.zeros(n, dtype=torch.int64), 6) for n in sizes)
+    return [loss.item() for _, loss in strategy.train(batches, 4, 3)]
+
+
+def test_an_epochs_loss_is_the_mean_of_its_samples_whoever_brought_them():
+    losses = run(losses_of_guessing, world_size=3).values[0]
+    assert losses == pytest.approx([math.log(6)] * 3)
+
+
+class Dies(AsyncParameterServer):
+    """Some ranks end before their third push."""
+
+    dying = (2,)
+    how = "killed"
+
+    def work(self, batches):
+        super().work(self.some(batches) if self.comm.rank in self.dying else batches)
+
+    def some(self, batches):
+        yield from itertools.islice(batches, 2)
+        if self.how == "killed while the server waits for it to push":
+            self.comm.send(torch.zeros(2), 0)
+            time.sleep(0.2)
+        if self.how:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("enough")
+
+
+@pytest.mark.parametrize("how", ["killed", "killed while the server waits for it to push", ""])
+def test_the_server_goes_on_without_a_worker_that_dies_and_says_so(monkeypatch, capsys, how):
+    monkeypatch.setattr(strategies, "get", lambda *_, **__: Dies)
+    monkeypatch.setattr(Dies, "how", how)
+    result = train_small(world_size=4, epochs=2, max_staleness=4)
+    why = "was killed by SIGKILL" if how else "raised ValueError: enough"
+    assert result.notes["lost_ranks"].keys() == {2}
+    assert why in result.notes["lost_ranks"][2]
+    assert "rank 2 is lost after" in capsys.readouterr().out
+    counts = result.notes["updates_by_rank"]
+    assert counts[2] <= 2 < min(counts[1], counts[3])
+    assert len(result.epochs) == 2
+    assert result.messages[2] == 0
+    assert result.replicas_agree
+    assert wait_until(lambda: not running_ranks(), 2)
+
+
+def test_the_death_of_the_last_worker_is_an_error(monkeypatch):
+    monkeypatch.setattr(strategies, "get", lambda *_, **__: Dies)
+    monkeypatch.setattr(Dies, "dying", (1, 2))
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        train_small(world_size=3, epochs=2)
+
+
+def lose_a_rank(comm, technique, lost):
+    strategy = technique()
+    strategy.setup(comm, nn.Linear(6, 6), lambda p: torch.optim.SGD(p, lr=0.1))
+    samples = int(comm.rank > 0)
+    batch = torch.ones(samples, 6), torch.zeros(samples, dtype=torch.int64), 2
+
+    def batches():
+        yield from [batch] * 3
+        if comm.rank == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield from itertools.repeat(batch)
+
+    if technique is RpcAsyncParameterServer:
+        if comm.rank == lost == 0:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        list(strategy.train(batches(), steps=1000, epochs=1000))
+    for batch in batches():
+        strategy.step(*batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", [RpcParameterServer, RpcAsyncParameterServer])
+@pytest.mark.parametrize("lost", [0, 2], ids=["server", "worker"])
+def test_over_rpc_a_rank_that_dies_ends_the_run(technique, lost):
+    with pytest.raises(WorkerError, match=rf"rank {lost}\b(?s:.)*SIGKILL"):
+        run(lose_a_rank, technique, lost, world_size=3)
