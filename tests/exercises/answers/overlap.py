@@ -214,6 +214,6 @@ ANSWERS = [
     Answers(
         check.overlap.backward,
         [variant(), variant(done=in_place)],
-        [ends(starts_numbers), variant(remove=False), waits_for_all_starts],
+        [ends(starts_numbers), variant(remove=False), ends(waits_for_all_starts)],
     ),
 ]
