@@ -5,8 +5,8 @@ They need no ranks. Symbols: n samples.
 
 import statistics
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from math import inf, nan
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,79 +15,56 @@ from torch.nn import functional
 from labkit.units import format_seconds
 from workbook.exercises.grader import Verdict, answers, ask
 from workbook.exercises.grader.compare import agree, fit, short
-from workbook.exercises.grader.exercise import Found, random_tensor
+from workbook.exercises.grader.exercise import Found, random_tensor, with_parameters
 from workbook.exercises.grader.in_process import Question
+from workbook.exercises.grader.judge_values import in_words, made_of
 
 # Odd, even and one: only an odd number of repeats has a single median.
-REPEATS = (7, 4, 1)
-# By which factors the calls of a step are slower than the step itself; the first is cold, one in
-# five is disturbed.
-_COLD, _SLOWER = 12.0, (1.1, 1.0, 1.3, 6.0, 1.2)
-_MOST_WARM_UPS = 10
-
-
-class Clock:
-    """A simulated machine: ``step()`` takes its time, ``read()`` tells the time in seconds."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._begin_s = 41.5
-
-    def step(self) -> None:
-        number = len(self.seconds)
-        factor = _SLOWER[number % len(_SLOWER)] + 0.01 * number if number else _COLD
-        self.seconds.append(0.002 * factor)
-
-    def read(self) -> float:
-        return self._begin_s + sum(self.seconds)
-
-
-class _Timed(NamedTuple):
-    """One call of the learner's function: the seconds of each step, and what it returned."""
-
-    seconds: list[float]
-    found: Any
+_REPEATS, _MOST_WARM_UPS = (7, 4, 1), 10
+# Seconds of the simulated steps: the first is cold, one in five is disturbed.
+_COLD_S, _WARM_S = 0.024, (0.0022, 0.002, 0.0026, 0.012, 0.0024)
 
 
 def timer(fn: Callable) -> Verdict:
     """Grade ``fn(step, clock, repeats)``: the median seconds of ``repeats`` steps, warmed up.
 
-    ``step()`` makes a step of a simulated machine, ``clock()`` returns its time in seconds. One
-    step at least has to warm up. Of an even number, anything between the two middle ones will do.
+    ``step()`` makes a step of a simulated machine, ``clock()`` returns its time in seconds. Of an
+    even number, anything between the two middle ones will do.
     """
 
-    def call(fn: Callable, repeats: int) -> _Timed:
-        clock = Clock()
-        found = fn(clock.step, clock.read, repeats)
-        return _Timed(clock.seconds, fit(found, 0.0))
+    def call(fn: Callable, repeats: int) -> tuple[list[float], Any]:
+        seconds = []
 
-    def wrong(question: Question, taken: _Timed) -> Found:
-        (repeats,), calls = question.args, len(taken.seconds)
-        if not repeats < calls <= repeats + _MOST_WARM_UPS:
-            why = "none of them warms up" if calls == repeats else "and one or a few warm up"
-            return f"{question.words}: step was called {calls} times, {why}"
-        if not isinstance(taken.found, (int, float)):
-            return f"{question.words}: the function returned {short(taken.found)}, no number"
-        timed = taken.seconds[-repeats:]
+        def step() -> None:
+            number = len(seconds)
+            warm_s = _WARM_S[number % len(_WARM_S)] + 0.00002 * number
+            seconds.append(warm_s if number else _COLD_S)
+
+        found = fn(step, lambda: 41.5 + sum(seconds), repeats)
+        return seconds, fit(found, 0.0)
+
+    def wrong(question: Question, taken: tuple[list[float], Any]) -> Found:
+        (repeats,), (seconds, found) = question.args, taken
+        if not repeats < len(seconds) <= repeats + _MOST_WARM_UPS:
+            why = "none of them warms up" if len(seconds) == repeats else "one or a few warm up"
+            return f"{question.words}: step was called {len(seconds)} times, {why}"
+        timed = seconds[-repeats:]
         low, high = statistics.median_low(timed), statistics.median_high(timed)
-        if low - 1e-9 <= taken.found <= high + 1e-9:
+        if isinstance(found, (int, float)) and low - 1e-9 <= found <= high + 1e-9:
             return None
-        looks = {
-            "the mean": statistics.fmean(timed),
-            "the median with the warm-up in it": statistics.median(taken.seconds),
-            "the total": sum(timed),
-        }
-        like = next((f", {name}" for name, s in looks.items() if abs(s - taken.found) < 1e-9), "")
-        text = f"{question.words}: the function returned {taken.found:.6g} s{like}, "
-        return f"{text}expected the median of the repeats, {statistics.median(timed):.6g} s"
+        looks = {"the mean": statistics.fmean(timed), "the total": sum(timed)}
+        looks["the median with the warm-up in it"] = statistics.median(seconds)
+        like = next((f", {name}" for name, value in looks.items() if agree(found, value)), "")
+        text = f"{question.words}: the function returned {short(found)}{like}, expected the "
+        return f"{text}median of the repeats, {short(statistics.median(timed))} seconds"
 
     return ask(
         "step.timer",
         fn,
-        [Question((repeats,), f"with repeats={repeats}") for repeats in REPEATS],
+        [Question((repeats,), f"with repeats={repeats}") for repeats in _REPEATS],
         wrong,
         call=call,
-        right=lambda found: f"{REPEATS[0]} steps, median {format_seconds(found[0].found)}",
+        right=lambda found: f"{_REPEATS[0]} steps, median {format_seconds(found[0][1])}",
         signature="step, clock, repeats",
     )
 
@@ -99,8 +76,7 @@ _CONVOLUTIONS = ((64, 8, 1, 32, 3), (64, 4, 32, 64, 3), (1, 5, 3, 2, 1), (7, 6, 
 def flops(fn: Callable) -> Verdict:
     """Grade ``fn(samples, side, c_in, c_out, window)``: the operations of a convolution.
 
-    Images [samples, c_in, side, side], output [samples, c_out, side, side], a multiply-add counts
-    as two.
+    Images [samples, c_in, side, side], output [samples, c_out, side, side].
     """
 
     def count(samples: int, side: int, c_in: int, c_out: int, window: int) -> int:
@@ -113,11 +89,9 @@ def flops(fn: Callable) -> Verdict:
         signature="samples, side, c_in, c_out, window",
         mistakes={
             "a multiply-add counts as two": lambda *conv: count(*conv) // 2,
-            "the window has window x window numbers": (
-                lambda n, s, i, o, w: 2 * n * s**2 * i * o * w
-            ),
+            "the window has window x window numbers": lambda *conv: count(*conv) // conv[-1],
             "every output number reads a window of all c_in channels": (
-                lambda n, s, i, o, w: 2 * n * s**2 * o * w**2
+                lambda *conv: count(*conv) // conv[2]
             ),
         },
     )
@@ -137,8 +111,8 @@ def largest_batch(fn: Callable) -> Verdict:
     bytes for it; a sample keeps ``kept_bytes`` for backward. 0 if not even one sample fits.
     """
 
-    def largest(parameters: int, state: int, kept: int, memory: int, others: int = 2) -> int:
-        return max(0, (memory - 4 * (others + state) * parameters) // kept)
+    def largest(parameters: int, state: int, kept: int, memory: int) -> int:
+        return max(0, (memory - 4 * (2 + state) * parameters) // kept)
 
     return answers(
         fn,
@@ -146,11 +120,10 @@ def largest_batch(fn: Callable) -> Verdict:
         name="step.largest_batch",
         signature="num_parameters, state, kept_bytes, memory_bytes",
         mistakes={
-            "the gradients are missing: one number for each parameter": partial(largest, others=1),
-            "the optimizer's state is missing": lambda p, s, k, m: largest(p, 0, k, m),
-            "it is negative where not even one sample fits": (
-                lambda p, s, k, m: (m - 4 * (2 + s) * p) // k
+            "the gradients are missing: one number for each parameter": (
+                lambda p, s, k, m: largest(p, s - 1, k, m)
             ),
+            "the optimizer's state is missing": lambda p, s, k, m: largest(p, 0, k, m),
         },
     )
 
@@ -159,35 +132,12 @@ def largest_batch(fn: Callable) -> Verdict:
 _BATCHES = ((10, 4), (12, 4), (7, 3), (3, 8), (5, 1))
 
 
-class _Accumulated(NamedTuple):
-    """What a call left behind: the gradients, the sizes of the micro-batches, in which order.
-
-    ``order`` has an F for each forward pass, and a B when backward has come back to its output.
-    """
-
-    gradients: list
-    sizes: list[int]
-    order: str
-
-
 def _model() -> nn.Sequential:
-    layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    for key, parameter in enumerate(layers.parameters()):
-        parameter.data.copy_(random_tensor(key, *parameter.shape))
-    return layers
+    return with_parameters(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), 1).double()
 
 
 def _batch(samples: int) -> tuple[Tensor, Tensor]:
     return random_tensor(samples, samples, 6).double(), torch.arange(samples) ** 2 % 3
-
-
-def _gradients(samples: int, sizes: list[int], reduction: str) -> list[Tensor]:
-    """Of the sum over the micro-batches of their summed, or mean, losses."""
-    layers, (inputs, targets) = _model(), _batch(samples)
-    with torch.enable_grad():
-        for x, y in zip(inputs.split(sizes), targets.split(sizes)):
-            functional.cross_entropy(layers(x), y, reduction=reduction).backward()
-    return [torch.as_tensor(parameter.grad) for parameter in layers.parameters()]
 
 
 def accumulate(fn: Callable) -> Verdict:
@@ -198,7 +148,13 @@ def accumulate(fn: Callable) -> Verdict:
     micro-batch, of ``most`` samples at most, before the next.
     """
 
-    def call(fn: Callable, samples: int, most: int) -> _Accumulated:
+    def flat(layers: nn.Module) -> Tensor:
+        """All gradients in one row; [0] without backward."""
+        gradients = [p.grad for p in layers.parameters() if p.grad is not None]
+        return torch.cat([torch.zeros(0), *(gradient.flatten() for gradient in gradients)])
+
+    def call(fn: Callable, samples: int, most: int) -> tuple[Tensor, list[int], str]:
+        """The gradients, the sizes of the micro-batches; F for each forward, B for backward."""
         layers, order, sizes = _model(), [], []
 
         def note(module: nn.Module, given: tuple, output: Tensor) -> None:
@@ -210,33 +166,29 @@ def accumulate(fn: Callable) -> Verdict:
         layers.register_forward_hook(note)
         with torch.enable_grad():
             fn(layers, *_batch(samples), most)
-        return _Accumulated([p.grad for p in layers.parameters()], sizes, "".join(order))
+        return flat(layers), sizes, "".join(order)
 
-    def wrong(question: Question, found: _Accumulated) -> Found:
-        (samples, most), text = question.args, f"{question.words}: "
-        if max(found.sizes, default=0) > most:
-            return f"{text}a micro-batch has {max(found.sizes)} samples, {most} at most fit"
-        if sum(found.sizes) != samples:
-            return f"{text}the model ran on micro-batches of {found.sizes} samples"
-        if "B" not in found.order or any(one is None for one in found.gradients):
+    def wrong(question: Question, left: tuple[Tensor, list[int], str]) -> Found:
+        (samples, most), (found, sizes, order), text = question.args, left, f"{question.words}: "
+        if max(sizes, default=0) > most:
+            return f"{text}a micro-batch has {max(sizes)} samples, {most} at most fit"
+        if sum(sizes) != samples:
+            return f"{text}the model ran on micro-batches of {sizes} samples"
+        if "FF" in order:
+            return f"{text}two micro-batches are kept: backward runs before the next forward"
+        sums = {}
+        for x, y in zip(*(one.split(sizes) for one in _batch(samples))):
+            layers = _model()
+            functional.cross_entropy(layers(x), y, reduction="sum").backward()
+            sums[f"micro-batch {len(sums)}'s sum"] = flat(layers)
+        expected = torch.stack([*sums.values()]).sum(0) / samples
+        if "B" not in order or found.shape != expected.shape:
             return f"{text}a parameter has no gradient: call backward"
-        if "FF" in found.order:
-            return (
-                f"{text}two micro-batches are kept at once: backward runs before the next forward"
-            )
-        sums = _gradients(samples, found.sizes, "sum")
-        if agree(found.gradients, [one / samples for one in sums]):
+        if agree(found, expected):
             return None
-        means = _gradients(samples, found.sizes, "mean")
-        looks = {
-            ": every micro-batch has the same weight, however many samples it has": [
-                one / len(found.sizes) for one in means
-            ],
-            ": the micro-batches' means are added up": means,
-            ": it is the sum over the samples": sums,
-        }
-        why = next((name for name, one in looks.items() if agree(found.gradients, one)), "")
-        return f"{text}the gradients are not those of the mean loss over the batch{why}"
+        made = in_words(made_of(samples * found, sums)) or short(samples * found)
+        should = in_words(dict.fromkeys(sums, 1))
+        return f"{text}the gradient is ({made}) / {samples}, expected ({should}) / {samples}"
 
     return ask(
         "step.accumulate",
@@ -244,17 +196,16 @@ def accumulate(fn: Callable) -> Verdict:
         [Question(one, f"with n={one[0]} and most={one[1]}") for one in _BATCHES],
         wrong,
         call=call,
-        right=lambda found: f"micro-batches of {found[0].sizes}: the gradient of the whole batch",
+        right=lambda found: f"micro-batches of {found[0][1]}: the gradient of the whole batch",
         signature="model, inputs, targets, most",
     )
 
 
-_INF = float("inf")
 # gradient, scale, good
 _UPDATES: tuple[tuple[list[float], float, int], ...] = (
-    *(([4.0, -8.0, 2.0], 4.0, 0), ([4.0, _INF, 2.0], 4.0, 1), ([4.0, -_INF, _INF], 4.0, 2)),
-    *(([float("nan"), -8.0, 2.0], 1024.0, 1), ([4.0, -8.0, 2.0], 1024.0, 2)),
-    *(([0.0, 0.0, 0.0], 8.0, 1), ([4.0, -8.0, _INF], 2.0, 0), ([2.0, 1.0, -0.5], 0.25, 2)),
+    *(([4.0, -8.0, 2.0], 4.0, 0), ([4.0, inf, 2.0], 4.0, 1), ([4.0, -inf, inf], 4.0, 2)),
+    *(([nan, -8.0, 2.0], 1024.0, 1), ([4.0, -8.0, 2.0], 1024.0, 2)),
+    *(([0.0, 0.0, 0.0], 8.0, 1), ([4.0, -8.0, inf], 2.0, 0), ([2.0, 1.0, -0.5], 0.25, 2)),
 )
 
 
@@ -273,13 +224,6 @@ def loss_scaling(fn: Callable) -> Verdict:
         weight = weight - lr * gradient / scale
         return [weight, 2 * scale, 0] if good + 1 >= patience else [weight, scale, good + 1]
 
-    def scaled(weight: Tensor, gradient: Tensor, scale: float, *rest: Any) -> list:
-        return updated(weight, gradient * scale, scale, *rest)
-
-    def sees_no_nan(weight: Tensor, gradient: Tensor, *rest: Any) -> list:
-        found = updated(weight, gradient.nan_to_num(0.0, _INF, -_INF), *rest)
-        return [found[0] + 0 * gradient, *found[1:]] if gradient.isnan().any() else found
-
     start = torch.tensor([1.0, 2.0, 3.0])
     cases = [(start, torch.tensor(g), scale, good, 0.5, 3) for g, scale, good in _UPDATES]
     return answers(
@@ -288,7 +232,10 @@ def loss_scaling(fn: Callable) -> Verdict:
         name="step.loss_scaling",
         signature="weight, gradient, scale, good, lr, patience",
         mistakes={
-            "the gradient is still multiplied by the scale: divide before the update": scaled,
-            "infinity is noticed, but not NaN: isfinite finds both": sees_no_nan,
+            "the gradient is still multiplied by the scale: divide before the update": (
+                lambda weight, gradient, scale, *rest: updated(
+                    weight, gradient * scale, scale, *rest
+                )
+            ),
         },
     )
