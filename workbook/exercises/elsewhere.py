@@ -22,8 +22,7 @@ from torch import nn
 from labkit import horovod as hvd
 from labkit.comm.comm import Comm
 from labkit.horovod import negotiator
-from workbook.exercises.elsewhere_judge import Trained, wrong_training
-from workbook.exercises.elsewhere_training import Setting, Ways
+from workbook.exercises.elsewhere_training import Setting, Trained, Ways, wrong_training
 from workbook.exercises.grader import Case, Verdict, Wrong, ask, grader, returns
 from workbook.exercises.grader.compare import fit, plain
 from workbook.exercises.grader.exercise import Found
@@ -32,10 +31,6 @@ from workbook.exercises.grader.watched import Watched
 
 # Longer than anything between a gradient and the wait for it.
 _LAZY_S = 2.0
-_NO_GROUP = (
-    "this is a call of torch.distributed, which has no process group in a program that Horovod "
-    "has started: hvd has a counterpart, or takes the rank and the number of ranks"
-)
 _WORLD_SIZES = (1, 2, 3, 4)
 _SIGNATURE = "model, dataset, batch_size, lr, epochs, start, save"
 _MISTAKES = {
@@ -61,17 +56,15 @@ def to_ddp(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verd
     go on from a checkpoint that rank 0 has.
     """
 
-    def call(fn: Watched, comm: Comm, case: Case) -> list[Trained] | Wrong:
-        found = []
+    def train(fn: Watched, comm: Comm, setting: Setting) -> Trained | Wrong:
         with _made_already():
-            for setting in _settings(case, to_horovod=False):
-                found.append(_train(fn, setting, comm.rank, setting.lr, rank_0_alone=True))
-                if used := sorted(name for name in fn.called if not name.startswith("torch.")):
-                    hvd.shutdown()
-                    return Wrong(f"the function calls {used[0]}, so it is not ported yet")
+            found = _train(fn, setting, comm.rank, setting.lr, rank_0_alone=True)
+        if used := sorted(name for name in fn.called if not name.startswith("torch.")):
+            hvd.shutdown()
+            return Wrong(f"the function calls {used[0]}, so it is not ported yet")
         return found
 
-    return _port(fn, "elsewhere.to_ddp", _SIGNATURE, call, False, _MISTAKES, world_sizes)
+    return _port(fn, "elsewhere.to_ddp", _SIGNATURE, train, 1, _MISTAKES, world_sizes)
 
 
 def to_horovod(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
@@ -82,36 +75,47 @@ def to_horovod(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
     that Horovod has started.
     """
 
-    def call(fn: Watched, comm: Comm, case: Case) -> list[Trained] | Wrong:
-        found = []
+    def train(fn: Watched, comm: Comm, setting: Setting) -> Trained | Wrong:
+        hvd.init(comm)
+        group, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
         # What is submitted stays as it is until somebody waits for it: then a program that uses
         # its gradients too early goes wrong in the same way each time.
-        with mock.patch.object(negotiator, "CYCLE_S", _LAZY_S):
-            for setting in _settings(case, to_horovod=True):
-                hvd.init(comm)
-                with _made_already(), _no_group():
-                    rates = setting.lr, setting.max_norm
-                    found.append(_train(fn, setting, comm.rank, *rates, rank_0_alone=False))
-                hvd.shutdown()
-                if "labkit.horovod.negotiator.init" not in fn.called:
-                    return Wrong("the function never calls hvd.init()")
+        lazy = mock.patch.object(negotiator, "CYCLE_S", _LAZY_S)
+        try:
+            with lazy, _made_already():
+                rates = setting.lr, setting.max_norm
+                found = _train(fn, setting, comm.rank, *rates, rank_0_alone=False)
+        finally:
+            dist.GroupMember.WORLD = group
+        hvd.shutdown()
+        if "labkit.horovod.negotiator.init" not in fn.called:
+            return Wrong("the function never calls hvd.init()")
         return found
 
     signature = _SIGNATURE.replace("lr", "lr, max_norm")
-    return _port(fn, "elsewhere.to_horovod", signature, call, True, _WITH_CLIPPING, world_sizes)
+    return _port(fn, "elsewhere.to_horovod", signature, train, 2, _WITH_CLIPPING, world_sizes)
 
 
 def _port(
     fn: Callable,
     name: str,
     signature: str,
-    call: Callable,
-    to_horovod: bool,
+    train: Callable[[Watched, Comm, Setting], Trained | Wrong],
+    passes: int,
     mistakes: dict[str, Ways],
     world_sizes: tuple[int, ...],
 ) -> Verdict:
+    def call(fn: Watched, comm: Comm, case: Case) -> list[Trained] | Wrong:
+        found = []
+        for setting in settings(case, passes):
+            one = train(fn, comm, setting)
+            if isinstance(one, Wrong):
+                return one
+            found.append(one)
+        return found
+
     def judge(case: Case, values: list[Any]) -> Found:
-        trainings = list(zip(_settings(case, to_horovod), zip(*values)))
+        trainings = list(zip(settings(case, passes), zip(*values)))
         return wrong_training(trainings, mistakes) if trainings else None
 
     return returns(
@@ -126,18 +130,15 @@ def _port(
     )
 
 
-def _settings(case: Case, to_horovod: bool) -> list[Setting]:
+def settings(case: Case, passes: int) -> list[Setting]:
     """The trainings of a call; none of a second one, since two show what a function keeps."""
-    if case.call:
-        return []
-    passes = 2 if to_horovod else 1
-    return [Setting(case, resumed, passes, clips=to_horovod) for resumed in (False, True)]
+    return [] if case.call else [Setting(case, resumed, passes) for resumed in (False, True)]
 
 
 def _train(fn: Watched, setting: Setting, rank: int, *rates: float, rank_0_alone: bool) -> Trained:
     """Call the learner's function on a rank, and note what it does."""
     model, seen, saved = setting.model(rank), [], []
-    names = {row: i for i, row in enumerate(setting.samples.inputs[:, 0].tolist())}
+    names = {row: i for i, row in enumerate(setting.samples.tensors[0][:, 0].tolist())}
 
     def note(module: nn.Module, inputs: tuple) -> None:
         if torch.is_grad_enabled():
@@ -173,20 +174,6 @@ def _nothing(*args: Any, **options: Any) -> None:
     pass
 
 
-@contextlib.contextmanager
-def _no_group() -> Iterator[None]:
-    """Hide the default process group, which a program has not got that Horovod has started."""
-    group, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
-    try:
-        yield
-    except ValueError as error:
-        if "Default process group" in str(error):
-            error.args = (_NO_GROUP,)
-        raise
-    finally:
-        dist.GroupMember.WORLD = group
-
-
 # What an update means: the conventions of Horovod and DDP (the mean of the replicas' means, or
 # with ``op=Sum`` their sum; statistics of the rank's own, or of rank 0), of TensorFlow's
 # strategies (a mean over the batch; the mean of the replicas' statistics), and of SyncBatchNorm.
@@ -206,13 +193,11 @@ def semantics(fn: Callable) -> Verdict:
     random = Random(grader.new_seed())
     pairs = list(itertools.product(GRADIENTS, STATISTICS))
     random.shuffle(pairs)
-    rates = [(random.uniform(0.1, 0.9), random.uniform(0.1, 0.9)) for _ in pairs]
-    questions = [
-        Question(
-            (step_of(*pair, *both),), f"where a step is {' and '.join(map(repr, pair))}", pair
-        )
-        for pair, both in zip(pairs, rates)
-    ]
+    questions = []
+    for pair in pairs:
+        step = step_of(*pair, random.uniform(0.1, 0.9), random.uniform(0.1, 0.9))
+        words = f"where a step is {' and '.join(map(repr, pair))}, the function"
+        questions.append(Question((step,), words, pair))
 
     def call(fn: Callable, step: Step) -> Any:
         found = plain(fn(step))
@@ -220,15 +205,7 @@ def semantics(fn: Callable) -> Verdict:
             return found
         return [" ".join(x.lower().split()) if isinstance(x, str) else x for x in found]
 
-    return ask(
-        "elsewhere.semantics",
-        fn,
-        questions,
-        differs,
-        call=call,
-        right=lambda answers: f"all {len(answers)} steps are told apart",
-        signature="step",
-    )
+    return ask("elsewhere.semantics", fn, questions, differs, call=call, signature="step")
 
 
 def step_of(gradients: str, statistics: str, lr: float = 1.0, momentum: float = 1.0) -> Step:

@@ -8,7 +8,8 @@ Symbols: P ranks on H hosts, S bytes of a rank's tensor.
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -126,23 +127,19 @@ def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
 
     def leaves_too_much(case: Case, ranks: Ranks) -> Found:
         hosts = hosts_of(case)
-        allowed = card_bytes("hierarchical", case.size, 4, hosts)
-        ring = card_bytes("ring", case.size, 4, hosts)
         # Ranks may cut a tensor into up to P pieces before the ring of hosts cuts them into H.
         slack = 4 * 2 * (len(hosts) - 1) * case.world_size
         for number, host in enumerate(hosts):
-            sent = sum(
-                num_bytes
-                for rank in host
-                for peer, num_bytes in ranks[rank].bytes_to.items()
-                if peer not in host
-            )
-            if sent > allowed[number] + slack:
-                text = (
-                    f"{format_bytes(sent)} leave host {number} by its card, where the target is "
-                )
-                text += f"{format_bytes(allowed[number])}; one ring through all ranks has "
-                return f"{text}{format_bytes(ring[number])}: add up inside each host first"
+            sent = Counter[int]()
+            for rank in host:
+                sent.update(ranks[rank].bytes_to)
+            leaving = sum(count for peer, count in sent.items() if peer not in host)
+            target = card_bytes("hierarchical", case.size, 4, hosts)[number]
+            if leaving > target + slack:
+                text = f"{format_bytes(leaving)} leave host {number} by its card, where the target"
+                ring = format_bytes(card_bytes("ring", case.size, 4, hosts)[number])
+                text += f" is {format_bytes(target)}; one ring through all ranks has {ring}"
+                return f"{text}: add up inside each host first"
         return None
 
     def not_inside(rank: int, case: Case) -> Tensor:
@@ -201,35 +198,32 @@ def _sum(tensors: Iterable[Tensor]) -> Tensor:
 
 # The place of a process
 
-_TORCHRUN = {"MASTER_ADDR": "node01", "MASTER_PORT": "29400"}
+# Of torchrun with 4 and 2 processes on its nodes, alone and started by Slurm (rank, local rank,
+# host; SLURM_PROCID, SLURM_TASKS_PER_NODE); of Slurm alone: the ranks, the tasks.
+_TORCHRUN = [(5, 1, 1, {}), (3, 3, 0, {}), (4, 0, 1, {"SLURM_PROCID": "1"})]
+_SLURM = [
+    ((0, 3), "2,2"),
+    ((1, 4, 6), "2(x3),1"),
+    ((2, 3, 4, 5, 8), "3,1(x2),4"),
+    ((13,), "12(x2)"),
+]
 
 
-def _torchrun(rank: int, local_rank: int, host: int, **more: str) -> dict[str, str]:
-    own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
-    return _TORCHRUN | own | more
-
-
-def _slurm(rank: int, tasks: str) -> dict[str, str]:
-    nodes = str(len(_tasks(tasks)))
-    return {"SLURM_PROCID": str(rank), "SLURM_TASKS_PER_NODE": tasks, "SLURM_NNODES": nodes}
+def _environments() -> Iterator[dict[str, str]]:
+    for rank, local_rank, host, more in _TORCHRUN:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
+        slurm = more | {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NNODES": "2"} if more else {}
+        yield {"MASTER_ADDR": "node01", "MASTER_PORT": "29400"} | own | slurm
+    for ranks, tasks in _SLURM:
+        for rank in ranks:
+            nodes = {"SLURM_TASKS_PER_NODE": tasks, "SLURM_NNODES": str(len(_tasks(tasks)))}
+            yield {"SLURM_PROCID": str(rank)} | nodes
 
 
 def _tasks(text: str) -> list[int]:
     """The tasks of each node: ``2(x3),1`` is [2, 2, 2, 1]."""
     parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in parts for _ in range(int(times or 1))]
-
-
-# Of torchrun with 4 and 2 processes on its nodes, alone and started by Slurm; of Slurm.
-_ENVIRONMENTS = [
-    _torchrun(5, 1, 1),
-    _torchrun(3, 3, 0),
-    _torchrun(4, 0, 1, **_slurm(1, "1(x2)")),
-    *(_slurm(rank, "2,2") for rank in (0, 3)),
-    *(_slurm(rank, "2(x3),1") for rank in (1, 4, 6)),
-    *(_slurm(rank, "3,1(x2),4") for rank in (2, 3, 4, 5, 8)),
-    _slurm(13, "12(x2)"),
-]
 
 
 def place(fn: Callable) -> Verdict:
@@ -240,37 +234,27 @@ def place(fn: Callable) -> Verdict:
     variables are right. Runs in another process.
     """
 
-    def place_in(environment: Mapping[str, str], torchruns: bool = True) -> tuple[int, int, int]:
+    def place_in(
+        environment: Mapping[str, str], torchruns: bool = True, even: bool = False
+    ) -> tuple[int, ...]:
         if "RANK" in environment and torchruns:
-            names = ("RANK", "LOCAL_RANK", "GROUP_RANK")
-            rank, local_rank, host = (int(environment[name]) for name in names)
-            return rank, local_rank, host
-        rank, first = int(environment["SLURM_PROCID"]), 0
-        for host, count in enumerate(_tasks(environment["SLURM_TASKS_PER_NODE"])):
-            if rank < first + count:
-                return rank, rank - first, host
-            first += count
-        raise AssertionError("a rank that no node has")
-
-    def even_nodes(environment: Mapping[str, str]) -> tuple[int, int, int]:
-        if "RANK" in environment:
-            return place_in(environment)
-        rank = int(environment["SLURM_PROCID"])
-        count = _tasks(environment["SLURM_TASKS_PER_NODE"])[0]
-        return rank, rank % count, rank // count
+            return tuple(int(environment[n]) for n in ("RANK", "LOCAL_RANK", "GROUP_RANK"))
+        rank, tasks = int(environment["SLURM_PROCID"]), _tasks(environment["SLURM_TASKS_PER_NODE"])
+        tasks = [tasks[0]] * (rank + 1) if even else tasks
+        places = [(local, host) for host, count in enumerate(tasks) for local in range(count)]
+        return rank, *places[rank]
 
     return answers(
         fn,
-        [((environment,), place_in(environment)) for environment in _ENVIRONMENTS],
+        [((environment,), place_in(environment)) for environment in _environments()],
         name="hosts.place",
         signature="environment",
         mistakes={
-            "it holds only where every node has as many tasks as the first": even_nodes,
+            "it holds only where every node has as many tasks as the first": partial(
+                place_in, even=True
+            ),
             "inside of a Slurm job, torchrun's RANK, LOCAL_RANK and GROUP_RANK are right": (
                 lambda env: place_in(env, torchruns="SLURM_PROCID" not in env)
-            ),
-            "everything in an environment is a text: make integers of the answers": (
-                lambda env: tuple(map(str, place_in(env)))
             ),
         },
     )

@@ -8,7 +8,7 @@ Symbols: P ranks, S bytes of a rank's tensor, N its elements.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,13 +20,11 @@ from labkit import collectives
 from labkit.units import format_bytes, format_count, format_seconds, html_table, text_table
 from workbook.exercises.grader import Case, Exercise, Target, Verdict, grade
 from workbook.exercises.grader.critical_path import seconds_in_a_row, steps_in_a_row
-from workbook.exercises.grader.exercise import Found, Ranks, Score
+from workbook.exercises.grader.exercise import Found, Ranks, Score, nothing
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET
 
 # Odd and even, powers of two and others; the last is shown on the scoreboard.
-WORLD_SIZES = (3, 8)
-WITH_SIX = (3, 6, 8)
-SIZES = (24, 7)
+WORLD_SIZES, WITH_SIX = (3, 8), (3, 6, 8)
 # Puzzle 3: the messages that a rank may send; puzzle 8: the link.
 MESSAGES = 8
 LATENCY_S, BYTES_PER_S = 1e-3, 1e6
@@ -36,31 +34,30 @@ _TRIED: dict[str, Verdict | None] = {}
 
 
 def _puzzle(
-    fn: Callable, world_sizes: tuple[int, ...], name: str, expected: Any = None, **more: Any
+    fn: Callable, world_sizes: tuple[int, ...], name: str, expected: Any = nothing, **more: Any
 ) -> Verdict:
     """Grade a function that returns its result, unless ``more`` says otherwise."""
-    fields: dict[str, Any] = {"written": None, "sizes": SIZES, "drawn_size": 100_000} | more
-    if expected is not None:
-        fields["expected"] = expected
-    verdict = grade(fn, Exercise(f"puzzles.{name}", **fields), world_sizes)
+    fields: dict[str, Any] = {"written": None, "sizes": (24, 7), "drawn_size": 100_000} | more
+    verdict = grade(fn, Exercise(f"puzzles.{name}", expected, **fields), world_sizes)
     before = _TRIED.get(verdict.name)
     if before is None or not before.score or (verdict.score and verdict.score <= before.score):
         _TRIED[verdict.name] = verdict
     return verdict
 
 
-def _rounds(case: Case, ranks: Ranks) -> int | None:
-    return steps_in_a_row([outcome.steps for outcome in ranks])
+def _in_rounds(best: Callable[[int], int], source: str) -> Score:
+    """``best``: P -> the fewest rounds that are known."""
+    return Score(
+        lambda case, ranks: steps_in_a_row([outcome.steps for outcome in ranks]),
+        lambda case: best(case.world_size),
+        partial(format_count, noun="round"),
+        source,
+    )
 
 
 def _in_log_rounds(source: str) -> Score:
     """log2 P rounds, rounded up: in one, at most twice as many ranks can know something."""
-    return Score(
-        _rounds,
-        lambda case: math.ceil(math.log2(case.world_size)),
-        partial(format_count, noun="round"),
-        source,
-    )
+    return _in_rounds(lambda P: math.ceil(math.log2(P)), source)
 
 
 def _in_bytes(of_one: int, source: str) -> Score:
@@ -71,6 +68,23 @@ def _in_bytes(of_one: int, source: str) -> Score:
         partial(format_count, noun="byte"),
         source,
     )
+
+
+def _to_all_others(rank: int, case: Case) -> Target:
+    return Target(num_bytes=4 * case.size * (case.world_size - 1))
+
+
+def _tensors(case: Case, first: int = 0) -> list[Tensor]:
+    """Those of all ranks in their order, from ``first`` on around the circle."""
+    return [case.tensor((first + i) % case.world_size) for i in range(case.world_size)]
+
+
+def _left_neighbours(rank: int, case: Case) -> Tensor:
+    return case.tensor((rank - 1) % case.world_size)
+
+
+def _first_tensor(rank: int, case: Case) -> Tensor:
+    return case.tensor(0)
 
 
 def largest(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -101,28 +115,19 @@ def largest(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     )
 
 
-def _no_exchange(case: Case, ranks: Ranks) -> Found:
-    used = any(step[0] == "exchange" for outcome in ranks for step in outcome.steps)
-    return "comm.exchange is not allowed in this puzzle: use send and recv" if used else None
-
-
 def pass_on(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, tensor)``: returns the left neighbour's tensor, without ``exchange``.
 
     Score: rounds; best 2 with an even P, else 3.
     """
-    score = Score(
-        _rounds,
-        lambda case: 2 + case.world_size % 2,
-        partial(format_count, noun="round"),
-        "every rank is in two messages, and an odd ring cannot pair all of its ranks at once",
-    )
-    more: dict[str, Any] = {"rule": _no_exchange, "score": score, "drawn_size": 0}
-    return _puzzle(fn, world_sizes, "pass_on", _left_neighbours, **more)
 
+    def no_exchange(case: Case, ranks: Ranks) -> Found:
+        used = any(step[0] == "exchange" for outcome in ranks for step in outcome.steps)
+        return "comm.exchange is not allowed in this puzzle: use send and recv" if used else None
 
-def _left_neighbours(rank: int, case: Case) -> Tensor:
-    return case.tensor((rank - 1) % case.world_size)
+    why = "every rank is in two messages, and an odd ring cannot pair all of its ranks at once"
+    more: dict[str, Any] = {"rule": no_exchange, "score": _in_rounds(lambda P: 2 + P % 2, why)}
+    return _puzzle(fn, world_sizes, "pass_on", _left_neighbours, drawn_size=0, **more)
 
 
 def pass_in_place(fn: Callable, *, world_sizes: tuple[int, ...] = (3, 6)) -> Verdict:
@@ -173,16 +178,15 @@ def same_bits(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ve
         return numbers.abs() * ends[rank] if rank in ends else numbers
 
     def rounded_once(case: Case, values: list[Any]) -> Found:
-        numbers = [on_a_grid(rank, case).double() for rank in range(case.world_size)]
-        expected = torch.stack(numbers).sum().float().item()
+        exact = case.over_ranks(lambda rank: on_a_grid(rank, case).double()).sum().float().item()
         for rank, value in enumerate(values):
             try:
                 found = torch.tensor(float(value), dtype=torch.float64).float().item()
             except (TypeError, ValueError, RuntimeError):
                 return f"rank {rank} returned a value of type {type(value).__name__}, no number"
-            if found != expected:
+            if found != exact:
                 text = f"rank {rank} returned {found!r}, but the exact sum, rounded once to "
-                return f"{text}float32, is {expected!r}"
+                return f"{text}float32, is {exact!r}"
         return None
 
     return _puzzle(
@@ -205,28 +209,17 @@ def broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ve
     return _puzzle(fn, world_sizes, "broadcast", _first_tensor, score=score)
 
 
-def _first_tensor(rank: int, case: Case) -> Tensor:
-    return case.tensor(0)
-
-
 def prefix_sum(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, tensor)``: returns the sum of the tensors of ranks 0 to ``comm.rank``.
 
     Score: rounds; best log2 P, rounded up.
     """
 
-    def sum_of(case: Case, ranks: Sequence[int]) -> Tensor:
-        return sum(
-            (case.tensor(r).double() for r in ranks), torch.zeros(case.size).double()
-        ).float()
+    def so_far(rank: int, case: Case) -> Tensor:
+        return torch.stack(_tensors(case)[: rank + 1]).double().sum(0).float()
 
-    return _puzzle(
-        fn,
-        world_sizes,
-        "prefix_sum",
-        lambda rank, case: sum_of(case, range(rank + 1)),
-        score=_in_log_rounds("Hillis and Steele, 1986"),
-    )
+    score = _in_log_rounds("Hillis and Steele, 1986")
+    return _puzzle(fn, world_sizes, "prefix_sum", so_far, score=score)
 
 
 def all_gather(fn: Callable, *, world_sizes: tuple[int, ...] = WITH_SIX) -> Verdict:
@@ -234,19 +227,14 @@ def all_gather(fn: Callable, *, world_sizes: tuple[int, ...] = WITH_SIX) -> Verd
 
     Target: (P - 1) S bytes per rank. Score: rounds; best log2 P, rounded up.
     """
+    rotated = "the list begins with the rank's own tensor: put it into the order of the ranks"
     return _puzzle(
         fn,
         world_sizes,
         "all_gather",
-        lambda rank, case: [case.tensor(r) for r in range(case.world_size)],
-        target=lambda rank, case: Target(num_bytes=4 * case.size * (case.world_size - 1)),
-        mistakes={
-            "the list begins with the rank's own tensor: put it into the order of the ranks": (
-                lambda rank, case: [
-                    case.tensor((rank + i) % case.world_size) for i in range(case.world_size)
-                ]
-            ),
-        },
+        lambda rank, case: _tensors(case),
+        target=_to_all_others,
+        mistakes={rotated: lambda rank, case: _tensors(case, rank)},
         score=_in_log_rounds("Bruck and others, 1997"),
     )
 
@@ -293,7 +281,7 @@ def reduce_blocks(fn: Callable, *, world_sizes: tuple[int, ...] = WITH_SIX) -> V
         lambda rank, case: case.over_ranks(lambda r: blocks(r, case)[rank]),
         signature="comm, blocks",
         inputs=lambda rank, case: (blocks(rank, case),),
-        target=lambda rank, case: Target(num_bytes=4 * case.size * (case.world_size - 1)),
+        target=_to_all_others,
         score=_in_log_rounds("Träff, 2024"),
     )
 
