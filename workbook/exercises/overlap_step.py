@@ -131,12 +131,14 @@ class _Started:
         check_tensor(flat, comm.device)
         self._comm, self._ready, self._queue, self._flat = comm, ready, queue, flat
         self.values = flat.detach().flatten().clone()
-        self.started_at, self.waited_at = len(ready), None
+        self.started_at = len(ready)
+        self.waited_at: int | None = None
         self._arrived = False
         queue.append(self)
 
     def wait(self, *_: Any) -> bool:
-        self.waited_at = len(self._ready) if self.waited_at is None else self.waited_at
+        if self.waited_at is None:
+            self.waited_at = len(self._ready)
         while self in self._queue:
             _all_reduce_next(self._comm, self._queue)
         if not self._arrived:
@@ -192,10 +194,11 @@ def _wrong_moments(ready: list[int], starts: list[_Started]) -> Found:
     if not ready:
         return "no gradient is computed: call loss.backward()"
     if sizes != _ELEMENTS:
-        never = [b for b, size in enumerate(_ELEMENTS) if size not in sizes]
-        why = f": bucket {never[0]} is never started, also if a gradient never comes"
         text = f"it starts all-reduces of {sizes} elements, expected {_ELEMENTS}, in this order"
-        return text + (why if never else "")
+        never = [
+            f": bucket {b} is not started" for b, size in enumerate(_ELEMENTS) if size not in sizes
+        ]
+        return f"{text}{never[0]}, and a gradient may never come" if never else text
     moments = start_moments(_BUCKETS, ready)
     for b, one in enumerate(starts):
         so_far, latest = one.started_at, moments[b] if b < len(moments) else last
