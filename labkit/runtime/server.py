@@ -29,6 +29,8 @@ def _freeze() -> None:
 
 def _end() -> None:
     """Remove the folder of sockets and stores, which a killed caller cannot remove."""
+    # What is frozen is never freed, and libraries would list it as leaked.
+    gc.unfreeze()
     server: Any = multiprocessing.forkserver._forkserver
     if os.getpid() == _PID and server._forkserver_address:
         shutil.rmtree(os.path.dirname(server._forkserver_address), ignore_errors=True)
