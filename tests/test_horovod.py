@@ -170,6 +170,98 @@ def gathers():
     hvd.barrier()
 
 
+def exchanges():
+    """All-to-all and reduce-scatter, even and uneven."""
+    size, rank = hvd.size(), hvd.rank()
+    for dtype in (torch.uint8, torch.int64, torch.float16, torch.float64):
+        rows = torch.arange(size).repeat_interleave(rank + 1).to(dtype)[:, None]
+        right = torch.full((size * (size + 1) // 2, 1), rank, dtype=dtype)
+        assert hvd.alltoall(rows).equal(right)
+        found, came = hvd.alltoall(rows, torch.tensor([rank + 1] * size).int())
+        assert (found.tolist(), came.tolist()) == (right.tolist(), [r + 1 for r in range(size)])
+    # Rank 0 alone sends, to the last rank alone.
+    splits = [0] * (size - 1) + [4 if rank == 0 else 0]
+    found, came = hvd.synchronize(hvd.alltoall_async(torch.ones(sum(splits)), splits))
+    assert (len(found), came.tolist()) == (came.sum(), [4 * (rank == size - 1)] + [0] * (size - 1))
+    for op, every in ((hvd.Sum, everyone(7, 2).sum(0)), (hvd.Average, everyone(7, 2).mean(0))):
+        scales = {"prescale_factor": 0.5, "postscale_factor": 3.0}
+        right = every.tensor_split(size)[rank]
+        assert near(hvd.reducescatter(mine(7, 2), op=op), right)
+        one, other = hvd.grouped_reducescatter([mine(7, 2), mine(7, 2)[:, :1]], op=op, **scales)
+        assert near(one, right * 1.5)
+        assert near(other, right[:, :1] * 1.5)
+        half = hvd.reducescatter(mine(7, 2).float(), None, hvd.Compression.fp16, op)
+        assert torch.allclose(half.double(), right, atol=1e-2)
+        handle = hvd.reducescatter_async(torch.full((size,), 7), op=op)
+        assert hvd.synchronize(handle).tolist() == [7 * size if op == hvd.Sum else 7]
+    # Integers are scaled on each rank, and rounded towards zero.
+    whole = hvd.allreduce(torch.tensor([5, -5]), op=hvd.Sum, prescale_factor=0.5)
+    assert whole.tolist() == [2 * size, -2 * size]
+
+
+def gradients():
+    """Horovod's, for gradients (of the results) that are rank + 1 everywhere."""
+    size, rank = hvd.size(), hvd.rank()
+    total = size * (size + 1) / 2
+    root, fours = size - 1, [4] * size
+    cases = [
+        (lambda x: hvd.allreduce(x, op=hvd.Sum), total),
+        (lambda x: hvd.allreduce(x, name="g", postscale_factor=3.0), 3 * total / size),
+        (lambda x: sum(hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)), 3 * total),
+        (lambda x: hvd.allgather(x[: rank + 1]), total / size),
+        (lambda x: sum(hvd.grouped_allgather([x, x])), 2 * total / size),
+        (lambda x: hvd.broadcast(x, root), total / size if rank == root else 0.0),
+    ]
+    for function, right in cases:
+        x = torch.ones(4 * size, 2, dtype=torch.float64, requires_grad=True)
+        found = function(x)
+        found.backward(torch.full_like(found, rank + 1.0))
+        used = x.grad[: rank + 1] if function is cases[3][0] else x.grad
+        assert near(used, torch.full_like(used, right)), (function, right)
+    for function, factor in (
+        (lambda x: hvd.alltoall(x), 1),
+        (lambda x: hvd.alltoall(x, fours)[0], 1),
+        (lambda x: hvd.reducescatter(x), 1),
+        (lambda x: hvd.grouped_reducescatter([x], op=hvd.Sum, prescale_factor=2.0)[0], 2 * size),
+    ):
+        x = torch.ones(4 * size, dtype=torch.float64, requires_grad=True)
+        found = function(x)
+        found.backward(torch.full_like(found, rank + 1.0))
+        right = factor * torch.arange(1.0, size + 1).repeat_interleave(4)
+        assert near(x.grad, right.double()), (function, factor)
+    least = hvd.allreduce(mine(2).requires_grad_(), op=hvd.Min)
+    refused("no gradient", least.sum().backward)
+
+
+def sparse():
+    size, rank = hvd.size(), hvd.rank()
+    one = torch.sparse_coo_tensor([[0, rank + 1]], [2.0, 3.0], (size + 1,))
+    for op, part in ((hvd.Sum, 1), (hvd.Average, size)):
+        found = hvd.sparse_allreduce_async(one, "sparse", op)()
+        assert torch.allclose(found.to_dense() * part, torch.tensor([2.0 * size] + [3.0] * size))
+    table = nn.Embedding(4, 2, sparse=True)
+    adam = torch.optim.SparseAdam(list(table.parameters()))
+    optimizer = hvd.DistributedOptimizer(adam, op=hvd.Sum)
+    table(torch.tensor([0, rank + 1])).sum().backward()
+    optimizer.step()
+    right = [[size] * 2] + [[float(r < size)] * 2 for r in range(3)]
+    assert table.weight.grad.to_dense().tolist() == right
+
+
+def predivides():
+    model = nn.Linear(2, 1)
+    options = {"gradient_predivide_factor": 2.0, "groups": [list(model.parameters())]}
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), **options)
+    optimizer.set_backward_passes_per_step(2)
+    for _ in range(2):
+        model(torch.full((1, 2), float(hvd.rank()))).sum().backward()
+    optimizer.step()
+    assert model.weight.grad.tolist() == [[hvd.size() - 1.0] * 2]
+    assert hvd.is_homogeneous()
+    hvd.init(range(hvd.size()))
+    refused("all .* ranks", hvd.init, [7])
+
+
 def refused(words, function, *args, kind=ValueError, **options):
     with pytest.raises(kind, match=words):
         function(*args, **options)
@@ -182,9 +274,12 @@ def errors():
     refused("'median'", hvd.allreduce, one, op="median")
     refused("float8", hvd.allreduce, one.to(torch.float8_e5m2))
     refused("reshape", hvd.allgather, torch.tensor(1))
+    refused("cannot be split", hvd.alltoall, torch.ones(hvd.size() + 1), [1] * hvd.size())
+    refused("cannot be split", hvd.alltoall, one, torch.ones(hvd.size()))
+    refused("reshape", hvd.reducescatter, torch.tensor(1))
     refused("not a rank", hvd.broadcast, one, hvd.size())
     refused("new_group", hvd.allreduce, one, process_set=object(), kind=NotImplementedError)
-    for missing in ("alltoall", "reducescatter", "sparse_allreduce_async", "elastic", "Adasum"):
+    for missing in ("elastic", "Adasum"):
         with pytest.raises(AttributeError, match=r"torch\.distributed"):
             getattr(hvd, missing)
     hvd.allreduce_async(one, name="twice")
@@ -413,7 +508,7 @@ def answers():
 
 
 PARTS = [reductions, gathers, errors, joins, trains, optimizer_rules, optimizer_refusals, states]
-PARTS += [batch_norm, answers]
+PARTS += [exchanges, gradients, sparse, predivides, batch_norm, answers]
 
 
 def everything(comm, given):

@@ -19,6 +19,8 @@ JOIN = "join"
 FUSION_BYTES = 64 * 2**20
 # All ranks wait, and none has submitted anything: after this time none will.
 STUCK_S = 3.0
+# Kinds whose tensors may differ in their first dimension.
+BY_ROWS = ("allgather", "alltoall")
 
 
 class Request(NamedTuple):
@@ -26,10 +28,12 @@ class Request(NamedTuple):
 
     Attributes:
         name: by which the ranks agree.
-        kind: ``allreduce``, ``allgather``, ``broadcast``, ``barrier`` or ``join``.
+        kind: ``allreduce``, ``allgather``, ``broadcast``, ``alltoall``, ``reducescatter``,
+            ``barrier`` or ``join``.
         option: of a reduction the operation of ``Reduction``, of a broadcast the root.
-        dtype, shape: of its tensor; of an allgather without the first dimension.
-        rows: in an allgather, the first dimension: it alone may differ.
+        dtype, shape: of its tensor; of an allgather or alltoall without the first dimension.
+        rows: the first dimension of an allgather, and of an alltoall the rows for each rank: they
+            alone may differ.
     """
 
     name: str
@@ -37,7 +41,7 @@ class Request(NamedTuple):
     option: str = ""
     dtype: str = ""
     shape: Sequence[int] = ()
-    rows: int = 0
+    rows: int | Sequence[int] = 0
 
     def described(self) -> str:
         """``allreduce sum float32 [2, 3]``, for example."""
@@ -50,13 +54,13 @@ class Decision(NamedTuple):
     Attributes:
         requests: one, or several all-reduces that are fused.
         error: why they cannot; empty if they can.
-        rows: by rank, the ``rows`` of an allgather.
+        rows: by rank, the ``rows`` of its request.
         last: of a join, the rank that came last.
     """
 
     requests: list[Request]
     error: str = ""
-    rows: Sequence[int] = ()
+    rows: Sequence[Any] = ()
     last: int = 0
 
 

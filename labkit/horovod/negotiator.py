@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.collectives import all_to_all, broadcast, fast_ring_all_reduce
+from labkit.collectives import all_to_all, broadcast, fast_ring_all_reduce, reduce_scatter
 from labkit.comm.comm import Comm
 from labkit.comm.source_lines import caller_location, credit_to
 from labkit.errors import MismatchError, PeerLostError
-from labkit.horovod.coordinator import JOIN, Coordinator, Decision, Request
+from labkit.horovod.coordinator import BY_ROWS, JOIN, Coordinator, Decision, Request
 from labkit.runtime.torchrun import Opened, open_for
 
 # How long a tensor waits for others to be fused with, unless the program waits for it.
@@ -74,6 +74,9 @@ class Handle:
         self.result, self.take = self.take(self.result), lambda result: result
         return self.result
 
+    # Horovod's handle of a sparse all-reduce is called.
+    __call__ = wait
+
 
 class Engine(threading.Thread):
     """The background thread of one rank, from ``init`` to ``shutdown``.
@@ -103,6 +106,7 @@ class Engine(threading.Thread):
         tensor: Tensor | None = None,
         take: Callable[[Any], Any] = lambda result: result,
         option: str = "",
+        splits: Sequence[int] = (),
     ) -> Handle:
         """Submit a collective, which begins once all ranks have submitted its name.
 
@@ -110,9 +114,10 @@ class Engine(threading.Thread):
             name: without one, what belongs together is the n-th of its kind on all ranks.
             take: makes the caller's result of what ``carry_out`` returns.
             option: see ``Request``.
+            splits: of an alltoall the rows for each rank.
 
         Raises:
-            ValueError: the name is under way already, or a tensor without rows to gather.
+            ValueError: the name is under way already, or a tensor without rows.
             PeerLostError: a rank has ended.
         """
         if name is None:
@@ -120,10 +125,11 @@ class Engine(threading.Thread):
         request = Request(name if kind == JOIN else f"{kind}.{name}", kind, option)
         if tensor is not None:
             dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-            if kind == "allgather":
-                if not shape:
-                    raise ValueError("allgather works along rows: use tensor.reshape(1)")
-                request = request._replace(rows=shape.pop(0))
+            if kind in (*BY_ROWS, "reducescatter") and not shape:
+                raise ValueError(f"{kind} works along rows: use tensor.reshape(1)")
+            if kind in BY_ROWS:
+                request = request._replace(rows=splits or shape[0])
+                del shape[0]
             request = request._replace(dtype=dtype, shape=shape)
         handle = Handle(self, tensor, take)
         with self.changed:
@@ -196,7 +202,7 @@ class Engine(threading.Thread):
         if decision.error:
             error = NegotiationError(decision.error)
         else:
-            values = [None if one is None else one.detach().cpu() for one in tensors]
+            values = [None if t is None else t.detach().cpu().contiguous() for t in tensors]
             results = carry_out(self.comm, decision, values)
         with self.changed:
             for request, handle, result in zip(decision.requests, handles, results):
@@ -231,7 +237,7 @@ class Engine(threading.Thread):
 
 
 def carry_out(comm: Comm, decision: Decision, values: Sequence[Tensor | None]) -> list[Any]:
-    """The results of each request, on the CPU; of an allgather the parts of all ranks.
+    """The results of each request, on the CPU; by rows the parts of all ranks.
 
     Args:
         values: by request, this rank's tensor on the CPU, None for zeros; they are not changed.
@@ -241,9 +247,17 @@ def carry_out(comm: Comm, decision: Decision, values: Sequence[Tensor | None]) -
         return _fused_all_reduce(comm, decision.requests, values)
     if request.kind == "broadcast" and mine is not None:
         return [broadcast(comm, mine.clone(), int(request.option))]
-    if request.kind == "allgather" and mine is not None:
-        out = [mine.new_empty(rows, *request.shape) for rows in decision.rows]
-        return [all_to_all(comm, [mine] * comm.world_size, out)]
+    if request.kind == "reducescatter" and mine is not None:
+        # The first ranks have one row more if need be.
+        parts = mine.tensor_split(comm.world_size)
+        return [_reduced(comm, lambda op: reduce_scatter(comm, list(parts), op), request)]
+    if request.kind in BY_ROWS and mine is not None:
+        theirs, parts = decision.rows, [mine] * comm.world_size
+        if request.kind == "alltoall":
+            theirs = [splits[comm.rank] for splits in decision.rows]
+            parts = list(mine.split(decision.rows[comm.rank]))
+        out = [mine.new_empty(rows, *request.shape) for rows in theirs]
+        return [all_to_all(comm, parts, out)]
     return [decision.last]
 
 
@@ -251,29 +265,36 @@ def _fused_all_reduce(
     comm: Comm, requests: Sequence[Request], values: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """1. Copy the tensors into a buffer. 2. One ring. 3. Cut the results out."""
-    op, dtype = requests[0].option, getattr(torch, requests[0].dtype)
+    dtype = getattr(torch, requests[0].dtype)
     pieces = [
         torch.zeros(request.shape, dtype=dtype) if value is None else value
         for request, value in zip(requests, values)
     ]
     total = torch.cat([piece.reshape(-1) for piece in pieces])
-    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        # An average of integers is rounded towards 0.
-        fast_ring_all_reduce(comm, total).div_(comm.world_size, rounding_mode="trunc")
-    else:
-        fast_ring_all_reduce(comm, total, op)
+    _reduced(comm, lambda op: fast_ring_all_reduce(comm, total, op), requests[0])
     parts = total.split([piece.numel() for piece in pieces])
     return [part.view(piece.shape) for part, piece in zip(parts, pieces)]
+
+
+def _reduced(comm: Comm, reduce: Callable[[str], Tensor], request: Request) -> Tensor:
+    """The result of ``reduce(op)``; an average of integers is rounded towards 0."""
+    dtype = getattr(torch, request.dtype)
+    if request.option == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return reduce("sum").div_(comm.world_size, rounding_mode="trunc")
+    return reduce(request.option)
 
 
 _engine: Engine | None = None
 
 
-def init(comm: Comm | None = None) -> None:
-    """Join the other ranks, unless this one has; ``comm`` of ``labkit.run`` may be left out."""
+def init(comm: Comm | Sequence[int] | None = None) -> None:
+    """Join the other ranks, unless this one has. ``comm``: of ``labkit.run``, or all ranks."""
     global _engine
     if _engine is None:
-        _engine = Engine(open_for("horovod", comm, shutdown))
+        _engine = Engine(open_for("horovod", comm if isinstance(comm, Comm) else None, shutdown))
+    size = _engine.comm.world_size
+    if not isinstance(comm, Comm | None) and list(comm) not in ([], list(range(size))):
+        raise ValueError(f"init({comm!r}): all {size} ranks take part, so call init() without it")
 
 
 def shutdown() -> None:

@@ -53,6 +53,20 @@ class Compression:
 Compression.none, Compression.fp16 = Compression(False), Compression(True)
 
 
+def sparse_allreduce_async(tensor: Tensor, name: str | None = None, op: str = Average) -> Handle:
+    """Reduce a sparse tensor: all ranks get the indices and values of all, added up."""
+    mine = tensor.detach().coalesce()
+    indices, values = name and f"{name}.indices", name and f"{name}.values"
+    where = engine().submit("allgather", indices, mine.indices().t(), torch.cat)
+
+    def take(parts: list[Tensor]) -> Tensor:
+        found = torch.cat(parts) / (len(parts) if op == Average else 1)
+        summed = torch.sparse_coo_tensor(where.wait().t(), found, tensor.shape).coalesce()
+        return summed.to(tensor.device, tensor.dtype)
+
+    return engine().submit("allgather", values, mine.values(), take)
+
+
 def DistributedOptimizer(
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
@@ -66,37 +80,42 @@ def DistributedOptimizer(
 ) -> Any:
     """``optimizer``, whose ``step`` uses gradients that were reduced while backward still ran.
 
-    It gets ``synchronize()`` (gradients are reduced after it, for example to clip them) and
-    ``skip_synchronize()``, a context for the ``step`` after that.
+    It gets ``synchronize()`` (gradients are reduced after it, for example to clip them),
+    ``skip_synchronize()``, a context for the ``step`` after that, and
+    ``set_backward_passes_per_step(passes)``.
 
     Args:
         named_parameters: names by which the ranks agree; by default their order counts.
         compression: ``Compression.none`` or ``Compression.fp16``, see there.
         backward_passes_per_step: after how many passes a gradient is reduced; they add up.
         op: Average or Sum.
-        gradient_predivide_factor: no effect, as partial sums do not overflow here.
+        gradient_predivide_factor: divides before an average, and multiplies after it.
         num_groups, groups: no effect, as what is ready at the same time is fused anyway.
-        sparse_as_dense: whether gradients may be sparse, and become dense.
+        sparse_as_dense: whether sparse gradients become dense.
 
     Raises:
-        ValueError: not an optimizer or a reduction of gradients; the names are not one for each
-            parameter; the passes are not a positive integer.
+        ValueError: not an optimizer or a reduction of gradients; a factor that is not positive or
+            not for an average; the names are not one for each parameter; the passes are not a
+            positive integer.
     """
     if op not in (Average, Sum) or not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"DistributedOptimizer takes an optimizer of torch.optim, not {optimizer!r:.60}, and "
             f"op=hvd.Average or hvd.Sum, not {op!r}"
         )
+    if gradient_predivide_factor <= 0 or (op != Average and gradient_predivide_factor != 1):
+        raise ValueError("gradient_predivide_factor is above 0, and for op=hvd.Average")
     check_integer("backward_passes_per_step", backward_passes_per_step)
     names = _names_of(optimizer.param_groups, named_parameters)
     found: Any = optimizer
     gradients = Gradients(
         found, names, compression, backward_passes_per_step, op, sparse_as_dense, found.zero_grad
     )
+    gradients.factor = gradient_predivide_factor
     gradients.watch()
     found.register_step_pre_hook(gradients.before_step)
     found.synchronize, found.skip_synchronize = gradients.synchronize, gradients.skip
-    found.zero_grad = gradients.zero_grad
+    found.zero_grad, found.set_backward_passes_per_step = gradients.zero_grad, gradients.set_passes
     return found
 
 
@@ -116,6 +135,7 @@ class Gradients:
     under_way: dict[Tensor, Handle] = field(default_factory=dict)
     is_synchronized: bool = False
     synchronizes: bool = True
+    factor: float = 1.0
 
     def watch(self) -> None:
         """Hook the parameters that need gradients and have no hook yet."""
@@ -125,6 +145,10 @@ class Gradients:
                 self.names.setdefault(parameter, f"noname.{number}")
                 self.left[parameter] = self.passes
                 parameter.register_post_accumulate_grad_hook(self.passed)
+
+    def set_passes(self, passes: int) -> None:
+        check_integer("backward_passes_per_step", passes)
+        self.passes, self.left = passes, dict.fromkeys(self.left, passes)
 
     def passed(self, parameter: Tensor) -> None:
         if self.left[parameter] == 0:
@@ -140,17 +164,20 @@ class Gradients:
     def submit(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.is_sparse:
-            if not self.sparse_as_dense:
-                raise ValueError("a gradient is sparse: give sparse_as_dense=True")
-            parameter.grad = parameter.grad.to_dense()
-        gradient = parameter.grad
-        small, context = self.compression.compress(gradient)
-
-        def take(found: Tensor) -> None:
-            gradient.copy_(self.compression.decompress(found, context))
-
         name = self.names[parameter]
+        if parameter.grad.is_sparse and not self.sparse_as_dense:
+            self.under_way[parameter] = sparse_allreduce_async(parameter.grad, name, self.op)
+            return
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        gradient, factor = parameter.grad, self.factor
+        divided = gradient if factor == 1 else gradient / factor
+        small, context = self.compression.compress(divided)
+
+        def take(found: Tensor) -> Tensor:
+            gradient.copy_(self.compression.decompress(found, context))
+            return gradient if factor == 1 else gradient.mul_(factor)
+
         self.under_way[parameter] = engine().submit("allreduce", name, small, take, self.op)
 
     @torch.no_grad()
@@ -161,8 +188,8 @@ class Gradients:
             for parameter in self.left:
                 if parameter not in self.under_way:
                     self.submit(parameter)
-            for handle in self.under_way.values():
-                handle.wait()
+            for parameter, handle in self.under_way.items():
+                parameter.grad = handle.wait()
         finally:
             self.under_way.clear()
             self.left = dict.fromkeys(self.left, self.passes)
