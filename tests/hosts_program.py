@@ -22,12 +22,6 @@ CASES = {
     "ddp, small buckets": {"strategy": "ddp", "bucket_mb": 0.01},
     "ddp, PyTorch's": {"strategy": "ddp", "builtin": True},
     "ddp, PyTorch's on labkit": {"strategy": "ddp", "builtin": True, "backend": "labkit"},
-    "ddp, PyTorch's, hierarchical": {
-        "strategy": "ddp",
-        "builtin": True,
-        "backend": "labkit",
-        "hierarchical": True,
-    },
     "ring": {"strategy": "ring_all_reduce"},
     "ring, hierarchical": {"strategy": "ring_all_reduce", "hierarchical": True},
     "ddp, hierarchical": {"strategy": "ddp", "hierarchical": True},

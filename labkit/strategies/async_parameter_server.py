@@ -148,7 +148,7 @@ class AsyncParameterServer(OnShares):
         while done < last or self.tracker.pulled:
             # After the last update: receive the late pushes, answer with the final parameters.
             worker = self.tracker.next() if done < last else next(iter(self.tracker.held), None)
-            with self.may_be_lost():
+            with self.may_be_lost(done < last):
                 if worker is None:
                     worker = self.hear()
                     self.tracker.push(worker)
@@ -194,12 +194,13 @@ class AsyncParameterServer(OnShares):
             self.comm.send(goes_on, worker)
 
     @contextlib.contextmanager
-    def may_be_lost(self) -> Iterator[None]:
-        """A context that leaves a worker out from then on, if it dies and is not the last."""
+    def may_be_lost(self, is_needed: bool) -> Iterator[None]:
+        """A context that leaves a worker out if it dies; the last one may only die at the end."""
         try:
             yield
         except PeerLostError as error:
-            if error.rank not in self.tracker.pulled or len(self.tracker.pulled) == 1:
+            is_last = len(self.tracker.pulled) == 1
+            if error.rank not in self.tracker.pulled or (is_last and is_needed):
                 raise
             self.tracker.drop(error.rank)
             print(

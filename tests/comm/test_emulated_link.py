@@ -73,11 +73,6 @@ def test_links_that_cannot_be(numbers, message):
         EmulatedLink(*numbers)
 
 
-def test_another_object_is_not_a_link():
-    with pytest.raises(ValueError, match=r"is not a labkit\.EmulatedLink"):
-        run(print, world_size=1, link=Link(0.1, 0.1))
-
-
 @pytest.mark.parametrize(
     ("per_host", "hosts"), [(None, ((0, 1, 2),)), (1, ((0,), (1,), (2,))), (2, ((0, 1), (2,)))]
 )

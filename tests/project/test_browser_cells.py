@@ -79,7 +79,7 @@ def test_errors_sources_and_tables_of_a_cell(lab):
 def check_error(page):
     """Without the frames of libraries: the cell's line, the message, the rank's line."""
     text = page.cells()[3]["text"]
-    assert len(text.strip().splitlines()) < 30
+    assert len(text.strip().splitlines()) < 40
     assert "----> 1 labkit.run(wrong_shape, world_size=2)" in text
     assert "rank 1 raised RuntimeError" in text
     assert "Cell In[1], line 4" in text

@@ -100,7 +100,7 @@ def test_a_run_is_drawn_while_it_lasts(nodes, monkeypatch):
             self.board, self.labels = board, set()
             drawn.append(self)
 
-        def update(self, bars):
+        def update(self):
             self.labels.update(self.board.ranks["label"].tolist())
 
         def close(self, trace):

@@ -138,8 +138,7 @@ def test_the_loop_feeds_the_gpu_and_reports_without_waiting(technique, monkeypat
         strategy = strategies.get(technique)(**options)
         strategy.setup(comm, model(), sgd)
         data = Samples(TensorDataset(torch.randn(20, 1, 8, 8), torch.zeros(20).long()))
-        run = loop._Run(config, SimpleNamespace(train=data), strategy, False)
-        run.open({}, None)
+        run = loop._Run(config, SimpleNamespace(train=data), strategy, {}, None, False)
         gpus.waits.clear()
         for _ in range(2):
             run.train_epoch()
