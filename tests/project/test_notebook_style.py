@@ -132,7 +132,9 @@ def test_the_learner_writes_early(path):
     assert any(is_stub)
     first = is_stub.index(True)
     # (A case is looked at before it is solved.)
-    assert path.stem == DETECTIVE or first <= MAX_FIRST_STUB * len(cells), f"the first stub is cell {first} of {len(cells)}"
+    assert path.stem == DETECTIVE or first <= MAX_FIRST_STUB * len(cells), (
+        f"the first stub is cell {first} of {len(cells)}"
+    )
 
 
 def test_a_page_has_enough_exercises(path):
