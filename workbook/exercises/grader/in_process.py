@@ -1,14 +1,12 @@
 """Exercises that need no ranks: a function of plain values, called in one other process.
 
-The process can be ended, whatever the function does: an endless loop, also inside of a function
-of C, or a call of ``sys.exit``. A function that cannot be sent there is called in this process.
+The process can be ended, whatever the function does. A function that cannot be sent there is
+called in this process.
 """
 
 import contextlib
 import copy
 import inspect
-import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,10 +17,10 @@ import cloudpickle
 
 from labkit.comm.comm import Comm
 from labkit.comm.source_lines import is_internal, readable
-from labkit.errors import DeadlineError, WorkerError
+from labkit.errors import WorkerError
 from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import Found, Wrong
-from workbook.exercises.grader.on_ranks import AGAIN_S, in_one_process, limited_memory, story_of
+from workbook.exercises.grader.on_ranks import in_one_process, limited_memory, story_of
 from workbook.exercises.grader.report import (
     CALLS_LIBRARY,
     NOT_ATTEMPTED,
@@ -35,36 +33,8 @@ from workbook.exercises.grader.report import (
 from workbook.exercises.grader.stub import about_stub, is_stub, is_untouched, raised_by_stub
 from workbook.exercises.grader.watched import Watched
 
-# All questions together take milliseconds. The process is ended a little after the function.
-TIMEOUT_S = 6.0
-_MORE_S = 2.0
-# A function may catch the first OutOfTime, but hardly all.
-_RING_AGAIN_S = 0.2
-# How many questions are asked one by one, each in its own process, after a process has ended.
-_ONE_BY_ONE = 12
-
-
-class OutOfTime(BaseException):
-    """Raised in a function that has not ended in time. No Exception, which it might catch."""
-
-
-@contextlib.contextmanager
-def limited_time(seconds: float) -> Iterator[None]:
-    """Raise ``OutOfTime`` in the block, in the main thread, once ``seconds`` have passed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(*_: object) -> None:
-        raise OutOfTime
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, _RING_AGAIN_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+# All questions together take milliseconds.
+TIMEOUT_S = 8.0
 
 
 class Question(NamedTuple):
@@ -89,7 +59,7 @@ class Asked(NamedTuple):
 
     answers: list
     again: list
-    broken: tuple[str, str] | None = None
+    broken: str = ""
     stub: str = ""
     library: str = ""
     changed: str = ""
@@ -102,7 +72,6 @@ def answers(
     name: str = "",
     signature: str = "",
     mistakes: Mapping[str, Callable[..., Any]] | None = None,
-    kind: Callable[[Any], Any] | None = None,
 ) -> Verdict:
     """Grade a function by what it returns, print the verdict and return it.
 
@@ -114,7 +83,6 @@ def answers(
             names may have them in any order.
         mistakes: a sentence -> a function that makes this mistake. The sentence is shown if all
             answers equal those of that function.
-        kind: ``list`` or ``bool``, to convert each answer, so that other types are accepted.
 
     Returns:
         The verdict. Nothing is raised: the verdict tells every failure.
@@ -133,19 +101,12 @@ def answers(
 
     pairs = expected.items() if isinstance(expected, Mapping) else expected
     questions = [Question(args, words(args), wanted) for args, wanted in pairs]
-    call = partial(_converted, kind)
-    options = {"mistakes": mistakes or {}, "call": call, "signature": signature}
+    options = {"mistakes": mistakes or {}, "call": _plainly, "signature": signature}
     return ask(name or own_name, fn, questions, differs, **options)
 
 
-def _converted(kind: Callable[[Any], Any] | None, fn: Callable, *args: Any) -> Any:
-    answer = fn(*args)
-    if kind is None or answer is None:
-        return answer
-    try:
-        return kind(answer)
-    except (TypeError, ValueError, RuntimeError):
-        return answer
+def _plainly(fn: Callable, *args: Any) -> Any:
+    return plain(fn(*args))
 
 
 def differs(question: Question, answer: Any) -> Found:
@@ -193,69 +154,40 @@ def verdict_of(
         return Verdict(name, NOT_YET, notes=[f"expected a function, got {type(fn).__name__}"])
     if is_untouched(fn):
         return Verdict(name, NOT_ATTEMPTED)
-    found = _asked(fn, questions, call, (signature, may_call))
+    given = [(question.args, question.words) for question in questions]
+    watching = fn, given, call, signature, may_call
+    try:
+        found = in_one_process(_answered, *watching, timeout_s=TIMEOUT_S)
+    except ValueError:  # the function cannot travel, or this process may not start others
+        found = _answered(None, *watching)
+    except WorkerError as error:
+        story = story_of(error).replace("rank 0", "the function")
+        found = Asked([], [], f"one of {len(given)} calls: {story}")
     if is_stub(fn, found.stub):
         return Verdict(name, NOT_ATTEMPTED)
     asked = list(zip(questions, found.answers))
+    wrong = ""
     for question, answer in asked:
-        wrong = f"{question.words}: {answer}" if isinstance(answer, Wrong) else None
-        if wrong := wrong or problem(question, answer):
+        one = f"{question.words}: {answer}" if isinstance(answer, Wrong) else None
+        if wrong := one or problem(question, answer) or "":
             for sentence, rule in (mistakes or {}).items():
                 if all(agree(one, rule(*asks.args)) for asks, one in asked):
                     wrong += f": {sentence}"
                     break
-            return Verdict(name, NOT_YET, notes=[wrong])
-    if found.stub:
-        place = questions[len(found.answers)].words
-        return Verdict(name, NOT_YET, notes=[f"{place}: {about_stub(fn, found.stub)}"])
-    if found.broken:
-        # Only this process knows the numbers of a notebook's cells.
-        text, at = found.broken
-        return Verdict(name, NOT_YET, notes=[text + readable(at)])
+            break
+    if not wrong and found.stub:
+        wrong = f"{questions[len(found.answers)].words}: {about_stub(fn, found.stub)}"
+    # Only this process knows the numbers of a notebook's cells.
+    wrong = wrong or readable(found.broken)
     for question, first, second in zip(questions, found.answers, found.again):
-        if not agree(second, first):
-            text = f"{question.words} returned {short(first)} the first time, but {short(second)} "
-            return Verdict(name, NOT_YET, notes=[f"{text}the second time"])
-    if found.changed:
-        return Verdict(name, NOT_YET, notes=[found.changed])
+        if not wrong and not agree(second, first):
+            wrong = f"{question.words} returned {short(first)} the first time, "
+            wrong += f"but {short(second)} the second time"
+    if wrong or found.changed:
+        return Verdict(name, NOT_YET, notes=[wrong or found.changed])
     if found.library:
         return Verdict(name, NOT_YOURS, notes=[CALLS_LIBRARY.format(name=found.library)])
     return Verdict(name, PASSED, notes=[right(found.answers)])
-
-
-def _asked(fn: Callable, questions: Sequence[Question], call: Callable, watching: tuple) -> Asked:
-    """Ask all questions, in a process that can be ended if there may be one."""
-    given = [(question.args, question.words) for question in questions]
-
-    def elsewhere(given: list, timeout_s: float) -> Asked:
-        parts = fn, given, call, watching, timeout_s
-        return in_one_process(_answered, *parts, timeout_s=timeout_s + _MORE_S)
-
-    try:
-        return elsewhere(given, TIMEOUT_S)
-    except ValueError:  # the function cannot travel, or this process may not start others
-        return _answered(None, fn, given, call, watching, TIMEOUT_S)
-    except WorkerError as error:
-        if "before it had started" in str(error):
-            return _answered(None, fn, given, call, watching, TIMEOUT_S)
-        failure = error
-    place, answers = f"one of {len(given)} calls", []
-    for one in given[:_ONE_BY_ONE]:
-        try:
-            found = elsewhere([one], AGAIN_S)
-        except WorkerError as error:
-            place, failure = one[1], error
-            break
-        if not found.answers:
-            return found._replace(answers=answers)
-        answers += found.answers
-    if isinstance(failure, DeadlineError):
-        return Asked(answers, [], (f"{place}: {_ENDLESS.format(TIMEOUT_S)}", ""))
-    story = story_of(failure).replace("rank 0", "the function")
-    return Asked(answers, [], (f"{place}: {story}", ""))
-
-
-_ENDLESS = "the function was still running after {:g} s: look for a loop that does not end"
 
 
 def _answered(
@@ -263,39 +195,36 @@ def _answered(
     fn: Callable,
     given: list[tuple[tuple, str]],
     call: Callable,
-    watching: tuple,
-    timeout_s: float,
+    signature: str,
+    may_call: Collection[str],
 ) -> Asked:
     """Call ``fn`` for all arguments, then once more in the opposite order."""
-    watched, answers, again = Watched(fn, *watching), [], []
+    watched, answers, again = Watched(fn, signature, may_call), [], []
     begin_s = time.monotonic()
 
-    def failed(text: str, error: BaseException) -> Asked:
-        place = given[len(answers) if len(answers) < len(given) else -1 - len(again)][1]
-        frames = [f for f in extract_tb(error.__traceback__) if not is_internal(f.filename)]
-        at = f'\n  at "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
-        return Asked(answers, [], (f"{place}: {text}", at))
-
-    def travels(answer: Any) -> Any:
+    def answer(args: tuple) -> Any:
         """The answer, or what it says of itself, if it cannot be sent back."""
-        answer = plain(answer) if isinstance(answer, Iterator) else answer
+        # A copy, because the function may change its arguments.
+        found = call(watched, *copy.deepcopy(args))
+        found = plain(found) if isinstance(found, Iterator) else found
         try:
-            cloudpickle.dumps(answer)
+            cloudpickle.dumps(found)
         except Exception:
-            return f"{answer!r:.200}"
-        return answer
+            return f"{found!r:.200}"
+        return found
 
     try:
-        with limited_time(timeout_s), limited_memory():
+        with limited_memory():
             for args, _ in given:
-                # A copy, because the function may change its arguments.
-                answers.append(travels(call(watched, *copy.deepcopy(args))))
-            if time.monotonic() - begin_s < timeout_s / 4:
+                answers.append(answer(args))
+            if time.monotonic() - begin_s < TIMEOUT_S / 4:
                 for args, _ in reversed(given):
-                    again.insert(0, travels(call(watched, *copy.deepcopy(args))))
-    except OutOfTime as error:
-        return failed(_ENDLESS.format(timeout_s), error)
-    except Exception as error:
-        text = f"the function raised {type(error).__name__}: {error}".removesuffix(": ")
-        return failed(text, error)._replace(stub=raised_by_stub(error))
+                    again.insert(0, answer(args))
+    except (Exception, SystemExit) as error:
+        place = given[len(answers) if len(answers) < len(given) else -1 - len(again)][1]
+        text = f"{place}: the function raised {type(error).__name__}: {error}".removesuffix(": ")
+        frames = [f for f in extract_tb(error.__traceback__) if not is_internal(f.filename)]
+        if frames:
+            text += f'\n  at "{frames[-1].filename}", line {frames[-1].lineno}'
+        return Asked(answers, [], text, raised_by_stub(error))
     return Asked(answers, again, library=watched.library, changed=watched.changed)

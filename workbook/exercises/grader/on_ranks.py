@@ -4,6 +4,7 @@ import contextlib
 import re
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class DidNotFinish(Exception):
         found = re.match(unwritten, last_frame)
         self.unwritten = found[1] if found else ""
         self.tried: dict[Case, Ranks] = {}
-        super().__init__(f"{place}: {story_of(error)}" if place else story_of(error))
+        super().__init__(place + story_of(error))
 
 
 def story_of(error: Exception) -> str:
@@ -56,10 +57,16 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Cas
     Raises:
         DidNotFinish: a rank raised, left, or never ended.
     """
+
+    def outcomes(cases: list[Case], timeout_s: float) -> dict[Case, Ranks]:
+        options = {"world_size": cases[0].world_size, "device": "cpu", "timeout_s": timeout_s}
+        by_rank = run(_attempt, fn, exercise.to_run(), cases, **options).values
+        return dict(zip(cases, zip(*by_rank)))
+
     try:
-        return _run(fn, exercise, cases, TIMEOUT_S)
+        return outcomes(cases, TIMEOUT_S)
     except WorkerError as error:
-        failure = DidNotFinish(error)
+        failure = DidNotFinish(error, "in a later call of a case whose first call went well: ")
         if failure.unwritten:
             raise failure from None
         again_s = AGAIN_S if isinstance(error, DeadlineError) else TIMEOUT_S
@@ -67,17 +74,11 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Cas
     # barrier before it, so the explanation names only the learner's lines.
     tried: dict[Case, Ranks] = {}
     for case in cases:
-        if case.call:
-            continue
         try:
-            tried |= _run(fn, exercise, [case], again_s)
+            tried |= outcomes([case], again_s) if case.call == 0 else {}
         except WorkerError as error:
-            failure = DidNotFinish(error, exercise.where(case))
+            failure = DidNotFinish(error, f"{exercise.where(case)}: ")
             break
-    else:
-        failure.args = (
-            f"{failure}. The first call of every case went well: this was a later one",
-        )
     failure.tried = tried
     raise failure
 
@@ -102,14 +103,6 @@ def limited_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _run(
-    fn: Callable, exercise: Exercise, cases: list[Case], timeout_s: float
-) -> dict[Case, Ranks]:
-    options = {"world_size": cases[0].world_size, "device": "cpu", "timeout_s": timeout_s}
-    by_rank = run(_attempt, fn, exercise.to_run(), cases, **options).values
-    return dict(zip(cases, zip(*by_rank)))
-
-
 def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) -> list[Outcome]:
     """On a rank: call ``fn`` for each case, the ranks together."""
     outcomes = []
@@ -118,30 +111,34 @@ def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) ->
             if number:
                 # A message that one call left unreceived must not be received by the next call.
                 comm.barrier()
-            outcomes.append(call_once(comm, fn, exercise, case))
+            args = exercise.inputs(comm.rank, case)
+            outcomes.append(call_once(comm, fn, exercise, args))
     return outcomes
 
 
-def call_once(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outcome:
-    """On a rank: call ``fn`` for one case."""
-    args = exercise.inputs(comm.rank, case)
+def call_once(
+    comm: Comm,
+    fn: Callable,
+    exercise: Exercise,
+    args: tuple,
+    around: Callable[[], AbstractContextManager] = nullcontext,
+) -> Outcome:
+    """On a rank: call ``fn`` with ``exercise.inputs``; ``around`` as in ``Watched``."""
+
+    def spent() -> tuple[int, int, int, int]:
+        return comm.messages, comm.bytes_sent, comm.operations, comm.session.barriers
+
     given = None if exercise.written is None else args[exercise.written]
     before_it = list(given) if isinstance(given, list) else given
-    watched = Watched(fn, exercise.signature, exercise.may_call, written=given)
-    before, sent_before = _spent(comm), comm.bytes_to.copy()
+    watched = Watched(fn, exercise.signature, exercise.may_call, given, around)
+    before, sent_before = spent(), comm.bytes_to.copy()
     returned = exercise.call(watched, comm, *args)
     value, meant = (before_it, given) if isinstance(given, list) else (given, returned)
     if exercise.written is None or isinstance(returned, Wrong):
         # Made plain here, because generators cannot travel, and run only now.
         value, meant = plain(returned), None
-    messages, num_bytes, operations, barriers = (
-        now - then for now, then in zip(_spent(comm), before)
-    )
+    messages, num_bytes, operations, barriers = (now - then for now, then in zip(spent(), before))
     # Subtracting Counters keeps only the peers to which something was sent.
     sent_to = comm.bytes_to - sent_before
     seen = barriers, tuple(watched.steps), watched.library, watched.changed
     return Outcome(value, meant, messages, num_bytes, operations, sent_to, *seen)
-
-
-def _spent(comm: Comm) -> tuple[int, int, int, int]:
-    return comm.messages, comm.bytes_sent, comm.operations, comm.session.barriers
