@@ -29,13 +29,13 @@ from labkit.comm.torch_transport import first_line
 from labkit.config import parse_hosts
 from labkit.devices import plan, print_once, versions
 from labkit.errors import WorkerError
-from labkit.runtime import torchrun
 from labkit.runtime.failures import Evidence, deadline_error, failure_error
 from labkit.runtime.messages import Report, dump_call, trace_of
 from labkit.runtime.output import Watcher
-from labkit.runtime.plain import dump_error, dump_report, load_error, load_report
+from labkit.runtime.plain import dump_error, dump_plain, dump_report, load_error, load_report
 from labkit.runtime.rank_watch import Rows, Watch, with_hosts
-from labkit.runtime.worker import connect
+from labkit.runtime.torchrun import watched
+from labkit.runtime.worker import call as run_as, connect
 from labkit.units import format_count
 
 _POLL_S = 0.2
@@ -86,10 +86,10 @@ class RankActor:
         try:
             comm = connect(self._plan, timeout_s, meeting=self, link=link)
             watch = Watch(comm, dist.PrefixStore(f"watch/{run}", self.store(0)), prints=False)
-            with torchrun.watched(watch):
+            with watched(watch):
                 install_sources(sources)
                 fn, args = cloudpickle.loads(call)
-                return dump_report(torchrun.call(comm, fn, args)), ""
+                return dump_report(run_as(comm, fn, args, dump_plain)), ""
         except BaseException as error:
             raised = f"rank {os.environ['RANK']} raised {type(error).__name__}: {error}"
             return b"", dump_error((watch and watch.error) or WorkerError(raised))
@@ -164,15 +164,7 @@ def run_on(
     timeout_s: float,
     link: EmulatedLink | None,
 ) -> list[Report]:
-    """Run ``fn`` on the nodes of the cluster to which this process is connected.
-
-    Args:
-        hosts: how many nodes, or their addresses; see ``labkit.run`` for the others.
-
-    Raises:
-        ValueError: nodes that the cluster does not have, or settings that they cannot fulfil.
-        WorkerError: or a subclass of it, if the run has failed.
-    """
+    """Run ``fn`` on the nodes of the cluster to which this process is connected; see ``run``."""
     global _kept
     ray = connected(hosts)
     nodes = _nodes_for(ray, hosts, world_size)
@@ -232,11 +224,7 @@ def _watch(ranks: _Ranks, job: tuple[Any, ...], timeout_s: float) -> list[Report
 
 
 def connected(hosts: object) -> Any:
-    """The module ``ray``, with this process connected to a cluster.
-
-    Raises:
-        ValueError: Ray is not installed, or not connected.
-    """
+    """The module ``ray``, with this process connected to a cluster, or ValueError."""
     # Ray would report its use to its makers, and print a line that several ranks have only once.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")

@@ -53,8 +53,7 @@ class AsyncParameterServer(OnShares):
     always come from one worker and are never mixed. Counters end as they began.
 
     A worker that dies is left out from then on, and so are its shares; if the last worker dies,
-    the run fails. (``torchrun`` ends the run whenever a rank dies.) Workers never stop together,
-    so there are no checkpoints.
+    the run fails. Workers never stop together, so there are no checkpoints.
 
     Args:
         straggler: see ``OnShares``.
@@ -97,9 +96,8 @@ class AsyncParameterServer(OnShares):
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         """Train until the workers together have processed as many shares as all epochs have.
 
-        ``batches`` are this rank's shares without end, ``steps`` of them an epoch: a rank that is
-        ahead continues with the next epoch. Yields on the server alone, when an epoch is complete;
-        the caller reads ``full_state`` before it continues.
+        ``batches`` are this rank's shares without end, ``steps`` of them an epoch. Yields on the
+        server alone, when an epoch is complete; the caller then reads ``full_state``.
         """
         if self.comm.rank == 0:
             yield from self.serve(steps * len(self.workers), epochs)

@@ -106,10 +106,7 @@ class DataParallel(Strategy):
             return replica(part)
 
     def parallel(self, fn: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-        """Call ``fn(*arguments[.., i])`` for all i at once, in thread i; return the results by i.
-
-        An exception in a thread is raised here, after all threads have ended.
-        """
+        """Call ``fn(*arguments[.., i])`` for all i at once, in thread i; the results, by i."""
         first, *rest = zip(*arguments)
         futures = [
             thread.submit(self._compute, index, fn, *args)

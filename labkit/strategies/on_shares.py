@@ -22,7 +22,7 @@ from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 from labkit.strategies.sync_batch_norm import convert
-from labkit.workload.sampling import share
+from labkit.workload.samples import share
 
 
 @dataclass(eq=False)
@@ -86,10 +86,7 @@ class OnShares(Strategy):
         return torch.cat(self.micro_batches(batch))
 
     def micro_batches(self, batch: Tensor) -> list[Tensor]:
-        """This rank's share of each micro-batch of a global batch [B]; the last may be empty.
-
-        A micro-batch has the same samples as on one device, and so the same batch statistics.
-        """
+        """This rank's share of each micro-batch of a global batch [B]; the last may be empty."""
         count = max(1, min(self.accumulate, len(batch)))
         return [share(part, *self.share()) for part in batch.tensor_split(count)]
 
@@ -133,3 +130,17 @@ class OnShares(Strategy):
     def end_epoch(self) -> None:
         for buffer in self.model.buffers():
             broadcast(self.comm, buffer, root=self.workers[0])
+
+
+@dataclass(eq=False)
+class Single(OnShares):
+    """Plain training of the whole batch; ``sync_batch_norm`` changes nothing on one device."""
+
+    sync_batch_norm: bool = False
+
+    def check_ranks(self, world_size: int) -> None:
+        if world_size != 1:
+            raise ValueError(
+                f"strategy single trains on one rank, got world_size {world_size}: use world_size "
+                "1, or another strategy"
+            )

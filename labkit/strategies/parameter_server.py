@@ -63,6 +63,13 @@ class ParameterServer(OnShares):
     servers: int = 1
     optimizes = "elements"
 
+    def check_ranks(self, world_size: int) -> None:
+        if self.servers >= max(world_size, 2):
+            raise ValueError(
+                f"servers {self.servers} of world_size {world_size} leave no rank to work: use "
+                f"fewer, or a world_size of {self.servers + 1} or more"
+            )
+
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.place(comm, model)
         self.parameters, self.gradient = lay_end_to_end(self.trained)
@@ -81,10 +88,8 @@ class ParameterServer(OnShares):
                 self.trained[0].grad = self.slice_gradient
             self.optimizer = make_optimizer(self.trained)
         else:
-            self.peers, self.trained = (
-                worker_turns(comm.rank - self.servers, self.servers, workers),
-                [],
-            )
+            self.peers = worker_turns(comm.rank - self.servers, self.servers, workers)
+            self.trained = []
         # Workers have to know only whether gradients have overflowed.
         self.norm_ranks = range(comm.world_size if self.scaler.enabled else self.servers)
 

@@ -130,13 +130,8 @@ class SyncBatchNorm(_BatchNorm):
 def convert(model: nn.Module, comm: Comm, workers: Sequence[int]) -> None:
     """Let every BatchNorm in ``model`` use the statistics of the global batch from now on.
 
-    In place, at any depth; parameters and buffers stay the same tensors with the same names. All
-    workers have to run the same layers in the same order, also those without samples. With
-    gradient checkpointing a layer runs twice in a step and its running averages are updated twice,
-    on one device as well.
-
-    Raises:
-        ValueError: a layer with a forward of its own.
+    In place, at any depth. All workers have to run the same layers in the same order, also those
+    without samples. ValueError for a layer with a forward of its own.
     """
     batch = GlobalBatch(comm, workers)
     for name, layer in model.named_modules():

@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from labkit.files import check_regular
 from labkit.tracing.recorder import with_waits
 from labkit.tracing.spans import Span, Trace
 from labkit.units import format_count
@@ -43,17 +44,17 @@ class ReadTrace(NamedTuple):
 
 
 def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
-    """Read the trace of all ranks from one or more files.
-
-    Raises:
-        ValueError: a file that cannot be read, is no Chrome trace, or has no spans of labkit or
-            PyTorch's profiler; two files of the same rank; files of both kinds.
-    """
+    """Read the trace of all ranks from one or more files; ValueError for any other file."""
     spans: dict[int, list[Span]] = {}
     world_size, gap = 1, "code between PyTorch's operators"
     for path in paths:
+        check_regular(path)
         try:
-            head = _load(path)
+            with open(path, "rb") as file:
+                packed = file.peek(2)[:2] == b"\x1f\x8b"
+                with gzip.open(file) if packed else file as unpacked:
+                    head = json.load(unpacked)
+            head = head if isinstance(head, dict) else {"traceEvents": head}
             if len(paths) == 1 and (ours := _ours(head["traceEvents"])):
                 return ReadTrace(Trace.merge([ours]), "code outside all spans")
             info = head.get("distributedInfo", {})
@@ -79,14 +80,6 @@ def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
         note = f"The files have {format_count(len(spans), 'rank')} of {world_size}: waiting for "
         note += "the others counts as messages."
     return ReadTrace(Trace.merge([with_waits(spans.values())]), gap, note)
-
-
-def _load(path: str | Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        packed = file.peek(2)[:2] == b"\x1f\x8b"
-        with gzip.open(file) if packed else file as unpacked:
-            content = json.load(unpacked)
-    return content if isinstance(content, dict) else {"traceEvents": content}
 
 
 def _ours(events: list[dict[str, Any]]) -> list[Span]:

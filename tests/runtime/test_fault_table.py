@@ -46,7 +46,7 @@ from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.errors import OutputError
 from labkit.runtime import launch
 from labkit.training.resolve import make_strategy
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 from labkit.workload.datasets import load_dataset
 
 travel_by_value(__name__)
@@ -903,7 +903,7 @@ def test_27_checkpoints(case):
     (part,) = newer.glob("rank0.safetensors")
     whole = part.read_bytes()
     part.write_bytes(whole[:-10])
-    told = f"{part.name} has {len(whole) - 10} bytes, and {len(whole)} were written to a file"
+    told = f"{part.name} has {len(whole) - 10} bytes, {len(whole)} were written to a file"
     damaged = contents(newer)
     with case.timed():
         # On another number of ranks: what is left continues where one device would.
@@ -915,7 +915,7 @@ def test_27_checkpoints(case):
     assert largest_difference(result.state, once.state) < 1e-5
     for path in folder.glob("step-*/rank0.safetensors"):
         path.write_bytes(path.read_bytes()[:100])
-    refused(f"no checkpoint in {folder} is whole", "has 100 bytes, and", "They are as they were")
+    refused(f"no checkpoint in {folder} is whole", "has 100 bytes, ", "They are as they were")
 
 
 def contents(folder):

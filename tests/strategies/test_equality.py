@@ -18,7 +18,7 @@ from torch import nn
 
 from labkit import run, strategies
 from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.training.state import checksum, largest_difference
+from labkit.training.result import checksum, largest_difference
 
 travel_by_value(__name__)
 

@@ -11,9 +11,9 @@ from test_equality import CLIP_NORM, ours_or_theirs
 from torch import nn
 
 from labkit import run, strategies
-from labkit.costs.traffic import NOTHING, model_parallel_cost, naive_all_reduce_cost
+from labkit.costs.traffic import Cost, model_parallel_cost, naive_all_reduce_cost
 from labkit.strategies.base import LossScaler
-from labkit.training.state import checksum, largest_difference
+from labkit.training.result import checksum, largest_difference
 
 travel_by_value(__name__)
 
@@ -137,7 +137,7 @@ def test_clipping_costs_short_messages_where_ranks_have_parts_of_the_gradients()
     for rank, found in enumerate(run(train_each, cases, world_size=3, device="cpu").values):
         for number in range(len(makes)):
             (_, plain), (_, clipped) = found[2 * number : 2 * number + 2]
-            ranks, cost = dear.get(number, ()), NOTHING
+            ranks, cost = dear.get(number, ()), Cost(0, 0, 0)
             if rank in ranks:
                 cost = naive_all_reduce_cost(1, 8, len(ranks), rank)
             more = [there - here for there, here in zip(clipped, plain)]

@@ -8,7 +8,7 @@ from torch import nn
 
 from labkit import run, strategies, train_with
 from labkit.costs.traffic import Cost, model_parallel_cost
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 

@@ -13,15 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from labkit import run, strategies
 from labkit.collectives import ring_all_reduce
 from labkit.costs.traffic import (
-    NOTHING,
+    Cost,
     broadcast_cost,
     parameter_server_cost,
     ring_all_reduce_cost,
     share_only_cost,
 )
-from labkit.strategies.single import Single
+from labkit.strategies.on_shares import Single
 from labkit.strategies.sync_batch_norm import convert
-from labkit.training.state import checksum, largest_difference
+from labkit.training.result import checksum, largest_difference
 
 travel_by_value(__name__)
 
@@ -244,12 +244,12 @@ def expected(name, world_size, rank, elements):
         servers = 2 if "two" in name else 1
         steps = [parameter_server_cost(elements, 8, world_size, rank, servers)] * 3
         if rank < servers:
-            return sum(steps, NOTHING)
+            return sum(steps, Cost(0, 0, 0))
         rank, world_size = rank - servers, world_size - servers
     # Of C channels: means, sums of squared deviations and the count forward, two sums backward.
     rows = [row for channels in (3, 4, 4, 4) for row in (2 * channels + 1, 2 * channels)]
     norms = [share_only_cost(world_size * row, 8, world_size, rank) for row in rows]
-    return sum([*steps, *norms * micro_batches], NOTHING)
+    return sum([*steps, *norms * micro_batches], Cost(0, 0, 0))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from labkit import RunConfig
 from labkit.training.resolve import NOTHING, Own, samples_for
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 from labkit.training.train_run import train_run, train_with
 
 travel_by_value(__name__)

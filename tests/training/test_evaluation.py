@@ -12,7 +12,7 @@ from torch.nn import functional
 from labkit import RunConfig, run, train_with
 from labkit.training.loop import fit
 from labkit.training.resolve import Own, make_strategy
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 
@@ -104,7 +104,7 @@ def test_every_number_is_that_of_one_device_on_every_rank(trained, world_size):
 
 def test_the_numbers_are_those_that_a_plain_loop_finds(trained):
     """Trained by hand, on one device: each sample is judged where its gradient is computed."""
-    from labkit.workload.sampling import batch_slices, epoch_order
+    from labkit.workload.samples import batch_slices, epoch_order
 
     model = make_model().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)

@@ -35,9 +35,8 @@ def test_an_exchange_of_three_ranks_that_add_what_comes():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"world_size": 4}, "a ping-pong has 2 ranks, .* not 4: take pattern='exchange'"),
+        ({"world_size": 4}, "a ping-pong has 2 ranks, not 4: take pattern='exchange'"),
         ({"pattern": "pingpong"}, "unknown pattern 'pingpong' .did you mean 'ping_pong'"),
-        ({"sizes_bytes": (2**20,)}, r"two different sizes, got \[1048576\]"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_process_starts(options, words):

@@ -17,7 +17,7 @@ from labkit.training.resolve import (
     optimizer_maker,
     schedule_of,
 )
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from labkit import RunConfig, run, strategies
 from labkit.training.loop import fit
 from labkit.training.resolve import Own, resolve
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 
@@ -183,7 +183,7 @@ def job_of(technique, options):
     """(config, strategy), or the words of a refusal."""
     try:
         config = RunConfig(**settings_of(technique, options))
-        strategy = resolve(config, own_of(options)).strategy
+        strategy = resolve(config, own_of(options))[0]
     except ValueError as error:
         return str(error)
     return config, strategy

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from labkit import WorkerError, train_with
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 
@@ -72,7 +72,7 @@ REFUSED = {
     ),
     "is a tuple, not a pair": refuse(dataset=Bad(lambda x, y, i: (x, y, i))),
     "uses args.*Own.* cannot be pickled .*Create it inside": refuse(dataset=WithLock()),
-    r"do not take inputs \[4, 6\] float32 and targets \[4\] int64": refuse(model=net(inputs=5)),
+    r"do not take torch.float32 inputs \[4, 6\] and": refuse(model=net(inputs=5)),
     "tuple": refuse(model=TwoOutputs()),
     "nothing can be trained": refuse(model=net().requires_grad_(False)),
     "model Sequential cannot be copied": refuse(model=net().to("meta")),

@@ -8,8 +8,7 @@ import torch
 
 from labkit.config import RunConfig
 from labkit.tracing import Trace
-from labkit.training.result import TrainResult
-from labkit.training.state import largest_difference
+from labkit.training.result import TrainResult, largest_difference
 
 
 def trained(weight, devices=("cpu",), **settings):

@@ -19,8 +19,8 @@ from labkit import RunConfig, run, train_with
 from labkit.runtime.worker import seed_random_numbers
 from labkit.training.checkpoint import find_start, newest
 from labkit.training.loop import fit
-from labkit.training.resolve import NOTHING, Own, Resolved, make_strategy, work_of
-from labkit.training.state import largest_difference
+from labkit.training.resolve import NOTHING, Own, make_strategy, work_of
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 
@@ -192,8 +192,8 @@ def start_of(saved, name, step=None, **changes):
     settings |= {"checkpoint_dir": str(saved / name), "resume": True} | changes
     settings = {key: value for key, value in settings.items() if value is not None}
     config, own = RunConfig(**settings), OWN.get(name, NOTHING)
-    ready = Resolved(make_strategy(config, own=own), work_of(config, own))
-    return find_start(config, own, ready)
+    ready = make_strategy(config, own=own), work_of(config, own)
+    return find_start(config, own, *ready)
 
 
 def contents(folder):
@@ -235,7 +235,7 @@ def test_what_cannot_be_divided_anew_is_refused(saved, tmp_path, name, why):
 
 def test_a_folder_without_checkpoints_begins_at_the_beginning(tmp_path):
     config = RunConfig("single", checkpoint_dir=str(tmp_path / "missing"), resume=True)
-    path, note = find_start(config, NOTHING, Resolved(None, None))
+    path, note = find_start(config, NOTHING, None, None)
     assert path is None
     assert "no checkpoint in" in note
     assert not (tmp_path / "missing").exists()

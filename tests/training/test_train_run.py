@@ -20,8 +20,8 @@ from torch.nn import functional
 from labkit import RunConfig, run, strategies, train_with
 from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.training.resolve import make_strategy
-from labkit.training.state import checksum, largest_difference, tolerance
-from labkit.workload.sampling import share
+from labkit.training.result import checksum, largest_difference, tolerance
+from labkit.workload.samples import share
 
 travel_by_value(__name__)
 
