@@ -4,20 +4,13 @@ And the host waits for no GPU where the technique does not need it (``tests/fake
 PyTorch's counterparts are not here: their C++ asks the driver.
 """
 
-import contextlib
-import math
-from types import SimpleNamespace
-
 import pytest
 import torch
 from fake_gpus import FakeComm, pretended
 from torch import nn
-from torch.utils.data import TensorDataset
 
-from labkit import RunConfig, strategies
-from labkit.comm import session as reported_loss
-from labkit.training import loop
-from labkit.workload.samples import Samples, on_device
+from labkit import strategies
+from labkit.workload.samples import on_device
 
 STEPS = 3
 
@@ -103,45 +96,3 @@ def test_in_one_process_each_tensor_is_where_it_has_to_be(technique, devices, mo
     # What crosses between host and GPU in the middle of a step has to be there.
     crossings = ("return tensor.to(", "return value.to(", "targets.to(", ".to(total.device)")
     assert all(any(word in wait for word in crossings) for wait in found), found
-
-
-@pytest.mark.parametrize(
-    ("rank", "needed"),
-    [(0, "if int(self.reports"), (1, "goes_on, done = bool(")],
-)
-def test_an_asynchronous_server_and_its_worker_wait_for_one_number_a_push(
-    rank, needed, monkeypatch
-):
-    """The server asks for the size of the share, and the worker whether to go on."""
-    strategy = strategies.get("async_parameter_server")()
-    with pretended(monkeypatch) as gpus:
-        comm = FakeComm(rank, 2, f"cuda:{rank}")
-        strategy.setup(comm, model(), sgd)
-        # When the batches end, so does the worker.
-        with contextlib.suppress(RuntimeError):
-            list(strategy.train(batches(comm), STEPS, 1))
-    # Setting the clock, placing the model, the clock at the end of the epoch, a loss shown.
-    others = "tracing/", ".to(", "gpus.py", "comm/session.py"
-    in_steps = [wait for wait in gpus.waits if not any(word in wait for word in others)]
-    assert len(in_steps) == STEPS
-    assert all(needed in wait for wait in in_steps)
-
-
-@pytest.mark.parametrize("technique", ["single", "ddp", "pipeline"])
-def test_the_loop_feeds_the_gpu_and_reports_without_waiting(technique, monkeypatch):
-    """From the samples in memory to the loss that the notebook shows."""
-    config = RunConfig(batch_size=6)
-    monkeypatch.setattr(reported_loss, "_EVERY_S", math.inf)
-    with pretended(monkeypatch) as gpus:
-        comm = FakeComm(0, 1 if technique == "single" else 2, "cuda:0")
-        options = {"split_points": (3,)} if technique == "pipeline" else {}
-        strategy = strategies.get(technique)(**options)
-        strategy.setup(comm, model(), sgd)
-        data = Samples(TensorDataset(torch.randn(20, 1, 8, 8), torch.zeros(20).long()))
-        run = loop._Run(config, SimpleNamespace(train=data), strategy, {}, None, False)
-        gpus.waits.clear()
-        for _ in range(2):
-            run.train_epoch()
-            run.progress.step = 0
-        # But for the first loss that is shown.
-        assert len(gpus.waits) <= 1

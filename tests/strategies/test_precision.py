@@ -196,33 +196,6 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all_and_halves_all_scales(w
         assert states[0] == states[1] != states[2] != states[3], case
 
 
-def overflow_at_own_pace(comm, builtin):
-    """The number of updates of ten pushes, and the scale with which this rank ends."""
-    strategy = ours_or_theirs("async_parameter_server", builtin, amp="fp16")()
-    built, pushes = numbers(), []
-
-    def hook(gradient):
-        pushes.append(gradient)
-        return gradient * (math.inf if len(pushes) == 2 else 1)
-
-    if comm.rank == 1:
-        built[0].weight.register_hook(hook)
-    strategy.setup(comm, built, lambda p: torch.optim.SGD(p, lr=1e-4))
-    batches = iter([(torch.ones(2, 6), torch.tensor([0, 1]), 4)] * 11)
-    list(strategy.train(batches, 10, 1))
-    state = strategy.full_state()
-    strategy.close()
-    return checksum(state), strategy.scaler.scale, strategy.tracker.version
-
-
-@pytest.mark.parametrize("builtin", [False, True])
-def test_an_asynchronous_server_makes_no_update_of_a_push_that_has_overflowed(builtin):
-    server, worker = run(overflow_at_own_pace, builtin, world_size=2, device="cpu").values
-    assert server[0] == worker[0]
-    assert worker[1] == 2.0**15
-    assert server[2] == 9
-
-
 def test_the_scale_is_that_of_pytorch():
     ours, theirs = LossScaler(), torch.amp.GradScaler("cpu", growth_interval=3)
     ours.growth_interval = 3

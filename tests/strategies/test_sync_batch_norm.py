@@ -109,23 +109,6 @@ def test_far_means_do_not_cancel():
         assert messages == 1  # inputs without a gradient need no message backward
 
 
-def converted(comm):
-    shared = nn.BatchNorm1d(4)
-    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.BatchNorm2d(3))})
-    before = {name: id(t) for name, t in model.state_dict(keep_vars=True).items()}
-    convert(model, comm, range(2))
-    assert {name: id(t) for name, t in model.state_dict(keep_vars=True).items()} == before
-    assert isinstance(shared, nn.BatchNorm1d)
-    shared(torch.ones(3, 4))
-    assert shared.num_batches_tracked == 1
-    with pytest.raises(ValueError, match="1 is a OnItsOwn that has a forward of its own"):
-        convert(nn.Sequential(nn.Identity(), OnItsOwn(4)), comm, range(2))
-
-
-def test_converting_leaves_parameters_and_shared_layers_what_they_are():
-    run(converted, world_size=2)
-
-
 def conv_norm(inputs, outputs, size=3, **options):
     conv = nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs, **options))

@@ -69,23 +69,6 @@ def test_who_waits_for_a_rank_that_waits_is_waiting_for_the_last_one():
     }
 
 
-def test_at_a_barrier_the_ranks_at_work_are_waited_for():
-    times = rank_times(
-        trace_of(
-            (0, "wait", 1, 5), (0, "compute", 0, 1), (1, "compute", 0, 5), (2, "compute", 0, 3)
-        )
-    )
-    assert times[1].blamed_s == {"compute": 4 - 1}
-    assert times[2].blamed_s == {"compute": 1}
-
-
-def test_a_unit_of_work_begins_with_its_data():
-    steps = [(0, "data", t, t + 0.1) for t in (0, 10, 20)]
-    work = [(0, "compute", t + 1, t + 3) for t in (0, 10, 20)]
-    tails = [(0, "compute", t + 4, t + 5) for t in (0, 10, 20)]
-    assert rank_times(trace_of(*steps, *work, *tails))[0].unit_s == 3
-
-
 # The kinds of limits, on traces made by hand
 
 

@@ -164,11 +164,3 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path):  # row 28
     remove_unfinished(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     read(tmp_path / "step-00000010")
-
-
-def test_a_damaged_one_of_the_same_name_is_kept_aside(tmp_path):
-    write(tmp_path, 10, 20)
-    (tmp_path / "step-00000020" / "facts.json").unlink()
-    write(tmp_path, 20)
-    assert read(tmp_path / "step-00000020").facts.epoch == 2
-    assert len(list(tmp_path.glob("step-00000020.old-*"))) == 1

@@ -63,14 +63,6 @@ def test_an_asynchronous_server_makes_an_update_for_each_worker_with_samples():
     assert rates(optimizer, 13) == pytest.approx([0.05] * (5 + 5 + 2) + [0.005])
 
 
-def test_it_continues_from_any_update():
-    whole = rates(make(), 12)
-    for update in (0, 7, 11):
-        later = make()
-        schedule_of(later).update = update
-        assert rates(later, 12 - update) == pytest.approx(whole[update:])
-
-
 def updates_made(comm, jobs):
     """By job: the report, and the number of the next update of each optimizer on this rank."""
     found = {}

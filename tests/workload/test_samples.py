@@ -105,15 +105,6 @@ def test_right_predictions_are_counted_where_the_loss_is_computed():
     assert counted.take() == (0, 0)
 
 
-def test_what_is_no_choice_among_classes_is_not_counted():
-    counted = CountedLoss(lambda outputs, targets: outputs.sum())
-    counted(torch.ones(2, 3), torch.ones(2, 3))
-    counted(torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
-    counted(torch.ones(2, 3, 4), torch.zeros(2, 4, dtype=torch.int64))
-    counted(torch.ones(2, 3), torch.ones(2))
-    assert counted.take() == (0, 0)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(12, 4), (13, 5), (7, 3), (3, 8), (1, 1)])
 def test_over_an_epoch_every_sample_is_used_exactly_once(world_size, num_samples, batch_size):
