@@ -20,15 +20,11 @@ from labkit.units import MOST_SECONDS, check_above_zero, check_integer
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a run.
+    """The result of a run: by rank what ``fn`` returned, and what it has sent.
 
-    Attributes:
-        values: what ``fn`` returned, by rank.
-        trace: the spans of all ranks, and their devices.
-        duration_s: the longest time that ``fn`` took on any rank, without the launch.
-        messages, bytes_sent: messages and payload bytes sent, by rank.
-        lost: {rank: why} for the ranks in ``may_lose`` that ended early; no more is known of them.
-        peak_memory: by rank, the most memory that ``fn`` took.
+    ``duration_s`` is the longest time that ``fn`` took on any rank, without the launch; ``lost``
+    is {rank: why} for the ranks in ``may_lose`` that ended early; ``peak_memory`` the most memory
+    that ``fn`` took, by rank.
     """
 
     values: list[Any]

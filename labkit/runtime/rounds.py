@@ -1,9 +1,9 @@
 """The ranks that torchrun has started together: one round of its rendezvous.
 
 When a rank is lost, or a machine joins, torchrun ends all ranks and starts new ones, which may
-find the store of those before them, and what these have written there. TORCHELASTIC_RESTART_COUNT
-does not tell the two apart: each agent counts only the failures of its own ranks. So the ranks of
-a round first agree on a number that none before them had, and put it before all their keys.
+find what those before them have written in the store. (TORCHELASTIC_RESTART_COUNT does not tell
+the two apart: each agent counts only the failures of its own ranks.) So the ranks of a round first
+agree on a number that none before them had, and put it before all their keys.
 
 All of it is plain text: the store has no password.
 """

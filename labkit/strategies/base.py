@@ -1,23 +1,18 @@
 """What every technique has in common: the calls of the training loop, and the end of a step.
 
 A technique defines ``setup`` and ``step``, and overrides other calls only where it differs.
-
 When the gradients of the mean loss are complete, ``update`` ends the step:
 
 1. **unscale**: in fp16, gradients below 6e-8 would become zero, so the loss was multiplied by a
    scale, and now the gradients are divided by it. If one is not finite, the update is skipped.
 2. **clip**: if the norm of all gradients together exceeds ``clip_norm``, all are multiplied by
-   ``clip_norm`` / (norm + 1e-6), as ``torch.nn.utils.clip_grad_norm_`` does.
+   ``clip_norm`` / (norm + 1e-6). Where each rank has some of them, the ranks add up the squares of
+   their norms.
 3. **step**: the optimizer changes the parameters.
-
-Ranks that have all gradients, equal to the bit, all do the same without a message. Where each rank
-has some of them, the ranks add up the squares of their norms; a gradient that is not finite makes
-the sum not finite.
 
 A checkpoint's tensors are named by what they are: ``model/NAME``, a parameter or buffer as the
 model's state dict names it; ``optimizer/NAME/KEY``, what the optimizer has of a parameter; and
-``own/NAME``, what else a rank carries from step to step. The first two have the model's names and
-shapes, whichever rank holds them, so a run may go on with other ranks, or another technique.
+``own/NAME``, what else a rank carries from step to step.
 
 Sources: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section
 3.2; Micikevicius et al., "Mixed precision training" (2018), sections 3.1 and 3.2.
@@ -91,11 +86,8 @@ class Strategy:
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
-        amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype; parameters and
-            updates have 32 bits.
         loss: (outputs, targets) -> the sum over the samples. The loop sets it, and ``clip_norm``.
-        optimizer: of this rank; None on a rank that makes no updates.
-        trained: the parameters that ``optimizer`` changes here.
+        optimizer, trained: of this rank (None where it makes no updates), and what it changes.
         norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
         counted_elsewhere: by ``id``, the parameters whose norm another of these ranks counts.
         model: this rank's whole model, on ``comm.device``. A technique that does not hold it there

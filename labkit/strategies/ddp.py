@@ -106,12 +106,8 @@ class NaiveDDP(nn.Module):
 class BucketedDDP(NaiveDDP):
     """A ``NaiveDDP`` that sums gradients in buckets, while the rest of backward runs.
 
-    The gradients are views of their buckets, so that sums need not be copied back.
-
-    Args:
-        bucket_mb: MiB of gradients per bucket; 0 gives every parameter a bucket. See
-            ``schedules.bucket_assignment.assign_buckets``.
-        comm, module, op, hierarchical: as for ``NaiveDDP``.
+    The gradients are views of their buckets, so that sums need not be copied back. ``bucket_mb``
+    are MiB of gradients per bucket; 0 gives every parameter a bucket.
     """
 
     def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
@@ -190,14 +186,7 @@ class Bucket:
 
 @dataclass(eq=False)
 class DDP(OnShares):
-    """Synchronous data parallelism with ``BucketedDDP``.
-
-    Args:
-        bucket_mb: MiB of gradients that are summed together; 0 gives every parameter a bucket.
-        accumulate, amp, sync_batch_norm: see ``OnShares``; one synchronisation per update.
-        hierarchical: sum inside each host first, then between hosts: see
-            ``labkit.collectives.hierarchical``.
-    """
+    """Synchronous data parallelism with ``BucketedDDP``; one synchronisation per update."""
 
     sync_batch_norm: bool = False
     bucket_mb: float = 25

@@ -49,11 +49,6 @@ class ModelParallelOneProcess(OnShares):
     it. PyTorch copies on the current stream of the source device, or, from the host, of the
     target: the events of a span are recorded there. Between two GPUs, the copy first waits until
     the target's stream is free: this wait is queued before the first event.
-
-    Args:
-        split_points: layers that begin a stage, one fewer than there are devices.
-        devices: one name per stage.
-        accumulate, amp: see ``OnShares``.
     """
 
     split_points: Sequence[int] = ()
@@ -121,14 +116,8 @@ class ModelParallel(StagedModel):
     """Rank s holds the layers from split point s to the next one.
 
     Every layer sees the whole batch, so the result equals that of one device, BatchNorm included.
-    Parameters may be tied across stages. No gradient is sent to the first stages if they are
-    frozen.
-
-    Args:
-        split_points: layers that begin a stage, one fewer than there are ranks.
-        accumulate: micro-batches, each of which passes through all stages, forward and backward,
-            before the next one begins; as ``OnShares`` on one device.
-        amp: see ``StagedModel``.
+    Parameters may be tied across stages. With ``accumulate`` each micro-batch passes through all
+    stages, forward and backward, before the next one begins; as ``OnShares`` on one device.
     """
 
     accumulate: int = 1
@@ -156,17 +145,12 @@ class Pipeline(StagedModel):
     """``ModelParallel`` with micro-batches under way on all stages at once.
 
     Each stage executes a stream of instructions, of ``labkit.schedules.pipeline``. The update
-    waits for all micro-batches, so the result equals that of one device that accumulates the
-    gradients of the same micro-batches.
-
-    Batch statistics (BatchNorm): each micro-batch is normalised with its own statistics, and each
-    updates the running averages, as with gradient accumulation on one device.
+    waits for all micro-batches, so the result equals that of one device that accumulates the same
+    micro-batches. Each is normalised (BatchNorm) with its own statistics.
 
     Args:
-        split_points: layers that begin a stage, one fewer than there are ranks.
         micro_batches: M; a batch of fewer samples is cut into single samples.
         schedule: ``gpipe``, all forwards first, or ``1f1b``, which holds fewer activations.
-        amp: see ``StagedModel``.
     """
 
     micro_batches: int = 4

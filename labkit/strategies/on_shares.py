@@ -29,26 +29,23 @@ from labkit.workload.samples import share
 class OnShares(Strategy):
     """The base of techniques that divide each batch among ranks with the whole model.
 
-    Frozen parameters are not communicated, and a missing gradient counts as zero. A run equals
-    that of one device if no layer combines samples and none draws random numbers: with dropout
-    each rank draws its own, and BatchNorm normalises each share by itself, unless
+    A run equals that of one device if no layer combines samples and none draws random numbers:
+    with dropout each rank draws its own, and BatchNorm normalises each share by itself, unless
     ``sync_batch_norm`` gives it the global batch's statistics. At the end of an epoch all ranks
     get the first worker's running averages, as in PyTorch's DDP.
 
     Args:
         accumulate: micro-batches that a global batch is cut into, as evenly as possible, before
-            each is divided. The gradient is that of the whole batch, unless layers combine
-            samples, as BatchNorm does.
-        amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
-            loss is scaled up: see ``LossScaler``.
+            each is divided.
+        amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype.
         straggler: of some techniques, (rank, factor): that rank takes ``factor`` times as long to
             compute, except for its first micro-batch.
-        sync_batch_norm: of some, BatchNorm normalises with the statistics of the global batch. A
-            rank without samples runs the model on an empty batch, as others wait for its counts.
+        sync_batch_norm: of some. A rank without samples runs the model on an empty batch, as
+            others wait for its counts.
 
     Attributes:
-        module: what gradients are computed with: the model, or what wraps it.
-        no_sync: a context in which every micro-batch except the last one runs.
+        module, no_sync: what gradients are computed with, the model or what wraps it, and a
+            context in which every micro-batch except the last one runs.
         runs_empty: whether ``module`` runs on empty micro-batches, for hooks that rely on it.
         factor: of the loss, where gradients are divided once more.
     """

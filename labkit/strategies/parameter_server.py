@@ -47,15 +47,11 @@ class ParameterServer(OnShares):
 
     Servers work on no samples; a batch is cut into P - K parts of almost equal size. With world
     size 1 the only rank is server and worker. Each server always adds in the same order, so a run
-    can be repeated to the bit; all workers pull the same bits.
-
-    Clipping needs the norm of all slices: K servers sum theirs, 2 (K - 1) short messages per step.
-    With amp ``fp16`` all ranks take part in this sum, which tells the workers, too, whether a
-    gradient has overflowed.
+    can be repeated to the bit. Clipping needs the norm of all slices: K servers sum theirs,
+    2 (K - 1) short messages per step; with amp ``fp16`` all ranks take part in this sum.
 
     Args:
         servers: K, below the world size (1 if the world size is 1).
-        accumulate, amp, straggler, sync_batch_norm: see ``OnShares``; servers take no part.
     """
 
     straggler: tuple[int, float] | None = None

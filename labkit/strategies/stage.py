@@ -28,15 +28,11 @@ class StagedModel(Strategy):
 
     Every rank is given the same seeded model and keeps its own layers. A tied parameter that
     belongs to layers on several stages is on each of these stages: ``update`` sums its gradients
-    first, so that they all make the same step. No gradient crosses a cut if nothing before the
-    cut is trained. With ``amp``, float32 crosses a cut in the half dtype, as the next product
-    would take it.
-
-    Args:
-        split_points: layers that begin a stage, one fewer than there are ranks.
-        amp: ``bf16`` or ``fp16``.
+    first. No gradient crosses a cut if nothing before the cut is trained. With ``amp``, float32
+    crosses a cut in the half dtype.
 
     Attributes:
+        split_points: layers that begin a stage, one fewer than there are ranks.
         index, num_stages: s and P.
         module: this stage's layers.
         first_trained: the first stage that trains anything.

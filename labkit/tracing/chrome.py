@@ -1,17 +1,13 @@
 """Chrome traces read back as a ``Trace``: labkit's, and those of PyTorch's profiler.
 
 A file of labkit's (``Trace.save``) holds all ranks of a run, and its spans come back as they were.
-PyTorch's profiler (``export_chrome_trace``) writes one file per rank, so several files make one
-trace:
-
-* with GPU kernels, NCCL's kernels are communication, all other kernels and copies are computing;
-* without, operators (``cpu_op``) are computing, and the collectives of gloo, MPI and labkit are
-  communication;
-* each ``ProfilerStep`` begins a unit of work.
+PyTorch's profiler (``export_chrome_trace``) writes one file per rank. With GPU kernels, NCCL's are
+communication, all other kernels and copies are computing; without, operators (``cpu_op``) are
+computing, and collectives communication. Each ``ProfilerStep`` begins a unit of work.
 
 Where all ranks show equally many collectives, collective number k of one rank is taken to be
-number k of all: until the last rank has begun it, the others wait for that rank. Ranks of one
-machine share a clock; the files of several machines are only as exact as their clocks.
+number k of all: until the last rank has begun it, the others wait for that rank. The files of
+several machines are only as exact as their clocks.
 
 Source: "Trace Event Format" (Google, 2016), complete events; Kineto's ``output_json.cpp``.
 """

@@ -79,17 +79,15 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Limit:
-    """What limited a run; it prints as one or two sentences.
+    """What limited a run; it prints as one or two sentences, its ``text``.
 
     Attributes:
         kind: one of the kinds in this module's docstring, or ``nothing`` for an empty trace.
-        text: the sentences.
         rank: the straggler or the bottleneck; None for the other kinds.
-        shares: shares of the ranks' time, without evaluation, the mean over the ranks:
-            ``compute``, ``communicate``, ``wait`` and ``gap`` (no span). They add up to 1.
+        shares: of the ranks' time, without evaluation, the mean over the ranks: ``compute``,
+            ``communicate``, ``wait`` and ``gap`` (no span). They add up to 1.
         hidden: the share of all communication that overlapped with computing.
-        slowdown: how many times as long the slowest rank computes as the others, per unit of
-            work; 1 where it cannot be compared.
+        slowdown: how many times as long the slowest rank computes as the others, per unit of work.
     """
 
     kind: str

@@ -274,10 +274,8 @@ class Progress:
     Attributes:
         sums: in the epoch under way, float64 [4]: this rank's losses, its right predictions and of
             how many, and after how many steps the losses' sum was finite.
-        epoch, step: complete epochs, and steps of the one under way.
-        rows: of the complete epochs.
-        seconds: of training in the epoch.
-        sent: messages and bytes by this rank while it trained; empty if they are not counted.
+        epoch, step: complete epochs, and steps of the one under way; ``rows`` of the former.
+        seconds, sent: of training in the epoch; messages and bytes by this rank while it trained.
     """
 
     sums: Tensor

@@ -7,6 +7,7 @@
 import copy
 import statistics
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -311,18 +312,15 @@ def _train(
 
 def _by_step(trace: Trace) -> list[Trace]:
     """Cut the trace at the marks: one trace per step, from its mark to the update that ends it."""
-    steps: list[list[Span]] = []
-    for rank in trace.ranks:
-        number = -1
-        for span in trace.of(rank):
-            if span.kind == _MARK:
-                number += 1
-                steps += [[] for _ in range(number + 1 - len(steps))]
-            # Ranks meet before the first mark and between two steps; no step contains this time.
-            is_meeting = span.kind == "wait" and span.peer is None
-            if number >= 0 and not is_meeting:
-                steps[number].append(span)
-    return [Trace.merge([spans]) for spans in steps]
+    steps: dict[int, list[Span]] = defaultdict(list)
+    numbers = Counter[int]()
+    for span in trace.spans:
+        numbers[span.rank] += span.kind == _MARK
+        # Ranks meet before the first mark and between two steps; no step contains this time.
+        is_meeting = span.kind == "wait" and span.peer is None
+        if numbers[span.rank] and not is_meeting:
+            steps[numbers[span.rank]].append(span)
+    return [Trace.merge([steps[number]]) for number in sorted(steps)]
 
 
 def _median(traces: list[Trace], rank: int, kind: str) -> float:

@@ -27,16 +27,14 @@ class TrainResult:
         epochs: one dict per epoch: ``loss`` and ``train_accuracy``, means over the training
             samples while they were trained on; ``seconds`` of training alone; ``test_accuracy``,
             ``test_loss`` of the held-out samples. NaN where there is nothing to measure.
-        phases_s: seconds by kind of span, the mean over the ranks; for a technique in one process,
-            of the main thread alone.
+        phases_s: seconds by kind of span, the mean over the ranks (in one process the main
+            thread's).
         bytes_sent, messages: of the technique, by rank, counted as they leave; None if they are
             not counted: PyTorch's own messages, and those within one process.
-        state: parameters and buffers of the whole model, on the CPU.
-        checksums: of every rank's parameters and buffers.
+        state: parameters and buffers of the whole model, on the CPU; ``checksums``, by rank.
         notes: what is special about the technique's run (staleness, lost ranks), from rank 0.
         hardware, versions: of the machine that made the figures.
-        peak_memory: by rank, the most memory that the steps took: of model, gradients, optimizer,
-            activations and messages. None for a lost rank.
+        peak_memory: by rank, the most memory that the steps took. None for a lost rank.
     """
 
     config: RunConfig
@@ -141,13 +139,9 @@ def tolerance(dtype: str, on_gpu: bool) -> float:
 def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest relative difference between two states: max over tensors of |a - b| / |b|.
 
-    The norm is each tensor's largest magnitude, so that values near zero do not dominate. A tensor
-    that is zero but for rounding in both states has no such norm: then the difference is taken as
-    it is. (A bias that starts at zero and whose effect BatchNorm cancels is such a tensor.) The
-    result is NaN if a tensor contains NaN.
-
-    Raises:
-        ValueError: the states do not hold the same tensors.
+    The norm is each tensor's largest magnitude. A tensor that is zero but for rounding in both
+    states has none: then the difference is taken as it is. (A bias that starts at zero and whose
+    effect BatchNorm cancels is such a tensor.) NaN if a tensor contains NaN.
     """
     if state.keys() != other.keys():
         raise ValueError(f"states differ in tensors: {sorted(state.keys() ^ other.keys())}")

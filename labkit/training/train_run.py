@@ -68,7 +68,6 @@ def train_run(
     """Train on real processes, as ``config`` says, and return the gathered result.
 
     Args:
-        config: the settings.
         own: the learner's own parts; MODULE:NAME in the config imports one.
         timeout_s: the run's deadline, in seconds.
         download: fetch the data set first if it is absent.
