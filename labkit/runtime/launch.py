@@ -10,6 +10,7 @@ from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import check_world_size, plan, print_once
 from labkit.runtime.messages import Report, dump_call, load_value, trace_of
+from labkit.runtime.plain import load_plain
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job, open_comm
@@ -117,7 +118,10 @@ def _check(world_size: int, timeout_s: float, may_lose: frozenset[int], warn: bo
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
     there = [report for report in reports if report]
     return RunResult(
-        values=[report and load_value(report) for report in reports],
+        values=[
+            report and (load_plain(report.payload) if report.is_plain else load_value(report))
+            for report in reports
+        ],
         trace=trace_of(there),
         duration_s=max((report.duration_s for report in there), default=0.0),
         messages=[report.messages if report else 0 for report in reports],

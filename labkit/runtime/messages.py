@@ -127,15 +127,10 @@ def dump_value(value: Any) -> bytes:
 
 
 def load_value(report: Report) -> Any:
-    """The value that a rank returned.
+    """The value that a rank returned, pickled.
 
     WorkerError if unpickling runs code of the value's class that raises or calls sys.exit.
     """
-    if report.is_plain:
-        # Only under torchrun and on Ray.
-        from labkit.runtime.plain import load_plain
-
-        return load_plain(report.payload)
     try:
         return pickle.loads(report.payload)
     except _FAILURES as error:

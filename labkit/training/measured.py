@@ -60,12 +60,10 @@ def measure_link(
     world_size: int = 2,
     pattern: str = "ping_pong",
     *,
-    device: str = "auto",
-    devices: str | Sequence[str] | None = None,
-    transport: str = "auto",
     sizes_bytes: tuple[int, ...] = MESSAGE_BYTES,
     repeats: int = 11,
     gamma: bool = False,
+    **where: Any,
 ) -> MeasuredLink:
     """Measure what a message between ranks of this machine costs: alpha + beta x bytes.
 
@@ -78,14 +76,13 @@ def measure_link(
         pattern: ``ping_pong`` sends a message from one rank to another and back, and takes half
             of the time; it needs P = 2. ``exchange`` is a step of a ring: each rank sends to the
             right while it receives from the left; its time is that of the slowest rank.
-        device, devices, transport: see ``labkit.run``.
         sizes_bytes: the sizes of the messages, at least two; each has ``repeats`` counted turns.
         gamma: also measure gamma, the seconds to add a byte, on all ranks at once.
+        where: ``device``, ``devices`` and ``transport``, see ``labkit.run``.
     """
     check_choice("pattern", pattern, PATTERNS)
     if world_size != 2 and pattern == "ping_pong":
         raise ValueError(f"a ping-pong has 2 ranks, not {world_size}: take pattern='exchange'")
-    where: dict[str, Any] = {"device": device, "devices": devices, "transport": transport}
     settings = pattern, tuple(sizes_bytes), repeats, gamma
     by_rank = run(_time_messages, *settings, world_size=world_size, **where).values
     # Of a ping-pong only rank 0 sees whole rounds, from its send to the answer.
@@ -200,9 +197,7 @@ def measure_split(
     schedule: str = "gpipe",
     frozen: int = 0,
     steps: int = 7,
-    transport: str = "auto",
-    device: str = "auto",
-    devices: str | Sequence[str] | None = None,
+    **where: Any,
 ) -> MeasuredSplit:
     """Train ``model`` for some steps, one process per stage, and measure time and memory.
 
@@ -214,14 +209,13 @@ def measure_split(
         schedule: ``gpipe`` or ``1f1b``.
         frozen: how many of the first layers are not trained.
         steps: how many are measured, after one that warms up.
-        transport, device, devices: see ``labkit.run``.
+        where: ``device``, ``devices`` and ``transport``, see ``labkit.run``.
     """
     num_layers = len(layers_of(_build(model, input_shape)))
     points = check_split_points(split_points, num_layers)
     strategy: StagedModel = Pipeline(points, micro_batches, schedule)
     if micro_batches == 1:
         strategy = ModelParallel(points)
-    where: dict[str, Any] = {"transport": transport, "device": device, "devices": devices}
     work = strategy, partial(_build, model, input_shape, frozen), (batch_size, *input_shape), steps
     result = run(_train, *work, world_size=len(points) + 1, timeout_s=_TIMEOUT_S, **where)
     held, parameters, peaks = zip(*result.values)
@@ -261,8 +255,7 @@ def measure_profile(
     input_shape: tuple[int, ...] = (3, 32, 32),
     num_stages: int = 2,
     repeats: int = 5,
-    device: str = "auto",
-    devices: str | Sequence[str] | None = None,
+    **where: Any,
 ) -> Profile:
     """``profile_layers`` in a process with the cores that one of ``num_stages`` stages has."""
 
@@ -272,8 +265,7 @@ def measure_profile(
         options = {"repeats": repeats, "device": comm.device, "name": name}
         return profile_layers(_build(model, input_shape), batch_size, input_shape, **options)
 
-    where: dict[str, Any] = {"device": device, "devices": devices, "timeout_s": _TIMEOUT_S}
-    return run(profiled, world_size=1, **where).values[0]
+    return run(profiled, world_size=1, timeout_s=_TIMEOUT_S, **where).values[0]
 
 
 def _train(

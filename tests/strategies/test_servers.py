@@ -105,49 +105,6 @@ def test_messages_and_bytes_of_the_asynchronous_server():
     assert sum(result.bytes_sent[1:]) == pushes * (elements + 2) * 4
 
 
-class Odd(Everything):
-    """And BatchNorm with its counter."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, inputs):
-        return self.norm(super().forward(inputs))
-
-
-def train_odd(comm, technique):
-    """(state before, state at each end of an epoch, state after) of two epochs."""
-    strategy = technique(max_staleness=4)
-    strategy.setup(comm, seeded(Odd), sgd)
-    before = strategy.full_state()
-    endless = itertools.cycle([(x, y, 2 * len(y)) for x, y in some_batches((5, 5, 5))])
-    ends = [strategy.full_state() for _ in strategy.train(endless, 3, 2)]
-    after = strategy.full_state()
-    strategy.close()
-    return before, ends, after
-
-
-@pytest.mark.parametrize("technique", [AsyncParameterServer, RpcAsyncParameterServer])
-def test_odd_parameters_and_buffers_of_the_asynchronous_server(technique):
-    values = run(train_odd, technique, world_size=3).values
-    before, ends, after = values[0]
-    assert len(ends) == 2
-    assert largest(ends[1], after) == 0
-    assert all(largest(state, after) == 0 for _, _, state in values)
-    assert torch.equal(after["first.weight"], after["second.weight"])
-    assert not torch.equal(after["first.weight"], before["first.weight"])
-    for still in ("frozen", "unused.weight", "norm.num_batches_tracked"):
-        assert torch.equal(after[still], before[still])
-    # Buffers follow one worker at a time.
-    assert not torch.equal(after["norm.running_mean"], before["norm.running_mean"])
-    assert after["norm.running_var"].min() > 0
-
-
-def largest(state, other):
-    return max((state[name].double() - other[name].double()).abs().max() for name in other)
-
-
 class Dies(AsyncParameterServer):
     """Some ranks end before their third push."""
 

@@ -108,7 +108,6 @@ DAMAGE = {
     "No such file": lambda path: (path / "facts.json").unlink(),
     "JSONDecodeError": lambda path: (path / "facts.json").write_text('{"epoch": 1'),
     "its format is 1, and this version of labkit reads 4": facts(format=1),
-    "object has no attribute": lambda path: (path / "facts.json").write_text("[]"),
     "argument: 'epoch'": facts(epoch=...),
     "does not describe": facts(rows=[{"loss": "low"}] * 2),
     "does not describe this": facts(step="1"),
@@ -117,7 +116,6 @@ DAMAGE = {
     "facts.json|Illegal seek|not seekable|Expecting value": instead("facts.json", os.mkfifo),
     f"{PART} has .* bytes, .* were written to a file": instead(PART, link),
     r"has 99 bytes, \d+ were written": lambda path: os.truncate(path / PART, 99),
-    f"No such file .*{PART}": lambda path: (path / PART).unlink(),
     "SafetensorError": instead(PART, garbled),
     "a rank's file lacks its progress": of_another_program,
     "it is a link": lambda path: (

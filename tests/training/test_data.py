@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from labkit import RunConfig
-from labkit.training.resolve import Own, samples_for
+from labkit.training.resolve import Own
 from labkit.training.result import largest_difference
 from labkit.training.train_run import train_run, train_with
 
@@ -41,16 +41,6 @@ def test_the_random_numbers_of_a_learner_s_data_depend_on_no_rank():
         config = RunConfig(name, world_size, dtype="float64", epochs=2, batch_size=8)
         states[world_size] = train_run(config, own=own).state
     assert largest_difference(states[3], states[1]) < 1e-10
-
-
-def test_own_images_are_augmented_and_resized_and_points_are_refused():
-    images = torch.randint(0, 255, (6, 3, 8, 8), dtype=torch.uint8)
-    own = Own(dataset=(images.float(), torch.arange(6) % 2))
-    train, _ = samples_for(RunConfig(augment="flip", resize=16), own)
-    assert train.read(torch.arange(4), 0)[0].shape == (4, 3, 16, 16)
-    points = Own(dataset=(torch.randn(6, 4), torch.arange(6)))
-    with pytest.raises(ValueError, match="augment and resize are for images"):
-        train_run(RunConfig(augment="flip", model="mlp"), own=points)
 
 
 @pytest.fixture
