@@ -22,13 +22,7 @@ from labkit.runtime.preload import warm_up
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.training.resolve import NOTHING, check_names, make_strategy, samples_for
 from labkit.training.train_run import TrainResult, train_run
-from labkit.units import (
-    MOST_SECONDS,
-    check_above_zero,
-    check_choice,
-    check_integer,
-    format_count,
-)
+from labkit.units import MOST_SECONDS, check_above_zero, check_integer, format_count
 from labkit.workload.datasets import load_dataset
 from workbook.measure.compare.phases import epochs_by_role, short
 from workbook.measure.compare.summary import SINGLE
@@ -80,7 +74,7 @@ def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[C
         ValueError: a name that is not registered.
     """
     for name in names:
-        check_choice("strategy", name, strategies.STRATEGIES)
+        strategies.get(name)
     by_default = [name for name in strategies.STRATEGIES if name not in STAGED]
     found, seen = [Contender(SINGLE, SINGLE)], {strategies.get(SINGLE)}
     for name in dict.fromkeys(names or by_default):
