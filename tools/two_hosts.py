@@ -113,7 +113,9 @@ def be_a_rank(comm: Comm) -> None:
         found["steps"][name] = slowest(comm, step)
         spans = [span for span in comm.session.spans()[before:] if span.lane == 0]
         kinds = ("compute", "update", "compress")
-        found["local_s"][name] = {k: sum(s.duration_s for s in spans if s.kind == k) for k in kinds}
+        found["local_s"][name] = {
+            k: sum(s.duration_s for s in spans if s.kind == k) for k in kinds
+        }
     if P > 1:
         right, left, partner = (comm.rank + 1) % P, (comm.rank - 1) % P, comm.rank ^ 1
         seconds = defaultdict(list)

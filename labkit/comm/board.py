@@ -24,7 +24,7 @@ NOT_STARTED, RUNNING, RETURNED, LEFT, LOST = 0, 1, 2, 3, 4
 
 RECV_ANY = "recv_any"
 
-# How many descriptions each end of an edge keeps: two, and one more while the oldest is overwritten.
+# How many descriptions each end of an edge keeps: two, and the one that is being overwritten.
 DEPTH = 3
 
 # How many collectives of a rank are kept. Ranks may be several collectives apart: the root may
@@ -76,7 +76,9 @@ _AT_HOME = {"pid", "origin_s", "meeting_s", "posted_s"}
 
 def _layout(world_size: int) -> np.dtype[np.void]:
     edges = (2, world_size, world_size)
-    return np.dtype([("ranks", RANK, world_size), ("edges", EDGE, edges), ("wanted", "?", edges[1:])])
+    return np.dtype(
+        [("ranks", RANK, world_size), ("edges", EDGE, edges), ("wanted", "?", edges[1:])]
+    )
 
 
 class Board:

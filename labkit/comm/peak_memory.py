@@ -1,10 +1,10 @@
 """Peak memory: what a rank's process, and its tensors on GPUs, took at most.
 
 On a GPU, PyTorch's caching allocator counts: neither the CUDA context nor what libraries such as
-NCCL take. On the host, Linux keeps the peak of the resident memory (VmHWM), which a process may set
-back (``clear_refs``). A rank begins as a copy of the forkserver, with hundreds of MB that all ranks
-share, so only what is added counts. Pages of files do not count, because their first use reads
-code of torch into memory; pages that a rank shares with others, such as those of its messages, do.
+NCCL take. On the host, Linux keeps the peak of the resident memory (VmHWM), which a process may
+set back (``clear_refs``). A rank begins as a copy of the forkserver, with hundreds of MB that all
+ranks share, so only what is added counts. Pages of files do not, because their first use reads
+code of torch into memory; pages shared with other ranks, such as those of its messages, do.
 
 Source: Linux, proc_pid_status(5) and proc_pid_clear_refs(5).
 """

@@ -101,7 +101,10 @@ class Session:
         while True:
             now_s, gone = time.monotonic(), dict[int, str]()
             if now_s - looked_s > LOOK_S:
-                looked_s, gone = now_s, {source: why_gone(self.board, source) for source in sources}
+                looked_s, gone = (
+                    now_s,
+                    {source: why_gone(self.board, source) for source in sources},
+                )
             # After that: a message posted before the end of its source may still arrive.
             since_s = self.board.senders(self.rank, near)
             if far:
