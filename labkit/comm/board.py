@@ -229,10 +229,6 @@ class Board:
         """The number of posts of a rank so far; if it is unchanged, no new operation has begun."""
         return int(self.ranks[rank]["ticks"]) + int(self.collectives[rank])
 
-    def ticks(self) -> tuple[int, ...]:
-        """A fingerprint of all ranks' progress: if it is unchanged, no rank has moved."""
-        return tuple(int(value) for value in self.ranks["ticks"])
-
     def senders(self, rank: int, sources: list[int]) -> dict[int, float]:
         """The sources that have a message for ``rank``, and since when, in seconds."""
         sent, received = self.counts[:, :, rank]

@@ -204,7 +204,7 @@ class Watch:
         """A mismatch or a deadlock, if no rank has moved since it was first seen."""
         rows, board = self._rows, self._rows.board
         mismatch, stuck = find_mismatch(board), stuck_ranks(board)
-        candidate = (mismatch, stuck, board.ticks()) if mismatch or stuck else None
+        candidate = (mismatch, stuck, board.ranks["ticks"].tolist()) if mismatch or stuck else None
         if candidate != self._candidate:
             self._candidate, self._since = candidate, list(rows.numbers)
             return None
