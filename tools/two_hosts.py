@@ -31,6 +31,7 @@ from labkit.costs.link import Link, fit_link
 from labkit.schedules.bucket_assignment import assign_buckets
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.ring_all_reduce import RingAllReduce
+from labkit.tracing import Trace
 from labkit.workload.layers import EmulatedLayer
 from workbook.measure.hosts import ADDRESSES, NAMES, TwoHosts
 from workbook.measure.record import machine, write
@@ -111,11 +112,8 @@ def be_a_rank(comm: Comm) -> None:
         step()
         before = len(comm.session.spans())
         found["steps"][name] = slowest(comm, step)
-        spans = [span for span in comm.session.spans()[before:] if span.lane == 0]
-        kinds = ("compute", "update", "compress")
-        found["local_s"][name] = {
-            k: sum(s.duration_s for s in spans if s.kind == k) for k in kinds
-        }
+        seconds = Trace(comm.session.spans()[before:]).seconds_by_kind(lane=0)
+        found["local_s"][name] = {k: seconds.get(k, 0) for k in ("compute", "update", "compress")}
     if P > 1:
         right, left, partner = (comm.rank + 1) % P, (comm.rank - 1) % P, comm.rank ^ 1
         seconds = defaultdict(list)

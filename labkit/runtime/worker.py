@@ -33,12 +33,7 @@ from labkit.comm.meeting import HostsTransport, find_hosts, meet, stay_on_loopba
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.source_lines import install_sources
-from labkit.comm.torch_transport import (
-    TorchTransport,
-    close_arrivals,
-    connections,
-    keep_alive,
-)
+from labkit.comm.torch_transport import TorchTransport, close_arrivals, connections, keep_alive
 from labkit.comm.transport import Transport
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
