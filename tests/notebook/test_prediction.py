@@ -124,9 +124,9 @@ def test_its_field():
     made = workbook.predict("time of <one> step", "s")
     form = made.form = PredictionForm(made)
     assert form.field.description == "Your prediction of time of <one> step (s)"
-    form.field.value = "1,5 ms"
+    form.field.value = "1.5 ms"
     form.field.value = "3 <MiB>"
-    assert "&lt;MiB&gt;&#x27; is not a unit here: give it in s" in form.said.value
+    assert "&lt;mib&gt;&#x27; is not a unit here: give it in s" in form.said.value
     assert "Your prediction is still 1.5 ms" in form.said.value
     assert 'role="status" aria-live="polite"' in form.said.value
     made.measured([0.003], model=0.002)
