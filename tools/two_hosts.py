@@ -31,7 +31,6 @@ from labkit.costs.link import Link, fit_link
 from labkit.schedules.bucket_assignment import assign_buckets
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.ring_all_reduce import RingAllReduce
-from labkit.tracing import Trace
 from labkit.workload.layers import EmulatedLayer
 from workbook.measure.hosts import ADDRESSES, NAMES, TwoHosts
 from workbook.measure.record import machine, write
@@ -112,7 +111,7 @@ def be_a_rank(comm: Comm) -> None:
         step()
         before = len(comm.session.spans())
         found["steps"][name] = slowest(comm, step)
-        seconds = Trace(comm.session.spans()[before:]).seconds_by_kind(lane=0)
+        seconds = labkit.Trace(comm.session.spans()[before:]).seconds_by_kind(lane=0)
         found["local_s"][name] = {k: seconds.get(k, 0) for k in ("compute", "update", "compress")}
     if P > 1:
         right, left, partner = (comm.rank + 1) % P, (comm.rank - 1) % P, comm.rank ^ 1
