@@ -24,7 +24,7 @@ from workbook.exercises.grader.compare import MOST_ENTRIES
 # Where the functions are that an exercise asks for. Their helpers may be called.
 _OURS = (
     *("labkit.collectives", "labkit.schedules", "labkit.strategies", "labkit.horovod"),
-    *("labkit.placement.planner", "labkit.costs.pipeline_timeline", "labkit.workload.sampling"),
+    *("labkit.placement.planner", "labkit.costs.pipeline_timeline", "labkit.workload.samples"),
     *("labkit.comm.work", "workbook.exercises.programs.with_"),
 )
 _PYTORCHS = (
