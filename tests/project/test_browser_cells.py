@@ -99,7 +99,7 @@ def check_table(page):
     """On a narrow page, no number breaks, and no column is outside of what can be scrolled to."""
     table = page.cell(2).locator("table")
     rows = table.evaluate("table => [...table.querySelectorAll('td')].map(td => td.innerText)")
-    assert rows[2].splitlines() == ["200 ms", "(median of 3, 100 ms to 300 ms)"]
+    assert rows[2].splitlines() == ["200 ms", "(median of 3, from 100 ms to 300 ms)"]
     assert table.evaluate(NUM_LINES) == [1, 1, 2, 1, 1]
     wide, shown = table.evaluate("t => [t.scrollWidth, t.parentElement.scrollWidth]")
     assert wide <= shown
