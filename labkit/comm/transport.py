@@ -137,13 +137,13 @@ def describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def check_tensor(tensor: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless ``tensor`` is dense and on a device of this type."""
+def check_tensor(tensor: Tensor, device: torch.device | None = None) -> None:
+    """Raise ValueError unless ``tensor`` is dense, and on a device of this type."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"a tensor is needed, got {type(tensor).__name__}: {tensor!r:.60}")
     if tensor.layout != torch.strided:
         raise ValueError(f"a dense tensor is needed, got {tensor.layout}: use .to_dense()")
-    if tensor.device.type != device.type:
+    if device is not None and tensor.device.type != device.type:
         raise ValueError(
             f"the ranks of this run work on {device.type}, but the tensor is on "
             f"{tensor.device}: move it with .to(comm.device)"
