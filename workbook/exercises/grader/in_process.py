@@ -1,40 +1,19 @@
-"""Exercises that need no ranks: a function of plain values, called in one other process.
+"""Exercises that need no ranks: a function of plain values, asked one question after another.
 
-The process can be ended, whatever the function does. A function that cannot be sent there is
-called in this process.
+The questions are the cases of a run of one rank: a process that can be ended, whatever the
+function does.
 """
 
-import contextlib
 import copy
-import inspect
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from traceback import extract_tb
 from typing import Any, NamedTuple
 
-import cloudpickle
-
 from labkit.comm.comm import Comm
-from labkit.comm.source_lines import is_internal, readable
-from labkit.errors import WorkerError
+from workbook.exercises.grader import grader
 from workbook.exercises.grader.compare import agree, plain, short
-from workbook.exercises.grader.exercise import Found, Wrong
-from workbook.exercises.grader.on_ranks import in_one_process, limited_memory, story_of
-from workbook.exercises.grader.report import (
-    CALLS_LIBRARY,
-    NOT_ATTEMPTED,
-    NOT_YET,
-    NOT_YOURS,
-    PASSED,
-    Verdict,
-    told,
-)
-from workbook.exercises.grader.stub import about_stub, is_stub, is_untouched, raised_by_stub
-from workbook.exercises.grader.watched import Watched
-
-# All questions together take milliseconds.
-TIMEOUT_S = 8.0
+from workbook.exercises.grader.exercise import Case, Exercise, Found, Wrong
+from workbook.exercises.grader.report import Verdict, told
 
 
 class Question(NamedTuple):
@@ -45,24 +24,14 @@ class Question(NamedTuple):
     expected: Any = None
 
 
-class Asked(NamedTuple):
-    """What the learner's function has answered.
+class _Answer:
+    """An answer as it is, a tuple, say; answers that agree are equal."""
 
-    Attributes:
-        answers: to the first questions, in their order.
-        again: the same answers in a second call, as far as there was time for it.
-        broken: why the next question has no answer, with the place of an error.
-        stub: the function whose stub was reached.
-        library: a function called that solves the exercise, see ``Watched``.
-        changed: what a call has done to its arguments, see ``Watched``.
-    """
+    def __init__(self, value: Any):
+        self.value = value
 
-    answers: list
-    again: list
-    broken: str = ""
-    stub: str = ""
-    library: str = ""
-    changed: str = ""
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Answer) and agree(self.value, other.value)
 
 
 def answers(
@@ -88,21 +57,14 @@ def answers(
         The verdict. Nothing is raised: the verdict tells every failure.
     """
     own_name = getattr(fn, "__name__", type(fn).__name__)
-    names = signature.split(", ")
-    if not signature:
-        with contextlib.suppress(TypeError, ValueError):
-            parameters = inspect.signature(fn).parameters.values()
-            names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-
-    def words(args: tuple) -> str:
-        """The call as one would write it: ``bubble(num_stages=4, micro_batches=8)``."""
-        named = [f"{name}={arg!r}" for name, arg in zip(names, args)]
-        return f"{own_name}({', '.join(named + [repr(arg) for arg in args[len(named) :]])})"
-
-    pairs = expected.items() if isinstance(expected, Mapping) else expected
-    questions = [Question(args, words(args), wanted) for args, wanted in pairs]
-    options = {"mistakes": mistakes or {}, "call": _plainly, "signature": signature}
-    return ask(name or own_name, fn, questions, differs, **options)
+    names = [f"{name}=" for name in signature.split(", ")] if signature else []
+    questions = []
+    for args, wanted in expected.items() if isinstance(expected, Mapping) else expected:
+        # As one would write it: bubble(num_stages=4, micro_batches=8).
+        given = [f"{name}{arg!r}" for name, arg in zip(names or [""] * len(args), args)]
+        questions.append(Question(args, f"{own_name}({', '.join(given)})", wanted))
+    options = {"mistakes": mistakes or {}, "signature": signature}
+    return ask(name or own_name, fn, questions, differs, call=_plainly, **options)
 
 
 def _plainly(fn: Callable, *args: Any) -> Any:
@@ -139,9 +101,8 @@ def verdict_of(
     """Return the verdict on ``fn``'s answers, without printing it.
 
     Args:
-        name: the name of the exercise.
-        fn: the learner's function.
-        questions: the calls to make, in this order.
+        name, fn: the exercise and the learner's function.
+        questions: the calls to make, in this order, each twice.
         problem: (question, answer) -> what is wrong with it, or None.
         mistakes: a sentence -> function that makes this mistake; the first whose answers all
             equal the learner's explains the first wrong answer.
@@ -150,81 +111,37 @@ def verdict_of(
         signature: the names of the arguments with which ``call`` calls the function.
         may_call: as in ``Watched``.
     """
-    if not callable(fn):
-        return Verdict(name, NOT_YET, notes=[f"expected a function, got {type(fn).__name__}"])
-    if is_untouched(fn):
-        return Verdict(name, NOT_ATTEMPTED)
-    given = [(question.args, question.words) for question in questions]
-    watching = fn, given, call, signature, may_call
-    try:
-        found = in_one_process(_answered, *watching, timeout_s=TIMEOUT_S)
-    except ValueError:  # the function cannot travel, or this process may not start others
-        found = _answered(None, *watching)
-    except WorkerError as error:
-        story = story_of(error).replace("rank 0", "the function")
-        found = Asked([], [], f"one of {len(given)} calls: {story}")
-    if is_stub(fn, found.stub):
-        return Verdict(name, NOT_ATTEMPTED)
-    asked = list(zip(questions, found.answers))
-    wrong = ""
-    for question, answer in asked:
-        one = f"{question.words}: {answer}" if isinstance(answer, Wrong) else None
-        if wrong := one or problem(question, answer) or "":
-            for sentence, rule in (mistakes or {}).items():
-                if all(agree(one, rule(*asks.args)) for asks, one in asked):
-                    wrong += f": {sentence}"
-                    break
-            break
-    if not wrong and found.stub:
-        wrong = f"{questions[len(found.answers)].words}: {about_stub(fn, found.stub)}"
-    # Only this process knows the numbers of a notebook's cells.
-    wrong = wrong or readable(found.broken)
-    for question, first, second in zip(questions, found.answers, found.again):
-        if not wrong and not agree(second, first):
-            wrong = f"{question.words} returned {short(first)} the first time, "
-            wrong += f"but {short(second)} the second time"
-    if wrong or found.changed:
-        return Verdict(name, NOT_YET, notes=[wrong or found.changed])
-    if found.library:
-        return Verdict(name, NOT_YOURS, notes=[CALLS_LIBRARY.format(name=found.library)])
-    return Verdict(name, PASSED, notes=[right(found.answers)])
+    answered: dict[int, Any] = {}
 
-
-def _answered(
-    comm: Comm | None,
-    fn: Callable,
-    given: list[tuple[tuple, str]],
-    call: Callable,
-    signature: str,
-    may_call: Collection[str],
-) -> Asked:
-    """Call ``fn`` for all arguments, then once more in the opposite order."""
-    watched, answers, again = Watched(fn, signature, may_call), [], []
-    begin_s = time.monotonic()
-
-    def answer(args: tuple) -> Any:
-        """The answer, or what it says of itself, if it cannot be sent back."""
-        # A copy, because the function may change its arguments.
-        found = call(watched, *copy.deepcopy(args))
+    def answer(fn: Callable, comm: Comm, *args: Any) -> _Answer | Wrong:
+        found = call(fn, *args)
         found = plain(found) if isinstance(found, Iterator) else found
-        try:
-            cloudpickle.dumps(found)
-        except Exception:
-            return f"{found!r:.200}"
-        return found
+        return found if isinstance(found, Wrong) else _Answer(found)
 
-    try:
-        with limited_memory():
-            for args, _ in given:
-                answers.append(answer(args))
-            if time.monotonic() - begin_s < TIMEOUT_S / 4:
-                for args, _ in reversed(given):
-                    again.insert(0, answer(args))
-    except (Exception, SystemExit) as error:
-        place = given[len(answers) if len(answers) < len(given) else -1 - len(again)][1]
-        text = f"{place}: the function raised {type(error).__name__}: {error}".removesuffix(": ")
-        frames = [f for f in extract_tb(error.__traceback__) if not is_internal(f.filename)]
-        if frames:
-            text += f'\n  at "{frames[-1].filename}", line {frames[-1].lineno}'
-        return Asked(answers, [], text, raised_by_stub(error))
-    return Asked(answers, again, library=watched.library, changed=watched.changed)
+    def judge(case: Case, values: list[Any]) -> Found:
+        answered[case.size] = values[0].value
+        return problem(questions[case.size], values[0].value)
+
+    def mistaken(rule: Callable[..., Any], rank: int, case: Case) -> _Answer:
+        return _Answer(rule(*questions[case.size].args))
+
+    exercise = Exercise(
+        name,
+        # A copy, because the function may change its arguments.
+        inputs=lambda rank, case: copy.deepcopy(questions[case.size].args),
+        signature=signature,
+        written=None,
+        mistakes={
+            sentence: partial(mistaken, rule) for sentence, rule in (mistakes or {}).items()
+        },
+        judge=judge,
+        call=answer,
+        sizes=tuple(range(len(questions))),
+        nouns=("", ""),
+        special=lambda case: questions[case.size].words,
+        may_call=frozenset(may_call),
+    )
+    verdict = grader.grade_on_ranks(fn, exercise, (1,))
+    if verdict and answered:
+        verdict.notes = [right(list(answered.values()))]
+    return verdict

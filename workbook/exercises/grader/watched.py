@@ -36,7 +36,7 @@ _HELPERS = {
     *("predicted_slots", "in_flight", "with_hops"),
 }
 # The classes in these rooms hold data.
-_OF_DATA = ("labkit.schedules", "labkit.costs", "labkit.placement")
+_OF_DATA = ("labkit.schedules", "labkit.costs", "labkit.placement", "labkit.workload.samples")
 # A decorator such as torch.no_grad.
 _PASSES_ON = "torch.utils._contextlib"
 # A shorter function may be the same by chance.
