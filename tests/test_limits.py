@@ -51,9 +51,3 @@ def test_no_function_takes_a_number_that_cannot_be(function, arguments, names):
         for value in [*WRONG, 0]:
             with pytest.raises(ValueError, match=r"\w"):
                 function(*first, **arguments | {name: value})
-
-
-def test_may_lose_takes_ranks_only():
-    for rank in (True, "1", -1, 2, None):
-        with pytest.raises(ValueError, match="may_lose"):
-            run(lambda comm: None, world_size=2, may_lose=[rank])

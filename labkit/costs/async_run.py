@@ -47,8 +47,6 @@ def simulate(
     one: receive, update, send parameters; ``bound``: see ``StalenessTracker``. In ``synchronous``
     rounds all workers push, the server sums, all pull.
     """
-    if factor < 1:
-        raise ValueError(f"a straggler computes at least as long as the others, got {factor}")
     computes_s = {worker: 1.0 for worker in range(1, workers + 1)} | {1: factor}
     tracker = StalenessTracker(computes_s, bound)
     spans: list[Span] = []

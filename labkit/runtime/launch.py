@@ -16,7 +16,7 @@ from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job, open_comm
 from labkit.tracing import Trace
 from labkit.tracing.limits import Limit, what_limited
-from labkit.units import MOST_SECONDS, check_above_zero, check_integer
+from labkit.units import MOST_SECONDS, check_above_zero
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run(
     """
     __tracebackhide__ = True
     expendable = frozenset(may_lose)
-    _check(world_size, timeout_s, expendable, hosts is None)
+    _check(world_size, timeout_s, hosts is None)
     # What torchrun or Ray need is imported only with them.
     if under_torchrun():
         from labkit.runtime import torchrun
@@ -103,15 +103,13 @@ def run(
     return _result(supervisor.run(), supervisor.lost)
 
 
-def _check(world_size: int, timeout_s: float, may_lose: frozenset[int], warn: bool) -> None:
+def _check(world_size: int, timeout_s: float, warn: bool) -> None:
     if open_comm() is not None or multiprocessing.parent_process() is not None:
         raise ValueError(
             "labkit.run was called inside a rank of another run: start runs from the notebook or "
             'the script. In a script, keep the call under if __name__ == "__main__":'
         )
     check_world_size(world_size, warn=warn)
-    for rank in may_lose:
-        check_integer("a rank in may_lose", rank, least=0, most=world_size - 1)
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
 
 

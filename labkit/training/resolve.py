@@ -139,7 +139,6 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     """
     check_names(config, own)
     work = work_of(config, own, download)
-    strategy = make_strategy(config, own=own, work=work)
     (inputs, targets), model = work.train.first(_FEW), work.make_model()
     try:
         with torch.no_grad(), seeded(config.seed):
@@ -159,7 +158,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
             f"one is {mean:.4g}: return the mean over samples (reduction='mean'; with weights, "
             "(weights * losses).mean()), so that shares add up"
         )
-    return strategy, work
+    return make_strategy(config, own=own, work=work), work
 
 
 def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
@@ -253,10 +252,6 @@ def _own_model(part: Any, seed: int) -> nn.Module:
         raise ValueError(
             f"model is of type {type(part).__name__}: give an nn.Module, a list of layers, or a "
             "function without arguments that makes one"
-        )
-    if not any(parameter.requires_grad for parameter in part.parameters()):
-        raise ValueError(
-            f"no parameter of {type(part).__name__} requires a gradient: nothing can be trained"
         )
     return part
 

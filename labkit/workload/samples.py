@@ -230,11 +230,6 @@ def samples_of(part: Any, dtype: torch.dtype, seed: int) -> Samples:
         part = part.tensors
     if _are_arrays(part):
         inputs, targets = (as_dtype(torch.as_tensor(x).detach().cpu(), dtype) for x in part)
-        if not inputs.dim() or not targets.dim() or len(inputs) != len(targets):
-            raise ValueError(
-                f"dataset has inputs {list(inputs.shape)} and targets {list(targets.shape)}: give "
-                "one target for each input"
-            )
         part = TensorDataset(inputs, targets)
     no_map = isinstance(part, (IterableDataset, DataLoader, str))
     if no_map or not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
@@ -243,8 +238,6 @@ def samples_of(part: Any, dtype: torch.dtype, seed: int) -> Samples:
             "map-style Dataset (__getitem__ and __len__), such as a DataLoader's dataset, tensors "
             "(x, y), or a pair of them, one to train on and one held out"
         )
-    if not len(part):
-        raise ValueError("dataset has no samples: nothing to train on or to test with")
     return Samples(part, dtype, seed=seed)
 
 
