@@ -51,7 +51,7 @@ def run(
     timeout_s: float = 120,
     may_lose: Collection[int] = (),
     link: EmulatedLink | None = None,
-    hosts: int | str | Sequence[str] | None = None,
+    hosts: int | None = None,
 ) -> RunResult:
     """Call ``fn(comm, *args)`` on ``world_size`` processes, and gather what they return.
 
@@ -67,7 +67,7 @@ def run(
         may_lose: ranks that the run can do without: where the others wait for one that has
             failed, they get a PeerLostError. (On this machine; GPUs then use gloo.)
         link: an emulated link, which makes messages slower.
-        hosts: nodes of a Ray cluster on which the ranks are spread: how many, or their addresses.
+        hosts: how many nodes of a Ray cluster the ranks are spread over.
 
     Under ``torchrun`` this process is one of the ranks, and each gets the same result.
 

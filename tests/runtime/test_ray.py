@@ -123,12 +123,8 @@ def test_training_over_two_nodes_equals_one_device(nodes):
 
 
 def test_nodes_that_the_cluster_does_not_have_are_refused(nodes):
-    address = ray.util.get_node_ip_address()
     with pytest.raises(ValueError, match=r"hosts=3: the cluster has 2 nodes .*use fewer hosts"):
         run(who, world_size=3, hosts=3)
-    with pytest.raises(ValueError, match=r"the cluster has 2 nodes .*each once"):
-        run(who, world_size=3, hosts=["10.9.8.7", address])
-    assert run(who, world_size=2, hosts=f"{address},{address}").values[0][1] == ((0,), (1,))
 
 
 def test_the_stop_button_ends_the_ranks(nodes, tmp_path):
