@@ -207,8 +207,8 @@ class RunConfig:
         rates = dict(zip(("lr", "weight_decay"), _RATES.get(self.optimizer, ())))
         if not rates and (self.lr, self.weight_decay) != (None, None):
             raise ValueError(
-                f"optimizer {self.optimizer} takes no lr and no weight_decay here: leave them "
-                "out, or set them in a function of the parameters that makes the optimizer"
+                f"optimizer {self.optimizer} takes no lr and no weight_decay here: leave them to "
+                "the function that makes it"
             )
         if self.optimizer == "sgd":
             rates["lr"] = _SGD_LR.get(self.model, rates["lr"])
@@ -226,8 +226,7 @@ class RunConfig:
         if self.link and (in_one_process or (self.builtin and self.backend != "labkit")):
             raise ValueError(
                 f"link {self.link!r}: the tensors of this run do not pass through labkit's "
-                "messages, which alone can be delayed: leave out devices, or builtin (or choose "
-                "backend labkit)"
+                "messages: leave out devices, or builtin (or choose backend labkit)"
             )
 
     def _num_ranks(self) -> int:

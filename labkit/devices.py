@@ -139,7 +139,7 @@ def check_world_size(world_size: int, *, warn: bool = True) -> None:
         warnings.warn(
             f"world_size {world_size} is far above this machine's "
             f"{format_count(num_cores(), 'core')}: ranks take turns, and need 0.3 GB each",
-            stacklevel=4,  # the caller of ``run``
+            stacklevel=3,  # the caller of ``run``
         )
 
 

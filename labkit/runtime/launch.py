@@ -79,7 +79,13 @@ def run(
     """
     __tracebackhide__ = True
     expendable = frozenset(may_lose)
-    _check(world_size, timeout_s, hosts is None)
+    if open_comm() is not None or multiprocessing.parent_process() is not None:
+        raise ValueError(
+            "labkit.run was called inside a rank of another run: start runs from the notebook or "
+            'the script. In a script, keep the call under if __name__ == "__main__":'
+        )
+    check_world_size(world_size, warn=hosts is None)
+    check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     # What torchrun or Ray need is imported only with them.
     if under_torchrun():
         from labkit.runtime import torchrun
@@ -101,16 +107,6 @@ def run(
     what = dump_call(fn, args), cell_sources(), chosen
     supervisor = Supervisor(Job(*what, world_size, timeout_s, expendable, link))
     return _result(supervisor.run(), supervisor.lost)
-
-
-def _check(world_size: int, timeout_s: float, warn: bool) -> None:
-    if open_comm() is not None or multiprocessing.parent_process() is not None:
-        raise ValueError(
-            "labkit.run was called inside a rank of another run: start runs from the notebook or "
-            'the script. In a script, keep the call under if __name__ == "__main__":'
-        )
-    check_world_size(world_size, warn=warn)
-    check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
 
 
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:

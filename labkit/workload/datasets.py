@@ -155,9 +155,8 @@ def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:
     make, folder = getattr(torchvision.datasets, class_name), root / folder_name
     if not folder.is_dir() and not download:
         raise FileNotFoundError(
-            f"{name} is not in {root} (looked for {folder_name}). Get it with --download on the "
-            f'command line or labkit.load_dataset("{name}", download=True) in a notebook; '
-            "LABKIT_DATA names another folder; digits need no download"
+            f"{name} is not in {root} (LABKIT_DATA names another folder). Get it with --download, "
+            f'or labkit.load_dataset("{name}", download=True); digits need no download'
         )
     try:
         if not folder.is_dir():
@@ -171,8 +170,7 @@ def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:
     except Exception as error:
         raise ValueError(
             f"{name} cannot be had in {folder} ({' '.join(str(error).split())}). Check the "
-            "network and use --download or download=True again, without that folder if it is "
-            "damaged, or copy it there; digits need no download"
+            "network and download it again, without that folder if it is damaged"
         ) from None
     parts = []
     for one in found:
@@ -206,7 +204,7 @@ def open_folder(
     if not (folder / "train").is_dir():
         raise ValueError(
             f"there is no folder {folder / 'train'}: give a folder with train and val in it, each "
-            f"with a folder of images per class, or one of {', '.join(DATASETS)}"
+            "with a folder of images per class"
         )
     images = _images_in(folder / "train", resize, crop)
     train, count = images, len(images)

@@ -28,9 +28,8 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """``layers_of``, each with its name in the model: ``"0"``, or ``"0.1"`` in a nested one."""
     if not _is_chain(model):
         raise ValueError(
-            f"{type(model).__name__} cannot be cut into layers: give the model as a list of "
-            "layers, or as nn.Sequential without hooks, each of which takes one tensor and "
-            "returns one; a block with a skip connection is one layer"
+            f"{type(model).__name__} cannot be cut into layers: give a list of layers, or an "
+            "nn.Sequential without hooks; a block with a skip connection is one layer"
         )
     found = []
     # named_children() would leave out repetitions of a layer.

@@ -103,8 +103,8 @@ class Transform:
         """With ``draw`` of one image, augmented at random."""
         if (self.augment or self.resize) and images.ndim < 3:
             raise ValueError(
-                "augment and resize are for images [channels, height, width], and the inputs of "
-                f"dataset have shape {list(images.shape)}: leave them out"
+                "augment and resize are for images [channels, height, width], and inputs have "
+                f"shape {list(images.shape)}: leave them out"
             )
         if self.standard is not None:
             images = images.to(dtype).div(self.standard.white)
@@ -235,8 +235,7 @@ def samples_of(part: Any, dtype: torch.dtype, seed: int) -> Samples:
     if no_map or not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
         raise ValueError(
             f"dataset is of type {type(part).__name__}, and labkit makes the batches: give a "
-            "map-style Dataset (__getitem__ and __len__), such as a DataLoader's dataset, tensors "
-            "(x, y), or a pair of them, one to train on and one held out"
+            "map-style Dataset, such as a DataLoader's dataset, tensors (x, y), or two of them"
         )
     return Samples(part, dtype, seed=seed)
 
