@@ -57,9 +57,6 @@ def plan(
         device, transport: one of ``DEVICES``, one of ``TRANSPORTS``.
         devices: the device of each rank, in rank order, see ``config.parse_devices``; those left
             over are not used. None: the GPUs in turn, or the CPU, as ``device`` says.
-
-    Raises:
-        ValueError: what is unknown, not on this machine, or does not go together.
     """
     check_choice("transport", transport, TRANSPORTS)
     chosen = _devices_of(local_world_size, device, devices)

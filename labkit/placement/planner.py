@@ -266,12 +266,8 @@ def cheapest_cuts(
     """The least combined cost of all stages, and its split points: a dynamic program over cuts.
 
     rest(s, i) = min over k of combine(cost(s, i, k), rest(s + 1, k)): the best cuts of the layers
-    from i on do not depend on the cuts before them. This holds for the sum (``operator.add``)
-    and the maximum (``max``). It evaluates P L^2 / 2 costs.
-
-    Args:
-        cost: of one stage; ``math.inf`` where it is not allowed.
-        combine: the cost of a stage with that of the stages after it.
+    from i on do not depend on the cuts before them. This holds for the sum (``operator.add``) and
+    the maximum (``max``). It evaluates P L^2 / 2 costs; ``math.inf`` is one that is not allowed.
     """
 
     @functools.cache

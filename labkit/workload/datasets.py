@@ -84,12 +84,9 @@ def load_dataset(
         train_size: keep only the first ``train_size`` training samples; None keeps all.
             ``digits_augmented`` has up to 50,000: the digits, and copies of them that are shifted
             by up to one pixel, with noise.
-        dtype: of the inputs.
-        stored: leave images as the bytes that they are stored in.
+        stored: leave images as the bytes that they are stored in, not as ``dtype``.
 
-    Raises:
-        ValueError: unknown name, train_size out of range, a damaged file, or a failed download.
-        FileNotFoundError: the data are missing; the message says how to get them.
+    ValueError for a damaged file or a failed download, FileNotFoundError for missing data.
     """
     check_choice("data set", name, DATASETS)
     if name in _TORCHVISION:
@@ -195,10 +192,6 @@ def open_folder(
         train_size: the number of training images, spread evenly over all of them; None for all.
         resize: height and width; None keeps the size of each image.
         crop: with ``resize``, take a random part of each training image, and scale that.
-
-    Raises:
-        ValueError: no such folder, other classes held out, or (while training) a damaged image.
-        FileNotFoundError: no classes, or one without images.
     """
     folder = Path(name)
     if not (folder / "train").is_dir():

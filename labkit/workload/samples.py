@@ -92,7 +92,7 @@ class Transform:
         standard: to give each channel mean 0 and deviation 1; None for inputs as they are stored.
         augment: names of ``config.AUGMENTATIONS``; ``crop`` moves an image, by four pixels at
             most, and fills with black.
-        resize: height and width, with bicubic interpolation and antialiasing; None keeps them.
+        resize: height and width, with bicubic interpolation; None keeps them.
     """
 
     standard: Standard | None = None
