@@ -20,7 +20,7 @@ from labkit.costs.link import Link
 from labkit.costs.pipeline_timeline import Slot, bubble, predicted_slots
 from labkit.schedules.pipeline import in_flight, pipeline_streams
 from labkit.schedules.split_points import check_split_points, stage_bounds
-from labkit.units import check_choice, format_count
+from labkit.units import check_choice, check_integer, format_count
 
 # Split points of labkit's vgg16, to compare. Layers 0 to 30 are the features (4, 9, 16, 23 and 30
 # are pools), 31 averages, 32 flattens, 33 classifies. The first four splits are those of the
@@ -176,6 +176,7 @@ def _in_training(
 
     The layers before that one have no backward, and hold nothing for it.
     """
+    check_integer(f"frozen of {profile.model}", frozen, 0, len(profile.layers))
     trained = [i for i, x in enumerate(profile.layers) if i >= frozen and x.parameter_bytes]
     first = trained[0] if trained else len(profile.layers)
     layers = [

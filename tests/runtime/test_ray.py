@@ -78,11 +78,10 @@ def who(comm):
 def test_the_ranks_of_two_nodes_are_one_run(nodes, monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(tmp_path)
     result = run(who, world_size=3, hosts=2)
-    pids, hosts, totals, folders = zip(*result.values)
+    _, hosts, totals, folders = zip(*result.values)
     assert set(hosts) == {((0, 1), (2,))}
     assert totals == ([3.0] * 3,) * 3
     assert set(folders) == {str(tmp_path)}
-    assert all(map(is_alive, pids))
     said = ""
 
     def says_all():
@@ -123,7 +122,7 @@ def test_training_over_two_nodes_equals_one_device(nodes):
 
 
 def test_nodes_that_the_cluster_does_not_have_are_refused(nodes):
-    with pytest.raises(ValueError, match=r"hosts=3: the cluster has 2 nodes .*use fewer hosts"):
+    with pytest.raises(ValueError, match="hosts=3: the cluster has 2 nodes, .*use fewer hosts"):
         run(who, world_size=3, hosts=3)
 
 
