@@ -122,7 +122,7 @@ def test_training_over_two_nodes_equals_one_device(nodes):
 
 
 def test_nodes_that_the_cluster_does_not_have_are_refused(nodes):
-    with pytest.raises(ValueError, match="hosts=3: the cluster has 2 nodes, .*use fewer hosts"):
+    with pytest.raises(ValueError, match=r"hosts=3: the cluster has 2 nodes, .*use fewer hosts"):
         run(who, world_size=3, hosts=3)
 
 
