@@ -57,15 +57,14 @@ def run(
 
     Args:
         fn: a function of a ``Comm`` and ``args``; it may be defined in a notebook cell.
-        args: further arguments, the same on every rank.
         world_size: P, the number of ranks.
         device: ``auto`` (GPUs if any can be used), ``cpu`` or ``cuda``.
         devices: by rank (under ``torchrun`` by LOCAL_RANK), as ``"cuda:2,cuda:3"``; see ``plan``.
-        transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl``, or ``auto``: shared
-            memory for CPU ranks (where the system has it), NCCL for ranks with a GPU each.
+        transport: ``shared`` (memory, on one machine), ``gloo``, or ``auto``: shared memory for
+            CPU ranks, NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
-        may_lose: ranks that the run can do without: where the others wait for one that has
-            failed, they get a PeerLostError. (On this machine; GPUs then use gloo.)
+        may_lose: ranks that the run can do without: who waits for one that has failed gets a
+            PeerLostError. (On this machine; GPUs then use gloo.)
         link: an emulated link, which makes messages slower.
         hosts: how many nodes of a Ray cluster the ranks are spread over.
 
@@ -74,16 +73,11 @@ def run(
     Raises:
         ValueError: impossible settings; what cannot be pickled; a run inside a run.
         WorkerError: a rank raised, was killed, or exited early.
-        DeadlockError: the ranks can never finish; the message says why.
-        DeadlineError: the deadline passed; the message holds each rank's stack.
+        DeadlockError: the ranks can never finish; or, a DeadlineError, not in time.
     """
     __tracebackhide__ = True
     expendable = frozenset(may_lose)
-    if open_comm() is not None or multiprocessing.parent_process() is not None:
-        raise ValueError(
-            "labkit.run was called inside a rank of another run: start runs from the notebook or "
-            'the script. In a script, keep the call under if __name__ == "__main__":'
-        )
+    _check_not_nested()
     check_world_size(world_size, warn=hosts is None)
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     # What torchrun or Ray need is imported only with them.
@@ -107,6 +101,14 @@ def run(
     what = dump_call(fn, args), cell_sources(), chosen
     supervisor = Supervisor(Job(*what, world_size, timeout_s, expendable, link))
     return _result(supervisor.run(), supervisor.lost)
+
+
+def _check_not_nested() -> None:
+    if open_comm() is not None or multiprocessing.parent_process() is not None:
+        raise ValueError(
+            "labkit.run was called inside a rank of another run: start runs from a notebook, or a "
+            'script, there under if __name__ == "__main__":'
+        )
 
 
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
