@@ -84,7 +84,6 @@ class Prediction:
     """What ``workbook.predict`` returns: a number in ``unit``, or none yet.
 
     Attributes:
-        quantity, unit: as in ``predict``.
         value: the number; None if there is none.
         locked_at: when it was first measured, as ISO 8601; None if it has not been.
         form: shows it in a notebook (``form.PredictionForm``); None elsewhere.
