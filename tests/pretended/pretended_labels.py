@@ -287,8 +287,8 @@ class Pretend(TorchFunctionMode):
             device = common(func, tensors_in((*args, *kwargs.values())))
         if device is None and not in_backward():
             device = CPU
-        if (generator := kwargs.get("generator")) is not None and device is not None:
-            _check_generator(generator, device)
+        if kwargs.get("generator") is not None and device is not None and device.type == "cuda":
+            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         out = func(*args, **kwargs)
         if device is not None:
             for tensor in tensors_in((out,)):
@@ -311,27 +311,6 @@ def _without_device(kwargs):
     return device, pinned, kwargs | {"device": CPU if device.type == "cuda" else device}
 
 
-def _check_generator(generator, device):
-    if generator.device.type != device.type:
-        raise RuntimeError(
-            f"Expected a '{device.type}' device type for generator but found "
-            f"'{generator.device.type}'"
-        )
-
-
-class Generator(torch._C.Generator):
-    """A generator that says it is on the device it was made for."""
-
-    def __new__(cls, device="cpu"):
-        made = super().__new__(cls, device="cpu")
-        made._device = gpus.resolved(device)
-        return made
-
-    @property
-    def device(self):
-        return self._device
-
-
 MODE = Pretend()
 
 
@@ -348,7 +327,6 @@ def active():
 
 def install():
     """Change what takes a device and is no function on tensors."""
-    torch.Generator = Generator
     T.record_stream = lambda tensor, stream: None
     _ORIGINALS["_reduce_ex_internal"] = T._reduce_ex_internal
     T._reduce_ex_internal = _reduce
