@@ -112,35 +112,49 @@ def _hop_every_way(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict[int
 
 def measure_placements(link: Link, repeats: int, where: Where) -> Result:
     """Measure the hops of every placement, with all layers trained and with a frozen backbone."""
-    # Not at the top: every rank of a bench imports this module, and does not need matplotlib.
-    from workbook.plots.communication_time import communication_time, hop_rows
-
     placements = {name: points for name, points in VGG16_SPLITS.items() if points}
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    # By placement and hop: bytes, seconds, and the model's seconds.
+    rows: dict[tuple[str, str], tuple[int, list[float], float]] = {}
     for batch_size in BATCH_SIZES:
         batch: dict[str, Any] = {"batch_size": batch_size, "input_shape": SHAPE} | where
         profile = measure_profile(MODEL, **batch, repeats=1)
         for (name, points), frozen in itertools.product(placements.items(), (0, BACKBONE)):
             predicted = predict_split(profile, points, link, frozen=frozen)
             measured = measure_split(MODEL, points, **batch, frozen=frozen, steps=repeats)
-            trained = "head" if frozen else "all"
-            for row in hop_rows(name, measured, predicted):
-                hop = f"cut {row['cut']}, {row['direction']}, batch of {batch_size}"
-                rows[f"{name}, trained: {trained}", hop] = row | {"trained": trained}
+            case = f"{name}, trained: {'head' if frozen else 'all'}"
+            ways = {
+                "activation": (measured.forward_hop_s, predicted.hop_s),
+                "gradient": (measured.backward_hop_s, predicted.backward_hop_s),
+            }
+            for way, hops in ways.items():
+                for cut, *hop in zip(points, measured.hop_bytes, *hops):
+                    # No gradient crosses a cut that has only frozen layers before it.
+                    if any(hop[1]):
+                        rows[case, f"cut {cut}, {way}, batch of {batch_size}"] = tuple(hop)
     seconds: dict[str, dict[str, list[float]]] = {}
-    for (case, hop), row in rows.items():
-        seconds.setdefault(case, {})[hop] = row["seconds"]
-    drawn = [row for row in rows.values() if row["trained"] == "all"]
+    for (case, hop), (_, hop_s, _) in rows.items():
+        seconds.setdefault(case, {})[hop] = hop_s
+
+    def figure() -> Any:
+        # Not at the top: every rank of a bench imports this module, and does not need matplotlib.
+        from workbook.plots import size_curves
+
+        drawn: dict[int, list[float]] = {}
+        for num_bytes, hop_s, _ in rows.values():
+            drawn.setdefault(num_bytes, []).extend(hop_s)
+        model = {num_bytes: model_s for num_bytes, _, model_s in rows.values()}
+        return size_curves({"hop": drawn}, {"hop": model}, title="The hops of VGG16's placements")
+
     return Result(
         "Communication of VGG16's placements, per step",
         {"what": "placements"},
         seconds,
         case="placement",
         columns={
-            "num_bytes": lambda case, hop, spread: rows[case, hop]["num_bytes"],
-            "model_s": lambda case, hop, spread: rows[case, hop]["model_s"],
+            "num_bytes": lambda case, hop, spread: rows[case, hop][0],
+            "model_s": lambda case, hop, spread: rows[case, hop][2],
         },
-        figures={"hops": lambda: communication_time(drawn)},
+        figures={"hops": figure},
     )
 
 

@@ -1,11 +1,9 @@
 """Bars of one quantity: measured values beside predictions."""
 
 import itertools
-import statistics
 import textwrap
 from collections.abc import Iterable, Mapping
-
-from matplotlib.figure import Figure
+from statistics import median
 
 from labkit.units import as_repeats, byte_unit, format_number, format_value, second_unit
 from workbook.plots.figure import (
@@ -17,10 +15,9 @@ from workbook.plots.figure import (
     ratio_words,
     repeats_words,
 )
-from workbook.plots.palette import DARK, SERIES, Style, swatch
+from workbook.plots.palette import DARK, SERIES, swatch
 
-# {group: {series: repeats}}
-Repeats = dict[str, dict[str, list[float]]]
+_REPEATS = "Bars are medians of {} repeats; whiskers span all of them."
 
 
 @drawn
@@ -44,82 +41,61 @@ def bars(
         title: above the figure.
 
     Raises:
-        ValueError: nothing to draw; a value that is not a number.
+        ValueError: a value that is not a number.
     """
     repeats = {
-        str(group): {name: as_repeats(value) for name, value in row.items()}
+        group: {name: as_repeats(value) for name, value in row.items()}
         for group, row in groups.items()
     }
-    if not any(repeats.values()):
-        raise ValueError(
-            'no bars to draw: give groups of series, {"ring": {"measured": [0.9, 1.1]}}'
-        )
-    parts = []
-    for group, row in repeats.items():
-        words = [f"{n} {format_value(statistics.median(v), unit)}" for n, v in row.items()]
-        parts.append(f"{group}: {', '.join(words)}")
-    title = title or quantity[:1].upper() + quantity[1:]
-    return CaptionedFigure(
-        _draw(repeats, quantity, unit, title),
-        alt=f"Bars of {quantity}. {'; '.join(parts)}.",
-        caption=_caption(repeats),
-    )
-
-
-def _draw(repeats: Repeats, quantity: str, unit: str, title: str) -> Figure:
-    medians = [statistics.median(values) for row in repeats.values() for values in row.values()]
-    largest = max(map(abs, medians))
-    scale, shown_unit = {"s": second_unit, "bytes": byte_unit}.get(unit, lambda _: (1.0, unit))(
-        largest
-    )
-    figure, axes = new_axes(4.2, title)
-    styles = _styles(list(dict.fromkeys(name for row in repeats.values() for name in row)))
-    width = min(0.8 / len(styles), 0.28)
-    for number, (name, style) in enumerate(styles.items()):
-        shift = (number - (len(styles) - 1) / 2) * width
-        for place, row in enumerate(repeats.values()):
-            if name not in row:
-                continue
-            values = [value / scale for value in row[name]]
-            x, middle = place + shift, statistics.median(values)
-            axes.bar(x, middle, 0.92 * width, label=name, **style.fill)
-            if len(values) > 1:
-                spread = [[middle - min(values)], [max(values) - middle]]
-                axes.errorbar(x, middle, spread, color=DARK, capsize=4, linewidth=1.2)
-            if len(medians) <= 12:
-                above = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
-                axes.annotate(format_number(middle), (x, max(*values, 0)), (0, 3), **above)
+    medians = {(g, n): median(values) for g, row in repeats.items() for n, values in row.items()}
+    largest = max(map(abs, medians.values()))
+    units = {"s": second_unit(largest), "bytes": byte_unit(largest)}
+    scale, shown_unit = units.get(unit, (1.0, unit))
+    # A model has the colour of the series that it predicts, and stands beside it.
+    names = list(dict.fromkeys(name for _, name in medians))
+    looks = dict(zip(dict.fromkeys(map(_base, names)), itertools.cycle(s for s, *_ in SERIES)))
+    styles = {n: looks[_base(n)].model if _is_model(n) else looks[_base(n)] for n in names}
+    figure, axes = new_axes(4.2, title or quantity[:1].upper() + quantity[1:])
+    width = min(0.8 / len(names), 0.28)
+    for (group, name), middle in medians.items():
+        x = list(repeats).index(group) + (names.index(name) - (len(names) - 1) / 2) * width
+        middle, low, high = (one(repeats[group][name]) / scale for one in (median, min, max))
+        axes.bar(x, middle, 0.92 * width, label=name, **styles[name].fill)
+        if low < high:
+            spread = [[middle - low], [high - middle]]
+            axes.errorbar(x, middle, spread, color=DARK, capsize=4, linewidth=1.2)
+        if len(medians) <= 12:
+            above = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
+            axes.annotate(format_number(middle), (x, max(high, 0)), (0, 3), **above)
     axes.set_xticks(range(len(repeats)), [textwrap.fill(group, 16) for group in repeats])
     axes.set(xlim=(-0.6, len(repeats) - 0.4), ylabel=f"{quantity} ({shown_unit})")
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y")
     axes.margins(y=0.12)
     add_legend(figure, [swatch(name, style) for name, style in styles.items()])
-    return figure
 
-
-def _model_of(name: str) -> str | None:
-    """The series that a model predicts; None where ``name`` is not a model."""
-    if name == "model":
-        return "measured"
-    return name.removesuffix(" model") if name.endswith(" model") else None
-
-
-def _styles(names: list[str]) -> dict[str, Style]:
-    """The style of each series; a model has the colour of the series that it predicts."""
-    bases = {name: _model_of(name) or name for name in names}
-    style_of = dict(zip(dict.fromkeys(bases.values()), itertools.cycle(s for s, *_ in SERIES)))
-    looks = {name: style_of[base] for name, base in bases.items()}
-    return {name: look.model if _model_of(name) else look for name, look in looks.items()}
-
-
-def _caption(repeats: Repeats) -> str:
     ratios = [
-        statistics.median(row[base]) / model
-        for row in repeats.values()
-        for name in row
-        if (base := _model_of(name)) in row and (model := statistics.median(row[name]))
+        medians[group, _base(name)] / model
+        for (group, name), model in medians.items()
+        if _is_model(name) and (group, _base(name)) in medians and model
     ]
-    measured = [each for row in repeats.values() for each in row.values() if len(each) > 1]
-    words = joined(ratio_words(ratios, "hatched"), repeats_words(measured, "Bars"))
-    return words or "Each bar is one value, not a median of repeats."
+    values = [row[name] for row in repeats.values() for name in row if not _is_model(name)]
+    caption = joined(ratio_words(ratios, "hatched"), repeats_words(values, _REPEATS))
+    parts = [
+        f"{group}: {', '.join(f'{n} {format_value(medians[group, n], unit)}' for n in row)}"
+        for group, row in repeats.items()
+    ]
+    return CaptionedFigure(
+        figure,
+        alt=f"Bars of {quantity}. {'; '.join(parts)}.",
+        caption=caption or "Each bar is one value, not a median of repeats.",
+    )
+
+
+def _is_model(name: str) -> bool:
+    return name == "model" or name.endswith(" model")
+
+
+def _base(name: str) -> str:
+    """The series that a model predicts, or the series itself."""
+    return "measured" if name == "model" else name.removesuffix(" model")
