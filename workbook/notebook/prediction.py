@@ -16,8 +16,8 @@ from labkit.units import as_repeats, format_value
 from workbook.notebook import record
 from workbook.notebook.pages import current_page
 from workbook.notebook.record import Predicted
-from workbook.notebook.row import PredictionRow, make_row, number_or_none
-from workbook.notebook.typed import parse_typed, scale_between
+from workbook.notebook.row import PredictionRow
+from workbook.notebook.typed import parse_typed
 
 
 def predict(
@@ -38,21 +38,25 @@ def predict(
         ValueError: ``value`` is not a number in such a unit.
     """
     prediction = Prediction(quantity, unit, str(id or quantity))
-    if value is not None and value is not ... and prediction.locked_at is None:
+    if value is not None and prediction.locked_at is None:
         prediction.enter(value)
     # A page that is compared with its text shows text.
-    if os.environ.get("LABKIT_LIVE") != "0" and kernel() is not None:
-        from workbook.notebook.form import PredictionForm
+    if os.environ.get("LABKIT_LIVE") == "0" or kernel() is None:
+        print(prediction)
+        return prediction
+    from IPython.display import display
 
-        prediction.form = PredictionForm(prediction)
-    prediction.show()
+    from workbook.notebook.form import PredictionForm
+
+    prediction.form = PredictionForm(prediction)
+    display(prediction.form)
     return prediction
 
 
 def predict_row(
     quantity: str,
     unit: str,
-    prediction: "float | Prediction | None",
+    prediction: "Prediction | float | None",
     model: float | None,
     measured: float | Iterable[float],
 ) -> PredictionRow:
@@ -62,31 +66,20 @@ def predict_row(
         quantity: what it is, for example ``time of one all-reduce``.
         unit: of all three numbers: ``bytes`` and ``s`` are scaled when shown (MiB, ms), any other
             word is not.
-        prediction: what ``predict`` has returned, which this locks; or the learner's number; None
-            or ``...`` if none was made.
+        prediction: what ``predict`` has returned, which this locks; or a number, which is not
+            recorded; None if none was made.
         model: what the formula gives; None without a formula.
         measured: a number, or the list of repeats.
 
     Raises:
-        ValueError: a value that is not a number, no measurement, or a prediction in a unit of
-            another kind.
+        ValueError: a value that is not a number, no measurement, or a prediction in another unit.
     """
     if isinstance(prediction, Prediction):
-        scale = scale_between(prediction.unit, unit)
-        value = None if prediction.value is None else prediction.value * scale
-        row = make_row(quantity, unit, value, model, measured)
-        by_model = None if row.model is None else row.model / scale
-        prediction.measured([repeat / scale for repeat in as_repeats(row.repeats)], by_model)
-        return row
-    row = make_row(quantity, unit, prediction, model, measured)
-    made = _recorded(quantity, unit, row.prediction, record.now())
-    if made is None:
-        return row
-    first = record.note_row(current_page(), str(quantity), made, row.measured, row.model)
-    if first.value * scale_between(first.unit, unit) == made.value:
-        return row
-    text = f"Recorded is what you predicted at first: {format_value(first.value, first.unit)}."
-    return replace(row, note=text)
+        if unit != prediction.unit:
+            raise ValueError(f"the prediction is in {prediction.unit}, give the row in it, too")
+        return replace(prediction.measured(measured, model), quantity=quantity)
+    value = None if prediction is None else float(prediction)
+    return PredictionRow(quantity, unit, value, model, tuple(as_repeats(measured)))
 
 
 class Prediction:
@@ -107,20 +100,15 @@ class Prediction:
         self.row: PredictionRow | None = None
         self.form: Any = None
         self._key, self._page = key, current_page()
-        self._again = self._shown = False
         self._entered_at = ""
-        # Continue with the newest one that is recorded.
+        # Continue with the newest one that is recorded, unless the page asked for another unit.
         for last in record.predictions(self._page, self._key)[-1:]:
-            try:
-                scale = scale_between(last.unit, unit)
-            except ValueError:  # the page asks for something else since
-                self._again = True
-                continue
-            self.value, self.locked_at = last.value * scale, last.measured_at
-            self._entered_at = last.predicted_at
-            if last.measured is not None:
-                model = None if last.model is None else last.model * scale
-                self.row = make_row(quantity, unit, self.value, model, last.measured * scale)
+            if last.unit == unit:
+                self.value, self.locked_at = last.value, last.measured_at
+                self._entered_at = last.predicted_at
+                if last.measured is not None:
+                    numbers = last.value, last.model, (last.measured,)
+                    self.row = PredictionRow(quantity, unit, *numbers)
 
     def enter(self, value: float | str | None) -> None:
         """Make or change the prediction; an empty text or None takes it back.
@@ -131,15 +119,11 @@ class Prediction:
         if self.locked_at is not None:
             raise ValueError(str(self))
         if isinstance(value, str):
-            number = parse_typed(value, self.unit) if value.strip() else None
-        else:
-            number = number_or_none(value, "value", self.unit)
-        if number is not None and not math.isfinite(number):
+            value = parse_typed(value, self.unit) if value.strip() else None
+        if value is not None and not math.isfinite(value):
             raise ValueError(f"a prediction must be a finite number, got {value}")
-        self.value, self._entered_at = number, record.now()
-        made = _recorded(self.quantity, self.unit, number, self._entered_at)
-        record.note_prediction(self._page, self._key, made, self._again)
-        self._refresh()
+        self.value, self._entered_at = value, record.now()
+        self._record()
 
     def measured(
         self, measured: float | Iterable[float], model: float | None = None
@@ -151,22 +135,34 @@ class Prediction:
             model: what the formula gives; None without a formula.
 
         Raises:
-            ValueError: a value that is not a number, or no measurement.
+            ValueError: no measurement.
         """
-        row = self.row = make_row(self.quantity, self.unit, self.value, model, measured)
+        repeats = tuple(as_repeats(measured))
+        self.row = PredictionRow(self.quantity, self.unit, self.value, model, repeats)
         self.locked_at = self.locked_at or record.now()
-        if made := _recorded(self.quantity, self.unit, self.value, self._entered_at):
-            record.note_row(self._page, self._key, made, row.measured, row.model)
-        self._refresh()
-        return row
+        self._record()
+        return self.row
 
     def again(self, value: float | str | None = None) -> None:
         """Begin a new prediction; the one before stays recorded."""
-        self._again = self._again or self.value is not None
         self.value = self.locked_at = self.row = None
         self._refresh()
         if value is not None:
             self.enter(value)
+
+    def _record(self) -> None:
+        made = None
+        if self.value is not None:
+            made = Predicted(self.quantity, self.unit, float(self.value), self._entered_at)
+            if (row := self.row) is not None:
+                numbers = {"measured": row.measured, "model": row.model}
+                made = replace(made, **numbers, measured_at=self.locked_at)
+        record.note_prediction(self._page, self._key, made)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self.form is not None:
+            self.form.refresh()
 
     @property
     def title(self) -> str:
@@ -191,30 +187,3 @@ class Prediction:
             return f"{begin} {self.text or f'none yet, in {self.unit}'}"
         locked = f"locked since it was measured, {self.since}"
         return f"{begin} {self.text or 'none'}, {locked}; .again(value) makes a new one"
-
-    def show(self) -> None:
-        """Show the form, or a line of text where there is none."""
-        if self.form is None:
-            print(self)
-        else:
-            from IPython.display import display
-
-            display({**(self.form._repr_mimebundle_() or {}), "text/plain": repr(self)}, raw=True)
-        self._shown = True
-
-    def _ipython_display_(self) -> None:
-        """Show it, unless ``predict`` has just done so: a cell often ends with the call."""
-        if not self._shown:
-            self.show()
-        self._shown = False
-
-    def _refresh(self) -> None:
-        if self.form is not None:
-            self.form.refresh()
-
-
-def _recorded(quantity: str, unit: str, value: float | None, at: str) -> Predicted | None:
-    """What is recorded of a prediction; None if there is no number, or one that JSON lacks."""
-    if value is None or not math.isfinite(value):
-        return None
-    return Predicted(str(quantity), str(unit), value, at)

@@ -1,8 +1,7 @@
 """What is passed, and predictions against reality: ``workbook.progress()``."""
 
 import html
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from labkit.units import format_count, format_number, format_value, html_table, text_table
 from workbook.notebook import record
@@ -42,8 +41,7 @@ class Progress:
                 there = exercises.setdefault(page or (having or [""])[0], {})
                 old = there.get(name)
                 there[name] = old if old and old.passed_at and not one.passed_at else one
-        known = {page.name for page in pages}
-        others = [Page(name, name, ()) for name in exercises if name not in known]
+        others = [Page(name, name, ()) for name in list(exercises)[len(pages) :]]
         measured = [
             (page, one)
             for page, of_page in recorded.predictions.items()
@@ -64,14 +62,14 @@ class Progress:
         passed = sum(map(self.passed, self.exercises))
         found = [f"{passed} of {format_count(total, 'exercise')} passed."]
         factors = [one.factor for _, one in self.predictions if one.factor is not None]
-        if not factors:
-            return found
-        last, before = factors[-LAST:], factors[-2 * LAST : -LAST]
-        which = "last prediction was" if len(last) == 1 else f"last {len(last)} predictions were"
-        text = f"Your {which} within a factor of {format_number(max(last))} of the measurement"
-        if len(before) == LAST:
-            text += f"; of the {LAST} before, {format_number(max(before))}"
-        return [*found, f"{text}."]
+        if factors:
+            last, before = factors[-LAST:], factors[-2 * LAST : -LAST]
+            text = f"Your last {format_count(len(last), 'prediction')}: within a factor of "
+            text += f"{format_number(max(last))} of the measurement"
+            if len(before) == LAST:
+                text += f"; of the {LAST} before, {format_number(max(before))}"
+            found.append(f"{text}.")
+        return found
 
     def tables(self) -> list[list[list[str]]]:
         """Exercises by page, and predictions, the newest last; each begins with its head."""
@@ -97,19 +95,6 @@ class Progress:
             made.append([page, one.quantity, *shown, ratio])
         return [rows, made] if self.predictions else [rows]
 
-    def to_json(self) -> str:
-        """All of it as JSON; an exercise that has not been tried is null."""
-        pages = {
-            page.name: {
-                "title": page.title,
-                "exercises": {n: t and asdict(t) for n, t in self.exercises[page.name].items()},
-            }
-            for page in self.pages
-        }
-        made = [{"page": page, **asdict(one)} for page, one in self.predictions]
-        whole = {"where": self.where, "pages": pages, "predictions": made}
-        return json.dumps({**whole, "summary": self.sentences()}, indent=1)
-
     def __repr__(self) -> str:
         parts = [text_table(heads, rows) for heads, *rows in self.tables()]
         return "\n\n".join([*parts, "\n".join([*self.sentences(), self.where])])
@@ -129,17 +114,3 @@ def progress() -> Progress:
     path, reason = record.progress_file()
     where = f"Kept in {path}." if path else f"Kept only as long as this process: {reason}."
     return Progress.of(record.read(), workbook_pages(), where)
-
-
-def reset() -> str:
-    """Begin again; the sentence says where the old record is.
-
-    Raises:
-        ValueError: nothing is recorded here.
-        OSError: the old file cannot be moved.
-    """
-    path, reason = record.progress_file()
-    if path is None:
-        raise ValueError(f"there is no progress to reset: {reason}")
-    moved = record.reset()
-    return f"The old progress is in {moved}." if moved else f"There is none yet in {path}."

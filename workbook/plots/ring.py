@@ -100,8 +100,8 @@ def ring_steps(states: Sequence[RingState], *, title: str) -> CaptionedFigure:
         alt=f"Grid of {ranks} ranks by {ranks} chunks in {format_count(len(states), 'state')}. "
         f"Cells that hold the sum of all ranks, of {ranks**2}: {progress}.",
         caption="Each cell shows its value, and below it names the ranks summed in it. Arrows "
-        f"show what has just moved, {ranks} messages per step. At the end {states[-1].complete} of "
-        f"{ranks**2} cells hold the sum of all ranks.",
+        f"show what has just moved, {ranks} messages per step. At the end {states[-1].complete} "
+        f"of {ranks**2} cells hold the sum of all ranks.",
     )
 
 

@@ -88,36 +88,24 @@ def timeline(
     gap = "idle time" if model else "code outside all spans"
     has_words = is_whole and hasattr(result, "explain")
     limit = result.explain() if has_words else what_limited(window, start_s, gap)
-    alt = _alt(window, dict(zip(trace.ranks, names)), end_s - start_s, model)
     part = "" if is_whole else "In the part shown: "
-    words = f"{'Model: ' if model else ''}{part}{limit}"
-    return CaptionedFigure(figure, alt=alt, caption=joined(words, _beside(window)))
-
-
-def timeline_words(trace: Trace) -> tuple[str, str]:
-    """The alt text and the caption of the timeline of a whole trace, which has spans."""
-    names = dict(zip(trace.ranks, lane_names(None, trace, trace.ranks)[1]))
-    alt = _alt(trace, names, max(span.end_s for span in trace.spans), model=False)
-    return alt, joined(str(what_limited(trace, 0.0)), _beside(trace))
-
-
-def _beside(trace: Trace) -> str:
-    has_others = any(span.lane for span in trace.spans)
-    return "The thin lane under a rank is what its other thread did." if has_others else ""
-
-
-def _alt(trace: Trace, names: Mapping[int, str], extent_s: float, model: bool) -> str:
-    kind = "Predicted timeline" if model else "Timeline"
-    head = f"{kind} of {format_count(len(names), 'rank')} over {format_seconds(extent_s)}."
+    others = Trace(tuple(span for span in window.spans if span.lane)).seconds_by_kind()
+    thin = "The thin lane under a rank is what its other thread did." if others else ""
     rows = [
-        f"rank {name}: {_seconds_words(trace.seconds_by_kind(rank, lane=0))}".replace("\n", ", ")
-        for rank, name in names.items()
+        f"rank {name}: {_seconds_words(window.seconds_by_kind(rank, lane=0))}".replace("\n", ", ")
+        for rank, name in zip(trace.ranks, names)
     ]
     if len(names) > _MOST_NAMED:
-        rows = [f"In all, {_seconds_words(trace.seconds_by_kind(lane=0))}"]
-    others = Trace(tuple(span for span in trace.spans if span.lane)).seconds_by_kind()
-    beside = f"At the same time, in other threads: {_seconds_words(others)}." if others else ""
-    return joined(head, f"{'; '.join(rows)}.", beside)
+        rows = [f"In all, {_seconds_words(window.seconds_by_kind(lane=0))}"]
+    return CaptionedFigure(
+        figure,
+        alt=joined(
+            f"{'Predicted timeline' if model else 'Timeline'} of {format_count(len(names), 'rank')}"
+            f" over {format_seconds(end_s - start_s)}. {'; '.join(rows)}.",
+            f"At the same time, in other threads: {_seconds_words(others)}." if others else "",
+        ),
+        caption=joined(f"{'Model: ' if model else ''}{part}{limit}", thin),
+    )
 
 
 def _seconds_words(seconds: Mapping[str, float]) -> str:
