@@ -91,8 +91,8 @@ def drive_the_stepper(page, cell, start):
     page.move_slider(cell, 1, *["ArrowRight"] * 4)
     page.wait_for_text("Step 2 of 10")  # until then the page knows of two steps only
     page.move_slider(cell, 0, *["ArrowRight"] * 8)
-    page.wait_for_text("Every rank now owns the complete sums of all 6 chunks")
-    page.wait_for_image(cell, "Ring all-reduce of 6 ranks, st")
+    page.wait_for_text("Step 10 of 10, share_only")
+    page.wait_for_image(cell, "36 of 36")
 
 
 def drive_the_split_explorer(page, cell):

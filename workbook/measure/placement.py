@@ -113,8 +113,8 @@ def _hop_every_way(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict[int
 def measure_placements(link: Link, repeats: int, where: Where) -> Result:
     """Measure the hops of every placement, with all layers trained and with a frozen backbone."""
     placements = {name: points for name, points in VGG16_SPLITS.items() if points}
-    # By placement and hop: bytes, seconds, and the model's seconds.
-    rows: dict[tuple[str, str], tuple[int, list[float], float]] = {}
+    # By placement and hop: its seconds, its bytes, and the model's seconds.
+    rows: dict[tuple[str, str], Any] = {}
     for batch_size in BATCH_SIZES:
         batch: dict[str, Any] = {"batch_size": batch_size, "input_shape": SHAPE} | where
         profile = measure_profile(MODEL, **batch, repeats=1)
@@ -126,13 +126,14 @@ def measure_placements(link: Link, repeats: int, where: Where) -> Result:
                 "activation": (measured.forward_hop_s, predicted.hop_s),
                 "gradient": (measured.backward_hop_s, predicted.backward_hop_s),
             }
-            for way, hops in ways.items():
-                for cut, *hop in zip(points, measured.hop_bytes, *hops):
+            for way, (hops_s, models_s) in ways.items():
+                for cut, hop_s, *model in zip(points, hops_s, measured.hop_bytes, models_s):
                     # No gradient crosses a cut that has only frozen layers before it.
-                    if any(hop[1]):
-                        rows[case, f"cut {cut}, {way}, batch of {batch_size}"] = tuple(hop)
+                    if hop_s:
+                        hop = f"cut {cut}, {way}, batch of {batch_size}"
+                        rows[case, hop] = (hop_s, *model)
     seconds: dict[str, dict[str, list[float]]] = {}
-    for (case, hop), (_, hop_s, _) in rows.items():
+    for (case, hop), (hop_s, *_) in rows.items():
         seconds.setdefault(case, {})[hop] = hop_s
 
     def figure() -> Any:
@@ -140,9 +141,9 @@ def measure_placements(link: Link, repeats: int, where: Where) -> Result:
         from workbook.plots import size_curves
 
         drawn: dict[int, list[float]] = {}
-        for num_bytes, hop_s, _ in rows.values():
+        for hop_s, num_bytes, _ in rows.values():
             drawn.setdefault(num_bytes, []).extend(hop_s)
-        model = {num_bytes: model_s for num_bytes, _, model_s in rows.values()}
+        model = {num_bytes: model_s for _, num_bytes, model_s in rows.values()}
         return size_curves({"hop": drawn}, {"hop": model}, title="The hops of VGG16's placements")
 
     return Result(
@@ -151,7 +152,7 @@ def measure_placements(link: Link, repeats: int, where: Where) -> Result:
         seconds,
         case="placement",
         columns={
-            "num_bytes": lambda case, hop, spread: rows[case, hop][0],
+            "num_bytes": lambda case, hop, spread: rows[case, hop][1],
             "model_s": lambda case, hop, spread: rows[case, hop][2],
         },
         figures={"hops": figure},

@@ -54,7 +54,7 @@ def bars(
     # A model has the colour of the series that it predicts, and stands beside it.
     names = list(dict.fromkeys(name for _, name in medians))
     looks = dict(zip(dict.fromkeys(map(_base, names)), itertools.cycle(s for s, *_ in SERIES)))
-    styles = {n: looks[_base(n)].model if _is_model(n) else looks[_base(n)] for n in names}
+    styles = {name: looks.get(name) or looks[_base(name)].model for name in names}
     figure, axes = new_axes(4.2, title or quantity[:1].upper() + quantity[1:])
     width = min(0.8 / len(names), 0.28)
     for (group, name), middle in medians.items():
@@ -77,9 +77,9 @@ def bars(
     ratios = [
         medians[group, _base(name)] / model
         for (group, name), model in medians.items()
-        if _is_model(name) and (group, _base(name)) in medians and model
+        if name not in looks and (group, _base(name)) in medians and model
     ]
-    values = [row[name] for row in repeats.values() for name in row if not _is_model(name)]
+    values = [row[name] for row in repeats.values() for name in row if name in looks]
     caption = joined(ratio_words(ratios, "hatched"), repeats_words(values, _REPEATS))
     parts = [
         f"{group}: {', '.join(f'{n} {format_value(medians[group, n], unit)}' for n in row)}"
@@ -90,10 +90,6 @@ def bars(
         alt=f"Bars of {quantity}. {'; '.join(parts)}.",
         caption=caption or "Each bar is one value, not a median of repeats.",
     )
-
-
-def _is_model(name: str) -> bool:
-    return name == "model" or name.endswith(" model")
 
 
 def _base(name: str) -> str:

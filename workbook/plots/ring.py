@@ -126,34 +126,20 @@ def ring_step(
     _draw_grid(axes, state)
     add_legend(figure, _legend())
     rows = [f"rank {r} holds {', '.join(map(_number, row))}" for r, row in enumerate(state.values)]
+    words = f"Start: each of {world_size} ranks holds its own numbers, and none has moved."
+    if state.messages:
+        sent = [
+            f"rank {src} sends chunk {chunk} to rank {dst}" for src, dst, chunk in state.messages
+        ]
+        verb = "adds" if "share_reduce" in title else "copies"
+        words = f"{title.replace(':', ',').capitalize()}: {', '.join(sent)}."
+        words += f" Each {verb} what comes in."
     return CaptionedFigure(
         figure,
         alt=f"Ring all-reduce of {world_size} ranks, {title}. By chunk: {'; '.join(rows)}. "
         f"Cells that hold the sum of all ranks: {state.complete} of {world_size**2}.",
-        caption=f"{_words(state, world_size)} Below each number stand the ranks summed in it.",
+        caption=f"{words} Below each number stand the ranks summed in it.",
     )
-
-
-def _words(state: RingState, world_size: int) -> str:
-    """A step's messages, and what ranks hold after it."""
-    if not state.messages:
-        return f"Start: each of {world_size} ranks holds its own numbers, and none has moved."
-    sent = [f"rank {src} sends chunk {chunk} to rank {dst}" for src, dst, chunk in state.messages]
-    verb = "adds" if "share_reduce" in state.title else "copies"
-    _, dst, chunk = state.messages[0]
-    count = len(state.contributions[dst][chunk])
-    ends = f"Received chunks are now sums of {count} of {world_size} ranks; none is complete."
-    if state.complete == world_size**2:
-        ends = f"Every rank now owns the complete sums of all {world_size} chunks."
-    elif state.complete:
-        owned = [
-            [str(chunk) for chunk, cell in enumerate(row) if len(cell) == world_size]
-            for row in state.contributions
-        ]
-        owners = [f"rank {rank} owns {', '.join(mine)}" for rank, mine in enumerate(owned)]
-        ends = f"Complete chunks: {'; '.join(owners)}."
-    step = state.title.replace(":", ",").capitalize()
-    return f"{step}: {', '.join(sent)}. Each {verb} what comes in. {ends}"
 
 
 def _number(value: float) -> str:

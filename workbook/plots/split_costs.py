@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 _LOOKS = {kind: STYLES[kind] for kind in ("forward", "backward", "activation", "gradient")}
 _LOOKS |= {"step": Style(DARK), "memory": Style(BLUE)}
-# A stacked bar: its parts by kind, and the repeats of their sum if there are any.
-Bar = tuple[dict[str, float], Sequence[float]]
+# A stacked bar: by kind, the repeats of its parts.
+Bar = dict[str, Sequence[float]]
 
 
 @drawn
@@ -155,41 +155,34 @@ def _bars(split: "SplitModel | MeasuredSplit") -> dict[str, list[Bar]]:
     else:
         steps, hops = split.step_s, list(zip(split.forward_hop_s, split.backward_hop_s))
     stages: list[Bar] = [
-        ({"forward": f, "backward": b}, ()) for f, b in zip(split.forward_s, split.backward_s)
+        {"forward": [f], "backward": [b]} for f, b in zip(split.forward_s, split.backward_s)
     ]
-    messages: list[Bar] = []
-    for there, back in hops:
-        # There are no times where no gradient crosses.
-        back = back or [0.0] * len(there)
-        parts = {"activation": median(there), "gradient": median(back)}
-        messages.append((parts, [sum(pair) for pair in zip(there, back)]))
     return {
-        "stages": [*stages, ({"step": median(steps)}, steps)],
-        "hops": messages,
-        "memory": [({"memory": size}, ()) for size in split.memory_bytes],
+        "stages": [*stages, {"step": steps}],
+        # There are no times where no gradient crosses.
+        "hops": [{"activation": there, "gradient": back or [0.0]} for there, back in hops],
+        "memory": [{"memory": [size]} for size in split.memory_bytes],
     }
 
 
 def _draw_bars(axes: Axes, columns: list[list[Bar]], unit_of: Any) -> str:
     """Draw one group of bars per place, measured right of predicted, and return the unit."""
-    highest = max(sum(parts.values()) for bars in columns for parts, _ in bars) or 1.0
-    scale, unit = unit_of(highest)
+    scale, unit = unit_of(max(sum(map(median, p.values())) for bars in columns for p in bars))
     shifts, width = ((-0.22, 0.22), 0.42) if len(columns) == 2 else ((0.0,), 0.5)
     for bars, is_model, shift in zip(columns, (True, False), shifts):
-        for place, (parts, repeats) in enumerate(bars):
-            x, top = place + shift, 0.0
-            for kind, size in parts.items():
+        for place, parts in enumerate(bars):
+            x, top, end = place + shift, 0.0, 0.0
+            for kind, repeats in parts.items():
+                low, size, high = np.quantile(repeats, (0.25, 0.5, 0.75)) / scale
                 style = _LOOKS[kind].model if is_model else _LOOKS[kind]
                 if size:
-                    axes.bar(x, size / scale, width, top, label=kind, **style.fill)
-                top += size / scale
+                    axes.bar(x, size, width, top, label=kind, **style.fill)
+                if low < high:
+                    axes.plot([x, x], [top + low, top + high], color=DARK, lw=0.8, marker="_")
+                top, end = top + size, top + high
             # Short, as bars are narrow.
             words = format_number(top) if top >= 1 else f"{top:.2f}"
-            if len(repeats) > 1:
-                low, high = np.quantile(repeats, (0.25, 0.75)) / scale
-                axes.plot([x, x], [low, high], color=DARK, linewidth=0.8, marker="_")
-                top = max(top, high)
-            axes.annotate(words, (x, top), (0, 3), textcoords="offset points", ha="center")
+            axes.annotate(words, (x, end), (0, 3), textcoords="offset points", ha="center")
     axes.set_xlim(-0.5, len(columns[0]) - 0.5)
     # Leave room for a number above the highest bar.
     axes.set_ylim(0, 1.25 * axes.dataLim.y1)

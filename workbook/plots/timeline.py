@@ -100,8 +100,9 @@ def timeline(
     return CaptionedFigure(
         figure,
         alt=joined(
-            f"{'Predicted timeline' if model else 'Timeline'} of {format_count(len(names), 'rank')}"
-            f" over {format_seconds(end_s - start_s)}. {'; '.join(rows)}.",
+            f"{'Predicted timeline' if model else 'Timeline'} of "
+            f"{format_count(len(names), 'rank')} over {format_seconds(end_s - start_s)}.",
+            f"{'; '.join(rows)}.",
             f"At the same time, in other threads: {_seconds_words(others)}." if others else "",
         ),
         caption=joined(f"{'Model: ' if model else ''}{part}{limit}", thin),
