@@ -8,12 +8,9 @@ READ = [
     ("1.5ms", "ms", 1.5),
     ("20 µs", "ms", 0.02),  # the micro sign, and the Greek letter
     ("20 μs", "ms", 0.02),
-    ("1,5", "times", 1.5),
-    ("0,125", "s", 0.125),
+    ("1_000_000", "B", 1e6),
     ("2e6", "B", 2e6),
-    ("10^6", "B", 1e6),
-    ("3 · 2**20 bytes", "MiB", 3),
-    ("2 * (4 - 1) / 4", "times", 1.5),
+    ("-.5E-3 s", "ms", -0.5),
     ("3 mib", "KiB", 3072),
     ("3 MB", "bytes", 3e6),
     ("100 Mbit/s", "B/s", 12.5e6),
@@ -22,10 +19,7 @@ READ = [
     ("4x", "times", 4),
     ("1 message", "messages", 1),
     ("16 micro-batches", "micro-batches", 16),
-    ("1,000,000", "B", 1e6),
-    ("1 000 000 B", "B", 1e6),
     ("~5 s", "s", 5),
-    ("−3", "s", -3),
     ("  7\u00a0s ", "s", 7),
 ]
 
@@ -38,15 +32,18 @@ def test_a_number_is_read_with_any_unit_of_the_same_kind(text, unit, number):
 @pytest.mark.parametrize(
     ("text", "unit"),
     [
-        *(("3 MiB", "s"), ("3 ms", "bytes"), ("3 ms", "messages"), ("1,500", "s")),
+        *(("3 MiB", "s"), ("3 ms", "bytes"), ("3 ms", "messages")),
         ("5 m", "s"),  # minutes, milliseconds or metres
         *(
             (text, "s")
             for text in ("", "many", "nan", "inf", "10⁶", "1 2", "1..2", "f(1)", "a.b3")
         ),
-        *((text, "s") for text in ("1e999", "9**9**9**9", "1/0", "0^-1", "(-8)**.5", "(" * 9999)),
+        *(
+            (text, "s")
+            for text in ("", "many", "nan", "inf", "10⁶", "1 2", "1..2", "1e999", "1,5")
+        ),
     ],
 )
 def test_what_is_not_such_a_number_is_refused(text, unit):
-    with pytest.raises(ValueError, match=r"not one number|not a unit here|without the comma"):
+    with pytest.raises(ValueError, match=r"not one number|not a unit here"):
         parse_typed(text, unit)

@@ -1,7 +1,6 @@
 """The field in which a prediction is typed, in a notebook."""
 
 import html
-import threading
 from typing import Any
 
 import ipywidgets
@@ -20,10 +19,9 @@ class PredictionForm(ipywidgets.VBox):
 
     def __init__(self, prediction: Any):
         self._prediction = prediction
-        self._lock = threading.RLock()
         unit = f" ({prediction.unit})" if prediction.unit else ""
         self.field = ipywidgets.Text(
-            description=f"{prediction.title}{unit}",
+            description=f"Your prediction of {prediction.quantity}{unit}",
             placeholder="no prediction yet",
             continuous_update=False,
             style={"description_width": "initial"},
@@ -44,16 +42,15 @@ class PredictionForm(ipywidgets.VBox):
     def refresh(self) -> None:
         """Show the prediction as it is now."""
         prediction = self._prediction
-        with self._lock:
-            is_locked = prediction.locked_at is not None
-            if is_locked or prediction.value is None:
-                self._show_value()
-            self.field.disabled = is_locked
-            self.again.layout.display = None if is_locked else "none"
-            if is_locked:
-                table = prediction.row._repr_html_() if prediction.row else ""
-                self._say(f"{table}<p>Locked since it was measured, {prediction.since}.</p>")
-                return
+        is_locked = prediction.locked_at is not None
+        if is_locked or prediction.value is None:
+            self._show_value()
+        self.field.disabled = is_locked
+        self.again.layout.display = None if is_locked else "none"
+        if is_locked:
+            table = prediction.row._repr_html_() if prediction.row else ""
+            self._say(f"{table}<p>Locked since it was measured, {prediction.since}.</p>")
+        else:
             text = f"<strong>{html.escape(prediction.text)}</strong>"
             entered = f"Your prediction: {text}." if prediction.text else "Type it, press Enter."
             self._say(f"{entered} It is locked when it is measured.")
@@ -63,15 +60,14 @@ class PredictionForm(ipywidgets.VBox):
         self.field.value = "" if value is None else f"{value:.15g} {unit}".strip()
 
     def _enter(self, _change: Any) -> None:
-        with self._lock:
-            if self._prediction.locked_at is not None:
-                return
-            try:
-                self._prediction.enter(self.field.value)
-            except ValueError as error:
-                kept = html.escape(self._prediction.text)
-                still = f" Your prediction is still {kept}." if kept else ""
-                self._say(f"<strong>Not understood:</strong> {html.escape(str(error))}.{still}")
+        if self._prediction.locked_at is not None:
+            return
+        try:
+            self._prediction.enter(self.field.value)
+        except ValueError as error:
+            kept = html.escape(self._prediction.text)
+            still = f" Your prediction is still {kept}." if kept else ""
+            self._say(f"<strong>Not understood:</strong> {html.escape(str(error))}.{still}")
 
     def _say(self, text: str) -> None:
         # Without the line height, lines in a widget are as high as buttons.

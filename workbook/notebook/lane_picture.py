@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from labkit.units import format_seconds
-from workbook.notebook.lanes import Lane
+from workbook.notebook.lanes import Shares
 from workbook.plots.palette import Style, styles_of
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _LEGEND_WIDTH = 850, 60, 632, 34, 122
@@ -29,7 +29,7 @@ _HATCHES = {
 
 
 def draw(
-    lanes: Sequence[Lane],
+    lanes: Sequence[Shares],
     extent_s: float,
     head: str,
     beside: Sequence[str],
@@ -39,14 +39,14 @@ def draw(
     """The lanes as SVG elements in a ``<div>``.
 
     Args:
-        lanes: what is drawn.
+        lanes: of the ranks from 0 on.
         extent_s: the time at the right end of the lanes.
         head: the line above the lanes.
         beside: a text for each lane, to its right.
         progress: the bar above the lanes, 0 to 1; None for no bar.
         name: begins the ids of the hatches, which are common to a whole page.
     """
-    styles = styles_of(kind for lane in lanes for kind in {**lane.shares, **lane.beside})
+    styles = styles_of(kind for lane in lanes for kind in lane)
     pitch = 30 if len(lanes) <= 8 else 20
     bottom = _TOP + pitch * len(lanes)
     parts = [_patterns(styles, name), _text(0, 13, head)]
@@ -54,15 +54,22 @@ def draw(
         parts.append(_rect(_LEFT, 19, (_RIGHT - _LEFT), 6, _EMPTY))
         parts.append(_rect(_LEFT, 19, (_RIGHT - _LEFT) * min(1.0, progress), 6, "#0072B2"))
     boxes = dict.fromkeys(styles, "")
-    for row, (lane, words) in enumerate(zip(lanes, beside, strict=True)):
-        height, floor = pitch - 6, _TOP + pitch * (row + 1) - 6
+    for rank, (lane, words) in enumerate(zip(lanes, beside, strict=True)):
+        height, floor = pitch - 6, _TOP + pitch * (rank + 1) - 6
         middle = floor - height / 2 + 4
         parts.append(_rect(_LEFT, floor - height, _RIGHT - _LEFT, height, _EMPTY))
-        parts.append(_text(_LEFT - 8, middle, f"rank {lane.rank}", "end"))
+        parts.append(_text(_LEFT - 8, middle, f"rank {rank}", "end"))
         parts.append(_text(_RIGHT + 8, middle, words))
-        thin = 6 if lane.beside else 0
-        _stack(boxes, lane.shares, floor - thin, height - thin)
-        _stack(boxes, lane.beside, floor, 5)
+        # A box for each slot and kind, one above the other.
+        slots = len(next(iter(lane.values()), []))
+        edges, tops = np.linspace(_LEFT, _RIGHT, slots + 1).round().astype(int), np.zeros(slots)
+        for kind in filter(lane.__contains__, boxes):
+            sizes = np.minimum(lane[kind], 1 - tops)
+            for left, right, top, size in zip(edges, edges[1:], tops, sizes):
+                if size > 0.02:
+                    up = f"{height * size:.1f}"
+                    boxes[kind] += f"M{left} {floor - height * top:.1f}v-{up}h{right - left}v{up}z"
+            tops += sizes
     for index, path in enumerate(boxes.values()):
         parts.append(f'<path fill="url(#{name}{index})" d="{path}"/>')
     for part in (0.0, 0.5, 1.0):
@@ -81,19 +88,6 @@ def draw(
         f'font-size="12" fill="currentColor" style="display:block;width:100%;'
         f'max-width:{_WIDTH}px;color:{_TEXT}">{"".join(parts)}</svg>'
     )
-
-
-def _stack(boxes: dict[str, str], shares: dict[str, np.ndarray], floor: int, height: int) -> None:
-    """Add a box for each kind and slot to the paths of the kinds, from ``floor`` upwards."""
-    tops = np.zeros(len(next(iter(shares.values()), [])))
-    edges = np.linspace(_LEFT, _RIGHT, len(tops) + 1).round().astype(int)
-    for kind in filter(shares.__contains__, boxes):
-        sizes = np.minimum(shares[kind], 1 - tops)
-        for left, right, top, size in zip(edges, edges[1:], tops, sizes):
-            if size > 0.02:
-                up = f"{height * size:.1f}"
-                boxes[kind] += f"M{left} {floor - height * top:.1f}v-{up}h{right - left}v{up}z"
-        tops += sizes
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:

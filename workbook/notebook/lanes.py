@@ -1,7 +1,6 @@
-"""What each rank has done so far, in slots of equal length, from its status board."""
+"""What each rank's main thread has done so far, in slots of equal length, from the board."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.recfunctions import repack_fields
@@ -14,15 +13,6 @@ Shares = dict[str, np.ndarray]
 _RATE_S = 2.0
 _MAIN, _BESIDE = 0, 1
 _COLUMNS = ["until_s", "kind_s", "begun", "samples", "done", "op"]
-
-
-@dataclass(frozen=True)
-class Lane:
-    """One rank's lane: its main thread, and all its other threads together ``beside`` it."""
-
-    rank: int
-    shares: Shares
-    beside: Shares
 
 
 class History:
@@ -42,43 +32,33 @@ class History:
         self._times_s.append(now_s)
         self._readings.append(repack_fields(self._board.ranks[_COLUMNS]))
 
-    def lanes(self, ranks: Iterable[int], edges_s: np.ndarray) -> list[Lane]:
+    def lanes(self, ranks: Iterable[int], edges_s: np.ndarray) -> list[Shares]:
         """The lanes of these ranks in the slots between ``edges_s`` [slots + 1]."""
-        readings = np.stack(self._readings)
+        readings, lanes = np.stack(self._readings), []
         edges_s = np.minimum(edges_s, self._times_s[-1])
-        return [
-            Lane(
-                rank,
-                self._shares(readings[:, rank], rank, _MAIN, edges_s),
-                self._shares(readings[:, rank], rank, _BESIDE, edges_s),
-            )
-            for rank in ranks
-        ]
-
-    def _shares(self, rows: np.ndarray, rank: int, lane: int, edges_s: np.ndarray) -> Shares:
-        """Of one lane, from the ends of its last spans and the sums by kind [readings]."""
-        kinds = [name.decode(errors="replace") for name in self._board.ranks["kinds"][rank]]
-        last, going = rows[-1], ""
-        if (begun := int(last["begun"][lane])) > 0:
-            going = kinds[begun - 1]
-        # A transfer counts as waiting until it has ended. That of another thread, such as DDP's
-        # communication thread, looks the same.
-        if lane == _MAIN and last["op"] and not last["until_s"][_BESIDE]:
-            going = "wait"
-        until_s = rows["until_s"][:, lane]
-        end_s = max(self._times_s[-1], until_s[-1])
-        times_s = np.concatenate([[0.0], until_s, [end_s]])
-        widths_s = np.diff(edges_s)
-        found = {}
-        # A kind that the board does not know yet has a place with no seconds.
-        for place, kind in enumerate(dict.fromkeys([*filter(None, kinds), going])):
-            seconds = rows["kind_s"][:, lane, min(place, KINDS - 1)]
-            going_s = end_s - until_s[-1] if kind == going else 0.0
-            seconds = np.concatenate([[0.0], seconds, [seconds[-1] + going_s]])
-            if kind and seconds[-1] > 0:
-                spent_s = np.diff(np.interp(edges_s, times_s, seconds))
-                found[kind] = np.clip(spent_s / np.maximum(widths_s, 1e-9), 0.0, 1.0)
-        return found
+        for rank in ranks:
+            kinds = [name.decode(errors="replace") for name in self._board.ranks["kinds"][rank]]
+            rows, last, going = readings[:, rank], readings[-1, rank], ""
+            if (begun := int(last["begun"][_MAIN])) > 0:
+                going = kinds[begun - 1]
+            # A transfer counts as waiting until it has ended. That of another thread, such as
+            # DDP's communication thread, looks the same.
+            if last["op"] and not last["until_s"][_BESIDE]:
+                going = "wait"
+            until_s = rows["until_s"][:, _MAIN]
+            end_s = max(self._times_s[-1], until_s[-1])
+            times_s = np.concatenate([[0.0], until_s, [end_s]])
+            shares = {}
+            # A kind that the board does not know yet has a place with no seconds.
+            for place, kind in enumerate(dict.fromkeys([*filter(None, kinds), going])):
+                seconds = rows["kind_s"][:, _MAIN, min(place, KINDS - 1)]
+                going_s = end_s - until_s[-1] if kind == going else 0.0
+                seconds = np.concatenate([[0.0], seconds, [seconds[-1] + going_s]])
+                if kind and seconds[-1] > 0:
+                    spent_s = np.diff(np.interp(edges_s, times_s, seconds))
+                    shares[kind] = np.clip(spent_s / np.maximum(np.diff(edges_s), 1e-9), 0.0, 1.0)
+            lanes.append(shares)
+        return lanes
 
     def rates(self, column: str) -> np.ndarray:
         """``samples`` or ``done`` (steps) per second in the last seconds, [P]."""

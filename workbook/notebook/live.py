@@ -22,7 +22,7 @@ from workbook.plots.timeline import timeline
 _AFTER_S = 1.0
 _READ_EVERY_S, _DRAW_EVERY_S = 0.1, 0.33
 _FIRST_EXTENT_S = 4.0
-_MOST_LANES, _MOST_SLOTS, _MOST_BOXES = 16, 72, 640
+_MOST_LANES, _SLOTS = 16, 48
 
 # The message that has run the cell in which the last picture is.
 _shown_in = ""
@@ -94,9 +94,7 @@ class LiveRun:
         extent_s = _FIRST_EXTENT_S
         while extent_s < self._drawn_s:
             extent_s *= 2
-        areas = int(np.count_nonzero(rows["kind_s"][: len(self._ranks)])) or 1
-        slots = max(8, min(_MOST_SLOTS, _MOST_BOXES // areas))
-        lanes = self._history.lanes(self._ranks, np.linspace(0.0, extent_s, slots + 1))
+        lanes = self._history.lanes(self._ranks, np.linspace(0.0, extent_s, _SLOTS + 1))
         words = []
         for rank in self._ranks:
             # A stage that is not the last has no loss, and reports 0.

@@ -25,11 +25,11 @@ def predict(
 ) -> "Prediction":
     """Ask for a prediction of one quantity, in a notebook by a field, elsewhere by ``value``.
 
-    Give the result to ``predict_row`` in the cell that measures: from then on it is locked. A
-    prediction that has been measured is shown again, also after a restart of the kernel.
+    Give the result to ``predict_row`` in the cell that measures: from then on it is locked, also
+    after a restart of the kernel.
 
     Args:
-        quantity: what it is, for example ``time of one all-reduce``; or a question.
+        quantity: what it is, for example ``time of one all-reduce``.
         unit: of the number, for example ``s``; the reader may type another unit of the same kind.
         value: the prediction, as a number in ``unit`` or as it would be typed (``"1.5 ms"``).
         id: a name that is unique on the page, where two predictions have the same quantity.
@@ -63,9 +63,7 @@ def predict_row(
     """Put prediction, model and measurement of one quantity into one table row.
 
     Args:
-        quantity: what it is, for example ``time of one all-reduce``.
-        unit: of all three numbers: ``bytes`` and ``s`` are scaled when shown (MiB, ms), any other
-            word is not.
+        quantity, unit: as in ``predict``; ``bytes`` and ``s`` are scaled when shown (MiB, ms).
         prediction: what ``predict`` has returned, which this locks; or a number, which is not
             recorded; None if none was made.
         model: what the formula gives; None without a formula.
@@ -130,12 +128,7 @@ class Prediction:
     ) -> PredictionRow:
         """Lock the prediction, and return it beside the model and the measurement.
 
-        Args:
-            measured: a number, or the list of repeats, in ``unit``.
-            model: what the formula gives; None without a formula.
-
-        Raises:
-            ValueError: no measurement.
+        The arguments and errors are those of ``predict_row``.
         """
         repeats = tuple(as_repeats(measured))
         self.row = PredictionRow(self.quantity, self.unit, self.value, model, repeats)
@@ -165,12 +158,6 @@ class Prediction:
             self.form.refresh()
 
     @property
-    def title(self) -> str:
-        """What is asked: a question as it is, or ``Your prediction of`` the quantity."""
-        is_question = self.quantity.rstrip().endswith("?")
-        return self.quantity if is_question else f"Your prediction of {self.quantity}"
-
-    @property
     def text(self) -> str:
         """The number with its unit in a readable scale; empty if there is none."""
         return "" if self.value is None else format_value(self.value, self.unit)
@@ -182,7 +169,7 @@ class Prediction:
         return f"{at:%Y-%m-%d %H:%M}"
 
     def __repr__(self) -> str:
-        begin = self.title if self.title.endswith("?") else f"{self.title}:"
+        begin = f"Your prediction of {self.quantity}:"
         if self.locked_at is None:
             return f"{begin} {self.text or f'none yet, in {self.unit}'}"
         locked = f"locked since it was measured, {self.since}"

@@ -1,8 +1,8 @@
 """What a learner has passed and predicted, in one file outside the repository.
 
 ``LABKIT_PROGRESS`` names the file, or is ``off``; otherwise it is ``labkit/progress.json`` in
-``XDG_DATA_HOME`` or ``~/.local/share``. Nothing is recorded by ranks, by tests, in CI, or with
-``LABKIT_LIVE=0``, as the stored pages are run: then it lasts as long as the process.
+``XDG_DATA_HOME`` or ``~/.local/share``. Nothing is recorded by ranks, or with ``LABKIT_LIVE=0``
+(the stored pages are run with it): then it lasts as long as the process.
 
 Recording never raises: a file that cannot be read or written is reported once, and the lesson
 goes on. Pages are names such as ``06_ring_all_reduce``; times are ISO 8601 texts, UTC.
@@ -60,12 +60,11 @@ class Predicted:
     def factor(self) -> float | None:
         """By how much it was off, in either direction: 2 for half and for twice the measurement.
 
-        None without a measurement, or if only one of the two is 0 or negative.
+        None without a measurement, or if one of the two is not above 0.
         """
-        if self.measured is None or self.measured == self.value:
-            return None if self.measured is None else 1.0
-        ratio = self.measured / self.value if self.value else 0.0
-        return max(ratio, 1 / ratio) if ratio > 0 and math.isfinite(ratio) else None
+        if self.measured is None or not 0 < self.value * self.measured < math.inf:
+            return None
+        return max(self.measured / self.value, self.value / self.measured)
 
 
 @dataclass
@@ -87,15 +86,10 @@ _lock = threading.RLock()
 def progress_file() -> tuple[Path | None, str]:
     """Where progress is kept; or None, and why it is not kept."""
     named = os.environ.get("LABKIT_PROGRESS", "")
-    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
-    reasons = {
-        "LABKIT_LIVE=0 is set": os.environ.get("LABKIT_LIVE") == "0",
-        "this is a rank": under_torchrun(),
-        "LABKIT_PROGRESS=off is set": named.lower() == "off",
-        "this is a test": not named and (in_ci or "PYTEST_CURRENT_TEST" in os.environ),
-    }
-    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
-        return None, reason
+    if os.environ.get("LABKIT_LIVE") == "0" or under_torchrun():
+        return None, "LABKIT_LIVE=0 is set, or this is a rank"
+    if named.lower() == "off":
+        return None, "LABKIT_PROGRESS=off is set"
     if named:
         return Path(named).expanduser().absolute(), ""
     folder = os.environ.get("XDG_DATA_HOME", "")

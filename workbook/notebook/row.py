@@ -38,24 +38,28 @@ class PredictionRow:
 
     def cells(self) -> dict[str, str]:
         """The texts of the row by the table's columns."""
-        numbers = (self.prediction, self.model, self.measured, *self.repeats)
+        numbers = (
+            self.prediction,
+            self.model,
+            self.measured,
+            min(self.repeats),
+            max(self.repeats),
+        )
         shown = ["" if number is None else format_value(number, self.unit) for number in numbers]
-        prediction, model, measured, *repeats = shown
-        if len(set(self.repeats)) > 1:
-            order = sorted(range(len(repeats)), key=self.repeats.__getitem__)
-            between = f"{repeats[order[0]]} to {repeats[order[-1]]}"
-            measured += f" (median of {len(repeats)}, {between})"
-        ratios = [
+        prediction, model, measured, low, high = shown
+        if numbers[-2] != numbers[-1]:
+            measured += f" (median of {len(self.repeats)}, from {low} to {high})"
+        ratio, model_ratio = (
             "–" if ratio is None else f"{format_number(ratio)} ×"
             for ratio in (self.ratio, self.model_ratio)
-        ]
+        )
         return {
             "quantity": self.quantity,
             "your prediction": prediction or "no prediction",
             "model": model or "no model",
             "measured": measured,
-            "measured / prediction": ratios[0],
-            "measured / model": ratios[1],
+            "measured / prediction": ratio,
+            "measured / model": model_ratio,
         }
 
     def __repr__(self) -> str:

@@ -1,18 +1,8 @@
-"""Sentences made from measurements, for a page: what was found, or its opposite and why.
-
-    speedup         several ranks against one device
-    faster          which of several ways is the fastest, if it can be told
-    race            which run is first at an accuracy on held-out samples
-    against_model   a measurement against a formula
-    bubble          how long the stages of a pipeline were idle, against the formula
-    overlap         how much communication was hidden behind computing
-    communication   the share of messages in a run's time
-    staleness       how late the gradients of an asynchronous run were
-    peak_memory     which run took the least memory
+"""Sentences made from measurements, for a page: what was found, or its opposite.
 
 A page calls one after its measurement, so that the sentence is true on the reader's machine, too.
-Every number and every reason in it comes from the measurement: phases, spans, counts. A difference
-that is smaller than the spread of the repeats is not called one.
+Every number in it comes from the measurement: phases, spans, counts. A difference that is smaller
+than the spread of the repeats is not called one.
 """
 
 import html
@@ -33,16 +23,15 @@ Run: TypeAlias = TrainResult | RunResult | MeasuredSplit
 # A training run (the seconds of its epochs), or repeats in seconds.
 Times: TypeAlias = TrainResult | float | Iterable[float]
 
-_WORDS = {2: "Two", 3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven", 8: "Eight"}
 # From this many repeats on, the spread is that of the middle half: one outlier says little.
 _QUARTILES = 8
-# Repeats that differ by a larger factor do not confirm a model that lies between them.
-_WIDE = 3
+# A model agrees within this relative difference, or within repeats that differ by less than _WIDE.
+_TOLERANCE, _WIDE = 0.1, 3
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as large one measurement is as another, or how many times as fast.
+    """How many times as large one measurement is as another; of seconds: how many times as fast.
 
     Attributes:
         low, median, high: the ratio and its spread: that of all repeats if there are fewer than
@@ -61,9 +50,6 @@ class Ratio:
 
         The ratio of a pair is not affected by what changes on the machine in between.
         """
-        for value in (*one, *other):
-            if not 0 < value < float("inf"):
-                raise ValueError(f"repeats must be numbers above 0, got {value}")
         if paired:
             low, median, high = _middle([a / b for a, b in zip(one, other)])
             repeats = format_count(len(one), "pair")
@@ -73,6 +59,8 @@ class Ratio:
             repeats = f"{len(one)} and {format_count(len(other), 'repeat')}"
             if len(one) == len(other):
                 repeats = f"{format_count(len(one), 'repeat')} of each"
+        if min(len(one), len(other)) >= _QUARTILES:
+            repeats = f"the middle half of {repeats}"
         return cls(low, median, high, repeats if len(one) + len(other) > 2 else "")
 
     @property
@@ -84,15 +72,15 @@ class Ratio:
     def inverse(self) -> "Ratio":
         return Ratio(1 / self.high, 1 / self.median, 1 / self.low, self.repeats)
 
+    def __str__(self) -> str:
+        return f"{format_number(self.median)} times"
+
     @property
     def spread(self) -> str:
         """The spread in words, for brackets."""
         if not self.repeats:
             return "measured once: repeat it"
         return f"{format_number(self.low)} to {format_number(self.high)} in {self.repeats}"
-
-    def __str__(self) -> str:
-        return f"{format_number(self.median)} times"
 
 
 @dataclass(frozen=True)
@@ -101,12 +89,10 @@ class Verdict:
 
     Attributes:
         text: the sentence, or a few.
-        holds: whether the effect was found; None if the measurement cannot tell.
         ratio: the comparison behind it, if there is one.
     """
 
     text: str
-    holds: bool | None
     ratio: Ratio | None = None
 
     def __str__(self) -> str:
@@ -125,48 +111,42 @@ def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
         one, many: training runs, of which the epochs after the first are compared, or repeats in
             seconds, of which repeat k of both were taken in turns.
         ranks: P; may be left out for training runs.
-
-    Raises:
-        ValueError: no repeats, or no number of ranks.
     """
-    who, its = "ranks", "a rank"
+    ratio, who, its = _ratio(one, many), "ranks", "a rank"
     if isinstance(many, TrainResult):
-        ranks = ranks or many.config.world_size
+        ranks = many.config.world_size
         if many.config.strategy == "data_parallel":  # threads of one process
             who, its = "replicas", "the main thread"
-    if ranks is None or ranks < 2:
-        raise ValueError(f"ranks is {ranks}: give the number of ranks, 2 or more")
-    ratio = _ratio(one, many)
-    text = f"{_WORDS.get(ranks, ranks)} {who} "
+    text = f"{ranks} {who} were {ratio} as fast as one device ({ratio.spread})"
     if ratio.is_larger is False:
-        text += f"took {ratio.inverse} as long as one device ({ratio.inverse.spread})"
-    else:
-        text += f"were {ratio} as fast as one device ({ratio.spread})"
+        text = f"{ranks} {who} took {ratio.inverse} as long as one device ({ratio.inverse.spread})"
     if ratio.is_larger is None:
         text += ": this measurement cannot tell them apart"
     elif isinstance(one, TrainResult) and isinstance(many, TrainResult):
-        alone, mine = _by_state(one), _by_state(many)
-        spent_s = sum(mine.values())
+        alone, mine = _seconds_by_state(one), _seconds_by_state(many)
+        talked, waited = (mine[state] / sum(mine.values()) for state in (COMMUNICATE, WAIT))
         text += f": on average, {its} computed {mine[COMPUTE] / alone[COMPUTE]:.0%} as long as "
         text += (
-            f"one device, and of its time communication took {mine[COMMUNICATE] / spent_s:.0%} "
+            f"one device; communication took {talked:.0%} of its time, and waiting {waited:.0%}"
         )
-        text += f"and waiting {mine[WAIT] / spent_s:.0%}"
-    return Verdict(f"{text}.", ratio.is_larger, ratio)
+    return Verdict(f"{text}.", ratio)
 
 
-def faster(times: Mapping[str, Times], run: Run | None = None) -> Verdict:
+def _seconds_by_state(result: TrainResult) -> defaultdict[str, float]:
+    """The mean of the ranks, without evaluation."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for kind, spent_s in result.phases_s.items():
+        if state_of(kind) != EVALUATE:
+            seconds[state_of(kind)] += spent_s
+    return seconds
+
+
+def faster(times: Mapping[str, Times]) -> Verdict:
     """Which of several ways is the fastest, compared with the others.
 
     Args:
         times: by name, training runs or repeats in seconds, taken in turns if equally many.
-        run: of the slowest, to name what limited it.
-
-    Raises:
-        ValueError: fewer than two names, or no repeats.
     """
-    if len(times) < 2:
-        raise ValueError(f"got {list(times)}: nothing to compare, give two names or more")
     first, *others = sorted(times, key=lambda name: statistics.median(_seconds(times[name])))
     ratios = {name: _ratio(times[name], times[first]) for name in others}
     close = [name for name in others if ratios[name].is_larger is None]
@@ -176,11 +156,10 @@ def faster(times: Mapping[str, Times], run: Run | None = None) -> Verdict:
         if name not in close
     )
     if not close:
-        reason = f" {run.explain()}" if run is not None else ""
-        return Verdict(f"Fastest: {first}, {ahead}.{reason}", True, ratios[others[0]])
+        return Verdict(f"Fastest: {first}, {ahead}.", ratios[others[0]])
     nearest = ratios[close[0]]
     text = f"Cannot be told apart: {first} and {', '.join(close)} ({nearest.spread})."
-    return Verdict(f"{text} {first} was {ahead}." if ahead else text, None, nearest)
+    return Verdict(f"{text} {first} was {ahead}." if ahead else text, nearest)
 
 
 def race(runs: Mapping[str, TrainResult], accuracy: float) -> Verdict:
@@ -196,14 +175,12 @@ def race(runs: Mapping[str, TrainResult], accuracy: float) -> Verdict:
             if epoch["test_accuracy"] >= accuracy:
                 reached[name] = end_s, number
                 break
-    if not reached:
-        return Verdict(f"No run reached {accuracy:.0%}: train longer.", False)
     ends = ", ".join(
         f"{name} after {format_seconds(end_s)} and {format_count(number, 'epoch')}"
         for name, (end_s, number) in sorted(reached.items(), key=lambda item: item[1])
     )
     never = ", ".join(name for name in runs if name not in reached)
-    return Verdict(f"First at {accuracy:.0%}: {ends}{never and f'; never: {never}'}.", True)
+    return Verdict(f"First at {accuracy:.0%}: {ends or 'none'}{never and f'; never: {never}'}.")
 
 
 def against_model(
@@ -211,10 +188,9 @@ def against_model(
     model: float,
     unit: str = "s",
     what: str = "the time",
-    tolerance: float = 0.1,
     run: Run | None = None,
 ) -> Verdict:
-    """Whether a measurement agrees with a formula: within ``tolerance``, or within the spread.
+    """Whether a measurement agrees with a formula: within 10%, or within the spread.
 
     A formula within a spread of more than a factor of three is neither confirmed nor refuted.
 
@@ -223,70 +199,49 @@ def against_model(
         model: what the formula gives, above 0.
         unit: of both, see ``units.format_value``.
         what: the quantity.
-        tolerance: the largest relative difference that counts as agreement.
         run: the run that was measured, to name what limited it where the two differ.
-
-    Raises:
-        ValueError: no repeats, or numbers that are not above 0.
     """
     repeats = as_repeats(measured)
     ratio = Ratio.of(repeats, [model] * len(repeats), paired=True)
     low, median, high = _middle(repeats)
-    between = f"{format_value(low, unit)} to {format_value(high, unit)} in {len(repeats)} repeats"
+    of_all = "the middle half of " * (len(repeats) >= _QUARTILES) + f"{len(repeats)} repeats"
+    between = f"{format_value(low, unit)} to {format_value(high, unit)} in {of_all}"
     spread = between if len(repeats) > 1 else "measured once"
     text = f"{what[:1].upper()}{what[1:]} was {format_value(median, unit)} ({spread}), and the "
     text += f"model says {format_value(model, unit)}"
     inside = low <= model <= high
-    if abs(ratio.median - 1) <= tolerance or (inside and high <= _WIDE * low):
-        return Verdict(f"{text}: they agree.", True, ratio)
+    if abs(ratio.median - 1) <= _TOLERANCE or (inside and high <= _WIDE * low):
+        return Verdict(f"{text}: they agree.", ratio)
     if inside:
-        return Verdict(f"{text}: the repeats differ too much to compare the two.", None, ratio)
+        return Verdict(f"{text}: the repeats differ too much to compare the two.", ratio)
     reason = f" {run.explain()}" if run is not None else ""
-    return Verdict(f"{text}: measured is {ratio} the model.{reason}", False, ratio)
+    return Verdict(f"{text}: measured is {ratio} the model.{reason}", ratio)
 
 
 def bubble(measured: float | Iterable[float], model: float, run: Run | None = None) -> Verdict:
-    """How long the stages were idle, against the formula, which is a lower bound.
-
-    Args:
-        measured: shares of the stages' time, 0 to 1, by step.
-        model: the formula's share.
-        run: as in ``against_model``.
-    """
+    """How long the stages were idle, against the formula; both are shares of 0 to 1."""
     percent = [100 * share for share in as_repeats(measured)]
-    return against_model(percent, 100 * model, "%", "the stages' idle time", run=run)
+    return against_model(percent, 100 * model, "%", "the stages' idle time", run)
 
 
 def overlap(run: TrainResult | RunResult) -> Verdict:
-    """How much of a run's communication was hidden behind computing, or why none was."""
-    hidden, seconds = run.explain().hidden, {COMMUNICATE: 0.0, COMPUTE: 0.0}
-    threads: dict[str, set[tuple[int, int]]] = {COMMUNICATE: set(), COMPUTE: set()}
-    for span in run.trace.spans:
-        if (state := state_of(span.kind)) in seconds:
-            seconds[state] += span.duration_s
-            threads[state].add((span.rank, span.lane))
-    if not seconds[COMMUNICATE]:
-        return Verdict("No message was recorded, so there was nothing to hide.", None)
-    if hidden >= 0.1:
-        return Verdict(f"{hidden:.0%} of the communication was hidden behind computing.", True)
-    why = "every thread that sends also computes, and does one after the other"
-    if not threads[COMMUNICATE] <= threads[COMPUTE]:
-        messages, computing = map(format_seconds, seconds.values())
-        why = f"in all threads, messages took {messages} and computing {computing}"
-    few = "No" if hidden < 0.005 else f"Only {hidden:.0%} of the"
-    return Verdict(f"{few} communication was hidden behind computing: {why}.", False)
+    """How much of a run's communication was hidden behind computing."""
+    limit = run.explain()
+    if not limit.hidden and not limit.shares.get(COMMUNICATE):
+        return Verdict("No message was recorded, so there was nothing to hide.")
+    return Verdict(f"{limit.hidden:.0%} of the communication was hidden behind computing.")
 
 
 def communication(run: TrainResult | RunResult) -> Verdict:
     """The share of messages in the ranks' time, and what was sent."""
-    shares = defaultdict(float, run.explain().shares)
-    text = f"Messages that no computing hid took {shares[COMMUNICATE]:.0%} of the ranks' time"
-    text += f", waiting for each other {shares[WAIT]:.0%}"
+    shares = run.explain().shares
+    text = f"Messages that no computing hid took {shares.get(COMMUNICATE, 0):.0%} of the ranks' "
+    text += f"time, waiting for each other {shares.get(WAIT, 0):.0%}"
     if run.bytes_sent and run.messages:
         rank = run.bytes_sent.index(max(run.bytes_sent))
         text += f"; rank {rank} sent most, {format_value(run.bytes_sent[rank], 'bytes')} in "
         text += format_count(run.messages[rank], "message")
-    return Verdict(f"{text}.", shares[COMMUNICATE] > shares[COMPUTE])
+    return Verdict(f"{text}.")
 
 
 def staleness(result: TrainResult) -> Verdict:
@@ -300,38 +255,24 @@ def staleness(result: TrainResult) -> Verdict:
         by_worker.setdefault(worker, []).append(late)
     if not by_worker:
         raise ValueError(f"{result.config.strategy} counts no staleness: run an asynchronous one")
-    everything = [late for of_worker in by_worker.values() for late in of_worker]
-    mean, rule = statistics.fmean(everything), len(by_worker) - 1
-    text = f"A gradient missed {format_number(mean)} updates on average, of {len(everything):,}"
-    text += (
-        f" (at most {max(everything)}); with {format_count(len(by_worker), 'worker')} the rule "
-    )
-    is_near = abs(mean - rule) <= max(0.1 * rule, 0.1)
-    text += f"says {rule}" + ("" if is_near else ", which holds for long runs")
+    every = [late for of_worker in by_worker.values() for late in of_worker]
     largest, latest = max((statistics.fmean(late), worker) for worker, late in by_worker.items())
-    if largest > 1.5 * mean:
-        text += f". Rank {latest}'s were the latest, {format_number(largest)} on average"
-    return Verdict(f"{text}.", is_near)
+    return Verdict(
+        f"A gradient missed {format_number(statistics.fmean(every))} updates on average, of "
+        f"{len(every):,} (at most {max(every)}); the rule for long runs with "
+        f"{format_count(len(by_worker), 'worker')} says {len(by_worker) - 1}. Rank {latest}'s "
+        f"were the latest, {format_number(largest)} on average."
+    )
 
 
 def peak_memory(runs: Mapping[str, Run]) -> Verdict:
-    """Which run took the least memory on the rank that took most of it.
-
-    Args:
-        runs: by name, each measured once.
-
-    Raises:
-        ValueError: fewer than two names.
-    """
-    if len(runs) < 2:
-        raise ValueError(f"got {list(runs)}: nothing to compare, give two runs or more")
+    """Which run took the least memory on the rank that took most of it; each was measured once."""
     found = {}
     for name, run in runs.items():
-        # A rank that was lost has none.
         sizes = {rank: one.largest_bytes or 0 for rank, one in enumerate(run.peak_memory) if one}
         peaks = [(size, rank) for rank, size in sizes.items()]
         if not peaks or not min(peaks)[0]:  # the system does not say
-            return Verdict(f"The peak memory of {name} is not known.", None)
+            return Verdict(f"The peak memory of {name} is not known.")
         found[name] = max(peaks)
     first, *others = sorted(found, key=found.__getitem__)
     least_bytes, rank = found[first]
@@ -340,8 +281,7 @@ def peak_memory(runs: Mapping[str, Run]) -> Verdict:
         size, rank = found[name]
         times = f"{format_number(size / least_bytes)} times as much"
         text += f"; {name} took {times}, {format_value(size, 'bytes')} (rank {rank})"
-    # Runs of the same program differ by some percent: pages, and what the allocator keeps.
-    return Verdict(f"{text}.", found[others[0]][0] > 1.1 * least_bytes or None)
+    return Verdict(f"{text}.")
 
 
 def _seconds(times: Times) -> list[float]:
@@ -365,12 +305,3 @@ def _middle(values: Sequence[float]) -> tuple[float, float, float]:
         return min(values), statistics.median(values), max(values)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, median, high
-
-
-def _by_state(result: TrainResult) -> dict[str, float]:
-    """Mean seconds of a rank by state, without evaluation."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for kind, spent_s in result.phases_s.items():
-        if state_of(kind) != EVALUATE:
-            seconds[state_of(kind)] += spent_s
-    return seconds
