@@ -44,7 +44,7 @@ class Explorer(ipywidgets.VBox):
         """``adjust`` moves controls whose range depends on another one, before a drawing."""
         self.draw, self._adjust = draw, adjust
         self.view, self.caption = ipywidgets.HTML(), ""
-        self._controls = list(controls.values())
+        self._controls: list[Any] = list(controls.values())
         vars(self).update(controls)
         super().__init__([*self._controls, self.view])
         self._page = functools.cache(self._page)
