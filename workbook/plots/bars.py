@@ -17,8 +17,6 @@ from workbook.plots.figure import (
 )
 from workbook.plots.palette import DARK, SERIES, swatch
 
-_REPEATS = "Bars are medians of {} repeats; whiskers span all of them."
-
 
 @drawn
 def bars(
@@ -32,10 +30,8 @@ def bars(
 
     Args:
         groups: ``{group: {series: value}}``. A value is a number, or the list of its repeats (the
-            bar is their median, the whisker runs from the smallest to the largest). A series
-            called ``model``, or ending in `` model``, is a prediction:
-            ``{"ring": {"measured": [...], "model": 0.1}}``, or
-            ``{"1 MiB": {"ours": [...], "gloo": [...], "ours model": 0.1}}``.
+            bar is their median, the whisker runs from the smallest to the largest). The series
+            ``model`` predicts ``measured``, and ``ours model`` predicts ``ours``.
         quantity: the name of the axis.
         unit: ``s`` and ``bytes`` are scaled to a readable unit (ms, MiB), other units are not.
         title: above the figure.
@@ -74,24 +70,27 @@ def bars(
     axes.margins(y=0.12)
     add_legend(figure, [swatch(name, style) for name, style in styles.items()])
 
-    ratios = [
-        medians[group, _base(name)] / model
-        for (group, name), model in medians.items()
-        if name not in looks and (group, _base(name)) in medians and model
-    ]
-    values = [row[name] for row in repeats.values() for name in row if name in looks]
-    caption = joined(ratio_words(ratios, "hatched"), repeats_words(values, _REPEATS))
     parts = [
         f"{group}: {', '.join(f'{n} {format_value(medians[group, n], unit)}' for n in row)}"
         for group, row in repeats.items()
     ]
-    return CaptionedFigure(
-        figure,
-        alt=f"Bars of {quantity}. {'; '.join(parts)}.",
-        caption=caption or "Each bar is one value, not a median of repeats.",
-    )
+    alt = f"Bars of {quantity}. {'; '.join(parts)}."
+    return CaptionedFigure(figure, alt=alt, caption=_caption(repeats))
 
 
 def _base(name: str) -> str:
     """The series that a model predicts, or the series itself."""
     return "measured" if name == "model" else name.removesuffix(" model")
+
+
+def _caption(repeats: dict[str, dict[str, list[float]]]) -> str:
+    ratios = [
+        median(row[_base(name)]) / model
+        for row in repeats.values()
+        for name in row
+        if name != _base(name) in row and (model := median(row[name]))
+    ]
+    every = [each for row in repeats.values() for name, each in row.items() if name == _base(name)]
+    spread = repeats_words(every, "Bars are medians of {} repeats; whiskers span all of them.")
+    words = joined(ratio_words(ratios, "hatched"), spread)
+    return words or "Each bar is one value, not a median of repeats."

@@ -26,7 +26,6 @@ _LABELS = {
     "train_accuracy": "training accuracy (%)",
     "test_accuracy": "held-out accuracy (%)",
 }
-_REPEATS = "Lines are medians of {} repeats, bands span all of them."
 
 
 @drawn
@@ -36,9 +35,9 @@ def learning_curves(
     """Draw loss and held-out accuracy, by epoch and by second of training.
 
     Args:
-        runs: ``{label: run}``. A run is a result that has ``.epochs``, or the list of epochs
-            itself: dicts with ``loss``, ``test_accuracy`` (0 to 1) and ``seconds`` (of this epoch
-            alone). A list of such runs is drawn as their medians, with a band that spans all.
+        runs: ``{label: run}``. A run is a result that has ``.epochs``, or the epochs themselves:
+            dicts with ``loss``, ``test_accuracy`` (0 to 1) and ``seconds`` (of this epoch alone).
+            A list of such runs is drawn as their medians, with a band that spans all.
         title: above the figure.
         training: draw the accuracy on the training samples, too (``train_accuracy``).
     """
@@ -79,18 +78,15 @@ def learning_curves(
         fast = min(ends, key=lambda label: ends[label]["second"])
         accuracy = {label: f"{end['test_accuracy']:.1f}%" for label, end in ends.items()}
         best = max(ends, key=lambda label: np.nan_to_num(ends[label]["test_accuracy"]))
-        equal = [label for label in ends if accuracy[label] == accuracy[best]]
+        equal = " and ".join(label for label in ends if accuracy[label] == accuracy[best])
         takeaway = (
-            f"Best held-out accuracy at the end: {' and '.join(equal)}, {accuracy[best]}. "
+            f"Best held-out accuracy at the end: {equal}, {accuracy[best]}. "
             f"First to end: {fast}, after {format_seconds(ends[fast]['second'])}."
         )
-    return CaptionedFigure(
-        figure,
-        alt=f"Learning curves of {format_count(len(curves), 'run')}. {told}.",
-        caption=joined(
-            takeaway, repeats_words([list(c["loss"]) for c in curves.values()], _REPEATS)
-        ),
-    )
+    repeats = [list(curve["loss"]) for curve in curves.values()]
+    spread = repeats_words(repeats, "Lines are medians of {} repeats, bands span all of them.")
+    alt = f"Learning curves of {format_count(len(curves), 'run')}. {told}."
+    return CaptionedFigure(figure, alt=alt, caption=joined(takeaway, spread))
 
 
 def _curve(run: Any, names: list[str]) -> dict[str, np.ndarray]:

@@ -63,7 +63,8 @@ def split_costs(
     Raises:
         ValueError: the measured split is another one.
     """
-    points = predicted.split_points
+    points, idle = predicted.split_points, f"{predicted.bubble:.0%}"
+    bounds = stage_bounds(points, len(profile.layers))
     if measured is not None:
         ours = points, predicted.micro_batches, profile.batch_size
         theirs = tuple(measured.split_points), measured.micro_batches, measured.batch_size
@@ -81,40 +82,21 @@ def split_costs(
         height_ratios=[2, 3],
     )
     _draw_bytes(panels["bytes"], profile, points)
-    bounds = stage_bounds(points, len(profile.layers))
-    stages = [f"stage {s}\n{start}-{end - 1}" for s, (start, end) in enumerate(bounds)]
-    names = {
-        "memory": [str(stage) for stage in range(len(bounds))],
-        "stages": [*stages, f"step\nidle {predicted.bubble:.0%}"],
-        "hops": [f"cut {p}\n{format_bytes(b)}" for p, b in zip(points, predicted.hop_bytes)],
-    }
-    titles = {"memory": "Memory", "stages": "Stages with their layers, and the whole step"}
+    stages = [f"stage {s}\n{low}-{high - 1}" for s, (low, high) in enumerate(bounds)]
     splits = [_bars(split) for split in (predicted, measured) if split]
-    for panel in panels.keys() - {"bytes"}:
-        axes, unit_of = panels[panel], byte_unit if panel == "memory" else second_unit
-        unit = _draw_bars(axes, [split[panel] for split in splits], unit_of)
-        axes.set_xticks(range(len(names[panel])), names[panel])
-        axes.tick_params(axis="x", length=0)
-        axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
-        axes.set_title(titles.get(panel, "Hops, there and back"))
-        axes.set_ylabel(f"{'held' if panel == 'memory' else 'time'} ({unit})")
-    panels["memory"].set_xlabel("stage")
+    hops = [f"cut {p}\n{format_bytes(b)}" for p, b in zip(points, predicted.hop_bytes)]
+    for panel, panel_title, names in (
+        ("memory", "Memory", stages),
+        ("stages", "Stages with their layers, and the step", [*stages, f"step\nidle {idle}"]),
+        ("hops", "Hops, there and back", hops),
+    ):
+        if panel in panels:
+            _draw_bars(panels[panel], panel_title, names, [split[panel] for split in splits])
     looks = list(_LOOKS.items())[: 4 if points else 2]
     entries = [swatch(kind, look, model=True) for kind, look in looks]
-    entries += [swatch(kind, look) for kind, look in looks if measured]
-    add_legend(figure, entries)
-
-    words = [
-        f"stage {stage}: {format_seconds(forward_s + backward_s)}, {format_bytes(size)} of memory"
-        for stage, (forward_s, backward_s, size) in enumerate(
-            zip(predicted.forward_s, predicted.backward_s, predicted.memory_bytes)
-        )
-    ]
-    words += [f"{cut}, either way".replace("\n", ": ") for cut in names["hops"]]
-    caption = split_caption(predicted, measured)
-    return CaptionedFigure(
-        figure, alt=f"{name}. {'; '.join(words)}. {caption}", caption=f"{name}. {caption}"
-    )
+    add_legend(figure, entries + [swatch(kind, look) for kind, look in looks if measured])
+    caption = f"{name}. {split_caption(predicted, measured)}"
+    return CaptionedFigure(figure, alt=f"Costs of a split: {caption}", caption=caption)
 
 
 def cuts_words(split_points: Sequence[int]) -> str:
@@ -165,9 +147,10 @@ def _bars(split: "SplitModel | MeasuredSplit") -> dict[str, list[Bar]]:
     }
 
 
-def _draw_bars(axes: Axes, columns: list[list[Bar]], unit_of: Any) -> str:
-    """Draw one group of bars per place, measured right of predicted, and return the unit."""
-    scale, unit = unit_of(max(sum(map(median, p.values())) for bars in columns for p in bars))
+def _draw_bars(axes: Axes, title: str, names: list[str], columns: list[list[Bar]]) -> None:
+    """Draw one group of bars per name, measured right of predicted."""
+    highest = max(sum(map(median, parts.values())) for bars in columns for parts in bars)
+    scale, unit = byte_unit(highest) if title == "Memory" else second_unit(highest)
     shifts, width = ((-0.22, 0.22), 0.42) if len(columns) == 2 else ((0.0,), 0.5)
     for bars, is_model, shift in zip(columns, (True, False), shifts):
         for place, parts in enumerate(bars):
@@ -183,10 +166,12 @@ def _draw_bars(axes: Axes, columns: list[list[Bar]], unit_of: Any) -> str:
             # Short, as bars are narrow.
             words = format_number(top) if top >= 1 else f"{top:.2f}"
             axes.annotate(words, (x, end), (0, 3), textcoords="offset points", ha="center")
-    axes.set_xlim(-0.5, len(columns[0]) - 0.5)
+    axes.set_xticks(range(len(names)), names)
+    axes.tick_params(axis="x", length=0)
+    axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+    axes.set(title=title, ylabel=f"{'held' if title == 'Memory' else 'time'} ({unit})")
     # Leave room for a number above the highest bar.
-    axes.set_ylim(0, 1.25 * axes.dataLim.y1)
-    return unit
+    axes.set(xlim=(-0.5, len(names) - 0.5), ylim=(0, 1.25 * axes.dataLim.y1))
 
 
 def _draw_bytes(axes: Axes, profile: Profile, points: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ The captions are what ``explain()`` says, over the time that is drawn: there is 
 how much of a run is computing, messages and waiting. The figures themselves show seconds.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,11 +61,10 @@ def timeline(
     is_whole = start_s is None and end_s is None
     if start_s is None:
         # As ``explain`` counts: from second 0 of a run, and from when a training run trains.
-        latest_s = 0.0 if isinstance(result, RunResult) else np.inf
-        start_s = min((span.start_s for span in trace.spans), default=latest_s)
-        start_s = min(start_s, latest_s)
+        latest_s = 0.0 if isinstance(result, RunResult) else math.inf
+        start_s = min([latest_s, *(span.start_s for span in trace.spans)])
     if end_s is None:
-        end_s = max((span.end_s for span in trace.spans), default=0.0)
+        end_s = max([start_s, *(span.end_s for span in trace.spans)])
     window = trace.between(start_s, end_s)
     if not window.spans:
         raise ValueError(
@@ -89,24 +89,25 @@ def timeline(
     has_words = is_whole and hasattr(result, "explain")
     limit = result.explain() if has_words else what_limited(window, start_s, gap)
     part = "" if is_whole else "In the part shown: "
-    others = Trace(tuple(span for span in window.spans if span.lane)).seconds_by_kind()
-    thin = "The thin lane under a rank is what its other thread did." if others else ""
+    alt = _alt(window, dict(zip(trace.ranks, names)), end_s - start_s, model)
+    thin = "The thin lane under a rank is what its other thread did."
+    words = f"{'Model: ' if model else ''}{part}{limit}"
+    has_others = any(span.lane for span in window.spans)
+    return CaptionedFigure(figure, alt=alt, caption=joined(words, thin if has_others else ""))
+
+
+def _alt(window: Trace, names: Mapping[int, str], extent_s: float, model: bool) -> str:
+    kind = "Predicted timeline" if model else "Timeline"
+    head = f"{kind} of {format_count(len(names), 'rank')} over {format_seconds(extent_s)}."
     rows = [
         f"rank {name}: {_seconds_words(window.seconds_by_kind(rank, lane=0))}".replace("\n", ", ")
-        for rank, name in zip(trace.ranks, names)
+        for rank, name in names.items()
     ]
     if len(names) > _MOST_NAMED:
         rows = [f"In all, {_seconds_words(window.seconds_by_kind(lane=0))}"]
-    return CaptionedFigure(
-        figure,
-        alt=joined(
-            f"{'Predicted timeline' if model else 'Timeline'} of "
-            f"{format_count(len(names), 'rank')} over {format_seconds(end_s - start_s)}.",
-            f"{'; '.join(rows)}.",
-            f"At the same time, in other threads: {_seconds_words(others)}." if others else "",
-        ),
-        caption=joined(f"{'Model: ' if model else ''}{part}{limit}", thin),
-    )
+    others = Trace(tuple(span for span in window.spans if span.lane)).seconds_by_kind()
+    beside = f"At the same time, in other threads: {_seconds_words(others)}." if others else ""
+    return joined(head, f"{'; '.join(rows)}.", beside)
 
 
 def _seconds_words(seconds: Mapping[str, float]) -> str:
