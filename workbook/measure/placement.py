@@ -111,50 +111,37 @@ def _hop_every_way(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict[int
 
 def measure_placements(link: Link, repeats: int, where: Where) -> Result:
     """Measure the hops of every placement, with all layers trained and with a frozen backbone."""
+    # Not at the top: every rank of a bench imports this module, and does not need matplotlib.
+    from workbook.plots import size_curves
+
     placements = {name: points for name, points in VGG16_SPLITS.items() if points}
-    # By placement and hop: its seconds, its bytes, and the model's seconds.
-    rows: dict[tuple[str, str], Any] = {}
+    seconds: dict[str, Any] = {}
+    facts, by_size = dict[Any, Any](), dict[Any, Any]()
     for batch_size in BATCH_SIZES:
-        batch: dict[str, Any] = {"batch_size": batch_size, "input_shape": SHAPE} | where
+        batch: Any = {"batch_size": batch_size, "input_shape": SHAPE, **where}
         profile = measure_profile(MODEL, **batch, repeats=1)
         for (name, points), frozen in itertools.product(placements.items(), (0, BACKBONE)):
             predicted = predict_split(profile, points, link, frozen=frozen)
             measured = measure_split(MODEL, points, **batch, frozen=frozen, steps=repeats)
             case = f"{name}, trained: {'head' if frozen else 'all'}"
-            ways = {
-                "activation": (measured.forward_hop_s, predicted.hop_s),
-                "gradient": (measured.backward_hop_s, predicted.backward_hop_s),
-            }
-            for way, (hops_s, models_s) in ways.items():
-                for cut, hop_s, *model in zip(points, hops_s, measured.hop_bytes, models_s):
-                    # No gradient crosses a cut that has only frozen layers before it.
+            ways = ("activation", measured.forward_hop_s), ("gradient", measured.backward_hop_s)
+            for way, hops_s in ways:
+                for cut, hop_s, *fact in zip(points, hops_s, predicted.hop_bytes, predicted.hop_s):
                     if hop_s:
                         hop = f"cut {cut}, {way}, batch of {batch_size}"
-                        rows[case, hop] = (hop_s, *model)
-    seconds: dict[str, dict[str, list[float]]] = {}
-    for (case, hop), (hop_s, *_) in rows.items():
-        seconds.setdefault(case, {})[hop] = hop_s
-
-    def figure() -> Any:
-        # Not at the top: every rank of a bench imports this module, and does not need matplotlib.
-        from workbook.plots import size_curves
-
-        drawn: dict[int, list[float]] = {}
-        for hop_s, num_bytes, _ in rows.values():
-            drawn.setdefault(num_bytes, []).extend(hop_s)
-        model = {num_bytes: model_s for _, num_bytes, model_s in rows.values()}
-        return size_curves({"hop": drawn}, {"hop": model}, title="The hops of VGG16's placements")
-
+                        seconds.setdefault(case, {})[hop] = hop_s
+                        facts[case, hop] = fact
+                        by_size.setdefault(fact[0], []).extend(hop_s)
     return Result(
         "Communication of VGG16's placements, per step",
         {"what": "placements"},
         seconds,
         case="placement",
         columns={
-            "num_bytes": lambda case, hop, spread: rows[case, hop][1],
-            "model_s": lambda case, hop, spread: rows[case, hop][2],
+            "num_bytes": lambda case, hop, spread: facts[case, hop][0],
+            "model_s": lambda case, hop, spread: facts[case, hop][1],
         },
-        figures={"hops": figure},
+        figures={"hops": lambda: size_curves({"hop": by_size}, {"hop": dict(facts.values())})},
     )
 
 
