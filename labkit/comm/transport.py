@@ -115,10 +115,6 @@ class Transport(ABC):
         """The slots that rank ``src`` writes and this rank reads."""
         raise NotImplementedError
 
-    @abstractmethod
-    def set_timeout(self, timeout_s: float) -> None:
-        """Set the longest wait for a message from now on."""
-
     def abandon(self) -> None:  # noqa: B027
         """End every operation that still waits, in any thread, with an error, if possible."""
 

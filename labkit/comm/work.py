@@ -51,7 +51,6 @@ class Work(dist.Work):
         self._label = " ".join([name, *map(describe, inputs[:1])])
         self._result, self._timeout_s = result, min(timeout_s, threading.TIMEOUT_MAX)
         self.location = caller_location()
-        self.source = -1
         self.done = threading.Event()
         self._error: BaseException | None = None
         # On a GPU: the caller's stream at the call, and the operation's stream at its end.
@@ -72,10 +71,6 @@ class Work(dist.Work):
             # A record that ends in another thread is shown there, as with gloo.
             self._record.__exit__(None, None, None)
         self.done.set()
-
-    @property
-    def has_futures(self) -> bool:
-        return bool(self._incomplete)
 
     def complete_futures(self) -> None:
         """Run the callbacks attached to ``get_future()``, in this thread."""
@@ -98,9 +93,7 @@ class Work(dist.Work):
         return self._result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation has ended; on a GPU until all of it is queued.
-
-        There the caller's stream waits for its end, as in ``torch.distributed``.
+        """Wait until the operation has ended; on a GPU the caller's stream then waits for it.
 
         Raises:
             TimeoutError: it takes longer than ``timeout``, by default the group's.
@@ -122,20 +115,8 @@ class Work(dist.Work):
     def is_completed(self) -> bool:
         return self.done.is_set() and (self.ended is None or self.ended.query())
 
-    def is_success(self) -> bool:
-        return self.done.is_set() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
     def result(self) -> list[Tensor]:
         return self._result
-
-    def source_rank(self) -> int:
-        """The rank a message came from; -1 unless this is a receive."""
-        return self.source
-
-    _source_rank = source_rank
 
 
 def carried_out(operation: Callable[[], object], tensors: list[Tensor]) -> Work:
@@ -160,8 +141,7 @@ class WorkQueue(threading.Thread):
     to hand it over takes longer than to send a small message.
 
     Callbacks of futures run in the queue's thread. An operation that a callback calls is carried
-    out there at once, before all queued ones: so the order is the same on every rank. (On gloo it
-    is not, and PowerSGD with several buckets ends in a timeout.)
+    out there at once, before all queued ones: so the order is the same on every rank.
 
     On a GPU the operations have a stream and always a thread of their own. As in
     ``torch.distributed``, an operation begins when the caller's stream has reached the call, and
@@ -268,8 +248,7 @@ class WorkQueue(threading.Thread):
     def end(self, patience_s: float | None = None) -> bool:
         """End after all queued operations; with ``patience_s``, after the one under way.
 
-        Returns whether the thread has ended. It is left running if that takes longer than the
-        group's timeout, or than ``patience_s``.
+        Returns whether the thread has ended within the group's timeout, or ``patience_s``.
         """
         if patience_s is not None:
             with contextlib.suppress(queue.Empty):
