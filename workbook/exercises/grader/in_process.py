@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import workbook.exercises.grader.grader as grader
 from labkit.comm.comm import Comm
-from workbook.exercises.grader import grader
 from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Wrong
 from workbook.exercises.grader.report import Verdict, told
