@@ -163,6 +163,33 @@ def ask(name: str, fn: Callable, *args: Any, **options: Any) -> Verdict:
     return told(name, partial(verdict_of, name, fn, *args, **options))
 
 
+def judged(
+    signature: str, *cases: tuple
+) -> Callable[[Callable[..., Wrong | None]], Callable[[Callable], Verdict]]:
+    """Make the check of an exercise from its judge, ``judge(fn, *case)``, with its name.
+
+    The judge calls the learner's function, with the arguments of ``signature``, and says what is
+    wrong with what it does, or None. It is asked for each case, in another process.
+    """
+
+    def check_of(judge: Callable[..., Wrong | None]) -> Callable[[Callable], Verdict]:
+        name = f"{judge.__module__.rpartition('.')[2]}.{judge.__name__}"
+        _, *names = inspect.signature(judge).parameters
+
+        def words(case: tuple) -> str:
+            shown = (f"{key}={value!r}" for key, value in zip(names, case))
+            return f"with {', '.join(shown)}" if case else "here"
+
+        def check(fn: Callable) -> Verdict:
+            questions = [Question(case, words(case)) for case in cases]
+            return ask(name, fn, questions, differs, call=judge, signature=signature)
+
+        check.__doc__, check.__name__ = judge.__doc__, judge.__name__
+        return check
+
+    return check_of
+
+
 def verdict_of(
     name: str,
     fn: Callable,
