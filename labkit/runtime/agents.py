@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from labkit.comm.processes import kill_marked, loopback
+from labkit.comm.shared_memory import kill_marked, loopback
 from labkit.comm.source_lines import is_ours
 from labkit.units import check_integer
 

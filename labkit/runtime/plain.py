@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.serialization import safe_globals
 from torch.utils._pytree import tree_map_only
 
-from labkit.comm.meeting import SUSPICION
 from labkit.comm.peak_memory import PeakMemory
 from labkit.errors import DeadlockError, WorkerError
 from labkit.runtime.messages import Report, UnpicklableError, find_unpicklable
@@ -98,8 +97,9 @@ def load_report(data: bytes, rank: int) -> Report:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     raise ConnectionError(
-        f"the report of rank {rank} is not one that labkit writes ({problem}; is it the same "
-        f"labkit on all hosts?). {SUSPICION}"
+        f"the report of rank {rank} is not one that labkit writes ({problem}): "
+        "is it the same labkit on all hosts, and does no other program write to the run's store "
+        "(SECURITY.md)?"
     )
 
 

@@ -21,12 +21,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from labkit.comm.board import LEFT, RETURNED, RUNNING, Board
 from labkit.comm.comm import Comm
-from labkit.comm.connections import cut
 from labkit.comm.deadlock import find_mismatch, stuck_ranks
-from labkit.comm.mirror import pack, unpack
-from labkit.comm.processes import is_running
+from labkit.comm.shared_memory import is_running
 from labkit.comm.source_lines import readable
-from labkit.comm.torch_transport import first_line
+from labkit.comm.torch_transport import cut, first_line
 from labkit.errors import DeadlockError, PreemptedError, WorkerError
 from labkit.runtime.failures import Evidence, deadlock_error, failure_error, report_of_failure
 from labkit.runtime.plain import dump_error, load_error
@@ -58,7 +56,7 @@ class Rows:
 
     def post(self, board: Board, rank: int) -> None:
         self._posted += 1
-        self._store.set(self._keys[rank], self._posted.to_bytes(8) + pack(board, rank))
+        self._store.set(self._keys[rank], self._posted.to_bytes(8) + board.pack(rank))
 
     def read(self) -> bool:
         """Read the rows, once all ranks have posted one; whether they have."""
@@ -67,7 +65,7 @@ class Rows:
         for rank, data in enumerate(self._store.multi_get(self._keys)):
             if (number := int.from_bytes(data[:8])) != self.numbers[rank]:
                 self.numbers[rank], self.heard_s[rank] = number, time.monotonic()
-                unpack(self.board, rank, data[8:])
+                self.board.unpack(rank, data[8:])
         return True
 
 
@@ -206,7 +204,7 @@ class Watch:
         """A mismatch or a deadlock, if no rank has moved since it was first seen."""
         rows, board = self._rows, self._rows.board
         mismatch, stuck = find_mismatch(board), stuck_ranks(board)
-        candidate = (mismatch, stuck, board.ticks()) if mismatch or stuck else None
+        candidate = (mismatch, stuck, board.ranks["ticks"].tolist()) if mismatch or stuck else None
         if candidate != self._candidate:
             self._candidate, self._since = candidate, list(rows.numbers)
             return None

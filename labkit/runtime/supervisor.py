@@ -178,7 +178,7 @@ class Supervisor:
 
     def _stuck_ranks(self) -> list[int]:
         """The ranks that can never continue: found stuck twice, with no progress in between."""
-        ticks = self._seen.board.ticks()
+        ticks = self._seen.board.ranks["ticks"].tolist()
         now = stuck_ranks(self._seen.board.copy()), ticks
         before, self._looked = self._looked, now
         return now[0] if now == before else []

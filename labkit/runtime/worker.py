@@ -26,16 +26,14 @@ import torch
 import torch.distributed as dist
 
 from labkit import gpus
-from labkit.comm import connections
 from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import EmulatedLink, emulated_hosts, over_link, plug_in
-from labkit.comm.hosts_transport import HostsTransport
-from labkit.comm.meeting import find_hosts, meet, stay_on_loopback
+from labkit.comm.emulated_link import EmulatedLink, over_link, plug_in
+from labkit.comm.meeting import HostsTransport, find_hosts, meet, stay_on_loopback
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.source_lines import install_sources
-from labkit.comm.torch_transport import TorchTransport, close_arrivals
+from labkit.comm.torch_transport import TorchTransport, close_arrivals, connections, keep_alive
 from labkit.comm.transport import Transport
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
@@ -51,7 +49,7 @@ _RENDEZVOUS_S = 60.0
 # The Comm that this process has last joined the others with.
 _latest: list[Comm] = []
 # The connections of the default process group of this process.
-group_connections: list[connections.Connection] = []
+group_connections: set[Any] = set()
 # Of the hosts of this process's latest run.
 host_names: list[str] = []
 
@@ -242,9 +240,10 @@ def connect(
     if not dist.is_initialized():
         # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
-        with connections.new_connections() as opened:
-            _join_group(plan.backend, group_timeout_s, device, meeting)
-        group_connections[:] = opened
+        before = connections()
+        _join_group(plan.backend, group_timeout_s, device, meeting)
+        group_connections.update(connections() - before)
+        keep_alive(group_connections)
     group_store = dist.distributed_c10d._get_default_store()
     hosts = find_hosts(group_store, rank, world_size)
     neighbours, host_names[:] = hosts.neighbours(rank), hosts.names
@@ -258,10 +257,8 @@ def connect(
             transport = near
         elif len(neighbours) > 1:
             transport = HostsTransport(near, far, neighbours)
-    board, linked = arena.board if arena else None, over_link(transport)
-    comm = Comm(rank, world_size, device, linked, board, hosts=hosts.ranks)
-    # The clocks and the board are those of one host nevertheless.
-    comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks
+    board = arena.board if arena else None
+    comm = over_link(Comm(rank, world_size, device, transport, board, hosts=hosts.ranks))
     _latest[:] = [comm]
     return comm
 

@@ -71,7 +71,7 @@ class DataParallel(Strategy):
         # The main thread's spans are those of device 0.
         comm.session.time_on(self.devices[:1])
         for device in self.devices:
-            comm.session.timers.of(device)
+            comm.session.timer_of(device)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         parts = self.scatter(inputs)

@@ -11,7 +11,7 @@ from ranks import travel_by_value, wait_until
 from torch.utils.data import DataLoader, Dataset
 
 from labkit import WorkerError, run
-from labkit.comm.processes import is_running
+from labkit.comm.shared_memory import is_running
 
 travel_by_value(__name__)
 

@@ -107,14 +107,16 @@ def _wrong_threads(
 ) -> Wrong | None:
     """Let ``count`` functions wait for each other; one of them may fail after that."""
     meeting, words = threading.Barrier(count, timeout=_MEET_S), f"part {failing} has failed"
+    modes, expected = [], [10 * number for number in range(count)]
 
-    def part(number: int) -> list:
+    def part(number: int) -> int:
+        modes.append(torch.is_grad_enabled())
         meeting.wait()
         # The first thread ends last, so that results in the order of the ends are noticed.
         time.sleep(0.02 * (count - 1 - number))
         if number == failing:
             raise error(words)
-        return [10 * number, torch.is_grad_enabled()]
+        return 10 * number
 
     try:
         with torch.set_grad_enabled(mode), mock.patch.object(threading, "excepthook"):
@@ -128,9 +130,10 @@ def _wrong_threads(
     if failing >= 0:
         text = f"functions[{failing}] raised {error(words)!r}, the caller got {short(found)}"
         return None if type(found) is error and words in str(found) else Wrong(text)
-    expected = [[10 * number, mode] for number in range(count)]
-    text = f"the results, each with is_grad_enabled(), are {short(found)}, expected {expected}"
-    return None if agree(found, expected) else Wrong(text)
+    if not agree(found, expected):
+        return Wrong(f"the function returned {short(found)}, expected {expected}")
+    text = f"is_grad_enabled() is {mode} in the caller, {modes} in the threads"
+    return None if modes == [mode] * count else Wrong(text)
 
 
 @judged("outputs, targets", ([1, 3, 2],), ([4, 3],), ([1, 1, 1, 1],), ([5],))
@@ -188,10 +191,10 @@ def reduce(fn: Callable, there: str) -> Wrong | None:
         return Wrong(f"expected a list of {len(rows)} sums, got {short(found)}")
     if not agree(others, [list(of_device) for of_device in zip(*columns)][1:]):
         return Wrong("the gradients of other devices have changed: add into copies")
-    for one, column, row in zip(found, columns, rows):
+    for p, (one, column, row) in enumerate(zip(found, columns, rows)):
         own = [gradient for gradient in column if gradient is not None]
         total = torch.stack(own).sum(0) if own else None
         if not agree(one, total):
-            text = f"of gradients that are there on devices {row} the sum is {short(one)}"
+            text = f"parameter {p} has a gradient on devices {row}: its sum is {short(one)}"
             return Wrong(f"{text}, expected {short(total)}")
     return None

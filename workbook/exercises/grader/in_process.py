@@ -185,6 +185,7 @@ def judged(
             return ask(name, fn, questions, differs, call=judge, signature=signature)
 
         check.__doc__, check.__name__ = judge.__doc__, judge.__name__
+        check.__module__ = judge.__module__
         return check
 
     return check_of

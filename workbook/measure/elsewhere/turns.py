@@ -21,7 +21,7 @@ from torch import nn
 
 from labkit import strategies
 from labkit.comm.comm import Comm
-from labkit.comm.processes import loopback
+from labkit.comm.shared_memory import loopback
 from labkit.devices import versions
 from labkit.errors import DeadlineError, WorkerError
 from labkit.files import write_atomically
