@@ -19,9 +19,9 @@ from workbook.exercises.grader import (
     Target,
     Verdict,
     Wrong,
-    answers,
     judged,
     returns,
+    solved,
 )
 from workbook.exercises.grader.compare import plain, short
 from workbook.exercises.grader.exercise import random_tensor, with_parameters
@@ -147,17 +147,13 @@ _BUCKETINGS = (
 )
 
 
-def buckets(fn: Callable) -> Verdict:
+@solved(
+    *_BUCKETINGS,
+    mistakes={
+        "the first bucket has its own cap": lambda rule, sizes, cap, _: rule(sizes, cap, cap),
+    },
+    kind=plain,
+)
+def buckets(sizes_bytes: list[int], cap_bytes: int, first_cap_bytes: int) -> list[list[int]]:
     """Grade ``fn(sizes_bytes, cap_bytes, first_cap_bytes)``: PyTorch's rule, lists of indices."""
-    return answers(
-        fn,
-        [(case, assign_buckets(*case)) for case in _BUCKETINGS],
-        name="ddp.buckets",
-        signature="sizes_bytes, cap_bytes, first_cap_bytes",
-        mistakes={
-            "the first bucket has its own cap": (
-                lambda sizes, cap, _: assign_buckets(sizes, cap, cap)
-            ),
-        },
-        kind=plain,
-    )
+    return assign_buckets(sizes_bytes, cap_bytes, first_cap_bytes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from labkit import collectives
-from workbook.exercises.grader import WORLD_SIZES, Case, Target, Verdict, answers, returns
+from workbook.exercises.grader import WORLD_SIZES, Case, Target, Verdict, returns, solved
 from workbook.exercises.grader.exercise import DRAWN
 
 _graded = partial(
@@ -48,11 +48,6 @@ def round_trip(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
         lambda rank, case: _sum(range(rank + 1) if rank else range(case.world_size), case),
         name="messages.round_trip",
         target=lambda rank, case: _messages({(rank + 1) % case.world_size}, case),
-        mistakes={
-            "rank 0 has to return the sum that comes home from the last rank": (
-                lambda rank, case: _sum(range(rank + 1), case)
-            ),
-        },
         world_sizes=world_sizes,
     )
 
@@ -90,34 +85,28 @@ def _messages(peers: Iterable[int], case: Case) -> Target:
     return Target(messages=len(to), num_bytes=4 * len(to) * case.size, peers=to)
 
 
-# ((bytes, µs) of a small message, the same of a large one, bytes of a third) -> its µs. The small
-# message is not always so small that its bytes cost nothing.
-_THIRD_MESSAGES = [
-    (((1_000, 12.0), (101_000, 212.0), 51_000), 112.0),
-    (((4_000, 58.0), (1_004_000, 308.0), 2_004_000), 558.0),
-    (((0, 30.0), (1_000, 30.5), 0), 30.0),
-    (((500, 25.0), (2_500, 105.0), 250), 15.0),
-]
+# (bytes, µs) of a small message, of a large one, bytes of a third. The small message is not always
+# so small that its bytes cost nothing.
+_MESSAGES = (
+    *(((1_000, 12.0), (101_000, 212.0), 51_000), ((4_000, 58.0), (1_004_000, 308.0), 2_004_000)),
+    *(((0, 30.0), (1_000, 30.5), 0), ((500, 25.0), (2_500, 105.0), 250)),
+)
 
 
-def message_time(fn: Callable) -> Verdict:
+@solved(
+    *_MESSAGES,
+    mistakes={
+        "alpha is missing: a message without bytes takes time, too": (
+            lambda time_us, small, large, n: time_us(small, large, n) - time_us(small, large, 0)
+        ),
+        "alpha is not the time of the small message, which has bytes, too": (
+            lambda time_us, small, large, n: time_us(small, large, small[0] + n)
+        ),
+    },
+)
+def message_time(small: tuple[int, float], large: tuple[int, float], num_bytes: int) -> float:
     """Grade ``fn(small, large, num_bytes)``: µs of a message, on the line through two others.
 
     ``small`` and ``large`` are (bytes, µs).
     """
-
-    def of_bytes(small: tuple[float, float], large: tuple[float, float], num_bytes: int) -> float:
-        return (large[1] - small[1]) / (large[0] - small[0]) * num_bytes
-
-    return answers(
-        fn,
-        _THIRD_MESSAGES,
-        name="messages.message_time",
-        signature="small, large, num_bytes",
-        mistakes={
-            "alpha is missing: a message without bytes takes time, too": of_bytes,
-            "alpha is not the time of the small message, which has bytes, too": (
-                lambda small, large, n: small[1] + of_bytes(small, large, n)
-            ),
-        },
-    )
+    return small[1] + (large[1] - small[1]) / (large[0] - small[0]) * (num_bytes - small[0])

@@ -7,7 +7,7 @@ it. Symbols: P ranks, B samples in the global batch.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, chain, count
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,32 +95,42 @@ class _AllReduce:
         return True
 
 
-_FINISHES = (
-    (7, [[(3,), (2, 3)], [(3, 2)]]),
-    (12, [[(4,), (2, 2)], [(1,)], [(3, 1), (3,)]]),
+# In the order of registration: both layers of the trunk, two branches, one that rank 0 alone uses,
+# one that nobody uses, the last layer.
+_SHAPES = ((6, 4), (6,), (6, 6), (6, 6, 2), (5,), (2,), (3, 6), (3,))
+_BUCKETS = [[7, 6], [5, 3], [4, 2], [1, 0]]
+
+
+def _parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(random_tensor(30 + i, *s) / 2) for i, s in enumerate(_SHAPES)]
+
+
+def _flat(tensors: Sequence[Tensor], bucket: Sequence[int]) -> Tensor:
+    return torch.cat([tensors[index].flatten() for index in bucket])
+
+
+def _left(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Their gradients; zeros where there is none."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+
+
+@judged(
+    "parameters, buckets, flats, handles, batch_size",
+    *((7, _BUCKETS), (12, [[7], [6, 5, 4, 3], [2, 1, 0]])),
 )
-
-
-@judged("parameters, buckets, flats, handles, batch_size", *_FINISHES)
-def finish(fn: Callable, batch_size: int, shapes: list[list[tuple]]) -> Wrong | None:
+def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | None:
     """Grade ``fn(parameters, buckets, flats, handles, batch_size)``: wait, divide, copy back.
 
     ``handles[b].wait()`` brings the sum over the ranks into ``flats[b]``. At the end each
     parameter's ``grad`` is its piece of that, over B. Parameter 0 got no gradient on this rank.
     """
-    in_turn = list(chain(*shapes))
-    numbers = count(len(in_turn) - 1, -1)
-    buckets = [[next(numbers) for _ in bucket] for bucket in shapes]
-    parameters = [nn.Parameter(torch.randn(shape)) for shape in reversed(in_turn)]
+    parameters, before = _parameters(), _parameters()
     for parameter in parameters[1:]:
         parameter.grad = torch.randn_like(parameter)
-    before = [parameter.detach().clone() for parameter in parameters]
-    flats = [_flat([_gradient(p) for p in parameters], bucket) for bucket in buckets]
+    flats = [_flat(_left(parameters), bucket) for bucket in buckets]
     of_others = [torch.randn_like(flat) for flat in flats]
-    totals, handles = (
-        list(map(torch.add, flats, of_others)),
-        list(map(_AllReduce, flats, of_others)),
-    )
+    totals = list(map(torch.add, flats, of_others))
+    handles = list(map(_AllReduce, flats, of_others))
     fn(parameters, buckets, flats, handles, batch_size)
     for b, handle in enumerate(handles):
         if handle.waited_at is None:
@@ -128,20 +138,12 @@ def finish(fn: Callable, batch_size: int, shapes: list[list[tuple]]) -> Wrong | 
     if isinstance(found := gradients_left(parameters, before), Wrong):
         return found
     for bucket, total in zip(buckets, totals):
-        found, expected = _flat([_gradient(p) for p in parameters], bucket), total / batch_size
+        found, expected = _flat(_left(parameters), bucket), total / batch_size
         if not agree(found, expected):
             like = ": it is the sum, not divided by batch_size" if agree(found, total) else ""
             text = f"the gradients of parameters {bucket} are {short(found)}"
             return Wrong(f"{text}, expected {short(expected)}{like}")
     return None
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _flat(tensors: Sequence[Tensor], bucket: Sequence[int]) -> Tensor:
-    return torch.cat([tensors[index].flatten() for index in bucket])
 
 
 # Samples of the global batch: with so many every rank uses every parameter, or some do not. So
@@ -150,10 +152,6 @@ def _flat(tensors: Sequence[Tensor], bucket: Sequence[int]) -> Tensor:
 _ALL_USED, _SOME_UNUSED, _DRAWN = 11, 7, 256
 _WIDTH, _LAYERS, _LINK = 512, 6, EmulatedLink(0.001, 125e6)
 _FEATURES, _CLASSES = 4, 3
-# In the order of registration: both layers of the trunk, two branches, one that rank 0 alone uses,
-# one that nobody uses, the last layer.
-_SHAPES = ((6, 4), (6,), (6, 6), (6, 6, 2), (5,), (2,), (3, 6), (3,))
-_BUCKETS = ((7, 6), (5, 3), (4, 2), (1, 0))
 # No two buckets have equally many elements, so a start tells which bucket it is.
 _ELEMENTS = [sum(torch.Size(_SHAPES[i]).numel() for i in bucket) for bucket in _BUCKETS]
 
@@ -192,10 +190,6 @@ def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ver
     return verdict
 
 
-def _parameters() -> list[nn.Parameter]:
-    return [nn.Parameter(random_tensor(30 + i, *s) / 2) for i, s in enumerate(_SHAPES)]
-
-
 def _loss(parameters: list[nn.Parameter], rank: int, case: Case) -> Tensor:
     """The sum of the losses of a rank's share, which may be empty."""
     trunk, bias, left, right, rare, never, last, last_bias = parameters
@@ -225,7 +219,6 @@ def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
     if case.size == _DRAWN:
         return _drawn_step(fn, comm)
     parameters, came, starts = _parameters(), [], []
-    before = [parameter.detach().clone() for parameter in parameters]
     for i, parameter in enumerate(parameters):
         parameter.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
     others = [_gradients(r, case) for r in range(case.world_size) if r != comm.rank]
@@ -247,9 +240,9 @@ def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
         return Wrong(wrong)
     if left := num_hooks() - own:
         return Wrong(f"{left} hooks are still on the parameters: remove them after backward")
-    for parameter in parameters:
-        parameter.grad = _gradient(parameter)
-    return gradients_left(parameters, before)
+    for parameter, gradient in zip(parameters, _left(parameters)):
+        parameter.grad = gradient
+    return gradients_left(parameters, _parameters())
 
 
 def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
@@ -263,14 +256,14 @@ def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
         why = "is not started, and a gradient may never come"
         return f"{text}: bucket {never[0]} {why}" if never else text
     moments = _start_moments(_BUCKETS, came)
-    for b, one in enumerate(starts):
-        so_far, latest = one.started_at, moments[b] if b < len(moments) else last
-        absent = [i for i in _BUCKETS[b] if i not in came[:so_far]]
-        if so_far < last and absent:
-            return f"it starts bucket {b} before gradient {absent[0]}, a part of it, is there"
-        if so_far > latest:
-            over = ", when backward is over" if so_far == last else ""
-            return f"it starts bucket {b} at gradient {so_far}{over}, could at gradient {latest}"
+    # Where a gradient never comes, a bucket starts when backward is over.
+    moments += [last] * (len(starts) - len(moments))
+    for b, (one, moment) in enumerate(zip(starts, moments)):
+        if one.started_at != moment:
+            text = f"it starts bucket {b} at gradient {one.started_at} of {last}, expected at "
+            return (
+                f"{text}gradient {moment}, when it and those before it are full or never will be"
+            )
         if one.waited_at is None:
             return f"it does not wait for bucket {b}: the sum may not be there"
         if one.waited_at < last:
@@ -300,4 +293,4 @@ def _drawn_step(fn: Callable, comm: Comm) -> Tensor:
     inputs, targets = torch.randn(_DRAWN, _WIDTH), torch.randint(10, (_DRAWN,))
     loss = functional.cross_entropy(model(inputs), targets, reduction="sum")
     fn(loss, parameters, buckets, start, _DRAWN * comm.world_size)
-    return _flat([_gradient(parameter) for parameter in parameters], range(len(parameters)))
+    return _flat(_left(parameters), range(len(parameters)))

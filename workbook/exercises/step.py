@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workbook.exercises.grader import Verdict, Wrong, answers, judged
+from workbook.exercises.grader import Wrong, judged, solved
 from workbook.exercises.grader.compare import agree, fit, short
 from workbook.exercises.grader.exercise import random_tensor, with_parameters
 from workbook.exercises.grader.judge_values import in_words, made_of
@@ -55,26 +55,20 @@ def timer(fn: Callable, repeats: int) -> Wrong | None:
 _CONVOLUTIONS = ((64, 8, 1, 32, 3), (64, 4, 32, 64, 3), (1, 5, 3, 2, 1), (7, 6, 2, 5, 5))
 
 
-def flops(fn: Callable) -> Verdict:
+@solved(
+    *_CONVOLUTIONS,
+    mistakes={
+        "a multiply-add counts as two": lambda count, *conv: count(*conv) // 2,
+        "the window has window x window numbers": lambda count, *conv: count(*conv) // conv[-1],
+        "an output number reads c_in channels": lambda count, *conv: count(*conv) // conv[2],
+    },
+)
+def flops(samples: int, side: int, c_in: int, c_out: int, window: int) -> int:
     """Grade ``fn(samples, side, c_in, c_out, window)``: the operations of a convolution.
 
     Images [samples, c_in, side, side], output [samples, c_out, side, side].
     """
-
-    def count(samples: int, side: int, c_in: int, c_out: int, window: int) -> int:
-        return 2 * samples * side**2 * c_in * c_out * window**2
-
-    return answers(
-        fn,
-        {conv: count(*conv) for conv in _CONVOLUTIONS},
-        name="step.flops",
-        signature="samples, side, c_in, c_out, window",
-        mistakes={
-            "a multiply-add counts as two": lambda *conv: count(*conv) // 2,
-            "the window has window x window numbers": lambda *conv: count(*conv) // conv[-1],
-            "an output number reads c_in channels": lambda *conv: count(*conv) // conv[2],
-        },
-    )
+    return 2 * samples * side**2 * c_in * c_out * window**2
 
 
 # num_parameters, state, kept_bytes, memory_bytes; the last one is too small for any sample
@@ -84,26 +78,20 @@ _MEMORIES = (
 )
 
 
-def largest_batch(fn: Callable) -> Verdict:
+@solved(
+    *_MEMORIES,
+    mistakes={
+        "the gradients are missing": lambda largest, p, s, k, m: largest(p, s - 1, k, m),
+        "the optimizer's state is missing": lambda largest, p, s, k, m: largest(p, 0, k, m),
+    },
+)
+def largest_batch(num_parameters: int, state: int, kept_bytes: int, memory_bytes: int) -> int:
     """Grade ``fn(num_parameters, state, kept_bytes, memory_bytes)``: the largest batch that fits.
 
     A parameter takes 4 bytes, its gradient as many, and the optimizer keeps ``state`` numbers of 4
     bytes for it; a sample keeps ``kept_bytes`` for backward. 0 if not even one sample fits.
     """
-
-    def largest(parameters: int, state: int, kept: int, memory: int) -> int:
-        return max(0, (memory - 4 * (2 + state) * parameters) // kept)
-
-    return answers(
-        fn,
-        {memory: largest(*memory) for memory in _MEMORIES},
-        name="step.largest_batch",
-        signature="num_parameters, state, kept_bytes, memory_bytes",
-        mistakes={
-            "the gradients are missing": lambda p, s, k, m: largest(p, s - 1, k, m),
-            "the optimizer's state is missing": lambda p, s, k, m: largest(p, 0, k, m),
-        },
-    )
+    return max(0, (memory_bytes - 4 * (2 + state) * num_parameters) // kept_bytes)
 
 
 def _model() -> nn.Sequential:
@@ -164,31 +152,29 @@ _UPDATES: tuple[tuple[list[float], float, int], ...] = (
     *(([nan, -8.0, 2.0], 1024.0, 1), ([4.0, -8.0, 2.0], 1024.0, 2)),
     *(([0.0, 0.0, 0.0], 8.0, 1), ([4.0, -8.0, inf], 2.0, 0), ([2.0, 1.0, -0.5], 0.25, 2)),
 )
+_WEIGHT = torch.tensor([1.0, 2.0, 3.0])
 
 
-def loss_scaling(fn: Callable) -> Verdict:
+@solved(
+    *(
+        (_WEIGHT, torch.tensor(gradient), scale, good, 0.5, 3)
+        for gradient, scale, good in _UPDATES
+    ),
+    mistakes={
+        "the gradient is still multiplied by the scale: divide before the update": (
+            lambda update, weight, g, scale, *rest: update(weight, g * scale, scale, *rest)
+        ),
+    },
+)
+def loss_scaling(
+    weight: Tensor, gradient: Tensor, scale: float, good: int, lr: float, patience: int
+) -> list:
     """Grade ``fn(weight, gradient, scale, good, lr, patience)``: one update with loss scaling.
 
     ``gradient`` [N] is ``scale`` times the gradient of the loss; ``good`` counts the updates since
     the scale last changed. Expected is (weight, scale, good).
     """
-
-    def updated(weight: Tensor, gradient: Tensor, scale: float, good: int) -> list:
-        if not gradient.isfinite().all():
-            return [weight, scale / 2, 0]
-        weight = weight - 0.5 * gradient / scale
-        return [weight, 2 * scale, 0] if good + 1 >= 3 else [weight, scale, good + 1]
-
-    start = torch.tensor([1.0, 2.0, 3.0])
-    cases = [(start, torch.tensor(g), scale, good) for g, scale, good in _UPDATES]
-    return answers(
-        fn,
-        [((*case, 0.5, 3), updated(*case)) for case in cases],
-        name="step.loss_scaling",
-        signature="weight, gradient, scale, good, lr, patience",
-        mistakes={
-            "the gradient is still multiplied by the scale: divide before the update": (
-                lambda w, g, scale, good, lr, patience: updated(w, g * scale, scale, good)
-            ),
-        },
-    )
+    if not gradient.isfinite().all():
+        return [weight, scale / 2, 0]
+    weight = weight - lr * gradient / scale
+    return [weight, 2 * scale, 0] if good + 1 >= patience else [weight, scale, good + 1]

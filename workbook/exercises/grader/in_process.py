@@ -163,32 +163,63 @@ def ask(name: str, fn: Callable, *args: Any, **options: Any) -> Verdict:
     return told(name, partial(verdict_of, name, fn, *args, **options))
 
 
-def judged(
-    signature: str, *cases: tuple
-) -> Callable[[Callable[..., Wrong | None]], Callable[[Callable], Verdict]]:
+Check = Callable[[Callable], Verdict]
+
+
+def judged(signature: str, *cases: tuple) -> Callable[[Callable], Check]:
     """Make the check of an exercise from its judge, ``judge(fn, *case)``, with its name.
 
-    The judge calls the learner's function, with the arguments of ``signature``, and says what is
-    wrong with what it does, or None. It is asked for each case, in another process.
+    The judge calls the learner's function, with the arguments of ``signature``, and returns a
+    ``Wrong``, or None if nothing is wrong. It is asked for each case, in another process.
     """
 
-    def check_of(judge: Callable[..., Wrong | None]) -> Callable[[Callable], Verdict]:
-        name = f"{judge.__module__.rpartition('.')[2]}.{judge.__name__}"
+    def check_of(judge: Callable[..., Wrong | None]) -> Check:
         _, *names = inspect.signature(judge).parameters
-
-        def words(case: tuple) -> str:
-            shown = (f"{key}={value!r}" for key, value in zip(names, case))
-            return f"with {', '.join(shown)}" if case else "here"
-
-        def check(fn: Callable) -> Verdict:
-            questions = [Question(case, words(case)) for case in cases]
-            return ask(name, fn, questions, differs, call=judge, signature=signature)
-
-        check.__doc__, check.__name__ = judge.__doc__, judge.__name__
-        check.__module__ = judge.__module__
-        return check
+        words = [", ".join(map("{}={!r}".format, names, case)) for case in cases]
+        questions = [
+            Question(case, f"with {text}" if text else "here") for case, text in zip(cases, words)
+        ]
+        return _check(
+            judge,
+            lambda fn, name: ask(name, fn, questions, differs, call=judge, signature=signature),
+        )
 
     return check_of
+
+
+def solved(
+    *cases: tuple,
+    mistakes: Mapping[str, Callable[..., Any]] | None = None,
+    kind: Callable[[Any], Any] | None = None,
+) -> Callable[[Callable], Check]:
+    """Make the check of an exercise from its solution, with its name: ``answers`` to the cases.
+
+    The functions in ``mistakes`` get the solution, too, before the arguments of a case.
+    """
+
+    def check_of(solution: Callable) -> Check:
+        rules = {words: partial(rule, solution) for words, rule in (mistakes or {}).items()}
+        signature = ", ".join(inspect.signature(solution).parameters)
+
+        def check(fn: Callable, name: str) -> Verdict:
+            expected = [(case, solution(*case)) for case in cases]
+            options = {"signature": signature, "mistakes": rules, "kind": kind}
+            return answers(fn, expected, name=name, **options)
+
+        return _check(solution, check)
+
+    return check_of
+
+
+def _check(of: Callable, grade: Callable[[Callable, str], Verdict]) -> Check:
+    """A check that is named as ``of``, after its module."""
+    name = f"{of.__module__.rpartition('.')[2]}.{of.__name__}"
+
+    def check(fn: Callable) -> Verdict:
+        return grade(fn, name)
+
+    check.__doc__, check.__name__, check.__module__ = of.__doc__, of.__name__, of.__module__
+    return check
 
 
 def verdict_of(
