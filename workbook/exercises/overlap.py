@@ -261,9 +261,7 @@ def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
     for b, (one, moment) in enumerate(zip(starts, moments)):
         if one.started_at != moment:
             text = f"it starts bucket {b} at gradient {one.started_at} of {last}, expected at "
-            return (
-                f"{text}gradient {moment}, when it and those before it are full or never will be"
-            )
+            return f"{text}gradient {moment}: once it is full, if ever, and in its turn"
         if one.waited_at is None:
             return f"it does not wait for bucket {b}: the sum may not be there"
         if one.waited_at < last:

@@ -27,9 +27,6 @@ from workbook.exercises.ring import ring_target
 LR = 0.1
 # Different from every number of ranks, so that a wrong divisor never gives the right result.
 BATCH_SIZE = 7
-# With this many elements a server of three workers is called twice, in which they come in opposite
-# orders: of two pushes, the order does not change the sum.
-_TWICE = (10, 4)
 _APART_S = 0.005
 
 
@@ -60,13 +57,13 @@ def one_by_one(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
 
     def in_some_order(case: Case, values: list[Tensor]) -> Found:
         """Whether each worker has the updates up to its own, in any order of the workers."""
-        workers = range(1, case.world_size)
-        for order in itertools.permutations(workers):
-            after = {r: order[: n + 1] for n, r in enumerate(order)} | {0: order}
-            if all(same(values[r], _updated(case, after[r], 1)) for r in after):
-                return None
-        by_rank = [_updated(case, range(1, (r or workers[-1]) + 1), 1) for r in (0, *workers)]
-        found, expected = ([short(one[:3]) for one in each] for each in (values, by_rank))
+        by_order = []
+        for order in itertools.permutations(range(1, case.world_size)):
+            after = [order, *(order[: order.index(r) + 1] for r in sorted(order))]
+            by_order.append([_updated(case, workers, 1) for workers in after])
+        if any(same(values, expected) for expected in by_order):
+            return None
+        found, expected = ([short(one[:3]) for one in each] for each in (values, by_order[0]))
         text = f"the ranks hold {', '.join(found)}, which fits no order of the workers in which "
         text += "each push is answered before the next is received; in the order of the ranks "
         return f"{text}that would be {', '.join(expected)} (first elements)"
@@ -92,18 +89,13 @@ def server(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
     come, the result must have the same bits.
     """
 
-    def target(rank: int, case: Case) -> Target:
-        once = _sends(rank, case)
-        calls = 2 if (case.size, case.world_size) == _TWICE else 1
-        return Target(calls * (once.messages or 0), calls * (once.num_bytes or 0))
-
     exercise = Exercise(
         "parameter_server.server",
         lambda rank, case: _updated(case, range(1, case.world_size)),
         inputs=lambda rank, case: (_start(case), case.tensor(rank)),
         signature="comm, values, batch_size",
         call=_in_both_orders,
-        target=target,
+        target=lambda rank, case: _sends(rank, case, calls=_num_calls(case.size, case.world_size)),
         parts=partial(_parts, 1),
         mistakes={
             "every worker gets only the pushes received so far: wait for the last one": (
@@ -167,11 +159,9 @@ def _of_a_worker(name: str, takes: str, servers_of: Callable[[int], int]) -> Exe
     )
 
 
-def _with_workers(
-    fn: Callable, comm: Comm, values: Tensor, gradient: Tensor, *options: int
-) -> None:
+def _with_workers(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor, *more: int) -> None:
     if comm.rank == 0:
-        fn(comm, values, *options)
+        fn(comm, values, *more)
     else:
         comm.send(gradient, 0)
         comm.recv(values, 0)
@@ -179,24 +169,27 @@ def _with_workers(
 
 def _in_both_orders(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) -> Wrong | None:
     """Call ``fn``, and where it is called twice: worker 1 comes first, then the last one does."""
-    twice, before = (len(values), comm.world_size) == _TWICE, values.clone()
-    time.sleep(_APART_S * comm.rank if twice else 0.0)
-    _with_workers(fn, comm, values, gradient, BATCH_SIZE)
-    if not twice:
-        return None
-    first = values.clone()
-    values.copy_(before)
-    time.sleep(_APART_S * (comm.world_size - comm.rank))
-    _with_workers(fn, comm, values, gradient, BATCH_SIZE)
-    if same(first, values) and not torch.equal(first, values):
-        text = "the last bits depend on which worker comes first: add the pushes in a fixed order"
-        return Wrong(text)
+    before, first = values.clone(), None
+    twice = _num_calls(len(values), comm.world_size) > 1
+    for place in (comm.rank, -comm.rank) if twice else (0,):
+        values.copy_(before)
+        time.sleep(_APART_S * (place % comm.world_size))
+        _with_workers(fn, comm, values, gradient, BATCH_SIZE)
+        if first is not None and same(first, values) and not torch.equal(first, values):
+            why = "add the pushes in a fixed order"
+            return Wrong(f"the last bits depend on which worker comes first: {why}")
+        first = values.clone()
     return None
 
 
-def _sends(rank: int, case: Case, *servers: int) -> Target:
-    cost = parameter_server_cost(case.size, 4, case.world_size, rank, *servers)
-    return Target(cost.messages, cost.num_bytes)
+def _num_calls(num_elements: int, world_size: int) -> int:
+    # Twice, in opposite orders, with three workers: a sum of two does not depend on the order.
+    return 2 if (num_elements, world_size) == (10, 4) else 1
+
+
+def _sends(rank: int, case: Case, servers: int = 1, calls: int = 1) -> Target:
+    cost = parameter_server_cost(case.size, 4, case.world_size, rank, servers)
+    return Target(calls * cost.messages, calls * cost.num_bytes)
 
 
 def _start(case: Case) -> Tensor:
