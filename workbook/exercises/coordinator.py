@@ -37,7 +37,7 @@ def decide(cycles: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
 
     ``cycles[i][rank]`` are the names that a rank announces in cycle i. The turn of a name comes
     when all ranks have announced it, and it may be announced again after that. Those whose turn
-    comes together go in the order in which they were noted. Runs in another process.
+    comes together go in the order in which they were noted.
     """
     coordinator, decided = Coordinator(len(cycles[0])), []
     for announced in cycles:

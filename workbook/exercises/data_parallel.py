@@ -27,8 +27,7 @@ _BATCHES = (6, 4, (2,)), (7, 4, ()), (2, 4, (2,)), (1, 4, (2,)), (8, 3, (2, 3)),
 def scatter(fn: Callable, n: int, devices: int, shape: tuple[int, ...]) -> Wrong | None:
     """Grade ``fn(inputs, num_devices)``: a list of parts of ``inputs`` [n, ...], in order.
 
-    There are as many parts as devices, or as samples if there are fewer; their sizes differ by one
-    at most, and any of them may be the larger ones.
+    None is empty, and their sizes differ by one at most; any of them may be the larger ones.
     """
     inputs = torch.arange(1, 1 + n * math.prod(shape)).view(n, *shape)
     # Integers stand for targets.
@@ -58,11 +57,7 @@ def _facts(module: nn.Module) -> dict[str, Any]:
 
 @judged("model, num_devices", (3,), (2,), (1,), (4,))
 def replicate(fn: Callable, num_devices: int) -> Wrong | None:
-    """Grade ``fn(model, num_devices)``: a list of modules, the model and independent copies of it.
-
-    The first is ``model`` itself. The others hold the same numbers, parameters and buffers, in
-    memory of their own.
-    """
+    """Grade ``fn(model, num_devices)``: a list of ``model`` itself and independent copies."""
     layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model = with_parameters(layers, seed=5)
     # With buffers, a frozen parameter, and a gradient from an earlier step.
@@ -90,8 +85,8 @@ def replicate(fn: Callable, num_devices: int) -> Wrong | None:
 def parallel_apply(fn: Callable) -> Wrong | None:
     """Grade ``fn(functions, inputs)``: ``functions[i](inputs[i])`` for all i, in threads.
 
-    The threads have to run at the same time, with the caller's autograd mode. Expected are the
-    results in the order of the functions, and the exception of a thread raised in the caller.
+    They run at the same time, with the caller's autograd mode. Expected are the results in the
+    order of the functions; the exception of a thread is raised in the caller.
     """
     return (
         _wrong_threads(fn, 3, True)
@@ -140,9 +135,8 @@ def _wrong_threads(
 def gather(fn: Callable, samples: list[int]) -> Wrong | None:
     """Grade ``fn(outputs, targets)``: the loss on device 0, and what goes back to the devices.
 
-    ``outputs`` are [n_i, classes] by device, ``targets`` [n]. Expected is the mean cross-entropy
-    over all n samples, and by device its gradient with respect to the outputs, [n_i, classes]. No
-    gradient may run on into the replicas.
+    ``outputs`` are [n_i, classes] by device, ``targets`` [n]. Expected are the mean cross-entropy
+    over all n samples and, by device, its gradient. None may run on into the replicas.
     """
     leaves = [torch.randn(n, 3, requires_grad=True) for n in samples]
     targets = torch.arange(sum(samples)) * 2 % 3
@@ -176,8 +170,8 @@ _SHAPES = ((4,), (4,), (2, 3), (4,), (), (1,))
 def reduce(fn: Callable, there: str) -> Wrong | None:
     """Grade ``fn(gradients)``: by device, by parameter -> the sums over the devices, by parameter.
 
-    A gradient of None counts as zero; if it is None on all devices, the sum is None. The gradients
-    of devices 1 and up must not change. ``there`` says by parameter which devices have one.
+    If it is None on all devices, so is the sum. The gradients of devices 1 and up must not change.
+    ``there`` says by parameter which devices have a gradient.
     """
     rows = there.split()
     columns = [

@@ -98,9 +98,8 @@ def gradients_left(parameters: Sequence[nn.Parameter], before: Sequence[Tensor])
 def hooks(fn: Callable, branches: bool) -> Wrong | None:
     """Grade ``fn(parameters, ready)``: ``ready(index)`` as soon as a gradient is there.
 
-    It has to return the handles of the hooks, which remove them. Two backwards are made, and a
-    third after the hooks were removed; with two layers, and with a branch that is not taken and a
-    parameter that is used twice.
+    It has to return the handles of the hooks, which remove them. With ``branches`` one parameter
+    is used twice, and one not at all.
     """
     shapes = ((3, 2), (3,), (3, 3), (3,))
     parameters = [nn.Parameter(random_tensor(i + 1, *shape)) for i, shape in enumerate(shapes)]

@@ -30,10 +30,7 @@ from workbook.exercises.grader.compare import fit, short
     },
 )
 def synchronisations(messages: Sequence[int]) -> int:
-    """Grade ``fn(messages)``: how many ring all-reduces an epoch had, from each rank's messages.
-
-    ``messages`` has one number per rank, 2 (P - 1) for each all-reduce. Runs in another process.
-    """
+    """Grade ``fn(messages)``: the ring all-reduces of an epoch, from each rank's messages."""
     return messages[0] // (2 * (len(messages) - 1))
 
 
@@ -64,7 +61,6 @@ def useful_rate(
     """Grade ``fn(train_size, samples_by_rank, epoch_seconds)``: useful samples per second.
 
     Of the median epoch without the first; samples that another rank has done, too, do not count.
-    Runs in another process.
     """
     return min(train_size, sum(samples_by_rank)) / statistics.median(epoch_seconds[1:])
 
@@ -94,11 +90,7 @@ _TINY = 1e-30
 
 
 def replicas_agree(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, tensor)``: on every rank, whether all ranks' tensors are equal to the bit.
-
-    The tensors are equal; or that of one rank differs in every number, in one number, in the last
-    bit of one number, or in the order of its numbers.
-    """
+    """Grade ``fn(comm, tensor)``: on all ranks, whether all tensors are equal to the bit."""
 
     def replica(rank: int, case: Case) -> tuple[Tensor]:
         """[case.size], this rank's parameters."""
@@ -136,11 +128,9 @@ _HICCUPS = (1.0, 1.05, 1.3, 0.95, 0.8, 1.1, 0.9, 2.5, 1.2, 1.0, 0.85)
 def interleaved_ratio(fn: Callable, b_costs: float, repeats: int) -> Wrong | None:
     """Grade ``fn(a, b, repeats)``: the median over pairs of runs of b's seconds / a's.
 
-    ``a()`` and ``b()`` return the seconds of one run, on a simulated machine: their first run is
-    slow, and each takes a tenth longer than the one before, with some noise. ``fn`` has to call
-    each once to warm up, then make ``repeats`` pairs of one run each, which begin with a and with
-    b alternately. Of an even number of pairs, either of the two middle ratios and anything between
-    them is a median.
+    ``a()`` and ``b()`` return the seconds of one run, on a simulated machine that slows down by a
+    tenth each time. ``fn`` has to call each once to warm up, then make ``repeats`` pairs, which
+    begin with a and with b alternately.
     """
     order, seconds = [], {"a": [], "b": []}
 

@@ -40,8 +40,7 @@ _ORDERS = (
 def in_order(fn: Callable, buckets: list[list[int]], order: list[int]) -> Wrong | None:
     """Grade ``fn(buckets, start)``, which returns ``ready(index)``: full buckets leave in order.
 
-    ``start(b)`` has to be called as soon as buckets 0 to b have all their gradients, which come in
-    the given order.
+    ``start(b)`` has to be called as soon as buckets 0 to b have all their gradients.
     """
     starts, came, own = [], [], [list(bucket) for bucket in buckets]
     ready = fn(own, lambda b: starts.append([plain(b), len(came)]))

@@ -56,15 +56,7 @@ _SITUATIONS = tuple(
     },
 )
 def bookkeeping(events: Sequence[Event]) -> list[int]:
-    """Grade ``fn(events)``: the staleness of every push, from a server's list of events.
-
-    ``events`` are ("pull", worker) and ("push", worker) in their order. Runs in another process.
-    """
-    return _staleness(events)
-
-
-def _staleness(events: Sequence[Event]) -> list[int]:
-    """Of every push: the updates since its worker's latest pull."""
+    """Grade ``fn(events)``: the staleness of every push, from a server's list of events."""
     tracker = StalenessTracker({worker for _, worker in events})
     for kind, worker in events:
         if kind == "pull":
@@ -90,8 +82,7 @@ def _staleness(events: Sequence[Event]) -> list[int]:
 def admission(worker: int, version: int, pulled: Mapping[int, int], bound: int) -> bool:
     """Grade ``fn(worker, version, pulled, bound)``: whether a push may be applied now.
 
-    ``pulled`` holds the version from which each worker, the pushing one included, computes its
-    current gradient. Runs in another process.
+    ``pulled`` holds the version from which each worker computes its current gradient.
     """
     return in_time([pulled[other] for other in pulled if other != worker], version + 1, bound)
 
@@ -155,13 +146,18 @@ def smaller_steps(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -
         served = [worker for worker, _ in books]
         if sorted(served) != [worker for worker in workers for _ in range(worker)]:
             return f"the list names the workers {served}: every push has to be in it, once"
-        expected = _staleness([(kind, w) for w in served for kind in ("push", "pull")])
-        if not same(books, [list(row) for row in zip(served, expected)]):
-            text = f"by the order {served} the pushes were {expected} updates late, the list says "
+        tracker = StalenessTracker(workers)
+        for worker in served:
+            tracker.push(worker)
+            tracker.apply(worker)
+            tracker.pull(worker)
+        if not same(books, [list(update) for update in tracker.updates]):
+            late = [update.staleness for update in tracker.updates]
+            text = f"by the order {served} the pushes were {late} updates late, the list says "
             return text + short([late for _, late in books])
         # The parameters [W] after each update, and by worker those after its own.
         now, pulls = [0.0] * len(workers), [[] for _ in range(case.world_size)]
-        for worker, late in zip(served, expected):
+        for worker, late in tracker.updates:
             now[worker - 1] -= 1 / (1 + late)
             pulls[worker].append([*now])
         if not same(ended, now):

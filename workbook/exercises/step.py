@@ -26,8 +26,7 @@ _COLD_S, _WARM_S = 0.024, (0.0022, 0.002, 0.0026, 0.012, 0.0024)
 def timer(fn: Callable, repeats: int) -> Wrong | None:
     """Grade ``fn(step, clock, repeats)``: the median seconds of ``repeats`` steps, warmed up.
 
-    ``step()`` makes a step of a simulated machine, ``clock()`` returns its time in seconds. Of an
-    even number, anything between the two middle ones will do.
+    ``step()`` makes a step of a simulated machine, ``clock()`` returns its time in seconds.
     """
     seconds = []
 
@@ -108,9 +107,8 @@ def _gradients(layers: nn.Module) -> Tensor:
 def accumulate(fn: Callable, n: int, most: int) -> Wrong | None:
     """Grade ``fn(model, inputs, targets, most)``: gradients of a batch, in micro-batches.
 
-    ``inputs`` [n, 6], ``targets`` [n]. Afterwards ``grad`` of each parameter has to be the
-    gradient of the mean cross-entropy over the n samples. Forward and backward run on one
-    micro-batch, of ``most`` samples at most, before the next.
+    ``inputs`` [n, 6], ``targets`` [n]. ``grad`` of each parameter has to be the gradient of the
+    mean cross-entropy over all n; a micro-batch has ``most`` samples at most.
     """
     inputs, targets = random_tensor(n, n, 6).double(), torch.arange(n) ** 2 % 3
     # F for each forward, B for each backward.

@@ -31,8 +31,7 @@ _CHOICES = (
 def choose(num_bytes: int, world_size: int, alpha_s: float, beta_s_per_byte: float) -> str:
     """Grade ``fn(num_bytes, world_size, alpha_s, beta_s_per_byte)``: "tree" or "ring".
 
-    The one that takes less time by the model of ``labkit.costs``, P a power of two; on a tie the
-    tree. Runs in another process.
+    The one that takes less time by the model of ``labkit.costs``; on a tie the tree.
     """
     link = Link(alpha_s, beta_s_per_byte)
     tree_s, ring_s = (
