@@ -25,10 +25,7 @@ _PATIENCE_S = 1.0
 
 
 def bucket(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, tensors)``: the sum over the ranks in each tensor of a list, in place.
-
-    Some are not contiguous. Target per rank: 2 (P - 1) messages, one all-reduce for the list.
-    """
+    """Grade ``fn(comm, tensors)``: the sum over the ranks in each of a list, in one all-reduce."""
 
     def tensors(rank: int, case: Case) -> list[Tensor]:
         """[size], a transposed matrix [2, 3], and a tensor of no dimension."""
@@ -142,8 +139,8 @@ def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
 def group(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm)``, a class: a ``dist.ProcessGroup`` that DDP can train on.
 
-    Its methods ``allreduce``, ``broadcast`` and ``allgather`` are called one by one; then it is
-    registered with ``torch.distributed``, and DDP makes two updates of a small network on it.
+    Its methods ``allreduce``, ``broadcast`` and ``allgather`` are called one by one; then DDP makes
+    two updates of a small network on it.
     """
 
     def trained(case: Case, values: list[list[Tensor]]) -> Found:

@@ -12,11 +12,7 @@ from workbook.exercises.grader.exercise import DRAWN
 
 
 def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, tensor, root)``: returns all ranks' tensors on the root, else None.
-
-    The list is in the order of the ranks. Target: every rank but the root sends its tensor to the
-    root, once; the root sends nothing.
-    """
+    """Grade ``fn(comm, tensor, root)``: the list of all ranks' tensors on the root, else None."""
 
     def root(case: Case) -> int:
         return (case.size + case.call) % case.world_size
@@ -29,9 +25,7 @@ def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         signature="comm, tensor, root",
         inputs=lambda rank, case: (case.tensor(rank), root(case)),
         written=None,
-        target=lambda rank, case: case.target(
-            gather_cost, rank, root(case), peers={root(case)} - {rank}
-        ),
+        target=lambda r, case: case.target(gather_cost, r, root(case), peers={root(case)} - {r}),
         library=collectives.gather,
         drawn_size=DRAWN,
         special=lambda case: f"root {root(case)}",

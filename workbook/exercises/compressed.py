@@ -20,8 +20,7 @@ _K = 2
 def half_the_bytes(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, tensor)``: a ring whose messages are 16-bit floats, in place.
 
-    The sum may be off by 1% of its largest element, and has the same bits on every rank. Target
-    per rank: 2 (P - 1) messages, (P - 1) / P x S bytes.
+    The sum may be off by 1% of its largest element, and has the same bits on every rank.
     """
 
     def near_the_sum(case: Case, values: list[Tensor]) -> Found:
@@ -51,8 +50,7 @@ def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
     """Grade ``fn(comm, gradient, residual, k)``: a sparse all-reduce with error feedback.
 
     Each rank sends the k elements of gradient + residual that are largest in magnitude. Expected
-    is [sum over the ranks of what they send, this rank's new residual], both [N]. Target per rank:
-    (P - 1) k values (float32) and as many indices (int64), 12 (P - 1) k bytes.
+    is [sum over the ranks of what they send, this rank's new residual], both [N].
     """
 
     def residual(rank: int, case: Case) -> Tensor:
@@ -82,10 +80,9 @@ def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
         name="compressed.top_k",
         inputs=lambda rank, case: (case.tensor(rank), residual(rank, case), _K),
         signature="comm, gradient, residual, k",
+        # Of each element a float32 and an int64.
         target=lambda rank, case: Target(num_bytes=12 * _K * (case.world_size - 1)),
-        mistakes={
-            "the old residual was not added to the gradient": forgetful,
-        },
+        mistakes={"the old residual was not added to the gradient": forgetful},
         parts=lambda case: {
             **{f"what rank {r} sends": sent(r, case) for r in range(case.world_size)},
             **{f"rank {r}'s gradient + residual": whole(r, case) for r in range(case.world_size)},

@@ -27,9 +27,6 @@ _CYCLES: list[list[list[list[str]]]] = [
         "a rank may announce a name cycles before the others do": (
             lambda decide, cycles: [names for cycle in cycles for names in decide([cycle])]
         ),
-        "the order is that in which the names were noted, not the alphabet's": (
-            lambda decide, cycles: [sorted(names) for names in decide(cycles)]
-        ),
     },
 )
 def decide(cycles: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:

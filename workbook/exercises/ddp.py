@@ -36,7 +36,7 @@ def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     """Grade ``fn(comm, model, inputs, targets, batch_size)``: the backward of a naive DDP.
 
     At the end each parameter's ``grad`` is the gradient of the mean loss over the B samples of
-    all ranks. The last rank has no sample. Target: one ``ring_all_reduce`` per parameter.
+    all ranks. The last rank has no sample.
     """
 
     def model() -> nn.Sequential:

@@ -24,10 +24,7 @@ _graded = partial(
 
 
 def there_and_back(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, mine)``: ranks 0 and 1 return the sum of their tensors, the others None.
-
-    Target: ranks 0 and 1 send one message of S bytes to each other, the others none.
-    """
+    """Grade ``fn(comm, mine)``: ranks 0 and 1 return the sum of their tensors, the others None."""
     return _graded(
         fn,
         lambda rank, case: _sum(range(2), case) if rank < 2 else None,
@@ -40,8 +37,7 @@ def there_and_back(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) 
 def round_trip(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, mine)``: rank r returns the sum over ranks 0 to r, which it has sent on.
 
-    Rank 0 returns the sum over all ranks, which has come home. Target per rank: one message of S
-    bytes to its right neighbour.
+    Rank 0 returns the sum over all ranks, which has come home.
     """
     return _graded(
         fn,
@@ -53,10 +49,7 @@ def round_trip(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
 
 
 def all_gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, mine)``: every rank returns all ranks' tensors, in the order of the ranks.
-
-    Target per rank: P - 1 messages of S bytes.
-    """
+    """Grade ``fn(comm, mine)``: every rank returns all ranks' tensors, in the order of the ranks."""
 
     def all_the_last(rank: int, case: Case) -> list[Tensor]:
         last = (rank + 1) % case.world_size
@@ -105,8 +98,5 @@ _MESSAGES = (
     },
 )
 def message_time(small: tuple[int, float], large: tuple[int, float], num_bytes: int) -> float:
-    """Grade ``fn(small, large, num_bytes)``: µs of a message, on the line through two others.
-
-    ``small`` and ``large`` are (bytes, µs).
-    """
+    """Grade ``fn(small, large, num_bytes)``: µs, on the line through two pairs (bytes, µs)."""
     return small[1] + (large[1] - small[1]) / (large[0] - small[0]) * (num_bytes - small[0])

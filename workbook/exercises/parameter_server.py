@@ -51,8 +51,8 @@ def worker(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
 def one_by_one(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, values)``, the naive server: one step of rank 0.
 
-    It must receive a gradient [N] from a worker, make the update ``values -= 0.1 * gradient`` in
-    place, send ``values`` to this worker, and go on with the next. Any order of workers is right.
+    For each worker, in any order: receive its gradient [N], make the update ``values -= 0.1 *
+    gradient`` in place, send it ``values``.
     """
 
     def in_some_order(case: Case, values: list[Tensor]) -> Found:

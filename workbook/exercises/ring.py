@@ -26,8 +26,7 @@ _in_chunks = partial(Exercise, signature="comm, chunks", chunked=True, drawn_siz
 def rotate_and_add(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, tensor)``: the sum over the ranks in place, by whole tensors in a ring.
 
-    Target per rank: P - 1 messages of S bytes, in P - 1 exchanges, to one neighbour. The ranks add
-    in different orders, so their results may differ in the last bits.
+    The ranks add in different orders, so their results may differ in the last bits.
     """
 
     def cost(num_elements: int, element_bytes: int, world_size: int, rank: int) -> Cost:
@@ -47,8 +46,7 @@ def rotate_and_add(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) 
 def share_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, chunks)``, the first half of the ring: share-reduce (reduce-scatter).
 
-    At the end chunk (rank + 1) mod P holds the sum over the ranks, written in place. Target per
-    rank: P - 1 messages of one chunk each, in P - 1 exchanges, all to its right neighbour.
+    At the end chunk (rank + 1) mod P holds the sum over the ranks, written in place.
     """
 
     def owned_sum(rank: int, case: Case) -> list:
@@ -69,8 +67,7 @@ def share_only(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
     """Grade ``fn(comm, chunks)``, the second half of the ring: share-only (all-gather).
 
     It starts where share-reduce ends: chunk (rank + 1) mod P is complete, the others hold the
-    rank's own values. At the end all chunks are complete. Target per rank: P - 1 messages of one
-    chunk each, in P - 1 exchanges, all to its right neighbour.
+    rank's own values.
     """
 
     def one_complete(rank: int, case: Case) -> tuple:
@@ -90,12 +87,9 @@ def share_only(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
 
 
 def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, tensor)``: the sum over the ranks, in place.
+    """Grade ``fn(comm, tensor)``: the sum over the ranks, in place, equal to the bit.
 
-    Target per rank: 2 (P - 1) messages of one chunk each, 2 (P - 1) / P x S bytes in all, in
-    2 (P - 1) exchanges, all to one neighbour. Where P does not divide the number of elements, a
-    chunk may be padded, or longer than others. The results must be equal to the bit. One of the
-    tensors is a matrix.
+    Where P does not divide the number of elements, a chunk may be padded, or longer than others.
     """
 
     def in_shape(flat: Tensor) -> Tensor:
@@ -124,8 +118,7 @@ def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
 def weighted_mean(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, gradient, num_samples)``: the mean over the samples of all ranks.
 
-    ``gradient`` [N] is the mean over this rank's samples; the last rank has none. Target: one
-    ``ring_all_reduce``, 2 (P - 1) messages.
+    ``gradient`` [N] is the mean over this rank's samples; the last rank has none.
     """
 
     def samples(rank: int, case: Case) -> int:

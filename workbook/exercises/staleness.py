@@ -47,9 +47,6 @@ _SITUATIONS = tuple(
 @solved(
     *((list(events),) for events in _HISTORIES),
     mistakes={
-        "each push counts its own update, too": (
-            lambda staleness, events: [late + 1 for late in staleness(events)]
-        ),
         "one version is stored for all workers, but each pulls at a different time": (
             lambda staleness, events: staleness([(kind, 0) for kind, _ in events])
         ),
@@ -91,7 +88,7 @@ def push(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict
     """Grade ``fn(comm, parameters, worker)``: one push of ``worker``, on rank 0.
 
     It has to receive a gradient [W], change ``parameters`` [W] in place to parameters - gradient,
-    and send them to the worker. Target: one message per push.
+    and send them to the worker.
     """
 
     def call(fn: Callable, comm: Comm, *args: Any) -> list:
@@ -119,7 +116,7 @@ def server(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
     """Grade ``fn(comm, parameters, num_updates)``: rank 0 of an asynchronous parameter server.
 
     Worker w sends a gradient [W] and receives the parameters [W], w times. Each push has to change
-    ``parameters`` [W] in place to parameters - gradient. Target: one message per push.
+    ``parameters`` in place to parameters - gradient.
     """
     return _graded(
         fn,

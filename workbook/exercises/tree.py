@@ -20,9 +20,6 @@ _CHOICES = (
 @solved(
     *_CHOICES,
     mistakes={
-        "every answer is the slower one of the two": (
-            lambda choose, *case: "ring" if choose(*case) == "tree" else "tree"
-        ),
         "the fixed price of a message does not count": (
             lambda choose, size, p, alpha_s, beta_s: choose(size, p, 0.0, beta_s)
         ),
