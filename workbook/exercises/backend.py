@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import collectives
 from labkit.comm.comm import Comm
-from workbook.exercises.grader import WORLD_SIZES, Case, Verdict, Wrong, judged, returns
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong, judged
 from workbook.exercises.grader.compare import kind_of, same, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
 from workbook.exercises.ring import ring_target
@@ -24,41 +23,38 @@ from workbook.exercises.ring import ring_target
 _PATIENCE_S = 1.0
 
 
-def bucket(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, tensors)``: the sum over the ranks in each of a list, in one all-reduce."""
+def _tensors(rank: int, case: Case) -> list[Tensor]:
+    """[size], a transposed matrix [2, 3], and a tensor of no dimension."""
+    shapes = enumerate(((case.size,), (3, 2), ()), start=10 * rank)
+    one, matrix, number = (case.random(key, *shape) for key, shape in shapes)
+    return [one, matrix.t(), number]
 
-    def tensors(rank: int, case: Case) -> list[Tensor]:
-        """[size], a transposed matrix [2, 3], and a tensor of no dimension."""
-        shapes = enumerate(((case.size,), (3, 2), ()), start=10 * rank)
-        one, matrix, number = (case.random(key, *shape) for key, shape in shapes)
-        return [one, matrix.t(), number]
 
-    def sums(rank: int, case: Case) -> list[Tensor]:
-        by_rank = [tensors(r, case) for r in range(case.world_size)]
-        return [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
+def _sums(rank: int, case: Case) -> list[Tensor]:
+    by_rank = [_tensors(r, case) for r in range(case.world_size)]
+    return [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
 
-    return returns(
-        fn,
-        sums,
-        name="backend.bucket",
-        inputs=lambda rank, case: (tensors(rank, case),),
-        signature="comm, tensors",
-        written=0,
-        target=lambda rank, case: ring_target(7 + case.size, 4, rank, case),
-        mistakes={
-            "the transposed tensor is unchanged: flatten() and reshape() copy a tensor that is "
-            "not contiguous, so the sum must be copied back": (
-                lambda rank, case: [
-                    *sums(rank, case)[:1],
-                    tensors(rank, case)[1],
-                    sums(rank, case)[2],
-                ]
-            ),
-        },
-        sizes=(9, 4),
-        drawn_size=DRAWN,
-        world_sizes=world_sizes,
-    )
+
+def _without_the_matrix(rank: int, case: Case) -> list[Tensor]:
+    one, _, number = _sums(rank, case)
+    return [one, _tensors(rank, case)[1], number]
+
+
+# fn(comm, tensors): the sum over the ranks in each of a list, in place, in one all-reduce.
+bucket = Check(
+    "backend.bucket",
+    _sums,
+    inputs=lambda rank, case: (_tensors(rank, case),),
+    signature="comm, tensors",
+    target=lambda rank, case: ring_target(7 + case.size, 4, rank, case),
+    mistakes={
+        "the transposed tensor is unchanged: flatten() and reshape() copy a tensor that is not "
+        "contiguous, so the sum must be copied back": _without_the_matrix
+    },
+    sizes=(9, 4),
+    drawn_size=DRAWN,
+    may_call=COLLECTIVES,
+)
 
 
 @judged("operation, tensors", ("wait",), ("get_future",), ("error",))
@@ -136,33 +132,6 @@ def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
     return f"the future's value must be the list of tensors that was given; it is {short(value)}"
 
 
-def group(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm)``, a class: a ``dist.ProcessGroup`` that DDP can train on.
-
-    Its methods ``allreduce``, ``broadcast`` and ``allgather`` are called one by one; then DDP makes
-    two updates of a small network on it.
-    """
-
-    def trained(case: Case, values: list[list[Tensor]]) -> Found:
-        for rank, value in enumerate(values):
-            if not all(map(torch.equal, value, values[0])):
-                return f"after two updates by DDP the parameters of ranks 0 and {rank} differ"
-        inputs = [torch.cat([_inputs(r, s) for r in range(case.world_size)]) for s in range(2)]
-        if same(values[0], _updated(_network(0), inputs)):
-            return None
-        return "two updates by DDP give other parameters than one device with all samples"
-
-    return returns(
-        fn,
-        name="backend.group",
-        inputs=lambda rank, case: (case,),
-        call=_hosted,
-        judge=trained,
-        may_call=frozenset(dir(collectives)) | {"carried_out"},
-        world_sizes=world_sizes,
-    )
-
-
 def _hosted(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong | None:
     """On a rank: the parameters after DDP's updates; not tried if any rank found a mistake."""
     made, P, rank = fn(comm), case.world_size, comm.rank
@@ -227,3 +196,27 @@ def _updated(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
         model(one).square().mean().backward()
         optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _trained(case: Case, values: list[list[Tensor]]) -> Found:
+    for rank, value in enumerate(values):
+        if not all(map(torch.equal, value, values[0])):
+            return f"after two updates by DDP the parameters of ranks 0 and {rank} differ"
+    inputs = [torch.cat([_inputs(r, s) for r in range(case.world_size)]) for s in range(2)]
+    if same(values[0], _updated(_network(0), inputs)):
+        return None
+    return "two updates by DDP give other parameters than one device with all samples"
+
+
+# fn(comm), a class: a ``dist.ProcessGroup`` that DDP can train on. Its methods ``allreduce``,
+# ``broadcast`` and ``allgather`` are called one by one; then DDP makes two updates on it.
+group = Check(
+    "backend.group",
+    inputs=lambda rank, case: (case,),
+    signature="comm",
+    written=None,
+    call=_hosted,
+    judge=_trained,
+    sizes=(),
+    may_call=COLLECTIVES | {"carried_out"},
+)

@@ -13,16 +13,7 @@ from torch.nn import functional
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.schedules.bucket_assignment import assign_buckets
-from workbook.exercises.grader import (
-    WORLD_SIZES,
-    Case,
-    Target,
-    Verdict,
-    Wrong,
-    judged,
-    returns,
-    solved,
-)
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Target, Wrong, judged, solved
 from workbook.exercises.grader.compare import plain, short
 from workbook.exercises.grader.exercise import random_tensor, with_parameters
 
@@ -30,57 +21,6 @@ from workbook.exercises.grader.exercise import random_tensor, with_parameters
 # number of bytes as one for each.
 _FEATURES, _HIDDEN, _CLASSES = 4, 12, 12
 _SAMPLES = 5, 3, 2
-
-
-def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, model, inputs, targets, batch_size)``: the backward of a naive DDP.
-
-    At the end each parameter's ``grad`` is the gradient of the mean loss over the B samples of
-    all ranks. The last rank has no sample.
-    """
-
-    def model() -> nn.Sequential:
-        layers = nn.Linear(_FEATURES, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _CLASSES)
-        return with_parameters(nn.Sequential(*layers), 7)
-
-    def batch_size(case: Case) -> int:
-        return sum(_SAMPLES[: case.world_size - 1])
-
-    def share(rank: int, case: Case) -> tuple[Tensor, Tensor]:
-        count = _SAMPLES[rank] if rank < case.world_size - 1 else 0
-        targets = torch.tensor([case.integer(i, 0, _CLASSES - 1) for i in range(count)])
-        return case.random(31 + rank, count, _FEATURES), targets.long()
-
-    def gradients(rank: int, case: Case) -> Tensor:
-        """Of the sum over a rank's samples."""
-        layers, (inputs, targets) = model(), share(rank, case)
-        functional.cross_entropy(layers(inputs), targets, reduction="sum").backward()
-        return torch.cat([torch.as_tensor(p.grad).flatten() for p in layers.parameters()])
-
-    def call(fn: Callable, comm: Comm, *args: Any) -> Tensor | Wrong:
-        layers, before = model(), list(model().parameters())
-        fn(comm, layers, *args)
-        return gradients_left(list(layers.parameters()), before)
-
-    def target(rank: int, case: Case) -> Target:
-        numels = [parameter.numel() for parameter in model().parameters()]
-        costs = [ring_all_reduce_cost(n, 4, case.world_size, rank) for n in numels]
-        return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
-
-    return returns(
-        fn,
-        lambda rank, case: case.over_ranks(lambda r: gradients(r, case)) / batch_size(case),
-        name="ddp.average",
-        signature="comm, model, inputs, targets, batch_size",
-        inputs=lambda rank, case: (*share(rank, case), batch_size(case)),
-        call=call,
-        parts=lambda case: {
-            f"the sum over rank {r}'s samples": gradients(r, case)
-            for r in range(case.world_size - 1)
-        },
-        target=target,
-        world_sizes=world_sizes,
-    )
 
 
 def gradients_left(parameters: Sequence[nn.Parameter], before: Sequence[Tensor]) -> Tensor | Wrong:
@@ -92,6 +32,59 @@ def gradients_left(parameters: Sequence[nn.Parameter], before: Sequence[Tensor])
         why = "what a rank did not use, others may have used"
         return Wrong(f"parameter {found.index(None)} has no gradient: {why}")
     return torch.cat([torch.as_tensor(gradient).flatten() for gradient in found])
+
+
+def _model() -> nn.Sequential:
+    layers = nn.Linear(_FEATURES, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _CLASSES)
+    return with_parameters(nn.Sequential(*layers), 7)
+
+
+def _batch_size(case: Case) -> int:
+    return sum(_SAMPLES[: case.world_size - 1])
+
+
+def _share(rank: int, case: Case) -> tuple[Tensor, Tensor]:
+    count = _SAMPLES[rank] if rank < case.world_size - 1 else 0
+    targets = torch.tensor([case.integer(i, 0, _CLASSES - 1) for i in range(count)])
+    return case.random(31 + rank, count, _FEATURES), targets.long()
+
+
+def _gradients(rank: int, case: Case) -> Tensor:
+    """Of the sum over a rank's samples."""
+    model, (inputs, targets) = _model(), _share(rank, case)
+    functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
+    return torch.cat([torch.as_tensor(p.grad).flatten() for p in model.parameters()])
+
+
+def _call(fn: Callable, comm: Comm, *args: Any) -> Tensor | Wrong:
+    model = _model()
+    fn(comm, model, *args)
+    return gradients_left(list(model.parameters()), list(_model().parameters()))
+
+
+def _one_ring_each(rank: int, case: Case) -> Target:
+    numels = [parameter.numel() for parameter in _model().parameters()]
+    costs = [ring_all_reduce_cost(n, 4, case.world_size, rank) for n in numels]
+    return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
+
+
+# fn(comm, model, inputs, targets, batch_size), the backward of a naive DDP. At the end each
+# parameter's ``grad`` is the gradient of the mean loss over the B samples of all ranks. The last
+# rank has no sample.
+average = Check(
+    "ddp.average",
+    lambda rank, case: case.over_ranks(lambda r: _gradients(r, case)) / _batch_size(case),
+    signature="comm, model, inputs, targets, batch_size",
+    inputs=lambda rank, case: (*_share(rank, case), _batch_size(case)),
+    written=None,
+    call=_call,
+    parts=lambda case: {
+        f"the sum over rank {r}'s samples": _gradients(r, case) for r in range(case.world_size - 1)
+    },
+    target=_one_ring_each,
+    sizes=(),
+    may_call=COLLECTIVES,
+)
 
 
 @judged("parameters, ready", (False,), (True,))

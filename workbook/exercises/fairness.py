@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from workbook.exercises.grader import WORLD_SIZES, Case, Verdict, Wrong, judged, returns, solved
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong, judged, solved
 from workbook.exercises.grader.compare import fit, short
 
 
@@ -89,33 +89,31 @@ _REPLICAS: dict[int, tuple[int, str, Callable[[Tensor], object]] | None] = {
 _TINY = 1e-30
 
 
-def replicas_agree(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, tensor)``: on all ranks, whether all tensors are equal to the bit."""
+def _replica(rank: int, case: Case) -> tuple[Tensor]:
+    """[case.size], this rank's parameters."""
+    mine = case.random(0, case.size)
+    mine[case.size // 3 :: 3] = _TINY
+    if (differs := _REPLICAS[case.size]) and rank == differs[0] % case.world_size:
+        differs[2](mine)
+    return (mine,)
 
-    def replica(rank: int, case: Case) -> tuple[Tensor]:
-        """[case.size], this rank's parameters."""
-        mine = case.random(0, case.size)
-        mine[case.size // 3 :: 3] = _TINY
-        if (differs := _REPLICAS[case.size]) and rank == differs[0] % case.world_size:
-            differs[2](mine)
-        return (mine,)
 
-    def told(case: Case) -> str:
-        if (differs := _REPLICAS[case.size]) is None:
-            return "all equal to the bit"
-        return f"of which those of rank {differs[0] % case.world_size} differ {differs[1]}"
+def _told(case: Case) -> str:
+    if (differs := _REPLICAS[case.size]) is None:
+        return "all equal to the bit"
+    return f"of which those of rank {differs[0] % case.world_size} differ {differs[1]}"
 
-    return returns(
-        fn,
-        lambda rank, case: _REPLICAS[case.size] is None,
-        name="fairness.replicas_agree",
-        inputs=replica,
-        signature="comm, tensor",
-        sizes=tuple(_REPLICAS),
-        special=told,
-        world_sizes=world_sizes,
-    )
 
+# fn(comm, tensor): on all ranks, whether all tensors are equal to the bit.
+replicas_agree = Check(
+    "fairness.replicas_agree",
+    lambda rank, case: _REPLICAS[case.size] is None,
+    inputs=_replica,
+    written=None,
+    sizes=tuple(_REPLICAS),
+    special=_told,
+    may_call=COLLECTIVES,
+)
 
 # The factor of the first call of each, and that of the machine's noise at the n-th call.
 _COLD = {"a": 10.0, "b": 4.0}

@@ -3,69 +3,17 @@
 Symbols: P ranks, S bytes of a rank's tensor.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from labkit import collectives
-from workbook.exercises.grader import WORLD_SIZES, Case, Target, Verdict, returns, solved
+from workbook.exercises.grader import Case, Check, Target, solved
 from workbook.exercises.grader.exercise import DRAWN
 
-_graded = partial(
-    returns,
-    inputs=lambda rank, case: (case.tensor(rank),),
-    signature="comm, mine",
-    sizes=(12, 5, 1),
-    drawn_size=DRAWN,
-    may_call=frozenset(),
-)
-
-
-def there_and_back(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, mine)``: ranks 0 and 1 return the sum of their tensors, the others None."""
-    return _graded(
-        fn,
-        lambda rank, case: _sum(range(2), case) if rank < 2 else None,
-        name="messages.there_and_back",
-        target=lambda rank, case: _messages({1 - rank} if rank < 2 else set(), case),
-        world_sizes=world_sizes,
-    )
-
-
-def round_trip(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, mine)``: rank r returns the sum over ranks 0 to r, which it has sent on.
-
-    Rank 0 returns the sum over all ranks, which has come home.
-    """
-    return _graded(
-        fn,
-        lambda rank, case: _sum(range(rank + 1) if rank else range(case.world_size), case),
-        name="messages.round_trip",
-        target=lambda rank, case: _messages({(rank + 1) % case.world_size}, case),
-        world_sizes=world_sizes,
-    )
-
-
-def all_gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, mine)``: every rank returns all ranks' tensors, in the order of the ranks."""
-
-    def all_the_last(rank: int, case: Case) -> list[Tensor]:
-        last = (rank + 1) % case.world_size
-        return [case.tensor(r if r == rank else last) for r in range(case.world_size)]
-
-    return _graded(
-        fn,
-        lambda rank, case: [case.tensor(other) for other in range(case.world_size)],
-        name="messages.all_gather",
-        target=lambda _, case: _messages(range(case.world_size - 1), case)._replace(peers=None),
-        mistakes={
-            "all entries hold what came last: were they received into one buffer?": all_the_last
-        },
-        library=collectives.all_gather,
-        world_sizes=world_sizes,
-    )
+_check = partial(Check, signature="comm, mine", written=None, sizes=(12, 5, 1), drawn_size=DRAWN)
 
 
 def _sum(ranks: Iterable[int], case: Case) -> Tensor:
@@ -76,6 +24,38 @@ def _messages(peers: Iterable[int], case: Case) -> Target:
     """One message of S bytes to each of them."""
     to = frozenset(peers)
     return Target(messages=len(to), num_bytes=4 * len(to) * case.size, peers=to)
+
+
+# fn(comm, mine): ranks 0 and 1 return the sum of their tensors, the others None.
+there_and_back = _check(
+    "messages.there_and_back",
+    lambda rank, case: _sum(range(2), case) if rank < 2 else None,
+    target=lambda rank, case: _messages({1 - rank} if rank < 2 else set(), case),
+)
+# fn(comm, mine): rank r returns the sum over ranks 0 to r, which it has sent on; rank 0 the sum
+# over all ranks, which has come home.
+round_trip = _check(
+    "messages.round_trip",
+    lambda rank, case: _sum(range(rank + 1 if rank else case.world_size), case),
+    target=lambda rank, case: _messages({(rank + 1) % case.world_size}, case),
+)
+
+
+def _all_the_last(rank: int, case: Case) -> list[Tensor]:
+    last = (rank + 1) % case.world_size
+    return [case.tensor(r if r == rank else last) for r in range(case.world_size)]
+
+
+# fn(comm, mine): every rank returns all ranks' tensors, in the order of the ranks.
+all_gather = _check(
+    "messages.all_gather",
+    lambda rank, case: [case.tensor(other) for other in range(case.world_size)],
+    target=lambda _, case: _messages(range(case.world_size - 1), case)._replace(peers=None),
+    mistakes={
+        "all entries hold what came last: were they received into one buffer?": _all_the_last
+    },
+    library=collectives.all_gather,
+)
 
 
 # (bytes, µs) of a small message, of a large one, bytes of a third. The small message is not always

@@ -22,10 +22,9 @@ from labkit.comm.transport import check_tensor
 from labkit.comm.work import work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from workbook.exercises.ddp import gradients_left
-from workbook.exercises.grader import WORLD_SIZES, Case, Exercise, Verdict, Wrong, grade, judged
+from workbook.exercises.grader import Case, Check, Wrong, judged
 from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import Found, random_tensor
-from workbook.exercises.grader.own_run import own_run
 
 # Buckets, and by rank the order in which the gradients get ready; one may never get ready.
 _ORDERS = (
@@ -155,40 +154,6 @@ _FEATURES, _CLASSES = 4, 3
 _ELEMENTS = [sum(torch.Size(_SHAPES[i]).numel() for i in bucket) for bucket in _BUCKETS]
 
 
-def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(loss, parameters, buckets, start, batch_size)``: a backward with overlap.
-
-    ``start(flat)`` begins the all-reduce of a tensor and returns a handle. At the end each
-    parameter's ``grad`` is the gradient of the mean loss over the B samples of all ranks. Ranks
-    get their gradients in different orders, and in one case some parameters get none.
-    """
-
-    def of_rank(rank: int, case: Case) -> Tensor:
-        return _flat(_gradients(rank, case), range(len(_SHAPES)))
-
-    exercise = Exercise(
-        "overlap.backward",
-        lambda rank, case: case.over_ranks(lambda r: of_rank(r, case)) / case.size,
-        signature="loss, parameters, buckets, start, batch_size",
-        written=None,
-        call=_one_step,
-        inputs=lambda rank, case: (case,),
-        parts=lambda case: {
-            f"the sum over rank {rank}'s samples": of_rank(rank, case)
-            for rank in range(case.world_size)
-        },
-        sizes=(_ALL_USED, _SOME_UNUSED),
-        nouns=("rank", "sample"),
-        special=lambda case: (
-            "where not every rank uses every parameter" if case.size == _SOME_UNUSED else ""
-        ),
-        drawn_size=_DRAWN,
-    )
-    verdict = grade(fn, exercise, world_sizes)
-    verdict.run_again = partial(own_run, fn, exercise, link=_LINK)
-    return verdict
-
-
 def _loss(parameters: list[nn.Parameter], rank: int, case: Case) -> Tensor:
     """The sum of the losses of a rank's share, which may be empty."""
     trunk, bias, left, right, rare, never, last, last_bias = parameters
@@ -291,3 +256,28 @@ def _drawn_step(fn: Callable, comm: Comm) -> Tensor:
     loss = functional.cross_entropy(model(inputs), targets, reduction="sum")
     fn(loss, parameters, buckets, start, _DRAWN * comm.world_size)
     return _flat(_left(parameters), range(len(parameters)))
+
+
+def _of_rank(rank: int, case: Case) -> Tensor:
+    return _flat(_gradients(rank, case), range(len(_SHAPES)))
+
+
+# fn(loss, parameters, buckets, start, batch_size): ``start(flat)`` begins the all-reduce of a tensor
+# and returns a handle. At the end each parameter's ``grad`` is the gradient of the mean loss over
+# the B samples of all ranks. Ranks get theirs in different orders, and some get none.
+backward = Check(
+    "overlap.backward",
+    lambda rank, case: case.over_ranks(lambda r: _of_rank(r, case)) / case.size,
+    signature="loss, parameters, buckets, start, batch_size",
+    written=None,
+    call=_one_step,
+    inputs=lambda rank, case: (case,),
+    parts=lambda case: {
+        f"the sum over rank {r}'s samples": _of_rank(r, case) for r in range(case.world_size)
+    },
+    sizes=(_ALL_USED, _SOME_UNUSED),
+    nouns=("rank", "sample"),
+    special=lambda case: "all parameters used" if case.size == _ALL_USED else "some not used",
+    drawn_size=_DRAWN,
+    link=_LINK,
+)

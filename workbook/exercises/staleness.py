@@ -17,7 +17,7 @@ from torch import Tensor
 
 from labkit.comm.comm import Comm
 from labkit.schedules.servers import StalenessTracker, in_time
-from workbook.exercises.grader import WORLD_SIZES, Case, Target, Verdict, returns, solved
+from workbook.exercises.grader import Case, Check, Target, solved
 from workbook.exercises.grader.compare import plain, same, short
 from workbook.exercises.grader.exercise import Found
 
@@ -84,90 +84,6 @@ def admission(worker: int, version: int, pulled: Mapping[int, int], bound: int) 
     return in_time([pulled[other] for other in pulled if other != worker], version + 1, bound)
 
 
-def push(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, parameters, worker)``: one push of ``worker``, on rank 0.
-
-    It has to receive a gradient [W], change ``parameters`` [W] in place to parameters - gradient,
-    and send them to the worker.
-    """
-
-    def call(fn: Callable, comm: Comm, *args: Any) -> list:
-        """The server takes turns with the workers, worker 1 at the end."""
-
-        def serve(comm: Comm, parameters: Tensor, num_updates: int) -> None:
-            workers = range(comm.world_size - 1, 1, -1)
-            turns = [w for turn in range(comm.world_size) for w in workers if turn < w]
-            for worker in [*turns, 1]:
-                fn(comm, parameters, worker)
-
-        return _serve_and_work(serve, comm, *args)
-
-    return _graded(
-        fn,
-        name="staleness.push",
-        signature="comm, parameters, worker",
-        call=call,
-        judge=_judge_server,
-        world_sizes=world_sizes,
-    )
-
-
-def server(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, parameters, num_updates)``: rank 0 of an asynchronous parameter server.
-
-    Worker w sends a gradient [W] and receives the parameters [W], w times. Each push has to change
-    ``parameters`` in place to parameters - gradient.
-    """
-    return _graded(
-        fn,
-        name="staleness.server",
-        judge=_judge_server,
-        drawn_size=1,
-        world_sizes=world_sizes,
-    )
-
-
-def smaller_steps(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, parameters, num_updates)``: a server that mistrusts late gradients.
-
-    As in ``server``, but each push changes ``parameters`` to parameters - gradient / (1 + its
-    staleness), and expected is the list of (worker, staleness), by push.
-    """
-
-    def judge(case: Case, values: list[Any]) -> Found:
-        (books, ended), workers = values[0], range(1, case.world_size)
-        if not isinstance(books, list) or not all(
-            isinstance(row, list) and len(row) == 2 for row in books
-        ):
-            return f"expected a list of (worker, staleness), got {short(books)}"
-        served = [worker for worker, _ in books]
-        if sorted(served) != [worker for worker in workers for _ in range(worker)]:
-            return f"the list names the workers {served}: every push has to be in it, once"
-        tracker = StalenessTracker(workers)
-        for worker in served:
-            tracker.push(worker)
-            tracker.apply(worker)
-            tracker.pull(worker)
-        if not same(books, [list(update) for update in tracker.updates]):
-            late = [update.staleness for update in tracker.updates]
-            text = f"by the order {served} the pushes were {late} updates late, the list says "
-            return text + short([late for _, late in books])
-        # The parameters [W] after each update, and by worker those after its own.
-        now, pulls = [0.0] * len(workers), [[] for _ in range(case.world_size)]
-        for worker, late in tracker.updates:
-            now[worker - 1] -= 1 / (1 + late)
-            pulls[worker].append([*now])
-        if not same(ended, now):
-            return f"the parameters end as {short(ended)}, expected {short(now)}"
-        for worker in workers:
-            if not same(values[worker], pulls[worker]):
-                text = f"worker {worker} pulls {short(values[worker])}, expected "
-                return f"{text}{short(pulls[worker])}: those right after its own update"
-        return None
-
-    return _graded(fn, name="staleness.smaller_steps", judge=judge, world_sizes=world_sizes)
-
-
 def _parameters_and_updates(rank: int, case: Case) -> tuple:
     """Zeros [W], the number of pushes, and the seconds that a worker needs for a gradient."""
     return torch.zeros(case.world_size - 1), sum(range(case.world_size)), 0.02 * case.size
@@ -221,10 +137,73 @@ def _judge_server(case: Case, values: list[Any]) -> Found:
     return None
 
 
-_graded = partial(
-    returns,
+_check = partial(
+    Check,
     signature="comm, parameters, num_updates",
     inputs=_parameters_and_updates,
+    written=None,
     call=_serve_and_work,
     target=_one_message_per_push,
+    sizes=(),
 )
+
+
+def _by_turns(fn: Callable, comm: Comm, *args: Any) -> list:
+    """The server takes turns with the workers, worker 1 at the end."""
+
+    def serve(comm: Comm, parameters: Tensor, num_updates: int) -> None:
+        workers = range(comm.world_size - 1, 1, -1)
+        turns = [w for turn in range(comm.world_size) for w in workers if turn < w]
+        for worker in [*turns, 1]:
+            fn(comm, parameters, worker)
+
+    return _serve_and_work(serve, comm, *args)
+
+
+# fn(comm, parameters, worker), one push of ``worker``, on rank 0: receive a gradient [W], change
+# ``parameters`` [W] in place to parameters - gradient, and send them to the worker.
+push = _check(
+    "staleness.push", signature="comm, parameters, worker", call=_by_turns, judge=_judge_server
+)
+# fn(comm, parameters, num_updates), rank 0 of an asynchronous parameter server: worker w sends a
+# gradient [W] and receives the parameters [W], w times. Each push has to change ``parameters`` in
+# place to parameters - gradient.
+server = _check("staleness.server", judge=_judge_server, drawn_size=1)
+
+
+def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
+    (books, ended), workers = values[0], range(1, case.world_size)
+    if not isinstance(books, list) or not all(
+        isinstance(row, list) and len(row) == 2 for row in books
+    ):
+        return f"expected a list of (worker, staleness), got {short(books)}"
+    served = [worker for worker, _ in books]
+    if sorted(served) != [worker for worker in workers for _ in range(worker)]:
+        return f"the list names the workers {served}: every push has to be in it, once"
+    tracker = StalenessTracker(workers)
+    for worker in served:
+        tracker.push(worker)
+        tracker.apply(worker)
+        tracker.pull(worker)
+    if not same(books, [list(update) for update in tracker.updates]):
+        late = [update.staleness for update in tracker.updates]
+        text = f"by the order {served} the pushes were {late} updates late, the list says "
+        return text + short([late for _, late in books])
+    # The parameters [W] after each update, and by worker those after its own.
+    now, pulls = [0.0] * len(workers), [[] for _ in range(case.world_size)]
+    for worker, late in tracker.updates:
+        now[worker - 1] -= 1 / (1 + late)
+        pulls[worker].append([*now])
+    if not same(ended, now):
+        return f"the parameters end as {short(ended)}, expected {short(now)}"
+    for worker in workers:
+        if not same(values[worker], pulls[worker]):
+            text = f"worker {worker} pulls {short(values[worker])}, expected "
+            return f"{text}{short(pulls[worker])}: those right after its own update"
+    return None
+
+
+# fn(comm, parameters, num_updates), a server that mistrusts late gradients: as in ``server``, but
+# each push changes ``parameters`` to parameters - gradient / (1 + its staleness), and expected is
+# the list of (worker, staleness), by push.
+smaller_steps = _check("staleness.smaller_steps", judge=_judge_smaller_steps)

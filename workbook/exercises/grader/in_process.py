@@ -163,17 +163,18 @@ def ask(name: str, fn: Callable, *args: Any, **options: Any) -> Verdict:
     return told(name, partial(verdict_of, name, fn, *args, **options))
 
 
-Check = Callable[[Callable], Verdict]
+# A check of one exercise.
+Grades = Callable[[Callable], Verdict]
 
 
-def judged(signature: str, *cases: tuple) -> Callable[[Callable], Check]:
+def judged(signature: str, *cases: tuple) -> Callable[[Callable], Grades]:
     """Make the check of an exercise from its judge, ``judge(fn, *case)``, with its name.
 
     The judge calls the learner's function, with the arguments of ``signature``, and returns a
     ``Wrong``, or None if nothing is wrong. It is asked for each case, in another process.
     """
 
-    def check_of(judge: Callable[..., Wrong | None]) -> Check:
+    def check_of(judge: Callable[..., Wrong | None]) -> Grades:
         _, *names = inspect.signature(judge).parameters
         words = [", ".join(map("{}={!r}".format, names, case)) for case in cases]
         questions = [
@@ -191,13 +192,13 @@ def solved(
     *cases: tuple,
     mistakes: Mapping[str, Callable[..., Any]] | None = None,
     kind: Callable[[Any], Any] | None = None,
-) -> Callable[[Callable], Check]:
+) -> Callable[[Callable], Grades]:
     """Make the check of an exercise from its solution, with its name: ``answers`` to the cases.
 
     The functions in ``mistakes`` get the solution, too, before the arguments of a case.
     """
 
-    def check_of(solution: Callable) -> Check:
+    def check_of(solution: Callable) -> Grades:
         rules = {words: partial(rule, solution) for words, rule in (mistakes or {}).items()}
         signature = ", ".join(inspect.signature(solution).parameters)
 
@@ -211,7 +212,7 @@ def solved(
     return check_of
 
 
-def _check(of: Callable, grade: Callable[[Callable, str], Verdict]) -> Check:
+def _check(of: Callable, grade: Callable[[Callable, str], Verdict]) -> Grades:
     """A check that is named as ``of``, after its module."""
     name = f"{of.__module__.rpartition('.')[2]}.{of.__name__}"
 
