@@ -262,8 +262,8 @@ def _of_rank(rank: int, case: Case) -> Tensor:
     return _flat(_gradients(rank, case), range(len(_SHAPES)))
 
 
-# fn(loss, parameters, buckets, start, batch_size): ``start(flat)`` begins the all-reduce of a tensor
-# and returns a handle. At the end each parameter's ``grad`` is the gradient of the mean loss over
+# fn(loss, parameters, buckets, start, batch_size): ``start(flat)`` begins an all-reduce
+# and returns a handle. At the end each parameter has the gradient of the mean loss over
 # the B samples of all ranks. Ranks get theirs in different orders, and some get none.
 backward = Check(
     "overlap.backward",
