@@ -27,11 +27,10 @@ def gradients_left(parameters: Sequence[nn.Parameter], before: Sequence[Tensor])
     """All gradients in one row, where each parameter has one and is as ``before``."""
     if not all(map(torch.equal, parameters, before)):
         return Wrong("the parameters have changed; this function only sets their gradients")
-    found = [parameter.grad for parameter in parameters]
-    if None in found:
-        why = "what a rank did not use, others may have used"
-        return Wrong(f"parameter {found.index(None)} has no gradient: {why}")
-    return torch.cat([torch.as_tensor(gradient).flatten() for gradient in found])
+    found = [p.grad.flatten() for p in parameters if p.grad is not None]
+    if missing := [i for i, p in enumerate(parameters) if p.grad is None]:
+        return Wrong(f"parameters {missing} have no gradient: other ranks may have used them")
+    return torch.cat(found)
 
 
 def _model() -> nn.Sequential:
