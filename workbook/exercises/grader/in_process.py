@@ -163,63 +163,48 @@ def ask(name: str, fn: Callable, *args: Any, **options: Any) -> Verdict:
     return told(name, partial(verdict_of, name, fn, *args, **options))
 
 
-# A check of one exercise.
 Grades = Callable[[Callable], Verdict]
 
 
 def judged(signature: str, *cases: tuple) -> Callable[[Callable], Grades]:
-    """Make the check of an exercise from its judge, ``judge(fn, *case)``, with its name.
+    """Make the check of an exercise, with its name, from its judge, ``judge(fn, *case)``.
 
-    The judge calls the learner's function, with the arguments of ``signature``, and returns a
+    The judge calls the learner's function with the arguments of ``signature``, and returns a
     ``Wrong``, or None if nothing is wrong. It is asked for each case, in another process.
     """
 
     def check_of(judge: Callable[..., Wrong | None]) -> Grades:
         _, *names = inspect.signature(judge).parameters
-        words = [", ".join(map("{}={!r}".format, names, case)) for case in cases]
-        questions = [
-            Question(case, f"with {text}" if text else "here") for case, text in zip(cases, words)
-        ]
-        return _check(
-            judge,
-            lambda fn, name: ask(name, fn, questions, differs, call=judge, signature=signature),
-        )
+        shown = [", ".join(map("{}={!r}".format, names, case)) for case in cases]
+        words = [f"with {case}" if case else "here" for case in shown]
+        questions = list(map(Question, cases, words))
+        options = {"call": judge, "signature": signature}
+        return _check(judge, lambda name, fn: ask(name, fn, questions, differs, **options))
 
     return check_of
 
 
 def solved(
-    *cases: tuple,
-    mistakes: Mapping[str, Callable[..., Any]] | None = None,
-    kind: Callable[[Any], Any] | None = None,
+    *cases: tuple, mistakes: Mapping[str, Callable[..., Any]], kind: Callable | None = None
 ) -> Callable[[Callable], Grades]:
-    """Make the check of an exercise from its solution, with its name: ``answers`` to the cases.
+    """Make the check of an exercise, with its name, from its solution: ``answers`` to the cases.
 
     The functions in ``mistakes`` get the solution, too, before the arguments of a case.
     """
 
     def check_of(solution: Callable) -> Grades:
-        rules = {words: partial(rule, solution) for words, rule in (mistakes or {}).items()}
-        signature = ", ".join(inspect.signature(solution).parameters)
-
-        def check(fn: Callable, name: str) -> Verdict:
-            expected = [(case, solution(*case)) for case in cases]
-            options = {"signature": signature, "mistakes": rules, "kind": kind}
-            return answers(fn, expected, name=name, **options)
-
-        return _check(solution, check)
+        rules = {words: partial(rule, solution) for words, rule in mistakes.items()}
+        names = ", ".join(inspect.signature(solution).parameters)
+        options: dict[str, Any] = {"signature": names, "mistakes": rules, "kind": kind}
+        expected = [(case, solution(*case)) for case in cases]
+        return _check(solution, lambda name, fn: answers(fn, expected, name=name, **options))
 
     return check_of
 
 
-def _check(of: Callable, grade: Callable[[Callable, str], Verdict]) -> Grades:
-    """A check that is named as ``of``, after its module."""
-    name = f"{of.__module__.rpartition('.')[2]}.{of.__name__}"
-
-    def check(fn: Callable) -> Verdict:
-        return grade(fn, name)
-
-    check.__doc__, check.__name__, check.__module__ = of.__doc__, of.__name__, of.__module__
+def _check(of: Callable, grade: Callable[[str, Callable], Verdict]) -> Grades:
+    check = partial(grade, f"{of.__module__.rpartition('.')[2]}.{of.__name__}")
+    check.__doc__ = of.__doc__
     return check
 
 
