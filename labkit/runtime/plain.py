@@ -33,11 +33,7 @@ _ALLOWED: list[Any] = [
 
 
 def dump_plain(value: Any) -> bytes:
-    """The value that a rank returns, as ``load_plain`` reads it; tensors come to the CPU.
-
-    Raises:
-        UnpicklableError: names the part that is no plain data.
-    """
+    """The value that a rank returns, as ``load_plain`` reads it; tensors come to the CPU."""
     try:
         return _dump(value)
     except (Exception, SystemExit):
@@ -63,11 +59,7 @@ def _saved(value: Any) -> bytes:
 
 
 def load_plain(data: bytes) -> Any:
-    """The value in ``data``; never executes anything.
-
-    Raises:
-        pickle.UnpicklingError: it holds something else than plain data.
-    """
+    """The value in ``data``; never executes anything (UnpicklingError for what is not plain)."""
     with safe_globals(_ALLOWED):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
@@ -80,11 +72,7 @@ def dump_report(report: Report) -> bytes:
 
 
 def load_report(data: bytes, rank: int) -> Report:
-    """What ``dump_report`` has made on ``rank``.
-
-    Raises:
-        ConnectionError: the bytes are something else.
-    """
+    """What ``dump_report`` has made on ``rank``; ConnectionError for anything else."""
     try:
         found = load_plain(data)
         spans = json.loads(found["spans"])

@@ -43,10 +43,8 @@ _ERROR, _LOOKS, _ENDING = "error", "looks", "ending"
 class Rows:
     """What all ranks are doing, as each posts it in the store of their run.
 
-    Attributes:
-        board: with the rows as they were read last.
-        numbers: by rank, of that row; each rank counts its own.
-        heard_s: by rank, when it was new.
+    ``board`` has the rows that were read last; by rank, their ``numbers``, and ``heard_s``, when
+    they were new.
     """
 
     def __init__(self, store: Any, world_size: int):
@@ -70,15 +68,10 @@ class Rows:
 
 
 class Watch:
-    """The watch over one run, in one rank.
+    """The watch over one run, in one rank, with a connection of its own to the run's store.
 
-    Args:
-        comm: of this rank.
-        store: a connection of its own to the store of this run.
-        prints: whether the explanation is printed on stderr, once for each host.
-
-    Attributes:
-        error: why the run ends; None while it goes on.
+    ``error`` says why the run ends, and is None while it goes on; with ``prints`` it is printed on
+    stderr, once for each host.
     """
 
     def __init__(self, comm: Comm, store: Any, prints: bool = True):

@@ -56,12 +56,8 @@ host_names: list[str] = []
 
 @dataclass(frozen=True)
 class Job:
-    """What the launcher hands to every rank.
-
-    Attributes:
-        call: the function with its arguments, see ``messages.dump_call``.
-        sources: the caller's notebook cells, for tracebacks.
-    """
+    """What the launcher hands to every rank: ``call`` is the function with its arguments, see
+    ``messages.dump_call``, and ``sources`` are the caller's notebook cells, for tracebacks."""
 
     call: bytes
     sources: dict[str, list[str]]
@@ -109,7 +105,6 @@ def run_rank(
         function, args = cloudpickle.loads(job.call)
         comm = connect(job.plan, job.timeout_s, arena, meeting, job.link)
         report = call(comm, function, args, dump_value)
-        arena.board.ranks[rank]["state"] = RETURNED
     except BaseException as error:
         report = report_of_failure(rank, error)
     # The function may have replaced a stream by an object that cannot be flushed.
@@ -145,6 +140,7 @@ def call(
     peak_memory = meter.total() if meter else None
     payload = dump(value)
     comm.session.close()
+    comm.session.board.ranks[comm.rank]["state"] = RETURNED
     device = str(comm.device)
     if int(os.environ.get("LOCAL_WORLD_SIZE", comm.world_size)) < comm.world_size:
         # Each machine has a ``cuda:0``.
@@ -219,12 +215,8 @@ def connect(
 ) -> Comm:
     """Join the process group that the environment describes, and return this rank's Comm.
 
-    Args:
-        arena: the launcher's memory, with a place for every rank; None without a launcher.
-        meeting: a file, or what has a ``store(world_size)``; None for that of ``torchrun``.
-
-    Raises:
-        ConnectionError: the other ranks cannot be reached, or one has ended meanwhile.
+    ``arena`` is the launcher's memory, with a place for every rank (None without a launcher);
+    ``meeting`` a file, or what has a ``store(world_size)``, or None for torchrun's.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
