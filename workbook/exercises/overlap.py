@@ -71,25 +71,26 @@ def _start_moments(buckets: Sequence[Sequence[int]], order: Sequence[int]) -> li
 
 
 class _AllReduce:
-    """Stands for an all-reduce under way: the others' sum is added once it is waited for.
+    """Stands for an all-reduce under way, whose sum is there once it is waited for.
 
     Attributes:
-        size: of the tensor.
+        own: what this rank has put into it.
         started_at, waited_at: how many gradients had come.
     """
 
-    def __init__(self, flat: Tensor, of_others: Tensor, came: Sequence[int] = ()):
+    def __init__(self, flat: Tensor, of_others: Sequence[Tensor], came: Sequence[int] = ()):
         check_tensor(flat, torch.device("cpu"))
-        self._flat, self._came = flat, came
-        self._total = flat.detach().flatten() + of_others
-        self.size, self.started_at = flat.numel(), len(came)
+        self.own, self.started_at = flat.detach().flatten().clone(), len(came)
         self.waited_at: int | None = None
+        self._flat, self._of_others, self._came = flat, of_others, came
 
     def wait(self, *_: Any) -> bool:
         if self.waited_at is None:
             self.waited_at = len(self._came)
+            # A rank that sends another number of elements is told so, by itself.
+            alike = [other for other in self._of_others if other.shape == self.own.shape]
             with torch.no_grad():
-                self._flat.copy_(self._total.view_as(self._flat))
+                self._flat.copy_(torch.stack([self.own, *alike]).sum(0).view_as(self._flat))
         return True
 
 
@@ -128,7 +129,7 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
     flats = [_flat(_left(parameters), bucket) for bucket in buckets]
     of_others = [torch.randn_like(flat) for flat in flats]
     totals = list(map(torch.add, flats, of_others))
-    handles = list(map(_AllReduce, flats, of_others))
+    handles = [_AllReduce(flat, [of_other]) for flat, of_other in zip(flats, of_others)]
     fn(parameters, buckets, flats, handles, batch_size)
     for b, handle in enumerate(handles):
         if handle.waited_at is None:
@@ -179,18 +180,37 @@ def _gradients(rank: int, case: Case) -> tuple[Tensor, ...]:
 
 
 def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
-    """On a rank: call the learner's function; all gradients in one row."""
+    """On a rank: call the learner's function; all gradients in one row.
+
+    Each rank plays the others, too, to know what they put into their all-reduces.
+    """
     if case.size == _DRAWN:
         return _drawn_step(fn, comm)
+    ranks = [rank for rank in range(case.world_size) if rank != comm.rank]
+    others = [_played(fn, rank, case)[2] for rank in ranks]
+    parameters, came, starts, hooks = _played(fn, comm.rank, case, others)
+    if wrong := _wrong_moments(came, starts):
+        return Wrong(wrong)
+    if hooks:
+        return Wrong(f"{hooks} hooks are still on the parameters: remove them after backward")
+    for parameter, gradient in zip(parameters, _left(parameters)):
+        parameter.grad = gradient
+    return gradients_left(parameters, _parameters())
+
+
+def _played(
+    fn: Callable, rank: int, case: Case, others: Sequence[list[_AllReduce]] = ()
+) -> tuple[list[nn.Parameter], list[int], list[_AllReduce], int]:
+    """The parameters, the gradients in their order, the all-reduces, the hooks left behind."""
     parameters, came, starts = _parameters(), [], []
     for i, parameter in enumerate(parameters):
         parameter.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
-    others = [_gradients(r, case) for r in range(case.world_size) if r != comm.rank]
-    sums = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*others)]
-    of_others = {size: _flat(sums, bucket) for size, bucket in zip(_ELEMENTS, _BUCKETS)}
 
     def start(flat: Tensor) -> _AllReduce:
-        starts.append(_AllReduce(flat, of_others.get(flat.numel(), torch.zeros(())), came))
+        place = len(starts)
+        starts.append(
+            _AllReduce(flat, [one[place].own for one in others if place < len(one)], came)
+        )
         return starts[-1]
 
     def num_hooks() -> int:
@@ -198,20 +218,14 @@ def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
         kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
         return sum(len(getattr(p, kind, None) or ()) for p in parameters for kind in kinds)
 
-    own, loss = num_hooks(), _loss(parameters, comm.rank, case)
+    own, loss = num_hooks(), _loss(parameters, rank, case)
     fn(loss, list(parameters), [list(bucket) for bucket in _BUCKETS], start, case.size)
-    if wrong := _wrong_moments(came, starts):
-        return Wrong(wrong)
-    if left := num_hooks() - own:
-        return Wrong(f"{left} hooks are still on the parameters: remove them after backward")
-    for parameter, gradient in zip(parameters, _left(parameters)):
-        parameter.grad = gradient
-    return gradients_left(parameters, _parameters())
+    return parameters, came, starts, num_hooks() - own
 
 
 def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
     """What is wrong with the moments of starts and waits, counted in gradients."""
-    last, sizes = len(came), [one.size for one in starts]
+    last, sizes = len(came), [one.own.numel() for one in starts]
     if not came:
         return "no gradient is computed: call loss.backward()"
     if sizes != _ELEMENTS:
