@@ -1,8 +1,5 @@
 """Batches of samples: the same random numbers whatever was drawn before, and right inputs."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
@@ -15,7 +12,6 @@ from labkit.workload.samples import (
     Transform,
     batch_slices,
     epoch_order,
-    seeded,
     share,
 )
 
@@ -38,26 +34,6 @@ def test_batches_by_number_also_none_and_some_twice():
     inputs = [inputs for inputs, _ in samples.batches(NUMBERS)]
     assert [tuple(one.shape) for one in inputs] == [(3, 2), (0, 2), (1, 2)]
     assert {one.dtype for one in inputs} == {torch.float64}
-
-
-def all_three():
-    return torch.rand(1).item(), random.random(), np.random.rand()
-
-
-def test_the_states_of_all_generators_come_back():
-    def begin():
-        for generator in (torch.manual_seed, random.seed, np.random.seed):
-            generator(7)
-
-    begin()
-    expected = [all_three() for _ in range(2)]
-    begin()
-    assert all_three() == expected[0]
-    with seeded(3):
-        inside = all_three()
-    with seeded(3):
-        assert all_three() == inside
-    assert all_three() == expected[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

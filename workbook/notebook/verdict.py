@@ -20,7 +20,8 @@ from labkit.training.result import TrainResult
 from labkit.units import as_repeats, format_count, format_number, format_seconds, format_value
 
 Run: TypeAlias = TrainResult | RunResult | MeasuredSplit
-# A training run (the seconds of its epochs), or repeats in seconds.
+# A training run (the seconds of its epochs but the first), or repeats in seconds, taken in turns
+# with those that they are compared with, if equally many.
 Times: TypeAlias = TrainResult | float | Iterable[float]
 
 # From this many repeats on, the spread is that of the middle half: one outlier says little.
@@ -107,10 +108,7 @@ class Verdict:
 def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
     """Whether several ranks are faster than one device, and what their time is made of.
 
-    Args:
-        one, many: training runs, of which the epochs after the first are compared, or repeats in
-            seconds, of which repeat k of both were taken in turns.
-        ranks: P; may be left out for training runs.
+    ``ranks`` may be left out for training runs.
     """
     ratio, who, its = _ratio(one, many), "ranks", "a rank"
     if isinstance(many, TrainResult):
@@ -142,11 +140,7 @@ def _seconds_by_state(result: TrainResult) -> defaultdict[str, float]:
 
 
 def faster(times: Mapping[str, Times]) -> Verdict:
-    """Which of several ways is the fastest, compared with the others.
-
-    Args:
-        times: by name, training runs or repeats in seconds, taken in turns if equally many.
-    """
+    """Which of several ways, by name, is the fastest, compared with the others."""
     first, *others = sorted(times, key=lambda name: statistics.median(_seconds(times[name])))
     ratios = {name: _ratio(times[name], times[first]) for name in others}
     close = [name for name in others if ratios[name].is_larger is None]
@@ -165,8 +159,7 @@ def faster(times: Mapping[str, Times]) -> Verdict:
 def race(runs: Mapping[str, TrainResult], accuracy: float) -> Verdict:
     """Which training run is first at an accuracy on held-out samples, by the clock of its epochs.
 
-    It is one run each, so the sentence has no spread: repeat with other seeds before you rely on
-    it.
+    It is one run each, without a spread: repeat with other seeds before you rely on it.
     """
     reached = {}
     for name, run in runs.items():
@@ -195,9 +188,8 @@ def against_model(
     A formula within a spread of more than a factor of three is neither confirmed nor refuted.
 
     Args:
-        measured: the repeats.
+        measured: the repeats, in ``unit``.
         model: what the formula gives, above 0.
-        unit: of both, see ``units.format_value``.
         what: the quantity.
         run: the run that was measured, to name what limited it where the two differ.
     """
