@@ -143,7 +143,6 @@ _BUCKETINGS = (
     mistakes={
         "the first bucket has its own cap": lambda rule, sizes, cap, _: rule(sizes, cap, cap),
     },
-    kind=plain,
 )
 def buckets(sizes_bytes: list[int], cap_bytes: int, first_cap_bytes: int) -> list[list[int]]:
     """Grade ``fn(sizes_bytes, cap_bytes, first_cap_bytes)``: PyTorch's rule, lists of indices."""
