@@ -64,29 +64,24 @@ def steps(gpus: int) -> dict[str, tuple[float, list[str]]]:
 def run(folder: Path, words: list[str], limit_s: float) -> str:
     """Run a step; returns how it ended. What it prints goes to its log."""
     folder.mkdir(parents=True, exist_ok=True)
+    command = [word.replace("{}", str(folder)) for word in words]
+    env, quiet = os.environ | ENVIRONMENT, {"stdin": subprocess.DEVNULL}
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
-            [word.replace("{}", str(folder)) for word in words],
-            cwd=ROOT,
-            env=os.environ | ENVIRONMENT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, **quiet
         )
+    try:
+        code = process.wait(limit_s)
+        return "done" if code == 0 else f"failed with exit code {code}"
+    except subprocess.TimeoutExpired:
+        return f"stopped after its {limit_s:.0f} s"
+    finally:
+        # Its own processes end as with Ctrl-C.
+        process.send_signal(signal.SIGINT)
         try:
-            code = process.wait(limit_s)
-            return "done" if code == 0 else f"failed with exit code {code}"
+            process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
-            return f"stopped after its {limit_s:.0f} s"
-        finally:
-            # Its own processes end as with Ctrl-C.
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(GRACE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            process.kill()
 
 
 def page(out: Path, states: dict[str, str]) -> str:

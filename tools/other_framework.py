@@ -21,7 +21,7 @@ import torch_build
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "workbook" / "measure" / "elsewhere"))
 # By its file: a call with nothing to do is over before labkit would be imported.
-from environments import FRAMEWORKS, environment_of, pins_of, stamp, why_not  # noqa: E402
+from environments import FRAMEWORKS, environment_of, stamp, why_not  # noqa: E402
 
 UV = ROOT / ".venv" / "bin" / "uv"
 # The newest Python for which the pinned packages have files.
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--torch", default="default", help="the build of PyTorch in .venv")
     given = parser.parse_args()
     framework = given.framework
-    with pins_of(framework, ROOT).open() as lock:
+    with (ROOT / "tools" / f"{framework}.txt").open() as lock:
         # Another call may be making it: the lock ends with that process.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not why_not(framework, ROOT):
@@ -96,7 +96,7 @@ def make(framework: str, python: str, torch: str) -> None:
     if folder.is_symlink():  # what it leads to belongs to another clone
         folder.unlink()
     (folder / ".ready").unlink(missing_ok=True)
-    pins = torch_build.entries(pins_of(framework, ROOT))
+    pins = torch_build.entries(ROOT / "tools" / f"{framework}.txt")
     hashes = ["--require-hashes"]
     if torch != "default":
         # Every other build than the index's is in PyTorch's own index, which then is in reach.

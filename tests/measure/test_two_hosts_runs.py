@@ -5,11 +5,10 @@ import json
 import pytest
 from hosts_program import BASE, CASES
 from safetensors.torch import load_file
-from two_hosts import ROOT, Torchrun, why_not
+from two_hosts import ROOT, Torchrun, TwoHosts, why_not
 
 from labkit import train_with
 from labkit.training.state import largest_difference
-from workbook.measure.hosts import TwoHosts
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.append(str(ROOT / "tools"))
 import torch_build  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="needs make")

@@ -20,7 +20,7 @@ from workbook.measure.elsewhere import environments
 from workbook.measure.elsewhere.environments import FRAMEWORKS, python_of, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.append(str(ROOT / "tools"))
 import torch_build  # noqa: E402
 
 # It notes what it is asked, and fails where the file "fails" names a word of that.

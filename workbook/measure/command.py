@@ -1,12 +1,11 @@
 """The command ``labkit bench``: run the benches; print, record and draw their results."""
 
-import glob
 import inspect
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit.files import check_writable
 from labkit.units import check_choice
 from workbook.measure.all_reduce import bench_all_reduce
 from workbook.measure.checkpoint import bench_checkpoint
@@ -14,7 +13,7 @@ from workbook.measure.ddp import bench_ddp
 from workbook.measure.launch import bench_launch
 from workbook.measure.pipeline import bench_pipeline
 from workbook.measure.placement import bench_placement
-from workbook.measure.record import Result, command_line, flag, machine, write
+from workbook.measure.record import Result, machine, write
 
 BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "launch": bench_launch,
@@ -25,7 +24,6 @@ BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "checkpoint": bench_checkpoint,
 }
 DRAWN = ("all-reduce", "placement")
-_PICTURES = (".png", ".svg")
 
 
 def main(
@@ -52,14 +50,25 @@ def main(
         OutputError: after the runs, a file could not be written.
     """
     chosen = names or list(BENCHES)
-    _check(chosen, settings, json_path, figure_path)
+    if len(chosen) > 1 and (json_path, figure_path) != (None, None):
+        raise ValueError(f"--json and --figure are for one bench: name {' or '.join(chosen)}")
+    where = {name: settings.pop(name) for name in ("device", "devices") if name in settings}
+    for name in chosen:
+        check_choice("bench", name, BENCHES)
+        if unknown := settings.keys() - inspect.signature(BENCHES[name]).parameters.keys():
+            raise ValueError(f"bench {name} has no {', '.join(unknown)}")
+    if figure_path is not None:
+        if chosen[0] not in DRAWN:
+            raise ValueError(f"bench {chosen[0]} draws no figure: {', '.join(DRAWN)} do")
+        if Path(figure_path).suffix not in (".png", ".svg"):
+            raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
     # A bench checks its settings when it is called, and runs when its results are iterated over.
-    runs = {name: BENCHES[name](**settings) for name in chosen}
+    runs = {name: BENCHES[name](**settings, where=where) for name in chosen}
     for name, results in runs.items():
-        parameters = inspect.signature(BENCHES[name]).parameters.values()
-        options = [one for one in parameters if one.kind is not one.KEYWORD_ONLY]
+        options = inspect.signature(BENCHES[name]).parameters.values()
         config = {one.name: settings.get(one.name, one.default) for one in options}
-        show(results, {"command": command_line(words), "config": config}, json_path, figure_path)
+        how = {"command": shlex.join(["labkit", *words]), "config": config | {"where": where}}
+        show(results, how, json_path, figure_path)
     return 0
 
 
@@ -72,7 +81,7 @@ def show(
     """Print each result as soon as it is there; then write all of them, and their figures.
 
     What is there is written also if the bench is stopped before its end. ``how`` is the record's
-    first part: at least ``command`` and ``config``.
+    first part: at least ``command`` and ``config``. Several figures go to ``FILE_NAME.png`` each.
     """
     found: list[Result] = []
     try:
@@ -80,41 +89,12 @@ def show(
             print(result, flush=True)
             found.append(result)
     finally:
+        rows = [row for result in found for row in result.rows()]
+        draws = {name: draw for result in found for name, draw in result.figures.items()}
+        figures = {}
+        for name, draw in draws.items() if figure_path else ():
+            path = Path(figure_path or "")
+            path = path.with_stem(f"{path.stem}_{name}") if len(draws) > 1 else path
+            figures[str(path)] = draw()
         if found:
-            rows = [row for result in found for row in result.rows()]
-            record = {} if json_path is None else how | {"rows": rows} | machine()
-            write(record, json_path, {} if figure_path is None else _figures(found, figure_path))
-
-
-def _figures(found: list[Result], figure_path: str) -> dict[str, Any]:
-    """One figure goes to ``FILE.png``; several to ``FILE_NAME.png`` each."""
-    draws = {name: draw for result in found for name, draw in result.figures.items()}
-    path = Path(figure_path)
-    return {
-        str(path.with_stem(f"{path.stem}_{name}") if len(draws) > 1 else path): draw()
-        for name, draw in draws.items()
-    }
-
-
-def _check(
-    chosen: Sequence[str], settings: dict[str, Any], json_path: str | None, figure_path: str | None
-) -> None:
-    """Raise ValueError for options that do not fit the bench or each other."""
-    for name in chosen:
-        check_choice("bench", name, BENCHES)
-        for setting in settings:
-            if setting not in inspect.signature(BENCHES[name]).parameters:
-                raise ValueError(f"bench {name} has no option {flag(setting)}")
-    if len(chosen) > 1 and (json_path, figure_path) != (None, None):
-        raise ValueError(f"--json and --figure are for one bench: name {' or '.join(chosen)}")
-    # --figure a.png may write several files, and a_2_ranks.png could be one of them.
-    if json_path is not None and Path(json_path).suffix in _PICTURES:
-        raise ValueError(f"--json {json_path}: a record is not a figure, name a .json file")
-    if figure_path is not None:
-        path = Path(figure_path)
-        if chosen[0] not in DRAWN:
-            raise ValueError(f"bench {chosen[0]} draws no figure: {', '.join(DRAWN)} do")
-        if path.suffix not in _PICTURES:
-            raise ValueError(f"cannot draw {path}: a figure is saved as .png or .svg")
-        for old in path.parent.glob(f"{glob.escape(path.stem)}_*{path.suffix}"):
-            check_writable(old)
+            write(how | {"rows": rows} | machine(), json_path, figures)

@@ -16,16 +16,13 @@ from labkit.comm.processes import loopback
 from labkit.devices import Plan, plan
 from labkit.runtime.launch import run
 from workbook.measure.record import Result
-from workbook.measure.turns import Where, check_settings, repeat_turns
+from workbook.measure.turns import ANYWHERE, Where, check_settings, repeat_turns
 
 OURS, THEIRS = "labkit.run", "torch.multiprocessing.spawn"
 
 
 def bench_launch(
-    world_sizes: tuple[int, ...] = (2, 4),
-    repeats: int = 3,
-    device: str = "auto",
-    devices: tuple[str, ...] | None = None,
+    world_sizes: tuple[int, ...] = (2, 4), repeats: int = 3, where: Where = ANYWHERE
 ) -> Iterator[Result]:
     """Time a small run, by ``labkit.run`` and by ``torch.multiprocessing.spawn``.
 
@@ -33,15 +30,9 @@ def bench_launch(
     number over them, and end them. The start of our forkserver, which only the first run of a
     program waits for, is left out.
 
-    Args:
-        world_sizes: of the runs; one result for each.
-        repeats: of each run.
-        device, devices: see ``labkit.run``.
-
     Raises:
         ValueError: an impossible world size, device or number of repeats, before anything runs.
     """
-    where = {"device": device, "devices": devices}
     check_settings("a launch", world_sizes, repeats, where, least=1)
 
     def results() -> Iterator[Result]:
@@ -60,14 +51,14 @@ def run_ours(world_size: int, where: Where) -> None:
     assert result.values == [float(world_size)] * world_size
 
 
+def _sum_one(comm: Comm) -> float:
+    return ring_all_reduce(comm, torch.ones(1, device=comm.device)).item()
+
+
 def run_spawned(world_size: int, where: Where) -> None:
     with tempfile.TemporaryDirectory(prefix="labkit-spawn-") as folder:
         arguments = world_size, f"{folder}/store", plan(world_size, **where)
         torch.multiprocessing.spawn(_spawned_rank, arguments, world_size)
-
-
-def _sum_one(comm: Comm) -> float:
-    return ring_all_reduce(comm, torch.ones(1, device=comm.device)).item()
 
 
 def _spawned_rank(rank: int, world_size: int, path: str, chosen: Plan) -> None:

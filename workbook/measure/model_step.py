@@ -21,10 +21,10 @@ def build(name: str) -> nn.Sequential:
 
 
 class ModelStep:
-    """A model and a batch of random samples, the same on every rank."""
+    """A model, the same on every rank, and a batch of random samples, the same by seed."""
 
-    def __init__(self, model: str, batch_size: int):
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, model: str, batch_size: int, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
         self.model = build(model)
         self.samples = torch.randn(batch_size, *SHAPE, generator=generator)
         self.classes = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)

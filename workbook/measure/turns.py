@@ -8,7 +8,7 @@ another contender, and they are compared by their ratios within a repeat. A turn
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +26,8 @@ FEWEST_REPEATS = 5
 _TIMEOUT_S = 1800
 
 # Where ranks run: ``device`` and ``devices`` as in ``labkit.run``.
-Where = dict[str, Any]
+Where = Mapping[str, Any]
+ANYWHERE: Where = {}
 # What one contender does when its turn comes; returns this rank's seconds.
 Turn = Callable[[], float]
 Name = TypeVar("Name")

@@ -1,6 +1,8 @@
 """The command ``labkit compare``: run or read a record, print its tables, write its figures."""
 
-import os
+import csv
+import io
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -9,8 +11,8 @@ from typing import Any
 from labkit.files import check_writable, write_atomically
 from workbook.measure.compare.figures import draw
 from workbook.measure.compare.measure import compare
-from workbook.measure.compare.summary import csv_tables, load, report
-from workbook.measure.record import command_line, flag, write
+from workbook.measure.compare.summary import load, report, rows
+from workbook.measure.record import write
 
 
 def main(
@@ -38,29 +40,23 @@ def main(
         ValueError, OSError: before anything runs, for settings or files that are impossible.
         OutputError: after the run, a file could not be written.
     """
-    for folder, ending in ((figures_dir, "png"), (csv_dir, "csv")):
-        if folder is None:
-            continue
-        if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-            raise ValueError(f"cannot write to {folder!r}: give a folder that exists")
-        for old in Path(folder).glob(f"compare_*.{ending}"):
-            check_writable(old)
-    if json_path is not None and Path(json_path).suffix == ".png":
-        raise ValueError(f"--json {json_path}: a record is not a figure, name a .json file")
-    record: dict[str, Any]
+    for folder in filter(None, (figures_dir, csv_dir)):
+        check_writable(Path(folder, "compare"))
     if from_path is None:
-        record = {"command": command_line(words)}
+        record: dict[str, Any] = {"command": shlex.join(["labkit", *words])}
         record |= compare(**settings, say=partial(print, flush=True))
     elif settings:
-        drop = ", ".join(map(flag, settings))
-        raise ValueError(f"--from draws what was recorded, and cannot change it: drop {drop}")
+        raise ValueError(f"--from draws what was recorded: drop {', '.join(settings)}")
     else:
         record = load(from_path)
     print(report(record))
     figures = {} if figures_dir is None else draw(record)
     paths = {f"{figures_dir}/compare_{name}.png": figure for name, figure in figures.items()}
-    tables = {} if csv_dir is None else csv_tables(record)
     write(record, json_path, paths)
-    for name, table in tables.items():
-        write_atomically(f"{csv_dir}/compare_{name}.csv", table)
+    for name, table in rows(record).items() if csv_dir is not None else ():
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(dict.fromkeys(key for row in table for key in row)))
+        writer.writeheader()
+        writer.writerows(table)
+        write_atomically(f"{csv_dir}/compare_{name}.csv", text.getvalue())
     return int(any(row["failed"] for row in record["skipped"]))
