@@ -23,7 +23,6 @@ from labkit.files import check_writable
 from labkit.units import parse_bytes
 from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce
 from workbook.measure.command import show
-from workbook.measure.turns import agree
 
 PROGRAM = Path(__file__).with_name("mpi_rank.py")
 TIMEOUT_S = 30.0
@@ -48,7 +47,8 @@ def main() -> None:
     sizes = tuple(map(parse_bytes, given.sizes.split(","))) if given.sizes else SIZES_BYTES
     settings = {"world_sizes": world_sizes, "sizes_bytes": sizes, "repeats": given.repeats}
     check_writable(given.json, given.figure)
-    results = bench_all_reduce(**settings, where={"device": "cpu"}, guests={"MPI": mpi_turns})
+    more = {"repeats": given.repeats, "where": {"device": "cpu"}, "guests": {"MPI": mpi_turns}}
+    results = (one for n in world_sizes for one in bench_all_reduce(n, sizes, **more))
     # A test start: mpirun, or mpi4py, says itself what is missing.
     most = max(world_sizes)
     with start(most, stdout=subprocess.PIPE, text=True) as tried:
@@ -77,7 +77,7 @@ def mpi_turns(comm: Comm) -> Iterator[Callable[[int], float]]:
                 print(num_bytes, file=rank, flush=True)
             # A rank that has ended, as its result was wrong, answers with an empty line.
             seconds = max((float(rank.readline()) for rank in ranks), default=0.0)
-            agree(comm, 0)
+            comm.barrier()
             return seconds
 
         yield turn

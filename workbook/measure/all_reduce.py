@@ -20,22 +20,12 @@ from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link, all_reduce_seconds, crossover_bytes
 from labkit.training.measured import measure_link
-from labkit.units import MOST_BYTES, check_integer, format_bytes
+from labkit.units import format_bytes
 from workbook.measure.record import Result
 from workbook.measure.spread import Spread
-from workbook.measure.turns import (
-    ANYWHERE,
-    Where,
-    check_settings,
-    on_ranks,
-    process_groups,
-    slowest,
-    take_turns,
-    timed,
-)
+from workbook.measure.turns import Where, on_ranks, slowest, take_turns, timed
 
 SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
-_BUDGET_S = 5.0  # for the repeats of one size
 _MODELLED = ("naive", "tree", "ring")
 _REFERENCES = ("gloo", "MPI", "NCCL")
 # More curves than these hide each other.
@@ -49,40 +39,23 @@ Guest = Callable[[Comm], contextlib.AbstractContextManager[Callable[[int], float
 
 
 def bench_all_reduce(
-    world_sizes: tuple[int, ...] = (2, 4),
-    sizes_bytes: tuple[int, ...] = SIZES_BYTES,
-    repeats: int = 50,
-    where: Where = ANYWHERE,
+    world_size: int,
+    sizes_bytes: tuple[int, ...],
+    repeats: int,
+    where: Where,
     guests: Mapping[str, Guest] | None = None,
 ) -> Iterator[Result]:
-    """Time all available all-reduces on float32 tensors; yield one result per world size.
+    """Time all available all-reduces on float32 tensors of these sizes, multiples of 4.
 
     The tensors are in ordinary memory, not placed in shared memory beforehand. Every turn starts
-    from the same values, and every rank checks its result.
-
-    Args:
-        world_sizes: of the runs, each at least 2.
-        sizes_bytes: S, multiples of 4.
-        repeats: at most; large tensors get fewer, at least 5.
-        where: the ranks' devices; NCCL takes part where each rank has a GPU.
-        guests: additional contenders by name, as ``tools/bench_mpi.py`` adds MPI.
-
-    Raises:
-        ValueError: impossible sizes or world sizes, before anything runs.
-        WorkerError: a contender failed, or its result was wrong.
+    from the same values, and every rank checks its result: a wrong one is an error. NCCL takes
+    part where each rank has a GPU; ``guests`` are additional contenders by name, as
+    ``tools/bench_mpi.py`` adds MPI.
     """
-    check_settings("an all-reduce", world_sizes, repeats, where)
-    for size in sizes_bytes:
-        check_integer("a size in bytes", size, least=4, most=MOST_BYTES)
-        if size % 4:
-            raise ValueError(f"{size} bytes do not divide into float32: give a multiple of 4")
-
-    def result(P: int) -> Result:
-        link = measure_link(P, "exchange", gamma=True, **where)
-        settings = sizes_bytes, repeats, dict(guests or {})
-        return result_of(slowest(on_ranks(measure, *settings, world_size=P, where=where)), link, P)
-
-    return map(result, world_sizes)
+    link = measure_link(world_size, "exchange", gamma=True, **where)
+    settings = sizes_bytes, repeats, dict(guests or {})
+    seconds = slowest(on_ranks(measure, *settings, world_size=world_size, where=where))
+    yield result_of(seconds, link, world_size)
 
 
 def measure(
@@ -99,18 +72,20 @@ def measure(
         transport = TorchTransport("gloo", comm.device)
         over_gloo = Comm(comm.rank, comm.world_size, comm.device, transport, keep_spans=1000)
         algorithms["ring over gloo"] = partial(collectives.ring_all_reduce, over_gloo)
+    backends = {"gloo": "gloo", "labkit": "labkit backend"}
+    if comm.device.type == "cuda":
+        backends = {"gloo": "gloo"} | ({"nccl": "NCCL"} if dist.get_backend() == "nccl" else {})
+    for backend, name in backends.items():
+        algorithms[name] = partial(dist.all_reduce, group=dist.new_group(backend=backend))
     found = {}
-    with process_groups(comm) as groups, contextlib.ExitStack() as stack:
-        for backend, group in groups.items():
-            name = "labkit backend" if backend == "labkit" else backend
-            algorithms[name] = partial(dist.all_reduce, group=group)
+    with contextlib.ExitStack() as stack:
         entered = {name: stack.enter_context(guest(comm)) for name, guest in guests.items()}
         for number, size in enumerate(sizes_bytes):
             comm.progress(number, len(sizes_bytes), format_bytes(size))
             tensors = Tensors(comm, size)
             turns = {n: partial(tensors.turn, n, one) for n, one in algorithms.items()}
             turns |= {name: partial(guest, size) for name, guest in entered.items()}
-            found[size] = take_turns(comm, turns, repeats, _BUDGET_S)
+            found[size] = take_turns(turns, repeats)
     return found
 
 
@@ -149,8 +124,7 @@ class Tensors:
 def result_of(seconds: dict[int, dict[str, list[float]]], link: Link, world_size: int) -> Result:
     """The result of the slowest rank's seconds, and the model beside it.
 
-    ``bus_GB/s`` is 2 (P - 1) / P x S / t, which each link of a ring carries (busbw of
-    nccl-tests).
+    ``bus_GB/s`` is 2 (P - 1) / P x S / t, which each link of a ring carries (busbw of nccl-tests).
     """
 
     def model_s(size: int, name: str, spread: Spread | None = None) -> float | None:
@@ -174,7 +148,7 @@ def result_of(seconds: dict[int, dict[str, list[float]]], link: Link, world_size
         title = f"All-reduce on {world_size} ranks"
         return size_curves(curves, model, crossover, between=("tree", "ring"), title=title)
 
-    where = format_bytes(crossover) if math.isfinite(crossover) else "never"
+    overtakes = format_bytes(crossover) if math.isfinite(crossover) else "never"
     return Result(
         f"All-reduce of float32 in place, {world_size} ranks, in turns",
         {"world_size": world_size},
@@ -182,6 +156,6 @@ def result_of(seconds: dict[int, dict[str, list[float]]], link: Link, world_size
         tuple(name for name in _REFERENCES if name in present),
         "size_bytes",
         {"bus_GB/s": bus, "model_s": model_s, "measured/model": ratio},
-        (str(link), f"The ring overtakes the tree in the model: {where}."),
+        (str(link), f"The ring overtakes the tree in the model: {overtakes}."),
         {f"{world_size}_ranks": figure},
     )

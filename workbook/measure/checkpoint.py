@@ -7,6 +7,7 @@ a plain file of safetensors by rank 0 alone.
 import itertools
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,57 +19,30 @@ from labkit.strategies.ddp import DDP
 from labkit.training import checkpoint
 from labkit.training.checkpoint import Facts
 from labkit.units import format_bytes
-from workbook.measure.model_step import ModelStep
 from workbook.measure.record import Result
-from workbook.measure.turns import (
-    ANYWHERE,
-    Where,
-    check_settings,
-    on_ranks,
-    slowest,
-    take_turns,
-    timed,
-)
+from workbook.measure.steps import step_of
+from workbook.measure.turns import Where, on_ranks, slowest, take_turns, timed
 
-MODELS = ("resnet18", "small_cnn")
 SAVE, PLAIN = "checkpoint", "safetensors alone"
-_SAMPLES_PER_RANK, _BUDGET_S = 32, 60.0
 
 
-def bench_checkpoint(
-    world_sizes: tuple[int, ...] = (2,),
-    models: tuple[str, ...] = MODELS,
-    repeats: int = 20,
-    where: Where = ANYWHERE,
-) -> Iterator[Result]:
-    """Time checkpoints and plain files, one result for each model and world size.
-
-    ``repeats`` are turns at most; slow models get fewer, at least 5.
-
-    Raises:
-        ValueError: an impossible world size, before anything runs.
-        WorkerError: a checkpoint failed.
-    """
-    check_settings("a checkpoint", world_sizes, repeats, where, least=1)
-
-    def result(world_size: int, model: str) -> Result:
-        with tempfile.TemporaryDirectory(prefix="labkit-checkpoints-") as folder:
-            by_rank = on_ranks(measure, model, repeats, folder, world_size=world_size, where=where)
-        num_bytes = by_rank[0]["num_bytes"]
-        return Result(
-            f"Checkpoints of {model} ({format_bytes(num_bytes)}), {world_size} ranks, in turns",
-            {"model": model, "world_size": world_size, "num_bytes": num_bytes},
-            {"": slowest([rank["seconds"] for rank in by_rank])},
-            (PLAIN,),
-        )
-
-    return itertools.starmap(result, itertools.product(world_sizes, models))
+def bench_checkpoint(world_size: int, model: str, repeats: int, where: Where) -> Iterator[Result]:
+    """Time checkpoints and plain files."""
+    with tempfile.TemporaryDirectory(prefix="labkit-checkpoints-") as folder:
+        by_rank = on_ranks(measure, model, repeats, folder, world_size=world_size, where=where)
+    num_bytes = by_rank[0]["num_bytes"]
+    yield Result(
+        f"Checkpoints of {model} ({format_bytes(num_bytes)}), {world_size} ranks, in turns",
+        {"model": model, "world_size": world_size, "num_bytes": num_bytes},
+        {"": slowest([rank["seconds"] for rank in by_rank])},
+        (PLAIN,),
+    )
 
 
 def measure(comm: Comm, model: str, repeats: int, folder: str) -> dict[str, Any]:
     """Measure on this rank: seconds by contender, and the bytes of the checkpoint's tensors."""
     strategy, numbers = DDP(), itertools.count(1)
-    ModelStep(model, _SAMPLES_PER_RANK).of(strategy, comm)()
+    step_of(strategy, comm, model, batch_size=32 * comm.world_size)()
     state = {name: t for name, t in strategy.state().items() if not name.startswith("own/")}
     state = state if comm.rank == 0 else {"random": torch.get_rng_state()}
     # It refuses tensors that share memory.
@@ -85,6 +59,6 @@ def measure(comm: Comm, model: str, repeats: int, folder: str) -> dict[str, Any]
             path.unlink(missing_ok=True)
             save_file(alone, path)
 
-    turns = {SAVE: lambda: timed(comm, save), PLAIN: lambda: timed(comm, plain)}
-    seconds = take_turns(comm, turns, repeats, _BUDGET_S)
-    return {"seconds": seconds, "num_bytes": sum(tensor.nbytes for tensor in state.values())}
+    turns = {SAVE: partial(timed, comm, save), PLAIN: partial(timed, comm, plain)}
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    return {"seconds": take_turns(turns, repeats), "num_bytes": num_bytes}

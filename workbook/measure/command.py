@@ -1,27 +1,42 @@
 """The command ``labkit bench``: run the benches; print, record and draw their results."""
 
-import inspect
+import itertools
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit.units import check_choice
-from workbook.measure.all_reduce import bench_all_reduce
+from labkit.devices import check_world_size, plan
+from labkit.units import check_choice, check_integer
+from labkit.workload.models import MODELS
+from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce
 from workbook.measure.checkpoint import bench_checkpoint
-from workbook.measure.ddp import bench_ddp
 from workbook.measure.launch import bench_launch
-from workbook.measure.pipeline import bench_pipeline
 from workbook.measure.placement import bench_placement
 from workbook.measure.record import Result, machine, write
+from workbook.measure.steps import bench_ddp, bench_pipeline
+from workbook.measure.turns import Where
 
-BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
-    "launch": bench_launch,
-    "all-reduce": bench_all_reduce,
-    "ddp": bench_ddp,
-    "placement": bench_placement,
-    "pipeline": bench_pipeline,
-    "checkpoint": bench_checkpoint,
+# Name -> what runs it, on one number of ranks and one model, and its options with their defaults.
+BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
+    "launch": (bench_launch, {"world_sizes": (2, 4), "repeats": 3}),
+    "all-reduce": (
+        bench_all_reduce,
+        {"world_sizes": (2, 4), "sizes_bytes": SIZES_BYTES, "repeats": 30},
+    ),
+    "ddp": (
+        bench_ddp,
+        {"world_sizes": (2,), "models": ("small_cnn", "resnet18", "vgg16"), "repeats": 20},
+    ),
+    "placement": (bench_placement, {"repeats": 6}),
+    "pipeline": (
+        bench_pipeline,
+        {"world_sizes": (2,), "models": ("vgg16", "resnet18"), "repeats": 10},
+    ),
+    "checkpoint": (
+        bench_checkpoint,
+        {"world_sizes": (2,), "models": ("resnet18", "small_cnn"), "repeats": 20},
+    ),
 }
 DRAWN = ("all-reduce", "placement")
 
@@ -40,7 +55,7 @@ def main(
         json_path: where to write one bench's results, with hardware and versions.
         figure_path: where to write its figures.
         words: the command line, for the record.
-        settings: those arguments of the benches that the command line gives.
+        settings: those options of the benches that the command line gives, and where ranks run.
 
     Returns:
         0, the exit status.
@@ -52,24 +67,49 @@ def main(
     chosen = names or list(BENCHES)
     if len(chosen) > 1 and (json_path, figure_path) != (None, None):
         raise ValueError(f"--json and --figure are for one bench: name {' or '.join(chosen)}")
+    if figure_path is not None and Path(figure_path).suffix not in (".png", ".svg"):
+        raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
     where = {name: settings.pop(name) for name in ("device", "devices") if name in settings}
     for name in chosen:
         check_choice("bench", name, BENCHES)
-        if unknown := settings.keys() - inspect.signature(BENCHES[name]).parameters.keys():
+        options = BENCHES[name][1]
+        if unknown := settings.keys() - options:
             raise ValueError(f"bench {name} has no {', '.join(unknown)}")
-    if figure_path is not None:
-        if chosen[0] not in DRAWN:
-            raise ValueError(f"bench {chosen[0]} draws no figure: {', '.join(DRAWN)} do")
-        if Path(figure_path).suffix not in (".png", ".svg"):
-            raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
-    # A bench checks its settings when it is called, and runs when its results are iterated over.
-    runs = {name: BENCHES[name](**settings, where=where) for name in chosen}
-    for name, results in runs.items():
-        options = inspect.signature(BENCHES[name]).parameters.values()
-        config = {one.name: settings.get(one.name, one.default) for one in options}
+        if figure_path is not None and name not in DRAWN:
+            raise ValueError(f"bench {name} draws no figure: {', '.join(DRAWN)} do")
+        check(options | settings, where)
+    for name in chosen:
+        bench, options = BENCHES[name]
+        config = options | settings
         how = {"command": shlex.join(["labkit", *words]), "config": config | {"where": where}}
-        show(results, how, json_path, figure_path)
+        show(results(bench, config, where), how, json_path, figure_path)
     return 0
+
+
+def check(config: dict[str, Any], where: Where) -> None:
+    """Raise ValueError for settings with which no bench could run."""
+    check_integer("repeats", config["repeats"])
+    for world_size in config.get("world_sizes", (2,)):
+        check_world_size(world_size)
+        check_integer("the world size of a bench", world_size, least=2)
+        plan(world_size, **where)
+    for model in config.get("models", ()):
+        check_choice("model", model, MODELS)
+    for size in config.get("sizes_bytes", ()):
+        check_integer("a size in bytes", size, least=4)
+        if size % 4:
+            raise ValueError(f"{size} bytes do not divide into float32: give a multiple of 4")
+
+
+def results(
+    bench: Callable[..., Iterable[Result]], config: dict[str, Any], where: Where
+) -> Iterator[Result]:
+    """The results of a bench, one number of ranks and one model after the other."""
+    varied = {"world_sizes": "world_size", "models": "model"}
+    each = [[(varied[key], one) for one in config[key]] for key in varied if key in config]
+    rest = {key: value for key, value in config.items() if key not in varied}
+    for one in itertools.product(*each):
+        yield from bench(**dict(one), **rest, where=where)
 
 
 def show(
@@ -92,9 +132,10 @@ def show(
         rows = [row for result in found for row in result.rows()]
         draws = {name: draw for result in found for name, draw in result.figures.items()}
         figures = {}
-        for name, draw in draws.items() if figure_path else ():
-            path = Path(figure_path or "")
-            path = path.with_stem(f"{path.stem}_{name}") if len(draws) > 1 else path
-            figures[str(path)] = draw()
+        if figure_path is not None:
+            path = Path(figure_path)
+            several = len(draws) > 1
+            named = {n: path.with_stem(f"{path.stem}_{n}") if several else path for n in draws}
+            figures = {str(named[name]): draw() for name, draw in draws.items()}
         if found:
             write(how | {"rows": rows} | machine(), json_path, figures)

@@ -8,7 +8,6 @@ Without a pipeline, the predicted steps of all cuts of VGG16 are within 0.1 % of
 a hop is short compared with a step: the planner's choice among them then says little.
 """
 
-import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -20,53 +19,30 @@ from labkit.placement.planner import Profile, predict_split
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.training.measured import measure_link, measure_profile, measure_split
-from labkit.workload.layers import layers_of
-from workbook.measure.model_step import SHAPE, ModelStep
 from workbook.measure.record import Result
-from workbook.measure.turns import (
-    ANYWHERE,
-    Where,
-    check_settings,
-    on_ranks,
-    repeat_turns,
-    slowest,
-    timed,
-)
+from workbook.measure.steps import MICRO_BATCHES, SHAPE, step_of
+from workbook.measure.turns import Where, on_ranks, repeat_turns, slowest, timed
 
 MODEL = "vgg16"
 BATCH_SIZES = (8, 32)
-BACKBONE = 31  # layers of the feature extractor, which the reference project froze
-CUTS_BATCH, MICRO_BATCHES = 16, 4
+CUTS_BATCH = 16
 
 
-def bench_placement(repeats: int = 6, where: Where = ANYWHERE) -> Iterator[Result]:
+def bench_placement(repeats: int, where: Where) -> Iterator[Result]:
     """Measure the hops and cuts of VGG16, with one process per stage.
 
     On GPUs the hops are timed by CUDA events; placements with more stages than GPUs are measured
     with stages that share one.
-
-    Args:
-        repeats: counted steps of each placement and of each single cut.
-        where: the stages' devices.
-
-    Raises:
-        ValueError: an impossible number of repeats or device, before anything runs.
-        WorkerError: a stage failed.
     """
-    check_settings("a placement", (2,), repeats, where)
-
-    def results() -> Iterator[Result]:
-        link = measure_link(**where)
-        yield measure_placements(link, repeats, where)
-        profile = measure_profile(MODEL, batch_size=CUTS_BATCH, input_shape=SHAPE, **where)
-        for micro_batches in (1, MICRO_BATCHES):
-            yield measure_cuts(profile, link, micro_batches, repeats, where)
-
-    return results()
+    link = measure_link(**where)
+    yield measure_placements(link, repeats, where)
+    profile = measure_profile(MODEL, batch_size=CUTS_BATCH, input_shape=SHAPE, **where)
+    for micro_batches in (1, MICRO_BATCHES):
+        yield measure_cuts(profile, link, micro_batches, repeats, where)
 
 
 def measure_placements(link: Link, repeats: int, where: Where) -> Result:
-    """Measure the hops of every placement, with all layers trained and with a frozen backbone."""
+    """Measure the hops of every placement."""
     # Not at the top: every rank of a bench imports this module, and does not need matplotlib.
     from workbook.plots.communication_time import communication_time, hop_rows
 
@@ -75,17 +51,12 @@ def measure_placements(link: Link, repeats: int, where: Where) -> Result:
     for batch_size in BATCH_SIZES:
         batch: dict[str, Any] = {"batch_size": batch_size, "input_shape": SHAPE} | dict(where)
         profile = measure_profile(MODEL, **batch, repeats=1)
-        for (name, points), frozen in itertools.product(VGG16_SPLITS.items(), (0, BACKBONE)):
-            if not points:
-                continue
-            predicted = predict_split(profile, points, link, frozen=frozen)
-            measured = measure_split(MODEL, points, **batch, frozen=frozen, steps=repeats)
-            case = f"{name}, trained: {'head' if frozen else 'all'}"
-            for row in hop_rows(name, measured, predicted):
+        for name, points in VGG16_SPLITS.items():
+            measured = measure_split(MODEL, points, **batch, steps=repeats)
+            for row in hop_rows(name, measured, predict_split(profile, points, link)):
                 hop = f"cut {row['cut']}, {row['direction']}, batch of {batch_size}"
-                rows[case, hop] = row | {"frozen": frozen}
-                seconds.setdefault(case, {})[hop] = row["seconds"]
-    drawn = [row for row in rows.values() if not row["frozen"]]
+                rows[name, hop] = row
+                seconds.setdefault(name, {})[hop] = row["seconds"]
     return Result(
         "Communication of VGG16's placements, per step",
         {"what": "placements"},
@@ -95,7 +66,7 @@ def measure_placements(link: Link, repeats: int, where: Where) -> Result:
             "num_bytes": lambda case, hop, spread: rows[case, hop]["num_bytes"],
             "model_s": lambda case, hop, spread: rows[case, hop]["model_s"],
         },
-        figures={"hops": lambda: communication_time(drawn)},
+        figures={"hops": lambda: communication_time(rows.values())},
     )
 
 
@@ -111,7 +82,7 @@ def measure_cuts(
         for cut in range(1, len(profile.layers))
     }
     planned = min(predicted_s, key=predicted_s.__getitem__)
-    settings = profile.model, profile.batch_size, micro_batches, repeats
+    settings = (profile.model, profile.batch_size, micro_batches, len(profile.layers), repeats)
     seconds = slowest(on_ranks(_measure_cuts, *settings, world_size=2, where=where))
     how = f"{micro_batches} micro-batches" if micro_batches > 1 else "not pipelined"
     title = f"Every cut of {profile.model}, batch of {profile.batch_size}, {how}"
@@ -138,18 +109,16 @@ def measure_cuts(
 
 
 def _measure_cuts(
-    comm: Comm, model: str, batch_size: int, micro_batches: int, repeats: int
+    comm: Comm, model: str, batch_size: int, micro_batches: int, layers: int, repeats: int
 ) -> dict[str, list[float]]:
     """Measure on this rank the seconds of a step by cut."""
-    model_step = ModelStep(model, batch_size)
 
     def turn(cut: int) -> float:
         # The stage is freed after its turn: kept for all cuts, stages would take a model per cut.
         pipelined = micro_batches > 1
         strategy = Pipeline((cut,), micro_batches) if pipelined else ModelParallel((cut,))
-        step = model_step.of(strategy, comm)
+        step = step_of(strategy, comm, model, batch_size)
         step()
         return timed(comm, step)
 
-    cuts = range(1, len(layers_of(model_step.model)))
-    return repeat_turns({f"cut {cut}": partial(turn, cut) for cut in cuts}, repeats)
+    return repeat_turns({f"cut {cut}": partial(turn, cut) for cut in range(1, layers)}, repeats)

@@ -15,14 +15,22 @@ from matplotlib.ticker import MaxNLocator
 
 from labkit.units import format_count, format_number, format_seconds, second_unit
 from workbook.measure.compare import summary
-from workbook.measure.compare.summary import SINGLE, VARIED, Record, present, runs_of, series
+from workbook.measure.compare.summary import (
+    SINGLE,
+    VARIED,
+    Record,
+    present,
+    runs_of,
+    series,
+    varied,
+)
 from workbook.measure.panels import draw_grid, draw_rows, label_rows
 from workbook.measure.spread import Spread
 from workbook.plots import bars, learning_curves
 from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn, joined
 from workbook.plots.palette import DARK, SERIES, Style, styles_of, swatch
 
-OURS, THEIRS, THEIRS_ON_OURS, ONE = "labkit", "PyTorch", "PyTorch on labkit", "one device"
+OURS, THEIRS, THEIRS_ON_OURS, ONE = ("labkit", "PyTorch", "PyTorch on labkit", "one device")
 LOOKS: dict[str, tuple[Style, str, Any]] = dict(
     zip((OURS, THEIRS, THEIRS_ON_OURS), SERIES, strict=False)
 ) | {ONE: (Style(DARK), "", ":")}
@@ -41,10 +49,8 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
         found["epochs"] = breakdown(record)
     if record.get("loading") and SINGLE in present(record):
         found["loading"] = loading(record)
-    for field in VARIED:
-        name = "ranks" if field == "world_size" else field
-        if len({setting[field] for setting in record["settings"]}) > 1 and _ours(record):
-            found[name] = epoch_time(record, field)
+    for field in varied(record) if _ours(record) else ():
+        found["ranks" if field == "world_size" else field] = epoch_time(record, field)
     return found
 
 
@@ -87,10 +93,11 @@ def epoch_time(record: Record, field: str) -> CaptionedFigure:
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.minorticks_off()
         axes.margins(x=0.08)
-        axes.set_ylim(bottom=0)
 
     title = f"Epoch time by {VARIED[field]}"
     figure = draw_grid(_ours(record), panel, VARIED[field], "epoch time (s)", title)
+    # Once all are drawn: the panels share the axis.
+    figure.axes[0].set_ylim(bottom=0)
     present_looks = [look for look in LOOKS if look in drawn_looks]
     add_legend(figure, [Line2D([], [], label=look, **line(look)) for look in present_looks])
     told = _ends(points)

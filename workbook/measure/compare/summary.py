@@ -17,30 +17,18 @@ from workbook.measure.spread import Spread, Table, ratios
 
 SINGLE = "single"
 Record = dict[str, Any]
-_PARTS = {"config", "contenders", "settings", "runs", "skipped", "hardware", "versions"}
 # Field of a setting -> its name in tables.
 VARIED = {"world_size": "ranks", "train_size": "training samples", "batch_size": "global batch"}
 _RULES = """\
 Medians of repeats (quartiles), contenders in turns; an epoch's time leaves out the first epoch
 (warm-up), evaluation and launch. Of the ranks of a parameter server one only serves, and those of
-a split model are stages. Peak memory is that of the rank, or the GPU, that took most during the
-steps. Here {cores} share the work: more ranks add no cores."""
+a split model are stages. More ranks than cores or GPUs take turns on them. Peak memory is that of
+the rank, or the GPU, that took most during the steps."""
 
 
 def load(path: str | Path) -> Record:
-    """Read a record that ``labkit compare --json`` wrote.
-
-    Raises:
-        ValueError: the file is not a record.
-        OSError: the file cannot be read.
-    """
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not a record of labkit compare: {error}") from None
-    if not isinstance(record, dict) or not record.keys() >= _PARTS:
-        raise ValueError(f"{path} is not a record of labkit compare: give what its --json wrote")
-    return record
+    """Read a record that ``labkit compare --json`` wrote."""
+    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def epoch_seconds(run: dict) -> float:
@@ -65,6 +53,11 @@ def present(record: Record) -> dict[str, dict]:
     """The contenders that ran in the main setting, by name, in the record's order."""
     ran = {run["contender"] for run in record["runs"] if run["setting"] == 0}
     return {one["name"]: one for one in record["contenders"] if one["name"] in ran}
+
+
+def varied(record: Record) -> list[str]:
+    """The fields in which settings differ."""
+    return [one for one in VARIED if len({setting[one] for setting in record["settings"]}) > 1]
 
 
 def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
@@ -106,16 +99,6 @@ def times_faster(record: Record, contender: str, other: str | None) -> list[floa
     return ratios(epoch_times(record, other or ""), epoch_times(record, contender))
 
 
-def peak_bytes(record: Record, contender: str) -> list[float]:
-    """By repeat, the peak memory of the rank, or the GPU, that took most; empty if unknown."""
-    found = []
-    for run in runs_of(record, contender):
-        sizes = [PeakMemory(**one).largest_bytes for one in run.get("peak_memory", ()) if one]
-        if known := [size for size in sizes if size is not None]:
-            found.append(max(known))
-    return found
-
-
 def epoch_phases(record: Record, names: tuple[str, ...] = ()) -> dict[str, list[dict[str, float]]]:
     """Of each contender and role in the main setting: ``{kind: seconds}`` of every epoch.
 
@@ -143,29 +126,26 @@ def epoch_phases(record: Record, names: tuple[str, ...] = ()) -> dict[str, list[
 def report(record: Record) -> str:
     """The tables that the command prints."""
     config, main, hardware = record["config"], record["settings"][0], record["hardware"]
-    cores = format_count(hardware["cores"], "core")
-    machine = ", ".join(hardware["gpus"]) or f"{cores} of {hardware['cpu']}"
+    cores = f"{format_count(hardware['cores'], 'core')} of {hardware['cpu']}"
     headline = (
         f"{config['model']} on {config['dataset']}: {main['train_size']} samples, global batch "
         f"{main['batch_size']}, {main['epochs']} epochs, world size {main['world_size']}; "
-        f"{machine}\n{_RULES.format(cores=cores)}"
+        f"{', '.join(hardware['gpus']) or cores}\n{_RULES}"
     )
-    target = f"{config['target']:.0%}"
+    target, names = f"{config['target']:.0%}", present(record)
     heads = ("contender", "epoch", "one device's / its", "PyTorch's / ours")
     heads += (f"epochs to {target}", f"time to {target}", "accuracy", "from one device")
     heads += ("replicas", "sent per rank", "peak memory")
-    names = present(record)
     parts = [headline, str(Table(heads, tuple(_row(record, one) for one in names.values())))]
-    for field, what in VARIED.items():
+    for field in varied(record):
         times = {name: series(record, name, field) for name in names}
         values = sorted({value for by_value in times.values() for value in by_value})
-        if len({setting[field] for setting in record["settings"]}) > 1:
-            rows = [
-                (name, *(_spread(by_value.get(v, []), format_seconds) for v in values))
-                for name, by_value in times.items()
-            ]
-            heads = (f"epoch by {what}", *(f"{value:,}" for value in values))
-            parts.append(str(Table(heads, tuple(rows))))
+        rows = [
+            (name, *(_spread(by_value.get(v, []), format_seconds) for v in values))
+            for name, by_value in times.items()
+        ]
+        heads = (f"epoch by {VARIED[field]}", *(f"{value:,}" for value in values))
+        parts.append(str(Table(heads, tuple(rows))))
     for row in record["skipped"]:
         what = "failed" if row["failed"] else "not run"
         ranks = format_count(row["world_size"], "rank")
@@ -180,10 +160,12 @@ def _row(record: Record, contender: dict) -> tuple[str, ...]:
     if times := reached(record, name):
         epochs, seconds = map(statistics.median, zip(*times))
         to_reach = [format_number(epochs), format_seconds(seconds)]
-    far = [run["difference_from_single"] for run in runs if "difference_from_single" in run]
+    far = [run.get("difference_from_single", "unknown") for run in runs]
     # JSON has no NaN: in a run whose parameters diverged, null is stored instead.
-    apart = f"{max(far):.1g}" if far and None not in far else "not finite" if far else "-"
+    apart = "not finite" if None in far else "-" if "unknown" in far else f"{max(far):.1g}"
     sent = [max(run["bytes_sent"]) for run in runs if run["bytes_sent"]]
+    ranks = [[PeakMemory(**one) for one in run.get("peak_memory", ()) if one] for run in runs]
+    peaks = [max(rank.largest_bytes or 0 for rank in own) for own in ranks if own]
     accuracy = statistics.median(run["epochs"][-1]["test_accuracy"] for run in runs)
     return (
         name,
@@ -192,32 +174,14 @@ def _row(record: Record, contender: dict) -> tuple[str, ...]:
         _spread(times_faster(record, name, contender["counterpart"]), format_number),
         *to_reach,
         f"{accuracy:.1%}",
-        "own pace" if contender["own_pace"] else apart,
+        apart,
         "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
-        format_bytes(statistics.median(sent)) if sent else "-",
-        _spread(peak_bytes(record, name), format_bytes),
+        _spread(sent, format_bytes),
+        _spread(peaks, format_bytes),
     )
 
 
 def _spread(repeats: list[float], text: Callable[[float], str]) -> str:
-    if len(repeats) > 1:
+    if len(set(repeats)) > 1:
         return Spread.of(repeats).text(text)
     return text(repeats[0]) if repeats else "-"
-
-
-def rows(record: Record) -> dict[str, list[dict[str, Any]]]:
-    """The record's numbers by name of a table: a row per epoch, phase of an epoch, and loading."""
-    found: dict[str, list[dict[str, Any]]] = {"epochs": [], "phases": [], "loading": []}
-    for run in record["runs"]:
-        setting = record["settings"][run["setting"]]
-        named = {"contender": run["contender"], **{name: setting[name] for name in VARIED}}
-        named["repeat"] = run["repeat"] + 1
-        for number, epoch in enumerate(run["epochs"], start=1):
-            found["epochs"].append(named | {"epoch": number} | epoch)
-        for role, epochs in run.get("epoch_phases_s", {}).items():
-            for number, kinds in enumerate(epochs, start=1):
-                at = named | {"epoch": number, "role": role}
-                found["phases"] += [at | {"kind": k, "seconds": s} for k, s in kinds.items()]
-    for row in record.get("loading", ()):
-        found["loading"] += [row | {"seconds": seconds} for seconds in row["seconds"]]
-    return found

@@ -169,7 +169,7 @@ def _train(folder: Path, strategy: str, comm: Comm) -> dict[str, Any]:
     torch.set_num_threads(1)  # as on a device of its own
     sys.path.insert(0, str(folder))
     module: Any = importlib.import_module("experiment")
-    experiment, model = module.Experiment.load(folder / "experiment.npz"), initial_model()
+    experiment, model = (module.Experiment.load(folder / "experiment.npz"), initial_model())
     technique = strategies.get(strategy)()
     rates = {"lr": experiment.lr, "momentum": experiment.momentum}
     technique.setup(comm, model, partial(torch.optim.SGD, **rates))
@@ -219,7 +219,10 @@ def run_command(words: Sequence[str], log: Path, limit_s: float) -> int:
     Raises:
         subprocess.TimeoutExpired: it was ended after ``limit_s``.
     """
-    mark, pipes = secrets.token_hex(8), {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    mark, pipes = (
+        secrets.token_hex(8),
+        {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT},
+    )
     settings = os.environ | _ENVIRONMENT | {_MARK: mark, "TMPDIR": str(log.parent)}
     with log.open("wb") as output:
         process = subprocess.Popen(
