@@ -21,6 +21,18 @@ ROOT = Path(__file__).resolve().parents[1]
 STARTED_S = time.time()
 _TESTS = itertools.count()
 LAB = pytest.StashKey()
+# What takes minutes, or an environment that a fresh clone lacks: ``make test-more``.
+MORE = (
+    "measure/test_elsewhere_tensorflow.py",
+    "measure/test_horovod_digits.py",
+    "measure/test_ray_two_hosts.py",
+    "measure/test_two_hosts.py",
+    "measure/test_two_hosts_runs.py",
+    "project/test_pretended.py",
+    "project/test_scripts.py",
+    "runtime/test_ray.py",
+    "runtime/test_storm.py",
+)
 
 
 def pytest_addoption(parser):
@@ -38,6 +50,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "browser: drives JupyterLab in headless Chromium")
     config.addinivalue_line("markers", "fresh: waits for a new process that imports torch")
     config.addinivalue_line("markers", "slow: runs, draws or waits for more than a second")
+    config.addinivalue_line("markers", "more: in make test-more, not in make test")
     # A script's background jobs, and all their children, start with Ctrl-C ignored. The tests that
     # press Ctrl-C need children as a terminal starts them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -77,7 +90,11 @@ def pytest_configure(config):
         warm_python.for_kernels()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.as_posix().endswith(MORE):
+            item.add_marker(pytest.mark.more)
     if "PYTEST_XDIST_WORKER" in os.environ:
         slowest.longest_first(items)
 

@@ -78,9 +78,6 @@ def _add_compare(commands) -> None:
 def _add_progress(commands) -> None:
     progress = commands.add_parser("progress", help="exercises passed; predictions and reality")
     progress.set_defaults(run=_progress)
-    progress.add_argument("--json", action="store_true", help="print it as JSON")
-    reset = "begin again; the old record is renamed and kept"
-    progress.add_argument("--reset", action="store_true", help=reset)
 
 
 def _bench(arguments: Namespace) -> int:
@@ -100,11 +97,7 @@ def _compare(arguments: Namespace) -> int:
 def _progress(arguments: Namespace) -> int:
     from workbook.notebook import progress
 
-    if arguments.reset:
-        print(progress.reset())
-        return 0
-    shown = progress.progress()
-    print(shown.to_json() if arguments.json else shown)
+    print(progress.progress())
     return 0
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from labkit.comm.comm import Comm
-from labkit.comm.tensors import check_tensor, describe
+from labkit.comm.transport import check_tensor, describe
 from labkit.schedules.tree import Transfer
 from labkit.units import check_choice
 

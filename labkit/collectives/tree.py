@@ -18,7 +18,7 @@ from labkit.collectives.common import (
     transfer,
 )
 from labkit.comm.comm import Comm
-from labkit.comm.tensors import check_apart
+from labkit.comm.transport import check_apart
 from labkit.schedules.tree import (
     binomial_broadcast,
     binomial_reduce,

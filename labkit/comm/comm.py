@@ -16,8 +16,15 @@ from torch import Tensor
 from labkit.comm.board import RECV_ANY, Board
 from labkit.comm.session import Session
 from labkit.comm.source_lines import caller_location
-from labkit.comm.tensors import check_tensor, deliver, describe, overlap, to_receive, to_send
-from labkit.comm.transport import Transport
+from labkit.comm.transport import (
+    Transport,
+    check_tensor,
+    deliver,
+    describe,
+    overlap,
+    to_receive,
+    to_send,
+)
 from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts, host_of
 
@@ -130,11 +137,10 @@ class Comm:
 
         If several sources wait, the one that has waited longest is served first, so none starves.
         After the error for a source that has ended, leave that source out. Counts no message. From
-        another host this needs gloo (see ``can_choose``), and then a send may end as soon as any
-        ``recv_any`` has named its rank.
+        another host a send may end as soon as any ``recv_any`` has named its rank.
 
         Raises:
-            ValueError: as for ``recv``, or ``sources`` is empty.
+            ValueError: as for ``recv``, or ``sources`` is empty, or on another host without gloo.
             MismatchError: the sender sends another shape or dtype.
             PeerLostError: a source has ended (the error's ``rank``).
         """
@@ -145,11 +151,6 @@ class Comm:
             raise ValueError(f"rank {self.rank} cannot receive: the list of sources is empty")
         for source in asked:
             self._peer(source, "receive from")
-        if not (self.transport.receives_from_any or set(asked) <= set(session.near)):
-            raise ValueError(
-                f"recv_any from ranks {asked} needs a status board that these ranks share: "
-                "between machines use gloo"
-            )
         incoming = to_receive(tensor, self.device)
         start = session.recorder.timer.mark()
         session.board.enter_any(self.rank, asked, caller_location())
@@ -235,7 +236,7 @@ class Comm:
             device: where it works, if not on ``comm.device``: on a GPU a span lasts from one CUDA
                 event on that GPU's current stream to another.
         """
-        timer = None if device is None else self.session.timers.of(device)
+        timer = None if device is None else self.session.timer_of(device)
         return self.session.recorder.region(kind, timer)
 
     def progress(
@@ -259,11 +260,6 @@ class Comm:
         self.session.board.progress(self.rank, done, total, label, samples)
         if loss is not None:
             self.session.report_loss(loss)
-
-    @property
-    def can_choose(self) -> bool:
-        """Whether ``recv_any`` can receive from the others: on one host, or over gloo."""
-        return len(self.session.near) == self.world_size or self.transport.receives_from_any
 
     def _peer(self, peer: int, verb: str) -> int:
         """The rank of ``peer`` in the run; ValueError if it is not another rank."""

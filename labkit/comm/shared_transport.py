@@ -22,8 +22,7 @@ from torch import Tensor
 
 from labkit.comm.board import LEFT, LOST, Board
 from labkit.comm.deadlock import uneven_collectives
-from labkit.comm.processes import is_running
-from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena, Semaphore
+from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena, Semaphore, is_running
 from labkit.comm.transport import Sent, Transport, as_bytes
 from labkit.errors import PeerLostError
 

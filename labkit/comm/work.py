@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from labkit.comm.comm import Comm
 from labkit.comm.source_lines import caller_location, credit_to
-from labkit.comm.tensors import describe
+from labkit.comm.transport import describe
 
 Operation = Callable[[Comm], object]
 

@@ -1,4 +1,4 @@
-"""Page 12's second half: a run on two hosts that stands still, and who is to blame for it.
+"""Page 13: a run on two hosts that stands still, and who is to blame for it.
 
 The program is ``exercises/programs/early_stop.py``: which rank is to blame depends on a seed.
 """

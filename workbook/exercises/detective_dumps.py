@@ -1,4 +1,4 @@
-"""Page 12's flight recorder: who is the first to do something else, by dumps of real ranks.
+"""Page 13's flight recorder: who is the first to do something else, by dumps of real ranks.
 
 Each case has a process group of its own, over gloo. Its collectives go well at first, then one
 rank, the culprit, does something else than the others. The dumps are taken while the others wait.

@@ -24,7 +24,8 @@ from labkit.costs import card_bytes
 from labkit.schedules.ring import chunk_bounds
 from labkit.units import format_bytes
 from workbook.exercises.grader import Case, Exercise, Target, Verdict, answers, grade
-from workbook.exercises.grader.exercise import DRAWN, Found, Ranks
+from workbook.exercises.grader.exercise import DRAWN, Found, Ranks, same_bits
+from workbook.exercises.grader.own_run import own_run
 from workbook.exercises.ring import ring_target
 
 Hosts = tuple[tuple[int, ...], ...]
@@ -112,10 +113,8 @@ def between(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Ver
         inputs=lambda rank, case: (case.tensor(rank), peers_of(rank, case)),
         call=call,
         target=target,
-        any_chunks=True,
-        drawn_link=_LINK,
     )
-    return grade(fn, exercise, world_sizes)
+    return _over_a_card(fn, exercise, world_sizes)
 
 
 def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
@@ -140,7 +139,7 @@ def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
                 ring = format_bytes(card_bytes("ring", case.size, 4, hosts)[number])
                 text += f" is {format_bytes(target)}; one ring through all ranks has {ring}"
                 return f"{text}: add up inside each host first"
-        return None
+        return same_bits(case, ranks)
 
     def not_inside(rank: int, case: Case) -> Tensor:
         by_place = zip(*(host[: _parts(case)] for host in hosts_of(case)))
@@ -166,11 +165,16 @@ def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
                 not_inside
             ),
         },
-        same_bits=True,
         library=labkits,
-        drawn_link=_LINK,
     )
-    return grade(fn, exercise, world_sizes)
+    return _over_a_card(fn, exercise, world_sizes)
+
+
+def _over_a_card(fn: Callable, exercise: Exercise, world_sizes: tuple[int, ...]) -> Verdict:
+    """Grade; the learner's own run is drawn over the hosts' cards."""
+    verdict = grade(fn, exercise, world_sizes)
+    verdict.run_again = partial(own_run, fn, exercise, link=_LINK)
+    return verdict
 
 
 def hosts_of(case: Case) -> Hosts:

@@ -16,8 +16,7 @@ from labkit.comm.comm import Comm
 from labkit.costs.link import Link
 from labkit.placement import VGG16_SPLITS
 from labkit.placement.planner import Profile, predict_split
-from labkit.strategies.model_parallel import ModelParallel
-from labkit.strategies.pipeline import Pipeline
+from labkit.strategies.model_parallel import ModelParallel, Pipeline
 from labkit.training.measured import measure_link, measure_profile, measure_split
 from workbook.measure.record import Result
 from workbook.measure.steps import MICRO_BATCHES, SHAPE, step_of

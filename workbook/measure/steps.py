@@ -20,9 +20,8 @@ from labkit.strategies.base import Strategy
 from labkit.strategies.builtin.ddp import TorchDDP
 from labkit.strategies.builtin.pipeline import TorchPipeline
 from labkit.strategies.ddp import DDP
-from labkit.strategies.model_parallel import ModelParallel
-from labkit.strategies.pipeline import Pipeline
-from labkit.training.state import largest_difference
+from labkit.strategies.model_parallel import ModelParallel, Pipeline
+from labkit.training.result import largest_difference
 from labkit.workload.models import build_model
 from workbook.measure.record import Result
 from workbook.measure.turns import Turn, Where, on_ranks, slowest, take_turns, timed
@@ -48,8 +47,8 @@ def step_of(
     samples = torch.randn(batch_size, *SHAPE, generator=generator)
     classes = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
     strategy.setup(comm, build(model), partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
-    mine = [strategy.part_of(each).to(comm.device) for each in (samples, classes)]
-    return partial(strategy.step, *mine, batch_size)
+    inputs, targets = (strategy.part_of(each).to(comm.device) for each in (samples, classes))
+    return partial(strategy.step, inputs, targets, batch_size)
 
 
 def bench_ddp(world_size: int, model: str, repeats: int, where: Where) -> Iterator[Result]:

@@ -8,7 +8,7 @@ from typing import Any
 from labkit.files import check_writable
 from workbook.measure.compare.figures import draw
 from workbook.measure.compare.measure import compare
-from workbook.measure.compare.summary import report
+from workbook.measure.compare.summary import Record, report
 from workbook.measure.record import write
 
 
@@ -35,7 +35,7 @@ def main(
     """
     if figures_dir is not None:
         check_writable(Path(figures_dir, "compare"))
-    record = {"command": shlex.join(["labkit", *words])} | compare(**settings)
+    record: Record = {"command": shlex.join(["labkit", *words])} | compare(**settings)
     print(report(record))
     figures = {} if figures_dir is None else draw(record)
     paths = {f"{figures_dir}/compare_{name}.png": figure for name, figure in figures.items()}

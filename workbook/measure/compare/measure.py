@@ -83,7 +83,7 @@ def settings_of(
     batch_sizes: Sequence[int],
     epochs: int,
     units: int,
-) -> list[dict[str, int]]:
+) -> list[Row]:
     """The main setting first, then every setting that differs from it in one value, once.
 
     The main one has the most ranks for which there are ``units`` (cores or GPUs), the most
@@ -140,7 +140,7 @@ def compare(
     common: Row = {"model": model, "dataset": dataset, "device": device}
     # Before anything runs: settings with which no run could start.
     for setting in settings:
-        RunConfig(**common, **setting, strategy="ddp")
+        RunConfig(**common | setting, strategy="ddp")
     check_names(RunConfig(**common), NOTHING)
     make_strategy(RunConfig(**common))
     print("contenders:", *(one["name"] for one in contenders), flush=True)
@@ -166,7 +166,7 @@ def compare(
     }
 
 
-def time_loading(common: Row, settings: list[dict[str, int]]) -> list[Row]:
+def time_loading(common: Row, settings: list[Row]) -> list[Row]:
     """Time in turns how long a rank takes to load each number of training samples."""
 
     def load(size: int) -> float:
@@ -181,7 +181,7 @@ def time_loading(common: Row, settings: list[dict[str, int]]) -> list[Row]:
 
 def run_all(
     contenders: list[Row],
-    settings: list[dict[str, int]],
+    settings: list[Row],
     number: int,
     common: Row,
     repeat: int,

@@ -7,7 +7,7 @@ contains launch or evaluation.
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,7 @@ def _row(record: Record, contender: dict) -> tuple[str, ...]:
     )
 
 
-def _spread(repeats: list[float], text: Callable[[float], str]) -> str:
+def _spread(repeats: Sequence[float], text: Callable[[float], str]) -> str:
     if len(set(repeats)) > 1:
         return Spread.of(repeats).text(text)
     return text(repeats[0]) if repeats else "-"

@@ -28,7 +28,7 @@ from torch import nn
 
 from labkit import strategies
 from labkit.comm.comm import Comm
-from labkit.comm.processes import kill_marked, loopback
+from labkit.comm.shared_memory import kill_marked, loopback
 from labkit.costs.traffic import parameter_server_cost, ring_all_reduce_cost
 from labkit.devices import versions
 from labkit.errors import WorkerError
@@ -36,7 +36,7 @@ from labkit.runtime.launch import run
 from labkit.units import check_choice, check_integer
 from labkit.workload.datasets import load_dataset
 from labkit.workload.models import build_model
-from labkit.workload.sampling import batch_slices, epoch_order
+from labkit.workload.samples import batch_slices, epoch_order
 from workbook.measure.elsewhere.environments import REPOSITORY, python_of, version_in, why_not
 from workbook.measure.spread import Spread, rounded
 
