@@ -213,7 +213,7 @@ def run_all(
             failed.append(row | {"failed": isinstance(error, WorkerError)})
     rows = []
     for name, result in results.items():
-        told, row = (result.as_dict(), {"contender": name, "setting": number, "repeat": repeat})
+        told, row = result.as_dict(), Row(contender=name, setting=number, repeat=repeat)
         kept = ("epochs", "bytes_sent", "messages", "peak_memory", "replicas_agree")
         row |= {key: told[key] for key in kept} | {"note": told.get("note")}
         row["epoch_phases_s"] = epoch_phases(result.trace, [e["seconds"] for e in result.epochs])

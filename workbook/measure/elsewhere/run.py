@@ -304,8 +304,8 @@ def run_elsewhere(
     contenders: Sequence[str] | None = None,
     steps: int = 12,
     repeats: int = 1,
-    tell: bool = False,
     *,
+    tell: Callable[[str], object] = lambda line: None,
     among: Mapping[str, Contender] = CONTENDERS,
     limit_s: float = _LIMIT_S,
 ) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def run_elsewhere(
         contenders: only these; one device always trains, first, as the reference.
         steps: batches of 64 digits. The first few warm up: their seconds and bytes do not count.
         repeats: how often each contender trains.
-        tell: print who trains, on stderr.
+        tell: called with a line when one begins to train.
         among: all that there are.
         limit_s: who trains for longer has failed.
 
@@ -334,39 +334,31 @@ def run_elsewhere(
     found: dict[str, list[Turn]] = {name: [] for name in chosen}
     absent = {n: why_not(c.environment) for n, c in chosen.items() if c.environment}
     problems = {name: reason for name, reason in absent.items() if reason}
-    # A short path: TensorFlow's and labkit's sockets lie in it.
+    # A short path: sockets lie in it.
     with tempfile.TemporaryDirectory(prefix="lk-", ignore_cleanup_errors=True) as private:
         prepare(Path(private), steps)
         for repeat in range(repeats):
             names = [name for name in found if name not in problems]
             first = repeat % max(1, len(names))
             for name in names[first:] + names[:first]:
-                if tell:
-                    print(f"round {repeat + 1} of {repeats}: {name}", file=sys.stderr, flush=True)
+                tell(f"round {repeat + 1} of {repeats}: {name}")
                 try:
                     found[name].append(chosen[name].take_turn(Path(private), steps, limit_s))
                 except TurnError as error:
                     problems[name] = str(error)
-    # The first steps of a turn are left out: frameworks compile, and buffers are made.
-    warm_up = min(_MOST_WARM_UP, steps // 2)
+    truth = found[ONE_DEVICE][0]["losses"] if found[ONE_DEVICE] else None
     rows = []
     for name, one in chosen.items():
         row = {"contender": name, "framework": one.framework, "messages": one.messages}
         row |= {"problem": problems.get(name, ""), "absent": bool(absent.get(name))}
-        truth = found[ONE_DEVICE][0]["losses"] if found[name] and found[ONE_DEVICE] else None
-        rows.append(row | (_numbers(one, found[name], truth, warm_up) if truth else {}))
-    return {
-        "batch_size": BATCH_SIZE,
-        "parameters": sum(p.numel() for p in initial_model().parameters()),
-        "warm_up": warm_up,
-        "contenders": rows,
-    }
+        rows.append(row | (_numbers(one, found[name], truth) if truth and found[name] else {}))
+    return {"batch_size": BATCH_SIZE, "contenders": rows}
 
 
-def _numbers(
-    contender: Contender, taken: list[Turn], truth: list[float], warm_up: int
-) -> dict[str, Any]:
+def _numbers(contender: Contender, taken: list[Turn], truth: list[float]) -> dict[str, Any]:
     """A contender's measurements; bytes are those of a process per step, means over all turns."""
+    # The first steps of a turn are left out: frameworks compile, and buffers are made.
+    warm_up = min(_MOST_WARM_UP, len(truth) // 2)
     apart = [abs(a - b) for turn in taken for a, b in zip(turn["losses"], truth, strict=True)]
     # Not max alone: it overlooks a NaN.
     known = all(map(math.isfinite, apart))
