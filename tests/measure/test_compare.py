@@ -101,13 +101,15 @@ def test_each_repeat_begins_with_another_and_what_was_refused_is_not_tried_again
     contenders = find_contenders(("ring_all_reduce",), device="cpu")[:3]
     common = {"model": "mlp", "dataset": "digits", "device": "cpu"}
     settings = settings_of((2,), (9,), (8,), 1, units=2)
-    rows, skipped = measure.run_all(contenders, settings, 0, common, 1, [])
+    found = {"runs": [], "skipped": []}
+    measure.run_all(contenders, settings, 0, common, 1, found)
     ring, single = "ring_all_reduce", "single"
     assert done == [(ring, False, 2, 1), (ring, True, 2, 1), (single, False, 1, 1)]
-    assert rows == []
-    assert [row["failed"] for row in skipped] == [False, True, False]
-    assert skipped[0]["reason"] == "needs a neighbour"
-    assert measure.run_all(contenders, settings, 0, common, 2, skipped) == ([], [])
+    assert [row["failed"] for row in found["skipped"]] == [False, True, False]
+    assert found["skipped"][0]["reason"] == "needs a neighbour"
+    measure.run_all(contenders, settings, 0, common, 2, found)
+    assert len(done) == 3
+    assert found["runs"] == []
 
 
 def test_the_phases_of_an_epoch_leave_out_evaluation():

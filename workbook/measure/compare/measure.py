@@ -145,25 +145,15 @@ def compare(
     make_strategy(RunConfig(**common))
     print("contenders:", *(one["name"] for one in contenders), flush=True)
     warm_up()
-    loading, runs, skipped = time_loading(common, settings), list[Row](), list[Row]()
+    found: dict[str, list[Row]] = {"loading": time_loading(common, settings)}
+    found |= {"runs": [], "skipped": []}
     deadline_s = time.monotonic() + BUDGET_S if repeats is None else math.inf
     for repeat, number in itertools.product(range(repeats or MOST_REPEATS), range(len(settings))):
-        if time.monotonic() > deadline_s:
-            print("the time is up: --repeats takes as long as it needs")
-            break
-        rows, failed = run_all(contenders, settings, number, common, repeat, skipped)
-        runs += rows
-        skipped += failed
-        print(f"repeat {repeat + 1}, {settings[number]}: {len(rows)} runs", flush=True)
-    return {
-        "config": common | {"target": target, "repeats": repeats},
-        "contenders": contenders,
-        "settings": settings,
-        "runs": runs,
-        "skipped": skipped,
-        "loading": loading,
-        **machine(),
-    }
+        if time.monotonic() < deadline_s:
+            run_all(contenders, settings, number, common, repeat, found)
+            print(f"repeat {repeat + 1}, {settings[number]}", flush=True)
+    config = common | {"target": target, "repeats": repeats}
+    return {"config": config, "contenders": contenders, "settings": settings, **found, **machine()}
 
 
 def time_loading(common: Row, settings: list[Row]) -> list[Row]:
@@ -185,33 +175,30 @@ def run_all(
     number: int,
     common: Row,
     repeat: int,
-    skipped: list[Row],
-) -> tuple[list[Row], list[Row]]:
-    """Run each contender once in a setting: (a row of each run, of each without a result).
+    found: dict[str, list[Row]],
+) -> None:
+    """Run each contender once in a setting; append to ``runs``, or to ``skipped`` with a reason.
 
-    Who has failed on as many ranks before (``skipped``) is left out. One device does not depend on
-    the world size, so it runs only at that of the main setting.
+    Who was skipped on as many ranks before is left out. One device does not depend on the world
+    size, so it runs only at that of the main setting.
     """
-    setting, out = (settings[number], {(row["contender"], row["world_size"]) for row in skipped})
+    setting, results = settings[number], dict[str, TrainResult]()
+    out = {(row["contender"], row["world_size"]) for row in found["skipped"]}
     if setting["world_size"] != settings[0]["world_size"]:
         out.add((SINGLE, setting["world_size"]))
     names = [one for one in contenders if (one["name"], setting["world_size"]) not in out]
     first = repeat % max(1, len(names))
-    results: dict[str, TrainResult] = {}
-    failed = []
     for one in names[first:] + names[:first]:
         config = common | setting | {"seed": repeat}
         config |= {key: one[key] for key in ("strategy", "builtin", "backend")}
-        if one["name"] == SINGLE:
-            config["world_size"] = 1
+        config |= {"world_size": 1} if one["name"] == SINGLE else {}
         try:
             results[one["name"]] = train_run(RunConfig(**config), timeout_s=_TIMEOUT_S)
         except (ValueError, WorkerError) as error:
             # A technique refuses what it cannot do by ValueError, before a rank starts.
             reason = str(error).strip().splitlines()[0]
             row = {"contender": one["name"], **setting, "reason": reason}
-            failed.append(row | {"failed": isinstance(error, WorkerError)})
-    rows = []
+            found["skipped"].append(row | {"failed": isinstance(error, WorkerError)})
     for name, result in results.items():
         told, row = result.as_dict(), Row(contender=name, setting=number, repeat=repeat)
         kept = ("epochs", "bytes_sent", "messages", "peak_memory", "replicas_agree")
@@ -220,8 +207,7 @@ def run_all(
         if SINGLE in results:
             far = result.difference_from(results[SINGLE])
             row["difference_from_single"] = far if math.isfinite(far) else None
-        rows.append(row)
-    return rows, failed
+        found["runs"].append(row)
 
 
 def epoch_phases(trace: Trace, seconds: list[float]) -> dict[str, list[dict[str, float]]]:
