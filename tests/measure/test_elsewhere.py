@@ -108,7 +108,7 @@ def test_who_fails_says_so_and_the_others_train_on(tmp_path, monkeypatch):
     assert {name: row["problem"] for name, row in rows.items() if row["problem"]} == {
         "dies": "ended with 1: ValueError: no such tensor",
         "is killed": "ended with -9: without a word",
-        "tells too little": "losses: 3 numbers for 4 steps",
+        "tells too little": "3 numbers for 4 steps",
         "hangs": "not done after 5 s, and so ended",
     }
     agrees = {name: row["agrees"] for name, row in rows.items() if "agrees" in row}

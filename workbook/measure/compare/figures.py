@@ -1,39 +1,22 @@
-"""The figures of a record: pure functions from the recorded dict to a captioned figure.
-
-A dozen contenders in one pair of axes cannot be told apart: lines stand in small multiples, a
-panel per technique, ours beside PyTorch's, with one device as a reference.
-"""
+"""The figures of a record: pure functions from the recorded dict to a captioned figure."""
 
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from labkit.units import format_count, format_number, format_seconds, second_unit
 from workbook.measure.compare import summary
-from workbook.measure.compare.summary import (
-    SINGLE,
-    VARIED,
-    Record,
-    present,
-    runs_of,
-    series,
-    varied,
-)
-from workbook.measure.panels import draw_grid, draw_rows, label_rows
+from workbook.measure.compare.summary import SINGLE, VARIED, Record, present, runs_of, series
 from workbook.measure.spread import Spread
-from workbook.plots import bars, learning_curves
-from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn, joined
+from workbook.plots import bars, learning_curves, phases as draw_phases
+from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
 from workbook.plots.palette import DARK, SERIES, Style, styles_of, swatch
 
-OURS, THEIRS, THEIRS_ON_OURS, ONE = ("labkit", "PyTorch", "PyTorch on labkit", "one device")
-LOOKS: dict[str, tuple[Style, str, Any]] = dict(
-    zip((OURS, THEIRS, THEIRS_ON_OURS), SERIES, strict=False)
-) | {ONE: (Style(DARK), "", ":")}
+OURS, THEIRS, THEIRS_ON_OURS, ONE = "labkit", "PyTorch", "PyTorch on labkit", "one device"
+LOOKS = {look: style for look, (style, *_) in zip((OURS, THEIRS, THEIRS_ON_OURS), SERIES)}
+LOOKS[ONE] = Style(DARK)
 _REPEATS = "medians of the repeats, whiskers their quartiles."
 
 
@@ -46,10 +29,10 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
     if found:
         found["time_to_accuracy"] = time_to_accuracy(record)
     if summary.epoch_phases(record):
-        found["epochs"] = breakdown(record)
+        found["phases"] = phases(record)
     if record.get("loading") and SINGLE in present(record):
         found["loading"] = loading(record)
-    for field in varied(record) if _ours(record) else ():
+    for field in summary.varied(record) if found else ():
         found["ranks" if field == "world_size" else field] = epoch_time(record, field)
     return found
 
@@ -62,117 +45,120 @@ def curves(record: Record, *, builtin: bool = False) -> CaptionedFigure:
     return learning_curves(repeats, title=f"{whose}: {_where(record)}", training=True)
 
 
-@drawn
 def epoch_time(record: Record, field: str) -> CaptionedFigure:
-    """Epoch time by ``world_size``, ``train_size`` or ``batch_size``, a panel per technique."""
+    """Epoch time by ``world_size``, ``train_size`` or ``batch_size``."""
     points = {name: series(record, name, field) for name in present(record)}
-    ticks = sorted({at for by_value in points.values() for at in by_value})
-    drawn_looks = set()
-
-    def line(look: str) -> dict[str, Any]:
-        style, marker, stroke = LOOKS[look]
-        return {"color": style.color, "marker": marker, "linestyle": stroke, "linewidth": 1.4}
-
-    def panel(axes: Axes, name: str) -> None:
-        theirs = present(record)[name]["counterpart"]
-        members = {OURS: name, THEIRS: theirs, THEIRS_ON_OURS: f"{theirs} (labkit)", ONE: SINGLE}
-        for look, who in members.items():
-            if not (by_value := points.get(who)):
-                continue
-            drawn_looks.add(look)
-            spreads = [Spread.of(repeats) for repeats in by_value.values()]
-            if look == ONE and len(spreads) == 1:
-                # One device does not vary with the ranks: a line across the panel.
-                axes.axhline(spreads[0].median, **line(look))
-                continue
-            whiskers = list(zip(*(spread.whiskers for spread in spreads)))
-            middle = [spread.median for spread in spreads]
-            axes.errorbar(list(by_value), middle, whiskers, markersize=5, capsize=3, **line(look))
-        if field != "world_size":
-            axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.minorticks_off()
-        axes.margins(x=0.08)
-
+    values = sorted({value for by_value in points.values() for value in by_value})
+    columns = {
+        f"{value:,}: epoch (s)": {name: by_value.get(value) for name, by_value in points.items()}
+        for value in values
+    }
+    parts = []
+    for name, by_value in points.items():
+        words = [f"{format_seconds(statistics.median(s))} at {n:,}" for n, s in by_value.items()]
+        parts.append(f"{name} {', '.join(words)}")
     title = f"Epoch time by {VARIED[field]}"
-    figure = draw_grid(_ours(record), panel, VARIED[field], "epoch time (s)", title)
-    # Once all are drawn: the panels share the axis.
-    figure.axes[0].set_ylim(bottom=0)
-    present_looks = [look for look in LOOKS if look in drawn_looks]
-    add_legend(figure, [Line2D([], [], label=look, **line(look)) for look in present_looks])
-    told = _ends(points)
-    return CaptionedFigure(figure, alt=f"{title}. {told}", caption=f"{told} Points are {_REPEATS}")
+    return _draw_rows(record, columns, "-", title, f"{'; '.join(parts)}.")
 
 
-@drawn
 def time_to_accuracy(record: Record) -> CaptionedFigure:
     """Epochs and seconds of training to the target accuracy on held-out samples."""
     target, budget = record["config"]["target"], record["settings"][0]["epochs"]
-    contenders = present(record)
-    found = {name: summary.reached(record, name) for name in contenders}
-    looks = [_look(one) for one in contenders.values()]
-    figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(looks)))
-    grid = figure.subplots(1, 2, sharey=True)
-    for at, (axes, what) in enumerate(zip(grid, ("epochs", "training time (s)"))):
-        never = f"not reached in {budget} epochs"
-        rows = [[pair[at] for pair in pairs] if pairs else never for pairs in found.values()]
-        draw_rows(axes, what, [LOOKS[look][0] for look in looks], rows)
-    label_rows(grid[0], list(found))
-    add_title(figure, f"To {target:.0%} held-out accuracy: {_where(record)}")
-    add_legend(figure, [swatch(look, LOOKS[look][0]) for look in LOOKS if look in looks])
-    seconds = {n: statistics.median(s for _, s in pairs) for n, pairs in found.items() if pairs}
+    found = {name: summary.reached(record, name) for name in present(record)}
+    columns = {
+        what: {name: [pair[at] for pair in pairs] for name, pairs in found.items() if pairs}
+        for at, what in enumerate(("epochs", "training time (s)"))
+    }
+    seconds = {name: statistics.median(s) for name, s in columns["training time (s)"].items()}
     told = []
     for which, end in {"First": min, "Last": max}.items() if seconds else ():
         name = end(seconds, key=seconds.__getitem__)
         told.append(f"{which} at {target:.0%}: {name}, after {format_seconds(seconds[name])}.")
     if never := [name for name, pairs in found.items() if pairs is None]:
         told.append(f"Not reached in every repeat within {budget} epochs: {', '.join(never)}.")
-    return CaptionedFigure(
-        figure,
-        alt=f"Bars of epochs and seconds to {target:.0%} held-out accuracy. {joined(*told)}",
-        caption=f"{joined(*told)} Every epoch counts here, the first too. Bars are {_REPEATS}",
-    )
+    told.append("Every epoch counts here, the first too.")
+    title = f"To {target:.0%} held-out accuracy: {_where(record)}"
+    return _draw_rows(record, columns, f"not in {budget} epochs", title, " ".join(told))
 
 
 @drawn
-def breakdown(record: Record, names: Sequence[str] = ()) -> CaptionedFigure:
-    """Every epoch as a stacked bar, a panel per contender and role; by default of all contenders.
+def _draw_rows(
+    record: Record,
+    columns: Mapping[str, Mapping[str, list[float] | None]],
+    missing: str,
+    title: str,
+    told: str,
+) -> CaptionedFigure:
+    """Horizontal bars: a row per contender, and axes per quantity ``{contender: repeats}``."""
+    looks = {name: _look(one) for name, one in present(record).items()}
+    figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(looks)))
+    grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    beside = {"textcoords": "offset points", "va": "center", "ha": "left"}
+    for axes, (quantity, rows) in zip(grid, columns.items()):
+        most = 0.0
+        for place, (name, look) in enumerate(looks.items()):
+            if not (repeats := rows.get(name)):
+                axes.annotate(missing, (0, place), (5, 0), **beside)
+                continue
+            spread = Spread.of(repeats)
+            axes.barh(place, spread.median, 0.72, **LOOKS[look].fill)
+            whiskers = [[one] for one in spread.whiskers]
+            axes.errorbar(spread.median, place, xerr=whiskers, color=DARK, capsize=3)
+            axes.annotate(f"{spread.median:.3g}", (spread.high, place), (5, 0), **beside)
+            most = max(most, spread.high)
+        # Room for the number beside the longest bar.
+        axes.set(xlabel=quantity, xlim=(0, 1.3 * most or 1))
+        axes.grid(axis="x")
+    grid[0].set_yticks(range(len(looks)), list(looks))
+    grid[0].set_ylim(len(looks) - 0.5, -0.5)
+    add_title(figure, title)
+    add_legend(figure, [swatch(look, LOOKS[look]) for look in LOOKS if look in looks.values()])
+    return CaptionedFigure(figure, alt=f"{title}. {told}", caption=f"{told} Bars are {_REPEATS}")
 
-    Raises:
-        ValueError: the record has no phases by epoch of these contenders.
-    """
+
+def phases(record: Record) -> CaptionedFigure:
+    """Where the last epoch of each contender goes, a bar for each role of its ranks."""
+    found = {name: epochs[-1] for name, epochs in summary.epoch_phases(record).items()}
+    figure = draw_phases(found, title=f"Where the last epoch goes: {_where(record)}")
+    more = "Messages of PyTorch's own, where they have no span, are part of compute."
+    return CaptionedFigure(figure.figure, alt=figure.alt, caption=f"{figure.caption} {more}")
+
+
+@drawn
+def breakdown(record: Record, names: Sequence[str]) -> CaptionedFigure:
+    """Every epoch of some contenders as a stacked bar, a panel per contender and role."""
     found = summary.epoch_phases(record, tuple(names))
-    if not found:
-        raise ValueError("this record has no phases by epoch: record it anew")
     styles = styles_of(kind for rows in found.values() for row in rows for kind in row)
     longest = max(sum(row.values()) for rows in found.values() for row in rows)
     scale, unit = second_unit(longest / 2)
-
-    def stack(axes: Axes, name: str) -> None:
-        for number, row in enumerate(found[name], start=1):
+    figure = Figure(figsize=(WIDTH_IN, 3.5))
+    grid = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    shares, factors = [], []
+    for axes, (name, epochs) in zip(grid, found.items()):
+        for number, row in enumerate(epochs, start=1):
             below = 0.0
             for kind, style in styles.items():
                 axes.bar(number, row.get(kind, 0.0) / scale, 0.8, below, **style.fill)
                 below += row.get(kind, 0.0) / scale
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-    title = f"Where each epoch goes: {_where(record)}"
-    figure = draw_grid(found, stack, "epoch", f"time ({unit})", title)
-    add_legend(figure, [swatch(kind, style) for kind, style in styles.items()])
-    shares, factors = [], []
-    for name, epochs in found.items():
-        whole = sum(epochs[-1].values())
-        kinds = sorted(epochs[-1], key=epochs[-1].__getitem__, reverse=True)[:3]
-        shares.append(f"{name} {', '.join(f'{k} {epochs[-1][k] / whole:.0%}' for k in kinds)}")
+        last = epochs[-1]
+        kinds = sorted(last, key=last.__getitem__, reverse=True)[:3]
+        whole = sum(last.values())
+        shares.append(f"{name} {', '.join(f'{kind} {last[kind] / whole:.0%}' for kind in kinds)}")
         first, *others = (sum(row.values()) for row in epochs)
         factors += [first / statistics.median(others)] if others else []
+    grid[0].set_ylabel(f"time ({unit})")
+    title = f"Where each epoch goes: {_where(record)}"
+    add_title(figure, title)
+    add_legend(figure, [swatch(kind, style) for kind, style in styles.items()])
     least, most = (format_number(end(factors, default=1.0)) for end in (min, max))
     return CaptionedFigure(
         figure,
         alt=f"{title}: a panel per contender. In the last epoch: {'; '.join(shares)}.",
         caption=f"First epoch / median of the others: {least} to {most}. Means over the ranks of "
-        "a panel, medians of the repeats; evaluation is outside the epochs. Messages of PyTorch's "
-        "own, where they have no span, are part of compute.",
+        "a panel, medians of the repeats; evaluation is outside the epochs.",
     )
 
 
@@ -193,10 +179,6 @@ def loading(record: Record) -> CaptionedFigure:
     return bars(named, quantity="time", unit="s", title="Loading, and one device's batches")
 
 
-def _ours(record: Record) -> list[str]:
-    return [n for n, one in present(record).items() if not one["builtin"] and n != SINGLE]
-
-
 def _look(contender: dict) -> str:
     if contender["name"] == SINGLE:
         return ONE
@@ -209,13 +191,3 @@ def _where(record: Record) -> str:
     main = record["settings"][0]
     ranks = format_count(main["world_size"], "rank")
     return f"{ranks}, batches of {main['batch_size']}"
-
-
-def _ends(points: dict[str, dict[int, list[float]]]) -> str:
-    """Each series in words: its values at the smallest and at the largest x."""
-    parts = []
-    for name, by_x in points.items():
-        ends = dict.fromkeys([min(by_x), max(by_x)]) if by_x else ()
-        values = (f"{format_seconds(statistics.median(by_x[x]))} at {x:,}" for x in ends)
-        parts.append(f"{name} {', '.join(values)}")
-    return f"{'; '.join(parts)}."

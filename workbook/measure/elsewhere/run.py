@@ -30,13 +30,12 @@ from labkit import strategies
 from labkit.comm.comm import Comm
 from labkit.comm.shared_memory import kill_marked, loopback
 from labkit.costs.traffic import parameter_server_cost, ring_all_reduce_cost
-from labkit.devices import versions
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
 from labkit.units import check_choice, check_integer
 from labkit.workload.datasets import load_dataset
 from labkit.workload.models import build_model
-from labkit.workload.samples import batch_slices, epoch_order
+from labkit.workload.samples import epoch_order
 from workbook.measure.elsewhere.environments import REPOSITORY, python_of, version_in, why_not
 from workbook.measure.spread import Spread, rounded
 
@@ -87,17 +86,6 @@ class Contender:
     formula: str = ""
     environment: str = ""
 
-    @property
-    def tolerance(self) -> float:
-        """How far a loss may be from that of one device; TensorFlow has kernels of its own."""
-        return 1e-4 if self.framework == "TensorFlow" else 1e-5
-
-    def versions(self) -> dict[str, str]:
-        """Of what a script cannot tell, as its text is the same for Horovod and labkit."""
-        if self.environment == "horovod":
-            return {"horovod": version_in("horovod", "horovod")}
-        return {"labkit": metadata.version("labkit")} if self.framework == "labkit" else {}
-
 
 def initial_model(seed: int = 0) -> nn.Sequential:
     """The course's small_cnn for digits, float32."""
@@ -111,14 +99,13 @@ def prepare(folder: Path, steps: int, seed: int = 0) -> None:
     text = (folder / HOROVOD_SCRIPT).read_text(encoding="utf-8")
     assert text.count(THEIR_IMPORT) == 1
     (folder / OUR_SCRIPT).write_text(text.replace(THEIR_IMPORT, OUR_IMPORT), encoding="utf-8")
-    data = load_dataset("digits")
-    batches, epoch = [], 0
-    while len(batches) < steps:
-        order = epoch_order(len(data.train_targets), epoch=epoch, seed=seed)
-        # An epoch's last batch, which is smaller, is left out.
-        batches += [b for b in batch_slices(order, BATCH_SIZE) if len(b) == BATCH_SIZE]
-        epoch += 1
-    chosen, state = torch.stack(batches[:steps]), initial_model(seed).state_dict()
+    data, state = load_dataset("digits"), initial_model(seed).state_dict()
+    count = len(data.train_targets)
+    # An epoch's last batch, which is smaller, is left out.
+    whole = count // BATCH_SIZE * BATCH_SIZE
+    epochs = math.ceil(steps * BATCH_SIZE / whole)
+    order = [epoch_order(count, epoch=epoch, seed=seed)[:whole] for epoch in range(epochs)]
+    chosen = torch.cat(order).view(-1, BATCH_SIZE)[:steps]
     np.savez(
         folder / "experiment.npz",
         images=data.train_inputs[chosen].numpy(),
@@ -142,10 +129,9 @@ def turn_of(reports: Iterable[Turn], steps: int) -> Turn:
     for _, report in sorted(by_worker.items()):
         turn["sent_bytes"] |= report["sent_bytes"]
         turn["counted_bytes"] |= report.get("counted_bytes", {})
-    each = {"losses": turn["losses"], "seconds": turn["step_s"]}
-    for name, numbers in (each | turn["sent_bytes"] | turn["counted_bytes"]).items():
+    for numbers in (turn["losses"], turn["step_s"], *turn["sent_bytes"].values()):
         if len(numbers) != steps:
-            raise TurnError(f"{name}: {len(numbers)} numbers for {steps} steps")
+            raise TurnError(f"{len(numbers)} numbers for {steps} steps")
     return turn
 
 
@@ -160,7 +146,7 @@ def own_turn(
         raise TurnError(_reason_in(str(error))) from None
     # A rank knows the sum over its own samples.
     totals = [sum(each) for each in zip(*(report["losses"] for report in reports))]
-    more = {"losses": totals, "versions": {"torch": versions()["torch"]}}
+    more = {"losses": totals, "versions": {"torch": torch.__version__}}
     return turn_of([report | more for report in reports], steps)
 
 
@@ -370,15 +356,20 @@ def _numbers(contender: Contender, taken: list[Turn], truth: list[float]) -> dic
         }
         for kind in ("sent_bytes", "counted_bytes")
     }
+    # TensorFlow has kernels of its own.
+    tolerance = 1e-4 if contender.framework == "TensorFlow" else 1e-5
+    versions = {"labkit": metadata.version("labkit")} if contender.framework == "labkit" else {}
+    if contender.framework == "Horovod":
+        versions = {"horovod": version_in("horovod", "horovod")}
     return per_step | {
         "losses": taken[0]["losses"],
-        "tolerance": contender.tolerance,
+        "tolerance": tolerance,
         "difference": max(apart) if known else None,
-        "agrees": known and max(apart) <= contender.tolerance,
+        "agrees": known and max(apart) <= tolerance,
         "formula_bytes": formula_bytes(contender.formula),
         "seconds": rounded(seconds),
         "step_s": asdict(Spread.of(seconds)),
-        "versions": contender.versions() | taken[0]["versions"],
+        "versions": versions | taken[0]["versions"],
     }
 
 
