@@ -154,11 +154,3 @@ class TwoHosts:
             limits = ["rate", f"{bits_per_s:.0f}bit", "burst", str(burst)]
             words = ["tc", "qdisc", "replace", "dev", CARD, "root", "tbf", *limits]
             self.run(host, *words, "limit", str(_QUEUE_BYTES))
-
-    def cut(self) -> None:
-        """Cut the cable: from now on nothing arrives, and no connection is told so."""
-        self.run(1, "ip", "link", "set", CARD, "down")
-
-    def mend(self) -> None:
-        """Put the cable back."""
-        self.run(1, "ip", "link", "set", CARD, "up")

@@ -50,15 +50,9 @@ def main(
 ) -> int:
     """Run the benches of these names (all of them if none is given); print and record them.
 
-    Args:
-        names: out of ``BENCHES``; if empty, all.
-        json_path: where to write one bench's results, with hardware and versions.
-        figure_path: where to write its figures.
-        words: the command line, for the record.
-        settings: those options of the benches that the command line gives, and where ranks run.
-
-    Returns:
-        0, the exit status.
+    One bench's results go to ``json_path``, with hardware, versions and the command's ``words``,
+    and its figures to ``figure_path``. ``settings`` are those options of the benches that the
+    command line gives, and where ranks run. Returns the exit status.
 
     Raises:
         ValueError: before anything runs, for options that are wrong or belong to another bench.
@@ -90,14 +84,13 @@ def check(config: dict[str, Any], where: Where) -> None:
     """Raise ValueError for settings with which no bench could run."""
     check_integer("repeats", config["repeats"])
     for world_size in config.get("world_sizes", (2,)):
-        check_world_size(world_size)
         check_integer("the world size of a bench", world_size, least=2)
+        check_world_size(world_size)
         plan(world_size, **where)
     for model in config.get("models", ()):
         check_choice("model", model, MODELS)
     for size in config.get("sizes_bytes", ()):
-        check_integer("a size in bytes", size, least=4)
-        if size % 4:
+        if size < 4 or size % 4:
             raise ValueError(f"{size} bytes do not divide into float32: give a multiple of 4")
 
 
@@ -131,11 +124,9 @@ def show(
     finally:
         rows = [row for result in found for row in result.rows()]
         draws = {name: draw for result in found for name, draw in result.figures.items()}
-        figures = {}
-        if figure_path is not None:
-            path = Path(figure_path)
-            several = len(draws) > 1
-            named = {n: path.with_stem(f"{path.stem}_{n}") if several else path for n in draws}
-            figures = {str(named[name]): draw() for name, draw in draws.items()}
+        path, figures = Path(figure_path or ""), {}
+        for name, draw in draws.items() if figure_path else ():
+            place = path.with_stem(f"{path.stem}_{name}") if len(draws) > 1 else path
+            figures[str(place)] = draw()
         if found:
             write(how | {"rows": rows} | machine(), json_path, figures)

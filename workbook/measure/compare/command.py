@@ -20,11 +20,8 @@ def main(
 ) -> int:
     """Run the comparison; print its tables, write the record and the figures.
 
-    Args:
-        json_path: where to write the record.
-        figures_dir: an existing folder for the figures, ``compare_NAME.png`` each.
-        words: the command line, for the record.
-        settings: those arguments of ``compare`` that the command line gives.
+    Figures go to an existing folder, ``compare_NAME.png`` each. ``words`` are the command line,
+    for the record, and ``settings`` those arguments of ``compare`` that it gives.
 
     Returns:
         The exit status: 1 if a contender started and failed, else 0.

@@ -12,6 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from labkit import devices, strategies
@@ -165,7 +166,7 @@ def time_loading(common: Row, settings: list[Row]) -> list[Row]:
         return time.perf_counter() - begun_s
 
     sizes = sorted({setting["train_size"] for setting in settings})
-    seconds = take_turns({size: lambda size=size: load(size) for size in sizes}, _LOADS)
+    seconds = take_turns({size: partial(load, size) for size in sizes}, _LOADS)
     return [{"train_size": size, "seconds": rounded(each)} for size, each in seconds.items()]
 
 
