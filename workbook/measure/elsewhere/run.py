@@ -8,7 +8,6 @@ import importlib
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 import statistics
@@ -48,7 +47,6 @@ HOROVOD_SCRIPT, OUR_SCRIPT = "horovod_digits.py", "labkit_horovod_digits.py"
 # Who trains for longer than this hangs: the slowest takes some seconds to start.
 _LIMIT_S, _KILLED_S = 120.0, 10.0
 _MOST_WARM_UP, _MARK = 5, "LABKIT_BENCH"
-_ERROR = re.compile(r"[A-Za-z_.]*(?:Error|Exception|Interrupt)\b(?:: |$)|can't open file")
 # Of a script: a core for each worker, loopback, no GPU, and this labkit where it is imported.
 _ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), "1") | {
     "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -246,11 +244,9 @@ def _tensorflow(folder: Path) -> list[str]:
 
 
 def _reason_in(log: str) -> str:
-    """The line of a failed program's output that says most: its first error, or its last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    # Of a chain of errors the first is the cause; launchers add a summary of their own.
-    errors = [line for line in lines if _ERROR.search(line) and "ChildFailedError" not in line]
-    return (errors or lines[-1:] or ["without a word"])[0]
+    """The first error in a failed program's output (the cause of others), or its last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()] or ["without a word"]
+    return next((line for line in lines if "Error" in line), lines[-1])
 
 
 def _own(strategy: str, transport: str, ranks: int = 2, formula: str = "all-reduce") -> Contender:
