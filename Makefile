@@ -39,7 +39,6 @@ help:
 	@echo "make test            set up and test whatever a change can break: unit, notebooks, browser"
 	@echo "make test-more       what takes minutes or other environments: Ray, two hosts, storms, Horovod"
 	@echo "make test-unit       the quick part: no notebooks, no browser, nothing marked fresh or slow"
-	@echo "make       labkit's tests without workbook, the course around it"
 	@echo "make test-gpu        what needs GPUs (make test hides them)"
 	@echo "make test-pretended  all notebooks as with 1, 2 and 8 GPUs, on the CPU (some minutes)"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"

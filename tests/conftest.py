@@ -20,7 +20,6 @@ import warm_python
 ROOT = Path(__file__).resolve().parents[1]
 STARTED_S = time.time()
 _TESTS = itertools.count()
-LAB = pytest.StashKey()
 # What takes minutes, or an environment that a fresh clone lacks: ``make test-more``.
 MORE = (
     "measure/test_elsewhere_tensorflow.py",
@@ -37,9 +36,6 @@ MORE = (
 
 def pytest_addoption(parser):
     parser.addoption("--record-slowest", type=Path, metavar="FILE", help="see tests/slowest.py")
-    parser.addoption(
-        "--screenshots", action="store_true", help="save the pages in build/screenshots"
-    )
 
 
 def pytest_configure(config):
@@ -158,23 +154,15 @@ def light_server():
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory, request):
-    """JupyterLab on a copy of the notebooks, and a browser to drive it: a `browser.Lab`."""
+def lab(tmp_path_factory):
+    """JupyterLab on a copy of the notebooks, and a browser to drive it: a `browser.Lab`.
+
+    It is closed before any other test: while Playwright is open its event loop occupies the main
+    thread, which the kernels of other tests need.
+    """
     import browser
 
-    missing = browser.missing()
-    if missing:
+    if missing := browser.missing():
         pytest.skip(missing)
-    screenshots = request.config.getoption("--screenshots")
-    shared = request.config.stash.setdefault(LAB, browser.SharedLab())
-    return shared.at_its_start(tmp_path_factory.mktemp("lab"), screenshots)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item, nextitem):
-    try:
-        return (yield)
-    finally:
-        shared = item.config.stash.get(LAB, None)
-        if shared and "lab" not in getattr(nextitem, "fixturenames", ()):
-            shared.close()
+    with browser.open_lab(tmp_path_factory.mktemp("lab")) as opened:
+        yield opened

@@ -92,11 +92,10 @@ class Board:
     Attributes:
         ranks: [P] what each rank is doing.
         collectives: [P] how many collectives each rank has called.
-        edges: [side, source, destination] the two ends of every edge: the four fields below.
-        counts: [side, source, destination] the number of operations that each end of an edge has
-            posted so far.
-        posted_s: [side, source, destination, DEPTH] when the latest of them were posted.
-        what: [side, source, destination, DEPTH] the tensors they move, as ``describe`` names them.
+        edges: [side, source, destination] the two ends of every edge, with the fields
+        counts: [...] how many operations each end has posted so far;
+        posted_s: [..., DEPTH] when the latest of them were posted;
+        what: [..., DEPTH] the tensors they move, as ``describe`` names them.
         wanted: [rank, source] whether a rank in recv_any accepts a message from this source.
     """
 

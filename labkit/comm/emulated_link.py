@@ -140,10 +140,7 @@ _hosts: Hosts | None = None
 def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None) -> None:
     """Give this process a card for ``link``, or take its card away: a rank has one card.
 
-    Args:
-        link: the link of the card.
-        rank: this rank.
-        arena: the memory that it shares with all others; needed where ranks share a card.
+    ``arena`` is the memory that it shares with all others; needed where ranks share a card.
 
     Raises:
         ValueError: hosts cannot be emulated here.

@@ -146,7 +146,6 @@ def separate_comm(
 
     Args:
         purpose: of this Comm, in the store.
-        store: which these ranks share.
         timeout: the longest wait for a message.
         ranks: as they are numbered in the run; None for all of them.
     """
@@ -169,12 +168,9 @@ def separate_comm(
 class HostsTransport(Transport):
     """Point-to-point through the memory of this host, or through a process group of all ranks.
 
-    A collective of all ranks that would write directly into channels sends messages instead, so
-    the counts are those of one host.
-
     Args:
         near: for the ranks of this host; its arena has a place for every rank of the run.
-        far: for all others; both ends of an edge agree on which of the two it is.
+        far: for all others.
         neighbours: the ranks of this host.
     """
 
@@ -216,10 +212,6 @@ class HostsTransport(Transport):
 
     def barrier(self) -> None:
         self.far.barrier()
-
-    def set_timeout(self, timeout_s: float) -> None:
-        self.near.set_timeout(timeout_s)
-        self.far.set_timeout(timeout_s)
 
     def abandon(self) -> None:
         self.near.abandon()

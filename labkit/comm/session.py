@@ -1,8 +1,7 @@
 """The session of a ``Comm``: it posts operations on the status board and records their spans.
 
-``Comm`` moves tensors. For each operation its session makes an entry on the board, from which a
-deadlock can be explained, and a span in the trace. The launcher, the backend and the work queues
-manage a comm through its session; strategies and learners never need it.
+From the entries a deadlock can be explained. The launcher, the backend and the work queues manage
+a comm through its session; strategies and learners never need it.
 """
 
 import time
@@ -99,12 +98,10 @@ class Session:
         near = [source for source in sources if source in self.near]
         far = [source for source in sources if source not in self.near]
         while True:
-            now_s, gone = time.monotonic(), dict[int, str]()
-            if now_s - looked_s > LOOK_S:
-                looked_s, gone = (
-                    now_s,
-                    {source: why_gone(self.board, source) for source in sources},
-                )
+            now_s = time.monotonic()
+            looks = now_s - looked_s > LOOK_S
+            looked_s = now_s if looks else looked_s
+            gone = {source: why_gone(self.board, source) for source in sources if looks}
             # After that: a message posted before the end of its source may still arrive.
             since_s = self.board.senders(self.rank, near)
             if far:
@@ -122,15 +119,13 @@ class Session:
     ) -> Iterator[Callable[[float], None]]:
         """Wrap a transfer: post it, time it, and name the peer in the error if the peer is lost.
 
-        Args:
-            op: the name of the transfer.
-            sent, expected: (peer, tensor), what is sent and what is received into.
-            start: the timer's mark at the beginning; None means now.
+        ``sent`` and ``expected`` are (peer, tensor), ``start`` is the timer's mark at the
+        beginning; None means now.
 
         Yields:
-            A function, to be called after other operations inside the block: from then on the rank
-            is in this one again, and its span begins there. On an emulated link the transfer then
-            began at ``moved_s``.
+            ``again(moved_s)``, to be called after other operations inside the block: from then on
+            the rank is in this one again, and its span begins there. On an emulated link the
+            transfer began at ``moved_s``.
         """
         self.check_open()
         board, rank, timer = self.board, self.rank, self.recorder.timer
@@ -195,10 +190,9 @@ class Session:
 
     @contextmanager
     def streaming(self, name: str, dst: int) -> Iterator[None]:
-        """Wrap a collective that writes its segments for ``dst`` directly into a channel.
+        """Wrap a collective of all ranks that writes segments for ``dst`` directly into a channel.
 
-        Every rank has to take part. The collective is one span; each message that the channel
-        counts is one operation.
+        It is one span; each message that the channel counts is one operation.
         """
         sent = self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes
@@ -240,8 +234,7 @@ class Session:
             # Hosts have clocks of their own, and the barrier ends at about one time on all.
             row["origin_s"] = time.perf_counter()
             self.transport.barrier()
-        # Ranks of one host read the same clock: the latest arrival is the same on all of them.
-        # A GPU's clock is set by it.
+        # Ranks of one host read the same clock, and set a GPU's by it.
         timer = self.timer_of(self.device)
         if isinstance(timer, CudaTimer):
             timer.calibrate()
@@ -282,8 +275,8 @@ class Session:
 class SpanSums:
     """Adds up the seconds of a rank's spans by kind, in its row of the board, while it runs.
 
-    What is shown before the end of a run comes from these sums: the launcher reads them some times
-    a second. Threads beside the main one share one lane.
+    What is shown before the end of a run comes from these sums. Threads beside the main one share
+    one lane.
     """
 
     def __init__(self, row: np.void):

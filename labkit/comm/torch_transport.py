@@ -15,7 +15,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -65,8 +64,6 @@ class TorchTransport(Transport):
         self.staged = backend == "gloo" and device.type == "cuda"
         self._queues = backend == "nccl"
         self._group = group or dist.distributed_c10d._get_default_group()
-        # The argument of each wait; empty for the group's own timeout.
-        self._patience: tuple[timedelta, ...] = ()
 
     def send(self, tensor: Tensor, dst: int) -> None:
         with self.sending(tensor, dst):
@@ -79,7 +76,7 @@ class TorchTransport(Transport):
         with loss_of_a_peer():
             work = self._group.send([outgoing], dst, self._tag(tensor))
             yield
-            work.wait(*self._patience)
+            work.wait()
         self.sent.to[dst].count(outgoing.nbytes)
 
     def recv(self, tensor: Tensor, src: int) -> None:
@@ -97,7 +94,7 @@ class TorchTransport(Transport):
             else:
                 work = self._group.recv([landing], src, tag)
                 yield
-                work.wait(*self._patience)
+                work.wait()
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
         if self._queues:
@@ -147,11 +144,6 @@ class TorchTransport(Transport):
                 dist.barrier(device_ids=[self.device.index])
             else:
                 self._group.barrier().wait()
-
-    def set_timeout(self, timeout_s: float) -> None:
-        # With NCCL a wait with a limit would block the host: there the group's own timeout holds.
-        if not self._queues:
-            self._patience = (timedelta(seconds=timeout_s),)
 
     def _outgoing(self, tensor: Tensor) -> Tensor:
         tensor = as_bytes(tensor)

@@ -115,10 +115,6 @@ class Transport(ABC):
         """The slots that rank ``src`` writes and this rank reads."""
         raise NotImplementedError
 
-    @abstractmethod
-    def set_timeout(self, timeout_s: float) -> None:
-        """Set the longest wait for a message from now on."""
-
     def abandon(self) -> None:  # noqa: B027
         """End every operation that still waits, in any thread, with an error, if possible."""
 
@@ -137,13 +133,13 @@ def describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def check_tensor(tensor: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless ``tensor`` is dense and on a device of this type."""
+def check_tensor(tensor: Tensor, device: torch.device | None = None) -> None:
+    """Raise ValueError unless ``tensor`` is dense, and on a device of this type."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"a tensor is needed, got {type(tensor).__name__}: {tensor!r:.60}")
     if tensor.layout != torch.strided:
         raise ValueError(f"a dense tensor is needed, got {tensor.layout}: use .to_dense()")
-    if tensor.device.type != device.type:
+    if device is not None and tensor.device.type != device.type:
         raise ValueError(
             f"the ranks of this run work on {device.type}, but the tensor is on "
             f"{tensor.device}: move it with .to(comm.device)"

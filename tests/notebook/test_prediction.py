@@ -108,7 +108,7 @@ def test_a_measurement_without_repeats_or_in_another_unit_locks_nothing():
 
 def test_a_row_has_prediction_model_measurement_and_ratios():
     row = workbook.predict_row("a < b", "s", 0.004, 0.0025, [0.006, 0.005, 0.009])
-    measured = "6 ms (median of 3, 5 ms to 9 ms)"
+    measured = "6 ms (median of 3, from 5 ms to 9 ms)"
     assert tuple(row.cells().values()) == ("a < b", "4 ms", "2.5 ms", measured, "1.5 ×", "2.4 ×")
     assert repr(row) == (
         f"a < b: prediction 4 ms, model 2.5 ms, measured {measured} "

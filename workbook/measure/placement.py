@@ -43,29 +43,33 @@ def bench_placement(repeats: int, where: Where) -> Iterator[Result]:
 def measure_placements(link: Link, repeats: int, where: Where) -> Result:
     """Measure the hops of every placement."""
     # Not at the top: every rank of a bench imports this module, and does not need matplotlib.
-    from workbook.plots.communication_time import communication_time, hop_rows
+    from workbook.plots import size_curves
 
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
     seconds: dict[str, dict[str, list[float]]] = {}
+    facts, by_size = dict[Any, Any](), dict[Any, Any]()
     for batch_size in BATCH_SIZES:
-        batch: dict[str, Any] = {"batch_size": batch_size, "input_shape": SHAPE} | dict(where)
+        batch: Any = {"batch_size": batch_size, "input_shape": SHAPE, **where}
         profile = measure_profile(MODEL, **batch, repeats=1)
         for name, points in VGG16_SPLITS.items():
+            predicted = predict_split(profile, points, link)
             measured = measure_split(MODEL, points, **batch, steps=repeats)
-            for row in hop_rows(name, measured, predict_split(profile, points, link)):
-                hop = f"cut {row['cut']}, {row['direction']}, batch of {batch_size}"
-                rows[name, hop] = row
-                seconds.setdefault(name, {})[hop] = row["seconds"]
+            ways = ("activation", measured.forward_hop_s), ("gradient", measured.backward_hop_s)
+            for way, hops_s in ways:
+                for cut, hop_s, *fact in zip(points, hops_s, predicted.hop_bytes, predicted.hop_s):
+                    hop = f"cut {cut}, {way}, batch of {batch_size}"
+                    seconds.setdefault(name, {})[hop] = hop_s
+                    facts[name, hop] = fact
+                    by_size.setdefault(fact[0], []).extend(hop_s)
     return Result(
         "Communication of VGG16's placements, per step",
         {"what": "placements"},
         seconds,
         case="placement",
         columns={
-            "num_bytes": lambda case, hop, spread: rows[case, hop]["num_bytes"],
-            "model_s": lambda case, hop, spread: rows[case, hop]["model_s"],
+            "num_bytes": lambda case, hop, spread: facts[case, hop][0],
+            "model_s": lambda case, hop, spread: facts[case, hop][1],
         },
-        figures={"hops": lambda: communication_time(rows.values())},
+        figures={"hops": lambda: size_curves({"hop": by_size}, {"hop": dict(facts.values())})},
     )
 
 

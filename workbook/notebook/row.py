@@ -48,7 +48,7 @@ class PredictionRow:
         shown = ["" if number is None else format_value(number, self.unit) for number in numbers]
         prediction, model, measured, low, high = shown
         if numbers[-2] != numbers[-1]:
-            measured += f" (median of {len(self.repeats)}, {low} to {high})"
+            measured += f" (median of {len(self.repeats)}, from {low} to {high})"
         ratio, model_ratio = (
             "–" if ratio is None else f"{format_number(ratio)} ×"
             for ratio in (self.ratio, self.model_ratio)

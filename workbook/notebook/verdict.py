@@ -59,6 +59,8 @@ class Ratio:
             repeats = f"{len(one)} and {format_count(len(other), 'repeat')}"
             if len(one) == len(other):
                 repeats = f"{format_count(len(one), 'repeat')} of each"
+        if min(len(one), len(other)) >= _QUARTILES:
+            repeats = f"the middle half of {repeats}"
         return cls(low, median, high, repeats if len(one) + len(other) > 2 else "")
 
     @property
@@ -202,7 +204,8 @@ def against_model(
     repeats = as_repeats(measured)
     ratio = Ratio.of(repeats, [model] * len(repeats), paired=True)
     low, median, high = _middle(repeats)
-    between = f"{format_value(low, unit)} to {format_value(high, unit)} in {len(repeats)} repeats"
+    of_all = "the middle half of " * (len(repeats) >= _QUARTILES) + f"{len(repeats)} repeats"
+    between = f"{format_value(low, unit)} to {format_value(high, unit)} in {of_all}"
     spread = between if len(repeats) > 1 else "measured once"
     text = f"{what[:1].upper()}{what[1:]} was {format_value(median, unit)} ({spread}), and the "
     text += f"model says {format_value(model, unit)}"
