@@ -46,7 +46,6 @@ def fails(action):
 assert torch.cuda.device_count() == 2 and not torch.cuda.is_initialized()
 here, there = torch.ones(3), torch.ones(3, device="cuda:1")
 assert torch.cuda.is_initialized() and torch.cuda.memory_allocated(1) == 512
-assert str(there) == "tensor([1., 1., 1.], device='cuda:1')"
 assert here.device.type == "cpu" and (2 * there)[1:].device == torch.device("cuda:1")
 assert "same device" in fails(lambda: here + there)
 assert "same device" in fails(lambda: torch.stack([here, there]))

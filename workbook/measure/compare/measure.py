@@ -20,7 +20,7 @@ from labkit.config import STAGED, RunConfig
 from labkit.errors import WorkerError
 from labkit.runtime.preload import warm_up
 from labkit.tracing import Span, Trace
-from labkit.training.resolve import NOTHING, check_names, make_strategy, samples_for
+from labkit.training.resolve import NOTHING, resolve, samples_for
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import check_above_zero, check_integer
 from labkit.workload.datasets import load_dataset
@@ -142,8 +142,7 @@ def compare(
     # Before anything runs: settings with which no run could start.
     for setting in settings:
         RunConfig(**common | setting, strategy="ddp")
-    check_names(RunConfig(**common), NOTHING)
-    make_strategy(RunConfig(**common))
+    resolve(RunConfig(**common), NOTHING)
     print("contenders:", *(one["name"] for one in contenders), flush=True)
     warm_up()
     found: dict[str, list[Row]] = {"loading": time_loading(common, settings)}
