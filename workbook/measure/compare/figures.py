@@ -42,7 +42,7 @@ def curves(record: Record, *, builtin: bool = False) -> CaptionedFigure:
     names = [n for n, one in present(record).items() if n == SINGLE or one["builtin"] == builtin]
     repeats = {name: [run["epochs"] for run in runs_of(record, name)] for name in names}
     whose = "PyTorch's own" if builtin else "Ours"
-    return learning_curves(repeats, title=f"{whose}: {_where(record)}", training=True)
+    return learning_curves(repeats, title=f"{whose}: {_where(record)}")
 
 
 def epoch_time(record: Record, field: str) -> CaptionedFigure:
