@@ -202,7 +202,7 @@ def test_a_page_runs_on_two_and_says_the_same():
 
 
 def texts(cell):
-    """The printed text of a cell's outputs, and whether one of them is an error."""
+    """The printed text of a cell, which may come in parts, and the kinds of its other outputs."""
     found = cell.get("outputs", [])
-    streams = [(one.name, one.text) for one in found if one.output_type == "stream"]
-    return streams, [one.output_type for one in found]
+    printed = "".join(one.text for one in found if one.output_type == "stream")
+    return printed, [one.output_type for one in found if one.output_type != "stream"]

@@ -55,16 +55,6 @@ def test_each_augmentation_depends_on_seed_epoch_and_sample_alone(name, dtype):
     assert samples.read(torch.arange(0), 0)[0].shape == (0, 3, 20, 20)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_resized_image_does_not_depend_on_the_others_of_its_batch(dtype):
-    images = torch.randint(0, 256, (13, 3, 20, 9), dtype=torch.uint8)
-    resized = Transform(resize=7)
-    whole = resized(images, dtype)
-    assert (whole.shape, whole.dtype) == ((13, 3, 7, 7), dtype)
-    assert torch.equal(torch.cat([resized(part, dtype) for part in images.split(3)]), whole)
-    assert torch.equal(torch.stack([resized(image, dtype) for image in images]), whole)
-
-
 def test_right_predictions_are_counted_where_the_loss_is_computed():
     counted = CountedLoss(sum_cross_entropy)
     generator, right = torch.Generator().manual_seed(0), 0

@@ -15,8 +15,8 @@ from labkit.units import format_count
 from workbook.exercises.grader import Verdict, Wrong
 from workbook.exercises.grader.compare import short
 from workbook.exercises.grader.exercise import Found
-from workbook.exercises.grader.in_process import TIMEOUT_S, Question, verdict_of
-from workbook.exercises.grader.on_ranks import in_one_process
+from workbook.exercises.grader.in_process import Question, verdict_of
+from workbook.exercises.grader.on_ranks import TIMEOUT_S, in_one_process
 from workbook.exercises.grader.own_run import OwnRun
 from workbook.exercises.grader.report import NOT_ATTEMPTED
 

@@ -70,7 +70,6 @@ def bytes_over_cuts(fn: Callable) -> Verdict:
                 lambda shapes, n, points, frozen: crossing(shapes, n, points, 0)
             ),
         },
-        kind=_as_list,
     )
 
 

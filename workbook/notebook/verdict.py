@@ -35,8 +35,7 @@ class Ratio:
     """How many times as large one measurement is as another; of seconds: how many times as fast.
 
     Attributes:
-        low, median, high: the ratio and its spread: that of all repeats if there are fewer than
-            8, otherwise the quartiles.
+        low, median, high: the ratio and its spread, see ``_middle``.
         repeats: their number and what they are, in words: ``5 pairs``; empty for a single one.
     """
 
@@ -44,25 +43,6 @@ class Ratio:
     median: float
     high: float
     repeats: str
-
-    @classmethod
-    def of(cls, one: Sequence[float], other: Sequence[float], paired: bool) -> "Ratio":
-        """Compare repeats, above 0; ``paired``: repeat k of both were taken in turns.
-
-        The ratio of a pair is not affected by what changes on the machine in between.
-        """
-        if paired:
-            low, median, high = _middle([a / b for a, b in zip(one, other)])
-            repeats = format_count(len(one), "pair")
-        else:
-            (low, median, high), (least, usual, most) = _middle(one), _middle(other)
-            low, median, high = low / most, median / usual, high / least
-            repeats = f"{len(one)} and {format_count(len(other), 'repeat')}"
-            if len(one) == len(other):
-                repeats = f"{format_count(len(one), 'repeat')} of each"
-        if min(len(one), len(other)) >= _QUARTILES:
-            repeats = f"the middle half of {repeats}"
-        return cls(low, median, high, repeats if len(one) + len(other) > 2 else "")
 
     @property
     def is_larger(self) -> bool | None:
@@ -194,20 +174,20 @@ def against_model(
         run: the run that was measured, to name what limited it where the two differ.
     """
     repeats = as_repeats(measured)
-    ratio = Ratio.of(repeats, [model] * len(repeats), paired=True)
     low, median, high = _middle(repeats)
-    of_all = "the middle half of " * (len(repeats) >= _QUARTILES) + f"{len(repeats)} repeats"
-    between = f"{format_value(low, unit)} to {format_value(high, unit)} in {of_all}"
-    spread = between if len(repeats) > 1 else "measured once"
+    spread = f"{format_value(low, unit)} to {format_value(high, unit)} in "
+    spread += _counted(len(repeats), "repeat")
+    if len(repeats) == 1:
+        spread = "measured once"
     text = f"{what[:1].upper()}{what[1:]} was {format_value(median, unit)} ({spread}), and the "
     text += f"model says {format_value(model, unit)}"
     inside = low <= model <= high
-    if abs(ratio.median - 1) <= _TOLERANCE or (inside and high <= _WIDE * low):
-        return Verdict(f"{text}: they agree.", ratio)
+    if abs(median / model - 1) <= _TOLERANCE or (inside and high <= _WIDE * low):
+        return Verdict(f"{text}: they agree.")
     if inside:
-        return Verdict(f"{text}: the repeats differ too much to compare the two.", ratio)
+        return Verdict(f"{text}: the repeats differ too much to compare the two.")
     reason = f" {run.explain()}" if run is not None else ""
-    return Verdict(f"{text}: measured is {ratio} the model.{reason}", ratio)
+    return Verdict(f"{text}: measured is {format_number(median / model)} times the model.{reason}")
 
 
 def bubble(measured: float | Iterable[float], model: float, run: Run | None = None) -> Verdict:
@@ -285,10 +265,26 @@ def _seconds(times: Times) -> list[float]:
 
 
 def _ratio(slower: Times, quicker: Times) -> Ratio:
-    """How many times as fast the second is; epochs of two runs are no pairs."""
+    """How many times as fast the second is.
+
+    Repeat k of both were taken in turns: the ratio of such a pair is not affected by what changes
+    on the machine in between. Epochs of two runs are no pairs.
+    """
     one, other = _seconds(slower), _seconds(quicker)
     are_runs = isinstance(slower, TrainResult) or isinstance(quicker, TrainResult)
-    return Ratio.of(one, other, paired=len(one) == len(other) and not are_runs)
+    if len(one) == len(other) and not are_runs:
+        repeats = _counted(len(one), "pair") if len(one) > 1 else ""
+        return Ratio(*_middle([a / b for a, b in zip(one, other)]), repeats)
+    (low, median, high), (least, usual, most) = _middle(one), _middle(other)
+    repeats = f"{len(one)} and {format_count(len(other), 'repeat')}"
+    if len(one) == len(other):
+        repeats = f"{_counted(len(one), 'repeat')} of each" if len(one) > 1 else ""
+    return Ratio(low / most, median / usual, high / least, repeats)
+
+
+def _counted(count: int, noun: str) -> str:
+    """``5 pairs``, or what ``_middle`` makes of more: ``the middle half of 8 pairs``."""
+    return "the middle half of " * (count >= _QUARTILES) + format_count(count, noun)
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float, float]:
