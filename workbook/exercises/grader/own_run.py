@@ -75,7 +75,7 @@ def own_run(
 ) -> OwnRun:
     """Run a learner's function once more, for its timeline; nothing is raised.
 
-    ``status`` is that of its verdict; where there are four ranks, they run over ``link``.
+    ``status`` is that of its verdict; they run over ``link`` where as many ranks fill its hosts.
     """
     # Imported here: ranks load the checks, but draw nothing.
     from workbook.plots.timeline import timeline
@@ -85,7 +85,7 @@ def own_run(
         return OwnRun.failed(name, status)
     case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
     fns = [fn, exercise.library] if exercise.library else [fn]
-    link = link if world_size == WORLD_SIZE else None
+    link = None if link and world_size % (link.ranks_per_host or 1) else link
     options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
     try:
         with undrawn():
