@@ -31,14 +31,14 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 unexport UV_TORCH_BACKEND UV_REQUIRE_HASHES UV_NO_VERIFY_HASHES
 
 .DEFAULT_GOAL := help
-.PHONY: help env cluster horovod tensorflow lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest faults storm bench two-hosts gpu-report elsewhere html \
+.PHONY: help env cluster horovod tensorflow lab test test-more test-unit test-gpu test-pretended test-notebooks test-torch slowest faults storm bench two-hosts gpu-report elsewhere html \
         notebooks pins clean distclean FORCE
 
 help:
 	@echo "make lab             set up and open the workbook"
-	@echo "make test            set up and run every test: unit, notebooks, browser"
+	@echo "make test            set up and test whatever a change can break: unit, notebooks, browser"
+	@echo "make test-more       what takes minutes or other environments: Ray, two hosts, storms, Horovod"
 	@echo "make test-unit       the quick part: no notebooks, no browser, nothing marked fresh or slow"
-	@echo "make test-core       labkit's tests without workbook, the course around it"
 	@echo "make test-gpu        what needs GPUs (make test hides them)"
 	@echo "make test-pretended  all notebooks as with 1, 2 and 8 GPUs, on the CPU (some minutes)"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
@@ -147,27 +147,31 @@ test: env
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none
-	LABKIT_LIVE=0 $(BIN)/python -m pytest $(SPREAD) $(NBVAL) tests $(NOTEBOOKS) $(ARGS)
+	LABKIT_LIVE=0 $(BIN)/python -m pytest $(SPREAD) $(NBVAL) -m "not more" tests $(NOTEBOOKS) $(ARGS)
+
+# What is not installed (make cluster, horovod, tensorflow; root for two hosts) is skipped and says so.
+test-more: env
+	$(BIN)/python -m pytest $(SPREAD) -p no:nbval -m more tests $(ARGS)
+	LABKIT_EVERY_SIZE=1 $(BIN)/python -m pytest $(SPREAD) -p no:nbval tests/exercises/test_answers.py $(ARGS)
+	$(MAKE) test-pretended PRETENDED=2
 
 test-notebooks: env
 	@$(if $(NOTEBOOKS),$(HIDE_GPUS) LABKIT_LIVE=0 $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS),\
 	  echo "make test-notebooks: no notebooks in notebooks/")
 
 test-unit: env
-	$(BIN)/python -m pytest $(SPREAD) -p no:nbval -m "not browser and not fresh and not slow" tests $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -p no:nbval -m "not browser and not fresh and not slow and not more" tests $(ARGS)
 
 # What needs GPUs; without any, all of it is skipped and says why.
 test-gpu: env
 	LABKIT_TEST_GPUS=1 LABKIT_LIVE=0 $(BIN)/python -m pytest -p no:nbval tests/gpu $(ARGS)
 
 # torch behaves as with GPUs, and the CPU computes: tests/pretended says what that covers.
+PRETENDED ?= 1 2 8
 test-pretended: env
-	@for gpus in 1 2 8; do echo "$$gpus pretended GPUs"; \
+	@for gpus in $(PRETENDED); do echo "$$gpus pretended GPUs"; \
 	  LABKIT_PRETEND_GPUS=$$gpus PYTHONPATH=$(CURDIR)/tests/pretended LABKIT_LIVE=0 \
 	  $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS) || exit 1; done
-
-test-core: env
-	$(BIN)/python tests/core.py $(SPREAD) $(ARGS)
 
 slowest:
 	$(MAKE) test ARGS="--record-slowest data/results/slowest_tests.json $(ARGS)"

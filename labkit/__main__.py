@@ -85,6 +85,9 @@ def _train(arguments: Namespace) -> int:
     check_writable(arguments.json, arguments.save)
     from labkit.runtime import preload
 
+    if not preload.under_torchrun():
+        # What is being written, and all ranks, then end as after an error.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # Before torch is imported here, so that both imports, some seconds each, run in parallel.
     preload.warm_up()
     from labkit.training.train_run import train_run

@@ -102,15 +102,6 @@ def parse_link(text: str) -> dict[str, Any]:
     return found
 
 
-def check_servers(servers: int, world_size: int) -> None:
-    """Refuse a number of servers that leaves no worker; with world size 1, rank 0 is both."""
-    if servers >= max(world_size, 2):
-        raise ValueError(
-            f"servers {servers} of world_size {world_size} leave no rank to work: use fewer, or "
-            f"a world_size of {servers + 1} or more"
-        )
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """The settings of one training run; ``labkit train`` has an option for each.
@@ -148,7 +139,7 @@ class RunConfig:
         checkpoint_dir: folder of the run's checkpoints, which all machines share
         checkpoint_every: steps between checkpoints (an epoch)
         resume: continue from the newest checkpoint in checkpoint_dir, if any
-        log_dir: folder for epochs.csv and TensorBoard's files
+        log_dir: folder for TensorBoard's files
         backend: for --builtin; labkit is this package's own
         bucket_mb: ddp: bucket size in MiB; 0 gives each parameter a bucket
         accumulate: micro-batches per update and synchronisation
@@ -235,8 +226,6 @@ class RunConfig:
         given |= {name: rate for name, rate in rates.items() if given[name] is None}
         # (It is frozen.)
         vars(self).update(given)
-        if self.servers is not None:
-            check_servers(self.servers, self.world_size)
         if self.batch_size < self.world_size and self.strategy not in STAGED:
             raise ValueError(
                 f"batch_size {self.batch_size} is smaller than world_size {self.world_size}: some "

@@ -13,15 +13,12 @@ from labkit.units import format_bytes
 
 # Without these the course does not run.
 STOPS = ("torch", "digits", "ranks talk")
-_REINSTALL = (
+_ADVICE = (
     "in the workbook's folder: python -m pip install -r requirements.txt -e . (torch and "
-    "torchvision must be a pair, both CUDA builds or both CPU builds)"
+    "torchvision must be a pair, both CUDA builds or both CPU builds). Ranks talk over 127.0.0.1, "
+    "which a firewall may forbid; if a path is too long, set TMPDIR=/tmp. The way round NCCL is "
+    'transport="gloo", round all GPUs CUDA_VISIBLE_DEVICES=-1'
 )
-_ADVICE = {
-    "ranks talk": "first fix what is above. Ranks talk over 127.0.0.1, which a firewall may "
-    "forbid; if a path is too long, set TMPDIR=/tmp; CUDA_VISIBLE_DEVICES=-1 works without GPUs",
-    "GPUs talk": 'transport="gloo" of labkit.run is the way round NCCL',
-}
 
 
 def main() -> int:
@@ -30,14 +27,13 @@ def main() -> int:
     for name, check in CHECKS.items():
         try:
             found = check()
-        except KeyboardInterrupt:
-            print("labkit: stopped", file=sys.stderr)
-            return 130
         except Exception as error:
             failed.append(name)
             why = " ".join(str(error).partition("\n\n")[0].split())
-            found = f"{type(error).__name__}: {why}\n -> {_ADVICE.get(name, _REINSTALL)}"
+            found = f"{type(error).__name__}: {why}"
         print(f"{name:<13} {found}", flush=True)
+    if failed:
+        print(f"\n -> {_ADVICE}")
     stops = [name for name in failed if name in STOPS]
     if stops:
         print(f"\nThe course does not run here yet. First fix: {', '.join(stops)}.")
@@ -75,12 +71,9 @@ def check_shm() -> str:
         return "not used on this system"
     size = shutil.disk_usage("/dev/shm")
     found = f"{format_bytes(size.free)} of {format_bytes(size.total)} free"
-    if size.free >= 512 * 2**20:
-        return found
-    return (
-        f"{found}\n -> the workers of a DataLoader need it. In a container: docker run "
-        "--shm-size=1g; elsewhere, as root: mount -o remount,size=1g /dev/shm"
-    )
+    if size.free < 512 * 2**20:
+        found += "; the workers of a DataLoader need more: docker run --shm-size=1g"
+    return found
 
 
 def check_digits() -> str:

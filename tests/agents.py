@@ -7,7 +7,7 @@ from pathlib import Path
 import warm_python
 from ranks import wait_until
 
-from labkit.comm.processes import kill_marked
+from labkit.comm.shared_memory import kill_marked
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "notebooks" / "scripts"

@@ -20,14 +20,22 @@ import warm_python
 ROOT = Path(__file__).resolve().parents[1]
 STARTED_S = time.time()
 _TESTS = itertools.count()
-LAB = pytest.StashKey()
+# What takes minutes, or an environment that a fresh clone lacks: ``make test-more``.
+MORE = (
+    "measure/test_elsewhere_tensorflow.py",
+    "measure/test_horovod_digits.py",
+    "measure/test_ray_two_hosts.py",
+    "measure/test_two_hosts.py",
+    "measure/test_two_hosts_runs.py",
+    "project/test_pretended.py",
+    "project/test_scripts.py",
+    "runtime/test_ray.py",
+    "runtime/test_storm.py",
+)
 
 
 def pytest_addoption(parser):
     parser.addoption("--record-slowest", type=Path, metavar="FILE", help="see tests/slowest.py")
-    parser.addoption(
-        "--screenshots", action="store_true", help="save the pages in build/screenshots"
-    )
 
 
 def pytest_configure(config):
@@ -38,6 +46,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "browser: drives JupyterLab in headless Chromium")
     config.addinivalue_line("markers", "fresh: waits for a new process that imports torch")
     config.addinivalue_line("markers", "slow: runs, draws or waits for more than a second")
+    config.addinivalue_line("markers", "more: in make test-more, not in make test")
     # A script's background jobs, and all their children, start with Ctrl-C ignored. The tests that
     # press Ctrl-C need children as a terminal starts them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -77,7 +86,11 @@ def pytest_configure(config):
         warm_python.for_kernels()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.as_posix().endswith(MORE):
+            item.add_marker(pytest.mark.more)
     if "PYTEST_XDIST_WORKER" in os.environ:
         slowest.longest_first(items)
 
@@ -141,23 +154,15 @@ def light_server():
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory, request):
-    """JupyterLab on a copy of the notebooks, and a browser to drive it: a `browser.Lab`."""
+def lab(tmp_path_factory):
+    """JupyterLab on a copy of the notebooks, and a browser to drive it: a `browser.Lab`.
+
+    It is closed before any other test: while Playwright is open its event loop occupies the main
+    thread, which the kernels of other tests need.
+    """
     import browser
 
-    missing = browser.missing()
-    if missing:
+    if missing := browser.missing():
         pytest.skip(missing)
-    screenshots = request.config.getoption("--screenshots")
-    shared = request.config.stash.setdefault(LAB, browser.SharedLab())
-    return shared.at_its_start(tmp_path_factory.mktemp("lab"), screenshots)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item, nextitem):
-    try:
-        return (yield)
-    finally:
-        shared = item.config.stash.get(LAB, None)
-        if shared and "lab" not in getattr(nextitem, "fixturenames", ()):
-            shared.close()
+    with browser.open_lab(tmp_path_factory.mktemp("lab")) as opened:
+        yield opened

@@ -10,8 +10,6 @@ from pathlib import Path
 
 RECORD = Path(__file__).resolve().parents[1] / "data" / "results" / "slowest_tests.json"
 NUM_RECORDED = 40
-# The tests that drive a browser share one, which takes 10 s to start.
-BROWSER = "tests/project/test_browser"
 
 
 def longest_first(items: list) -> None:
@@ -34,8 +32,8 @@ def longest_first(items: list) -> None:
 
 
 def scope_of(test: str) -> str:
-    """The tests that run one after another in one process: of a class, a file, a browser."""
-    return BROWSER if test.startswith(BROWSER) else test.rpartition("::")[0]
+    """The tests that run one after another in one process: of a class, or a file."""
+    return test.rpartition("::")[0]
 
 
 def scheduling(config, log):

@@ -3,7 +3,6 @@
 The cases are those of Horovod's documentation: what it promises of arguments, results and errors.
 """
 
-import itertools
 import math
 import os
 import signal
@@ -18,8 +17,7 @@ from torch import nn
 import labkit.horovod as hvd
 from labkit import run
 from labkit.costs.traffic import ring_all_reduce_cost
-from labkit.horovod import coordinator
-from labkit.horovod.coordinator import JOIN, Coordinator, Decision, Request, fuse
+from labkit.horovod.coordinator import Coordinator, Decision, Request, fuse
 
 travel_by_value(__name__)
 
@@ -49,51 +47,6 @@ def test_ready_sums_are_fused_up_to_the_limit_by_operation_and_dtype():
     mixed = [wants("a"), wants("b"), wants("c", option="max"), wants("d", dtype="int8")]
     mixed += [wants("e", "allgather"), wants("f", "allgather")]
     assert len(fuse([Decision([one]) for one in mixed], 1000)) == 5
-
-
-@pytest.mark.parametrize(
-    ("theirs", "words"),
-    [
-        (wants("x", shape=(3,)), "rank 1 has allreduce sum float32 [3]"),
-        (wants("x", dtype="int8"), "rank 1 has allreduce sum int8 [2]"),
-        (wants("x", option="max"), "rank 1 has allreduce max float32 [2]"),
-        (wants("x", "allgather", "", rows=2), "rank 1 has allgather"),
-    ],
-)
-def test_ranks_that_differ_get_an_error_with_what_each_has(theirs, words):
-    (found,) = Coordinator(2).decide([says(wants("x")), says(theirs)])
-    assert "the ranks do not agree on 'x'" in found.error
-    assert "rank 0 has allreduce sum float32 [2]" in found.error
-    assert words in found.error
-
-
-def test_joined_ranks_are_not_waited_for_until_all_have_joined():
-    judge, join = Coordinator(3), Request(JOIN, JOIN)
-    assert judge.decide([says(), says(join), says(wants("a"))]) == []
-    (found,) = judge.decide([says(wants("a"), join), says(), says()])
-    assert (found.requests, found.error) == ([wants("a")], "")
-    # Only sums can go on with zeros.
-    for other in (wants("g", "allgather"), wants("m", option="min")):
-        (refused,) = judge.decide([says(), says(), says(other)])
-        assert "rank 0, rank 1 called join()" in refused.error
-    (last,) = judge.decide([says(), says(), says(join)])
-    assert (last.requests, last.last) == ([join], 2)
-    assert judge.decide([says(wants("a")), says(), says()]) == []
-
-
-def test_it_is_a_deadlock_once_all_wait_and_nothing_has_come_for_long(monkeypatch):
-    judge, now_s = Coordinator(2), itertools.count()
-    monkeypatch.setattr(coordinator.time, "monotonic", lambda: next(now_s) * 1.0)
-    assert judge.decide([says(wants("a"), waits=True), says(wants("b"), waits=True)]) == []
-    # Rank 1 still computes: all may come.
-    for _ in range(10):
-        assert judge.decide([says(waits=True), says()]) == []
-    found = []
-    while not found:
-        found = judge.decide([says(waits=True), says(waits=True)])
-    assert [one.requests[0].name for one in found] == ["a", "b"]
-    assert "'a': submitted by rank 0, not by rank 1" in found[0].error
-    assert "'b': submitted by rank 1, not by rank 0" in found[0].error
 
 
 # ---- values, on real ranks
@@ -279,9 +232,6 @@ def errors():
     refused("reshape", hvd.reducescatter, torch.tensor(1))
     refused("not a rank", hvd.broadcast, one, hvd.size())
     refused("new_group", hvd.allreduce, one, process_set=object(), kind=NotImplementedError)
-    for missing in ("elastic", "Adasum"):
-        with pytest.raises(AttributeError, match=r"torch\.distributed"):
-            getattr(hvd, missing)
     hvd.allreduce_async(one, name="twice")
     with pytest.raises(ValueError, match=r"'allreduce.twice' is under way already, from .*\.py"):
         hvd.allreduce_async(one, name="twice")
@@ -426,18 +376,12 @@ def optimizer_rules():
         scheduler.step()
         model.bias.requires_grad_(True)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
-    flat = torch.cat([one.detach().flatten() for one in model.parameters()])
-    assert near(hvd.allgather(flat[None]), flat.expand(hvd.size(), -1))
 
 
 def optimizer_refusals():
     model = nn.Linear(2, 1)
     plain = torch.optim.SGD(model.parameters(), 1)
-    for bad in (
-        [("a", model.weight)],
-        [("a", model.weight), ("a", model.bias)],
-        [model.weight, model.bias],
-    ):
+    for bad in ([("a", model.weight)], [("a", model.weight), ("a", model.bias)]):
         refused("named_parameters", hvd.DistributedOptimizer, plain, bad)
     refused("op=", hvd.DistributedOptimizer, plain, op=hvd.Min)
     refused("an optimizer", hvd.DistributedOptimizer, 3)
@@ -553,9 +497,7 @@ def script(how):
         print(found, flush=True)
     if how == "killed" and rank == hvd.size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "returns" and rank == hvd.size() - 1:
-        return
-    if how != "well":
+    if how == "killed":
         hvd.allreduce(torch.ones(2), name="waits")
 
 
@@ -565,7 +507,6 @@ def script(how):
         ([2], "well", "[(0, 0, 0, 1), (1, 1, 0, 1)]"),
         ([1, 2], "well", "[(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 1, 2)]"),
         ([1, 1], "killed", "rank 1 (host 1) cannot be reached"),
-        ([2], "returns", "Unfinished on rank 0: 'allreduce.waits' of"),
     ],
 )
 def test_a_script_under_torchrun(sizes, how, words):

@@ -3,8 +3,10 @@
 import urllib.request
 
 import browser
+import nbformat
 import pytest
 
+from labkit.__main__ import main
 from workbook import lab
 
 
@@ -28,12 +30,56 @@ def test_the_current_folder_comes_before_the_clone(workbook):
     assert lab.workbook_root() == workbook
 
 
-def test_it_opens_the_first_notebook_there_is(workbook):
-    assert lab.first_page(workbook) == "lab"
-    (workbook / "notebooks" / "06_ring.ipynb").touch()
-    assert lab.first_page(workbook) == "lab/tree/notebooks/06_ring.ipynb"
-    (workbook / "notebooks" / lab.FIRST_NOTEBOOK).touch()
-    assert lab.first_page(workbook) == f"lab/tree/notebooks/{lab.FIRST_NOTEBOOK}"
+def write(path, *sources, outputs=()):
+    cells = [nbformat.v4.new_code_cell(source, outputs=[*outputs]) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+
+
+def sources(path):
+    return [cell.source for cell in nbformat.read(path, as_version=4).cells]
+
+
+def test_the_learners_copy_follows_the_course_and_keeps_what_the_learner_wrote(workbook, capsys):
+    pages, mine = workbook / "notebooks", workbook / "my_course"
+    output = nbformat.v4.new_output("stream", text="42")
+    for name in ("00_start_here.ipynb", "06_ring.ipynb", "07_yours.ipynb"):
+        write(pages / name, "print(42)", outputs=[output])
+    assert lab.renew_course(workbook) == []
+    assert lab.first_page(workbook) == f"lab/tree/my_course/{lab.FIRST_NOTEBOOK}"
+    copied = nbformat.read(mine / "06_ring.ipynb", as_version=4)
+    assert [cell.outputs for cell in copied.cells] == [[]]
+    # Page 06 was run, 07 was written into; then the course has new versions of all.
+    copied.cells[0].outputs = [output]
+    nbformat.write(copied, mine / "06_ring.ipynb")
+    answer = nbformat.read(mine / "07_yours.ipynb", as_version=4)
+    answer.cells[0].source = "print(6 * 7)"
+    nbformat.write(answer, mine / "07_yours.ipynb")
+    assert lab.renew_course(workbook) == []
+    for path in pages.glob("*.ipynb"):
+        write(path, "print(43)")
+    assert lab.renew_course(workbook) == ["07_yours.ipynb"]
+    assert sources(mine / "06_ring.ipynb") == ["print(43)"]
+    assert sources(mine / "07_yours.ipynb") == ["print(6 * 7)"]
+    assert main(["reset", "07"]) == 0
+    assert "07_yours-before-1.ipynb" in capsys.readouterr().out
+    assert sources(mine / "07_yours.ipynb") == ["print(43)"]
+    assert sources(mine / "07_yours-before-1.ipynb") == ["print(6 * 7)"]
+    with pytest.raises(SystemExit):
+        main(["reset", "0"])
+
+
+def test_a_copy_that_cannot_be_read_is_the_learners(workbook):
+    write(workbook / "notebooks" / "06_ring.ipynb", "print(42)")
+    (workbook / "my_course").mkdir()
+    (workbook / "my_course" / "06_ring.ipynb").write_text("{")
+    assert lab.renew_course(workbook) == ["06_ring.ipynb"]
+    assert (workbook / "my_course" / "06_ring.ipynb").read_text() == "{"
+
+
+def test_links_of_a_page_hold_in_the_copy(workbook):
+    (workbook / "notebooks" / "scripts").mkdir()
+    lab.renew_course(workbook)
+    assert (workbook / "my_course" / "scripts").resolve() == workbook / "notebooks" / "scripts"
 
 
 def test_a_desktop_opens_a_browser(plain_machine, workbook):
@@ -64,4 +110,4 @@ def test_it_serves_and_one_interrupt_ends_it(tmp_path, workbook):
         assert list((tmp_path / "runtime").glob("jpserver-*"))
     assert "The workbook is closed." in (tmp_path / "jupyterlab.log").read_text()
     assert not list((tmp_path / "runtime").glob("jpserver-*"))
-    assert not list(workbook.glob(".*")), "the served folder is left as it was"
+    assert sorted(path.name for path in workbook.iterdir()) == ["my_course", "notebooks"]

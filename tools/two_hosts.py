@@ -109,11 +109,10 @@ def be_a_rank(comm: Comm) -> None:
         strategy.setup(own, mine, partial(torch.optim.SGD, lr=1e-3))
         step = partial(strategy.step, inputs, targets, len(inputs) * P)
         step()
-        before = comm.session.sums.so_far(main_lane_only=True)
+        before = len(comm.session.spans())
         found["steps"][name] = slowest(comm, step)
-        after = comm.session.sums.so_far(main_lane_only=True)
-        kinds = ("compute", "update", "compress")
-        found["local_s"][name] = {k: after.get(k, 0.0) - before.get(k, 0.0) for k in kinds}
+        seconds = labkit.Trace(comm.session.spans()[before:]).seconds_by_kind(lane=0)
+        found["local_s"][name] = {k: seconds.get(k, 0) for k in ("compute", "update", "compress")}
     if P > 1:
         right, left, partner = (comm.rank + 1) % P, (comm.rank - 1) % P, comm.rank ^ 1
         seconds = defaultdict(list)

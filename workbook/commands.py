@@ -1,4 +1,4 @@
-"""The commands of ``labkit`` that need the course: bench, compare, progress, lab.
+"""The commands of ``labkit`` that need the course: bench, compare, progress, lab, reset.
 
 labkit finds ``add`` by the entry point in pyproject.toml. What a command needs is imported when
 it runs.
@@ -22,6 +22,9 @@ def add(commands) -> None:
     _add_progress(commands)
     lab = commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
     lab.set_defaults(run=_lab, takes_rest=True)
+    reset = commands.add_parser("reset", help="a fresh page in my_course; yours stays beside it")
+    reset.set_defaults(run=_reset)
+    reset.add_argument("page", metavar="PAGE", help="its number, for example 06")
 
 
 def _percent(text: str) -> float:
@@ -81,9 +84,6 @@ def _add_compare(commands) -> None:
 def _add_progress(commands) -> None:
     progress = commands.add_parser("progress", help="exercises passed; predictions and reality")
     progress.set_defaults(run=_progress)
-    progress.add_argument("--json", action="store_true", help="print it as JSON")
-    reset = "begin again; the old record is renamed and kept"
-    progress.add_argument("--reset", action="store_true", help=reset)
 
 
 def _bench(arguments: Namespace) -> int:
@@ -103,11 +103,7 @@ def _compare(arguments: Namespace) -> int:
 def _progress(arguments: Namespace) -> int:
     from workbook.notebook import progress
 
-    if arguments.reset:
-        print(progress.reset())
-        return 0
-    shown = progress.progress()
-    print(shown.to_json() if arguments.json else shown)
+    print(progress.progress())
     return 0
 
 
@@ -123,3 +119,11 @@ def _lab(arguments: Namespace) -> int:
     from workbook.lab import main as lab
 
     return lab(arguments.rest)
+
+
+def _reset(arguments: Namespace) -> int:
+    from workbook.lab import reset_page
+
+    fresh, old = reset_page(arguments.page)
+    print(f"{fresh} is new" + (f"; yours is now {old.name} beside it" if old else ""))
+    return 0

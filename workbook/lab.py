@@ -1,4 +1,7 @@
-"""Open the workbook: JupyterLab on the first notebook, on any machine, with no set-up.
+"""Open the workbook: JupyterLab on the learner's own copy of the pages, with no set-up.
+
+``my_course/`` beside ``notebooks/`` has each page without outputs. A page that nobody has changed
+is renewed when the course has a newer one; one that was changed is never written to.
 
 JupyterLab reads the user's settings as usual. The settings that the workbook adds (no question
 about news, a window layout) are in a temporary folder and in the environment's folder, so that no
@@ -6,6 +9,8 @@ file of the user is changed.
 """
 
 import getpass
+import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -15,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from labkit.files import write_atomically
 
 FIRST_NOTEBOOK = "00_start_here.ipynb"
 SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
@@ -28,6 +35,11 @@ def main(argv: list[str] | None = None) -> int:
         ValueError: there is no ``notebooks`` folder here or beside the package.
     """
     root = workbook_root()
+    for kept in renew_course(root):
+        print(
+            f"my_course/{kept}: you have changed it, and the course has a newer page. It stays "
+            f"as it is; labkit reset {kept[:2]} gives you the new one and keeps yours beside it."
+        )
     argv = [*launch_options(root), *(argv or [])]
     with tempfile.TemporaryDirectory(prefix="labkit-lab-") as folder:
         _prepare_environment(Path(folder))
@@ -46,10 +58,84 @@ def workbook_root() -> Path:
     )
 
 
+def renew_course(root: Path) -> list[str]:
+    """Copy new pages into ``my_course`` and renew those that nobody has changed.
+
+    Returns:
+        The names of changed pages of which the course has a newer version: they are left alone.
+    """
+    course, kept = root / "my_course", []
+    course.mkdir(exist_ok=True)
+    scripts = course / "scripts"
+    if (root / "notebooks" / "scripts").is_dir() and not os.path.lexists(scripts):
+        scripts.symlink_to("../notebooks/scripts")
+    for path in sorted((root / "notebooks").glob("*.ipynb")):
+        page, mine = _without_outputs(path), course / path.name
+        if mine.exists():
+            was_copied, is_now = _versions_of(mine)
+            if was_copied == page["metadata"]["copied"]:
+                continue
+            if was_copied != is_now:
+                kept.append(path.name)
+                continue
+        write_atomically(mine, json.dumps(page, indent=1, ensure_ascii=False) + "\n")
+    return kept
+
+
+def reset_page(name: str) -> tuple[Path, Path | None]:
+    """Put a fresh copy of a page into ``my_course``; a changed one is renamed, never removed.
+
+    Args:
+        name: the page's number or the beginning of its name: ``06``.
+
+    Returns:
+        The fresh page, and where the one before it is now.
+
+    Raises:
+        ValueError: no page, or more than one, has this name.
+    """
+    root = workbook_root()
+    pages = sorted((root / "notebooks").glob("*.ipynb"))
+    found = [path for path in pages if path.name.startswith(name)]
+    if len(found) != 1 or not name:
+        numbers = ", ".join(path.name[:2] for path in pages)
+        raise ValueError(f"reset takes the number of one page: {numbers}; got {name!r}")
+    mine, old = root / "my_course" / found[0].name, None
+    if mine.exists():
+        places = (mine.with_name(f"{mine.stem}-before-{n}.ipynb") for n in itertools.count(1))
+        old = mine.rename(next(place for place in places if not place.exists()))
+    renew_course(root)
+    return mine, old
+
+
+def _without_outputs(path: Path) -> dict[str, Any]:
+    page = json.loads(path.read_text(encoding="utf-8"))
+    for cell in page["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+    page["metadata"]["copied"] = _version(page)
+    return page
+
+
+def _versions_of(mine: Path) -> tuple[str | None, str | None]:
+    """Of the page that was copied, and of the page as it is; what cannot be read was changed."""
+    try:
+        page = json.loads(mine.read_text(encoding="utf-8"))
+        return page["metadata"].get("copied"), _version(page)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None, ""
+
+
+def _version(page: dict[str, Any]) -> str:
+    """By the cells' sources alone: outputs and settings are no change."""
+    sources = [[cell["cell_type"], "".join(cell["source"])] for cell in page["cells"]]
+    return hashlib.sha256(json.dumps(sources).encode()).hexdigest()
+
+
 def first_page(root: Path) -> str:
     """The page to open, as a path below JupyterLab's address."""
-    notebooks = sorted((root / "notebooks").glob("*.ipynb"))
-    first = root / "notebooks" / FIRST_NOTEBOOK
+    notebooks = sorted((root / "my_course").glob("*.ipynb"))
+    first = root / "my_course" / FIRST_NOTEBOOK
     if first not in notebooks and notebooks:
         first = notebooks[0]
     return f"lab/tree/{first.relative_to(root).as_posix()}" if notebooks else "lab"

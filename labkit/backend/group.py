@@ -127,14 +127,6 @@ class LabkitGroup(ProcessGroup):
 
     _get_backend = get_backend
 
-    def set_timeout(self, timeout):
-        """Set the longest wait from now on, also for operations under way."""
-        self._timeout, timeout_s = timeout, timeout.total_seconds()
-        for waits in (self._mailbox, *self._queues.values()):
-            waits.timeout_s = timeout_s
-        for comm in self._comms.values():
-            comm.transport.set_timeout(timeout_s)
-
     def split_group(
         self, ranks, timeout=None, opts=None, group_name="", group_desc="", device_types=None
     ):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from labkit.comm.comm import Comm
-from labkit.comm.tensors import check_tensor, describe
+from labkit.comm.transport import check_tensor, check_writable, describe
 from labkit.schedules.tree import Transfer
 from labkit.units import check_choice
 
@@ -45,14 +45,9 @@ class Reduction:
 
     @classmethod
     def of(cls, op: str, tensor: Tensor) -> "Reduction":
-        """Check ``op`` against the tensor's layout and dtype.
-
-        Raises:
-            ValueError: unknown operation, not a dense tensor, or a dtype that cannot be reduced
-                that way. The message is the same on all ranks.
-        """
+        """Check ``op`` against the tensor; ValueError, the same on all ranks, if it cannot be."""
         check_choice("operation", op, COMBINE)
-        check_dense(tensor)
+        check_tensor(tensor)
         return _reduction(op, tensor.dtype)
 
     @property
@@ -87,28 +82,17 @@ def _reduction(op: str, dtype: torch.dtype) -> Reduction:
     return reduction
 
 
-def check_dense(tensor: Tensor) -> None:
-    """Raise ValueError for what is not a dense tensor."""
-    check_tensor(tensor, getattr(tensor, "device", torch.device("cpu")))
-
-
 @contextmanager
 def in_place(tensor: Tensor) -> Iterator[Tensor]:
     """Lend ``tensor`` (any shape and strides, with or without gradients) as a flat tensor [N].
 
-    It is a view where the memory layout allows it, otherwise a copy that is written back at the
-    end.
+    It is a view, or a copy that is written back at the end.
 
     Raises:
-        ValueError: not a dense tensor, or an expanded one (its elements share memory, so they
-            cannot take different values). Every rank raises the same error, before any message.
+        ValueError: not a dense tensor, or an expanded one; on every rank, before any message.
     """
-    check_dense(tensor)
-    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape)):
-        raise ValueError(
-            "cannot work in place in an expanded tensor: its elements share memory. "
-            "Use a new tensor (.clone() or torch.empty)"
-        )
+    check_tensor(tensor)
+    check_writable(tensor)
     # The bytes of a lazily conjugated or negated tensor (tensor.conj()) are not its values.
     mine = tensor.detach()
     flat = mine.resolve_conj().resolve_neg().contiguous().view(-1)

@@ -126,12 +126,10 @@ class TopK:
 class CompressedBetween:
     """Hierarchical all-reduce whose messages between hosts are compressed.
 
-    Inside a host the sums are exact: nothing is gained by sending less through memory. Between
-    hosts, ``HalfRing`` rounds each sum once per host, not once per rank. ``TopK`` takes the
-    largest elements of a host's sum, as if each host were one worker: what it does not send stays
-    with the rank that has this part of the sum, which adds it to its own next gradient.
-
-    With one host, or one rank per host, it is ``HalfRing`` or ``TopK`` over all ranks.
+    Inside a host the sums are exact. Between hosts, ``HalfRing`` rounds each sum once per host.
+    ``TopK`` takes the largest elements of a host's sum, as if each host were one worker: what it
+    does not send stays with the rank that has this part of the sum, which adds it to its own next
+    gradient. With one host, or one rank per host, it is ``HalfRing`` or ``TopK`` over all ranks.
 
     Attributes:
         residual: [N], with ``topk``, the values not sent yet, elsewhere 0; None before the first
@@ -176,11 +174,7 @@ def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
         op: "sum" only. An entry may be missing on some ranks, so no maximum or product is defined.
 
     Three all-gathers, of the number of entries, of their indices and of their values, padded to
-    the largest number E: 3 (P - 1) messages and (P - 1) x E entries on every rank. Every rank adds
-    in the order of the ranks, so all end with the same bits.
-
-    Raises:
-        ValueError: another layout or operation, or a dtype that cannot be added.
+    the largest number E: 3 (P - 1) messages and (P - 1) x E entries on every rank.
     """
     if tensor.layout != torch.sparse_coo or op != "sum":
         raise ValueError(

@@ -27,17 +27,8 @@ from labkit.schedules.ring import RingStep, ring_all_reduce as ring_steps
 def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     """Reduce ``tensor`` over all ranks, in place, pipelined through shared memory.
 
-    Over other transports it is ``ring_all_reduce`` itself.
-
-    Args:
-        tensor: any shape and size, equal on every rank; reduced in place and returned.
-        op: an operation of ``Reduction``: "sum", "mean", "max", ....
-
-    Messages and bytes: as ``ring_all_reduce``; a message is a chunk, however many segments.
-
-    Raises:
-        ValueError: ``op`` does not suit the tensor's dtype.
-        MismatchError: another rank calls another collective, or with another tensor.
+    Over other transports it is ``ring_all_reduce`` itself. Arguments, messages and bytes as there;
+    a message is a chunk, however many segments.
     """
     if not comm.transport.shares_memory or comm.world_size == 1:
         return ring_all_reduce(comm, tensor, op)

@@ -71,16 +71,10 @@ def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor
 def scatter(
     comm: Comm, tensors: list[torch.Tensor] | None, out: torch.Tensor, root: int = 0
 ) -> torch.Tensor:
-    """Send ``tensors[r]`` of the root to rank r, for all r.
+    """Send ``tensors[r]`` of the root to rank r, for all r, into ``out``; returns ``out``.
 
-    Args:
-        tensors: on the root P tensors of the shape and dtype of ``out``; None on the others.
-        out: filled in place with this rank's share; returned. The same shape on every rank.
-
-    The root sends P - 1 messages of S bytes in as many steps, the others nothing.
-
-    Raises:
-        ValueError: the root does not have one tensor per rank, or one does not fit ``out``.
+    The tensors, of which other ranks need none, have the shape and dtype of ``out``. The root
+    sends P - 1 messages of S bytes in as many steps, the others nothing.
     """
     check_root(comm, root)
     where = f"from rank {root}"

@@ -18,7 +18,7 @@ from labkit.collectives.common import (
     transfer,
 )
 from labkit.comm.comm import Comm
-from labkit.comm.tensors import check_apart
+from labkit.comm.transport import check_apart
 from labkit.schedules.tree import (
     binomial_broadcast,
     binomial_reduce,
@@ -29,11 +29,7 @@ from labkit.schedules.tree import (
 
 
 def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """Reduce ``tensor`` over all ranks, in place: pairs, then pairs of pairs, then all.
-
-    Args:
-        tensor: any shape and size; the same shape and dtype on every rank. Returned.
-        op: an operation of ``Reduction``: "sum", "mean", "max", ....
+    """Reduce ``tensor`` (any shape) over all ranks, in place: pairs, pairs of pairs, then all.
 
     In every step a rank exchanges all it has with a partner, and both combine the two. Steps and
     messages log2 P, bytes log2 P x S on every rank. If P is not a power of two, the ranks beyond
@@ -59,11 +55,7 @@ def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
 
 
 def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """Copy the root's ``tensor`` to all ranks, in place: who has it passes it on.
-
-    Args:
-        tensor: any shape and dtype, the same on every rank; returned.
-        root: the rank whose values are copied.
+    """Copy the root's ``tensor`` (any shape and dtype) to all ranks, in place.
 
     Steps ceil(log2 P). All ranks together send P - 1 messages of S bytes; the root sends
     ceil(log2 P) of them.
@@ -77,13 +69,9 @@ def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
 
 
 def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
-    """Reduce ``tensor`` over all ranks; the root gets the result, in place.
+    """Reduce ``tensor`` (any shape) over all ranks; the root gets the result, in place.
 
-    Args:
-        tensor: any shape, the same shape and dtype on every rank; returned. On the other ranks it
-            keeps its values.
-        root: the rank that gets the result.
-        op: an operation of ``Reduction``: "sum", "mean", "max", ....
+    On the other ranks it keeps its values. ``op``: see ``Reduction``.
 
     Steps ceil(log2 P). Every rank but the root sends one message of S bytes (twice that for
     16-bit floats, whose partial sums travel as float32).

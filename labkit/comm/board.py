@@ -5,9 +5,13 @@ system call. A transfer is a meeting of two ranks: message number k on the edge 
 and only if both ends have posted their k-th operation on that edge. So the board shows exactly who
 waits for whom, and a deadlock is found without waiting for a timeout.
 
+Ranks of other hosts send theirs in bytes (``pack``): numbers and texts of fixed length, so whoever
+can write to the store that they travel through can make an explanation wrong, and no more.
+
 Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,8 +24,7 @@ NOT_STARTED, RUNNING, RETURNED, LEFT, LOST = 0, 1, 2, 3, 4
 
 RECV_ANY = "recv_any"
 
-# How many descriptions each end of an edge keeps. Where a send waits for its receive, two suffice,
-# and one more while the peer overwrites the oldest.
+# How many descriptions each end of an edge keeps: two, and the one that is being overwritten.
 DEPTH = 3
 
 # How many collectives of a rank are kept. Ranks may be several collectives apart: the root may
@@ -67,14 +70,14 @@ RANK = np.dtype(
 )
 
 
+# Process ids and readings of a clock mean something at home only.
+_AT_HOME = {"pid", "origin_s", "meeting_s", "posted_s"}
+
+
 def _layout(world_size: int) -> np.dtype[np.void]:
     edges = (2, world_size, world_size)
     return np.dtype(
-        [
-            ("ranks", RANK, world_size),
-            ("edges", EDGE, edges),
-            ("wanted", "?", edges[1:]),
-        ]
+        [("ranks", RANK, world_size), ("edges", EDGE, edges), ("wanted", "?", edges[1:])]
     )
 
 
@@ -89,25 +92,21 @@ class Board:
     Attributes:
         ranks: [P] what each rank is doing.
         collectives: [P] how many collectives each rank has called.
-        edges: [side, source, destination] the two ends of every edge: the four fields below.
-        counts: [side, source, destination] the number of operations that each end of an edge has
-            posted so far.
-        posted_s: [side, source, destination, DEPTH] when the latest of them were posted.
-        what: [side, source, destination, DEPTH] the tensors they move, as ``describe`` names them.
+        edges: [side, source, destination] the two ends of every edge, with the fields
+        counts: [...] how many operations each end has posted so far;
+        posted_s: [..., DEPTH] when the latest of them were posted;
+        what: [..., DEPTH] the tensors they move, as ``describe`` names them.
         wanted: [rank, source] whether a rank in recv_any accepts a message from this source.
     """
 
     def __init__(self, world_size: int, memory: Any = None):
         self.world_size = world_size
         self.memory = bytearray(self.num_bytes(world_size)) if memory is None else memory
-        whole = np.frombuffer(self.memory, _layout(world_size), count=1)
-        self.ranks, self.edges, self.wanted = (
-            whole[name][0] for name in ("ranks", "edges", "wanted")
-        )
+        whole = np.frombuffer(self.memory, _layout(world_size), count=1)[0]
+        self.ranks, self.edges, self.wanted = whole["ranks"], whole["edges"], whole["wanted"]
         self.collectives = self.ranks["collectives"]
-        self.counts, self.posted_s, self.what = (
-            self.edges[name] for name in ("count", "posted_s", "what")
-        )
+        self.counts, self.posted_s = self.edges["count"], self.edges["posted_s"]
+        self.what = self.edges["what"]
 
     @staticmethod
     def num_bytes(world_size: int) -> int:
@@ -117,6 +116,30 @@ class Board:
         """A copy of the board as it is now, in private memory."""
         end = self.num_bytes(self.world_size)
         return Board(self.world_size, bytearray(memoryview(self.memory)[:end]))
+
+    def pack(self, rank: int) -> bytes:
+        """What ``rank`` has written, for the boards of other hosts."""
+        return b"".join(np.ascontiguousarray(part).tobytes() for part in self._parts(rank))
+
+    def unpack(self, rank: int, data: bytes) -> None:
+        """Write what ``pack`` has made of ``rank`` elsewhere.
+
+        Raises:
+            ValueError: the bytes are not as many as ``pack`` makes.
+        """
+        parts = list(self._parts(rank))
+        if len(data) != sum(part.nbytes for part in parts):
+            raise ValueError(f"{len(data)} bytes are not what a rank writes on a board")
+        for part in parts:
+            part[...] = np.frombuffer(data[: part.nbytes], part.dtype).reshape(part.shape)
+            data = data[part.nbytes :]
+
+    def _parts(self, rank: int) -> Iterator[Any]:
+        """Views of what a rank writes: its row, its ends of all edges, whom it receives from."""
+        row = self.ranks[rank : rank + 1]
+        for fields in (row, self.edges[SEND, rank], self.edges[RECV, :, rank]):
+            yield from (fields[name] for name in fields.dtype.names if name not in _AT_HOME)
+        yield self.wanted[rank].view("u1")
 
     # Written by the rank itself
 
@@ -204,10 +227,6 @@ class Board:
     def posted(self, rank: int) -> int:
         """The number of posts of a rank so far; if it is unchanged, no new operation has begun."""
         return int(self.ranks[rank]["ticks"]) + int(self.collectives[rank])
-
-    def ticks(self) -> tuple[int, ...]:
-        """A fingerprint of all ranks' progress: if it is unchanged, no rank has moved."""
-        return tuple(int(value) for value in self.ranks["ticks"])
 
     def senders(self, rank: int, sources: list[int]) -> dict[int, float]:
         """The sources that have a message for ``rank``, and since when, in seconds."""

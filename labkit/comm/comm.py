@@ -16,8 +16,15 @@ from torch import Tensor
 from labkit.comm.board import RECV_ANY, Board
 from labkit.comm.session import Session
 from labkit.comm.source_lines import caller_location
-from labkit.comm.tensors import check_tensor, deliver, describe, overlap, to_receive, to_send
-from labkit.comm.transport import Transport
+from labkit.comm.transport import (
+    Transport,
+    check_tensor,
+    deliver,
+    describe,
+    overlap,
+    to_receive,
+    to_send,
+)
 from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts, host_of
 
@@ -78,11 +85,10 @@ class Comm:
         return self.session.operations
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        """Send ``tensor`` (any shape, dense, any dtype) to rank ``dst``.
+        """Send ``tensor`` (any shape, dense, any dtype) to rank ``dst``. Counts 1 message.
 
-        Returns when the receive has begun and the tensor may be overwritten (shared memory on the
-        CPU, gloo), or when the transfer is queued on the current stream (NCCL). Counts
-        1 message.
+        Returns when the receive has begun and the tensor may be overwritten; with NCCL when the
+        transfer is queued on the current stream.
 
         Raises:
             ValueError: ``dst`` is not another rank; the tensor is sparse or on another device.
@@ -97,11 +103,7 @@ class Comm:
     def recv(self, tensor: Tensor, src: int) -> Tensor:
         """Receive into ``tensor`` from rank ``src``; returns ``tensor``. Counts no message.
 
-        Raises:
-            ValueError: ``src`` is not another rank; the tensor is sparse, on another device, or
-                expanded (its elements share memory).
-            MismatchError: the sender sends another shape or dtype.
-            PeerLostError: the sender has ended.
+        Raises the errors of ``send``, and ValueError for an expanded tensor.
         """
         src = self._peer(src, "receive from")
         incoming = to_receive(tensor, self.device)
@@ -112,9 +114,7 @@ class Comm:
     def recv_add(self, tensor: Tensor, src: int) -> Tensor:
         """Receive a tensor from rank ``src`` and add it to ``tensor``; returns ``tensor``.
 
-        In shared memory, each segment is added directly from its slot while it is in the cache;
-        other transports receive into a new tensor first. Counts no message.
-
+        In shared memory each segment is added directly from its slot, while it is in the cache.
         Raises the errors of ``recv``, and ValueError for a tensor that is not contiguous.
         """
         check_tensor(tensor, self.device)
@@ -130,11 +130,10 @@ class Comm:
 
         If several sources wait, the one that has waited longest is served first, so none starves.
         After the error for a source that has ended, leave that source out. Counts no message. From
-        another host this needs gloo (see ``can_choose``), and then a send may end as soon as any
-        ``recv_any`` has named its rank.
+        another host a send may end as soon as any ``recv_any`` has named its rank.
 
         Raises:
-            ValueError: as for ``recv``, or ``sources`` is empty.
+            ValueError: as for ``recv``, or ``sources`` is empty, or on another host without gloo.
             MismatchError: the sender sends another shape or dtype.
             PeerLostError: a source has ended (the error's ``rank``).
         """
@@ -145,11 +144,6 @@ class Comm:
             raise ValueError(f"rank {self.rank} cannot receive: the list of sources is empty")
         for source in asked:
             self._peer(source, "receive from")
-        if not (self.transport.receives_from_any or set(asked) <= set(session.near)):
-            raise ValueError(
-                f"recv_any from ranks {asked} needs a status board that these ranks share: "
-                "between machines use gloo"
-            )
         incoming = to_receive(tensor, self.device)
         start = session.recorder.timer.mark()
         session.board.enter_any(self.rank, asked, caller_location())
@@ -167,8 +161,7 @@ class Comm:
         """Send ``send`` to ``dst`` while receiving ``recv`` from ``src``; returns ``recv``.
 
         All ranks of a ring may call it at the same time without a deadlock. Counts 1 message.
-        Raises the errors of ``send`` and ``recv``, and ValueError if the two tensors share memory:
-        the incoming values would overwrite values that are not sent yet.
+        Raises the errors of ``recv``, and ValueError if the two tensors share memory.
         """
         outgoing, incoming = to_send(send, self.device), to_receive(recv, self.device)
         if overlap(send, recv):
@@ -183,12 +176,7 @@ class Comm:
         return deliver(incoming, recv)
 
     def barrier(self) -> None:
-        """Wait until every rank has called this. Counts no message.
-
-        Raises:
-            MismatchError: another rank has called another collective.
-            PeerLostError: a rank has ended.
-        """
+        """Wait until every rank has called this. Counts no message."""
         with self.collective("barrier"):
             self.session.barrier()
 
@@ -207,6 +195,7 @@ class Comm:
 
         Raises:
             MismatchError: another rank has called another collective; shows both sequences.
+            PeerLostError: a rank has ended.
         """
         self.session.check_open()
         if self._inside_collective:
@@ -214,9 +203,8 @@ class Comm:
             return
         if tensor is not None:
             check_tensor(tensor, self.device)
-        what = " ".join(
-            filter(None, (name, describe(tensor) if tensor is not None else "", option))
-        )
+        shape = "" if tensor is None else describe(tensor)
+        what = " ".join(filter(None, (name, shape, option)))
         self.session.announce(what)
         self._inside_collective, self.transport.sent.collective = True, what
         try:
@@ -230,12 +218,10 @@ class Comm:
         Transfers inside a region of local work are recorded as ``communicate``; transfers inside a
         phase are recorded under its name.
 
-        Args:
-            kind: what the region does.
-            device: where it works, if not on ``comm.device``: on a GPU a span lasts from one CUDA
-                event on that GPU's current stream to another.
+        ``device`` is where it works, if not on ``comm.device``: on a GPU a span lasts from one
+        CUDA event on that GPU's current stream to another.
         """
-        timer = None if device is None else self.session.timers.of(device)
+        timer = None if device is None else self.session.timer_of(device)
         return self.session.recorder.region(kind, timer)
 
     def progress(
@@ -254,16 +240,11 @@ class Comm:
             total: steps in all; 0 if that is not known.
             label: what is counted, for example ``steps, epoch 2``.
             samples: how many samples were processed since the last report.
-            loss: of the last step, a number. From a GPU it is fetched at most four times a second.
+            loss: of the last step; from a GPU it is fetched at most four times a second.
         """
         self.session.board.progress(self.rank, done, total, label, samples)
         if loss is not None:
             self.session.report_loss(loss)
-
-    @property
-    def can_choose(self) -> bool:
-        """Whether ``recv_any`` can receive from the others: on one host, or over gloo."""
-        return len(self.session.near) == self.world_size or self.transport.receives_from_any
 
     def _peer(self, peer: int, verb: str) -> int:
         """The rank of ``peer`` in the run; ValueError if it is not another rank."""
@@ -297,10 +278,7 @@ def exchange_under_way(
 
     The block may use ``comm`` with other ranks. Where messages do not move by themselves (in
     shared memory, on NCCL) the exchange comes before the block. Its span is what comes after.
-
-    Args:
-        send, recv: contiguous, on ``comm.device``, without common memory; not to be touched in
-            the block.
+    The tensors are contiguous, without common memory, and not to be touched in the block.
     """
     with (
         comm.session.operation("exchange", (dst, send), (src, recv)) as again,
@@ -314,8 +292,8 @@ def exchange_under_way(
 class SubComm(Comm):
     """A ``Comm`` of some ranks: the messages of ``comm``, its counters and its trace.
 
-    For collectives that consist of messages. They are not announced,
-    since the other ranks do not call them: announce a collective of all ranks around them.
+    Its collectives consist of messages, and are not announced, since the other ranks do not call
+    them: announce a collective of all ranks around them.
 
     Args:
         comm: this rank's Comm.
@@ -333,7 +311,7 @@ class SubComm(Comm):
         return self._ranks[super()._peer(peer, verb)]
 
     def recv_any(self, tensor: Tensor, sources: Iterable[int]) -> int:
-        raise NotImplementedError("recv_any and barrier are for all ranks")
+        raise NotImplementedError("recv_any is for all ranks")
 
     def barrier(self) -> None:
         raise NotImplementedError("a barrier is for all ranks")

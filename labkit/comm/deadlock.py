@@ -43,25 +43,24 @@ def check_collective(board: Board, rank: int) -> None:
     Raises:
         MismatchError: another rank has called a different one, or with another tensor.
     """
-    mine = int(board.collectives[rank]) - 1
+    number = int(board.collectives[rank])
     for other in range(board.world_size):
-        if other == rank or board.collectives[other] <= mine:
+        if other == rank or board.collectives[other] < number:
             continue
-        what, theirs = (board.ranks[r]["announced"][mine % HISTORY] for r in (rank, other))
-        is_overwritten = board.collectives[other] >= mine + HISTORY
-        if theirs != what and not is_overwritten:
-            lines = []
-            for one in sorted((rank, other)):
-                line = f"  rank {one}: {latest_collectives(board, one, mine + 1)}"
-                if board.collectives[one] == mine + 1:
-                    line += f", at {_text(board.ranks[one]['location'])}"
-                lines.append(line)
-            raise MismatchError(
-                "rank {} and rank {} call different collectives:\n".format(*sorted((rank, other)))
-                + "\n".join(lines)
-                + "\nNext step: let all ranks call the same collectives in the same order, with "
+        mine, theirs = (board.ranks[r]["announced"][(number - 1) % HISTORY] for r in (rank, other))
+        # The other rank may be overwriting it meanwhile.
+        if mine != theirs and board.collectives[other] < number + HISTORY - 1:
+            pair = sorted((rank, other))
+            lines = [f"rank {pair[0]} and rank {pair[1]} call different collectives:"]
+            for one in pair:
+                is_latest = board.collectives[one] == number
+                at = f", at {_text(board.ranks[one]['location'])}" if is_latest else ""
+                lines.append(f"  rank {one}: {latest_collectives(board, one, number)}{at}")
+            lines.append(
+                "Next step: let all ranks call the same collectives in the same order, with "
                 "tensors of one shape and dtype."
             )
+            raise MismatchError("\n".join(lines))
 
 
 def find_mismatch(board: Board) -> str:
@@ -100,10 +99,9 @@ def uneven_collectives(board: Board, *ranks: int) -> str:
 
 
 class Waiting(NamedTuple):
-    """One reason why a rank cannot continue: it waits for ``peer``.
+    """One reason why a rank cannot continue: it waits for ``peer``, or ``any_of`` several.
 
-    ``what`` completes the sentence: "to send float32 [4]", "at barrier number 2". With ``any_of``,
-    the rank waits for any one of several peers, and this is one of them.
+    ``what`` completes the sentence: "to send float32 [4]", "at barrier number 2".
     """
 
     peer: int
@@ -138,19 +136,17 @@ def waits(board: Board, rank: int) -> list[Waiting]:
 def takes_part(board: Board, rank: int, peer: int) -> bool:
     """Whether ``rank`` is in an operation that ``peer`` takes part in."""
     slot = board.ranks[rank]
-    peers = int(slot["dst"]), int(slot["src"])
-    if peers == (-1, -1) and slot["op"] == RECV_ANY.encode():
+    if slot["op"] == RECV_ANY.encode() and slot["src"] < 0:
         return bool(board.wanted[rank, peer])
-    return bool(slot["op"]) and (peers == (-1, -1) or peer in peers)
+    peers = {int(slot["dst"]), int(slot["src"])}
+    return bool(slot["op"]) and (peers == {-1} or peer in peers)
 
 
 def stuck_ranks(board: Board) -> list[int]:
     """The ranks that can never continue, whatever the others do.
 
-    A rank that computes may still come to any operation; a rank that has returned never will. So a
-    rank is stuck when it waits for a rank that has returned, or for another stuck rank; in
-    ``recv_any``, when this holds for all its sources. (A rank that waits for a lost rank gets an
-    error, and is not stuck.)
+    A rank is stuck when it waits for a rank that has returned, or for another stuck rank; in
+    ``recv_any``, when this holds for all its sources. (Who waits for a lost rank gets an error.)
     """
     ended = set(np.flatnonzero(board.ranks["state"] == RETURNED).tolist())
     reasons = {rank: waits(board, rank) for rank in range(board.world_size)}
@@ -199,9 +195,9 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
             f"  rank {rank} is {explain_rank(board, rank)}, at {waits_in(board, rank)[1]}"
         )
     ops = {waits_in(board, rank)[0] for rank in cycle}
+    step = "give every send a receive, and let all ranks call the same collectives."
     if sequences := uneven_collectives(board, *sorted({*stuck, *missing})):
         lines.append(sequences.lstrip())
-        step = "give every send a receive, and let all ranks call the same collectives."
     elif ops and ops <= {"recv", RECV_ANY}:
         step = "all of them receive first. Let one send first, or use comm.exchange."
     elif ops == {"send"}:
@@ -211,8 +207,6 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
         )
     elif cycle:
         step = "order the operations of these ranks so that each meets its peer."
-    else:
-        step = "give every send a receive, and let every rank reach every barrier."
     return "\n".join([*lines, f"Next step: {step}"])
 
 

@@ -1,20 +1,16 @@
 """An emulated link: messages take the time that they would take on a slower network.
 
-What is modelled: every rank has one network card, which sends and receives at the same time. A
-message takes latency + bytes / bandwidth, from the moment when both ranks have come to it, and
-occupies the sender's outgoing and the receiver's incoming side for that time. Messages of one
-rank queue up one after another on each side, whichever ranks they go to or come from. A rank that
-sends or receives waits for the end of its message, asleep: the link is busy, and the cores are
-free for other threads, such as a backward pass that overlaps with the message.
+Every rank has one network card, which sends and receives at the same time. A message takes
+latency + bytes / bandwidth (``labkit.costs.link``), from the moment when both ranks have come to
+it, and occupies the sender's outgoing and the receiver's incoming side for that time. Messages of
+one rank queue up on each side, whichever ranks they go to or come from. A rank waits for the end
+of its message asleep, so the cores are free for other threads.
 
 With ``ranks_per_host`` the ranks stand on emulated hosts. Messages inside a host are as fast as
-they are, and all ranks of a host share one card. The bytes of their messages to other hosts queue
-up on it, and their latencies overlap: a message occupies a side for bytes / bandwidth, and ends
-a latency later.
+they are, and all ranks of a host share one card: there only bytes queue up, and latencies overlap.
 
-What is not modelled: buffers, packets, switches, losses; a barrier, which has no payload, takes no
-longer than before. The real transfer still takes place, and its time is added. The model is the
-alpha-beta model of ``labkit.costs.link``: alpha is the latency, beta is 1 / bandwidth.
+Not modelled: buffers, packets, switches, losses, barriers. The real transfer still takes place,
+and its time is added.
 """
 
 import threading
@@ -26,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from labkit.comm.comm import Comm
 from labkit.comm.shared_memory import HAS_SEMAPHORES, Arena, Semaphore
-from labkit.comm.transport import Transport
 from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts, host_of
 from labkit.units import MOST_RANKS, MOST_SECONDS, check_above_zero, check_integer, check_number
@@ -82,13 +78,10 @@ class EmulatedLink:
 class Card:
     """A network card: until when each of its two sides is busy.
 
-    All connections of a process share one card, so that their messages queue up together. The
-    ranks of an emulated host share theirs, too: there latencies overlap, and only the bytes queue.
-
     Args:
         link: how long messages take.
-        shared: the state of both sides [2], float64, and its lock, in memory that ranks share;
-            None for a card of this process alone.
+        shared: the state of both sides [2], float64, and its lock, in memory that the ranks of an
+            emulated host share; None for a card of this process alone.
     """
 
     def __init__(self, link: EmulatedLink, shared: tuple[Tensor, Semaphore] | None = None):
@@ -104,20 +97,17 @@ class Card:
 
         Returns when the later of the two ends.
         """
-        lock, end_s = self._between_ranks, now_s
-        # The part of a message's latency for which it occupies its side, and the rest.
-        busy_s, later_s = (
-            (self.link.latency_s, 0.0) if lock is None else (0.0, self.link.latency_s)
-        )
+        lock, end_s, latency_s = self._between_ranks, now_s, self.link.latency_s
         with self._between_threads:
             if lock is not None and not lock.wait(_LOCK_PATIENCE_S):
                 raise PeerLostError("a rank of this host ended while it used the host's card")
             for side, num_bytes in enumerate((out_bytes, in_bytes)):
                 if num_bytes is not None:
-                    wire_s = num_bytes / self.link.bandwidth_bytes_per_s
-                    free_s = max(now_s, self.free_s[side].item()) + busy_s + wire_s
-                    self.free_s[side] = free_s
-                    end_s = max(end_s, free_s + later_s)
+                    free_s = max(now_s, self.free_s[side].item())
+                    free_s += num_bytes / self.link.bandwidth_bytes_per_s
+                    # A card of one rank is busy during the latency, too.
+                    self.free_s[side] = free_s + (latency_s if lock is None else 0.0)
+                    end_s = max(end_s, free_s + latency_s)
             if lock is not None:
                 lock.post()
         return end_s
@@ -150,10 +140,7 @@ _hosts: Hosts | None = None
 def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None) -> None:
     """Give this process a card for ``link``, or take its card away: a rank has one card.
 
-    Args:
-        link: the link of the card.
-        rank: this rank.
-        arena: the memory that it shares with all others; needed where ranks share a card.
+    ``arena`` is the memory that it shares with all others; needed where ranks share a card.
 
     Raises:
         ValueError: hosts cannot be emulated here.
@@ -175,26 +162,19 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
     _link = Link(Card(link, arena.card(host)), frozenset(_hosts[host]))
 
 
-def over_link(transport: Transport, ranks: Sequence[int] | None = None) -> Transport:
-    """``transport`` over this process's emulated link, if it has one.
+def over_link(comm: Comm, ranks: Sequence[int] | None = None) -> Comm:
+    """``comm`` over this process's emulated link and on its emulated hosts, if it has any.
 
     Collectives that would write directly into shared memory then send messages.
 
     Args:
-        transport: of some group of the run's ranks.
-        ranks: these ranks, as they are numbered in the run; by default all of them.
+        ranks: those of ``comm``, as they are numbered in the run; by default all.
     """
     if _link is not None:
-        near = _link.near
-        if ranks is not None:
-            near = frozenset(n for n, rank in enumerate(ranks) if rank in near)
-        transport.link, transport.shares_memory = Link(_link.card, near), False
-    return transport
-
-
-def emulated_hosts(ranks: Sequence[int]) -> Hosts | None:
-    """The hosts of some ranks of the run, by their places in ``ranks``; None for real hosts."""
-    if _hosts is None:
-        return None
-    places = ([n for n, rank in enumerate(ranks) if rank in host] for host in _hosts)
-    return tuple(tuple(host) for host in places if host)
+        ranks = ranks or range(comm.world_size)
+        near = frozenset(n for n, rank in enumerate(ranks) if rank in _link.near)
+        comm.transport.link, comm.transport.shares_memory = Link(_link.card, near), False
+    if _hosts is not None and ranks:
+        places = ([n for n, rank in enumerate(ranks) if rank in host] for host in _hosts)
+        comm.hosts = tuple(tuple(host) for host in places if host)
+    return comm

@@ -5,10 +5,8 @@ are two hosts, which talk over the network.
 
 At first the ranks share only a ``torch.distributed`` store. Under torchrun it listens on every
 interface without a password, and anyone who reaches it can write into it. So what is in the store
-consists of plain numbers of fixed length, and only says where the memory should be. A rank maps
-what it finds there only if it looks like an arena made by ``meet``: memory of the same user,
-sealed, of the right size. Whether all ranks have come is then read from that memory, which no
-other user can open, and not from the store.
+only says where the memory should be. A rank maps what it finds there only if it looks like an
+arena made by ``meet``: memory of the same user, sealed, of the right size.
 
 Source: memfd_create(2) and fcntl(2) for seals; proc(5), /proc/PID/fd, for access rights.
 """
@@ -18,31 +16,22 @@ import fcntl
 import os
 import socket
 import stat
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from labkit.comm.board import LEFT
 from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import emulated_hosts, over_link
-from labkit.comm.hosts_transport import HostsTransport
-from labkit.comm.processes import loopback
-from labkit.comm.shared_memory import Arena
+from labkit.comm.emulated_link import over_link
+from labkit.comm.shared_memory import Arena, loopback
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import Transport
 
-# The process and the descriptor that hold an arena; the number of a rank's host, and its name.
-NOTE, HOST = struct.Struct("!II"), struct.Struct("!I64s")
-_OPEN, _NOT_OPEN = b"open", b"not open"
-SUSPICION = (
-    "Another program writes to this run's store, which has no password: make it listen where only "
-    "your own processes can reach it (SECURITY.md)"
-)
 # How many spans a separate Comm keeps: training for days must not fill the memory with them.
 _KEPT_SPANS = 10_000
 
@@ -59,26 +48,17 @@ class Hosts(NamedTuple):
 
 
 def find_hosts(store: Any, rank: int, world_size: int) -> Hosts:
-    """The hosts of these ranks.
-
-    Args:
-        store: the ``torch.distributed`` store of these ranks.
-
-    Raises:
-        ConnectionError: the store holds something that no rank has written.
-    """
+    """The hosts of these ranks, who share the ``torch.distributed`` store."""
     if _is_one_host():
         return Hosts((tuple(range(world_size)),), (socket.gethostname(),))
     place = f"labkit/host/{store.add(f'labkit/hosts/{rank}', 1)}"
-    host, name = int(os.environ.get("GROUP_RANK", "0")), socket.gethostname().encode()
-    store.set(f"{place}/{rank}", HOST.pack(host, name))
-    hosts: dict[int, list[int]] = {}
-    names: dict[int, str] = {}
+    store.set(f"{place}/{rank}", f"{os.environ.get('GROUP_RANK', '0')} {socket.gethostname()}")
+    hosts: dict[str, list[int]] = {}
+    names: dict[str, str] = {}
     for other in range(world_size):
-        host, name = _unpack(HOST, store.get(f"{place}/{other}"), f"host of rank {other}")
+        host, _, name = store.get(f"{place}/{other}").decode(errors="replace").partition(" ")
         hosts.setdefault(host, []).append(other)
-        text = name.rstrip(b"\0").decode(errors="replace")
-        names.setdefault(host, "".join(filter(str.isprintable, text)))
+        names.setdefault(host, "".join(filter(str.isprintable, name[:64])))
     return Hosts(tuple(map(tuple, hosts.values())), tuple(names.values()))
 
 
@@ -88,16 +68,12 @@ def meet(
     """Map one arena on all ranks of a host: the first of them makes it, the others open it.
 
     Args:
-        store: the ``torch.distributed`` store of these ranks. (PyTorch's type stubs allow strings
-            only, but it also takes bytes.)
+        store: the ``torch.distributed`` store of these ranks.
         world_size: of the whole run: the arena has a place for each of its ranks.
         ranks: of this host; None for all.
 
     Returns:
         The arena; None on all of ``ranks`` if one of them cannot open it (another container).
-
-    Raises:
-        ConnectionError: the store holds something that no rank has written.
     """
     ranks = range(world_size) if ranks is None else ranks
     # A store may outlive a group: the next group must not read the notes of this one.
@@ -107,49 +83,22 @@ def meet(
         # The seals are a mark that ``meet`` made it, and keep its size.
         with contextlib.suppress(AttributeError, OSError):
             fcntl.fcntl(arena.descriptor, fcntl.F_ADD_SEALS, _seals())
-        store.set(place, NOTE.pack(os.getpid(), arena.descriptor))
+        store.set(place, f"{os.getpid()} {arena.descriptor}")
     else:
-        try:
-            arena = _open(world_size, *_unpack(NOTE, store.get(place), "note of the arena"))
-        except ConnectionError:
-            # The others must not wait for this rank.
-            store.set(f"{place}/{rank}", "refused")
-            raise
-    if arena is not None:
-        arena.board.ranks[rank]["pid"] = os.getpid()
-    store.set(f"{place}/{rank}", _OPEN if arena else _NOT_OPEN)
+        arena = _open(world_size, store.get(place))
+    store.set(f"{place}/{rank}", "open" if arena else "not open")
     # The file must not be closed before all have opened it.
-    answers = {other: store.get(f"{place}/{other}") for other in ranks}
-    for other, answer in answers.items():
-        if answer not in (_OPEN, _NOT_OPEN):
-            raise ConnectionError(f"the answer of rank {other} is {answer[:20]!r}. {SUSPICION}")
-    if arena is None:
+    answers = {store.get(f"{place}/{other}") for other in ranks}
+    if arena is None or answers != {b"open"}:
         return None
     arena.close_file()
-    if _NOT_OPEN in answers.values():
-        # A rank that got other answers, from a forged store, must not wait for this one.
-        arena.board.ranks[rank]["state"] = LEFT
-        return None
-    if not arena.board.ranks["pid"][list(ranks)].all():
-        raise ConnectionError(
-            "the store says that all ranks of this host have opened its shared memory, but one "
-            f"has not. {SUSPICION}"
-        )
     return arena
 
 
-def _unpack(layout: struct.Struct, data: bytes, what: str) -> tuple[Any, ...]:
-    if len(data) != layout.size:
-        raise ConnectionError(
-            f"the {what} in the store is {data[:20]!r}, which labkit does not write (is it the "
-            f"same labkit on all machines?). {SUSPICION}"
-        )
-    return layout.unpack(data)
-
-
-def _open(world_size: int, pid: int, descriptor: int) -> Arena | None:
+def _open(world_size: int, note: bytes) -> Arena | None:
     """Map the arena of a note; None if it is absent or was not made by ``meet`` of this user."""
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
+        pid, descriptor = map(int, note.split())
         # O_PATH does not open the file yet: a device could react, and a pipe could block.
         found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
         stack.callback(os.close, found)
@@ -197,24 +146,75 @@ def separate_comm(
 
     Args:
         purpose: of this Comm, in the store.
-        store: which these ranks share.
         timeout: the longest wait for a message.
         ranks: as they are numbered in the run; None for all of them.
     """
     cpu = torch.device("cpu")
     store = dist.PrefixStore(f"labkit/{purpose}", store)
     hosts = find_hosts(store, rank, size)
-    neighbours = hosts.neighbours(rank)
-    arena = meet(store, rank, size, neighbours)
-    transport: Transport
+    arena = meet(store, rank, size, neighbours := hosts.neighbours(rank))
     near = None if arena is None else SharedTransport(arena, rank, timeout.total_seconds())
     if near is not None and len(neighbours) == size:
-        transport = near
+        transport: Transport = near
     else:
         stay_on_loopback()
         far = TorchTransport("gloo", cpu, dist.ProcessGroupGloo(store, rank, size, timeout))
         transport = far if near is None else HostsTransport(near, far, neighbours)
-    linked, board = over_link(transport, ranks), None if arena is None else arena.board
-    comm = Comm(rank, size, cpu, linked, board, keep_spans=_KEPT_SPANS, hosts=hosts.ranks)
-    comm.hosts = emulated_hosts(ranks or range(size)) or hosts.ranks
-    return comm
+    board = None if arena is None else arena.board
+    comm = Comm(rank, size, cpu, transport, board, keep_spans=_KEPT_SPANS, hosts=hosts.ranks)
+    return over_link(comm, ranks)
+
+
+class HostsTransport(Transport):
+    """Point-to-point through the memory of this host, or through a process group of all ranks.
+
+    Args:
+        near: for the ranks of this host; its arena has a place for every rank of the run.
+        far: for all others.
+        neighbours: the ranks of this host.
+    """
+
+    def __init__(self, near: SharedTransport, far: TorchTransport, neighbours: Sequence[int]):
+        self.near, self.far, self.neighbours = near, far, frozenset(neighbours)
+        self.sent = near.sent = far.sent
+
+    def to(self, peer: int) -> Transport:
+        return self.near if peer in self.neighbours else self.far
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self.to(dst).send(tensor, dst)
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        self.to(src).recv(tensor, src)
+
+    def recv_add(self, tensor: Tensor, src: int) -> None:
+        self.to(src).recv_add(tensor, src)
+
+    def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
+        # What goes over the network moves by itself once it has begun.
+        if self.to(dst) is self.to(src):
+            self.to(dst).exchange(send, dst, recv, src)
+        elif self.to(dst) is self.far:
+            with self.far.sending(send, dst):
+                self.near.recv(recv, src)
+        else:
+            with self.far.receiving(recv, src):
+                self.near.send(send, dst)
+
+    @contextmanager
+    def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
+        is_far = self.to(dst) is self.far and self.to(src) is self.far
+        with (self.far if is_far else super()).exchanging(send, dst, recv, src):
+            yield
+
+    def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
+        return self.far.arrived(tensor, sources)
+
+    def barrier(self) -> None:
+        self.far.barrier()
+
+    def abandon(self) -> None:
+        self.near.abandon()
+
+    def close(self) -> None:
+        self.near.close()

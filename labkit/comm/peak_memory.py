@@ -1,12 +1,10 @@
 """Peak memory: what a rank's process, and its tensors on GPUs, took at most.
 
-On a GPU, PyTorch's caching allocator counts: neither the CUDA context, some hundred MB a process,
-nor what libraries such as NCCL take for themselves.
-
-On the host, Linux keeps the peak of the resident memory (VmHWM), which a process may set back
-(``clear_refs``). A rank begins as a copy of the forkserver, with hundreds of MB that all ranks
-share, so only what is added counts. Pages of files do not count, because their first use reads
-code of torch into memory; pages that a rank shares with others, such as those of its messages, do.
+On a GPU, PyTorch's caching allocator counts: neither the CUDA context nor what libraries such as
+NCCL take. On the host, Linux keeps the peak of the resident memory (VmHWM), which a process may
+set back (``clear_refs``). A rank begins as a copy of the forkserver, with hundreds of MB that all
+ranks share, so only what is added counts. Pages of files do not, because their first use reads
+code of torch into memory; pages shared with other ranks, such as those of its messages, do.
 
 Source: Linux, proc_pid_status(5) and proc_pid_clear_refs(5).
 """
@@ -49,10 +47,6 @@ class PeakMemory:
         """Of the device on which the rank took most; None where that is not known."""
         return max(self.by_device.values(), default=None)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON; ``PeakMemory(**found)`` reads it."""
-        return asdict(self)
-
     def __str__(self) -> str:
         parts = [f"{name} {format_bytes(size)}" for name, size in self.devices.items()]
         if self.process_bytes is not None:
@@ -60,15 +54,54 @@ class PeakMemory:
         return ", ".join(parts) or "unknown"
 
 
+class MemoryMeter:
+    """Measures the peak memory of this process, in laps: of stretches, and of all since it began.
+
+    The system and the allocator keep one peak each. A lap reads it and sets it back.
+
+    Args:
+        device: the rank's, which is reported even if nothing was allocated on it.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self._total = str(device), Peaks()
+        self.lap()
+        self._start_bytes, self._total = own_bytes(), Peaks()
+
+    def lap(self) -> Peaks:
+        """The peaks since the last lap, of which the process's is not relative to any start."""
+        status, found = _status(), Peaks()
+        for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+            peak = torch.cuda.max_memory_allocated(index)
+            torch.cuda.reset_peak_memory_stats(index)
+            if peak or f"cuda:{index}" == self._device:
+                found[f"cuda:{index}"] = peak
+        with suppress(OSError, KeyError):
+            Path("/proc/self/clear_refs").write_text("5")
+            # Of the pages of files there are more by now than at the peak.
+            found["cpu"] = max(own_bytes(status), status["VmHWM"] - status["RssFile"])
+        self._total = _most(self._total, found)
+        return found
+
+    def total(self) -> PeakMemory:
+        """The peak since this meter was made, of which the process's counts from then."""
+        self.lap()
+        return _above(self._total, self._start_bytes)
+
+
 class Part:
-    """The peak of those stretches of a run that are under ``counted``, from ``start_bytes`` on.
+    """The peak of those stretches of a run that are under ``counted``.
+
+    Args:
+        meter: of this process.
+        arrived_bytes: what the rank holds already and should count, too.
 
     Attributes:
         peak: of all stretches so far; None before the first.
     """
 
-    def __init__(self, meter: "MemoryMeter", start_bytes: int):
-        self._meter, self._start_bytes = meter, start_bytes
+    def __init__(self, meter: MemoryMeter, arrived_bytes: int = 0):
+        self._meter, self._start_bytes = meter, own_bytes() - arrived_bytes
         self._peaks: Peaks = {}
         self.peak: PeakMemory | None = None
 
@@ -80,53 +113,15 @@ class Part:
         self.peak = _above(self._peaks, self._start_bytes)
 
 
-class MemoryMeter:
-    """Measures the peak memory of this process, in laps.
-
-    The system and the allocator keep one peak each. A lap reads it and sets it back, so the peak
-    of a part of the run and that of the whole run can both be known.
-
-    Args:
-        device: the rank's, which is reported even if nothing was allocated on it.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = str(device)
-        self._start_bytes = _own(_status())
-        self._total: Peaks = {}
-        self._can_set_back = _set_back()
-
-    def lap(self) -> Peaks:
-        """The peaks since the last lap, of which the process's is not relative to any start."""
-        status, found = _status(), Peaks()
-        for index in _gpus():
-            peak = torch.cuda.max_memory_allocated(index)
-            if peak or f"cuda:{index}" == self._device:
-                found[f"cuda:{index}"] = peak
-        if status and self._can_set_back:
-            # Of the pages of files there are more by now than at the peak.
-            found["cpu"] = max(_own(status), status["VmHWM"] - status["RssFile"])
-        _set_back()
-        self._total = _most(self._total, found)
-        return found
-
-    def total(self) -> PeakMemory:
-        """The peak since this meter was made, of which the process's counts from then."""
-        self.lap()
-        return _above(self._total, self._start_bytes)
-
-    def part(self, arrived_bytes: int = 0) -> Part:
-        """The peak of some stretches of the run, counted from now.
-
-        Args:
-            arrived_bytes: what the rank holds already and should count, too.
-        """
-        return Part(self, _own(_status()) - arrived_bytes)
-
-
 def as_dicts(peaks: list[PeakMemory | None]) -> list[dict[str, Any] | None]:
     """The peaks of all ranks for JSON; None for a rank that was lost."""
-    return [None if peak is None else peak.as_dict() for peak in peaks]
+    return [None if peak is None else asdict(peak) for peak in peaks]
+
+
+def own_bytes(status: Mapping[str, int] | None = None) -> int:
+    """Resident memory without the pages of files; 0 where the system does not say."""
+    status = _status() if status is None else status
+    return status.get("RssAnon", 0) + status.get("RssShmem", 0)
 
 
 def _most(one: Peaks, other: Peaks) -> Peaks:
@@ -144,23 +139,3 @@ def _status() -> Mapping[str, int]:
         rows = map(str.split, Path("/proc/self/status").read_text().splitlines())
         return {row[0][:-1]: int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}
     return {}
-
-
-def _own(status: Mapping[str, int]) -> int:
-    """Resident memory without the pages of files."""
-    return status["RssAnon"] + status["RssShmem"] if status else 0
-
-
-def _set_back() -> bool:
-    """Begin a lap; False where the process's peak cannot be set back."""
-    for index in _gpus():
-        torch.cuda.reset_peak_memory_stats(index)
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-        return True
-    return False
-
-
-def _gpus() -> range:
-    """The GPUs that may have tensors of this process; none, if it has not initialised CUDA."""
-    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)

@@ -1,8 +1,7 @@
 """The session of a ``Comm``: it posts operations on the status board and records their spans.
 
-``Comm`` moves tensors. For each operation its session makes an entry on the board, from which a
-deadlock can be explained, and a span in the trace. The launcher, the backend and the work queues
-manage a comm through its session; strategies and learners never need it.
+From the entries a deadlock can be explained. The launcher, the backend and the work queues manage
+a comm through its session; strategies and learners never need it.
 """
 
 import time
@@ -20,8 +19,7 @@ from labkit.comm.deadlock import check_collective, check_message
 from labkit.comm.peak_memory import MemoryMeter, Part
 from labkit.comm.shared_transport import LOOK_S, why_gone
 from labkit.comm.source_lines import caller_location
-from labkit.comm.tensors import describe
-from labkit.comm.transport import Transport
+from labkit.comm.transport import Transport, describe
 from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts
 from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span
@@ -42,16 +40,13 @@ class Session:
         device: where the rank's tensors live; on a GPU, spans are timed with CUDA events.
         near: the ranks that share the board; none if it is this rank's alone.
         keep_spans: keep only this many spans, the latest; None keeps all.
-        hosts: the ranks of each host; None for one host with all of them.
+        hosts: the ranks of each host; an emulated link may show others (``Comm.hosts``).
 
     Attributes:
-        hosts: the ranks of each host; an emulated link may show others (``Comm.hosts``).
         operations: calls of send, recv, recv_any and exchange so far, and the messages inside
             ``streaming``.
         barriers: calls of barrier so far.
         recorder: collects this rank's spans.
-        timers: the clocks of the devices that this rank uses.
-        sums: this rank's seconds by kind of span; None before ``start_together``.
         memory: measures this rank's peak memory; None before ``start_together``.
         at_close: called first when the session is closed.
     """
@@ -73,9 +68,8 @@ class Session:
         self._loss_due_s, self._compares = 0.0, False
         self.memory: MemoryMeter | None = None
         self.at_close: list[Callable[[], None]] = []
-        self.timers = DeviceTimers()
-        self.recorder = Recorder(rank, self.timers.of(device), keep=keep_spans)
-        self.sums: SpanSums | None = None
+        self._timers: dict[tuple[torch.device, ...], ClockTimer] = {(): ClockTimer()}
+        self.recorder = Recorder(rank, self.timer_of(device), keep=keep_spans)
         self.is_closed = False
 
     # For the operations of ``Comm``
@@ -100,26 +94,24 @@ class Session:
         Raises:
             PeerLostError: a source has ended without a message.
         """
-        board, started_s = self.board, time.monotonic()
+        started_s = looked_s = time.monotonic()
         near = [source for source in sources if source in self.near]
         far = [source for source in sources if source not in self.near]
-        if far:
-            self.transport.expect(landing, far)
-        looks_s = LOOK_S
         while True:
-            waited_s = time.monotonic() - started_s
-            gone: dict[int, str] = {}
-            if waited_s > looks_s:
-                looks_s = waited_s + LOOK_S
-                gone = {source: why_gone(board, source) for source in sources}
+            now_s = time.monotonic()
+            looks = now_s - looked_s > LOOK_S
+            looked_s = now_s if looks else looked_s
+            gone = {source: why_gone(self.board, source) for source in sources if looks}
             # After that: a message posted before the end of its source may still arrive.
-            since_s = {**board.senders(self.rank, near), **self.transport.arrived(landing, far)}
+            since_s = self.board.senders(self.rank, near)
+            if far:
+                since_s |= self.transport.arrived(landing, far)
             for source, why in gone.items():
                 if why and source not in since_s:
                     raise PeerLostError(why, rank=source)
             if since_s:
                 return min(since_s, key=since_s.__getitem__)
-            time.sleep(min(waited_s / 8, _NAP_S))
+            time.sleep(min((now_s - started_s) / 8, _NAP_S))
 
     @contextmanager
     def operation(
@@ -127,15 +119,13 @@ class Session:
     ) -> Iterator[Callable[[float], None]]:
         """Wrap a transfer: post it, time it, and name the peer in the error if the peer is lost.
 
-        Args:
-            op: the name of the transfer.
-            sent, expected: (peer, tensor), what is sent and what is received into.
-            start: the timer's mark at the beginning; None means now.
+        ``sent`` and ``expected`` are (peer, tensor), ``start`` is the timer's mark at the
+        beginning; None means now.
 
         Yields:
-            A function, to be called after other operations inside the block: from then on the rank
-            is in this one again, and its span begins there. On an emulated link the transfer then
-            began at ``moved_s``.
+            ``again(moved_s)``, to be called after other operations inside the block: from then on
+            the rank is in this one again, and its span begins there. On an emulated link the
+            transfer began at ``moved_s``.
         """
         self.check_open()
         board, rank, timer = self.board, self.rank, self.recorder.timer
@@ -200,10 +190,9 @@ class Session:
 
     @contextmanager
     def streaming(self, name: str, dst: int) -> Iterator[None]:
-        """Wrap a collective that writes its segments for ``dst`` directly into a channel.
+        """Wrap a collective of all ranks that writes segments for ``dst`` directly into a channel.
 
-        Every rank has to take part. The collective is one span; each message that the channel
-        counts is one operation.
+        It is one span; each message that the channel counts is one operation.
         """
         sent = self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes
@@ -217,9 +206,22 @@ class Session:
 
     # For the code that manages the run, and for strategies that use several devices
 
+    def timer_of(self, *devices: torch.device) -> ClockTimer:
+        """The clock of work that passes through ``devices``: a GPU's events, or the host's clock.
+
+        Where a GPU is among them, its events tell when the CPU's work before them has ended, too:
+        on the CPU nothing is queued.
+        """
+        gpus = tuple(device for device in dict.fromkeys(devices) if device.type == "cuda")
+        # Now, and not in the first step, for which the host would have to wait.
+        for some in (gpus, *((gpu,) for gpu in gpus)):
+            if some not in self._timers:
+                self._timers[some] = CudaTimer(*some)
+        return self._timers[gpus]
+
     def time_on(self, devices: Iterable[torch.device]) -> None:
         """Time all further spans by what these devices do, and this rank's own device."""
-        self.recorder.timer = self.timers.of(self.device, *devices)
+        self.recorder.timer = self.timer_of(self.device, *devices)
 
     def start_together(self) -> None:
         """Wait for the other ranks, then make this moment second 0 of the trace on all ranks."""
@@ -232,15 +234,14 @@ class Session:
             # Hosts have clocks of their own, and the barrier ends at about one time on all.
             row["origin_s"] = time.perf_counter()
             self.transport.barrier()
-        # Ranks of one host read the same clock: the latest arrival is the same on all of them.
-        # A GPU's clock is set by it.
-        timer = self.timers.of(self.device)
+        # Ranks of one host read the same clock, and set a GPU's by it.
+        timer = self.timer_of(self.device)
         if isinstance(timer, CudaTimer):
             timer.calibrate()
             # Starts of operations can be compared with those of other ranks after the run.
             self._compares = bool(origins_s.all())
         self.recorder = Recorder(self.rank, timer, float(origins_s.max()))
-        self.recorder.listener = self.sums = SpanSums(row)
+        self.recorder.listener = SpanSums(row)
 
     def spans(self) -> list[Span]:
         """This rank's spans so far, on the host's clock; waits for its GPU."""
@@ -254,9 +255,9 @@ class Session:
             self.board.ranks[self.rank]["loss"] = float(loss)
 
     def memory_of_part(self, arrived_bytes: int = 0) -> Part:
-        """The peak memory of some stretches of the run: see ``MemoryMeter.part``."""
+        """Measures the peak memory of some stretches of the run."""
         assert self.memory is not None, "the run has started"
-        return self.memory.part(arrived_bytes)
+        return Part(self.memory, arrived_bytes)
 
     def leave(self) -> None:
         """Close, and post that this rank has left, so that no rank waits for it any longer."""
@@ -271,31 +272,11 @@ class Session:
         self.is_closed = True
 
 
-class DeviceTimers:
-    """The clocks of the devices that a rank uses: a GPU's events, or the host's clock."""
-
-    def __init__(self) -> None:
-        self._timers: dict[tuple[torch.device, ...], ClockTimer] = {(): ClockTimer()}
-
-    def of(self, *devices: torch.device) -> ClockTimer:
-        """The clock of work that passes through ``devices``.
-
-        Where a GPU is among them, its events tell when the CPU's work before them has ended, too:
-        on the CPU nothing is queued.
-        """
-        gpus = tuple(device for device in dict.fromkeys(devices) if device.type == "cuda")
-        # Now, and not in the first step, for which the host would have to wait.
-        for some in (gpus, *((gpu,) for gpu in gpus)):
-            if some not in self._timers:
-                self._timers[some] = CudaTimer(*some)
-        return self._timers[gpus]
-
-
 class SpanSums:
     """Adds up the seconds of a rank's spans by kind, in its row of the board, while it runs.
 
-    What is shown before the end of a run comes from these sums: the launcher reads them some times
-    a second. Threads beside the main one share one lane.
+    What is shown before the end of a run comes from these sums. Threads beside the main one share
+    one lane.
     """
 
     def __init__(self, row: np.void):
@@ -312,11 +293,6 @@ class SpanSums:
     def ended(self, kind: str, start_s: float, end_s: float, lane: int) -> None:
         self._seconds[lane > 0][self._place(kind)] += end_s - start_s
         self._until_s[lane > 0] = end_s
-
-    def so_far(self, main_lane_only: bool = False) -> dict[str, float]:
-        """Seconds by kind of the spans that have ended, in all lanes or in the main one."""
-        lanes = self._seconds[:1] if main_lane_only else self._seconds
-        return {kind: sum(s[place] for s in lanes) for kind, place in list(self._places.items())}
 
     def _place(self, kind: str) -> int:
         if kind not in self._places:

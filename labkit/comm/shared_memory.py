@@ -5,6 +5,7 @@ destination) a few slots for segments of a message. Counting semaphores, a few p
 end may use a slot. Ranks that share an emulated network card find its state here, too.
 
 The arena has no name in any file system, so nothing is left behind, however its processes end.
+And here is what the system says of such processes.
 """
 
 import contextlib
@@ -14,9 +15,11 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -154,3 +157,35 @@ class Semaphore:
         until_s = time.time() + timeout_s
         timespec = _Timespec(int(until_s), int(until_s % 1 * 1e9))
         return not _LIBC.sem_timedwait(self._address, ctypes.byref(timespec))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is alive; a zombie (ended, not yet waited for) is not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def kill_marked(name: str, mark: str, limit_s: float, reap: Callable[[], object]) -> None:
+    """Kill this user's processes whose environment began with ``name=mark``.
+
+    ``reap`` is called until none is left, to take notice of children that have ended.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while (left := marked(name, mark)) and time.monotonic() < deadline_s:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        reap()
+        time.sleep(0.05)
+
+
+def marked(name: str, mark: str) -> list[psutil.Process]:
+    """The living processes that ``kill_marked`` kills."""
+    everyone = psutil.process_iter(["environ"])
+    return [one for one in everyone if (one.info["environ"] or {}).get(name) == mark]
+
+
+def loopback() -> str:
+    """The name of the network interface that only processes of this machine can reach."""
+    return "lo0" if sys.platform == "darwin" else "lo"

@@ -2,15 +2,13 @@
 
 The sender copies a segment of its tensor into a free slot; the receiver copies or adds it directly
 from the slot, which is then free again. A segment (``SEGMENT_BYTES``) is small enough to stay in
-the cache from the copy to the reduction. A few slots (``NUM_SLOTS``) let the sender run ahead
-while the receiver is busy; more slots would not fit into the cache.
+the cache from the copy to the reduction. A few slots (``NUM_SLOTS``) let the sender run ahead.
 
 Waking a sleeping process takes about as long as sending a small message. So a rank that waits
 first spins for a short while: it checks the semaphore again and again, and yields its core between
-two checks, since the peer may need the core. Then it sleeps on the semaphore, and wakes up ten
-times per second to check whether the peer's process still runs. Where more processes want to run
-than there are cores, a yielded core comes back only after milliseconds, while a process that is
-woken gets one at once: then a rank sleeps without spinning.
+two checks. Then it sleeps on the semaphore, and wakes up ten times per second to check whether the
+peer's process still runs. Where more processes want to run than there are cores, a yielded core
+comes back only after milliseconds: then a rank sleeps without spinning.
 """
 
 import os
@@ -22,8 +20,7 @@ from torch import Tensor
 
 from labkit.comm.board import LEFT, LOST, Board
 from labkit.comm.deadlock import uneven_collectives
-from labkit.comm.processes import is_running
-from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena, Semaphore
+from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena, Semaphore, is_running
 from labkit.comm.transport import Sent, Transport, as_bytes
 from labkit.errors import PeerLostError
 
@@ -55,16 +52,13 @@ class Waiter:
         """Wait until ``peer`` has posted the semaphore, and decrement it.
 
         Raises:
-            PeerLostError: the peer's process has ended, or did not post within ``timeout_s``.
+            PeerLostError: the peer has ended, or did not post within ``timeout_s``.
         """
         if not semaphore.try_wait():
             self.wait_for_first([(semaphore, peer)])
 
     def wait_for_first(self, needs: Sequence[tuple[Semaphore, int]]) -> int:
-        """Wait for the first of several (semaphore, peer), decrement it, and return its index.
-
-        Raises the errors of ``wait``, for any of the peers.
-        """
+        """Wait for the first of several (semaphore, peer), decrement it, and return its index."""
         started_s = looked_s = now_s = time.monotonic()
         sleep_s = LOOK_S if len(needs) == 1 else _TURN_S
         while True:
@@ -112,7 +106,7 @@ class Channel:
     the two calls the slot belongs to the caller.
 
     Args:
-        wait: ``wait(semaphore, peer)`` decrements a semaphore; PeerLostError if the peer is lost.
+        wait: ``Waiter.wait``.
         sent: the sender's counters; None at the receiving end, which counts nothing.
     """
 
@@ -134,7 +128,7 @@ class Channel:
         self._next = self._slot_bytes = 0
 
     def reserve(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """The next free slot, as a tensor [num_elements] of ``dtype``; may wait."""
+        """The next free slot as a tensor [num_elements]; may wait."""
         self._wait(self.free, self._peer)
         return self.slot(num_elements, dtype)
 
@@ -145,7 +139,7 @@ class Channel:
         self.filled.post()
 
     def arrive(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """The next filled slot, as a tensor [num_elements] of ``dtype``; may wait."""
+        """The next filled slot as a tensor [num_elements]; may wait."""
         self._wait(self.filled, self._peer)
         return self.slot(num_elements, dtype)
 
@@ -223,9 +217,6 @@ class SharedTransport(Transport):
 
     def close(self) -> None:
         self._channels.clear()
-
-    def set_timeout(self, timeout_s: float) -> None:
-        self.waiter.timeout_s = timeout_s
 
     def abandon(self) -> None:
         self.waiter.abandoned = True

@@ -1,24 +1,35 @@
-"""Point-to-point messages over ``torch.distributed``: gloo or NCCL, on any number of machines."""
+"""Point-to-point messages over ``torch.distributed``: gloo or NCCL, on any number of machines.
 
+gloo can neither interrupt a wait nor notice that a peer's machine is gone: without an answer it
+waits until its timeout. The system can do both. A connection that is shut down lets every wait on
+it raise, and with keep-alive an idle peer is asked for a sign of life: its kernel answers as long
+as it runs and can be reached, however busy its processes are. Source: tcp(7).
+"""
+
+import contextlib
+import os
 import re
+import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.comm.tensors import describe
-from labkit.comm.transport import Transport, as_bytes
+from labkit.comm.transport import Transport, as_bytes, describe
 from labkit.errors import PeerLostError
 
 # For a posted receive whose message never comes.
 _PATIENCE_S = 1.0
+# After 3 s without a byte a question each second; three without an answer end the connection. So
+# does anything sent that is not acknowledged in 6 s.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 6000}
 
 # gloo names its source file in each error of a connection. NCCL names its error: of a connection,
 # of a process that has ended, or of a group that was aborted because of them.
@@ -52,10 +63,7 @@ class TorchTransport(Transport):
         self.device = device
         self.staged = backend == "gloo" and device.type == "cuda"
         self._queues = backend == "nccl"
-        self.receives_from_any = not self._queues
         self._group = group or dist.distributed_c10d._get_default_group()
-        # The argument of each wait; empty for the group's own timeout.
-        self._patience: tuple[timedelta, ...] = ()
 
     def send(self, tensor: Tensor, dst: int) -> None:
         with self.sending(tensor, dst):
@@ -68,7 +76,7 @@ class TorchTransport(Transport):
         with loss_of_a_peer():
             work = self._group.send([outgoing], dst, self._tag(tensor))
             yield
-            work.wait(*self._patience)
+            work.wait()
         self.sent.to[dst].count(outgoing.nbytes)
 
     def recv(self, tensor: Tensor, src: int) -> None:
@@ -86,19 +94,19 @@ class TorchTransport(Transport):
             else:
                 work = self._group.recv([landing], src, tag)
                 yield
-                work.wait(*self._patience)
+                work.wait()
 
-    def expect(self, tensor: Tensor, sources: Sequence[int]) -> None:
-        tag = self._tag(tensor)
+    def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
+        if self._queues:
+            return super().arrived(tensor, sources)
+        tag, found = self._tag(tensor), {}
         for source in sources:
             key = id(self._group), source, tag
             if key not in _ahead:
                 _ahead[key] = _Ahead(self._group, tensor.nbytes, source, tag)
-
-    def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
-        group, tag = id(self._group), self._tag(tensor)
-        found = {source: _ahead[group, source, tag] for source in sources}
-        return {source: one.at_s for source, one in found.items() if not one.is_alive()}
+            if not _ahead[key].is_alive():
+                found[source] = _ahead[key].at_s
+        return found
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         if not self._queues:
@@ -137,11 +145,6 @@ class TorchTransport(Transport):
             else:
                 self._group.barrier().wait()
 
-    def set_timeout(self, timeout_s: float) -> None:
-        # With NCCL a wait with a limit would block the host: there the group's own timeout holds.
-        if not self._queues:
-            self._patience = (timedelta(seconds=timeout_s),)
-
     def _outgoing(self, tensor: Tensor) -> Tensor:
         tensor = as_bytes(tensor)
         return tensor.cpu() if self.staged else tensor
@@ -165,16 +168,17 @@ class _Ahead(threading.Thread):
 
     def __init__(self, group: Any, num_bytes: int, source: int, tag: int):
         super().__init__(name=f"labkit-from-{source}", daemon=True)
-        self._group, self._source, self._tag = group, source, tag
+        self._receive = group, source, tag
         self._landing = torch.empty(num_bytes, dtype=torch.uint8)
         self._error: Exception | None = None
         self.at_s = 0.0
         self.start()
 
     def run(self) -> None:
+        group, source, tag = self._receive
         try:
             with loss_of_a_peer():
-                self._group.recv([self._landing], self._source, self._tag).wait()
+                group.recv([self._landing], source, tag).wait()
         except Exception as error:
             self._error = error
         self.at_s = time.perf_counter()
@@ -196,6 +200,41 @@ def close_arrivals() -> None:
     while _ahead:
         # Its message may never come.
         _ahead.popitem()[1].join(_PATIENCE_S)
+
+
+def connections() -> set[Any]:
+    """This process's TCP connections, by file descriptor and both addresses."""
+    found = psutil.Process().net_connections("tcp")
+    return {(one.fd, one.laddr, one.raddr) for one in found if one.status == "ESTABLISHED"}
+
+
+def keep_alive(opened: Iterable[Any]) -> None:
+    """Let the system end these connections when a peer's machine does not answer any more."""
+
+    def ask(handle: socket.socket) -> None:
+        handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                handle.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    _for_each(opened, ask)
+
+
+def cut(opened: Iterable[Any]) -> None:
+    """End what the connections bring: whoever waits for a message on one of them gets an error.
+
+    Only that direction: gloo forgets the waits on a message that it could not write.
+    """
+    _for_each(opened, lambda handle: handle.shutdown(socket.SHUT_RD))
+
+
+def _for_each(opened: Iterable[Any], act: Callable[[socket.socket], object]) -> None:
+    """``act`` on a second handle of each connection that is still open."""
+    for descriptor, _, peer in connections().intersection(opened):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as handle:
+            # Between the look and the handle, the number may have been given to another file.
+            if handle.getpeername()[:2] == tuple(peer):
+                act(handle)
 
 
 @contextmanager

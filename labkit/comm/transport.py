@@ -1,10 +1,14 @@
-"""The interface of all transports, which move and count the bytes for ``Comm``."""
+"""The interface of all transports, which move and count the bytes for ``Comm``; and their tensors.
+
+What may be sent and received is checked here, and in which memory it travels.
+"""
 
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -59,14 +63,12 @@ class Transport(ABC):
         sent: counts what was sent. A message is one send, or one chunk that a collective writes
             directly into a channel, however many segments it has.
         shares_memory: whether there are channels between all ranks.
-        receives_from_any: whether it can ``expect`` messages of several ranks at once.
         link: the emulated link that the messages take; None for no emulation.
 
     Raises (every operation): PeerLostError if the peer has ended, or the timeout has passed.
     """
 
     shares_memory = False
-    receives_from_any = False
     link: Any = None
 
     def __init__(self):
@@ -98,13 +100,12 @@ class Transport(ABC):
         self.recv(landing, src)
         tensor += landing
 
-    def expect(self, tensor: Tensor, sources: Sequence[int]) -> None:
-        """Begin to receive one message like ``tensor`` from each source; ``recv`` takes it."""
-        raise NotImplementedError
-
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
-        """The sources whose expected message has come, or will not come, and when, in seconds."""
-        return {}
+        """Which sources' next message, like ``tensor``, has come or will not come; since when.
+
+        The first call begins to receive them, ``recv`` then takes one. In seconds.
+        """
+        raise ValueError("between machines, recv_any needs gloo")
 
     def channel_to(self, dst: int) -> Any:
         """The slots in which rank ``dst`` reads what this rank writes."""
@@ -113,10 +114,6 @@ class Transport(ABC):
     def channel_from(self, src: int) -> Any:
         """The slots that rank ``src`` writes and this rank reads."""
         raise NotImplementedError
-
-    @abstractmethod
-    def set_timeout(self, timeout_s: float) -> None:
-        """Set the longest wait for a message from now on."""
 
     def abandon(self) -> None:  # noqa: B027
         """End every operation that still waits, in any thread, with an error, if possible."""
@@ -129,3 +126,75 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor of any dtype, as a uint8 view [n]."""
     # A contiguous tensor of at most one element may have any stride, which a view does not take.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def describe(tensor: Tensor) -> str:
+    """What both ends of a message must agree on, for example ``float32 [3, 4]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def check_tensor(tensor: Tensor, device: torch.device | None = None) -> None:
+    """Raise ValueError unless ``tensor`` is dense, and on a device of this type."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"a tensor is needed, got {type(tensor).__name__}: {tensor!r:.60}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"a dense tensor is needed, got {tensor.layout}: use .to_dense()")
+    if device is not None and tensor.device.type != device.type:
+        raise ValueError(
+            f"the ranks of this run work on {device.type}, but the tensor is on "
+            f"{tensor.device}: move it with .to(comm.device)"
+        )
+
+
+def check_writable(tensor: Tensor) -> None:
+    """Raise ValueError for an expanded tensor: its elements cannot take different values."""
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape)):
+        raise ValueError(
+            "cannot write into an expanded tensor: its elements share memory. "
+            "Use a new tensor (.clone() or torch.empty)"
+        )
+
+
+def to_send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor that is sent for ``tensor``: detached and contiguous."""
+    check_tensor(tensor, device)
+    # A conjugate or negative view is only a flag: the bytes in memory are not its values.
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def to_receive(tensor: Tensor, device: torch.device) -> Tensor:
+    """Where a message for ``tensor`` arrives: the tensor itself if contiguous, or a buffer."""
+    check_tensor(tensor, device)
+    flat = tensor.detach()
+    if flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
+        return flat
+    check_writable(flat)
+    return torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
+
+
+def deliver(landing: Tensor, tensor: Tensor) -> Tensor:
+    """Copy ``landing`` into ``tensor``, unless it is the same memory; returns ``tensor``."""
+    if landing.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(landing)
+    return tensor
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors share a byte; others travel through buffers of their own."""
+    for tensor in (one, other):
+        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if not is_dense or not tensor.is_contiguous():
+            return False
+    start, first = one.data_ptr(), other.data_ptr()
+    return max(start, first) < min(start + one.nbytes, first + other.nbytes)
+
+
+def check_apart(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> None:
+    """Raise ValueError, with the names, if a tensor that is written shares memory with another."""
+    everything = [*written.items(), *(read or {}).items()]
+    for (name, one), (other_name, other) in combinations(everything, 2):
+        if name in written and overlap(one, other):
+            raise ValueError(
+                f"{name} and {other_name} share memory, and one would be overwritten before it is "
+                "sent: use separate memory for each, for example with .clone()"
+            )

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from labkit.comm.comm import Comm
 from labkit.comm.source_lines import caller_location, credit_to
-from labkit.comm.tensors import describe
+from labkit.comm.transport import describe
 
 Operation = Callable[[Comm], object]
 
@@ -98,9 +98,7 @@ class Work(dist.Work):
         return self._result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation has ended; on a GPU until all of it is queued.
-
-        There the caller's stream waits for its end, as in ``torch.distributed``.
+        """Wait until the operation has ended; on a GPU the caller's stream then waits for it.
 
         Raises:
             TimeoutError: it takes longer than ``timeout``, by default the group's.
@@ -121,12 +119,6 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         return self.done.is_set() and (self.ended is None or self.ended.query())
-
-    def is_success(self) -> bool:
-        return self.done.is_set() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
 
     def result(self) -> list[Tensor]:
         return self._result
@@ -160,8 +152,7 @@ class WorkQueue(threading.Thread):
     to hand it over takes longer than to send a small message.
 
     Callbacks of futures run in the queue's thread. An operation that a callback calls is carried
-    out there at once, before all queued ones: so the order is the same on every rank. (On gloo it
-    is not, and PowerSGD with several buckets ends in a timeout.)
+    out there at once, before all queued ones: so the order is the same on every rank.
 
     On a GPU the operations have a stream and always a thread of their own. As in
     ``torch.distributed``, an operation begins when the caller's stream has reached the call, and
@@ -268,8 +259,7 @@ class WorkQueue(threading.Thread):
     def end(self, patience_s: float | None = None) -> bool:
         """End after all queued operations; with ``patience_s``, after the one under way.
 
-        Returns whether the thread has ended. It is left running if that takes longer than the
-        group's timeout, or than ``patience_s``.
+        Returns whether the thread has ended within the group's timeout, or ``patience_s``.
         """
         if patience_s is not None:
             with contextlib.suppress(queue.Empty):

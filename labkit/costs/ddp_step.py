@@ -70,11 +70,10 @@ def predict_step(
 def bucket_times(
     buckets: Sequence[Sequence[int]], gradient_s: Sequence[float], reduce_s: Sequence[float]
 ) -> list[BucketTimes]:
-    """When each bucket is ready, starts and ends.
+    """When each bucket, whose all-reduce takes ``reduce_s``, is ready, starts and ends.
 
     A bucket is ready with its last gradient. It starts once the bucket before it has ended too,
-    because all ranks must reduce the buckets in the same order. ``reduce_s``: seconds of each
-    bucket's all-reduce; the other arguments as in ``predict_step``.
+    because all ranks must reduce the buckets in the same order.
     """
     times: list[BucketTimes] = []
     free_s = 0.0

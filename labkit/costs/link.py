@@ -114,13 +114,8 @@ def crossover_bytes(world_size: int, link: Link) -> float:
     """The tensor size in bytes at which tree and ring all-reduce take the same time.
 
     Below it the tree is faster, since it has fewer steps; above it the ring, since it sends less.
-    Both times are straight lines in S, so they cross once, at (difference of the fixed parts) /
-    (difference of the parts per byte).
-
-    Returns:
-        0 where the ring is never slower: alpha is 0, or P is 1 and nothing is sent. ``math.inf``
-        where it never catches up: for P = 2 both send S bytes, so only gamma (the ring adds half
-        as many bytes) can make up for the ring's second message.
+    Both times are straight lines in S, so they cross once. 0 where the ring is never slower (alpha
+    is 0, or P is 1), ``math.inf`` where it never catches up (P = 2 without gamma).
     """
     tree_fixed_s, tree_per_byte_s = _line("tree", world_size, link)
     ring_fixed_s, ring_per_byte_s = _line("ring", world_size, link)

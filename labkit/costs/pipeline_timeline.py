@@ -33,15 +33,9 @@ def predicted_slots(
 
     Args:
         streams: by stage, its actions in order (``schedules.gpipe``, ``one_f_one_b``); frozen
-            first stages have no backwards.
+            first stages have no backwards. ValueError for one that can never finish.
         forward_s, backward_s: by stage, seconds for one micro-batch.
         hop_s: by cut, seconds of one transfer, the same in both directions; 0 by default.
-
-    Returns:
-        The slots, stage after stage.
-
-    Raises:
-        ValueError: a stream waits for an action that never runs.
     """
     hop_s = hop_s or [0.0] * (len(streams) - 1)
     seconds = {"forward": forward_s, "backward": backward_s}

@@ -1,9 +1,8 @@
 """What each collective and each technique sends: steps, messages and bytes.
 
 The counts are exact: tests compare them with real runs, byte for byte. ``rank`` is the rank that
-the cost is for, ``element_bytes`` the size of an element. ``partial_bytes`` is the size of an
-element of a partial sum, where it differs: float16 and bfloat16 are summed as float32
-(``Reduction.wide``).
+the cost is for, ``element_bytes`` the size of an element. (Partial sums of float16 and bfloat16
+travel as float32: ``Reduction.wide``.)
 
 Symbols: P ranks, N elements of one rank's tensor, S its bytes; H hosts of m ranks.
 """
@@ -47,9 +46,6 @@ class Cost:
         )
 
 
-NOTHING = Cost(0, 0, 0)
-
-
 def naive_all_reduce_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0
 ) -> Cost:
@@ -82,17 +78,13 @@ def broadcast_cost(
 
 
 def ring_all_reduce_cost(
-    num_elements: int,
-    element_bytes: int,
-    world_size: int,
-    rank: int = 0,
-    partial_bytes: int = 0,
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0
 ) -> Cost:
     """Ring all-reduce: 2 (P - 1) steps and messages, 2 (P - 1) / P x S bytes sent by each rank.
 
     The fraction is exact when P divides N; the result, the sum over the chunks sent, always is.
     """
-    first = share_reduce_cost(num_elements, partial_bytes or element_bytes, world_size, rank)
+    first = share_reduce_cost(num_elements, element_bytes, world_size, rank)
     return first + share_only_cost(num_elements, element_bytes, world_size, rank)
 
 
@@ -119,13 +111,7 @@ def _chunks_cost(steps: Iterable[RingStep], num_elements: int, element_bytes: in
     return Cost(len(steps), len(steps), sum(sizes) * element_bytes)
 
 
-def card_bytes(
-    algorithm: str,
-    num_elements: int,
-    element_bytes: int,
-    hosts: Hosts,
-    partial_bytes: int = 0,
-) -> list[int]:
+def card_bytes(algorithm: str, num_elements: int, element_bytes: int, hosts: Hosts) -> list[int]:
     """The bytes that leave each host in one all-reduce; as many arrive.
 
     ``hierarchical``: 2 (H - 1) / H x S, however many ranks a host has.
@@ -146,7 +132,7 @@ def card_bytes(
 
     return [
         sum(
-            ring_all_reduce_cost(length, element_bytes, ranks, place, partial_bytes).num_bytes
+            ring_all_reduce_cost(length, element_bytes, ranks, place).num_bytes
             for rank in host
             for length, ranks, place in rings(rank, host)
         )

@@ -17,6 +17,7 @@ are Horovod's, as scripts rely on them; the derivative of the sum of all losses 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,14 +51,6 @@ HorovodInternalError = NegotiationError
 gloo_built = gloo_enabled = torch.distributed.is_gloo_available
 mpi_built = mpi_enabled = mpi_threads_supported = nccl_built = ddl_built = ccl_built = bool
 cuda_built, rocm_built = torch.backends.cuda.is_built, bool
-
-
-def __getattr__(name: str) -> Any:
-    raise AttributeError(
-        f"labkit.horovod has no {name!r}. Other collectives, and gradients through them: "
-        "torch.distributed; a start from a program, and a timeline: labkit.run; elastic runs: "
-        "torchrun --max-restarts"
-    )
 
 
 def rank() -> int:
@@ -108,13 +101,11 @@ def _with_gradient(begin: Any, gradient: Any, tensor: Any) -> Any:
     return list(_Differentiable.apply(lambda of: synchronize(begin(of)), gradient, *tensor))
 
 
-def _of_gradient(name: str | None) -> str | None:
-    return name and f"{name}.gradient"
-
-
-def _check_has_gradient(op: str | None) -> None:
+def _of_gradient(name: str | None, op: str | None = None) -> str | None:
+    """The name under which the gradient travels; ValueError where there is none."""
     if op not in (None, Average, Sum):
         raise ValueError(f"the {op} over ranks has no gradient here: use hvd.Sum or hvd.Average")
+    return name and f"{name}.gradient"
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
@@ -196,14 +187,12 @@ def allreduce(
         return allreduce_async(of, average, name, op, *args, compression=compression, **more)
 
     def gradient(of: list[Tensor]) -> list[Tensor]:
-        _check_has_gradient(op)
-        return allreduce(of, average, _of_gradient(name), compression, op, *args, **more)
+        return allreduce(of, average, _of_gradient(name, op), compression, op, *args, **more)
 
     return _with_gradient(begin, gradient, tensor)
 
 
-def allreduce_async_(*args: Any, **more: Any) -> Any:
-    return allreduce_async(*args, **more, in_place=True)
+allreduce_async_ = partial(allreduce_async, in_place=True)
 
 
 def allreduce_(*args: Any, **more: Any) -> Any:
@@ -216,8 +205,6 @@ def allgather_async(tensor: Any, name: str | None = None, process_set: Any = Non
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: Any = None) -> Any:
-    """See ``allgather_async``."""
-
     def gradient(of: list[Tensor]) -> list[Tensor]:
         ones = [tensor] if isinstance(tensor, Tensor) else tensor
         mine = torch.tensor([[len(one) for one in ones]])
@@ -240,8 +227,6 @@ def broadcast_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
 ) -> Tensor:
-    """See ``broadcast_async``."""
-
     def gradient(of: list[Tensor]) -> list[Tensor]:
         means = allreduce(of, name=_of_gradient(name))
         return means if rank() == root_rank else [torch.zeros_like(one) for one in means]
@@ -251,8 +236,7 @@ def broadcast(
     )
 
 
-def broadcast_async_(*args: Any, **more: Any) -> Handle:
-    return broadcast_async(*args, **more, in_place=True)
+broadcast_async_ = partial(broadcast_async, in_place=True)
 
 
 def broadcast_(*args: Any, **more: Any) -> Tensor:
@@ -282,7 +266,6 @@ def alltoall_async(
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> Any:
-    """See ``alltoall_async``."""
     came: list[Tensor] = []
     counts = [len(tensor) // size()] * size() if splits is None else splits
 
@@ -328,9 +311,8 @@ def reducescatter(
         return reducescatter_async(of, name, op, process_set, *scales, compression=compression)
 
     def gradient(of: list[Tensor]) -> list[Tensor]:
-        _check_has_gradient(op)
         factor = scales[0] * scales[1] * (size() if op == Sum else 1)
-        return allgather([one * factor for one in of], _of_gradient(name))
+        return allgather([one * factor for one in of], _of_gradient(name, op))
 
     return _with_gradient(begin, gradient, tensor)
 

@@ -81,9 +81,7 @@ class Handle:
 class Engine(threading.Thread):
     """The background thread of one rank, from ``init`` to ``shutdown``.
 
-    Args:
-        opened: has the ``comm`` of these ranks, on the CPU, for this thread alone. It counts all
-            that is sent.
+    ``opened`` has the ``comm`` of these ranks, on the CPU, for this thread alone.
     """
 
     def __init__(self, opened: Opened):
@@ -110,11 +108,8 @@ class Engine(threading.Thread):
     ) -> Handle:
         """Submit a collective, which begins once all ranks have submitted its name.
 
-        Args:
-            name: without one, what belongs together is the n-th of its kind on all ranks.
-            take: makes the caller's result of what ``carry_out`` returns.
-            option: see ``Request``.
-            splits: of an alltoall the rows for each rank.
+        Without a name, what belongs together is the n-th of its kind on all ranks. ``take`` makes
+        the caller's result of what ``carry_out`` returns.
 
         Raises:
             ValueError: the name is under way already, or a tensor without rows.
@@ -244,36 +239,29 @@ def carry_out(comm: Comm, decision: Decision, values: Sequence[Tensor | None]) -
     """
     request, mine = decision.requests[0], values[0]
     if request.kind == "allreduce":
-        return _fused_all_reduce(comm, decision.requests, values)
+        # 1. Copy the tensors into a buffer. 2. One ring. 3. Cut the results out.
+        empty = torch.empty(0, dtype=getattr(torch, request.dtype))
+        pieces = [
+            empty.new_zeros(one.shape) if value is None else value
+            for one, value in zip(decision.requests, values)
+        ]
+        total = torch.cat([piece.reshape(-1) for piece in pieces])
+        _reduced(comm, lambda op: fast_ring_all_reduce(comm, total, op), request)
+        parts = total.split([piece.numel() for piece in pieces])
+        return [part.view(piece.shape) for part, piece in zip(parts, pieces)]
     if request.kind == "broadcast" and mine is not None:
         return [broadcast(comm, mine.clone(), int(request.option))]
     if request.kind == "reducescatter" and mine is not None:
         # The first ranks have one row more if need be.
-        parts = mine.tensor_split(comm.world_size)
-        return [_reduced(comm, lambda op: reduce_scatter(comm, list(parts), op), request)]
+        shares = list(mine.tensor_split(comm.world_size))
+        return [_reduced(comm, lambda op: reduce_scatter(comm, shares, op), request)]
     if request.kind in BY_ROWS and mine is not None:
-        theirs, parts = decision.rows, [mine] * comm.world_size
+        theirs, shares = decision.rows, [mine] * comm.world_size
         if request.kind == "alltoall":
             theirs = [splits[comm.rank] for splits in decision.rows]
-            parts = list(mine.split(decision.rows[comm.rank]))
-        out = [mine.new_empty(rows, *request.shape) for rows in theirs]
-        return [all_to_all(comm, parts, out)]
+            shares = list(mine.split(decision.rows[comm.rank]))
+        return [all_to_all(comm, shares, [mine.new_empty(n, *request.shape) for n in theirs])]
     return [decision.last]
-
-
-def _fused_all_reduce(
-    comm: Comm, requests: Sequence[Request], values: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """1. Copy the tensors into a buffer. 2. One ring. 3. Cut the results out."""
-    dtype = getattr(torch, requests[0].dtype)
-    pieces = [
-        torch.zeros(request.shape, dtype=dtype) if value is None else value
-        for request, value in zip(requests, values)
-    ]
-    total = torch.cat([piece.reshape(-1) for piece in pieces])
-    _reduced(comm, lambda op: fast_ring_all_reduce(comm, total, op), requests[0])
-    parts = total.split([piece.numel() for piece in pieces])
-    return [part.view(piece.shape) for part, piece in zip(parts, pieces)]
 
 
 def _reduced(comm: Comm, reduce: Callable[[str], Tensor], request: Request) -> Tensor:

@@ -11,8 +11,8 @@ Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,9 +80,8 @@ def DistributedOptimizer(
 ) -> Any:
     """``optimizer``, whose ``step`` uses gradients that were reduced while backward still ran.
 
-    It gets ``synchronize()`` (gradients are reduced after it, for example to clip them),
-    ``skip_synchronize()``, a context for the ``step`` after that, and
-    ``set_backward_passes_per_step(passes)``.
+    It gets ``synchronize()``, after which gradients are reduced, ``skip_synchronize()``, a context
+    for the ``step`` after that, and ``set_backward_passes_per_step(passes)``.
 
     Args:
         named_parameters: names by which the ranks agree; by default their order counts.
@@ -94,9 +93,7 @@ def DistributedOptimizer(
         sparse_as_dense: whether sparse gradients become dense.
 
     Raises:
-        ValueError: not an optimizer or a reduction of gradients; a factor that is not positive or
-            not for an average; the names are not one for each parameter; the passes are not a
-            positive integer.
+        ValueError: an argument that is none of these; says which.
     """
     if op not in (Average, Sum) or not isinstance(optimizer, Optimizer):
         raise ValueError(
@@ -106,13 +103,21 @@ def DistributedOptimizer(
     if gradient_predivide_factor <= 0 or (op != Average and gradient_predivide_factor != 1):
         raise ValueError("gradient_predivide_factor is above 0, and for op=hvd.Average")
     check_integer("backward_passes_per_step", backward_passes_per_step)
-    names = _names_of(optimizer.param_groups, named_parameters)
+    names: dict[Tensor, str] = {}
+    if named_parameters is not None:
+        pairs = [one for one in named_parameters if isinstance(one, tuple)]
+        names = {parameter: name for name, parameter in pairs}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not names.keys() >= set(parameters) or len(set(names.values())) < len(pairs):
+            raise ValueError(
+                "named_parameters leave out parameters of the optimizer, or give two the same "
+                "name: use model.named_parameters() of the whole model, or leave them out"
+            )
+    passes = backward_passes_per_step
     found: Any = optimizer
     gradients = Gradients(
-        found, names, compression, backward_passes_per_step, op, sparse_as_dense, found.zero_grad
+        optimizer, names, compression, passes, op, gradient_predivide_factor, sparse_as_dense
     )
-    gradients.factor = gradient_predivide_factor
-    gradients.watch()
     found.register_step_pre_hook(gradients.before_step)
     found.synchronize, found.skip_synchronize = gradients.synchronize, gradients.skip
     found.zero_grad, found.set_backward_passes_per_step = gradients.zero_grad, gradients.set_passes
@@ -128,14 +133,17 @@ class Gradients:
     compression: Any
     passes: int
     op: str
+    factor: float
     sparse_as_dense: bool
-    clear: Callable[[bool], None]
-    # By parameter: the passes before its gradient is submitted, and what was submitted.
-    left: dict[Tensor, int] = field(default_factory=dict)
-    under_way: dict[Tensor, Handle] = field(default_factory=dict)
     is_synchronized: bool = False
     synchronizes: bool = True
-    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        # By parameter: the passes before its gradient is submitted, and what was submitted.
+        self.left: dict[Tensor, int] = {}
+        self.under_way: dict[Tensor, Handle] = {}
+        self.clear = self.optimizer.zero_grad
+        self.watch()
 
     def watch(self) -> None:
         """Hook the parameters that need gradients and have no hook yet."""
@@ -233,20 +241,3 @@ class Gradients:
                 "that are to be reduced: call it after step()"
             )
         self.clear(set_to_none)
-
-
-def _names_of(
-    groups: list[dict[str, Any]], named: Iterable[tuple[str, Tensor]] | None
-) -> dict[Tensor, str]:
-    """The name of each parameter, the same on all ranks."""
-    if named is None:
-        return {}
-    pairs = [one for one in named if isinstance(one, tuple)]
-    found = {parameter: name for name, parameter in pairs}
-    missing = sum(p not in found for group in groups for p in group["params"])
-    if missing or len(set(found.values())) < len(pairs):
-        raise ValueError(
-            f"named_parameters leave out {missing} of the optimizer's parameters, or give two the "
-            "same name: use model.named_parameters() of the whole model, or leave them out"
-        )
-    return found

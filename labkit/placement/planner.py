@@ -145,16 +145,11 @@ def predict_split(
     the schedule allows, and a transfer occupies no stage.
 
     Args:
-        profile: costs of the layers.
         split_points: layers that begin stages 1 to P - 1; empty for one stage.
         link: between two stages.
         micro_batches: M, at most one per sample.
-        schedule: "gpipe" or "1f1b".
         frozen: the number of layers, from the first on, that are not trained. Layers before the
             first trained parameter have no backward, and a cut before it carries no gradient.
-
-    Raises:
-        ValueError: impossible split points or settings; the message says which are possible.
     """
     points = check_split_points(split_points, len(profile.layers))
     layers, first, count = _in_training(profile, frozen, micro_batches)

@@ -6,6 +6,7 @@ of a private folder, so that none of them unpickles what comes over a socket (SE
 """
 
 import contextlib
+import math
 import os
 import queue
 import secrets
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from labkit.comm.processes import kill_marked, loopback
+from labkit.comm.shared_memory import kill_marked, loopback
 from labkit.comm.source_lines import is_ours
 from labkit.units import check_integer
 
@@ -39,10 +40,9 @@ class Agents:
     """The agents of ``torchrun``, one a host, as ``start_agents`` has started them."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[str]]):
-        self._processes = processes
+        self._processes, self._num_open = processes, len(processes)
         # (host, line); None for the end of a host's output.
         self._lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
-        self._num_open = len(processes)
         for host in range(len(processes)):
             threading.Thread(target=self._read, args=(host,), daemon=True).start()
 
@@ -59,7 +59,7 @@ class Agents:
     def follow(
         self,
         limit_s: float = 120.0,
-        quiet_s: float | None = None,
+        quiet_s: float = math.inf,
         show: Callable[[int, str], object] = show_line,
     ) -> bool:
         """Show the hosts' output, line by line as it comes, until all agents have ended.
@@ -75,9 +75,8 @@ class Agents:
                 return False
             if line is None:
                 self._num_open -= 1
-                continue
-            show(host, line)
-            if quiet_s is not None:
+            else:
+                show(host, line)
                 until_s = min(end_s, time.monotonic() + quiet_s)
         for process in self._processes:
             process.wait()
@@ -95,19 +94,14 @@ def start_agents(
 ) -> Iterator[Agents]:
     """Start one agent of ``torchrun`` per host; at the end nothing of them is left.
 
-    Also after Ctrl-C, or the death of this process.
+    Also after Ctrl-C, or the death of this process. Each line that a rank prints begins with its
+    number.
 
     Args:
         program: a script and its arguments, or ``-m``, a module and its arguments.
         hosts, ranks_per_host: how many agents, and how many ranks each of them starts.
         options: more options of ``torchrun``, such as ``--max-restarts``, ``1``.
         environment: more variables for the ranks.
-
-    Raises:
-        ValueError: an impossible number of hosts or ranks.
-
-    Yields:
-        The agents. Each line that a rank prints begins with its number.
     """
     check_integer("hosts", hosts, most=_MOST_HOSTS)
     check_integer("ranks_per_host", ranks_per_host)
@@ -124,42 +118,35 @@ def start_agents(
         try:
             for host in range(hosts):
                 # The hosts are numbered by their addresses, which are all this machine's own.
-                words = f"""--nnodes {hosts} --nproc-per-node {ranks_per_host} --tee 3
+                words = f"""-m labkit.runtime.agents
+                    --nnodes {hosts} --nproc-per-node {ranks_per_host} --tee 3
                     --rdzv-backend c10d --rdzv-conf store_type=file --rdzv-id labkit
                     --local-addr 127.0.0.{1 + host}""".split()
-                words += [
-                    "--rdzv-endpoint",
-                    f"{folder}/store",
-                    "--log-dir",
-                    f"{folder}/host{host}",
-                ]
-                words += [*options, script, *arguments]
-                processes.append(_start(words, settings | (environment or {})))
+                words += ["--rdzv-endpoint", f"{folder}/store"]
+                words += ["--log-dir", f"{folder}/host{host}", *options, script, *arguments]
+                process = subprocess.Popen(
+                    [sys.executable, *words],
+                    env=settings | (environment or {}),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="backslashreplace",
+                    # Ctrl-C in a terminal would reach the agents, too; this process ends them.
+                    start_new_session=True,
+                )
+                processes.append(process)
             yield Agents(processes)
         finally:
             _end(processes, mark)
-
-
-def _start(words: Sequence[str], settings: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "labkit.runtime.agents", *words],
-        env=settings,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="backslashreplace",
-        # Ctrl-C in a terminal would reach the agents as well, while this process ends them.
-        start_new_session=True,
-    )
 
 
 def _end(processes: Sequence[subprocess.Popen[str]], mark: str) -> None:
     """Ask the agents to end, by the end of their input; then kill what is left."""
     try:
         for process in processes:
-            if process.stdin is not None:
-                process.stdin.close()
+            assert process.stdin is not None
+            process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             for process in processes:
                 process.wait(_GRACE_S)

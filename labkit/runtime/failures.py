@@ -3,6 +3,7 @@
 import contextlib
 import resource
 import shutil
+import signal
 import time
 import traceback
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from labkit import units
 from labkit.comm.board import NOT_STARTED, RETURNED, Board
 from labkit.comm.deadlock import explain_deadlock, explain_rank, takes_part, waits_in
-from labkit.comm.processes import is_running, signal_name
+from labkit.comm.shared_memory import is_running
 from labkit.comm.source_lines import is_internal, is_ours, learner_frames, readable
 from labkit.comm.torch_transport import means_loss
 from labkit.errors import DeadlineError, DeadlockError, MismatchError, PeerLostError, WorkerError
@@ -153,7 +154,8 @@ class Evidence:
         if code >= 0:
             return f"left early with exit code {code}, {when}"
         hint = " (the system does that when memory runs out)" if code == -9 else ""
-        return f"was killed by {signal_name(-code)} {when}{hint}"
+        name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
+        return f"was killed by {name} {when}{hint}"
 
     def who_waited_for(self, rank: int) -> str:
         """A sentence for each other rank that was in an operation with ``rank``."""

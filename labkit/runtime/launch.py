@@ -1,7 +1,6 @@
 """``labkit.run``: call a function on P real processes, and gather what they return."""
 
 import multiprocessing
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,25 +10,22 @@ from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import check_world_size, plan, print_once
 from labkit.runtime.messages import Report, dump_call, load_value, trace_of
+from labkit.runtime.plain import load_plain
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
-from labkit.runtime.worker import Job
+from labkit.runtime.worker import Job, open_comm
 from labkit.tracing import Trace
-from labkit.tracing.limits import Limit, what_limited, without_spans
+from labkit.tracing.limits import Limit, what_limited
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a run.
+    """The result of a run: by rank what ``fn`` returned, and what it has sent.
 
-    Attributes:
-        values: what ``fn`` returned, by rank.
-        trace: the spans of all ranks, and their devices.
-        duration_s: the longest time that ``fn`` took on any rank, without the launch.
-        messages, bytes_sent: messages and payload bytes sent, by rank.
-        lost: {rank: why} for the ranks in ``may_lose`` that ended early; no more is known of them.
-        peak_memory: by rank, the most memory that ``fn`` took.
+    ``duration_s`` is the longest time that ``fn`` took on any rank, without the launch; ``lost``
+    is {rank: why} for the ranks in ``may_lose`` that ended early; ``peak_memory`` the most memory
+    that ``fn`` took, by rank.
     """
 
     values: list[Any]
@@ -42,8 +38,6 @@ class RunResult:
 
     def explain(self) -> Limit:
         """What limited the run: computing, messages, or waiting and for whom, in words."""
-        if not self.trace.spans:
-            return without_spans(self.duration_s)
         return what_limited(self.trace, start_s=0.0)
 
 
@@ -110,8 +104,7 @@ def run(
 
 
 def _check(world_size: int, timeout_s: float, may_lose: frozenset[int], warn: bool) -> None:
-    torchrun = sys.modules.get("labkit.runtime.torchrun")
-    if getattr(torchrun, "inside_a_run", False) or multiprocessing.parent_process() is not None:
+    if open_comm() is not None or multiprocessing.parent_process() is not None:
         raise ValueError(
             "labkit.run was called inside a rank of another run: start runs from the notebook or "
             'the script. In a script, keep the call under if __name__ == "__main__":'
@@ -125,7 +118,10 @@ def _check(world_size: int, timeout_s: float, may_lose: frozenset[int], warn: bo
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
     there = [report for report in reports if report]
     return RunResult(
-        values=[report and _value(report) for report in reports],
+        values=[
+            report and (load_plain(report.payload) if report.is_plain else load_value(report))
+            for report in reports
+        ],
         trace=trace_of(there),
         duration_s=max((report.duration_s for report in there), default=0.0),
         messages=[report.messages if report else 0 for report in reports],
@@ -133,11 +129,3 @@ def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None
         lost=lost or {},
         peak_memory=[report.peak_memory if report else None for report in reports],
     )
-
-
-def _value(report: Report) -> Any:
-    if report.is_plain:
-        from labkit.runtime.plain import load_plain
-
-        return load_plain(report.payload)
-    return load_value(report)

@@ -86,12 +86,7 @@ def dumps(value: Any, pickler: type[_Pickler] = _Pickler) -> bytes:
 
 
 def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle a function with its arguments.
-
-    Raises:
-        ValueError: ``fn`` is no function that a call completes.
-        UnpicklableError: names the argument, global or closure variable that cannot be pickled.
-    """
+    """Pickle a function with its arguments; UnpicklableError names what cannot be pickled."""
     if not callable(fn):
         raise ValueError(f"fn must be a function of a comm, got {type(fn).__name__}")
     name = getattr(fn, "__name__", "fn")
@@ -117,11 +112,7 @@ def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def dump_value(value: Any) -> bytes:
-    """Pickle a rank's result, with tensors on the CPU: the launcher must never initialise CUDA.
-
-    Raises:
-        UnpicklableError: names the part that cannot be pickled.
-    """
+    """Pickle a rank's result, with tensors on the CPU: the launcher must never initialise CUDA."""
     try:
         return dumps(value, _ResultPickler)
     except MemoryError:
@@ -136,10 +127,9 @@ def dump_value(value: Any) -> bytes:
 
 
 def load_value(report: Report) -> Any:
-    """The value that a rank returned.
+    """The value that a rank returned, pickled.
 
-    Raises:
-        WorkerError: unpickling runs code of the value's class, which raised or called sys.exit.
+    WorkerError if unpickling runs code of the value's class that raises or calls sys.exit.
     """
     try:
         return pickle.loads(report.payload)

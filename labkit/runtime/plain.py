@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.serialization import safe_globals
 from torch.utils._pytree import tree_map_only
 
-from labkit.comm.meeting import SUSPICION
 from labkit.comm.peak_memory import PeakMemory
 from labkit.errors import DeadlockError, WorkerError
 from labkit.runtime.messages import Report, UnpicklableError, find_unpicklable
@@ -34,11 +33,7 @@ _ALLOWED: list[Any] = [
 
 
 def dump_plain(value: Any) -> bytes:
-    """The value that a rank returns, as ``load_plain`` reads it; tensors come to the CPU.
-
-    Raises:
-        UnpicklableError: names the part that is no plain data.
-    """
+    """The value that a rank returns, as ``load_plain`` reads it; tensors come to the CPU."""
     try:
         return _dump(value)
     except (Exception, SystemExit):
@@ -64,11 +59,7 @@ def _saved(value: Any) -> bytes:
 
 
 def load_plain(data: bytes) -> Any:
-    """The value in ``data``; never executes anything.
-
-    Raises:
-        pickle.UnpicklingError: it holds something else than plain data.
-    """
+    """The value in ``data``; never executes anything (UnpicklingError for what is not plain)."""
     with safe_globals(_ALLOWED):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
@@ -81,11 +72,7 @@ def dump_report(report: Report) -> bytes:
 
 
 def load_report(data: bytes, rank: int) -> Report:
-    """What ``dump_report`` has made on ``rank``.
-
-    Raises:
-        ConnectionError: the bytes are something else.
-    """
+    """What ``dump_report`` has made on ``rank``; ConnectionError for anything else."""
     try:
         found = load_plain(data)
         spans = json.loads(found["spans"])
@@ -98,8 +85,9 @@ def load_report(data: bytes, rank: int) -> Report:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     raise ConnectionError(
-        f"the report of rank {rank} is not one that labkit writes ({problem}; is it the same "
-        f"labkit on all hosts?). {SUSPICION}"
+        f"the report of rank {rank} is not one that labkit writes ({problem}): "
+        "is it the same labkit on all hosts, and does no other program write to the run's store "
+        "(SECURITY.md)?"
     )
 
 

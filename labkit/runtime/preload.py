@@ -35,16 +35,9 @@ def warm_up(
     """Start the process that all ranks are forked from, in the background; return at once.
 
     It needs some seconds to import torch; otherwise the first run starts it. With ``device`` this
-    also says on stderr, once, what the later runs would: that ranks share a GPU, for example.
-
-    Args:
-        device: of the later runs, see ``labkit.run``.
-        world_size: the most ranks of the later runs, to see whether they share GPUs.
-        training: also import what training needs, if this is the first call; otherwise every
-            rank that makes an optimizer spends seconds on it.
-
-    Raises:
-        ValueError: a device that this machine does not have.
+    also says on stderr, once, what the later runs of up to ``world_size`` ranks would: that ranks
+    share a GPU, for example (ValueError for a device that this machine does not have). Only a
+    first call may import what ``training`` needs; otherwise every rank spends seconds on it.
     """
     if under_torchrun():
         return

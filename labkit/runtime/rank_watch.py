@@ -21,12 +21,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from labkit.comm.board import LEFT, RETURNED, RUNNING, Board
 from labkit.comm.comm import Comm
-from labkit.comm.connections import cut
 from labkit.comm.deadlock import find_mismatch, stuck_ranks
-from labkit.comm.mirror import pack, unpack
-from labkit.comm.processes import is_running
+from labkit.comm.shared_memory import is_running
 from labkit.comm.source_lines import readable
-from labkit.comm.torch_transport import first_line
+from labkit.comm.torch_transport import cut, first_line
 from labkit.errors import DeadlockError, PreemptedError, WorkerError
 from labkit.runtime.failures import Evidence, deadlock_error, failure_error, report_of_failure
 from labkit.runtime.plain import dump_error, load_error
@@ -45,10 +43,8 @@ _ERROR, _LOOKS, _ENDING = "error", "looks", "ending"
 class Rows:
     """What all ranks are doing, as each posts it in the store of their run.
 
-    Attributes:
-        board: with the rows as they were read last.
-        numbers: by rank, of that row; each rank counts its own.
-        heard_s: by rank, when it was new.
+    ``board`` has the rows that were read last; by rank, their ``numbers``, and ``heard_s``, when
+    they were new.
     """
 
     def __init__(self, store: Any, world_size: int):
@@ -58,7 +54,7 @@ class Rows:
 
     def post(self, board: Board, rank: int) -> None:
         self._posted += 1
-        self._store.set(self._keys[rank], self._posted.to_bytes(8) + pack(board, rank))
+        self._store.set(self._keys[rank], self._posted.to_bytes(8) + board.pack(rank))
 
     def read(self) -> bool:
         """Read the rows, once all ranks have posted one; whether they have."""
@@ -67,20 +63,15 @@ class Rows:
         for rank, data in enumerate(self._store.multi_get(self._keys)):
             if (number := int.from_bytes(data[:8])) != self.numbers[rank]:
                 self.numbers[rank], self.heard_s[rank] = number, time.monotonic()
-                unpack(self.board, rank, data[8:])
+                self.board.unpack(rank, data[8:])
         return True
 
 
 class Watch:
-    """The watch over one run, in one rank.
+    """The watch over one run, in one rank, with a connection of its own to the run's store.
 
-    Args:
-        comm: of this rank.
-        store: a connection of its own to the store of this run.
-        prints: whether the explanation is printed on stderr, once for each host.
-
-    Attributes:
-        error: why the run ends; None while it goes on.
+    ``error`` says why the run ends, and is None while it goes on; with ``prints`` it is printed on
+    stderr, once for each host.
     """
 
     def __init__(self, comm: Comm, store: Any, prints: bool = True):
@@ -206,7 +197,7 @@ class Watch:
         """A mismatch or a deadlock, if no rank has moved since it was first seen."""
         rows, board = self._rows, self._rows.board
         mismatch, stuck = find_mismatch(board), stuck_ranks(board)
-        candidate = (mismatch, stuck, board.ticks()) if mismatch or stuck else None
+        candidate = (mismatch, stuck, board.ranks["ticks"].tolist()) if mismatch or stuck else None
         if candidate != self._candidate:
             self._candidate, self._since = candidate, list(rows.numbers)
             return None

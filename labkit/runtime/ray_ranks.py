@@ -4,12 +4,10 @@ An actor's process is a rank as torchrun would have started it: it joins the oth
 and a ``Watch`` explains what goes wrong. The store is the driver's, which so shows what the ranks
 are doing. Ray prints what they print, notices when one is gone, and ends all with their driver.
 
-The actors are placed by node, and not by a placement group, since ``hosts`` may name nodes. They
-are kept for the driver's next run of the same kind; a run that fails or is interrupted ends them.
+The actors are placed by node, and not by a placement group, since ``hosts`` may name nodes.
 """
 
 import contextlib
-import itertools
 import logging
 import os
 import socket
@@ -29,13 +27,13 @@ from labkit.comm.torch_transport import first_line
 from labkit.config import parse_hosts
 from labkit.devices import plan, print_once, versions
 from labkit.errors import WorkerError
-from labkit.runtime import torchrun
 from labkit.runtime.failures import Evidence, deadline_error, failure_error
 from labkit.runtime.messages import Report, dump_call, trace_of
 from labkit.runtime.output import Watcher
-from labkit.runtime.plain import dump_error, dump_report, load_error, load_report
+from labkit.runtime.plain import dump_error, dump_plain, dump_report, load_error, load_report
 from labkit.runtime.rank_watch import Rows, Watch, with_hosts
-from labkit.runtime.worker import connect
+from labkit.runtime.torchrun import watched
+from labkit.runtime.worker import call as run_as, connect
 from labkit.units import format_count
 
 _POLL_S = 0.2
@@ -79,17 +77,17 @@ class RankActor:
         return dist.TCPStore(address, port, is_master=False)
 
     def call(
-        self, run: int, call: bytes, sources: Any, timeout_s: float, link: EmulatedLink | None
+        self, call: bytes, sources: Any, timeout_s: float, link: EmulatedLink | None
     ) -> tuple[bytes, str]:
         """Run a function as this rank: its report, or an error."""
         watch = None
         try:
             comm = connect(self._plan, timeout_s, meeting=self, link=link)
-            watch = Watch(comm, dist.PrefixStore(f"watch/{run}", self.store(0)), prints=False)
-            with torchrun.watched(watch):
+            watch = Watch(comm, dist.PrefixStore("watch", self.store(0)), prints=False)
+            with watched(watch):
                 install_sources(sources)
                 fn, args = cloudpickle.loads(call)
-                return dump_report(torchrun.call(comm, fn, args)), ""
+                return dump_report(run_as(comm, fn, args, dump_plain)), ""
         except BaseException as error:
             raised = f"rank {os.environ['RANK']} raised {type(error).__name__}: {error}"
             return b"", dump_error((watch and watch.error) or WorkerError(raised))
@@ -101,7 +99,7 @@ class _Ranks:
     def __init__(self, ray: Any, nodes: list[Any], world_size: int, where: Where):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.ray, self.runs, self.actors = ray, itertools.count(), list[Any]()
+        self.ray, self.nodes, self.actors = ray, nodes, list[Any]()
         # It listens on the address by which the nodes know this one, and on no other.
         address = ray.util.get_node_ip_address()
         listener = socket.create_server((address, 0))
@@ -113,7 +111,6 @@ class _Ranks:
         everyone = range(world_size)
         self.hosts = [[r for r in everyone if host_of[r] == host] for host in range(len(nodes))]
         self.names = [node["NodeManagerAddress"] for node in nodes]
-        joined = []
         for rank, host in enumerate(host_of):
             node, here = nodes[host], host_of.count(host)
             local = rank - host_of.index(host)
@@ -128,31 +125,25 @@ class _Ranks:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
             )
             self.actors.append(made.remote(variables | {"MASTER_PORT": str(port)}))
-            name = node["NodeManagerAddress"]
-            joined.append(self.actors[-1].join.remote(where, name, os.getcwd()))
-        try:
-            found = ray.get(joined, timeout=_START_S)
-            for host, (backend, note, theirs) in zip(host_of, found):
-                name = nodes[host]["NodeManagerAddress"]
-                if (theirs, backend) != (versions(), found[0][0]):
-                    raise ValueError(
-                        f"host {name} has {theirs}, backend {backend}, and this machine "
-                        f"{versions()}, rank 0 {found[0][0]}: install the same versions on all "
-                        "hosts, and use device 'cpu' if only some have GPUs"
-                    )
-                print_once(f"host {name}: {note}" if note else "")
-        except BaseException:
-            self.end()
-            raise
+
+    def join(self, where: Where) -> None:
+        """Prepare all ranks; ValueError if their hosts do not go together."""
+        names = [name for name, ranks in zip(self.names, self.hosts) for _ in ranks]
+        joined = [a.join.remote(where, name, os.getcwd()) for a, name in zip(self.actors, names)]
+        found = self.ray.get(joined, timeout=_START_S)
+        for name, (backend, note, theirs) in zip(names, found):
+            if (theirs, backend) != (versions(), found[0][0]):
+                raise ValueError(
+                    f"host {name} has {theirs}, backend {backend}, and this machine "
+                    f"{versions()}, rank 0 {found[0][0]}: install the same versions on all "
+                    "hosts, and use device 'cpu' if only some have GPUs"
+                )
+            print_once(f"host {name}: {note}" if note else "")
 
     def end(self) -> None:
         for actor in self.actors:
             with contextlib.suppress(Exception):
                 self.ray.kill(actor)
-
-
-# Those of this process's latest run, with what they are for.
-_kept: tuple[Any, _Ranks] | None = None
 
 
 def run_on(
@@ -164,44 +155,29 @@ def run_on(
     timeout_s: float,
     link: EmulatedLink | None,
 ) -> list[Report]:
-    """Run ``fn`` on the nodes of the cluster to which this process is connected.
-
-    Args:
-        hosts: how many nodes, or their addresses; see ``labkit.run`` for the others.
-
-    Raises:
-        ValueError: nodes that the cluster does not have, or settings that they cannot fulfil.
-        WorkerError: or a subclass of it, if the run has failed.
-    """
-    global _kept
+    """Run ``fn`` on the nodes of the cluster to which this process is connected; see ``run``."""
     ray = connected(hosts)
     nodes = _nodes_for(ray, hosts, world_size)
     job = dump_call(fn, args), cell_sources(), timeout_s, link
-    places = [ray.get_runtime_context().get_job_id(), *(node["NodeID"] for node in nodes)]
-    key = places, world_size, where, os.getcwd()
-    known, _kept = _kept, None
-    if known is not None and known[0] != key:
-        known = known[1].end()
-    ranks = None
+    ranks = _Ranks(ray, nodes, world_size, where)
     try:
-        ranks = known[1] if known else _Ranks(ray, nodes, world_size, where)
-        found = _watch(ranks, job, timeout_s)
-    except BaseException as error:
-        if ranks is not None:
-            ranks.end()
-        if isinstance(error, ray.exceptions.RayError) and not isinstance(error, ValueError):
-            raise WorkerError(f"Ray could not run the ranks: {first_line(error)}") from None
-        raise
-    _kept = key, ranks
-    return found
+        ranks.join(where)
+        return _watch(ranks, job, timeout_s)
+    except ray.exceptions.RayError as error:
+        # What a rank's own check has refused is a ValueError, too.
+        if isinstance(error, ValueError):
+            raise
+        raise WorkerError(f"Ray could not run the ranks: {first_line(error)}") from None
+    finally:
+        ranks.end()
 
 
 def _watch(ranks: _Ranks, job: tuple[Any, ...], timeout_s: float) -> list[Report]:
     """Start the function on all ranks, and show them until all have returned."""
-    ray, run, world_size = ranks.ray, next(ranks.runs), len(ranks.actors)
-    rows = Rows(dist.PrefixStore(f"watch/{run}", ranks.store), world_size)
+    ray, world_size = ranks.ray, len(ranks.actors)
+    rows = Rows(dist.PrefixStore("watch", ranks.store), world_size)
     board, watcher = rows.board, Watcher(rows.board)
-    waiting = {actor.call.remote(run, *job): rank for rank, actor in enumerate(ranks.actors)}
+    waiting = {actor.call.remote(*job): rank for rank, actor in enumerate(ranks.actors)}
     reports: dict[int, Report] = {}
     end_s, trace = time.monotonic() + timeout_s, None
     try:
@@ -232,11 +208,7 @@ def _watch(ranks: _Ranks, job: tuple[Any, ...], timeout_s: float) -> list[Report
 
 
 def connected(hosts: object) -> Any:
-    """The module ``ray``, with this process connected to a cluster.
-
-    Raises:
-        ValueError: Ray is not installed, or not connected.
-    """
+    """The module ``ray``, with this process connected to a cluster, or ValueError."""
     # Ray would report its use to its makers, and print a line that several ranks have only once.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")

@@ -1,9 +1,9 @@
 """The ranks that torchrun has started together: one round of its rendezvous.
 
 When a rank is lost, or a machine joins, torchrun ends all ranks and starts new ones, which may
-find the store of those before them, and what these have written there. TORCHELASTIC_RESTART_COUNT
-does not tell the two apart: each agent counts only the failures of its own ranks. So the ranks of
-a round first agree on a number that none before them had, and put it before all their keys.
+find what those before them have written in the store. (TORCHELASTIC_RESTART_COUNT does not tell
+the two apart: each agent counts only the failures of its own ranks.) So the ranks of a round first
+agree on a number that none before them had, and put it before all their keys.
 
 All of it is plain text: the store has no password.
 """
@@ -59,30 +59,19 @@ class Round:
             self.store.wait(keys, timedelta(seconds=_CHECKS_S))
             return [self.store.get(key).decode(errors="replace") for key in keys]
         except dist.DistError as error:
-            missing = [rank for rank, key in enumerate(keys) if not _is_there(self.store, key)]
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             named = ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in missing[:4])
             raise ConnectionError(
                 f"rank {self.rank} waited {_CHECKS_S:g} s for {named or 'the others'} to come to "
                 f"{what}: see what torchrun says there ({_first_line(error)})"
             ) from None
 
-    def connection(self) -> Any:
-        """The round's store over a connection of its own, for another thread."""
-        return self.store.clone()
-
 
 _joined: Round | None = None
 
 
 def join(timeout_s: float) -> Round:
-    """The round for which torchrun has started this process; the same at every call.
-
-    Args:
-        timeout_s: how long to wait for the other ranks.
-
-    Raises:
-        ConnectionError: another rank cannot be reached.
-    """
+    """The round for which torchrun has started this process; the same at every call."""
     global _joined
     if _joined is None:
         started_s = time.monotonic()
@@ -98,11 +87,6 @@ def join(timeout_s: float) -> Round:
     return _joined
 
 
-def current() -> Round | None:
-    """The round that this process has joined; None without one."""
-    return _joined
-
-
 def agree(store: Any, rank: int, world_size: int, timeout_s: float) -> tuple[str, list[str]]:
     """A number that no earlier ranks had, and the names of all hosts, by rank.
 
@@ -115,14 +99,14 @@ def agree(store: Any, rank: int, world_size: int, timeout_s: float) -> tuple[str
         number = secrets.token_hex(8)
         store.set("offer", number)
     while time.monotonic() < until_s:
-        if rank == 0 and all(_is_there(store, f"{number}/{one}") for one in others):
+        if rank == 0 and all(store.check([f"{number}/{one}"]) for one in others):
             told = [mine, *(_read(store, f"{number}/{one}") for one in others)]
             store.set(f"{number}/all", json.dumps(told))
-        elif rank > 0 and _is_there(store, "offer"):
+        elif rank > 0 and store.check(["offer"]):
             # Again and again: it costs less than to remember which has been answered.
             number = store.get("offer").decode()
             store.set(f"{number}/{rank}", json.dumps(mine))
-        if number and _is_there(store, f"{number}/all"):
+        if number and store.check([f"{number}/all"]):
             told = _read(store, f"{number}/all")
             if len(told) == world_size and told[rank] == mine:
                 return number, [str(host) for _, host in told]
@@ -144,10 +128,6 @@ def _read(store: Any, key: str) -> Any:
         f"the store of this run holds {text[:40]!r}, which labkit does not write: is it the same "
         "labkit on all machines? If so, another program writes there (SECURITY.md)"
     )
-
-
-def _is_there(store: Any, key: str) -> bool:
-    return store.check([key])
 
 
 def unreachable(error: Exception, waited_s: float) -> ConnectionError:

@@ -50,7 +50,12 @@ class Supervisor:
         self.lost: dict[int, str] = {}
         self.exit_codes: dict[int, int | None] = {}
         self._processes: list[BaseProcess] = []
-        self._arena, self._output = Arena(job.world_size), Output()
+        try:
+            self._arena, self._output = Arena(job.world_size), Output()
+        except OSError as error:
+            # A limit of the sizes of files (ulimit -f) holds for it, too.
+            error.filename = "the memory that ranks share"
+            raise
         self._seen = Evidence(self._arena.board, job.may_lose, exit_codes=self.exit_codes)
         # Where the ranks meet: in the forkserver's folder, which it removes if its caller cannot.
         self._meeting = f"{multiprocessing.util.get_temp_dir()}/store-{secrets.token_hex(8)}"
@@ -178,7 +183,7 @@ class Supervisor:
 
     def _stuck_ranks(self) -> list[int]:
         """The ranks that can never continue: found stuck twice, with no progress in between."""
-        ticks = self._seen.board.ticks()
+        ticks = self._seen.board.ranks["ticks"].tolist()
         now = stuck_ranks(self._seen.board.copy()), ticks
         before, self._looked = self._looked, now
         return now[0] if now == before else []

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.collectives import all_gather
-from labkit.comm.board import RETURNED, RUNNING
+from labkit.comm.board import RUNNING
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.meeting import separate_comm
@@ -26,16 +26,14 @@ from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, print_once
-from labkit.runtime import rounds, worker
+from labkit.runtime import rounds
 from labkit.runtime.messages import Report
 from labkit.runtime.plain import dump_plain, dump_report, load_report
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.rank_watch import Watch, tell
-from labkit.runtime.worker import connect, open_comm
+from labkit.runtime.worker import call, connect, open_comm
 from labkit.units import MOST_SECONDS, format_count
 
-# Whether a run is calling its function in this process at the moment.
-inside_a_run = False
 # The runs of this process so far, and the Comms that it has opened for threads.
 _runs, _opened = itertools.count(), itertools.count()
 _FOREVER = timedelta(days=365)
@@ -53,11 +51,7 @@ def run_as_rank(
 ) -> list[Report]:
     """Run ``fn`` in this process, one of torchrun's ranks (see ``labkit.run``); all reports.
 
-    Raises:
-        ValueError: ``world_size`` is not the number of ranks that torchrun has started.
-        ConnectionError: the other ranks cannot be reached.
-        WorkerError: another rank has failed, or the ranks can never finish; says why.
-        Any exception of ``fn`` on this rank.
+    An exception of ``fn`` on this rank is raised as it is; WorkerError says how another failed.
     """
     started = int(os.environ["WORLD_SIZE"])
     if world_size != started:
@@ -70,7 +64,7 @@ def run_as_rank(
         print_once(chosen.note)
     comm = connect(chosen, timeout_s, link=link)
     with watched(Watch(comm, _own_store(next(_runs)))):
-        return _exchange(comm, call(comm, fn, args))
+        return _exchange(comm, call(comm, fn, args, dump_plain))
 
 
 @contextlib.contextmanager
@@ -103,23 +97,10 @@ def print_briefly() -> None:
     sys.excepthook = print_once
 
 
-def call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
-    """Call ``fn`` as the rank of a run; returns its report, with its value as plain data."""
-    global inside_a_run
-    inside_a_run = True
-    try:
-        mine = worker.call(comm, fn, args, dump_plain)
-    finally:
-        inside_a_run = False
-    comm.session.board.ranks[comm.rank]["state"] = RETURNED
-    return mine
-
-
 def _own_store(run: int) -> dist.Store:
     """A new connection to torchrun's store: the group's may be kept busy by the ranks."""
-    joined = rounds.current()
-    assert joined is not None, "only torchrun's ranks are watched from within"
-    store = joined.connection()
+    # The rank has joined already.
+    store = rounds.join(0.0).store.clone()
     store.set_timeout(_FOREVER)
     return dist.PrefixStore(f"watch/{run}", store)
 
@@ -196,9 +177,6 @@ def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Ope
         purpose: of this thread, one word.
         comm: of the run that this rank is in; None to find it.
         at_end: called before the run or the program ends, to end the thread.
-
-    Raises:
-        ConnectionError: the other ranks cannot be reached.
     """
     if (run := comm or open_comm()) is not None:
         run.session.at_close.append(at_end)

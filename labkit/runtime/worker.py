@@ -26,16 +26,14 @@ import torch
 import torch.distributed as dist
 
 from labkit import gpus
-from labkit.comm import connections
 from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import EmulatedLink, emulated_hosts, over_link, plug_in
-from labkit.comm.hosts_transport import HostsTransport
-from labkit.comm.meeting import find_hosts, meet, stay_on_loopback
+from labkit.comm.emulated_link import EmulatedLink, over_link, plug_in
+from labkit.comm.meeting import HostsTransport, find_hosts, meet, stay_on_loopback
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.source_lines import install_sources
-from labkit.comm.torch_transport import TorchTransport, close_arrivals
+from labkit.comm.torch_transport import TorchTransport, close_arrivals, connections, keep_alive
 from labkit.comm.transport import Transport
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
@@ -51,19 +49,15 @@ _RENDEZVOUS_S = 60.0
 # The Comm that this process has last joined the others with.
 _latest: list[Comm] = []
 # The connections of the default process group of this process.
-group_connections: list[connections.Connection] = []
+group_connections: set[Any] = set()
 # Of the hosts of this process's latest run.
 host_names: list[str] = []
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the launcher hands to every rank.
-
-    Attributes:
-        call: the function with its arguments, see ``messages.dump_call``.
-        sources: the caller's notebook cells, for tracebacks.
-    """
+    """What the launcher hands to every rank: ``call`` is the function with its arguments, see
+    ``messages.dump_call``, and ``sources`` are the caller's notebook cells, for tracebacks."""
 
     call: bytes
     sources: dict[str, list[str]]
@@ -111,7 +105,6 @@ def run_rank(
         function, args = cloudpickle.loads(job.call)
         comm = connect(job.plan, job.timeout_s, arena, meeting, job.link)
         report = call(comm, function, args, dump_value)
-        arena.board.ranks[rank]["state"] = RETURNED
     except BaseException as error:
         report = report_of_failure(rank, error)
     # The function may have replaced a stream by an object that cannot be flushed.
@@ -147,6 +140,7 @@ def call(
     peak_memory = meter.total() if meter else None
     payload = dump(value)
     comm.session.close()
+    comm.session.board.ranks[comm.rank]["state"] = RETURNED
     device = str(comm.device)
     if int(os.environ.get("LOCAL_WORLD_SIZE", comm.world_size)) < comm.world_size:
         # Each machine has a ``cuda:0``.
@@ -221,12 +215,8 @@ def connect(
 ) -> Comm:
     """Join the process group that the environment describes, and return this rank's Comm.
 
-    Args:
-        arena: the launcher's memory, with a place for every rank; None without a launcher.
-        meeting: a file, or what has a ``store(world_size)``; None for that of ``torchrun``.
-
-    Raises:
-        ConnectionError: the other ranks cannot be reached, or one has ended meanwhile.
+    ``arena`` is the launcher's memory, with a place for every rank (None without a launcher);
+    ``meeting`` a file, or what has a ``store(world_size)``, or None for torchrun's.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
@@ -242,9 +232,10 @@ def connect(
     if not dist.is_initialized():
         # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
-        with connections.new_connections() as opened:
-            _join_group(plan.backend, group_timeout_s, device, meeting)
-        group_connections[:] = opened
+        before = connections()
+        _join_group(plan.backend, group_timeout_s, device, meeting)
+        group_connections.update(connections() - before)
+        keep_alive(group_connections)
     group_store = dist.distributed_c10d._get_default_store()
     hosts = find_hosts(group_store, rank, world_size)
     neighbours, host_names[:] = hosts.neighbours(rank), hosts.names
@@ -258,10 +249,8 @@ def connect(
             transport = near
         elif len(neighbours) > 1:
             transport = HostsTransport(near, far, neighbours)
-    board, linked = arena.board if arena else None, over_link(transport)
-    comm = Comm(rank, world_size, device, linked, board, hosts=hosts.ranks)
-    # The clocks and the board are those of one host nevertheless.
-    comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks
+    board = arena.board if arena else None
+    comm = over_link(Comm(rank, world_size, device, transport, board, hosts=hosts.ranks))
     _latest[:] = [comm]
     return comm
 

@@ -1,7 +1,7 @@
 """Rules that runs execute: which rank does what at which step. No torch, no processes.
 
     ring               ring all-reduce and its halves, on one host and over several
-    tree               binomial trees, recursive doubling, pairwise exchange, dissemination
+    tree               binomial trees, recursive doubling, pairwise exchange
     servers            which worker meets which server in which turn; how late a gradient is
     bucket_assignment  which gradients DDP sends together (when: ``strategies.ddp``)
     split_points       where a list of layers is cut into stages

@@ -32,11 +32,7 @@ class LrSchedule(NamedTuple):
 
 
 def parse_lr_schedule(text: str) -> LrSchedule:
-    """``"step:30:0.1"`` is ("step", 30, 0.1).
-
-    Raises:
-        ValueError: not of one of the three forms, or a step that makes the rate grow or vanish.
-    """
+    """``"step:30:0.1"`` is ("step", 30, 0.1)."""
     kind, *numbers = str(text).split(":")
     if kind in ("constant", "cosine") and not numbers:
         return LrSchedule(kind)
@@ -64,12 +60,8 @@ def lr_factor(
 ) -> float:
     """The factor of the learning rate for the update with this number, from 0.
 
-    Args:
-        update: its number; beyond the end of the run, cosine stays at 0.
-        schedule: after the warm-up.
-        warmup_epochs: may be a fraction.
-        epochs: of the whole run, warm-up included.
-        updates_per_epoch: an asynchronous server makes one for each worker's gradient.
+    ``epochs`` are those of the whole run, with the ``warmup_epochs``, which may be a fraction.
+    Beyond the end of the run, cosine stays at 0.
     """
     # 2.2 epochs of 25 updates are 55, not 55.00000000000001.
     warmup = round(warmup_epochs * updates_per_epoch, 9)

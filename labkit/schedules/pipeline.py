@@ -82,11 +82,7 @@ PIPELINES: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
 
 
 def pipeline_schedule(name: str) -> Callable[[int, int, int], Iterator[Action]]:
-    """The schedule of this name, a function of stage, P and M.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The schedule of this name, a function of stage, P and M."""
     check_choice("schedule", name, PIPELINES)
     return PIPELINES[name]
 

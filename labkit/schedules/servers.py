@@ -49,20 +49,14 @@ class Update(NamedTuple):
 class StalenessTracker:
     """Which worker has pulled which version, which pushes wait, and which may be applied next.
 
-    All workers start with version 0.
+    All workers start with version 0. ``bound`` is the largest staleness allowed, W - 1 or more;
+    None allows any.
 
     Attributes:
         version: V, the number of updates so far.
         updates: all updates so far, in order.
         pulled: {worker: v_j}.
         held: the workers with a waiting push, in the order in which they pushed.
-
-    Args:
-        workers: their ranks.
-        bound: the largest staleness allowed, W - 1 or more; None allows any.
-
-    Raises:
-        ValueError: no workers, or a bound that W workers cannot keep.
     """
 
     def __init__(self, workers: Iterable[int], bound: int | None = None):

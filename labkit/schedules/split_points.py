@@ -10,41 +10,20 @@ from collections.abc import Iterable, Sequence
 from labkit.units import format_count
 
 
-def as_split_points(split_points: Sequence[int]) -> tuple[int, ...]:
-    """Split points as a tuple; ValueError for a single number or a string."""
-    if isinstance(split_points, str) or not isinstance(split_points, Iterable):
-        raise ValueError(
-            f"split points are a sequence, one for each cut, got {split_points!r}: write "
-            f"({split_points},)"
-        )
-    return tuple(split_points)
-
-
-def check_devices(num_devices: int, split_points: Sequence[int]) -> None:
-    """Raise ValueError unless there is a device for each stage."""
-    if num_devices != len(split_points) + 1:
-        raise ValueError(
-            f"{format_count(num_devices, 'device')} for "
-            f"{format_count(len(split_points) + 1, 'stage')}: name one per stage, or leave "
-            "devices out and give each stage its own process"
-        )
-
-
 def check_split_points(
     split_points: Sequence[int], num_layers: int, num_stages: int | None = None
 ) -> tuple[int, ...]:
     """Split points as a tuple, if they cut ``num_layers`` layers into non-empty stages.
 
-    Args:
-        split_points: the layers that begin stages 1 to P - 1, in order; empty for one stage.
-        num_layers: L; split points are 1 to L - 1.
-        num_stages: P, if the number of ranks or devices determines it.
-
-    Raises:
-        ValueError: out of range, out of order, repeated, not an integer, not P - 1 of them, or
-            not a sequence.
+    ``num_stages`` is P, if the number of ranks or devices determines it. ValueError for points
+    that are out of range or order, repeated, not integers, or not P - 1 of them.
     """
-    points = as_split_points(split_points)
+    if isinstance(split_points, str) or not isinstance(split_points, Iterable):
+        raise ValueError(
+            f"split points are a sequence, one for each cut, got {split_points!r}: write "
+            f"({split_points},)"
+        )
+    points = tuple(split_points)
     shown = ", ".join(map(str, points)) or "none"
     for point in points:
         if isinstance(point, bool) or not isinstance(point, int):
@@ -65,10 +44,6 @@ def check_split_points(
 
 
 def stage_bounds(split_points: Sequence[int], num_layers: int) -> list[tuple[int, int]]:
-    """The layers of each stage as (start, end), end excluded.
-
-    Raises:
-        ValueError: as ``check_split_points``.
-    """
+    """The layers of each stage as (start, end), end excluded."""
     points = check_split_points(split_points, num_layers)
     return list(zip((0, *points), (*points, num_layers)))

@@ -1,9 +1,8 @@
 """Trees and exchanges: which rank sends to which at each step, for any number of ranks.
 
 Symbols: P ranks, Q the largest power of two up to P, r a rank, s a step.
-Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-MPICH" (2005), section 4; for ``dissemination``, Hensgen, Finkel and Manber, "Two algorithms for
-barrier synchronization" (1988).
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH" (2005), section 4.
 """
 
 from collections.abc import Iterator
@@ -91,17 +90,6 @@ def pairwise_exchange(rank: int, world_size: int) -> Iterator[Transfer]:
     """
     for step in range(world_size - 1):
         yield Transfer(step, (rank + step + 1) % world_size, (rank - step - 1) % world_size)
-
-
-def dissemination(rank: int, world_size: int) -> Iterator[Transfer]:
-    """A barrier in ceil(log2 P) steps: after step s a rank has heard from 2^(s + 1) ranks.
-
-    At step s rank r sends to r + 2^s and receives from r - 2^s (mod P). The 2^(s + 1) ranks
-    include the rank itself. Unlike recursive doubling, it needs no fold.
-    """
-    for step in range((world_size - 1).bit_length()):
-        reach = 2**step
-        yield Transfer(step, (rank + reach) % world_size, (rank - reach) % world_size)
 
 
 def _largest_power_of_two(world_size: int) -> int:

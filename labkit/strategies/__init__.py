@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # base imports torch, and checking a name should take no time
 
 # name -> (ours, PyTorch's counterpart), each as module.class
 TECHNIQUES = {
-    "single": ("single.Single", "single.Single"),
+    "single": ("on_shares.Single", "on_shares.Single"),
     "data_parallel": ("data_parallel.DataParallel", "builtin.ddp.TorchDataParallel"),
     "ddp": ("ddp.DDP", "builtin.ddp.TorchDDP"),
     "parameter_server": ("parameter_server.ParameterServer", "builtin.rpc.RpcParameterServer"),
@@ -19,7 +19,7 @@ TECHNIQUES = {
         "builtin.rpc.RpcAsyncParameterServer",
     ),
     "model_parallel": ("model_parallel.ModelParallel", "builtin.pipeline.TorchModelParallel"),
-    "pipeline": ("pipeline.Pipeline", "builtin.pipeline.TorchPipeline"),
+    "pipeline": ("model_parallel.Pipeline", "builtin.pipeline.TorchPipeline"),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "builtin.ddp.TorchDDP"),
 }
 # The variants for runs that name devices: one process instead of one rank per device.
@@ -27,23 +27,12 @@ IN_ONE_PROCESS = {"model_parallel": "model_parallel.ModelParallelOneProcess"}
 STRATEGIES = tuple(TECHNIQUES)
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError, listing the known names, for an unknown one."""
-    check_choice("strategy", name, STRATEGIES)
-
-
 def get(name: str, *, builtin: bool = False, in_one_process: bool = False) -> "type[Strategy]":
-    """The class that implements a technique, ours or PyTorch's counterpart.
+    """The class of a technique: ours, PyTorch's, or ours for several devices in one process.
 
-    Args:
-        name: one of ``STRATEGIES``.
-        builtin: return PyTorch's counterpart.
-        in_one_process: return our variant for several devices in one process, if there is one.
-
-    Raises:
-        ValueError: unknown name.
+    ValueError, listing the known names, for one that is not in ``STRATEGIES``.
     """
-    check_name(name)
+    check_choice("strategy", name, STRATEGIES)
     place = TECHNIQUES[name][builtin]
     if in_one_process and not builtin:
         place = IN_ONE_PROCESS.get(name, place)

@@ -2,13 +2,12 @@
 
 Rank 0 holds the parameters, the other ranks compute gradients for them. 1. A worker computes the
 gradient of its share of a batch. 2. It **pushes** the gradient to the server, which applies it at
-once, while other workers are still computing. 3. It **pulls** the current parameters, and
-continues with its share of the next batch. A slow worker does not delay the others. Its gradients
-are stale; the staleness is counted and can be bounded: ``labkit.schedules.servers``.
+once. 3. It **pulls** the current parameters, and continues with its share of the next batch. Its
+gradients are stale; the staleness is counted and can be bounded: ``labkit.schedules.servers``.
 
-A push is the sum over the share's samples, divided by the samples of the whole batch. So W pushes,
-one per worker, together move the parameters about as far as one synchronous step. Clipping
-limits each of them to a W-th of ``clip_norm``, so that W pushes together stay within it.
+A push is the sum over the share's samples, divided by the samples of the whole batch, so that W
+pushes together move the parameters about as far as one synchronous step. Clipping limits each of
+them to a W-th of ``clip_norm``.
 
 Symbols: W workers, N trainable parameters, B floats in the model's buffers.
 Sources: Dean et al., "Large scale distributed deep networks" (2012), section 4.1 (Downpour SGD);
@@ -40,21 +39,16 @@ class AsyncParameterServer(OnShares):
     """Data parallelism in which every worker runs at its own pace: ``train`` replaces ``step``.
 
     A push takes two messages (loss and samples, [2]; gradient and buffers, [N + B]), and so does a
-    pull (parameters and buffers, [N + B]; whether to continue, [1]). A gradient that the bound
-    holds back stays with its worker until its turn. With amp ``fp16`` each worker has its own
-    scale; a gradient that has overflowed counts as one of no samples.
+    pull (parameters and buffers, [N + B]; whether to continue, [1]). With amp ``fp16`` each worker
+    has its own scale; a gradient that has overflowed counts as one of no samples.
 
-    An epoch ends when the server has received as many shares as the epoch has, from any workers: a
-    fast worker may be working on its shares of the next epoch by then. An empty share counts, but
-    makes no update. The loss of an epoch is the mean over the samples pushed during it.
-
-    Batch statistics (BatchNorm): each worker normalises with the statistics of its own share. The
-    server takes the running averages of the latest push as they are, and a pull returns them: they
-    always come from one worker and are never mixed. Counters end as they began.
+    An epoch ends when the server has received as many shares as the epoch has, from any workers.
+    An empty share counts, but makes no update. The loss of an epoch is the mean over the samples
+    pushed during it. Each worker normalises (BatchNorm) with the statistics of its own share; the
+    server takes the running averages of the latest push as they are.
 
     A worker that dies is left out from then on, and so are its shares; if the last worker dies,
-    the run fails. (``torchrun`` ends the run whenever a rank dies.) Workers never stop together,
-    so there are no checkpoints.
+    the run fails. Workers never stop together, so there are no checkpoints.
 
     Args:
         straggler: see ``OnShares``.
@@ -97,9 +91,8 @@ class AsyncParameterServer(OnShares):
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         """Train until the workers together have processed as many shares as all epochs have.
 
-        ``batches`` are this rank's shares without end, ``steps`` of them an epoch: a rank that is
-        ahead continues with the next epoch. Yields on the server alone, when an epoch is complete;
-        the caller reads ``full_state`` before it continues.
+        ``batches`` are this rank's shares without end, ``steps`` of them an epoch. Yields on the
+        server alone, when an epoch is complete; the caller then reads ``full_state``.
         """
         if self.comm.rank == 0:
             yield from self.serve(steps * len(self.workers), epochs)

@@ -1,25 +1,18 @@
 """What every technique has in common: the calls of the training loop, and the end of a step.
 
-A technique defines ``setup`` and ``step``, and overrides other calls only where it differs from
-the defaults. There is one object per rank.
-
+A technique defines ``setup`` and ``step``, and overrides other calls only where it differs.
 When the gradients of the mean loss are complete, ``update`` ends the step:
 
 1. **unscale**: in fp16, gradients below 6e-8 would become zero, so the loss was multiplied by a
-   scale, and now the gradients are divided by it. If one of them is not finite, the update is
-   skipped, and the scale is halved: see ``LossScaler``.
+   scale, and now the gradients are divided by it. If one is not finite, the update is skipped.
 2. **clip**: if the norm of all gradients together exceeds ``clip_norm``, all are multiplied by
-   ``clip_norm`` / (norm + 1e-6), as ``torch.nn.utils.clip_grad_norm_`` does.
+   ``clip_norm`` / (norm + 1e-6). Where each rank has some of them, the ranks add up the squares of
+   their norms.
 3. **step**: the optimizer changes the parameters.
-
-Ranks that have all gradients, equal to the bit, all do the same without a message. Where each rank
-has some of them, the ranks add up the squares of their norms; a gradient that is not finite makes
-the sum not finite.
 
 A checkpoint's tensors are named by what they are: ``model/NAME``, a parameter or buffer as the
 model's state dict names it; ``optimizer/NAME/KEY``, what the optimizer has of a parameter; and
-``own/NAME``, what else a rank carries from step to step. The first two have the model's names and
-shapes, whichever rank holds them, so a run may go on with other ranks, or another technique.
+``own/NAME``, what else a rank carries from step to step.
 
 Sources: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section
 3.2; Micikevicius et al., "Mixed precision training" (2018), sections 3.1 and 3.2.
@@ -36,7 +29,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from labkit.comm.comm import Comm
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
-from labkit.workload.sampling import share
+from labkit.workload.samples import share
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
@@ -48,9 +41,9 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class LossScaler:
     """The scale of the loss for fp16, by the rule of ``torch.amp.GradScaler``.
 
-    An update whose gradients have overflowed is skipped, and the scale is halved; it is doubled
-    after 2000 updates without an overflow. PyTorch's looks at the gradients of one process. This
-    one hears of an overflow anywhere, so that all ranks have the same scale.
+    An update whose gradients have overflowed halves it; 2000 without an overflow double it.
+    PyTorch's looks at one process. This one hears of an overflow anywhere, so that all ranks have
+    the same scale.
     """
 
     growth_interval = 2000
@@ -94,11 +87,8 @@ class Strategy:
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
-        amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype; parameters and
-            updates have 32 bits.
         loss: (outputs, targets) -> the sum over the samples. The loop sets it, and ``clip_norm``.
-        optimizer: of this rank; None on a rank that makes no updates.
-        trained: the parameters that ``optimizer`` changes here.
+        optimizer, trained: of this rank (None where it makes no updates), and what it changes.
         norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
         counted_elsewhere: by ``id``, the parameters whose norm another of these ranks counts.
         model: this rank's whole model, on ``comm.device``. A technique that does not hold it there
@@ -242,18 +232,11 @@ class Strategy:
         return {name: value.detach().cpu().clone() for name, value in state.items()}
 
     def held(self) -> tuple[State, dict[str, nn.Parameter]]:
-        """Parameters and buffers of this rank, and its parameters alone (a tied one comes once).
-
-        They are the run's own tensors, by the model's names.
-        """
+        """By the model's names this rank's own tensors: all, and the parameters, each once."""
         return self.model.state_dict(), dict(self.model.named_parameters())
 
     def state(self) -> State:
-        """What this rank gives to a checkpoint; a collective call.
-
-        Raises:
-            ValueError: the optimizer keeps something other than tensors.
-        """
+        """What this rank gives to a checkpoint; a collective call."""
         tensors, parameters = self.held()
         has_layers, state = self.optimizes == "layers", State()
         if has_layers or self.comm.rank == self.workers[0]:
@@ -299,8 +282,7 @@ class Strategy:
 def sum_over(comm: Comm, ranks: Sequence[int], tensor: Tensor) -> Tensor:
     """Sum a tensor over some ranks, in place: on the first of them, which sends it to the others.
 
-    A ring all-reduce needs all ranks of the Comm. Messages: one from each rank, and one to each
-    but the first from the first.
+    (A ring all-reduce needs all ranks of the Comm.)
     """
     first, *others = ranks
     if comm.rank != first:
@@ -331,13 +313,9 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 def lay_end_to_end(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Move parameters (and buffers) into one flat tensor, and make them views of it.
 
-    A flat tensor can be cut anywhere, into chunks of equal size, and one message carries all of
-    it; each of many small messages has a latency.
-
-    Returns:
-        (values [N], gradients [N]); the gradients are zeros. The parameters' ``grad`` are views of
-        ``gradients``, to which backward adds. Reset it with ``gradients.zero_()``: an optimizer's
-        ``zero_grad`` would remove the views.
+    One message carries all of it, and it can be cut anywhere. Returns values [N] and gradients
+    [N], zeros, to which backward adds: the parameters' ``grad`` are views. Reset them with
+    ``gradients.zero_()``: an optimizer's ``zero_grad`` would remove the views.
     """
     values = torch.cat([tensor.detach().flatten() for tensor in tensors])
     gradients = torch.zeros_like(values)

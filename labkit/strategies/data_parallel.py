@@ -1,7 +1,5 @@
 """Data parallelism in one process: one model, several devices, one thread per device.
 
-Every step:
-
     scatter     cut the batch into P parts, one per device
     replicate   copy the parameters and buffers from device 0 to all others
     forward     each thread runs its replica on its part
@@ -10,9 +8,7 @@ Every step:
     reduce      add the replicas' gradients to those of device 0, in the order of the devices
     update      device 0 alone; the other replicas are overwritten in the next step
 
-So device 0 holds what every device holds, and in addition the whole batch, all outputs, the
-summed gradients and the optimizer's state. All threads share one interpreter, whose lock (the
-GIL) lets only one of them run Python at a time.
+All threads share one interpreter, whose lock (the GIL) lets only one of them run Python at a time.
 
 Symbols: P devices. Source: PyTorch's ``nn.DataParallel`` (Li et al. 2020, "PyTorch Distributed",
 section 2.2), which runs the same steps; there autograd runs back through gather and replicate.
@@ -34,15 +30,12 @@ from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 
 @dataclass(eq=False)
 class DataParallel(Strategy):
-    """Synchronous data parallelism on several devices of one process.
+    """Synchronous data parallelism on several ``devices`` of one process, named as ("cpu", "cpu").
 
     Batch statistics (BatchNorm): each replica normalises with the statistics of its own part.
-    Device 0's running averages are kept, as in ``nn.DataParallel``; the others are overwritten. A
-    batch of fewer samples than devices leaves the last devices idle.
-
-    Args:
-        devices: one name per replica, as in ``("cpu", "cpu")``; a name may occur several times.
-        amp: see ``OnShares``; outputs and their gradients move in the half dtype.
+    Device 0's running averages are kept, as in ``nn.DataParallel``. A batch of fewer samples than
+    devices leaves the last devices idle. With ``amp`` outputs and their gradients move in the half
+    dtype.
     """
 
     devices: Sequence[Any] = ()
@@ -71,7 +64,7 @@ class DataParallel(Strategy):
         # The main thread's spans are those of device 0.
         comm.session.time_on(self.devices[:1])
         for device in self.devices:
-            comm.session.timers.of(device)
+            comm.session.timer_of(device)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         parts = self.scatter(inputs)
@@ -106,10 +99,7 @@ class DataParallel(Strategy):
             return replica(part)
 
     def parallel(self, fn: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-        """Call ``fn(*arguments[.., i])`` for all i at once, in thread i; return the results by i.
-
-        An exception in a thread is raised here, after all threads have ended.
-        """
+        """Call ``fn(*arguments[.., i])`` for all i at once, in thread i; the results, by i."""
         first, *rest = zip(*arguments)
         futures = [
             thread.submit(self._compute, index, fn, *args)

@@ -14,7 +14,6 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +37,8 @@ class NaiveDDP(nn.Module):
     gradients, which are summed already, are summed again.
 
     Buffers (BatchNorm's statistics) are rank 0's: they are broadcast after each all-reduce. Each
-    rank normalises with the statistics of its own share. A gradient that is missing on this rank
-    counts as zeros. If it is missing on all ranks, it becomes zeros, and an optimizer with
-    momentum still changes the parameter. A parameter that is unfrozen later is not summed.
+    rank normalises with the statistics of its own share. A missing gradient becomes zeros. A
+    parameter that is unfrozen later is not summed.
 
     Args:
         comm: this rank's Comm. Send nothing else on it until backward has returned.
@@ -59,15 +57,8 @@ class NaiveDDP(nn.Module):
         self._synchronises, self._in_backward = True, False
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(comm, tensor)
-        # The garbage collector does not see hooks, so it could not free what they refer to.
-        this = weakref.ref(self)
-
-        def hook(parameter: nn.Parameter) -> None:
-            if (replica := this()) and replica._synchronises:
-                replica._on_gradient(parameter)
-
         for parameter in self.trained:
-            parameter.register_post_accumulate_grad_hook(hook)
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         return self.module(*inputs, **keywords)
@@ -86,6 +77,8 @@ class NaiveDDP(nn.Module):
 
     @torch.no_grad()
     def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if not self._synchronises:
+            return
         if not self._in_backward:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self.end_backward)
@@ -113,12 +106,8 @@ class NaiveDDP(nn.Module):
 class BucketedDDP(NaiveDDP):
     """A ``NaiveDDP`` that sums gradients in buckets, while the rest of backward runs.
 
-    The gradients are views of their buckets, so that sums need not be copied back.
-
-    Args:
-        bucket_mb: MiB of gradients per bucket; 0 gives every parameter a bucket. See
-            ``schedules.bucket_assignment.assign_buckets``.
-        comm, module, op, hierarchical: as for ``NaiveDDP``.
+    The gradients are views of their buckets, so that sums need not be copied back. ``bucket_mb``
+    are MiB of gradients per bucket; 0 gives every parameter a bucket.
     """
 
     def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
@@ -197,14 +186,7 @@ class Bucket:
 
 @dataclass(eq=False)
 class DDP(OnShares):
-    """Synchronous data parallelism with ``BucketedDDP``.
-
-    Args:
-        bucket_mb: MiB of gradients that are summed together; 0 gives every parameter a bucket.
-        accumulate, amp, sync_batch_norm: see ``OnShares``; one synchronisation per update.
-        hierarchical: sum inside each host first, then between hosts: see
-            ``labkit.collectives.hierarchical``.
-    """
+    """Synchronous data parallelism with ``BucketedDDP``; one synchronisation per update."""
 
     sync_batch_norm: bool = False
     bucket_mb: float = 25

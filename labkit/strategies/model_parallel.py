@@ -1,4 +1,4 @@
-"""Model parallelism by placement: the model is cut into stages, each on a device of its own.
+"""Model and pipeline parallelism: the model is cut into stages, each on a device of its own.
 
 The batch passes through the stages one after another, forward and then backward:
 
@@ -7,12 +7,17 @@ The batch passes through the stages one after another, forward and then backward
     stage 2   . . F B . .
 
 A device needs memory only for its own stage: that is the purpose of the technique. While one stage
-works, all others wait, so the technique is no faster than one device; ``pipeline`` improves on
-that. **Naive** (``ModelParallelOneProcess``): one process, whose activations are copied between
-the devices of one machine; with one GPU, ``("cuda:0", "cpu")`` cuts the model between GPU and
-host. **Over ranks** (``ModelParallel``): a process for each stage, on any machine.
+works, all others wait, so the technique is no faster than one device.
 
-Source: the manual placement that PyTorch's tutorials call model parallelism.
+**Naive** (``ModelParallelOneProcess``): one process, whose activations are copied between the
+devices of one machine; with one GPU, ``("cuda:0", "cpu")`` cuts the model between GPU and host.
+**Over ranks** (``ModelParallel``): a process for each stage, on any machine.
+**In a pipeline** (``Pipeline``): M micro-batches, so that all P stages can work at the same time.
+A stage idles for (P - 1) / (M + P - 1) of the step if all take equally long.
+
+Sources: the manual placement that PyTorch's tutorials call model parallelism; Huang et al.,
+"GPipe: Efficient training of giant neural networks using pipeline parallelism" (2019); Narayanan
+et al., "PipeDream" (2019), for the order called 1F1B.
 """
 
 from collections.abc import Sequence
@@ -23,11 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
-from labkit.schedules.pipeline import Hop, Message
-from labkit.schedules.split_points import check_devices, stage_bounds
+from labkit.schedules.pipeline import Hop, Message, pipeline_schedule, with_hops
+from labkit.schedules.split_points import stage_bounds
 from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.stage import StagedModel
+from labkit.units import format_count
 from labkit.workload.layers import layers_of
 
 
@@ -43,11 +49,6 @@ class ModelParallelOneProcess(OnShares):
     it. PyTorch copies on the current stream of the source device, or, from the host, of the
     target: the events of a span are recorded there. Between two GPUs, the copy first waits until
     the target's stream is free: this wait is queued before the first event.
-
-    Args:
-        split_points: layers that begin a stage, one fewer than there are devices.
-        devices: one name per stage.
-        accumulate, amp: see ``OnShares``.
     """
 
     split_points: Sequence[int] = ()
@@ -56,7 +57,12 @@ class ModelParallelOneProcess(OnShares):
     through_comm = False
 
     def __post_init__(self) -> None:
-        check_devices(len(self.devices), self.split_points)
+        if len(self.devices) != len(self.split_points) + 1:
+            raise ValueError(
+                f"{format_count(len(self.devices), 'device')} for "
+                f"{format_count(len(self.split_points) + 1, 'stage')}: name one per stage, or "
+                "leave devices out and give each stage its own process"
+            )
         self.devices = [torch.device(name) for name in self.devices]
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -110,14 +116,8 @@ class ModelParallel(StagedModel):
     """Rank s holds the layers from split point s to the next one.
 
     Every layer sees the whole batch, so the result equals that of one device, BatchNorm included.
-    Parameters may be tied across stages. No gradient is sent to the first stages if they are
-    frozen.
-
-    Args:
-        split_points: layers that begin a stage, one fewer than there are ranks.
-        accumulate: micro-batches, each of which passes through all stages, forward and backward,
-            before the next one begins; as ``OnShares`` on one device.
-        amp: see ``StagedModel``.
+    Parameters may be tied across stages. With ``accumulate`` each micro-batch passes through all
+    stages, forward and backward, before the next one begins; as ``OnShares`` on one device.
     """
 
     accumulate: int = 1
@@ -136,5 +136,30 @@ class ModelParallel(StagedModel):
                 self.backward(part)
                 if self.index > self.first_trained:
                     self.hop(Hop(Message("gradient", part, before), None))
+        self.update()
+        return self.loss_sum
+
+
+@dataclass(eq=False)
+class Pipeline(StagedModel):
+    """``ModelParallel`` with micro-batches under way on all stages at once.
+
+    Each stage executes a stream of instructions, of ``labkit.schedules.pipeline``. The update
+    waits for all micro-batches, so the result equals that of one device that accumulates the same
+    micro-batches. Each is normalised (BatchNorm) with its own statistics.
+
+    Args:
+        micro_batches: M; a batch of fewer samples is cut into single samples.
+        schedule: ``gpipe``, all forwards first, or ``1f1b``, which holds fewer activations.
+    """
+
+    micro_batches: int = 4
+    schedule: str = "gpipe"
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        count = self.start(inputs, targets, batch_size, self.micro_batches)
+        actions = pipeline_schedule(self.schedule)(self.index, self.num_stages, count)
+        for step in with_hops(actions, self.index, self.num_stages, self.first_trained):
+            self.do(step)
         self.update()
         return self.loss_sum

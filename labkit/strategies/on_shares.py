@@ -22,33 +22,30 @@ from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 from labkit.strategies.sync_batch_norm import convert
-from labkit.workload.sampling import share
+from labkit.workload.samples import share
 
 
 @dataclass(eq=False)
 class OnShares(Strategy):
     """The base of techniques that divide each batch among ranks with the whole model.
 
-    Frozen parameters are not communicated, and a missing gradient counts as zero. A run equals
-    that of one device if no layer combines samples and none draws random numbers: with dropout
-    each rank draws its own, and BatchNorm normalises each share by itself, unless
+    A run equals that of one device if no layer combines samples and none draws random numbers:
+    with dropout each rank draws its own, and BatchNorm normalises each share by itself, unless
     ``sync_batch_norm`` gives it the global batch's statistics. At the end of an epoch all ranks
     get the first worker's running averages, as in PyTorch's DDP.
 
     Args:
         accumulate: micro-batches that a global batch is cut into, as evenly as possible, before
-            each is divided. The gradient is that of the whole batch, unless layers combine
-            samples, as BatchNorm does.
-        amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
-            loss is scaled up: see ``LossScaler``.
+            each is divided.
+        amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype.
         straggler: of some techniques, (rank, factor): that rank takes ``factor`` times as long to
             compute, except for its first micro-batch.
-        sync_batch_norm: of some, BatchNorm normalises with the statistics of the global batch. A
-            rank without samples runs the model on an empty batch, as others wait for its counts.
+        sync_batch_norm: of some. A rank without samples runs the model on an empty batch, as
+            others wait for its counts.
 
     Attributes:
-        module: what gradients are computed with: the model, or what wraps it.
-        no_sync: a context in which every micro-batch except the last one runs.
+        module, no_sync: what gradients are computed with, the model or what wraps it, and a
+            context in which every micro-batch except the last one runs.
         runs_empty: whether ``module`` runs on empty micro-batches, for hooks that rely on it.
         factor: of the loss, where gradients are divided once more.
     """
@@ -86,10 +83,7 @@ class OnShares(Strategy):
         return torch.cat(self.micro_batches(batch))
 
     def micro_batches(self, batch: Tensor) -> list[Tensor]:
-        """This rank's share of each micro-batch of a global batch [B]; the last may be empty.
-
-        A micro-batch has the same samples as on one device, and so the same batch statistics.
-        """
+        """This rank's share of each micro-batch of a global batch [B]; the last may be empty."""
         count = max(1, min(self.accumulate, len(batch)))
         return [share(part, *self.share()) for part in batch.tensor_split(count)]
 
@@ -133,3 +127,17 @@ class OnShares(Strategy):
     def end_epoch(self) -> None:
         for buffer in self.model.buffers():
             broadcast(self.comm, buffer, root=self.workers[0])
+
+
+@dataclass(eq=False)
+class Single(OnShares):
+    """Plain training of the whole batch; ``sync_batch_norm`` changes nothing on one device."""
+
+    sync_batch_norm: bool = False
+
+    def check_ranks(self, world_size: int) -> None:
+        if world_size != 1:
+            raise ValueError(
+                f"strategy single trains on one rank, got world_size {world_size}: use world_size "
+                "1, or another strategy"
+            )

@@ -47,21 +47,24 @@ class ParameterServer(OnShares):
 
     Servers work on no samples; a batch is cut into P - K parts of almost equal size. With world
     size 1 the only rank is server and worker. Each server always adds in the same order, so a run
-    can be repeated to the bit; all workers pull the same bits.
-
-    Clipping needs the norm of all slices: K servers sum theirs, 2 (K - 1) short messages per step.
-    With amp ``fp16`` all ranks take part in this sum, which tells the workers, too, whether a
-    gradient has overflowed.
+    can be repeated to the bit. Clipping needs the norm of all slices: K servers sum theirs,
+    2 (K - 1) short messages per step; with amp ``fp16`` all ranks take part in this sum.
 
     Args:
         servers: K, below the world size (1 if the world size is 1).
-        accumulate, amp, straggler, sync_batch_norm: see ``OnShares``; servers take no part.
     """
 
     straggler: tuple[int, float] | None = None
     sync_batch_norm: bool = False
     servers: int = 1
     optimizes = "elements"
+
+    def check_ranks(self, world_size: int) -> None:
+        if self.servers >= max(world_size, 2):
+            raise ValueError(
+                f"servers {self.servers} of world_size {world_size} leave no rank to work: use "
+                f"fewer, or a world_size of {self.servers + 1} or more"
+            )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.place(comm, model)
@@ -81,10 +84,8 @@ class ParameterServer(OnShares):
                 self.trained[0].grad = self.slice_gradient
             self.optimizer = make_optimizer(self.trained)
         else:
-            self.peers, self.trained = (
-                worker_turns(comm.rank - self.servers, self.servers, workers),
-                [],
-            )
+            self.peers = worker_turns(comm.rank - self.servers, self.servers, workers)
+            self.trained = []
         # Workers have to know only whether gradients have overflowed.
         self.norm_ranks = range(comm.world_size if self.scaler.enabled else self.servers)
 

@@ -25,14 +25,10 @@ class RingAllReduce(OnShares):
     """Synchronous data parallelism over ``labkit.collectives.ring``.
 
     Args:
-        accumulate, amp, straggler, sync_batch_norm: see ``OnShares``.
         compress: ``fp16``, ``bf16`` or ``topk``, see ``labkit.collectives.compressed``: replicas
             still agree, but the run no longer equals that of one device.
         hierarchical: sum inside each host first, then between hosts: see
             ``labkit.collectives.hierarchical``. What travels between hosts is compressed.
-
-    Raises:
-        ValueError: ``topk`` together with amp ``fp16``.
     """
 
     straggler: tuple[int, float] | None = None

@@ -4,11 +4,6 @@ Rank s of P holds stage s. Going forward it receives an activation from rank s -
 layers, and sends the output to rank s + 1; going backward it receives the gradient of that
 output, and sends the gradient of its own input to rank s - 1. Autograd sees none of these hops:
 each stage's graph begins with a leaf and ends with a tensor whose gradient is passed to backward.
-
-The order of this work is not decided here: a stage executes the instructions of
-``schedules.pipeline``.
-
-Symbols: P ranks and stages, n samples in a micro-batch.
 """
 
 import contextlib
@@ -33,15 +28,11 @@ class StagedModel(Strategy):
 
     Every rank is given the same seeded model and keeps its own layers. A tied parameter that
     belongs to layers on several stages is on each of these stages: ``update`` sums its gradients
-    first, so that they all make the same step. No gradient crosses a cut if nothing before the
-    cut is trained. With ``amp``, float32 crosses a cut in the half dtype, as the next product
-    would take it.
-
-    Args:
-        split_points: layers that begin a stage, one fewer than there are ranks.
-        amp: ``bf16`` or ``fp16``.
+    first. No gradient crosses a cut if nothing before the cut is trained. With ``amp``, float32
+    crosses a cut in the half dtype.
 
     Attributes:
+        split_points: layers that begin a stage, one fewer than there are ranks.
         index, num_stages: s and P.
         module: this stage's layers.
         first_trained: the first stage that trains anything.
@@ -95,8 +86,7 @@ class StagedModel(Strategy):
     ) -> int:
         """Begin a step: cut the batch into micro-batches, as evenly as possible; returns how many.
 
-        All ranks have the batch: the first stage uses the inputs, the last one the targets, all
-        others only the sizes. Fewer samples make fewer micro-batches.
+        All ranks have the batch: the first stage uses the inputs, the last one the targets.
         """
         count = min(micro_batches, len(targets))
         self._inputs, self._targets = inputs.tensor_split(count), targets.tensor_split(count)

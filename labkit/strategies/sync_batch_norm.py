@@ -108,7 +108,14 @@ class SyncBatchNorm(_BatchNorm):
             x = input.float() if input.dtype.itemsize < 4 else input
             mean, variance, count = Statistics.apply(x, self.global_batch)
             if self.track_running_stats:
-                self.track(mean.detach(), variance.detach() * (count / max(1, count - 1)))
+                assert self.num_batches_tracked is not None
+                self.num_batches_tracked += 1
+                by_count = 1 / float(self.num_batches_tracked)
+                factor = by_count if self.momentum is None else self.momentum
+                unbiased = variance.detach() * (count / max(1, count - 1))
+                for average, now in ((self.running_mean, mean), (self.running_var, unbiased)):
+                    assert average is not None
+                    average.lerp_(now.detach().to(average.dtype), factor)
             scale = (variance + self.eps).rsqrt()
             if self.weight is not None:
                 scale = scale * self.weight
@@ -117,26 +124,12 @@ class SyncBatchNorm(_BatchNorm):
                 y = y + by_channel(self.bias, x)
             return y.to(input.dtype)
 
-    def track(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running averages towards these."""
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        for average, now in ((self.running_mean, mean), (self.running_var, variance)):
-            assert average is not None
-            average.lerp_(now.to(average.dtype), factor)
-
 
 def convert(model: nn.Module, comm: Comm, workers: Sequence[int]) -> None:
     """Let every BatchNorm in ``model`` use the statistics of the global batch from now on.
 
-    In place, at any depth; parameters and buffers stay the same tensors with the same names. All
-    workers have to run the same layers in the same order, also those without samples. With
-    gradient checkpointing a layer runs twice in a step and its running averages are updated twice,
-    on one device as well.
-
-    Raises:
-        ValueError: a layer with a forward of its own.
+    In place, at any depth. All workers have to run the same layers in the same order, also those
+    without samples. ValueError for a layer with a forward of its own.
     """
     batch = GlobalBatch(comm, workers)
     for name, layer in model.named_modules():

@@ -1,17 +1,13 @@
 """Chrome traces read back as a ``Trace``: labkit's, and those of PyTorch's profiler.
 
 A file of labkit's (``Trace.save``) holds all ranks of a run, and its spans come back as they were.
-PyTorch's profiler (``export_chrome_trace``) writes one file per rank, so several files make one
-trace:
-
-* with GPU kernels, NCCL's kernels are communication, all other kernels and copies are computing;
-* without, operators (``cpu_op``) are computing, and the collectives of gloo, MPI and labkit are
-  communication;
-* each ``ProfilerStep`` begins a unit of work.
+PyTorch's profiler (``export_chrome_trace``) writes one file per rank. With GPU kernels, NCCL's are
+communication, all other kernels and copies are computing; without, operators (``cpu_op``) are
+computing, and collectives communication. Each ``ProfilerStep`` begins a unit of work.
 
 Where all ranks show equally many collectives, collective number k of one rank is taken to be
-number k of all: until the last rank has begun it, the others wait for that rank. Ranks of one
-machine share a clock; the files of several machines are only as exact as their clocks.
+number k of all: until the last rank has begun it, the others wait for that rank. The files of
+several machines are only as exact as their clocks.
 
 Source: "Trace Event Format" (Google, 2016), complete events; Kineto's ``output_json.cpp``.
 """
@@ -26,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from labkit.files import check_regular
 from labkit.tracing.recorder import with_waits
 from labkit.tracing.spans import Span, Trace
 from labkit.units import format_count
@@ -43,17 +40,17 @@ class ReadTrace(NamedTuple):
 
 
 def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
-    """Read the trace of all ranks from one or more files.
-
-    Raises:
-        ValueError: a file that cannot be read, is no Chrome trace, or has no spans of labkit or
-            PyTorch's profiler; two files of the same rank; files of both kinds.
-    """
+    """Read the trace of all ranks from one or more files; ValueError for any other file."""
     spans: dict[int, list[Span]] = {}
     world_size, gap = 1, "code between PyTorch's operators"
     for path in paths:
+        check_regular(path)
         try:
-            head = _load(path)
+            with open(path, "rb") as file:
+                packed = file.peek(2)[:2] == b"\x1f\x8b"
+                with gzip.open(file) if packed else file as unpacked:
+                    head = json.load(unpacked)
+            head = head if isinstance(head, dict) else {"traceEvents": head}
             if len(paths) == 1 and (ours := _ours(head["traceEvents"])):
                 return ReadTrace(Trace.merge([ours]), "code outside all spans")
             info = head.get("distributedInfo", {})
@@ -79,14 +76,6 @@ def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
         note = f"The files have {format_count(len(spans), 'rank')} of {world_size}: waiting for "
         note += "the others counts as messages."
     return ReadTrace(Trace.merge([with_waits(spans.values())]), gap, note)
-
-
-def _load(path: str | Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        packed = file.peek(2)[:2] == b"\x1f\x8b"
-        with gzip.open(file) if packed else file as unpacked:
-            content = json.load(unpacked)
-    return content if isinstance(content, dict) else {"traceEvents": content}
 
 
 def _ours(events: list[dict[str, Any]]) -> list[Span]:

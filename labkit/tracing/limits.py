@@ -1,9 +1,8 @@
 """What each rank did at each moment of a trace, and what limited the run, in one or two sentences.
 
-A rank has several lanes (threads), which may do different things at the same time. It computes
-while any lane computes; it communicates where only messages are under way, and waits where it only
-waits. So communication that overlaps with computing is hidden, and the seconds of a rank's states
-add up to its elapsed time. The limit is one of:
+A rank computes while any of its lanes (threads) computes; it communicates where only messages are
+under way, and waits where it only waits. So communication that overlaps with computing is hidden,
+and the seconds of a rank's states add up to its elapsed time. The limit is one of:
 
 computing        the ranks computed most of the time
 straggler        one rank computes longer than the others, which wait for it
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from labkit.tracing.spans import LOCAL_KINDS, Span, Trace
-from labkit.units import format_number, format_seconds
+from labkit.units import format_number
 
 COMPUTE, COMMUNICATE, WAIT, EVALUATE = "compute", "communicate", "wait", "evaluate"
 # No span: code between the recorded operations.
@@ -64,8 +63,7 @@ class RankTimes:
         seconds: by state; they add up to the time until the rank's last span.
         hidden_s: seconds of communication while the rank computed, which are not in ``seconds``.
         blamed_s: seconds in which other ranks waited for this one, by its state at that time.
-        unit_s: seconds of computing per unit of work, which is one step where steps are marked by
-            their loading of data, and otherwise the whole run; 0 without any span of computing.
+        unit_s: seconds of computing per step, or, if loading data marks none, in the whole run.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -81,17 +79,15 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Limit:
-    """What limited a run; it prints as one or two sentences.
+    """What limited a run; it prints as one or two sentences, its ``text``.
 
     Attributes:
         kind: one of the kinds in this module's docstring, or ``nothing`` for an empty trace.
-        text: the sentences.
         rank: the straggler or the bottleneck; None for the other kinds.
-        shares: shares of the ranks' time, without evaluation, the mean over the ranks:
-            ``compute``, ``communicate``, ``wait`` and ``gap`` (no span). They add up to 1.
+        shares: of the ranks' time, without evaluation, the mean over the ranks: ``compute``,
+            ``communicate``, ``wait`` and ``gap`` (no span). They add up to 1.
         hidden: the share of all communication that overlapped with computing.
-        slowdown: how many times as long the slowest rank computes as the others, per unit of
-            work; 1 where it cannot be compared.
+        slowdown: how many times as long the slowest rank computes as the others, per unit of work.
     """
 
     kind: str
@@ -180,17 +176,16 @@ def _culprits(waiting: int, state_at: dict[int, str], peer_of: dict[int, int | N
 def what_limited(
     trace: Trace, start_s: float | None = None, gap: str = "code outside all spans"
 ) -> Limit:
-    """What limited the run with this trace.
+    """What limited the run with this trace of all ranks.
 
-    Args:
-        trace: of all ranks.
-        start_s: when all ranks started; None means with the first span.
-        gap: what a rank does where it records nothing, in words.
+    ``start_s`` is when they started (the first span), ``gap`` what a rank does where it records
+    nothing, in words.
     """
     times = rank_times(trace, start_s)
     counted = [one for one in times.values() if one.elapsed_s]
     if not counted:
-        return Limit("nothing", "The trace is empty: no rank recorded a span.", None, {})
+        text = "No rank recorded a span, of what it computes, sends or receives."
+        return Limit("nothing", text, None, {})
     shares = {
         state: statistics.fmean(one.seconds[state] / one.elapsed_s for one in counted)
         for state in _KINDS
@@ -241,7 +236,6 @@ def _slowest(times: dict[int, RankTimes], has_stages: bool) -> tuple[int, float,
 
     It compares the computing per unit of work; if that is even, all that is not messages.
     """
-
     work = "for its stage" if has_stages else "for the same amount of work"
     computed_s = {rank: one.unit_s for rank, one in times.items() if one.unit_s}
     own_s = {rank: one.seconds[COMPUTE] + one.seconds[GAP] for rank, one in times.items()}
@@ -265,12 +259,3 @@ def _named(rank: int, times: dict[int, RankTimes], slow: str) -> str:
     does = _DOES[max(mine, key=mine.__getitem__)]
     text = slow % (they, waited) if slow else f"{waited}, while it {does}"
     return f"Rank {rank} limited the run: {text}."
-
-
-def without_spans(duration_s: float) -> Limit:
-    """The limit of a run whose ranks recorded nothing."""
-    text = (
-        f"The run recorded no span: its {format_seconds(duration_s)} went on code that neither "
-        "sends, receives nor opens comm.span."
-    )
-    return Limit("unrecorded", text, None, {GAP: 1.0})

@@ -22,8 +22,7 @@ _CLOCKS_DIFFER_S = 1e-4
 class ClockTimer:
     """Marks are host times, suitable for CPU work and for transfers that block the host.
 
-    A mark is a moment, of a type that only its timer interprets. ``is_past``: whether ``seconds``
-    of a mark returns without waiting.
+    ``is_past``: whether ``seconds`` of a mark returns without waiting.
     """
 
     def mark(self) -> Any:
@@ -40,8 +39,7 @@ class CudaTimer(ClockTimer):
     """Marks are CUDA events on the current stream of each of its GPUs, read as host times.
 
     Kernels and copies are asynchronous, so a host clock would time their launch. With several
-    GPUs, through which one piece of work passes, a moment is when the last of them has passed its
-    event.
+    GPUs a moment is when the last of them has passed its event.
 
     Source: CUDA Runtime API, "Event Management" (cudaEventElapsedTime: resolution 0.5 us).
     """
@@ -105,16 +103,11 @@ class Recorder:
     """Collects one rank's spans; regions may nest, but their spans do not overlap.
 
     Each thread has its own lane: 0 is the thread that makes the recorder, and autograd's threads,
-    which carry out a GPU's part of its backward while it waits for them.
+    which carry out a GPU's part of its backward while it waits for them. A long-running program
+    may ``keep`` only so many spans, the latest.
 
-    Attributes:
-        timer: of all spans, except for regions with their own.
-        listener: hears of every span; None if nobody does. Its ``begun(kind, lane)`` is called
-            when a region goes on (None: no region), ``ended(kind, start_s, end_s, lane)`` when a
-            span has ended and the device has reached its end.
-
-    Args:
-        keep: a long-running program keeps only this many spans, the latest.
+    A ``listener`` hears of every span: ``begun(kind, lane)`` when a region goes on (None: no
+    region), ``ended(kind, start_s, end_s, lane)`` when the device has reached a span's end.
     """
 
     listener: Any = None
@@ -216,8 +209,7 @@ class Recorder:
     ) -> None:
         """Record a transfer: waiting until the peer ``arrived``, then moving ``num_bytes``.
 
-        On a GPU it is not known yet when the peer arrived: ``meets`` tells with what the span is
-        compared after the run (``with_waits``).
+        On a GPU ``meets`` tells with what the span is compared after the run (``with_waits``).
         """
         kind = self._between(start, end)
         if arrived is not None and arrived > start:
@@ -258,8 +250,7 @@ def with_waits(parts: Iterable[Iterable[Span]]) -> Iterator[Span]:
     """All ranks' spans, those with ``meets`` cut into waiting for the last peer and transfer.
 
     On a GPU an operation is only queued: it begins on both sides when the stream of the later rank
-    has reached it. What the earlier rank's operation lasted before that is ``wait``. Waiting that
-    is shorter than the clocks agree is not seen, nor is any between machines.
+    has reached it. What the earlier rank's operation lasted before that is ``wait``.
     """
     spans = [span for part in parts for span in part]
     # {what meets: {rank: when its stream has reached it}}

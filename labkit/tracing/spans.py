@@ -1,8 +1,7 @@
 """Spans: what each rank did and when.
 
-The spans of one lane, which is one thread of one rank, never overlap: an operation inside a region
-closes the region's span, records its own, and opens the region again. So the seconds by kind add
-up to the time the lane was busy.
+The spans of one lane, a thread of a rank, never overlap: an operation inside a region closes the
+region's span, and opens it again. So the seconds by kind add up to the time the lane was busy.
 """
 
 import json
@@ -99,11 +98,7 @@ class Trace:
     def seconds_by_kind(
         self, rank: int | None = None, lane: int | None = None
     ) -> dict[str, float]:
-        """Seconds spent in each kind, by one rank or summed over all of them.
-
-        Also summed over lanes: work of two threads at the same time counts twice, so the sum may
-        exceed the elapsed time. ``lane=0`` counts the main thread only.
-        """
+        """Seconds spent in each kind, summed over all ranks and lanes, or by one of them."""
         seconds: dict[str, float] = defaultdict(float)
         for span in self.of(rank, lane=lane):
             seconds[span.kind] += span.duration_s

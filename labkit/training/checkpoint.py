@@ -5,16 +5,14 @@
         facts.json           written last: how far the run is, what it is, the files' sizes
     .step-00000140.part/     being written, or left by a run that was killed
 
-When the files of all ranks are there, rank 0 adds the facts and renames the folder. Nothing is
-flushed to the disk: what a machine that loses power has not written yet is too short, or no JSON,
-and then the checkpoint before it counts. Reading executes nothing, and follows no links.
+When the files of all ranks are there, rank 0 adds the facts and renames the folder. After a loss
+of power a file may be too short; then the checkpoint before it counts. Reading executes nothing,
+and follows no links.
 
 Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY``, ``own/NAME`` (what else its
-technique carries from step to step), ``random/NAME`` (the states of torch's generators),
-``progress/NAME`` and ``scaler/NAME``. A run that goes on with
-the same **arrangement** (technique, ranks, micro-batches) ends equal to the bit to one that was
-never interrupted. With another one it ends where one device ends, unless the ranks had something
-that cannot be divided anew: then it is refused.
+technique carries from step to step), ``random/NAME``, ``progress/NAME`` and ``scaler/NAME``. A run
+that goes on with the same **arrangement** (technique, ranks, micro-batches) ends equal to the bit
+to one that was never interrupted. With another one it ends where one device ends, or is refused.
 """
 
 import contextlib
@@ -42,7 +40,7 @@ from labkit.config import RunConfig
 from labkit.errors import OutputError
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.strategies.base import State, Strategy, named, of_kind
-from labkit.training.resolve import PARTS, Own, Resolved, Work, schedule_of
+from labkit.training.resolve import PARTS, Own, Work, schedule_of
 
 FACTS, FORMAT = "facts.json", 4
 # How many of the newest checkpoints stay.
@@ -66,14 +64,8 @@ Row = dict[str, float]
 
 @dataclass(frozen=True)
 class Facts:
-    """What ``facts.json`` says.
-
-    Attributes:
-        epoch, step: complete epochs, and steps of the one under way.
-        rows: what the complete epochs have reported.
-        identity: of the run, see ``identity``.
-        files: by name, their sizes in bytes.
-    """
+    """What ``facts.json`` says: how far the run is, as in ``Progress``, which run it is, and
+    the sizes of the files in bytes."""
 
     epoch: int
     step: int
@@ -107,11 +99,7 @@ class Stored(NamedTuple):
 
 
 def read(path: Path) -> Stored:
-    """Read a checkpoint.
-
-    Raises:
-        ValueError: what is wrong with it: missing, damaged, forged, or of another format.
-    """
+    """Read a checkpoint; ValueError says what is wrong with one: damaged, forged, ..."""
     try:
         if path.is_symlink():
             raise ValueError("it is a link, and runs make folders")
@@ -131,9 +119,7 @@ def read(path: Path) -> Stored:
         for name in names:
             info, size = (path / name).lstat(), facts.files[name]
             if not stat.S_ISREG(info.st_mode) or info.st_size != size:
-                raise ValueError(
-                    f"{name} has {info.st_size} bytes, and {size} were written to a file"
-                )
+                raise ValueError(f"{name} has {info.st_size} bytes, {size} were written to a file")
         stored = Stored(path, facts, [load_file(path / name) for name in names])
         if not all(rank.keys() >= _EACH for rank in stored.ranks):
             raise ValueError("a rank's file lacks its progress")
@@ -160,22 +146,19 @@ def newest(folder: str | Path) -> tuple[Stored | None, list[str]]:
 def save(comm: Comm, path: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
     """Write this rank's part of a checkpoint; a collective call. On rank 0 it returns when all is.
 
-    Raises:
-        OutputError: this rank cannot write; the others then lose their peer.
+    OutputError on a rank that cannot write; the others then lose their peer.
     """
     part = path.with_name(f".{path.name}.part")
-    separate: State = {}
-    places = set()
-    for name, tensor in tensors.items():
-        # safetensors refuses two tensors in the same memory, such as tied parameters.
-        is_shared = (place := tensor.data_ptr()) in places
-        separate[name] = tensor.detach().clone() if is_shared else tensor.detach().contiguous()
-        places.add(place)
+    # Copies: safetensors refuses two tensors in the same memory, such as tied parameters.
+    copies = {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
     try:
         if comm.rank == 0:
             part.mkdir(parents=True)
         comm.barrier()
-        save_file(separate, part / _file(comm.rank))
+        save_file(copies, part / _file(comm.rank))
         comm.barrier()
         if comm.rank == 0:
             names = map(_file, range(comm.world_size))
@@ -221,16 +204,15 @@ def identity(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[
 Start = tuple[Path | None, str]
 
 
-def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
+def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> Start:
     """Where the run begins: with ``resume``, from the newest whole checkpoint. Only reads.
 
-    Raises:
-        ValueError: there are checkpoints that nobody has asked to resume, or none that is whole;
-            or this run differs from the one that has written them.
+    ValueError if nobody has asked to resume what is there, none of it is whole, or this run
+    differs from the one that has written it.
     """
     if (folder := config.checkpoint_dir) is None:
         return None, ""
-    if isinstance(ready.strategy, AsyncParameterServer):
+    if isinstance(strategy, AsyncParameterServer):
         raise ValueError(
             f"{config.strategy} takes no checkpoint_dir, because its workers never stop together: "
             "leave it out, or use parameter_server"
@@ -250,11 +232,17 @@ def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
     if stored is None:
         return None, f"no checkpoint in {folder} yet: the run begins" * config.resume
     path, facts, _ = stored
-    here = identity(config, own, ready.work, ready.work.make_model())
+    here = identity(config, own, work, work.make_model())
     differ, moved = _differences(facts.identity, here)
     if facts.epoch + bool(facts.step) > config.epochs:
         differ.append(f"{facts.epoch} epochs and {facts.step} steps done, {config.epochs} here")
-    if moved and not differ and (why := _why_not_divided(stored)):
+    for rank in range(len(stored.ranks)) if moved and not differ else ():
+        if "residual" in stored.of("own", rank):
+            why = "each rank has gradients that compress topk has not sent yet"
+        elif stored.of("progress", rank)["draws"]:
+            why = f"rank {rank} has drawn random numbers in its steps, as for dropout"
+        else:
+            continue
         differ = [f"{', '.join(moved)}: {why}"]
     if differ:
         raise ValueError(
@@ -279,19 +267,6 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> tuple[list[str]
     return list(words.values())[:_NAMED], moved
 
 
-def _why_not_divided(stored: Stored) -> str:
-    """Why the run cannot go on with other ranks, or another technique; empty if it can."""
-    for rank in range(len(stored.ranks)):
-        if "residual" in stored.of("own", rank):
-            return "each rank has gradients that compress topk has not sent yet"
-        if stored.of("progress", rank)["draws"]:
-            return (
-                f"rank {rank} has drawn random numbers in its steps (dropout), and other ranks "
-                "would draw others"
-            )
-    return ""
-
-
 @dataclass
 class Progress:
     """How far a run is, on one rank.
@@ -299,10 +274,8 @@ class Progress:
     Attributes:
         sums: in the epoch under way, float64 [4]: this rank's losses, its right predictions and of
             how many, and after how many steps the losses' sum was finite.
-        epoch, step: complete epochs, and steps of the one under way.
-        rows: of the complete epochs.
-        seconds: of training in the epoch.
-        sent: messages and bytes by this rank while it trained; empty if they are not counted.
+        epoch, step: complete epochs, and steps of the one under way; ``rows`` of the former.
+        seconds, sent: of training in the epoch; messages and bytes by this rank while it trained.
     """
 
     sums: Tensor
@@ -314,14 +287,9 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints of a run, on one rank, which has set up its technique.
+    """The checkpoints of a run on one rank: ``facts`` are its ``identity``, ``steps`` an epoch's.
 
-    Args:
-        config: the settings, with a ``checkpoint_dir``.
-        strategy: set up.
-        facts: of the run, see ``identity``.
-        steps: of an epoch.
-        progress: of the run.
+    The ``strategy`` is set up.
     """
 
     def __init__(

@@ -1,11 +1,9 @@
-"""The training loop that all techniques share, what an epoch reports, and where it is written.
+"""The training loop that all techniques share, and what an epoch reports.
 
 The loop owns the data, the epochs and the measurements; a strategy owns the model and synchronises
 the ranks. So the runs of two techniques differ only in the technique.
 """
 
-import csv
-import io
 import itertools
 import math
 import sys
@@ -25,20 +23,17 @@ from labkit.comm.comm import Comm
 from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
 from labkit.errors import PreemptedError
-from labkit.files import write_atomically
 from labkit.runtime.worker import allow_tf32
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.strategies.base import Batch, Strategy
 from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
 from labkit.training.resolve import NOTHING, Own, Work, optimizer_maker, work_of
-from labkit.training.state import checksum
+from labkit.training.result import checksum
 from labkit.workload.losses import CountedLoss, predicts_classes
-from labkit.workload.samples import on_device
-from labkit.workload.sampling import batch_slices, epoch_order, share
+from labkit.workload.samples import batch_slices, epoch_order, on_device, share
 
 # Held-out samples judged at once, and of large images fewer: 7 of 299 x 299 pixels.
 _BATCH, _MOST_VALUES = 512, 2**21
-TABLE = "epochs.csv"
 
 
 @dataclass(frozen=True)
@@ -68,14 +63,7 @@ def fit(
 ) -> RankReport:
     """Train on this rank; ``labkit.run`` calls this function on every rank.
 
-    Args:
-        comm: this rank's Comm.
-        config: the settings of the run.
-        strategy: the technique, not set up yet.
-        verbose: whether rank 0 prints a line per epoch.
-        own: the learner's own model, data set, loss and optimizer, where the config names none of
-            labkit's.
-        start: the checkpoint from which the run goes on; None to begin at the beginning.
+    ``strategy`` is not set up yet; ``start`` is the checkpoint from which the run goes on.
     """
     allow_tf32(config.amp == "tf32")
     work = work_of(config, own)
@@ -103,8 +91,8 @@ def fit(
                 run.train_epoch()
                 run.stop_clock()
             run.end_epoch()
-    if run.logs is not None:
-        run.logs.close()
+    if run.events is not None:
+        run.events.close()
     state, notes = strategy.full_state(), strategy.notes()
     strategy.close()
     messages, num_bytes = progress.sent or (None, None)
@@ -116,7 +104,7 @@ class _Run:
     """A run on one rank: its parts, how far it is, and what is done in turn."""
 
     checkpoints: Checkpoints | None = None
-    logs: "Logs | None" = None
+    events: Any = None
 
     def __init__(
         self,
@@ -139,7 +127,11 @@ class _Run:
                 strategy.rehearse(*next(self.shares(self.batches(0)[:1], 0)))
                 self.checkpoints.load(start)
         if config.log_dir is not None and self.comm.rank == 0:
-            self.logs = Logs(config.log_dir, len(self.progress.rows))
+            # Not at the top: few runs need it, and it takes a moment.
+            from torch.utils.tensorboard import SummaryWriter
+
+            # What an interrupted run wrote of later epochs is not shown any more.
+            self.events = SummaryWriter(config.log_dir, purge_step=len(self.progress.rows) + 1)
 
     def start_clock(self) -> None:
         """Count time, messages and bytes from now on."""
@@ -301,8 +293,16 @@ class _Run:
         row |= {"train_accuracy": accuracy, "test_loss": _part(losses, len(self.work.test or ()))}
         rows = self.progress.rows
         rows.append(row)
-        if self.logs is not None:
-            self.logs.add(rows)
+        if self.events is not None:
+            try:
+                for name, value in row.items():
+                    if math.isfinite(value):
+                        self.events.add_scalar(name, value, len(rows))
+                self.events.flush()
+            except OSError as error:
+                # It costs the log alone. (After an error, to close it would never end.)
+                self.events = None
+                print(f"no more logs in {self.config.log_dir}: {error}", file=sys.stderr)
         if self.tells:
             words = {"training": accuracy, "held-out": row["test_accuracy"]}
             known = [f"{of} accuracy {a:.2%}, " for of, a in words.items() if not math.isnan(a)]
@@ -312,45 +312,3 @@ class _Run:
 
 def _part(total: float, count: float) -> float:
     return total / count if count else math.nan
-
-
-class Logs:
-    """``epochs.csv`` and TensorBoard's files in a run's ``log_dir``, on rank 0.
-
-    A log that cannot be written does not end the training: that is said once.
-
-    Args:
-        folder: made if it is not there.
-        epochs: that the run has complete. What it wrote of later ones before an interruption is
-            not shown any more.
-    """
-
-    def __init__(self, folder: str, epochs: int = 0):
-        # Not at the top: few runs need it, and it takes a moment.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.folder, self._failed = folder, False
-        self._events = SummaryWriter(folder, purge_step=epochs + 1)
-
-    def add(self, rows: Sequence[Row]) -> None:
-        """Take the last of all epochs so far, those before a resumption included."""
-        if self._failed:
-            return
-        text = io.StringIO()
-        table = csv.DictWriter(text, ["epoch", *rows[-1]], lineterminator="\n")
-        table.writeheader()
-        table.writerows({"epoch": number, **row} for number, row in enumerate(rows, start=1))
-        try:
-            write_atomically(f"{self.folder}/{TABLE}", text.getvalue())
-            for name, value in rows[-1].items():
-                if math.isfinite(value):
-                    self._events.add_scalar(name, value, len(rows))
-            self._events.flush()
-        except OSError as error:
-            self._failed = True
-            print(f"no more logs in {self.folder}: {error}", file=sys.stderr)
-
-    def close(self) -> None:
-        # After an error its thread would never read what is still to be written.
-        if not self._failed:
-            self._events.close()

@@ -1,14 +1,13 @@
-"""What links and split models of this machine take, measured on real processes.
+"""What links and split models of this machine take: P ranks or stages, M micro-batches.
 
 ``measure_link`` fits what ``costs.link`` predicts with; ``measure_split`` runs what
 ``placement.predict_split`` predicts, on random samples.
-
-Symbols: P ranks or stages, M micro-batches.
 """
 
 import copy
 import statistics
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -26,9 +25,8 @@ from labkit.gpus import synchronize
 from labkit.placement.planner import Profile
 from labkit.placement.profile import profile_layers
 from labkit.runtime.launch import run
-from labkit.schedules.split_points import as_split_points, check_split_points
-from labkit.strategies.model_parallel import ModelParallel
-from labkit.strategies.pipeline import Pipeline
+from labkit.schedules.split_points import check_split_points
+from labkit.strategies.model_parallel import ModelParallel, Pipeline
 from labkit.strategies.stage import StagedModel
 from labkit.tracing import Span, Trace
 from labkit.tracing.limits import Limit, what_limited
@@ -46,39 +44,26 @@ _MARK = "data"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLink(Link):
-    """A link that was measured; it prints as a line that says how.
+    """A link that was measured; it prints as a line that says ``how``.
 
-    Attributes:
-        pattern: ``ping_pong`` or ``exchange``.
-        world_size: P, the number of ranks that sent at the same time.
-        transport: what moved the bytes: ``shared memory``, ``gloo``, ...
-        seconds: {size in bytes: [seconds of a message, by repeat]}.
+    ``seconds`` is {size in bytes: [seconds of a message, by repeat]}.
     """
 
-    pattern: str
-    world_size: int
-    transport: str
+    how: str
     seconds: dict[int, list[float]] = field(repr=False, compare=False)
 
     def __str__(self) -> str:
-        least, most = min(self.seconds), max(self.seconds)
-        return (
-            f"{super().__str__()} ({PATTERNS[self.pattern]} {self.world_size} ranks, medians of "
-            f"{len(self.seconds[least])} repeats, {format_bytes(least)} to {format_bytes(most)}, "
-            f"transport: {self.transport})"
-        )
+        return f"{super().__str__()} ({self.how})"
 
 
 def measure_link(
     world_size: int = 2,
     pattern: str = "ping_pong",
     *,
-    device: str = "auto",
-    devices: str | Sequence[str] | None = None,
-    transport: str = "auto",
     sizes_bytes: tuple[int, ...] = MESSAGE_BYTES,
     repeats: int = 11,
     gamma: bool = False,
+    **where: Any,
 ) -> MeasuredLink:
     """Measure what a message between ranks of this machine costs: alpha + beta x bytes.
 
@@ -91,23 +76,13 @@ def measure_link(
         pattern: ``ping_pong`` sends a message from one rank to another and back, and takes half
             of the time; it needs P = 2. ``exchange`` is a step of a ring: each rank sends to the
             right while it receives from the left; its time is that of the slowest rank.
-        device, devices, transport: see ``labkit.run``.
-        sizes_bytes: the sizes of the messages, at least two.
-        repeats: counted turns of each size.
+        sizes_bytes: the sizes of the messages, at least two; each has ``repeats`` counted turns.
         gamma: also measure gamma, the seconds to add a byte, on all ranks at once.
-
-    Raises:
-        ValueError: an unknown pattern, a ping-pong of other than 2 ranks, fewer than two sizes.
+        where: ``device``, ``devices`` and ``transport``, see ``labkit.run``.
     """
     check_choice("pattern", pattern, PATTERNS)
-    if len(set(sizes_bytes)) < 2 or min(sizes_bytes) < 1:
-        raise ValueError(f"a line needs two different sizes, got {sorted(set(sizes_bytes))}")
-    if world_size < 2 or (world_size > 2 and pattern == "ping_pong"):
-        raise ValueError(
-            f"a ping-pong has 2 ranks, an exchange 2 or more, not {world_size}: take "
-            "pattern='exchange' for more"
-        )
-    where: dict[str, Any] = {"device": device, "devices": devices, "transport": transport}
+    if world_size != 2 and pattern == "ping_pong":
+        raise ValueError(f"a ping-pong has 2 ranks, not {world_size}: take pattern='exchange'")
     settings = pattern, tuple(sizes_bytes), repeats, gamma
     by_rank = run(_time_messages, *settings, world_size=world_size, **where).values
     # Of a ping-pong only rank 0 sees whole rounds, from its send to the answer.
@@ -117,8 +92,11 @@ def measure_link(
     added_s = [*map(max, zip(*(added_s for *_, added_s in by_rank)))]
     sizes, times_s = zip(*[(size, s) for size, times in seconds.items() for s in times])
     line = fit_link(sizes, times_s, statistics.median(added_s) / ADDED_BYTES if gamma else 0.0)
-    how = {"pattern": pattern, "world_size": world_size, "transport": by_rank[0][0]}
-    return MeasuredLink(**asdict(line), **how, seconds=seconds)
+    how = (
+        f"{PATTERNS[pattern]} {world_size} ranks, medians of {repeats} repeats, "
+        f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}, transport: {by_rank[0][0]}"
+    )
+    return MeasuredLink(**asdict(line), how=how, seconds=seconds)
 
 
 def _time_messages(
@@ -219,40 +197,31 @@ def measure_split(
     schedule: str = "gpipe",
     frozen: int = 0,
     steps: int = 7,
-    transport: str = "auto",
-    device: str = "auto",
-    devices: str | Sequence[str] | None = None,
+    **where: Any,
 ) -> MeasuredSplit:
     """Train ``model`` for some steps, one process per stage, and measure time and memory.
 
     Args:
         model: one of ``labkit``'s, or a chain of layers that ends with logits [n, classes, ...].
         split_points: layers that begin a stage; P - 1 of them for P ranks.
-        batch_size: random samples per step.
-        input_shape: of one sample.
+        batch_size, input_shape: random samples per step, and the shape of one.
         micro_batches: M, at most one per sample; 1 is model parallelism without a pipeline.
         schedule: ``gpipe`` or ``1f1b``.
         frozen: how many of the first layers are not trained.
         steps: how many are measured, after one that warms up.
-        transport, device, devices: see ``labkit.run``.
-
-    Raises:
-        ValueError: unknown names, impossible split points, or nothing to measure.
+        where: ``device``, ``devices`` and ``transport``, see ``labkit.run``.
     """
-    points = as_split_points(split_points)
-    built = _build(model, input_shape, frozen)
-    check_split_points(points, len(layers_of(built)))
+    num_layers = len(layers_of(_build(model, input_shape)))
+    points = check_split_points(split_points, num_layers)
     strategy: StagedModel = Pipeline(points, micro_batches, schedule)
     if micro_batches == 1:
         strategy = ModelParallel(points)
-    where: dict[str, Any] = {"transport": transport, "device": device, "devices": devices}
     work = strategy, partial(_build, model, input_shape, frozen), (batch_size, *input_shape), steps
     result = run(_train, *work, world_size=len(points) + 1, timeout_s=_TIMEOUT_S, **where)
     held, parameters, peaks = zip(*result.values)
     # The first step warms up.
     traces = _by_step(result.trace)[1:]
     stages, cuts = range(len(held)), range(len(points))
-
     return MeasuredSplit(
         *(points, batch_size, min(micro_batches, batch_size), schedule),
         forward_s=[_median(traces, stage, "forward") for stage in stages],
@@ -286,8 +255,7 @@ def measure_profile(
     input_shape: tuple[int, ...] = (3, 32, 32),
     num_stages: int = 2,
     repeats: int = 5,
-    device: str = "auto",
-    devices: str | Sequence[str] | None = None,
+    **where: Any,
 ) -> Profile:
     """``profile_layers`` in a process with the cores that one of ``num_stages`` stages has."""
 
@@ -297,8 +265,7 @@ def measure_profile(
         options = {"repeats": repeats, "device": comm.device, "name": name}
         return profile_layers(_build(model, input_shape), batch_size, input_shape, **options)
 
-    where: dict[str, Any] = {"device": device, "devices": devices, "timeout_s": _TIMEOUT_S}
-    return run(profiled, world_size=1, **where).values[0]
+    return run(profiled, world_size=1, timeout_s=_TIMEOUT_S, **where).values[0]
 
 
 def _train(
@@ -337,18 +304,15 @@ def _train(
 
 def _by_step(trace: Trace) -> list[Trace]:
     """Cut the trace at the marks: one trace per step, from its mark to the update that ends it."""
-    steps: list[list[Span]] = []
-    for rank in trace.ranks:
-        number = -1
-        for span in trace.of(rank):
-            if span.kind == _MARK:
-                number += 1
-                steps += [[] for _ in range(number + 1 - len(steps))]
-            # Ranks meet before the first mark and between two steps; no step contains this time.
-            is_meeting = span.kind == "wait" and span.peer is None
-            if number >= 0 and not is_meeting:
-                steps[number].append(span)
-    return [Trace.merge([spans]) for spans in steps]
+    steps: dict[int, list[Span]] = defaultdict(list)
+    numbers = Counter[int]()
+    for span in trace.spans:
+        numbers[span.rank] += span.kind == _MARK
+        # Ranks meet before the first mark and between two steps; no step contains this time.
+        is_meeting = span.kind == "wait" and span.peer is None
+        if numbers[span.rank] and not is_meeting:
+            steps[numbers[span.rank]].append(span)
+    return [Trace.merge([steps[number]]) for number in sorted(steps)]
 
 
 def _median(traces: list[Trace], rank: int, kind: str) -> float:

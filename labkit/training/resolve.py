@@ -15,7 +15,7 @@ from multiprocessing import parent_process
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from labkit import strategies
@@ -78,16 +78,11 @@ def take_own(settings: dict[str, Any]) -> tuple[Own, dict[str, Any]]:
 
 
 def name_of(part: Any) -> str:
-    """A name of an own part, to show."""
     return getattr(part, "__name__", type(part).__name__).strip("<>")
 
 
 def imported(config: RunConfig, own: Own) -> Own:
-    """``own`` with the parts that the config gives as import paths, as ``my_module:make_model``.
-
-    Raises:
-        ValueError: the module or the name in it does not exist.
-    """
+    """``own`` with the parts that the config names as ``my_module:make_model``."""
     found: dict[str, Any] = {}
     for name in PARTS:
         path = getattr(config, name)
@@ -112,7 +107,7 @@ def _made(part: Any, name: str, seed: int) -> Any:
     with seeded(seed):
         try:
             return part()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"{name} {name_of(part)}() raised {type(error).__name__}: {error}. Give a "
                 f"function without arguments that makes a {name}"
@@ -135,24 +130,12 @@ class Work(NamedTuple):
     loss: SumOfMean
 
 
-class Resolved(NamedTuple):
-    """A run that is possible here."""
-
-    strategy: Strategy
-    work: Work
-
-
-def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
+def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strategy, Work]:
     """Find all parts of a run, and refuse what cannot be trained or would not equal one device.
-
-    Args:
-        config: the settings.
-        own: the learner's own parts, see ``imported``.
-        download: fetch one of labkit's data sets if it is absent.
 
     Raises:
         ValueError: unknown names, or parts that do not go together; the message says what to do.
-        FileNotFoundError: the data set is absent.
+        FileNotFoundError: one of labkit's data sets is absent, and not to ``download``.
     """
     check_names(config, own)
     work = work_of(config, own, download)
@@ -165,9 +148,9 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
             together, *alone = [work.loss.mean(*pair).double().reshape(()) for pair in pairs]
     except Exception as error:
         raise ValueError(
-            f"model {config.model} and loss {config.loss} do not take inputs {_described(inputs)} "
-            f"and targets {_described(targets)}, or the loss is not one number, the mean over the "
-            f"samples: {error}"
+            f"model {config.model} and loss {config.loss} do not take {inputs.dtype} inputs "
+            f"{list(inputs.shape)} and {targets.dtype} targets {list(targets.shape)}, or the loss "
+            f"is not one number, the mean over the samples: {error}"
         ) from error
     mean = torch.stack(alone).mean()
     if not torch.allclose(together, mean, rtol=1e-4, equal_nan=True):
@@ -176,11 +159,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
             f"one is {mean:.4g}: return the mean over samples (reduction='mean'; with weights, "
             "(weights * losses).mean()), so that shares add up"
         )
-    return Resolved(strategy, work)
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return strategy, work
 
 
 def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
@@ -264,7 +243,7 @@ def _own_model(part: Any, seed: int) -> nn.Module:
     if isinstance(part, nn.Module) and not parent_process():
         try:
             part = copy.deepcopy(part).cpu()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"model {type(part).__name__} cannot be copied ({error}): give a function that "
                 "makes it, which each rank calls"
@@ -283,11 +262,9 @@ def _own_model(part: Any, seed: int) -> nn.Module:
 
 
 class Schedule:
-    """Sets the learning rate of an optimizer before each of its steps.
+    """Sets the learning rate of an optimizer before each of its steps, wherever those are made.
 
-    So it is right wherever a technique makes its updates: on every rank, on a server of a slice,
-    in a thread of RPC, on each stage. An update that fp16 skips, because its gradients overflow,
-    does not advance it. ``update`` is the number of the next update.
+    An update that fp16 skips does not advance it. ``update`` is the number of the next one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]):
@@ -311,11 +288,7 @@ def optimizer_maker(
 ) -> MakeOptimizer:
     """What makes the optimizers of a run, of the parameters that they are given.
 
-    Args:
-        config: the settings.
-        own: the learner's own function; None for the optimizer that the config names.
-        strategy: how many updates it makes of a batch.
-        num_samples: of an epoch.
+    ``own`` is the learner's own function, or None; ``num_samples`` are those of an epoch.
     """
     whole, rest = divmod(num_samples, config.batch_size)
     updates = whole * strategy.updates_of(config.batch_size, config.world_size)
@@ -344,13 +317,8 @@ def optimizer_maker(
 def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = None) -> Strategy:
     """The strategy that ``config`` names, with its options; it is not set up yet.
 
-    Args:
-        config: the settings.
-        own: the learner's own parts, which may determine where to cut.
-        work: the work of the run, if it is known, for a technique that cuts its model.
-
-    Raises:
-        ValueError: unknown names, or a technique that does not fit the world size or the model.
+    A technique that cuts its model takes it from ``work``, the run's, if that is known.
+    ValueError for unknown names, or what does not fit the world size or the model.
     """
     world_size, named = config.world_size, config.devices
     technique = strategies.get(
@@ -377,23 +345,20 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
     if config.straggler is not None:
         options["straggler"] = parse_straggler(config.straggler, world_size)
     if "split_points" in technique.options():
-        options["split_points"] = _split_points(config, work or work_of(config, own))
+        # Not at the top: few runs need it, and it brings all of placement.
+        from labkit.placement.profile import even_split
+        from labkit.workload.layers import layers_of
+
+        work = work or work_of(config, own)
+        model, (inputs, _) = work.make_model(), work.train.first(1)
+        num_layers = len(layers_of(model))
+        if world_size > num_layers:
+            raise ValueError(f"{num_layers} layers are no {world_size} stages: use fewer ranks")
+        if config.split_points is None:
+            points = even_split(model, tuple(inputs.shape[1:]), world_size, inputs.dtype)
+        else:
+            points = parse_split_points(config.split_points)
+        options["split_points"] = check_split_points(points, num_layers, world_size)
     strategy = technique(**options)
     strategy.check_ranks(world_size)
     return strategy
-
-
-def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
-    """The given split points, or an even split by FLOPs of this model's layers on this data."""
-    # Not at the top: few runs need it, and it brings all of placement.
-    from labkit.placement.profile import even_split
-    from labkit.workload.layers import layers_of
-
-    model, (inputs, _) = work.make_model(), work.train.first(1)
-    num_layers = len(layers_of(model))
-    if config.split_points is not None:
-        points = parse_split_points(config.split_points)
-        return check_split_points(points, num_layers, config.world_size)
-    if config.world_size > num_layers:
-        raise ValueError(f"{num_layers} layers are no {config.world_size} stages: use fewer ranks")
-    return even_split(model, tuple(inputs.shape[1:]), config.world_size, inputs.dtype)

@@ -1,19 +1,21 @@
-"""The result of a training run, and the files it is saved in."""
+"""The result of a training run, the files it is saved in, and how two runs are compared."""
 
+import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from labkit.comm.peak_memory import PeakMemory, as_dicts
+from labkit.comm.transport import as_bytes
 from labkit.config import RunConfig
 from labkit.files import write_atomically
 from labkit.tracing import Trace
 from labkit.tracing.limits import Limit, what_limited
-from labkit.training.state import largest_difference, tolerance
 
 
 @dataclass(frozen=True)
@@ -25,16 +27,14 @@ class TrainResult:
         epochs: one dict per epoch: ``loss`` and ``train_accuracy``, means over the training
             samples while they were trained on; ``seconds`` of training alone; ``test_accuracy``,
             ``test_loss`` of the held-out samples. NaN where there is nothing to measure.
-        phases_s: seconds by kind of span, the mean over the ranks; for a technique in one process,
-            of the main thread alone.
+        phases_s: seconds by kind of span, the mean over the ranks (in one process the main
+            thread's).
         bytes_sent, messages: of the technique, by rank, counted as they leave; None if they are
             not counted: PyTorch's own messages, and those within one process.
-        state: parameters and buffers of the whole model, on the CPU.
-        checksums: of every rank's parameters and buffers.
+        state: parameters and buffers of the whole model, on the CPU; ``checksums``, by rank.
         notes: what is special about the technique's run (staleness, lost ranks), from rank 0.
         hardware, versions: of the machine that made the figures.
-        peak_memory: by rank, the most memory that the steps took: of model, gradients, optimizer,
-            activations and messages. None for a lost rank.
+        peak_memory: by rank, the most memory that the steps took. None for a lost rank.
     """
 
     config: RunConfig
@@ -113,3 +113,48 @@ class TrainResult:
         from safetensors.torch import save
 
         write_atomically(path, save(self.state))
+
+
+def checksum(state: dict[str, Tensor]) -> str:
+    """SHA-256 of all names and values: equal on two ranks only if their replicas are equal."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode())
+        digest.update(as_bytes(tensor.contiguous()).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tolerance(dtype: str, on_gpu: bool) -> float:
+    """How far apart two runs that make the same updates may be, as a ``largest_difference``.
+
+    The contract for synchronous techniques. In float32, GPUs choose other algorithms for other
+    batch sizes and devices, and round more differently than a CPU; float64 tells mistakes apart
+    from rounding everywhere.
+    """
+    if dtype == "float64":
+        return 1e-10
+    return 1e-4 if on_gpu else 1e-5
+
+
+def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest relative difference between two states: max over tensors of |a - b| / |b|.
+
+    The norm is each tensor's largest magnitude. A tensor that is zero but for rounding in both
+    states has none: then the difference is taken as it is. (A bias that starts at zero and whose
+    effect BatchNorm cancels is such a tensor.) NaN if a tensor contains NaN.
+    """
+    if state.keys() != other.keys():
+        raise ValueError(f"states differ in tensors: {sorted(state.keys() ^ other.keys())}")
+    worst = 0.0
+    for name, tensor in other.items():
+        if not tensor.numel():
+            continue
+        mine, theirs = (t.double().abs().max().item() for t in (state[name], tensor))
+        scale = max(theirs, torch.finfo(torch.float64).tiny)
+        if tensor.is_floating_point() and max(mine, theirs) < 100 * torch.finfo(tensor.dtype).eps:
+            scale = 1.0
+        difference = (state[name].double() - tensor.double()).abs().max().item()
+        if math.isnan(difference):
+            return math.nan
+        worst = max(worst, difference / scale)
+    return worst

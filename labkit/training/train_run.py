@@ -20,8 +20,8 @@ from labkit.runtime.launch import RunResult, run
 from labkit.runtime.preload import under_torchrun, warm_up
 from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import Start, find_start, on_sigterm, remove_unfinished
-from labkit.training.loop import TABLE, RankReport, fit
-from labkit.training.resolve import NOTHING, PARTS, Own, Resolved, imported, resolve, take_own
+from labkit.training.loop import RankReport, fit
+from labkit.training.resolve import NOTHING, PARTS, Own, imported, resolve, take_own
 from labkit.training.result import TrainResult
 from labkit.workload.datasets import is_folder
 
@@ -43,15 +43,12 @@ def train_with(
 
     Args:
         strategy: the technique, one of ``labkit.strategies.STRATEGIES``.
-        timeout_s, download, verbose: see ``train_run``.
+        timeout_s, download, verbose: see ``train_run``, whose errors it raises.
         link: an emulated link, or the same as text, ``"10ms,100MB/s"``; None for no emulation.
         settings: the other fields of ``RunConfig``; under torchrun ``world_size`` is what it has
             started, if left out. ``model``, ``dataset``, ``loss`` and ``optimizer`` may be your
             own objects, see ``labkit.training.resolve.Own``; each rank gets a copy.
             ``result.state`` has the model's own names: ``model.load_state_dict`` takes it.
-
-    Raises:
-        The errors of ``train_run``.
     """
     own, settings = take_own(settings)
     if under_torchrun():
@@ -71,7 +68,6 @@ def train_run(
     """Train on real processes, as ``config`` says, and return the gathered result.
 
     Args:
-        config: the settings.
         own: the learner's own parts; MODULE:NAME in the config imports one.
         timeout_s: the run's deadline, in seconds.
         download: fetch the data set first if it is absent.
@@ -88,10 +84,10 @@ def train_run(
     names = ["weights", "checkpoint_dir", "log_dir", *["dataset"] * is_folder(config.dataset)]
     paths = {name: path for name in names if (path := getattr(config, name))}
     full = {name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()}
-    config = replace(config, **full) if full else config
+    config = replace(config, **full)
     link = EmulatedLink(**parse_link(config.link)) if config.link else None
     begin = _begin_together if under_torchrun() else _begin
-    (strategy, _), (start, note) = begin(config, own, download, timeout_s)
+    strategy, (start, note) = begin(config, own, download, timeout_s)
     if note and os.environ.get("RANK", "0") == "0":
         print(note, file=sys.stderr)
     ranks, devices = config.world_size, config.devices
@@ -103,7 +99,7 @@ def train_run(
             warm_up()
         with on_sigterm(_end_ranks if passes_on else None):
             result = run(
-                *(fit, config, strategy, verbose, own, start),
+                *(fit, config, strategy, bool(verbose), own, start),
                 world_size=ranks,
                 device=config.device,
                 devices=devices,
@@ -124,28 +120,26 @@ def train_run(
 
 def _begin(
     config: RunConfig, own: Own, download: bool, timeout_s: float
-) -> tuple[Resolved, Start]:
-    """What is resolved, and where the run begins."""
-    if config.log_dir and not config.resume and os.path.lexists(f"{config.log_dir}/{TABLE}"):
+) -> tuple[Strategy, Start]:
+    """The technique, and where the run begins."""
+    logs = Path(config.log_dir).glob("events.out.*") if config.log_dir else ()
+    if any(logs) and not config.resume:
         raise ValueError(
-            f"log_dir {config.log_dir} has the logs of another run ({TABLE}): give another "
-            "folder, or continue that run with resume"
+            f"log_dir {config.log_dir} has the logs of another run: give another folder, or "
+            "continue that run with resume"
         )
-    ready = resolve(config, own, download)
-    return ready, find_start(config, own, ready)
+    strategy, work = resolve(config, own, download)
+    return strategy, find_start(config, own, strategy, work)
 
 
 def _begin_together(
     config: RunConfig, own: Own, download: bool, timeout_s: float
-) -> tuple[Resolved, Start]:
+) -> tuple[Strategy, Start]:
     """``_begin`` on a rank of torchrun, which all of them leave with the same error, or none.
 
     torchrun starts a process per rank, on machines that may have other code, other data, or
-    another folder of the same name.
-
-    Raises:
-        ValueError: a rank has an error, or differs in what all must have in common.
-        ConnectionError: another rank cannot be reached.
+    another folder of the same name. ValueError if a rank has an error, or differs in what all must
+    have in common; ConnectionError if another rank cannot be reached.
     """
     # Only what torchrun has started needs it.
     from labkit.runtime import rounds
@@ -159,6 +153,8 @@ def _begin_together(
     same = {k: v for k, v in asdict(config).items() if k not in _OF_A_MACHINE}
     same |= {"Python": sys.version_info[:2], "torch": torch.__version__}
     same["labkit's code"] = rounds.code()
+    # Rank 0 writes them.
+    same["--json and --save"] = [w for w in sys.argv if w.startswith(("--json", "--save"))]
     same["checkpoint"] = begun and begun[1][0] and begun[1][0].name
     paths = [path for name in PARTS if ":" in (path := getattr(config, name))]
     for name in ("__main__", *(path.partition(":")[0] for path in paths)):

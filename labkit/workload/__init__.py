@@ -1,7 +1,7 @@
 """What the course trains: data sets, the sampler, models, and models as lists of layers.
 
-datasets, samples    data sets and images in folders; batches of samples by their numbers
-sampling             which rank gets which samples
+datasets             data sets, and images in folders
+samples              the sampler; batches of samples by their numbers
 models, losses       the models by name; losses as sums over samples
 weights              parameters to start from; layers that are not trained
 layers               a model as a list of layers: shapes between them, what forward keeps

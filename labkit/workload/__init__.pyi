@@ -1,3 +1,3 @@
 from .datasets import load_dataset as load_dataset
 from .models import build_model as build_model
-from .sampling import batch_slices as batch_slices, epoch_order as epoch_order, share as share
+from .samples import batch_slices as batch_slices, epoch_order as epoch_order, share as share

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, Subset
 
+from labkit.files import check_regular
 from labkit.units import check_choice
 from labkit.workload.samples import Standard, Transform
 
@@ -227,6 +228,7 @@ def _images_in(folder: Path, resize: int | None, crop: bool) -> Any:
     from torchvision.transforms import v2
 
     def load(path: str) -> Any:
+        check_regular(path)
         try:
             return folders.pil_loader(path)
         # Pillow raises errors of many kinds for damaged files.

@@ -62,13 +62,8 @@ def output_shapes(
 ) -> list[tuple[torch.Size, torch.dtype]]:
     """The shape [batch_size, ...] and the dtype of each layer's output.
 
-    Args:
-        model: a chain of layers, on any device; it is not changed.
-        input_shape, dtype: of one sample; by default its dtype is ``input_dtype(model)``.
-        batch_size: samples.
-
-    Raises:
-        ValueError: not a chain of layers, or a layer does not take this shape.
+    The model is a chain of layers on any device; it is not changed. ``input_shape`` and ``dtype``
+    are those of one sample. ValueError if a layer does not take this shape.
     """
     dtype = dtype or input_dtype(model)
     inputs = torch.empty((batch_size, *input_shape), dtype=dtype, device="meta")

@@ -1,13 +1,22 @@
-"""From stored samples to batches of a model's inputs: read by number, augmented, standardised.
+"""Which rank gets which samples, and from stored samples to batches of a model's inputs.
 
-A sample's random numbers depend on seed, epoch and its number alone, so it is changed in the same
-way on whichever rank reads it, in whatever order, and also after a run was resumed.
+The sampler is three pure functions, so no rank has to send indices:
+
+    order = epoch_order(len(data.train_targets), epoch=epoch, seed=seed)    the same on all ranks
+    for batch in batch_slices(order, batch_size):                           the global batches
+        mine = share(batch, rank, world_size)                               this rank's part
+
+Unlike torch.utils.data.DistributedSampler, no sample is repeated to make the shares equal: their
+sizes differ by at most one, and a share may be empty.
+
+``Samples`` are read by number, augmented, standardised. A sample's random numbers depend on seed,
+epoch and its number alone, whichever rank reads it, and also after a run was resumed.
 """
 
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +34,26 @@ from torch.utils.data import (
 
 # Inputs [n, ...] and targets [n, ...].
 Pair = tuple[Tensor, Tensor]
+
+
+def epoch_order(num_samples: int, *, epoch: int, seed: int) -> Tensor:
+    """The order of an epoch: [num_samples] int64, each index once, the same on all ranks."""
+    # Not seed + epoch: epoch 1 of seed 0 would be epoch 0 of seed 1.
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
+    return torch.randperm(num_samples, generator=generator)
+
+
+def batch_slices(order: Tensor, batch_size: int) -> Sequence[Tensor]:
+    """Cut an epoch's order into global batches of ``batch_size``; the last may be smaller."""
+    return order.split(batch_size) if len(order) else ()
+
+
+def share(batch: Tensor, index: int, count: int) -> Tensor:
+    """Part ``index`` of ``count`` parts of a batch: contiguous, sizes differ by at most one.
+
+    In order, the parts make up the batch. Part 0 of 0 is empty: the share of a parameter server.
+    """
+    return batch.tensor_split(count)[index] if count else batch[:0]
 
 
 def seed_all(seed: int) -> None:

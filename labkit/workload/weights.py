@@ -21,15 +21,10 @@ FEATURES = "features"
 def load_weights(model: nn.Module, path: str | Path, name: str | None = None) -> str:
     """Let ``model`` start from the parameters and buffers in a file.
 
-    Args:
-        model: on the CPU.
-        path: safetensors, or a file of ``torch.save``, of which only tensors are read.
-        name: of one of labkit's models, into which torchvision's parameters (.pth) fit as well, or
-            those for another number of classes or kind of image: then the last layer, or the first
-            one, stays as it was made. What stays is returned as a sentence.
-
-    Raises:
-        ValueError: no such file, none of these formats, or it does not fit.
+    It is safetensors, or a file of ``torch.save``, of which only tensors are read. ``name`` is
+    that of one of labkit's models, into which torchvision's parameters (.pth) fit as well, or
+    those for another number of classes or kind of image: then the last layer, or the first one,
+    stays as it was made. What stays is returned as a sentence.
     """
     given, stays = read_weights(path), list[str]()
     # DistributedDataParallel puts this before each name.
@@ -109,15 +104,9 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 def freeze(model: nn.Module, names: Sequence[str]) -> None:
     """Take parameters of ``model`` out of training.
 
-    The BatchNorm of a frozen layer stays in evaluation mode: in training mode it would still adapt
-    to the batches. So it also needs nothing from other ranks.
-
-    Args:
-        names: of modules or parameters, with all that is in them. ``features`` is all but the last
-            layer that has parameters, unless a module has this name.
-
-    Raises:
-        ValueError: an unknown name, or nothing is left to train.
+    ``names`` are those of modules or parameters, with all that is in them; ``features`` is all but
+    the last layer that has parameters. The BatchNorm of a frozen layer stays in evaluation mode:
+    in training mode it would still adapt to the batches.
     """
     known = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
     frozen: list[str] = []

@@ -36,8 +36,8 @@ def mine(rank, size=5, dtype=torch.float32):
     return (torch.arange(size) + 10 * rank).to(dtype)
 
 
-# Operations, next to gloo's: each takes (group, rank, P) and returns what must be equal. Every
-# reduction and every public function: test_backend_wide.py, test_backend_public.py.
+# Operations, next to gloo's: each takes (group, rank, P) and returns what must be equal. All
+# functions: test_backend_public.py.
 
 
 def all_reduce_shapes(group, rank, size):
@@ -76,42 +76,11 @@ def reduce_scatter(group, rank, size):
     return found
 
 
-def all_to_all(group, rank, size):
-    sources = [mine(rank, 3) + 100 * r for r in range(size)]
-    if dist.get_backend(group) == "gloo":
-        # gloo of torch 2.11 takes no lists.
-        dist.all_to_all_single(received := torch.zeros(3 * size), torch.cat(sources), group=group)
-        targets = list(received.split(3))
-    else:
-        targets = [torch.zeros(3) for _ in range(size)]
-        dist.all_to_all(targets, sources, group=group)
-    even, nothing = torch.zeros(2 * size), torch.zeros(0)
-    dist.all_to_all_single(even, mine(rank, 2 * size), group=group)
-    dist.all_to_all_single(nothing, torch.zeros(0), group=group)
-    uneven = torch.zeros(size * (rank + 1))
-    lengths = [r + 1 for r in range(size)]
-    dist.all_to_all_single(
-        uneven, mine(rank, sum(lengths)), [rank + 1] * size, lengths, group=group
-    )
-    return [*targets, even, nothing, uneven]
-
-
-def functional(group, rank, size):
-    from torch.distributed import _functional_collectives as functional
-
-    reduced = functional.all_reduce(mine(rank, size), "sum", group)
-    gathered = functional.all_gather_tensor(mine(rank, 3), 0, group)
-    scattered = functional.reduce_scatter_tensor(mine(rank, 3 * size), "sum", 0, group)
-    return [reduced + 0, gathered + 0, scattered + 0]
-
-
 COMPARED = {
     "all_reduce": all_reduce_shapes,
     "async_op": with_a_future,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
-    "all_to_all": all_to_all,
-    "functional": functional,
 }
 
 

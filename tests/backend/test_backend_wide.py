@@ -110,8 +110,6 @@ def with_hooks(rank):
     local = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=3)
     hooks = {
         "PowerSGD": (powerSGD_hook.powerSGD_hook, power_sgd()),
-        "PowerSGD, cold": (powerSGD_hook.powerSGD_hook, power_sgd(warm_start=False)),
-        "PowerSGD, later": (powerSGD_hook.powerSGD_hook, power_sgd(use_error_feedback=False)),
         "PowerSGD in bf16": (bf16, power_sgd()),
         "all-reduce": (default_hooks.allreduce_hook, None),
         "fp16": (default_hooks.fp16_compress_hook, None),
@@ -119,7 +117,6 @@ def with_hooks(rank):
         "fp16 around": (fp16, None),
         "local SGD": (post_localSGD_hook.post_localSGD_hook, local),
         "quantized": (quantization_hooks.quantization_pertensor_hook, None),
-        "quantized by channel": (quantization_hooks.quantization_perchannel_hook, None),
         "a callback reduces": (reduces_in_a_callback, None),
     }
     return {name: train(rank, hook, state) for name, (hook, state) in hooks.items()}
@@ -267,24 +264,6 @@ def test_compiled_training_gives_what_it_gives_on_gloo(tmp_path):
 # Waits end
 
 
-def calls_what_nobody_answers(rank):
-    """Rank 0 calls and awaits an all-reduce in a callback, rank 1 does not. Then both continue."""
-    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
-    started_s = time.monotonic()
-    try:
-        future.then(lambda _: rank or dist.all_reduce(torch.ones(1000))).wait()
-        return time.sleep(4)
-    except RuntimeError as error:
-        return time.monotonic() - started_s, str(error)
-
-
-def test_a_callback_that_waits_for_nobody_ends_within_the_timeout(tmp_path):
-    outcomes = plain(tmp_path, calls_what_nobody_answers, patience_s=30.0, timeout_s=2)
-    seconds, text = outcomes[0][1]
-    assert seconds < 4
-    assert "PeerLostError: a rank left before fast_ring_all_reduce: nothing from rank 1" in text
-
-
 def runs_for_ever(rank):
     """The learner's function never returns: the operation and those behind it."""
     import labkit.backend.group
@@ -358,51 +337,22 @@ def test_a_monitored_barrier_names_the_missing_rank(tmp_path):
 # Messages
 
 
-def messages(rank):
-    """Receive from any source after all have sent, and a misfit."""
-    size, found = dist.get_world_size(), []
-    others = [other for other in range(size) if other != rank]
-    works = [dist.isend(torch.full((3,), float(rank)), other, tag=1) for other in others]
-    for _ in others:
-        source = dist.recv(tensor := torch.zeros(3), tag=1)
-        found.append(tensor.tolist() == [source] * 3)
-    for work in works:
-        work.wait()
-    # The receiver reads ahead and keeps the message, which then does not fit the receive.
+def misfit(rank):
+    """The receiver reads ahead and keeps the message, which then does not fit the receive."""
     if rank == 0:
         dist.send(torch.ones(4), 1, tag=2)
-        dist.send(torch.ones(1), 1, tag=3)
-    if rank == 1:
-        dist.recv(torch.zeros(1), 0, tag=3)
-        try:
-            dist.recv(torch.zeros(5), 0, tag=2)
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def test_messages_are_matched_by_source_and_tag(tmp_path):
-    outcomes = plain(tmp_path, messages, world_size=3, timeout_s=10)
-    for rank, (code, found) in enumerate(outcomes):
-        assert code == 0
-        assert found[:2] == [True, True]
-        if rank == 1:
-            assert "the message from rank 0 is float32 [4]" in found[2]
-
-
-def waits_for_anybody(rank):
-    started_s = time.monotonic()
+        return dist.send(torch.ones(1), 1, tag=3)
+    dist.recv(torch.zeros(1), 0, tag=3)
     try:
-        dist.recv(torch.zeros(1)) if rank == 0 else time.sleep(4)
-    except ConnectionError as error:
-        return str(error), time.monotonic() - started_s
+        dist.recv(torch.zeros(5), 0, tag=2)
+    except ValueError as error:
+        return str(error)
 
 
-def test_who_waits_for_any_source_in_vain_is_told_in_time(tmp_path):
-    outcomes = plain(tmp_path, waits_for_anybody, world_size=3, timeout_s=2)
-    text, seconds = outcomes[0][1]
-    assert "nothing from rank" in text
-    assert seconds < 5
+def test_a_message_that_was_read_ahead_is_compared_too(tmp_path):
+    (_, _), (code, text) = plain(tmp_path, misfit, timeout_s=10)
+    assert code == 0
+    assert "the message from rank 0 is float32 [4]" in text
 
 
 # The profiler

@@ -231,17 +231,6 @@ def test_collectives_over_a_stream_that_queues(world_size):
     test_collectives_from_everyone_to_everyone(world_size)
 
 
-def test_all_to_all_of_different_shapes_into_given_tensors():
-    def uneven(comm):
-        outgoing = [torch.full((dst,), float(comm.rank)) for dst in range(comm.world_size)]
-        out = [torch.empty(comm.rank) for _ in range(comm.world_size)]
-        assert all_to_all(comm, outgoing, out) is out
-        return [tensor.tolist() for tensor in out]
-
-    for rank, found in enumerate(run(uneven, world_size=3).values):
-        assert found == [[float(src)] * rank for src in range(3)]
-
-
 def test_shapes_strides_and_gradients_of_the_ones_that_return_new_tensors():  # rows 10, 11
     def shapes(comm):
         leaf = torch.arange(6.0).reshape(2, 3).requires_grad_()

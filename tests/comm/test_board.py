@@ -2,23 +2,15 @@
 
 import threading
 
+import numpy as np
 import pytest
 
-from labkit.comm.board import (
-    DEPTH,
-    KINDS,
-    LOST,
-    RECV,
-    RETURNED,
-    RUNNING,
-    SEND,
-    Board,
-)
+from labkit.comm.board import DEPTH, KINDS, LOST, RECV, RETURNED, RUNNING, SEND, Board
 from labkit.comm.deadlock import (
     check_collective,
     check_message,
     explain_deadlock,
-    find_cycle,
+    find_mismatch,
     stuck_ranks,
     takes_part,
     waits,
@@ -51,15 +43,6 @@ def announce(board, rank, what):
     check_collective(board, rank)
 
 
-def test_a_send_waits_until_its_receive_is_posted():
-    board = board_of(2)
-    send(board, 0, 1)
-    assert [wait.peer for wait in waits(board, 0)] == [1]
-    assert stuck_ranks(board) == []
-    recv(board, 1, 0)
-    assert waits(board, 0) == waits(board, 1) == []
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_a_ring_of_receives_is_a_cycle(world_size):
     board = board_of(world_size)
@@ -67,8 +50,6 @@ def test_a_ring_of_receives_is_a_cycle(world_size):
         recv(board, rank, (rank + 1) % world_size)
     stuck = stuck_ranks(board)
     assert stuck == list(range(world_size))
-    cycle = find_cycle({rank: waits(board, rank) for rank in stuck})
-    assert sorted(cycle) == stuck
     assert "deadlock: rank 0 -> rank 1" in explain_deadlock(board, stuck)
 
 
@@ -155,11 +136,6 @@ def recv_any(board, rank, sources):
     board.enter_any(rank, sources, '"c.py", line 3')
 
 
-def first_sender(board, sources):
-    since_s = board.senders(0, sources)
-    return min(since_s, key=since_s.__getitem__)
-
-
 def test_whoever_receives_from_any_needs_one_of_its_sources():
     board = board_of(4)
     recv_any(board, 0, [1, 2])
@@ -171,16 +147,6 @@ def test_whoever_receives_from_any_needs_one_of_its_sources():
     assert not board.senders(0, [1, 2]), "rank 3 was not asked"
     send(board, 2, 0)
     assert waits(board, 0) == []
-    assert first_sender(board, [1, 2]) == 2
-
-
-def test_of_two_senders_the_one_that_came_first_is_received_first():
-    board = board_of(3)
-    for source, now_s in ((2, 1.0), (1, 2.0)):
-        board.enter(source, "send", now_s, "", sent=(0, WHAT))
-    assert first_sender(board, [1, 2]) == 2
-    recv(board, 0, 2)
-    assert first_sender(board, [1, 2]) == 1
 
 
 def test_none_of_the_sources_will_come():
@@ -232,3 +198,50 @@ def test_the_seconds_by_kind_of_the_live_view_are_those_of_the_trace():
     assert row["kind_s"].sum() == pytest.approx(sum(span.duration_s for span in spans))
     assert row["until_s"].max() == pytest.approx(max(span.end_s for span in spans))
     assert row["begun"].tolist() == [0, 0]
+
+
+# Rows that travel to other hosts
+
+
+def test_a_board_of_rows_explains_a_deadlock_and_a_mismatch_over_two_hosts():
+    one, other = board_of(2), board_of(2)
+    recv(one, 0, 1)
+    recv(other, 1, 0)
+    assert stuck_ranks(one) == stuck_ranks(other) == []
+    one.unpack(1, other.pack(1))
+    other.unpack(0, one.pack(0))
+    assert explain_deadlock(one, stuck_ranks(one)) == explain_deadlock(other, stuck_ranks(other))
+    assert stuck_ranks(one) == [0, 1]
+    send(sends := board_of(2), 1, 0, "float32 [5]")
+    assert find_mismatch(one) == ""
+    one.unpack(1, sends.pack(1))
+    assert 'sends float32 [5], at "a.py", line 1' in find_mismatch(one)
+
+
+def test_damage_is_refused_or_harmless_and_clocks_stay_at_home():
+    there, random = board_of(4), np.random.default_rng(0)
+    for rank in range(4):
+        there.ranks[rank]["pid"] = 100
+        for other in {*range(4)} - {rank}:
+            there.enter(rank, "exchange", 7.0, '"a.py", line 3', (other, WHAT), (other, WHAT))
+        announce(there, rank, "barrier")
+        recv_any(there, rank, [(rank + 1) % 4])
+    data = there.pack(2)
+    for other in (b"", data[:-1], data + b"x"):
+        with pytest.raises(ValueError, match="bytes"):
+            Board(4).unpack(2, other)
+    (here := Board(4)).unpack(2, data)
+    assert here.pack(2) == data
+    assert not here.ranks["pid"].any()
+    assert not here.posted_s.any()
+    assert not here.ranks["op"][[0, 1, 3]].any()
+    for _ in range(100):
+        damaged = bytearray(data)
+        damaged[random.integers(len(data))] = random.integers(256)
+        here.unpack(2, bytes(damaged))
+        try:
+            # What arrived may be wrong, and can be read in every way, or is an error.
+            explain_deadlock(here, stuck_ranks(here))
+            find_mismatch(here)
+        except (IndexError, UnicodeDecodeError):
+            continue

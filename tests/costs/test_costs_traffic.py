@@ -42,8 +42,6 @@ def test_the_ring_sends_every_byte_even_where_chunks_differ():
         costs = [ring_all_reduce_cost(num_elements, 8, 4, rank) for rank in range(4)]
         assert sum(cost.num_bytes for cost in costs) == 2 * 3 * num_elements * 8
         assert {cost.messages for cost in costs} == {6}
-    # Partial sums of 16-bit floats are twice as long.
-    assert ring_all_reduce_cost(N, 2, 4, partial_bytes=4).num_bytes == 3 * (4 + 2) * N // 4
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])

@@ -15,13 +15,6 @@ def test_a_bucket_waits_for_its_last_gradient_and_for_the_bucket_before():
 SLOW = Link(alpha_s=1.0, beta_s_per_byte=1.0)
 
 
-def test_a_step_ends_with_its_last_bucket():
-    step = predict_step([1, 1, 1, 1], [8.0, 6.0, 4.0, 2.0], cap_bytes=2, world_size=2, link=SLOW)
-    assert step.buckets == [[3, 2], [1, 0]]
-    assert step.times == [(4.0, 4.0, 8.0), (8.0, 8.0, 12.0)]
-    assert (step.backward_s, step.step_s, step.exposed_s) == (8.0, 12.0, 4.0)
-
-
 def test_smaller_buckets_pay_alpha_more_often():
     arguments = [1, 1, 1, 1], [8.0, 6.0, 4.0, 2.0]
     exposed = [predict_step(*arguments, cap, 2, SLOW).exposed_s for cap in (0, 2, 10)]

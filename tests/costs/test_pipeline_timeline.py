@@ -34,16 +34,3 @@ def test_a_hop_delays_the_neighbour_and_occupies_no_stage():
     stage_1 = [(slot.start_s, slot.end_s) for slot in slots if slot.stage == 1]
     assert stage_1 == [(1.5, 2.5), (2.5, 3.5), (3.5, 4.5), (4.5, 5.5)]
     assert max(slot.end_s for slot in slots) == 7  # B1's gradient leaves at 5.5 and takes 0.5
-
-
-def test_streams_that_can_never_finish_say_where_they_are_stuck():
-    def stream(words):
-        return [Action({"F": "forward", "B": "backward"}[w[0]], int(w[1])) for w in words.split()]
-
-    with pytest.raises(ValueError, match=r"stage 0 at B0$"):
-        predicted_slots([stream("B0 F0")], [1], [1])
-    crossed = [stream("F0 B0 F1 B1"), stream("F0 F1 B0 B1")]
-    with pytest.raises(ValueError, match="stage 0 at B0, stage 1 at F1"):
-        predicted_slots(crossed, [1, 1], [1, 1])
-    with pytest.raises(ValueError, match="stage 0 at B0"):
-        predicted_slots([stream("F0 B0"), stream("F0")], [1, 1], [1, 1])

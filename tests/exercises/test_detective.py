@@ -1,4 +1,4 @@
-"""What page 12 shows of a run on two hosts that stood still."""
+"""What page 13 shows of a run on two hosts that stood still."""
 
 import random
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from two_hosts import ROOT, Torchrun, why_not
 
 from labkit import train_with
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 from workbook.measure.hosts import TwoHosts
 
 pytestmark = pytest.mark.slow

@@ -1,11 +1,15 @@
-"""A prediction is open until it is measured, then locked, also after a restart."""
+"""A prediction is open until it is measured, then locked, also after a restart.
 
-import re
+Its field in a browser: tests/project/test_browser.py.
+"""
+
+import json
 
 import pytest
 
 import workbook
 from workbook.notebook import record
+from workbook.notebook.form import PredictionForm
 
 SENT = ("sent by one rank", "bytes")
 
@@ -19,7 +23,7 @@ def restart(monkeypatch):
     monkeypatch.setattr(record, "_pending", {})
 
 
-def test_it_is_locked_by_its_first_measurement(monkeypatch):
+def test_it_is_locked_by_its_first_measurement_also_after_a_restart(monkeypatch):
     made = workbook.predict(*SENT)
     made.enter("1 MiB")
     made.enter("2 MiB")
@@ -29,22 +33,12 @@ def test_it_is_locked_by_its_first_measurement(monkeypatch):
     with pytest.raises(ValueError, match="2 MiB, locked since"):
         made.enter("1 MiB")
     restart(monkeypatch)
-    (one,) = recorded()
-    assert (one.value, one.measured, one.model) == (2**21, 2**20, 2**20)
-
-
-def test_the_cell_run_again_keeps_the_locked_one_even_after_a_restart(monkeypatch, capsys):
-    workbook.predict(*SENT, value="2 MiB").measured(2**20)
-    restart(monkeypatch)
-    capsys.readouterr()
     again = workbook.predict(*SENT, value="1 MiB")
-    said = capsys.readouterr().out
-    assert re.match(
-        r"Your prediction of sent by one rank: 2 MiB, locked since it was measured, \d{4}-", said
-    )
-    assert again.value == 2**21
+    assert (again.value, again.locked_at) == (2**21, made.locked_at)
     assert again.row.measured == 2**20
     assert workbook.predict_row(*SENT, again, None, 2**19).prediction == 2**21
+    (one,) = recorded()
+    assert (one.value, one.measured, one.measured_at) == (2**21, 2**19, made.locked_at)
 
 
 def test_predicted_again_both_are_recorded():
@@ -57,7 +51,7 @@ def test_predicted_again_both_are_recorded():
     assert [(one.value, one.measured) for one in recorded()] == [(1, 4), (3, 4)]
 
 
-def test_an_open_one_is_continued_after_a_restart(monkeypatch):
+def test_an_open_one_is_continued_after_a_restart_and_can_be_taken_back(monkeypatch):
     workbook.predict(*SENT).enter("1 MiB")
     restart(monkeypatch)
     made = workbook.predict(*SENT)
@@ -66,21 +60,27 @@ def test_an_open_one_is_continued_after_a_restart(monkeypatch):
     assert recorded() == []
 
 
-def test_none_at_all_is_fine():
+def test_none_at_all_is_fine(capsys):
     made = workbook.predict(*SENT)
+    assert capsys.readouterr().out == "Your prediction of sent by one rank: none yet, in bytes\n"
     row = workbook.predict_row(*SENT, made, None, 6)
     assert repr(row) == "sent by one rank: no prediction, no model, measured 6 B"
     assert made.locked_at
     assert recorded() == []
-    assert workbook.predict(*SENT).locked_at is None
 
 
-@pytest.mark.parametrize("value", [None, ...])
-def test_without_a_browser_it_prints_one_line(value, capsys):
-    workbook.predict(*SENT, value=value)
-    assert capsys.readouterr().out == "Your prediction of sent by one rank: none yet, in bytes\n"
-    workbook.predict("time", "s", value=3e-3)
-    assert capsys.readouterr().out == "Your prediction of time: 3 ms\n"
+def test_what_an_earlier_version_has_recorded_still_counts(monkeypatch):
+    at = "2026-01-01T00:00:00+00:00"
+    one = {"quantity": SENT[0], "unit": "bytes", "value": 6.0, "predicted_at": at}
+    one |= {"measured": 12.0, "model": None, "measured_at": at}
+    whole = {"version": 1, "exercises": {}, "predictions": {"": {SENT[0]: [one]}}}
+    path, _ = record.progress_file()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(whole))
+    made = workbook.predict(*SENT)
+    assert (made.value, made.locked_at, made.row.ratio) == (6, at, 2)
+    workbook.predict("sent by one rank", "messages", value=3).measured(3)
+    assert [one.unit for one in recorded()] == ["bytes", "messages"]
 
 
 def test_two_of_one_quantity_have_names():
@@ -90,68 +90,54 @@ def test_two_of_one_quantity_have_names():
     assert workbook.predict("ratio", "times", id="slow").value == 2
 
 
-def test_a_row_in_another_unit_of_the_same_kind():
-    made = workbook.predict("time", "s", value="4 ms")
-    row = workbook.predict_row("time", "ms", made, 1, [5])
-    assert (row.prediction, row.measured) == (pytest.approx(4), 5)
-    (one,) = record.predictions("", "time")
-    assert (one.measured, one.model) == (pytest.approx(0.005), pytest.approx(0.001))
-    with pytest.raises(ValueError, match="is not a unit here"):
-        workbook.predict_row("time", "bytes", made, None, 5)
-
-
-def test_a_page_whose_unit_has_changed():
-    workbook.predict("time", "ms", value=4).measured(5)
-    assert workbook.predict("time", "s").value == pytest.approx(0.004)
-    workbook.predict("time", "s").measured(0.006)
-    assert record.predictions("", "time")[-1].measured == pytest.approx(6)
-    assert workbook.predict("time", "messages").value is None
-
-
-def test_a_plain_number_is_recorded_and_the_first_one_stays():
-    row = workbook.predict_row(*SENT, 100, None, 200)
-    assert row.note == ""
-    row = workbook.predict_row(*SENT, 200, None, 200)
-    assert row.prediction == 200
-    assert row.note == "Recorded is what you predicted at first: 100 B."
-    assert row.note in row._repr_html_()
-    assert [(one.value, one.measured) for one in recorded()] == [(100, 200)]
-
-
-@pytest.mark.parametrize("value", ["3 s", "many", float("nan"), float("inf"), [1]])
+@pytest.mark.parametrize("value", ["3 s", "many", float("nan"), float("inf")])
 def test_a_value_that_is_no_number_of_bytes_is_refused(value):
     with pytest.raises(ValueError, match=r"number|unit"):
         workbook.predict(*SENT, value=value)
     assert recorded() == []
 
 
-def test_what_is_not_finite_is_shown_and_not_recorded():
-    assert workbook.predict_row(*SENT, float("inf"), None, 5).prediction == float("inf")
-    workbook.predict_row(*SENT, 5, float("inf"), float("nan"))
-    (one,) = recorded()
-    assert (one.model, one.measured) == (None, None)
-    workbook.predict("time", "ms", value=1e308)
-    workbook.predict_row("time", "s", 1e308, None, 1e308)
-    workbook.predict_row(*SENT, 5, float("inf"), 6)
-    (one,) = recorded()
-    assert (one.model, one.measured) == (None, 6)
-
-
-def test_a_measurement_without_repeats_locks_nothing():
+def test_a_measurement_without_repeats_or_in_another_unit_locks_nothing():
     made = workbook.predict(*SENT, value=5)
     with pytest.raises(ValueError, match="list of repeats"):
         workbook.predict_row(*SENT, made, None, [])
+    with pytest.raises(ValueError, match="prediction is in bytes"):
+        workbook.predict_row(SENT[0], "s", made, None, [1])
     assert made.locked_at is None
 
 
-def test_a_cell_that_ends_with_it_shows_it_once(capsys):
-    made = workbook.predict(*SENT)
-    made._ipython_display_()
-    assert capsys.readouterr().out.count("Your prediction") == 1
-    made._ipython_display_()
-    assert capsys.readouterr().out.count("Your prediction") == 1
+def test_a_row_has_prediction_model_measurement_and_ratios():
+    row = workbook.predict_row("a < b", "s", 0.004, 0.0025, [0.006, 0.005, 0.009])
+    measured = "6 ms (median of 3, from 5 ms to 9 ms)"
+    assert tuple(row.cells().values()) == ("a < b", "4 ms", "2.5 ms", measured, "1.5 ×", "2.4 ×")
+    assert repr(row) == (
+        f"a < b: prediction 4 ms, model 2.5 ms, measured {measured} "
+        "(1.5 × the prediction, 2.4 × the model)"
+    )
+    page = row._repr_html_()
+    assert page.count('<th scope="col">') == 6
+    assert ">a &lt; b</th>" in page
+    assert workbook.predict_row("steps", "steps", 0, 6, 6).ratio is None
 
 
-def test_a_question_is_asked_as_it_is(capsys):
-    workbook.predict("How many bytes does one rank send?", "bytes")
-    assert capsys.readouterr().out == "How many bytes does one rank send? none yet, in bytes\n"
+def test_its_field():
+    made = workbook.predict("time of <one> step", "s")
+    form = made.form = PredictionForm(made)
+    assert form.field.description == "Your prediction of time of <one> step (s)"
+    form.field.value = "1.5 ms"
+    form.field.value = "3 <MiB>"
+    assert "&lt;mib&gt;&#x27; is not a unit here: give it in s" in form.said.value
+    assert "Your prediction is still 1.5 ms" in form.said.value
+    assert 'role="status" aria-live="polite"' in form.said.value
+    made.measured([0.003], model=0.002)
+    assert (form.field.disabled, form.field.value) == (True, "0.0015 s")
+    assert "time of &lt;one&gt; step" in form.said.value
+    assert ">3 ms</td>" in form.said.value
+    form.field.value = "3 ms"
+    assert made.value == 0.0015
+    form.again.click()
+    assert (form.field.value, form.field.disabled) == ("", False)
+    form.field.value = "3 ms"
+    assert made.value == 0.003
+    made.measured(0.003)
+    assert form.field.disabled

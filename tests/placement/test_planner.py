@@ -41,11 +41,6 @@ def test_one_micro_batch_is_the_sum_of_everything():
     assert model.memory_bytes == (3 * 100 + 240, 3 * 200 + 240, 3 * 40 + 24)
 
 
-def test_one_stage_has_no_hops_and_no_bubble():
-    model = predict_split(HAND, (), LINK, micro_batches=4)
-    assert (model.hop_s, model.step_s, model.bubble) == ((), 13.0, 0.0)
-
-
 def test_frozen_layers_have_no_backward_and_send_no_gradient_back():
     model = predict_split(HAND, [2, 3], LINK, frozen=2)
     assert model.backward_s == (0.0, 3.0, 1.25)
@@ -57,11 +52,6 @@ def test_frozen_layers_have_no_backward_and_send_no_gradient_back():
     assert (head.backward_s, head.first_trained) == ((0.0, 0.0, 1.0), 2)
     assert head.backward_hop_s == (0.0, 0.0)
     assert head.memory_bytes == (100, 200, 3 * 40 + 8)
-    none = predict_split(HAND, [1, 3], LINK, frozen=5)
-    assert (none.first_trained, sum(none.backward_s)) == (3, 0.0)
-    assert none.step_s == 4.25 + sum(none.hop_s)
-    # A cut inside the frozen part, and one after the first trained layer.
-    assert predict_split(HAND, [1, 4], LINK, frozen=1).first_trained == 1
 
 
 def test_micro_batches_pay_alpha_each_and_share_the_bytes():
@@ -135,21 +125,6 @@ def test_the_planner_finds_what_a_look_at_all_splits_finds(num_stages, objective
             assert value(best, objective) == pytest.approx(min(fit))
             assert max(best.memory_bytes) <= cap_bytes
     assert 0 < refused < 24
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_stages": 6}, "num_stages of hand must be at most 5, got 6"),
-        ({"micro_batches": 0}, "micro_batches must be .* from 1 up, got 0"),
-        ({"frozen": 6}, "frozen of hand must be at most 5, got 6"),
-        ({"schedule": "zb"}, "unknown schedule 'zb': choose one of gpipe, 1f1b"),
-        ({"objective": "bytes"}, "unknown objective 'bytes': choose one of step, largest_stage"),
-    ],
-)
-def test_what_cannot_be_planned_is_named(options, words):
-    with pytest.raises(ValueError, match=words):
-        best_split(HAND, options.pop("num_stages", 2), LINK, **options)
 
 
 def test_the_named_splits_fit_vgg16():

@@ -1,113 +1,182 @@
-"""The workbook as a learner meets it, JupyterLab in a browser. That all pages run, nbval shows.
+"""The workbook as a learner meets it, JupyterLab in a browser. That all pages run, nbval shows."""
 
-With --screenshots, pictures of the pages are left in build/screenshots.
-"""
+import re
 
-import json
-
+import nbformat
 import pytest
-from browser import ROOT
+from browser import NOTEBOOK, ROOT
 
 pytestmark = pytest.mark.browser
 
-NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 
-# For the pages' own explorers: a VGG16 whose costs are written down, not measured.
-SETUP = """
+def test_opening_a_page_shows_what_is_stored_and_does_not_change_it(lab):
+    page = lab.open("08_layer_placement.ipynb")
+    # The status bar says so once the kernel has answered; then its description is in the page.
+    page.wait_until_idle()
+    page.window.wait_for_timeout(2000)
+    assert page.window.locator(".lm-TabBar-tab.jp-mod-dirty").count() == 0
+    assert any(cell["images"] for cell in page.cells())
+    assert not page.problems()
+    page.close()
+    assert page.path.read_bytes() == (ROOT / "notebooks" / page.path.name).read_bytes()
+
+
+# As in the solution, but every rank sends before it receives.
+WRONG = """
+def my_share_only(comm, chunks):
+    P, rank = comm.world_size, comm.rank
+    right, left = (rank + 1) % P, (rank - 1) % P
+    for step in range(P - 1):
+        comm.send(chunks[(rank + 1 - step) % P], right)
+        comm.recv(chunks[(rank - step) % P], left)
+"""
+
+
+def test_a_wrong_answer_is_explained_and_the_right_one_is_drawn(lab):
+    cells = nbformat.read(ROOT / "notebooks" / "06_ring_all_reduce.ipynb", as_version=4).cells
+    title = "### Exercise 3: share-only"
+    start = next(i for i, cell in enumerate(cells) if cell.source.startswith(title))
+    sources = [cell.source for cell in cells if cell.cell_type == "code"][:2]
+    sources += [cell.source for cell in cells[start:] if cell.cell_type == "code"][:2]
+    fold = next(c.source for c in cells[start:] if "<summary>Solution</summary>" in c.source)
+    lab.add("exercise.ipynb", *sources)
+    page = lab.open("exercise.ipynb")
+    page.run_all()
+    assert "not attempted yet: ring.share_only" in page.cells()[3]["text"]
+
+    page.type_cell(2, WRONG)
+    page.run_all()
+    said = page.cells()[3]["text"]
+    assert "each waits for the next" in said
+    assert "comm.send(chunks[(rank + 1 - step) % P], right)" in said
+
+    page.type_cell(2, re.findall(r"```python\n(.*?)```", fold, re.DOTALL)[-1])
+    page.run_all()
+    shown = page.cells()[3]
+    assert "passed: ring.share_only" in shown["text"]
+    assert len(shown["images"]) == 2, "the learner's timeline and labkit's"
+    assert all("Timeline of 4 ranks" in image["alt"] for image in shown["images"])
+    assert not page.problems()
+    page.close()
+
+
+# A VGG16 whose costs are written down, not measured.
+EXPLORER = """
 from functools import partial
-
-import labkit
-import workbook
+import labkit, workbook
 from labkit.costs import Link
 from labkit.placement.planner import LayerCost, Profile
 from labkit.training.measured import measure_split
 
-DEVICE = "cpu"
 layers = (LayerCost(f"layer {i}", 0.001, 0.002, 2**22 >> i // 2, 2**10, 2**10) for i in range(34))
 profile, link = Profile("vgg16", 4, 2**20, tuple(layers)), Link(1e-4, 1e-9)
+short = partial(measure_split, steps=2, device="cpu")
+workbook.widgets.split_explorer(profile, link, split_points=(15,), measure=short)
 """
 
 
-def widget_of(name):
-    """The cell of a page that shows a widget."""
-    cells = json.loads((ROOT / "notebooks" / name).read_text())["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    (source,) = (source for source in code if "workbook.widgets." in source)
-    return source
-
-
-def test_the_first_page_runs_from_top_to_end(lab):
-    page = lab.open("00_start_here.ipynb")
+def test_the_split_explorer_follows_mouse_and_keys_and_its_run_can_be_stopped(lab):
+    lab.add("explorer.ipynb", EXPLORER)
+    page = lab.open("explorer.ipynb")
     page.run_all()
-    assert not page.problems()
-    page.close()
-
-
-@pytest.mark.parametrize("name", NOTEBOOKS[1:])
-def test_a_page_shows_what_is_stored(lab, name):
-    page = lab.open(name)
-    stored = "<img " in (ROOT / "notebooks" / name).read_text()
-    assert any(cell["images"] for cell in page.cells()) == stored
-    assert not page.problems()
-    page.close()
-
-
-def test_the_widgets_follow_the_keyboard_even_while_a_cell_runs(lab):
-    pages = [
-        "03_distributed_data_parallel.ipynb",
-        "05_async_parameter_server.ipynb",
-        "06_ring_all_reduce.ipynb",
-        "08_layer_placement.ipynb",
-    ]
-    lab.add("widgets.ipynb", SETUP, *map(widget_of, pages), "import time\ntime.sleep(3)")
-    page = lab.open("widgets.ipynb")
-    page.start_all()
-    buckets, staleness, stepper, splits = 1, 2, 3, 4
-    start = page.wait_for_image(stepper, "Ring all-reduce of 4 ranks")
-    page.move_slider(stepper, 0, *["ArrowRight"] * 5)
-    page.finish()
-    drive_the_stepper(page, stepper, start)
-    page.move_slider(buckets, 0, "Home")
-    page.wait_for_text("Model: buckets of one parameter make 240 all-reduces")
-    page.move_slider(staleness, 1, "Home")
-    page.wait_for_text("53 gradients are applied while synchronous rounds apply 45")
-    page.move_slider(staleness, 0, "End")
-    page.wait_for_text("104 gradients are applied while synchronous rounds apply 72")
-    drive_the_split_explorer(page, splits)
-    assert not page.problems()
-    page.close()
-
-
-def drive_the_stepper(page, cell, start):
-    """Slider 0 has the step, slider 1 the number of ranks; five steps were taken."""
-    page.wait_for_text("Step 5 of 6")
-    page.move_slider(cell, 0, *["ArrowLeft"] * 3)
-    page.wait_for_text("Step 2 of 6, share_reduce: rank 0 sends chunk 3 to rank 1")
-    assert page.wait_for_image(cell, "step 2 of 6")["source"] != start["source"]
-    page.move_slider(cell, 0, "End", "ArrowRight")  # there is no step after the last
-    page.wait_for_text("Step 6 of 6, share_only")
-    page.move_slider(cell, 1, "Home")
-    page.wait_for_text("Step 2 of 2, share_only")
-    page.move_slider(cell, 1, *["ArrowRight"] * 4)
-    page.wait_for_text("Step 2 of 10")  # until then the page knows of two steps only
-    page.move_slider(cell, 0, *["ArrowRight"] * 8)
-    page.wait_for_text("Every rank now owns the complete sums of all 6 chunks")
-    page.wait_for_image(cell, "Ring all-reduce of 6 ranks, st")
-
-
-def drive_the_split_explorer(page, cell):
-    """tests/project/test_browser_explorer.py does more with it."""
-    cut = page.cell(cell).get_by_role("slider", name="cut 1")
+    root = page.cell(0).locator(".labkit-split")
+    cut = root.get_by_role("slider", name="cut 1")
+    hops = root.locator(".numbers div", has_text="all hops")
+    hops.locator("dd", has_text="266 µs").wait_for()
+    box = cut.locator(".grip").bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.window.mouse.move(x, y)
+    page.window.mouse.down()
+    edge = root.locator(".picture").bounding_box()["width"] / 34
+    page.window.mouse.move(x - 5 * edge, y + 40, steps=3)
+    page.window.mouse.up()
+    hops.locator("dd", has_text="724 µs").wait_for()
+    for key, point in (("PageUp", "15"), ("End", "33"), ("ArrowRight", "33"), ("Home", "1")):
+        cut.press(key)
+        assert cut.get_attribute("aria-valuenow") == point
+    root.get_by_role("button", name="Run").click()
+    root.locator(".status", has_text="measuring").wait_for()
     cut.press("ArrowRight")
-    assert cut.get_attribute("aria-valuenow") == "16"
-    page.cell(cell).get_by_role("button", name="Run").press("Enter")
-    page.wait_for_text("measured, cut before layer 16", timeout_s=60)
-
-
-def test_a_cell_that_raises_is_a_problem_unless_it_is_meant_to(lab):
-    lab.add("raises.ipynb", "1 / 0", "[][5]", "'never run'", raises=(0,))
-    page = lab.open("raises.ipynb")
-    page.run_all(timeout_s=60)
-    raised = "cell 1: IndexError: list index out of range"
-    assert page.problems() == [raised, "cell 2: never ran"]
+    assert cut.get_attribute("aria-valuenow") == "2", "moves while the kernel is busy"
+    root.get_by_role("button", name="Stop").click()
+    root.locator(".status", has_text="stopped").wait_for()
+    root.get_by_role("button", name="Run").click()
+    root.locator(".status", has_text="measured, cut before layer 2").wait_for(timeout=60_000)
+    assert root.locator(".picture rect.measured").count() > 6
+    assert not page.problems()
     page.close()
+
+
+LIVE = """
+import time, torch, labkit, workbook
+def work(comm, steps):
+    for step in range(steps):
+        with comm.span("compute"):
+            time.sleep(0.05 + 0.02 * comm.rank)
+        labkit.collectives.ring_all_reduce(comm, torch.ones(1000))
+        comm.progress(step + 1, steps, "steps", samples=8, loss=1 / (step + 1))
+"""
+LANES = 'svg[aria-label^="Live timeline of 2 ranks"]'
+
+
+def test_lanes_fill_while_ranks_run_end_as_the_timeline_and_stop_at_the_button(lab):
+    runs = [f"labkit.run(work, {steps}, world_size=2).values" for steps in (40, 4000)]
+    lab.add("live.ipynb", LIVE, *runs)
+    page = lab.open("live.ipynb")
+    page.start_all()
+    lanes = page.cell(1).locator(LANES)
+    lanes.wait_for(timeout=60_000)
+    early = lanes.inner_html()
+    page.window.wait_for_timeout(1000)
+    assert lanes.inner_html() != early
+    words = lanes.text_content()
+    assert all(part in words for part in ("rank 1", "loss", "samples/s", "of 40 steps"))
+    page.cell(1).locator('img[alt*="Timeline of 2 ranks"]').wait_for(timeout=20_000)
+    assert lanes.count() == 0
+    page.cell(2).locator(LANES).wait_for(timeout=20_000)
+    page.window.get_by_role("button", name="Interrupt the kernel").first.click()
+    page.finish()
+    assert "KeyboardInterrupt" in page.cells()[2]["text"]
+    assert "stopped" in page.cell(2).locator(LANES).text_content()
+    page.close()
+
+
+CHECKS = """
+from workbook import check
+check.answers(lambda x: 2 * x, {(1,): 2, (3,): 6}, name="double")
+"""
+
+
+def test_a_prediction_is_locked_and_kept_over_a_restart_of_the_kernel(lab):
+    predicts = 'import workbook\nsent = workbook.predict("sent by one rank", "bytes")'
+    measures = 'workbook.predict_row("sent by one rank", "bytes", sent, 6_000_000, 6_000_000)'
+    lab.add("predicts.ipynb", predicts, measures, CHECKS, "workbook.progress()")
+    page = lab.open("predicts.ipynb")
+    page.run_cell(0)
+    field = page.cell(0).get_by_label("Your prediction of sent by one rank (bytes)")
+    field.fill("3 s")
+    field.press("Enter")
+    page.wait_for_text("'s' is not a unit here")
+    field.fill("5.7 MiB")
+    page.cell(1).click()  # to leave the field is enough
+    page.wait_for_text("Your prediction: 5.7 MiB")
+    page.run_cell(1)
+    page.wait_for_text("Locked since it was measured")
+    assert field.is_disabled()
+    page.run_cell(2)
+    page.menu("Kernel", "Restart Kernel and Clear Outputs of All Cells…")
+    page.window.locator(".jp-Dialog .jp-mod-accept").click()
+    page.window.locator(".jp-Dialog").wait_for(state="detached")
+    page.run_cell(0)
+    page.wait_for_text("Locked since it was measured")
+    assert field.input_value() == "5976883.2 bytes"
+    page.run_cell(3)
+    shown = page.cells()[3]["text"]
+    assert re.search(r"\d of \d\d exercises passed", shown)
+    assert "passed: double" in shown
+    assert "predicts\tsent by one rank\t5.7 MiB\t5.72 MiB" in shown
+    page.window.locator(".widget-button", has_text="Predict again").click()
+    page.wait_for_text("Type it, press Enter")
+    assert field.is_enabled()
+    page.close()
+    assert page.window.locator(NOTEBOOK).count() == 0

@@ -16,8 +16,8 @@ from elastic_work import SAMPLES, make_dataset, make_model
 from safetensors.torch import load_file
 
 from labkit import train_with
-from labkit.training.state import largest_difference
-from labkit.workload.sampling import batch_slices, epoch_order, share
+from labkit.training.result import largest_difference
+from labkit.workload.samples import batch_slices, epoch_order, share
 
 pytestmark = pytest.mark.skipif(shutil.which("ip") is None, reason="no ip: not on Linux")
 BATCH = 10
@@ -89,8 +89,6 @@ def check_result(folder, epochs):
     assert largest_difference(load_file(folder / "end"), due.state) < 1e-10
     report = json.loads((folder / "out.json").read_text())
     assert report["replicas_agree"]
-    rows = (folder / "logs" / "epochs.csv").read_text().splitlines()[1:]
-    assert [int(row.split(",")[0]) for row in rows] == list(range(1, epochs + 1))
     losses = [row["loss"] for row in due.epochs]
     assert [row["loss"] for row in report["epochs"]] == pytest.approx(losses, rel=1e-12)
     hidden = [path.name for path in (folder / "checkpoints").iterdir() if path.name[0] == "."]
@@ -98,7 +96,7 @@ def check_result(folder, epochs):
 
 
 def outputs(epochs):
-    files = "--json", "out.json", "--save", "end", "--log-dir", "logs"
+    files = "--json", "out.json", "--save", "end"
     return [*WORK, "--epochs", str(epochs), *files]
 
 

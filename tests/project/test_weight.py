@@ -55,7 +55,7 @@ LIMITS = {
     "tests/widgets": (462, 3841),
     "tests/workload": (773, 7160),
     "tools": (1325, 9332),
-    "workbook": (378, 1946),
+    "workbook": (468, 2509),
     "workbook/exercises": (8218, 56710),
     "workbook/measure": (3999, 27483),
     "workbook/notebook": (2166, 13268),

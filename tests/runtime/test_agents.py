@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import wait_until
 
-from labkit.comm.processes import marked
+from labkit.comm.shared_memory import marked
 from labkit.runtime.agents import start_agents
 
 pytestmark = pytest.mark.fresh

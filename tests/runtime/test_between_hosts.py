@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 
 import pytest
 import torch
@@ -64,14 +63,6 @@ def other_shapes(comm):
         comm.recv(torch.zeros(5), 0)  # receives 5
 
 
-def other_dtypes(comm):
-    last = comm.world_size - 1
-    if comm.rank == 0:
-        comm.send(torch.zeros(4), last)
-    if comm.rank == last:
-        comm.recv(torch.zeros(4, dtype=torch.int32), 0)  # receives integers
-
-
 def other_collectives(comm):
     op = "max" if comm.rank == comm.world_size - 1 else "sum"
     ring_all_reduce(comm, torch.zeros(6), op)  # sum and maximum
@@ -81,12 +72,6 @@ def killed(comm):
     if comm.rank == comm.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     ring_all_reduce(comm, torch.zeros(6))  # waits for killed
-
-
-def exits(comm):
-    if comm.rank == comm.world_size - 1:
-        os._exit(3)
-    ring_all_reduce(comm, torch.zeros(6))  # waits for exits
 
 
 def raises(comm):
@@ -99,12 +84,6 @@ def leaves(comm):
     if comm.rank == comm.world_size - 1:
         sys.exit(0)
     ring_all_reduce(comm, torch.zeros(6))
-
-
-def others_compute(comm):
-    if comm.rank < 2:
-        comm.recv(torch.zeros(4), 1 - comm.rank)  # two of 4
-    time.sleep(60)
 
 
 def returns_an_object(comm):
@@ -160,20 +139,15 @@ class TestFaults:
         hosts = self.told(other_shapes, "message 1 from rank 0 (host 0) to rank 3", *lines)
         self.raised(hosts, "DeadlockError", 0, 3)
 
-    def test_a_dtype_of_the_same_size_moves_no_data(self):
-        hosts = self.told(other_dtypes, "does not fit", "int32 [4]", where("receives integers"))
-        self.raised(hosts, "DeadlockError", 0, 3)
-
     def test_collectives(self):
         self.told(other_collectives, "call different collectives", where("sum and maximum"))
 
-    @pytest.mark.parametrize(("ends", "code"), [(killed, -signal.SIGKILL), (exits, 3)])
-    def test_a_rank_that_is_lost(self, ends, code):
+    def test_a_rank_that_is_lost(self):
         # On its own host torchrun has ended the other rank, and says why.
-        here, there = on_hosts(fails, [2, 2], ends)
-        told_on([here], "rank 3 (host 1) cannot be reached", where(f"waits for {ends.__name__}"))
+        here, there = on_hosts(fails, [2, 2], killed)
+        told_on([here], "rank 3 (host 1) cannot be reached", where("waits for killed"))
         self.raised([here], "WorkerError", 0, 1)
-        assert there.codes[3] == code
+        assert there.codes[3] == -signal.SIGKILL
 
     def test_an_exception(self):
         hosts = self.told(raises, "rank 3 (host 1) raised KeyError", where("the mistake"))
@@ -184,10 +158,6 @@ class TestFaults:
 
     def test_sys_exit(self):
         self.told(leaves, "rank 3 (host 1) called sys.exit(0)")
-
-    def test_ranks_that_compute_are_ended(self):
-        hosts = self.told(others_compute, "deadlock: rank 0 (host 0) -> rank 1", where("two of 4"))
-        self.raised(hosts[:1], "DeadlockError", 0, 1)
 
     def test_a_value_that_cannot_travel(self):
         hosts = self.told(returns_an_object, "value['a'][2] (", "is not plain data")

@@ -11,7 +11,7 @@ from ranks import travel_by_value, wait_until
 from torch.utils.data import DataLoader, Dataset
 
 from labkit import WorkerError, run
-from labkit.comm.processes import is_running
+from labkit.comm.shared_memory import is_running
 
 travel_by_value(__name__)
 
@@ -64,23 +64,3 @@ def test_workers_serve_a_data_set_that_no_process_could_import():
 def test_a_worker_that_fails_is_named(bad, message):
     with pytest.raises(WorkerError, match=message):
         run(use_workers, bad, world_size=2)
-
-
-def die_with_workers(comm, folder):
-    loader = iter(DataLoader(Squares(), batch_size=2, num_workers=2))
-    next(loader)
-    pids = [child.pid for child in multiprocessing.active_children()]
-    (folder / f"{comm.rank}").write_text(" ".join(map(str, pids)))
-    comm.barrier()
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    comm.barrier()
-
-
-def test_workers_end_with_a_rank_that_is_killed(tmp_path):
-    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
-        run(die_with_workers, tmp_path, world_size=2)
-    pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
-    assert len(pids) == 4
-    # Killed with the group of their rank; the system ends them when it gets to it.
-    assert wait_until(lambda: not any(map(is_running, pids)), 5)

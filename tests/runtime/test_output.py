@@ -8,7 +8,7 @@ from multiprocessing import Pipe
 import pytest
 from ranks import travel_by_value
 
-from labkit import WorkerError, run
+from labkit import run
 from labkit.runtime.output import Output
 
 travel_by_value(__name__)
@@ -40,20 +40,6 @@ def test_the_last_state_of_each_line_is_left_however_the_pipe_cuts_it(text, line
     assert capsys.readouterr().out.splitlines() == shown
 
 
-def test_a_bar_is_one_line_in_the_end(capsys, monkeypatch):
-    monkeypatch.setenv("LABKIT_LIVE", "0")
-
-    def counts(comm):
-        from tqdm import tqdm
-
-        for _ in tqdm(range(50), mininterval=0):
-            pass
-
-    run(counts, world_size=2)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:13] for line in lines] == ["[rank 0] 100%", "[rank 1] 100%"]
-
-
 @pytest.mark.slow
 def test_output_arrives_while_the_run_goes_on(tmp_path):
     gate = tmp_path / "gate"
@@ -82,13 +68,3 @@ def test_output_arrives_while_the_run_goes_on(tmp_path):
     finally:
         sys.stdout = keep
     assert gate.exists()
-
-
-def test_what_was_printed_before_a_failure_is_shown(capsys):
-    def fails(comm):
-        print("before the end")
-        raise ValueError("now")
-
-    with pytest.raises(WorkerError):
-        run(fails, world_size=1)
-    assert capsys.readouterr().out == "[rank 0] before the end\n"

@@ -75,15 +75,6 @@ def test_other_classes_are_named_with_their_place_unless_the_program_allows_them
         assert load_plain(dump_plain([Mine(3)])) == [Mine(3)]
 
 
-def test_what_training_returns_is_allowed():
-    from labkit.training.loop import RankReport
-
-    report = RankReport([{"loss": 0.5}], 1, 2, "ab", {"w": torch.ones(2)}, {}, MEMORY)
-    found = load_plain(dump_plain(report))
-    assert torch.equal(found.state["w"], torch.ones(2))
-    assert found.peak_memory == MEMORY
-
-
 def test_a_pickle_of_a_stranger_is_not_executed(tmp_path):
     path, saved = tmp_path / "proof", tmp_path / "saved"
     bomb = Bomb(str(path))

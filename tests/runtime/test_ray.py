@@ -14,7 +14,6 @@ from ranks import is_alive, travel_by_value, wait_until
 
 from labkit import DeadlockError, WorkerError, run, train_with
 from labkit.collectives import ring_all_reduce
-from labkit.runtime import ray_ranks
 
 # Ray reads it when it is imported.
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -94,35 +93,6 @@ def test_the_ranks_of_two_nodes_are_one_run(nodes, monkeypatch, tmp_path, capfd)
     assert wait_until(says_all, 30), said
 
 
-def test_a_run_is_drawn_while_it_lasts(nodes, monkeypatch):
-    class Drawn:
-        def __init__(self, board):
-            self.board, self.labels = board, set()
-            drawn.append(self)
-
-        def update(self):
-            self.labels.update(self.board.ranks["label"].tolist())
-
-        def close(self, trace):
-            self.trace = trace
-
-    def works(comm):
-        comm.progress(1, 2, f"part of {comm.rank}")
-        time.sleep(2)
-
-    drawn = []
-    monkeypatch.setattr(ray_ranks, "Watcher", Drawn)
-    run(works, world_size=2, hosts=2)
-    assert {b"part of 0", b"part of 1"} <= drawn[0].labels
-    assert drawn[0].trace is not None
-
-
-def test_the_ranks_are_kept_for_the_next_run_and_keep_no_cores(nodes):
-    before = [pid for pid, *_ in run(who, world_size=2, hosts=2).values]
-    assert [pid for pid, *_ in run(who, world_size=2, hosts=2).values] == before
-    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
-
-
 def test_a_deadlock_across_hosts_is_explained_with_its_lines(nodes):
     def both(comm):
         comm.recv(torch.empty(2), 1 - comm.rank)
@@ -162,17 +132,6 @@ def test_nodes_that_the_cluster_does_not_have_are_refused(nodes):
     with pytest.raises(ValueError, match=r"and the run 1 rank"):
         run(who, world_size=1, hosts=2)
     assert run(who, world_size=2, hosts=f"{address},{address}").values[0][1] == ((0,), (1,))
-
-
-def test_a_rank_that_is_killed_is_named_and_the_next_run_works(nodes):
-    def dies(comm):
-        if comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        comm.barrier()
-
-    with pytest.raises(WorkerError, match=r"[Rr]ank 1|host 1"):
-        run(dies, world_size=2, hosts=2)
-    assert run(who, world_size=2, hosts=2).values[0][1] == ((0,), (1,))
 
 
 def test_the_stop_button_ends_the_ranks(nodes, tmp_path):

@@ -13,13 +13,6 @@ def test_buckets_run_from_the_last_parameter_to_the_first():
     assert assign_buckets([2 * MIB, 4, MIB], cap_bytes=10**9) == [[2], [1, 0]]
 
 
-def test_a_parameter_that_fills_a_bucket_has_it_to_itself():
-    assert assign_buckets([1, 9, 1, 1], cap_bytes=5, first_cap_bytes=5) == [[1], [3, 2, 0]]
-    assert assign_buckets([8, 1] * 3, cap_bytes=8) == [[4], [2], [5, 3, 1], [0]]
-    # What was gathered beside it leaves before it, when it is ready before it.
-    assert assign_buckets([9, 1, 1], cap_bytes=5, first_cap_bytes=5) == [[2, 1], [0]]
-
-
 def test_a_bucket_holds_one_kind():
     kinds = ["half", "half", "full", "half"]
     assert assign_buckets([1] * 4, cap_bytes=9, kinds=kinds) == [[3], [2], [1, 0]]

@@ -50,13 +50,3 @@ def test_a_step_is_counted_from_the_end_of_the_warm_up_to_the_very_update():
     # 2.2 * 25 is a little more than 55.
     found = factors("step:1:0.001", warmup_epochs=2.2, epochs=5, updates_per_epoch=25)
     assert [found.index(0.001**power) for power in range(3)] == [55, 80, 105]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["linear", "step:30", "cosine:3", "step:1.5:0.1", "step:1:nan", "step:0:0.1", "step:1:1.5"],
-)
-def test_texts_that_are_no_schedule(text):
-    assert parse_lr_schedule("step:30:1e-1") == ("step", 30, 0.1)
-    with pytest.raises(ValueError, match="lr_schedule"):
-        parse_lr_schedule(text)

@@ -13,7 +13,6 @@ from labkit.schedules.pipeline import (
     pipeline_streams,
     with_hops,
 )
-from labkit.schedules.split_points import check_split_points, stage_bounds
 
 
 def words(actions):
@@ -98,20 +97,3 @@ def test_stages_that_are_not_trained_have_no_backward_and_get_no_gradient():
         hops = [step for step in steps if isinstance(step, Hop)]
         assert sum(hop.send is not None and hop.send.kind == "gradient" for hop in hops) == sends
         assert any(step[0] == "backward" for step in steps) == (stage >= 1)
-
-
-@pytest.mark.parametrize(
-    ("points", "num_layers", "num_stages", "words"),
-    [
-        ([0], 7, None, "split point 0 leaves a stage without layers: with 7 layers it is 1 to 6"),
-        ([5, 2], 7, None, "5, 2 are out of order: give each once"),
-        ([2.0], 7, None, "split point 2.0 is not an integer"),
-        ([2, 5], 7, 4, r"2 split points \(2, 5\) for 4 stages: give 3"),
-        (5, 7, None, r"one for each cut, got 5: write \(5,\)"),
-    ],
-)
-def test_split_points_begin_stages(points, num_layers, num_stages, words):
-    assert stage_bounds([2, 5], 7) == [(0, 2), (2, 5), (5, 7)]
-    assert stage_bounds((), 7) == [(0, 7)]
-    with pytest.raises(ValueError, match=words):
-        check_split_points(points, num_layers, num_stages)

@@ -67,12 +67,6 @@ def test_chunks_cover_everything_and_differ_by_one_at_most(num_elements, world_s
     assert [start for start, _ in bounds] == [sum(sizes[:i]) for i in range(world_size)]
 
 
-def test_two_hosts_of_two_ranks_have_two_rings():
-    """Ranks 0 and 2 have the second half of their host's sum, ranks 1 and 3 the first."""
-    rings = [list(rings_between(rank, ((0, 1), (2, 3)))) for rank in range(4)]
-    assert rings == [[([0, 2], (2, 4))], [([1, 3], (0, 2))]] * 2
-
-
 @pytest.mark.parametrize(
     "hosts",
     [

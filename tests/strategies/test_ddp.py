@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import run
-from labkit.costs.traffic import NOTHING, broadcast_cost, ring_all_reduce_cost
+from labkit.costs.traffic import Cost, broadcast_cost, ring_all_reduce_cost
 from labkit.strategies.ddp import BucketedDDP, NaiveDDP
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 
@@ -104,7 +104,7 @@ def test_traffic_equals_the_formula_and_the_line_has_a_lane_of_its_own():
         for sizes, used, _ in found:
             costs = [ring_all_reduce_cost(size, 8, 3, rank) for size in sizes]
             costs += [broadcast_cost(num_bytes, 1, 3, rank) for num_bytes in buffers]
-            expected = sum(costs * 3, start=NOTHING)
+            expected = sum(costs * 3, start=Cost(0, 0, 0))
             assert used == (expected.messages, expected.num_bytes)
         assert [len(sizes) > 1 for sizes, _, _ in found] == [False, True]
         # One bucket has nothing to run beside: whoever waits for it carries it out.

@@ -11,14 +11,13 @@ from functools import partial
 
 import pytest
 import torch
-from fifo_transport import streamed
 from odd_models import Mixed, seeded, some_batches
 from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, strategies
 from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.training.state import checksum, largest_difference
+from labkit.training.result import checksum, largest_difference
 
 travel_by_value(__name__)
 
@@ -202,28 +201,6 @@ def test_on_ranks(world_size):
 @pytest.mark.parametrize("devices", [2, 3])
 def test_in_one_process(devices):
     check(1, devices)
-
-
-def on_a_stream():
-    for servers in (1, 2):
-        yield ours_or_theirs("parameter_server", servers=servers), odd
-    yield ours_or_theirs("ddp", bucket_mb=0), odd
-    yield ours_or_theirs("ring_all_reduce"), odd
-    for model in STAGED:
-        cut = {"split_points": CUTS[3]}
-        yield ours_or_theirs("model_parallel", **cut), model
-        yield ours_or_theirs("pipeline", **cut, micro_batches=3, schedule="1f1b"), model
-
-
-@pytest.mark.slow
-def test_over_a_stream_that_queues(monkeypatch):
-    cases = [(*one, CLIP_NORM) for one in on_a_stream()]
-    with streamed(monkeypatch):
-        values = run(train_each, cases, world_size=3).values
-    for number, (make, model, clip_norm) in enumerate(cases):
-        state = plainly(model, clip_norm)[0]
-        for rank in values:
-            assert largest_difference(rank[number][0], state) < 1e-10, (make, model)
 
 
 class Picky(nn.Linear):

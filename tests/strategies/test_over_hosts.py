@@ -15,7 +15,7 @@ from torch import nn
 
 import labkit
 from labkit import strategies
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/PID/fd")

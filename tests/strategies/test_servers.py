@@ -1,16 +1,13 @@
 """Parameter servers: counted to the byte, staleness and bounds, batch statistics, lost workers."""
 
 import itertools
-import math
 import os
 import signal
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
-from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from odd_models import Everything, seeded, sgd, some_batches, with_batch_norm
 from ranks import running_ranks, travel_by_value, wait_until
 from torch import nn
@@ -98,18 +95,6 @@ def test_a_bound_is_kept_and_every_share_is_worked_through(world_size, builtin):
     assert result.epochs[-1]["loss"] < result.epochs[0]["loss"]
 
 
-@pytest.mark.usefixtures("over_streams")
-def test_over_a_stream_that_queues():
-    test_a_bound_is_kept_and_every_share_is_worked_through(3, False)
-
-
-def test_a_bound_of_workers_minus_one_is_one_update_a_worker_and_round():
-    result = train_small(world_size=3, epochs=2, straggler="2:4", max_staleness=1)
-    # Pushes come in rounds: two by two, each pair holds both workers.
-    workers = [worker for worker, _ in result.notes["staleness"]]
-    assert [set(pair) for pair in zip(workers[::2], workers[1::2])] == [{1, 2}] * 8
-
-
 def test_messages_and_bytes_of_the_asynchronous_server():
     result = train_small(world_size=3, epochs=2, train_size=105)
     elements = sum(tensor.numel() for tensor in result.state.values())
@@ -118,65 +103,6 @@ def test_messages_and_bytes_of_the_asynchronous_server():
     assert (result.messages[0], sum(result.messages[1:])) == (2 * pushes, 2 * pushes)
     assert result.bytes_sent[0] == pushes * (elements + 1) * 4
     assert sum(result.bytes_sent[1:]) == pushes * (elements + 2) * 4
-
-
-class Odd(Everything):
-    """And BatchNorm with its counter."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, inputs):
-        return self.norm(super().forward(inputs))
-
-
-def train_odd(comm, technique):
-    """(state before, state at each end of an epoch, state after) of two epochs."""
-    strategy = technique(max_staleness=4)
-    strategy.setup(comm, seeded(Odd), sgd)
-    before = strategy.full_state()
-    endless = itertools.cycle([(x, y, 2 * len(y)) for x, y in some_batches((5, 5, 5))])
-    ends = [strategy.full_state() for _ in strategy.train(endless, 3, 2)]
-    after = strategy.full_state()
-    strategy.close()
-    return before, ends, after
-
-
-@pytest.mark.parametrize("technique", [AsyncParameterServer, RpcAsyncParameterServer])
-def test_odd_parameters_and_buffers_of_the_asynchronous_server(technique):
-    values = run(train_odd, technique, world_size=3).values
-    before, ends, after = values[0]
-    assert len(ends) == 2
-    assert largest(ends[1], after) == 0
-    assert all(largest(state, after) == 0 for _, _, state in values)
-    assert torch.equal(after["first.weight"], after["second.weight"])
-    assert not torch.equal(after["first.weight"], before["first.weight"])
-    for still in ("frozen", "unused.weight", "norm.num_batches_tracked"):
-        assert torch.equal(after[still], before[still])
-    # Buffers follow one worker at a time.
-    assert not torch.equal(after["norm.running_mean"], before["norm.running_mean"])
-    assert after["norm.running_var"].min() > 0
-
-
-def largest(state, other):
-    return max((state[name].double() - other[name].double()).abs().max() for name in other)
-
-
-def losses_of_guessing(comm):
-    """By epoch; the workers' shares are of 0 to 3 samples, and the model stays at zero."""
-    strategy, model = AsyncParameterServer(), nn.Linear(6, 6)
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    strategy.setup(comm, model, partial(torch.optim.SGD, lr=1e-12))
-    sizes = itertools.cycle((comm.rank, 0, 3))
-    batches = ((torch.ones(n, 6), torch.zeros(n, dtype=torch.int64), 6) for n in sizes)
-    return [loss.item() for _, loss in strategy.train(batches, 4, 3)]
-
-
-def test_an_epochs_loss_is_the_mean_of_its_samples_whoever_brought_them():
-    losses = run(losses_of_guessing, world_size=3).values[0]
-    assert losses == pytest.approx([math.log(6)] * 3)
 
 
 class Dies(AsyncParameterServer):
@@ -213,13 +139,6 @@ def test_the_server_goes_on_without_a_worker_that_dies_and_says_so(monkeypatch, 
     assert result.messages[2] == 0
     assert result.replicas_agree
     assert wait_until(lambda: not running_ranks(), 2)
-
-
-def test_the_death_of_the_last_worker_is_an_error(monkeypatch):
-    monkeypatch.setattr(strategies, "get", lambda *_, **__: Dies)
-    monkeypatch.setattr(Dies, "dying", (1, 2))
-    with pytest.raises(WorkerError, match="SIGKILL"):
-        train_small(world_size=3, epochs=2)
 
 
 def lose_a_rank(comm, technique, lost):

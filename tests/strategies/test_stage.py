@@ -1,14 +1,13 @@
 """A model cut into stages: batch statistics, messages, held activations, and the trace."""
 
 import pytest
-import torch
 from odd_models import seeded, sgd, some_batches
 from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, strategies, train_with
 from labkit.costs.traffic import Cost, model_parallel_cost
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 
@@ -99,23 +98,6 @@ def test_a_step_takes_the_operations_messages_and_bytes_of_the_formula():
             assert cost == due, (technique, model, rank)
 
 
-def train_words(comm, strategy):
-    """A model that takes whole numbers."""
-    torch.manual_seed(0)
-    layers = [nn.Embedding(9, 6), nn.Flatten(), nn.Linear(18, 6), nn.Tanh(), nn.Linear(6, 4)]
-    strategy.setup(comm, nn.Sequential(*layers).double(), sgd)
-    words, targets = torch.randint(9, (5, 3)), torch.randint(4, (5,))
-    for _ in range(2):
-        strategy.step(words, targets, 5)
-    return strategy.full_state()
-
-
-def test_whole_numbers_may_enter():
-    (state,) = run(train_words, strategies.get("single")(), world_size=1).values
-    for found in run(train_words, made("gpipe", (2,)), world_size=2).values:
-        assert largest_difference(found, state) < 1e-10
-
-
 def held_bytes(comm):
     """By schedule, of 2 and of 6 micro-batches of 4 samples."""
     found = {}
@@ -135,18 +117,6 @@ def test_fill_and_drain_holds_all_micro_batches_and_1f1b_no_more_than_stages_are
         assert found["1f1b", 6] / found["1f1b", 2] == (1.5, 1, 1)[rank]
     # Stage 0 keeps its input (6 numbers a sample), and what Linear hands Tanh, which keeps it.
     assert ranks[0]["gpipe", 2] == 8 * 8 * (6 + 6)
-
-
-def steps_of_pytorchs(comm):
-    strategy = strategies.get("pipeline", builtin=True)((3,), 4, "1f1b")
-    trained(comm, strategy, plain, (8, 7, 3))
-
-
-def test_every_micro_batch_of_pytorchs_pipeline_is_in_the_trace():
-    """A batch of 7 samples does not divide by four or less, and is one micro-batch."""
-    trace = run(steps_of_pytorchs, world_size=2).trace
-    for rank in range(2):
-        assert len(trace.of(rank, "forward")) == len(trace.of(rank, "backward")) == 4 + 1 + 3
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu,cpu,cpu"])

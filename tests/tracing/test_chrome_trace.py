@@ -89,17 +89,12 @@ def test_the_command_says_which_ranks_are_missing(capsys):
 
 GOOD = json.dumps({"traceEvents": [event("aten::mm", 1, 2)]})
 BROKEN = {
-    "a program": b"import os",
     "no text": b"\xff\xfe\x00",
     "cut off": GOOD[:-9].encode(),
     "packed and cut off": gzip.compress(GOOD.encode())[:-9],
-    "packed and damaged": b"\x1f\x8b" + bytes(30),
     "a number": b"7",
-    "no list": b'{"traceEvents": {}}',
     "no events": b'{"traceEvents": []}',
     "another tool's": b'[{"ph": "X", "ts": 1, "dur": 2}]',
-    "a time in words": GOOD.replace("2", '"two"').encode(),
-    "no start": GOOD.replace('"ts": 1, ', "").encode(),
     "absent": None,
 }
 

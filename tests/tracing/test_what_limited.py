@@ -69,23 +69,6 @@ def test_who_waits_for_a_rank_that_waits_is_waiting_for_the_last_one():
     }
 
 
-def test_at_a_barrier_the_ranks_at_work_are_waited_for():
-    times = rank_times(
-        trace_of(
-            (0, "wait", 1, 5), (0, "compute", 0, 1), (1, "compute", 0, 5), (2, "compute", 0, 3)
-        )
-    )
-    assert times[1].blamed_s == {"compute": 4 - 1}
-    assert times[2].blamed_s == {"compute": 1}
-
-
-def test_a_unit_of_work_begins_with_its_data():
-    steps = [(0, "data", t, t + 0.1) for t in (0, 10, 20)]
-    work = [(0, "compute", t + 1, t + 3) for t in (0, 10, 20)]
-    tails = [(0, "compute", t + 4, t + 5) for t in (0, 10, 20)]
-    assert rank_times(trace_of(*steps, *work, *tails))[0].unit_s == 3
-
-
 # The kinds of limits, on traces made by hand
 
 
@@ -102,10 +85,6 @@ def test_a_straggler_is_named_with_its_factor():
         "Rank 1 limited the run: it took 4 times as long as the others for the same amount of "
         "work, and the others waited for it 75% of their time. The rest: computing 50%."
     )
-
-
-def test_an_empty_trace():
-    assert what_limited(Trace()).kind == "nothing"
 
 
 # Recorded runs
@@ -147,7 +126,7 @@ def nothing(comm):
 
 
 def test_results_explain_themselves():
-    assert "recorded no span" in str(run(nothing, world_size=1).explain())
+    assert run(nothing, world_size=1).explain().kind == "nothing"
     trained = train_with("ddp", world_size=2, train_size=128).explain()
     assert trained.kind != "nothing"
     assert sum(trained.shares.values()) == pytest.approx(1)

@@ -17,7 +17,7 @@ from labkit.training.resolve import (
     optimizer_maker,
     schedule_of,
 )
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 
@@ -61,14 +61,6 @@ def test_an_asynchronous_server_makes_an_update_for_each_worker_with_samples():
     settings = {"world_size": 6, "lr_schedule": "step:1:0.1", "warmup_epochs": 0}
     optimizer = make("async_parameter_server", num_samples=20, **settings)
     assert rates(optimizer, 13) == pytest.approx([0.05] * (5 + 5 + 2) + [0.005])
-
-
-def test_it_continues_from_any_update():
-    whole = rates(make(), 12)
-    for update in (0, 7, 11):
-        later = make()
-        schedule_of(later).update = update
-        assert rates(later, 12 - update) == pytest.approx(whole[update:])
 
 
 def updates_made(comm, jobs):

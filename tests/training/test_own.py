@@ -3,26 +3,56 @@
 import json
 import math
 import os
+import threading
 
-import own_parts
 import pytest
 import torch
-from own_parts import Bad, Net, Points, Stream, TwoOutputs, WithLock, adam, net
 from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from labkit import WorkerError, train_with
-from labkit.training.state import largest_difference
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 
 INPUTS, TARGETS = torch.randn(30, 6), torch.arange(30) % 3
 
 
+class Net(nn.Module):
+    """A chain with a skip connection, and a layer that nothing uses: [n, 6] -> [n, 3]."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.unused, self.last = nn.Linear(2, 2), nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        hidden = torch.tanh(self.first(inputs))
+        hidden = hidden + torch.tanh(self.second(hidden))
+        return self.last(hidden)
+
+
+class Points(Dataset):
+    """The samples that ``item`` makes of points [6] and their classes; a lock does not travel."""
+
+    def __init__(self, item=lambda x, y, i: (x, y), lock=None):
+        self.item, self.lock = item, lock
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return self.item(INPUTS[index], int(TARGETS[index]), index)
+
+
+def net(inputs=6, outputs=3):
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
 def test_the_caller_s_model_is_the_start_and_is_not_changed(tmp_path):
-    model = own_parts.Net()
+    model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parts = {"model": model, "dataset": (INPUTS, TARGETS), "lr": 1e-30}
     result = train_with("ddp", world_size=2, **parts)
@@ -44,7 +74,7 @@ def random_net():
 
 
 def test_ranks_start_equal_even_if_their_models_do_not():
-    parts = {"model": random_net, "dataset": lambda: Points(20)}
+    parts = {"model": random_net, "dataset": Points}
     assert train_with("ring_all_reduce", world_size=2, **parts).replicas_agree
 
 
@@ -57,46 +87,38 @@ def test_what_has_no_classes_reports_its_loss():
     assert result.config.lr == 1e-3
 
 
-def refuse(**parts):
-    return {"model": net(), "dataset": (INPUTS, TARGETS)} | parts
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1)
 
 
+LOADER = DataLoader(TensorDataset(INPUTS, TARGETS))
+WEIGHTS = torch.tensor([1.0, 5.0, 0.1])
 REFUSED = {
-    "dataset is of type Stream, .*give a map-style Dataset": refuse(dataset=Stream()),
-    "of type DataLoader.* such as a DataLoader's dataset": refuse(
-        dataset=DataLoader(TensorDataset(INPUTS, TARGETS))
-    ),
-    r"inputs \[30, 6\] and targets \[29\]: give one target": refuse(dataset=(INPUTS, TARGETS[1:])),
-    r"do not fit in one batch .*\[6\] at entry 0": refuse(
-        dataset=Bad(lambda x, y, i: (x[i % 2 :], y))
-    ),
-    "is a tuple, not a pair": refuse(dataset=Bad(lambda x, y, i: (x, y, i))),
-    "uses args.*Own.* cannot be pickled .*Create it inside": refuse(dataset=WithLock()),
-    r"do not take inputs \[4, 6\] float32 and targets \[4\] int64": refuse(model=net(inputs=5)),
-    "tuple": refuse(model=TwoOutputs()),
-    "nothing can be trained": refuse(model=net().requires_grad_(False)),
-    "model Sequential cannot be copied": refuse(model=net().to("meta")),
-    r"Linear\(\) raised .*Give a function without arguments": refuse(model=nn.Linear),
-    "model is of type int: give an nn.Module": refuse(model=5),
-    "Target 2 is out of bounds": refuse(model=net(outputs=2)),
-    "the loss is not one number, the mean": refuse(loss=functional.mse_loss),
-    "return the mean over samples": refuse(loss=nn.CrossEntropyLoss(reduction="sum")),
-    "so that shares add up": refuse(
-        loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]))
-    ),
-    "takes no lr and no weight_decay here: leave them": refuse(optimizer=adam, lr=0.1),
-    "train_size is for labkit's data sets": refuse(train_size=31),
-    "labkit's models take images": refuse(model="mlp"),
+    "of type DataLoader.* such as a DataLoader's dataset": {"dataset": LOADER},
+    r"inputs \[30, 6\] and targets \[29\]: give one": {"dataset": (INPUTS, TARGETS[1:])},
+    "is a tuple, not a pair": {"dataset": Points(lambda x, y, i: (x, y, i))},
+    "uses args.*Own.* cannot be pickled .*Create": {"dataset": Points(lock=threading.Lock())},
+    r"do not take torch.float32 inputs \[4, 6\] and": {"model": net(inputs=5)},
+    "nothing can be trained": {"model": net().requires_grad_(False)},
+    r"Linear\(\) raised .*Give a function without arguments": {"model": nn.Linear},
+    "model is of type int: give an nn.Module": {"model": 5},
+    "Target 2 is out of bounds": {"model": net(outputs=2)},
+    "the loss is not one number, the mean": {"loss": functional.mse_loss},
+    "return the mean over samples": {"loss": nn.CrossEntropyLoss(reduction="sum")},
+    "so that shares add up": {"loss": nn.CrossEntropyLoss(weight=WEIGHTS)},
+    "takes no lr and no weight_decay here: leave them": {"optimizer": adam, "lr": 0.1},
+    "labkit's models take images": {"model": "mlp"},
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_trained_is_refused_before_any_rank_starts(message):
+    parts = {"model": net(), "dataset": (INPUTS, TARGETS)} | REFUSED[message]
     with pytest.raises(ValueError, match=message):
-        train_with("ddp", world_size=2, **REFUSED[message])
+        train_with("ddp", world_size=2, **parts)
 
 
 def test_a_late_sample_of_another_shape_is_named_by_the_rank():
-    late = Bad(lambda x, y, i: (x[i == 7 :], y))
+    late = Points(lambda x, y, i: (x[i == 7 :], y))
     with pytest.raises(WorkerError, match=r"do not fit in one batch .*\[6\] at entry 0"):
         train_with("single", model=net(), dataset=late)

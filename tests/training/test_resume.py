@@ -19,8 +19,8 @@ from labkit import RunConfig, run, train_with
 from labkit.runtime.worker import seed_random_numbers
 from labkit.training.checkpoint import find_start, newest
 from labkit.training.loop import fit
-from labkit.training.resolve import NOTHING, Own, Resolved, make_strategy, work_of
-from labkit.training.state import largest_difference
+from labkit.training.resolve import NOTHING, Own, make_strategy, work_of
+from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 
@@ -192,8 +192,8 @@ def start_of(saved, name, step=None, **changes):
     settings |= {"checkpoint_dir": str(saved / name), "resume": True} | changes
     settings = {key: value for key, value in settings.items() if value is not None}
     config, own = RunConfig(**settings), OWN.get(name, NOTHING)
-    ready = Resolved(make_strategy(config, own=own), work_of(config, own))
-    return find_start(config, own, ready)
+    ready = make_strategy(config, own=own), work_of(config, own)
+    return find_start(config, own, *ready)
 
 
 def contents(folder):
@@ -233,44 +233,15 @@ def test_what_cannot_be_divided_anew_is_refused(saved, tmp_path, name, why):
         start_of(tmp_path, name, world_size=2)
 
 
-def test_a_folder_without_checkpoints_begins_at_the_beginning(tmp_path):
-    config = RunConfig("single", checkpoint_dir=str(tmp_path / "missing"), resume=True)
-    path, note = find_start(config, NOTHING, Resolved(None, None))
-    assert path is None
-    assert "no checkpoint in" in note
-    assert not (tmp_path / "missing").exists()
-
-
-def test_damaged_checkpoints_are_skipped_and_said(saved, tmp_path):
-    shutil.copytree(saved / "ring", tmp_path / "ring", symlinks=True)
-    part = tmp_path / "ring" / "step-00000012" / "rank1.safetensors"
-    part.write_bytes(part.read_bytes()[:-1])
-    path, note = start_of(tmp_path, "ring")
-    assert path.name == "step-00000008"
-    assert "skipped step-00000012: rank1" in note
-    for folder in (tmp_path / "ring").glob("step-*"):
-        (folder / "facts.json").unlink()
-    before = contents(tmp_path)
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: step-00000012: "):
-        start_of(tmp_path, "ring")
-    assert contents(tmp_path) == before
-
-
-def sigterm(folder):
-    """Train in another program, which gets SIGTERM; how it ended, and what it said."""
+def test_sigterm_ends_all_ranks_after_a_step_with_a_checkpoint(tmp_path):
     words = "train --strategy ddp --world-size 2 --epochs 900 --device cpu --model mlp --lr 1e-9 "
-    words += f"--checkpoint-every 1000000 --checkpoint-dir {folder}"
+    words += f"--checkpoint-every 1000000 --checkpoint-dir {tmp_path}"
     command = [sys.executable, "-m", "labkit", *words.split()]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert "epoch 1/" in program.stdout.readline()
     program.send_signal(signal.SIGTERM)
     _, said = program.communicate(timeout=60)
-    return program.returncode, said
-
-
-def test_sigterm_ends_all_ranks_after_a_step_with_a_checkpoint(tmp_path):
-    code, said = sigterm(tmp_path)
-    assert code == 128 + signal.SIGTERM, said
+    assert program.returncode == 128 + signal.SIGTERM, said
     assert "labkit: stopped by SIGTERM after " in said
     assert newest(tmp_path)[0] is not None
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".") or p.suffix == ".part"]

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def together(monkeypatch):
         except (ValueError, OSError) as error:
             return str(error)
 
-    def on_all(configs=(CONFIG,) * 3, begins=(lambda: ("ready", (None, "")),) * 3, codes="aaa"):
+    def on_all(configs=(CONFIG,) * 3, begins=(ready,) * 3, codes="aaa"):
         stores = [dist.HashStore()] * 3
         with ThreadPoolExecutor(3) as pool:
             return list(pool.map(on, stores, range(3), configs, begins, codes, timeout=240))
@@ -39,13 +40,18 @@ def together(monkeypatch):
     return on_all
 
 
-def test_equal_ranks_go_on_and_what_belongs_to_a_machine_may_differ(together):
-    found = together([CONFIG, CONFIG, replace(CONFIG, weights="w")])
-    assert found == [("ready", (None, ""))] * 3
+def ready(start=None):
+    return "technique", (start, "")
 
 
-def test_another_command_other_code_and_another_checkpoint_are_named_on_all(together):
-    folders = [lambda: ("ready", (Path("a/step-1"), ""))] * 2 + [lambda: ("ready", (None, ""))]
+def lacks():
+    raise FileNotFoundError("no data set digits: get it by --download")
+
+
+def test_equal_ranks_go_on_and_what_differs_is_named_on_all(together):
+    # What belongs to a machine may differ.
+    assert together([CONFIG, CONFIG, replace(CONFIG, weights="w")]) == [ready()] * 3
+    folders = [partial(ready, Path("a/step-1"))] * 2 + [ready]
     for different, says in (
         ({"configs": [CONFIG, CONFIG, replace(CONFIG, lr=0.1)]}, "lr 0.05 on rank 0 and 0.1 on"),
         ({"codes": "aab"}, "labkit's code a on rank 0 and b on rank 2"),
@@ -55,22 +61,5 @@ def test_another_command_other_code_and_another_checkpoint_are_named_on_all(toge
         assert others == [first] * 2
         assert "rank 2 on two is not of the same run as rank 0 on one" in first
         assert says in first
-
-
-def test_data_that_only_one_machine_lacks(together):
-    def lacks():
-        raise FileNotFoundError("no data set digits: get it by --download")
-
-    there = lambda: ("ready", (None, ""))  # noqa: E731
-    for error in together(begins=[there, lacks, there]):
+    for error in together(begins=[ready, lacks, ready]):
         assert error == "rank 1 on one: no data set digits: get it by --download"
-
-
-def test_the_world_size_that_is_left_out_is_that_of_torchrun(monkeypatch):
-    configs = []
-    monkeypatch.setattr(train_run, "train_run", lambda config, **_: configs.append(config))
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "x"}.items():
-        monkeypatch.setenv(name, value)
-    train_run.train_with("ddp")
-    train_run.train_with("ddp", world_size=2)
-    assert [config.world_size for config in configs] == [3, 2]

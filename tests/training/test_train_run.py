@@ -1,11 +1,8 @@
-"""Training on real ranks: every synchronous technique ends where one device ends."""
-
-from collections import defaultdict
+"""A training run: named devices, counted bytes, seconds by phase, batch statistics of shares."""
 
 import pytest
 import torch
 from odd_models import (
-    fit_in_turn,
     in_turn,
     seeded,
     some_batches,
@@ -17,71 +14,15 @@ from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
 
-from labkit import RunConfig, run, strategies, train_with
+from labkit import run, strategies, train_with
 from labkit.costs.traffic import ring_all_reduce_cost
-from labkit.training.resolve import make_strategy
-from labkit.training.state import checksum, largest_difference, tolerance
-from labkit.workload.sampling import share
+from labkit.training.result import checksum
+from labkit.workload.samples import share
 
 travel_by_value(__name__)
 
-PARALLEL = [
-    pytest.param("data_parallel", False, id="data-parallel"),
-    pytest.param("data_parallel", True, id="data-parallel-builtin"),
-    pytest.param("ddp", False, id="ddp"),
-    pytest.param("parameter_server", False, id="server"),
-    pytest.param("parameter_server", True, id="server-builtin"),
-    pytest.param("ring_all_reduce", False, id="ring"),
-    pytest.param("ring_all_reduce", True, id="ring-builtin"),
-]
-# float64 finds mistakes at every world size; float32 only has to show that it stays close.
-EXACT = [("float64", world_size) for world_size in (1, 2, 3, 4)]
-CLOSE = ("float32", 3)
 # 107 = 3 x 35 + 2: batches that do not divide, and a last one of fewer samples than ranks.
 SMALL = {"epochs": 1, "train_size": 107, "lr": 0.02}
-
-
-def model_of(world_size):
-    """Convolutions take their time in float64: they are trained on three ranks."""
-    return "small_cnn" if world_size == 3 else "mlp"
-
-
-def job(strategy, builtin=False, **settings):
-    config = RunConfig(strategy, builtin=builtin, **settings)
-    return config, make_strategy(config)
-
-
-@pytest.fixture(scope="module")
-def trained():
-    """The ranks' reports by technique, world size and dtype: one run for each number of ranks."""
-    settings = SMALL | {"batch_size": 35}
-    jobs = defaultdict(dict)
-    for dtype, world_size in (*EXACT, CLOSE):
-        like = settings | {"dtype": dtype, "model": model_of(world_size)}
-        jobs[1]["single", like["model"], dtype] = job("single", **like)
-        for strategy, builtin in (param.values for param in PARALLEL):
-            one = job(strategy, builtin, world_size=world_size, **like)
-            ranks = 1 if strategy == "data_parallel" else world_size
-            jobs[ranks][strategy, builtin, world_size, dtype] = one
-    found = {}
-    for ranks, some in jobs.items():
-        values = run(fit_in_turn, some, world_size=ranks).values
-        found |= {name: [reports[name] for reports in values] for name in some}
-    return found
-
-
-@pytest.mark.parametrize(("dtype", "world_size"), [*EXACT, CLOSE])
-@pytest.mark.parametrize(("strategy", "builtin"), PARALLEL)
-def test_equals_one_device_for_any_number_of_ranks(trained, strategy, builtin, world_size, dtype):
-    first, *others = trained[strategy, builtin, world_size, dtype]
-    (alone,) = trained["single", model_of(world_size), dtype]
-    assert largest_difference(first.state, alone.state) < tolerance(dtype, on_gpu=False)
-    assert {report.checksum for report in others} <= {first.checksum}
-    (epoch,), (due,) = first.epochs, alone.epochs
-    for name in ("test_accuracy", "train_accuracy"):
-        assert epoch[name] == due[name]
-    assert epoch["test_loss"] == pytest.approx(due["test_loss"], rel=1e-5)
-    assert epoch["loss"] == pytest.approx(due["loss"], rel=1e-5)
 
 
 def test_named_devices_are_those_of_the_ranks():
@@ -104,14 +45,6 @@ def test_bytes_and_messages_of_a_run_equal_the_formula():
     alone = train_with("single", batch_size=35, **SMALL)
     assert result.difference_from(alone) < result.tolerance(alone)
     assert result.test_accuracy == alone.test_accuracy
-
-
-def test_phases_add_up_to_the_time_of_a_rank():
-    result = train_with("ring_all_reduce", world_size=2, **SMALL)
-    kinds = {"data", "compute", "update", "share_reduce", "share_only"}
-    assert kinds <= result.phases_s.keys() <= kinds | {"wait", "evaluate"}
-    spent_s = sum(result.phases_s.values()) - result.phases_s.get("evaluate", 0)
-    assert spent_s <= 1.2 * sum(epoch["seconds"] for epoch in result.epochs) + 0.1
 
 
 # Models that a course meets sooner or later, trained by hand through the strategy protocol.

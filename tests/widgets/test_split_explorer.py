@@ -1,4 +1,4 @@
-"""The kernel's side of the picture; tests/project/test_browser_explorer.py tests the browser's."""
+"""The kernel's side of the picture; tests/project/test_browser.py tests the browser's."""
 
 import json
 import threading

@@ -59,14 +59,6 @@ def test_the_floats_that_cross_the_cuts_of_vgg16_at_299_pixels():
     assert [shapes[point - 1].numel() for point in (15, 31)] == [1_401_856, 41_472]
 
 
-def test_a_layer_that_does_not_take_what_comes_is_named():
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(4, 5))
-    with pytest.raises(ValueError, match=r"layer 1 \(Linear\) does not take \[2, 5\]"):
-        output_shapes(model, (4,), 2)
-    with pytest.raises(ValueError, match=r"layer 0 \(LSTM\) returns a tuple"):
-        output_shapes(nn.Sequential(nn.LSTM(3, 3)), (2, 3))
-
-
 def test_a_meta_copy_has_the_ties_of_its_model_and_no_memory():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     model[2].weight, model[0].mask = model[0].weight, torch.ones(3)

@@ -1,8 +1,5 @@
 """Models: the same everywhere for one seed, right in shape, and safe to cut into stages."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -104,34 +101,3 @@ def test_same_seed_same_parameters_and_global_state_untouched(name):
         assert torch.equal(mine.double(), other)
     third = build_model(name, num_classes=10, input_shape=DIGITS, seed=6)
     assert not torch.equal(next(first.parameters()), next(third.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"name": "lenet"}, "'lenet'.*small_cnn.*mobilenet.*resnet18.*vgg16"),
-        ({"input_shape": (8, 8)}, r"\(8, 8\)"),
-        ({"input_shape": (1, 0, 8)}, r"\(1, 0, 8\)"),
-        ({"num_classes": 0}, "num_classes.*0"),
-    ],
-)
-def test_mistakes_are_named(changes, words):
-    arguments = {"name": "small_cnn", "num_classes": 10, "input_shape": DIGITS, **changes}
-    with pytest.raises(ValueError, match=words):
-        build_model(arguments.pop("name"), seed=0, **arguments)
-
-
-@pytest.mark.fresh
-def test_torchvision_loads_only_for_the_models_that_need_it():
-    code = (
-        "import sys\n"
-        "from labkit.workload import build_model, load_dataset\n"
-        "load_dataset('digits')\n"
-        "for name in ('small_cnn', 'mlp', 'vgg16'):\n"
-        "    build_model(name, num_classes=10, input_shape=(1, 8, 8), seed=0)\n"
-        "print('torchvision' in sys.modules)"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.strip() == "False"

@@ -9,7 +9,15 @@ from torch.utils.data import Dataset, TensorDataset
 
 from labkit.config import AUGMENTATIONS
 from labkit.workload.losses import CountedLoss, sum_cross_entropy
-from labkit.workload.samples import Samples, Standard, Transform, seeded
+from labkit.workload.samples import (
+    Samples,
+    Standard,
+    Transform,
+    batch_slices,
+    epoch_order,
+    seeded,
+    share,
+)
 
 NUMBERS = [torch.tensor([4, 0, 4]), torch.tensor([], dtype=torch.int64), torch.tensor([2])]
 
@@ -97,10 +105,31 @@ def test_right_predictions_are_counted_where_the_loss_is_computed():
     assert counted.take() == (0, 0)
 
 
-def test_what_is_no_choice_among_classes_is_not_counted():
-    counted = CountedLoss(lambda outputs, targets: outputs.sum())
-    counted(torch.ones(2, 3), torch.ones(2, 3))
-    counted(torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
-    counted(torch.ones(2, 3, 4), torch.zeros(2, 4, dtype=torch.int64))
-    counted(torch.ones(2, 3), torch.ones(2))
-    assert counted.take() == (0, 0)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(12, 4), (13, 5), (7, 3), (3, 8), (1, 1)])
+def test_over_an_epoch_every_sample_is_used_exactly_once(world_size, num_samples, batch_size):
+    used = []
+    for rank in range(world_size):
+        order = epoch_order(num_samples, epoch=2, seed=9)  # each rank computes it for itself
+        for batch in batch_slices(order, batch_size):
+            used += share(batch, rank, world_size).tolist()
+    assert sorted(used) == list(range(num_samples))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 8, 13])
+def test_shares_are_contiguous_and_differ_by_one_at_most(size, count):
+    batch = torch.randperm(size)
+    shares = [share(batch, index, count) for index in range(count)]
+    sizes = [len(part) for part in shares]
+    assert torch.equal(torch.cat(shares), batch)
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_order_depends_on_epoch_and_seed_alone():
+    first = epoch_order(100, epoch=1, seed=0)
+    torch.manual_seed(77)
+    assert torch.equal(first, epoch_order(100, epoch=1, seed=0))
+    for epoch, seed in ((0, 0), (0, 1)):
+        assert not torch.equal(first, epoch_order(100, epoch=epoch, seed=seed))

@@ -56,7 +56,6 @@ def bucket(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         signature="comm, tensors",
         call=call,
         target=lambda rank, case: ring_target(7 + case.size, 4, rank, case),
-        any_chunks=True,
         mistakes={
             "the transposed tensor is unchanged: flatten() and reshape() copy a tensor that is "
             "not contiguous, so the sum must be copied back": (

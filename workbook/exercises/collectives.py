@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from labkit import collectives
 from labkit.costs.traffic import gather_cost
-from workbook.exercises.grader import WORLD_SIZES, Exercise, Verdict, grade
-from workbook.exercises.grader.exercise import DRAWN, tensor_and_root
+from workbook.exercises.grader import WORLD_SIZES, Case, Exercise, Verdict, grade
+from workbook.exercises.grader.exercise import DRAWN
 
 
 def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -17,19 +17,23 @@ def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
     The list is in the order of the ranks. Target: every rank but the root sends its tensor to the
     root, once; the root sends nothing.
     """
+
+    def root(case: Case) -> int:
+        return (case.size + case.call) % case.world_size
+
     exercise = Exercise(
         "collectives.gather",
         lambda rank, case: (
-            [case.tensor(r) for r in range(case.world_size)] if rank == case.root else None
+            [case.tensor(r) for r in range(case.world_size)] if rank == root(case) else None
         ),
         signature="comm, tensor, root",
-        inputs=tensor_and_root,
+        inputs=lambda rank, case: (case.tensor(rank), root(case)),
         written=None,
         target=lambda rank, case: case.target(
-            gather_cost, rank, case.root, peers={case.root} - {rank}
+            gather_cost, rank, root(case), peers={root(case)} - {rank}
         ),
         library=collectives.gather,
         drawn_size=DRAWN,
-        root_name="root",
+        special=lambda case: f"root {root(case)}",
     )
     return grade(fn, exercise, world_sizes)

@@ -41,7 +41,6 @@ def half_the_bytes(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) 
         "compressed.half_the_bytes",
         judge=near_the_sum,
         target=lambda rank, case: ring_target(case.size, 2, rank, case),
-        any_chunks=True,
         library=HalfRing("fp16"),
         drawn_size=DRAWN,
         may_call=frozenset({"share_only"}),

@@ -21,7 +21,8 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs import card_bytes
 from labkit.units import format_bytes
 from workbook.exercises.grader import Case, Exercise, Target, Verdict, answers, grade
-from workbook.exercises.grader.exercise import DRAWN, Found, Ranks
+from workbook.exercises.grader.exercise import DRAWN, Found, Ranks, same_bits
+from workbook.exercises.grader.own_run import own_run
 from workbook.exercises.ring import ring_target
 
 Hosts = tuple[tuple[int, ...], ...]
@@ -30,15 +31,23 @@ Hosts = tuple[tuple[int, ...], ...]
 _RANKS = {4: (2, 2), 5: (3, 2), 6: (1, 3, 2)}
 _WORLD_SIZES = tuple(_RANKS)
 
+# The card of each host in a run that is drawn: 1 MB takes 25 ms.
+_LINK = EmulatedLink(0.001, 40e6, ranks_per_host=2)
+
 _exercise = partial(
     Exercise,
     # Divisible by 1, 2 and 3 parts of 2 and 3 pieces, and large beside the rounding of the others.
     sizes=(240, 50, 7, 1, 0),
     drawn_size=DRAWN,
-    # The card of each host in a run that is drawn: 1 MB takes 25 ms.
-    drawn_link=EmulatedLink(0.001, 40e6, ranks_per_host=2),
     special=lambda case: f"hosts of {' + '.join(map(str, _RANKS[case.world_size]))} ranks",
 )
+
+
+def _over_a_card(fn: Callable, exercise: Exercise, world_sizes: tuple[int, ...]) -> Verdict:
+    """Grade; the learner's own run is drawn over the hosts' cards."""
+    verdict = grade(fn, exercise, world_sizes)
+    verdict.run_again = partial(own_run, fn, exercise, link=_LINK)
+    return verdict
 
 
 def hosts_of(case: Case) -> Hosts:
@@ -85,7 +94,6 @@ def inside(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verd
         inputs=lambda rank, case: (_chunks(rank, case), _host(rank, case)),
         chunked=True,
         target=target,
-        drawn_link=None,
     )
     return grade(fn, exercise, world_sizes)
 
@@ -123,9 +131,8 @@ def between(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Ver
         inputs=lambda rank, case: (case.tensor(rank), peers_of(rank, case)),
         call=call,
         target=target,
-        any_chunks=True,
     )
-    return grade(fn, exercise, world_sizes)
+    return _over_a_card(fn, exercise, world_sizes)
 
 
 def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
@@ -147,7 +154,7 @@ def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
                 text = f"{format_bytes(leaving)} leave host {number} by its card, where the target"
                 text += f" is {format_bytes(targets[number])}; one ring through all ranks has "
                 return f"{text}{format_bytes(rings[number])}: add up inside each host first"
-        return None
+        return same_bits(case, ranks)
 
     def labkits(comm: Comm, tensor: Tensor, hosts: Hosts) -> None:
         comm.hosts = hosts
@@ -160,10 +167,9 @@ def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
         inputs=lambda rank, case: (case.tensor(rank), hosts_of(case)),
         chunked=True,
         rule=leaves_too_much,
-        same_bits=True,
         library=labkits,
     )
-    return grade(fn, exercise, world_sizes)
+    return _over_a_card(fn, exercise, world_sizes)
 
 
 # Rank, local rank and host of processes of torchrun, with 4 and 2 on its nodes; the third was

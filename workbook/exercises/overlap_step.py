@@ -16,7 +16,7 @@ from torch.nn import functional
 from labkit.collectives import fast_ring_all_reduce, ring_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
-from labkit.comm.tensors import check_tensor
+from labkit.comm.transport import check_tensor
 from labkit.comm.work import work_queue_of
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run

@@ -21,7 +21,7 @@ from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.parameter_server import answer_one_by_one
 from workbook.exercises.grader import WORLD_SIZES, Case, Exercise, Target, Verdict, Wrong, grade
 from workbook.exercises.grader.compare import same, short
-from workbook.exercises.grader.exercise import DRAWN, Found
+from workbook.exercises.grader.exercise import DRAWN, Found, same_bits
 from workbook.exercises.ring import ring_target
 
 LR = 0.1
@@ -137,8 +137,7 @@ def shards(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         signature="comm, gradient, values, batch_size",
         written=1,
         target=lambda rank, case: ring_target(case.size, 4, rank, case),
-        any_chunks=True,
-        same_bits=True,
+        rule=same_bits,
         parts=partial(_parts, 0),
         drawn_size=DRAWN,
         may_call=frozenset(dir(collectives)),

@@ -8,47 +8,96 @@ Symbols: P ranks, S bytes of a rank's tensor, N its elements.
 """
 
 import math
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from labkit import collectives
+from labkit.comm.comm import Comm
 from labkit.units import format_bytes, format_count, format_seconds, html_table, text_table
-from workbook.exercises.grader import Case, Exercise, Target, Verdict, grade
+from workbook.exercises.grader import Case, Exercise, Target, Verdict, grader
 from workbook.exercises.grader.critical_path import seconds_in_a_row, steps_in_a_row
-from workbook.exercises.grader.exercise import Found, Ranks, Score, nothing
-from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET
+from workbook.exercises.grader.exercise import Found, Ranks
+from workbook.exercises.grader.held_memory import PeakBytes
+from workbook.exercises.grader.own_run import own_run
+from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, told
 
 # Odd and even, powers of two and others; the last is shown on the scoreboard.
 WORLD_SIZES, WITH_SIX = (3, 8), (3, 6, 8)
-# Puzzle 3: the messages that a rank may send; puzzle 8: the link.
-MESSAGES = 8
+# Puzzle 3: the messages that a rank may send, and what calls of comm leave behind; 8: the link.
+MESSAGES, _SMALL_BYTES = 8, 48 * 2**10
 LATENCY_S, BYTES_PER_S = 1e-3, 1e6
 
-# The puzzles in their order; the verdicts of those that this session has tried.
+
+class Score(NamedTuple):
+    """What a puzzle is scored by, once all values are right: one number, the less the better.
+
+    Attributes:
+        of: (case, outcomes by rank) -> the number; None if it cannot be told.
+        best: case -> the best known; None for a case that is not scored.
+        shown: the number -> its text, with a unit.
+        source: who reaches the best, in words.
+        slack: by which part of the best a number may be larger and still be as good.
+    """
+
+    of: Callable[[Case, Ranks], float | None]
+    best: Callable[[Case], float | None]
+    shown: Callable[[float], str]
+    source: str
+    slack: float = 0.0
+
+
+# The puzzles in their order; status, score, its text and the best known, of this session's best.
 _PUZZLES: list[str] = []
-_TRIED: dict[str, Verdict] = {}
+_TRIED: dict[str, tuple[str, float, str, str]] = {}
 
 
 def _puzzle(
     name: str,
     asks: str,
-    expected: Callable[[int, Case], Any] = nothing,
+    expected: Callable[[int, Case], Any] = lambda rank, case: None,
     on: tuple[int, ...] = WORLD_SIZES,
+    *,
+    score: Score,
+    rule: Callable[[Case, Ranks], Found] = lambda case, ranks: None,
     **fields: Any,
 ) -> Callable[..., Verdict]:
     """The check of a puzzle: of a function that returns its result, unless ``fields`` differ."""
     usual = {"written": None, "sizes": (24, 7), "drawn_size": 100_000}
-    exercise = Exercise(f"puzzles.{name}", expected, **(usual | fields))
 
     def check(fn: Callable, *, world_sizes: tuple[int, ...] = on) -> Verdict:
-        verdict, before = grade(fn, exercise, world_sizes), _TRIED.get(name)
-        if before is None or not before.score or (verdict.score and verdict.score <= before.score):
-            _TRIED[name] = verdict
+        scored, last = dict[int, tuple[float, str, str]](), world_sizes[-1]
+
+        def as_good_as_the_best(case: Case, ranks: Ranks) -> Found:
+            best, number = score.best(case), score.of(case, ranks)
+            if (broken := rule(case, ranks)) or best is None:
+                return broken
+            if number is None:
+                return "with recv_any no rounds can be counted: receive from a rank that you name"
+            yours, best_known = score.shown(number), score.shown(best)
+            scored.setdefault(case.world_size, (number, yours, best_known))
+            if number > best * (1 + score.slack):
+                return f"the score is {yours}; the best known is {best_known} ({score.source})"
+            return None
+
+        def judge() -> Verdict:
+            verdict = grader.grade_on_ranks(fn, exercise, world_sizes)
+            if verdict and last in scored:
+                _, yours, best_known = scored[last]
+                verdict.notes = [f"score {yours}, best known {best_known} ({score.source})"]
+            return verdict
+
+        more = usual | fields | {"rule": as_good_as_the_best}
+        exercise = Exercise(f"puzzles.{name}", expected, **more)
+        verdict = told(exercise.name, judge)
+        verdict.run_again = partial(own_run, fn, exercise)
+        result = verdict.status, *scored.get(last, (math.inf, "-", "-"))
+        _TRIED[name] = min(result, _TRIED.get(name, result), key=lambda tried: tried[1])
         return verdict
 
     check.__doc__ = f"Grade a function that {asks}."
@@ -127,18 +176,28 @@ pass_on = _puzzle(
     ),
 )
 
+
+def _with_held_bytes(fn: Callable, comm: Comm, tensor: Tensor) -> list:
+    """The tensor, and the most that tensors and arrays of Python held."""
+    tracemalloc.start()
+    with PeakBytes() as held:
+        fn(comm, tensor)
+    others = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return [tensor, held.num_bytes + (others if others > _SMALL_BYTES else 0)]
+
+
 pass_in_place = _puzzle(
     "pass_in_place",
     "has the left neighbour's tensor in place, by 8 messages; best S / 8 held",
-    _left_neighbours,
+    lambda rank, case: [_left_neighbours(rank, case), None],
     (3, 6),
-    written=0,
+    call=_with_held_bytes,
     target=lambda rank, case: Target(messages=MESSAGES),
     sizes=(80_003, 10),
     drawn_size=0,
-    holds=True,
     score=Score(
-        lambda case, ranks: max(outcome.held_bytes for outcome in ranks),
+        lambda case, ranks: max(outcome.value[1] for outcome in ranks),
         # Of a long tensor; what the first call imports, and Python's own, are not scored.
         lambda case: 4.0 * -(-case.size // MESSAGES) if case.size > 1000 and case.call else None,
         format_bytes,
@@ -268,11 +327,8 @@ def scoreboard() -> Scoreboard:
     """The ten puzzles, with the verdicts of this session."""
     rows = [["puzzle", "yours", "best known", "state"]]
     for name in _PUZZLES:
-        verdict = _TRIED.get(name)
-        # A verdict is falsy until it has passed.
-        status = NOT_ATTEMPTED if verdict is None else verdict.status
-        score = None if verdict is None else verdict.score
-        if status == NOT_YET and score:
+        status, number, *both = _TRIED.get(name, (NOT_ATTEMPTED, math.inf, "-", "-"))
+        if status == NOT_YET and number < math.inf:
             status = "right, and not the best yet"
-        rows.append([name, *((score.yours, score.best) if score else "--"), status])
+        rows.append([name, *both, status])
     return Scoreboard(rows)

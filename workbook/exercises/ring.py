@@ -13,7 +13,7 @@ from labkit.collectives.ring import split_chunks
 from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost, share_reduce_cost
 from labkit.schedules.ring import owned_chunk
 from workbook.exercises.grader import WORLD_SIZES, Case, Exercise, Target, Verdict, grade, returns
-from workbook.exercises.grader.exercise import DRAWN, SIZES
+from workbook.exercises.grader.exercise import DRAWN, SIZES, same_bits
 
 # One case of ``all_reduce`` is a matrix of this shape; it may be cut by rows as well.
 _MATRIX = (12, 9)
@@ -114,8 +114,7 @@ def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
         expected=lambda rank, case: in_shape(case.total()),
         chunked=True,
         target=target,
-        any_chunks=True,
-        same_bits=True,
+        rule=same_bits,
         library=collectives.ring_all_reduce,
         drawn_size=DRAWN,
         may_call=frozenset({"share_reduce", "share_only"}),

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm.comm import Comm
 from labkit.strategies.ddp import BucketedDDP
-from labkit.training.state import checksum, largest_difference
+from labkit.training.result import checksum, largest_difference
 from labkit.units import check_choice
 from workbook.measure.model_step import LEARNING_RATE, NUM_CLASSES, SHAPE, build
 from workbook.measure.record import Result

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from labkit.comm.processes import is_running
+from labkit.comm.shared_memory import is_running
 from labkit.units import check_above_zero
 
 NAMES = ("host0", "host1")

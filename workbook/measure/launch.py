@@ -12,7 +12,7 @@ import torch.multiprocessing
 
 from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
-from labkit.comm.processes import loopback
+from labkit.comm.shared_memory import loopback
 from labkit.devices import Plan, plan
 from labkit.runtime.launch import run
 from workbook.measure.record import Result

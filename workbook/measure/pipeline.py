@@ -22,10 +22,9 @@ from labkit.comm.torch_transport import TorchTransport
 from labkit.placement.profile import even_split
 from labkit.strategies.base import Strategy
 from labkit.strategies.builtin.pipeline import TorchPipeline
-from labkit.strategies.model_parallel import ModelParallel
-from labkit.strategies.pipeline import Pipeline
-from labkit.strategies.single import Single
-from labkit.training.state import largest_difference
+from labkit.strategies.model_parallel import ModelParallel, Pipeline
+from labkit.strategies.on_shares import Single
+from labkit.training.result import largest_difference
 from workbook.measure.model_step import SHAPE, ModelStep, build
 from workbook.measure.record import Result
 from workbook.measure.turns import (

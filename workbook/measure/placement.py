@@ -24,8 +24,7 @@ from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link
 from labkit.placement import VGG16_SPLITS
 from labkit.placement.planner import Profile, predict_split
-from labkit.strategies.model_parallel import ModelParallel
-from labkit.strategies.pipeline import Pipeline
+from labkit.strategies.model_parallel import ModelParallel, Pipeline
 from labkit.training.measured import measure_link, measure_profile, measure_split
 from labkit.workload.layers import layers_of
 from workbook.measure.model_step import SHAPE, ModelStep

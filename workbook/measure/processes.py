@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from labkit.comm.processes import kill_marked
+from labkit.comm.shared_memory import kill_marked
 
 _MARK = "LABKIT_BENCH"
 # Time for a command to end its own processes after Ctrl-C; then they are killed.

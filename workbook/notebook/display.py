@@ -21,8 +21,7 @@ class Source:
     """The source of a function or class, highlighted in a notebook, plain text elsewhere."""
 
     def __init__(self, text: str, where: str):
-        self.text = text
-        self.where = where
+        self.text, self.where = text, where
 
     def __repr__(self) -> str:
         return f"# {self.where}\n{self.text}"
@@ -43,14 +42,10 @@ class Source:
 
 
 def show_source(thing: Callable[..., Any] | type) -> Source:
-    """Show the source of a labkit function or class, as installed.
+    """Show the Python source of a labkit function or class, as installed.
 
     Raises:
-        ValueError: ``thing`` has no Python source, for example because it is written in C.
+        OSError, TypeError: it has none, for example because it is written in C.
     """
-    try:
-        text = inspect.getsource(thing)
-    except (OSError, TypeError) as error:
-        raise ValueError(f"{thing!r} has no Python source to show: {error}") from None
-    module = inspect.getmodule(thing)
-    return Source(text, f"{module.__name__}.{thing.__qualname__}" if module else "")
+    where = f"{thing.__module__}.{thing.__qualname__}"
+    return Source(inspect.getsource(thing), where)

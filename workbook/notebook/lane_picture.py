@@ -5,208 +5,104 @@ A slot is filled from below by the share of its time that each kind of work took
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from labkit.units import format_seconds
-from workbook.notebook.lanes import Lane
+from workbook.notebook.lanes import Shares
 from workbook.plots.palette import Style, styles_of
 
-WIDTH, _LEFT, _RIGHT = 850, 60, 632
-MOST_LANES = 16
-_MOST_SLOTS, _MOST_BYTES, _BYTES_PER_SLOT = 96, 10_000, 6.5
-_TOP, _BESIDE_HEIGHT, _LEGEND_WIDTH = 34, 5, 122
-# A lane of this height has room for two lines.
-_TALL = 24
-
-
-@dataclass(frozen=True)
-class Colors:
-    """Of text, the background, and of a lane where nothing is known."""
-
-    text: str
-    page: str
-    lane: str
-
-
-THEMED = Colors(
-    "var(--jp-ui-font-color1, var(--vscode-foreground, #1a1a1a))",
-    "none",
-    "var(--jp-layout-color2, rgba(128, 128, 128, 0.2))",
-)
-# As in all other figures.
-ON_WHITE = Colors("#1a1a1a", "white", "#eeeeee")
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What is drawn.
-
-    Attributes:
-        lanes: at most ``MOST_LANES``.
-        extent_s: the time at the right end of the lanes.
-        head: the line above the lanes.
-        beside: a text for each lane, to its right.
-        progress: the bar above the lanes, 0 to 1; None for no bar.
-    """
-
-    lanes: Sequence[Lane]
-    extent_s: float
-    head: str
-    beside: Sequence[str]
-    progress: float | None = None
-
-
-def num_slots(num_areas: int) -> int:
-    """So many slots per lane that a picture with this many areas has some kilobytes.
-
-    An area is one kind of work in one lane.
-    """
-    slots = _MOST_BYTES / (_BYTES_PER_SLOT * max(1, num_areas))
-    return max(8, min(_MOST_SLOTS, int(slots)))
-
-
-def draw(picture: Picture, name: str, colors: Colors, attributes: str) -> str:
-    """The picture as an ``<svg>``.
-
-    Args:
-        picture: what to draw.
-        name: begins the ids of the hatches, which are common to a whole page.
-        colors: of text and background.
-        attributes: of the ``<svg>``, such as its role.
-    """
-    styles = styles_of(kind for lane in picture.lanes for kind in {**lane.shares, **lane.beside})
-    pitch = 30 if len(picture.lanes) <= 8 else 20
-    bottom = _TOP + pitch * len(picture.lanes)
-    per_row = WIDTH // _LEGEND_WIDTH
-    height = bottom + 22 + 20 * -(-len(styles) // per_row)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {attributes} '
-        f'style="display:block;width:100%;max-width:{WIDTH}px;color:{colors.text}" '
-        'font-family="system-ui,sans-serif" font-size="12" fill="currentColor">',
-        f'<rect width="{WIDTH}" height="{height}" fill="{colors.page}"/>',
-        _hatches(styles, name),
-        _text(0, 13, picture.head),
-    ]
-    if picture.progress is not None:
-        parts.append(_bar(picture.progress, colors))
-    tops = [_TOP + pitch * row for row in range(len(picture.lanes))]
-    for lane, words, top in zip(picture.lanes, picture.beside, tops, strict=True):
-        parts.append(_lane(lane, words, top, pitch - 6, colors))
-    parts.append(_areas(picture.lanes, tops, pitch - 6, list(styles), name))
-    parts.append(_axis(picture.extent_s, bottom))
-    for index, kind in enumerate(styles):
-        row, column = divmod(index, per_row)
-        parts.append(_swatch(kind, name, index, _LEGEND_WIDTH * column, bottom + 22 + 20 * row))
-    return "".join(parts) + "</svg>"
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{html.escape(text)}</text>'
-
-
-def _bar(progress: float, colors: Colors) -> str:
-    bar = f'<rect x="{_LEFT}" y="19" height="6" rx="3"'
-    width = _RIGHT - _LEFT
-    return (
-        f'{bar} width="{width}" fill="{colors.lane}"/>'
-        f'{bar} width="{width * min(1.0, progress):.0f}" fill="#0072B2"/>'
-    )
-
-
-def _lane(lane: Lane, words: str, top: int, height: int, colors: Colors) -> str:
-    """An empty lane, with its name and its words; a tall one has its device below its name."""
-    middle = top + height / 2 + 4
-    name = _text(_LEFT - 8, middle, f"rank {lane.rank}", "end")
-    if lane.device and height >= _TALL:
-        name = _text(_LEFT - 8, middle - 6, f"rank {lane.rank}", "end")
-        name += _text(_LEFT - 8, middle + 7, lane.device, "end")
-    return (
-        f'<rect x="{_LEFT}" y="{top}" width="{_RIGHT - _LEFT}" height="{height}" '
-        f'fill="{colors.lane}"/>' + name + _text(_RIGHT + 8, middle, words)
-    )
-
-
-def _areas(
-    lanes: Sequence[Lane], tops: Sequence[int], height: int, kinds: list[str], name: str
-) -> str:
-    """One path per kind, for all lanes; each is drawn over those that reach higher."""
-    paths = dict.fromkeys(kinds, "")
-    for lane, top in zip(lanes, tops):
-        thin = _BESIDE_HEIGHT if lane.beside else 0
-        for shares, floor, size in (
-            (lane.shares, top + height - thin - bool(thin), height - thin - bool(thin)),
-            (lane.beside, top + height, thin),
-        ):
-            filled: Any = 0.0
-            for kind in filter(shares.__contains__, kinds):
-                filled = np.minimum(filled + shares[kind], 1.0)
-                paths[kind] += _outline(filled * size, floor)
-    parts = [
-        f'<path fill="url(#{name}{index})" d="{path}"/>'
-        for index, path in enumerate(paths.values())
-        if path
-    ]
-    return "".join(reversed(parts))
-
-
-def _outline(heights: np.ndarray, floor: int) -> str:
-    """An area of these heights, slot by slot, above ``floor``."""
-    levels = np.round(2 * heights) / 2
-    edges = np.round(np.linspace(_LEFT, _RIGHT, len(levels) + 1)).astype(int)
-    changes = np.flatnonzero(np.diff(levels, prepend=0.0))
-    if not len(changes):
-        return ""
-    across = np.diff(edges[changes], prepend=_LEFT)
-    up = np.diff(levels[changes], prepend=0.0)
-    moves = "".join(f"h{x}v{-y:g}" for x, y in zip(across, up))
-    return f"M{_LEFT} {floor}{moves}H{_RIGHT}V{floor}z"
-
-
-def _axis(extent_s: float, y: float) -> str:
-    ticks = [(part, _LEFT + part * (_RIGHT - _LEFT)) for part in (0.0, 0.5, 1.0)]
-    return "".join(
-        _text(x, y + 8, format_seconds(part * extent_s) if part else "0", "middle")
-        for part, x in ticks
-    )
-
-
-def _swatch(kind: str, name: str, index: int, x: float, y: float) -> str:
-    box = f'<rect x="{x}" y="{y}" width="26" height="12" fill="url(#{name}{index})"/>'
-    return box + _text(x + 32, y + 10, kind if len(kind) < 15 else f"{kind[:13]}…")
-
-
-def _hatches(styles: dict[str, Style], name: str) -> str:
-    patterns = [
-        f'<pattern id="{name}{index}" width="8" height="8" patternUnits="userSpaceOnUse">'
-        f'<rect width="8" height="8" fill="{style.color}"/>{_hatch(style)}</pattern>'
-        for index, style in enumerate(styles.values())
-    ]
-    return f"<defs>{''.join(patterns)}</defs>"
-
-
-_LINES = {
+_WIDTH, _LEFT, _RIGHT, _TOP, _LEGEND_WIDTH = 850, 60, 632, 34, 122
+_TEXT = "var(--jp-ui-font-color1, var(--vscode-foreground, #1a1a1a))"
+_EMPTY = "var(--jp-layout-color2, rgba(128, 128, 128, 0.2))"
+# matplotlib's hatches, as lines in a square of 8 pixels.
+_HATCHES = {
     "|": "M2 0v8M6 0v8",
     "-": "M0 2h8M0 6h8",
     "+": "M4 0v8M0 4h8",
     "/": "M-2 2l4-4M0 8l8-8M6 10l4-4",
     "\\": "M-2 6l4 4M0 0l8 8M6-2l4 4",
     "x": "M0 0l8 8M8 0l-8 8",
+    ".": "M1 2h2M5 6h2",
+    "o": "M1 2a1 1 0 0 0 3 0a1 1 0 0 0-3 0M5 6a1 1 0 0 0 3 0a1 1 0 0 0-3 0",
 }
 
 
-def _hatch(style: Style) -> str:
-    mark = style.hatch[:1]
-    if mark in _LINES:
-        return f'<path d="{_LINES[mark]}" stroke="{style.ink}" stroke-width=".8" fill="none"/>'
-    if mark == ".":
-        return _dots(f'r=".9" fill="{style.ink}"')
-    if mark == "o":
-        return _dots(f'r="1.5" stroke="{style.ink}" stroke-width=".7" fill="none"')
-    return ""
+def draw(
+    lanes: Sequence[Shares],
+    extent_s: float,
+    head: str,
+    beside: Sequence[str],
+    progress: float | None,
+    name: str,
+) -> str:
+    """The lanes as SVG elements in a ``<div>``.
+
+    Args:
+        lanes: of the ranks from 0 on.
+        extent_s: the time at the right end of the lanes.
+        head: the line above the lanes.
+        beside: a text for each lane, to its right.
+        progress: the bar above the lanes, 0 to 1; None for no bar.
+        name: begins the ids of the hatches, which are common to a whole page.
+    """
+    styles = styles_of(kind for lane in lanes for kind in lane)
+    pitch = 30 if len(lanes) <= 8 else 20
+    bottom = _TOP + pitch * len(lanes)
+    parts = [_patterns(styles, name), _text(0, 13, head)]
+    if progress is not None:
+        parts.append(_rect(_LEFT, 19, (_RIGHT - _LEFT), 6, _EMPTY))
+        parts.append(_rect(_LEFT, 19, (_RIGHT - _LEFT) * min(1.0, progress), 6, "#0072B2"))
+    boxes = dict.fromkeys(styles, "")
+    for rank, (lane, words) in enumerate(zip(lanes, beside, strict=True)):
+        height, floor = pitch - 6, _TOP + pitch * (rank + 1) - 6
+        middle = floor - height / 2 + 4
+        parts.append(_rect(_LEFT, floor - height, _RIGHT - _LEFT, height, _EMPTY))
+        parts.append(_text(_LEFT - 8, middle, f"rank {rank}", "end"))
+        parts.append(_text(_RIGHT + 8, middle, words))
+        # A box for each slot and kind, one above the other.
+        slots = len(next(iter(lane.values()), []))
+        edges, tops = np.linspace(_LEFT, _RIGHT, slots + 1).round().astype(int), np.zeros(slots)
+        for kind in filter(lane.__contains__, boxes):
+            sizes = np.minimum(lane[kind], 1 - tops)
+            for left, right, top, size in zip(edges, edges[1:], tops, sizes):
+                if size > 0.02:
+                    up = f"{height * size:.1f}"
+                    boxes[kind] += f"M{left} {floor - height * top:.1f}v-{up}h{right - left}v{up}z"
+            tops += sizes
+    for index, path in enumerate(boxes.values()):
+        parts.append(f'<path fill="url(#{name}{index})" d="{path}"/>')
+    for part in (0.0, 0.5, 1.0):
+        time = format_seconds(part * extent_s) if part else "0"
+        parts.append(_text(_LEFT + part * (_RIGHT - _LEFT), bottom + 8, time, "middle"))
+    per_row = _WIDTH // _LEGEND_WIDTH
+    for index, kind in enumerate(styles):
+        x, y = _LEGEND_WIDTH * (index % per_row), bottom + 22 + 20 * (index // per_row)
+        parts.append(_rect(x, y, 26, 12, f"url(#{name}{index})"))
+        parts.append(_text(x + 32, y + 10, kind if len(kind) < 15 else f"{kind[:13]}…"))
+    height = bottom + 22 + 20 * -(-len(styles) // per_row)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        # Its name stays the same, so that a screen reader does not read it again and again.
+        f'aria-label="Live timeline of {len(lanes)} ranks" font-family="system-ui,sans-serif" '
+        f'font-size="12" fill="currentColor" style="display:block;width:100%;'
+        f'max-width:{_WIDTH}px;color:{_TEXT}">{"".join(parts)}</svg>'
+    )
 
 
-def _dots(look: str) -> str:
-    return f'<circle cx="2" cy="2" {look}/><circle cx="6" cy="6" {look}/>'
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"/>'
+
+
+def _patterns(styles: dict[str, Style], name: str) -> str:
+    patterns = ""
+    for index, style in enumerate(styles.values()):
+        lines = _HATCHES.get(style.hatch[:1], "")
+        patterns += f'<pattern id="{name}{index}" width="8" height="8" '
+        patterns += f'patternUnits="userSpaceOnUse">{_rect(0, 0, 8, 8, style.color)}'
+        patterns += f'<path d="{lines}" stroke="{style.ink}" fill="none"/></pattern>'
+    return f"<defs>{patterns}</defs>"

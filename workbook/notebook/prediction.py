@@ -16,8 +16,8 @@ from labkit.units import as_repeats, format_value
 from workbook.notebook import record
 from workbook.notebook.pages import current_page
 from workbook.notebook.record import Predicted
-from workbook.notebook.row import PredictionRow, make_row, number_or_none
-from workbook.notebook.typed import parse_typed, scale_between
+from workbook.notebook.row import PredictionRow
+from workbook.notebook.typed import parse_typed
 
 
 def predict(
@@ -25,11 +25,11 @@ def predict(
 ) -> "Prediction":
     """Ask for a prediction of one quantity, in a notebook by a field, elsewhere by ``value``.
 
-    Give the result to ``predict_row`` in the cell that measures: from then on it is locked. A
-    prediction that has been measured is shown again, also after a restart of the kernel.
+    Give the result to ``predict_row`` in the cell that measures: from then on it is locked, also
+    after a restart of the kernel.
 
     Args:
-        quantity: what it is, for example ``time of one all-reduce``; or a question.
+        quantity: what it is, for example ``time of one all-reduce``.
         unit: of the number, for example ``s``; the reader may type another unit of the same kind.
         value: the prediction, as a number in ``unit`` or as it would be typed (``"1.5 ms"``).
         id: a name that is unique on the page, where two predictions have the same quantity.
@@ -38,55 +38,46 @@ def predict(
         ValueError: ``value`` is not a number in such a unit.
     """
     prediction = Prediction(quantity, unit, str(id or quantity))
-    if value is not None and value is not ... and prediction.locked_at is None:
+    if value is not None and prediction.locked_at is None:
         prediction.enter(value)
     # A page that is compared with its text shows text.
-    if os.environ.get("LABKIT_LIVE") != "0" and kernel() is not None:
-        from workbook.notebook.form import PredictionForm
+    if os.environ.get("LABKIT_LIVE") == "0" or kernel() is None:
+        print(prediction)
+        return prediction
+    from IPython.display import display
 
-        prediction.form = PredictionForm(prediction)
-    prediction.show()
+    from workbook.notebook.form import PredictionForm
+
+    prediction.form = PredictionForm(prediction)
+    display(prediction.form)
     return prediction
 
 
 def predict_row(
     quantity: str,
     unit: str,
-    prediction: "float | Prediction | None",
+    prediction: "Prediction | float | None",
     model: float | None,
     measured: float | Iterable[float],
 ) -> PredictionRow:
     """Put prediction, model and measurement of one quantity into one table row.
 
     Args:
-        quantity: what it is, for example ``time of one all-reduce``.
-        unit: of all three numbers: ``bytes`` and ``s`` are scaled when shown (MiB, ms), any other
-            word is not.
-        prediction: what ``predict`` has returned, which this locks; or the learner's number; None
-            or ``...`` if none was made.
+        quantity, unit: as in ``predict``; ``bytes`` and ``s`` are scaled when shown (MiB, ms).
+        prediction: what ``predict`` has returned, which this locks; or a number, which is not
+            recorded; None if none was made.
         model: what the formula gives; None without a formula.
         measured: a number, or the list of repeats.
 
     Raises:
-        ValueError: a value that is not a number, no measurement, or a prediction in a unit of
-            another kind.
+        ValueError: a value that is not a number, no measurement, or a prediction in another unit.
     """
     if isinstance(prediction, Prediction):
-        scale = scale_between(prediction.unit, unit)
-        value = None if prediction.value is None else prediction.value * scale
-        row = make_row(quantity, unit, value, model, measured)
-        by_model = None if row.model is None else row.model / scale
-        prediction.measured([repeat / scale for repeat in as_repeats(row.repeats)], by_model)
-        return row
-    row = make_row(quantity, unit, prediction, model, measured)
-    made = _recorded(quantity, unit, row.prediction, record.now())
-    if made is None:
-        return row
-    first = record.note_row(current_page(), str(quantity), made, row.measured, row.model)
-    if first.value * scale_between(first.unit, unit) == made.value:
-        return row
-    text = f"Recorded is what you predicted at first: {format_value(first.value, first.unit)}."
-    return replace(row, note=text)
+        if unit != prediction.unit:
+            raise ValueError(f"the prediction is in {prediction.unit}, give the row in it, too")
+        return replace(prediction.measured(measured, model), quantity=quantity)
+    value = None if prediction is None else float(prediction)
+    return PredictionRow(quantity, unit, value, model, tuple(as_repeats(measured)))
 
 
 class Prediction:
@@ -107,20 +98,15 @@ class Prediction:
         self.row: PredictionRow | None = None
         self.form: Any = None
         self._key, self._page = key, current_page()
-        self._again = self._shown = False
         self._entered_at = ""
-        # Continue with the newest one that is recorded.
+        # Continue with the newest one that is recorded, unless the page asked for another unit.
         for last in record.predictions(self._page, self._key)[-1:]:
-            try:
-                scale = scale_between(last.unit, unit)
-            except ValueError:  # the page asks for something else since
-                self._again = True
-                continue
-            self.value, self.locked_at = last.value * scale, last.measured_at
-            self._entered_at = last.predicted_at
-            if last.measured is not None:
-                model = None if last.model is None else last.model * scale
-                self.row = make_row(quantity, unit, self.value, model, last.measured * scale)
+            if last.unit == unit:
+                self.value, self.locked_at = last.value, last.measured_at
+                self._entered_at = last.predicted_at
+                if last.measured is not None:
+                    numbers = last.value, last.model, (last.measured,)
+                    self.row = PredictionRow(quantity, unit, *numbers)
 
     def enter(self, value: float | str | None) -> None:
         """Make or change the prediction; an empty text or None takes it back.
@@ -131,48 +117,45 @@ class Prediction:
         if self.locked_at is not None:
             raise ValueError(str(self))
         if isinstance(value, str):
-            number = parse_typed(value, self.unit) if value.strip() else None
-        else:
-            number = number_or_none(value, "value", self.unit)
-        if number is not None and not math.isfinite(number):
+            value = parse_typed(value, self.unit) if value.strip() else None
+        if value is not None and not math.isfinite(value):
             raise ValueError(f"a prediction must be a finite number, got {value}")
-        self.value, self._entered_at = number, record.now()
-        made = _recorded(self.quantity, self.unit, number, self._entered_at)
-        record.note_prediction(self._page, self._key, made, self._again)
-        self._refresh()
+        self.value, self._entered_at = value, record.now()
+        self._record()
 
     def measured(
         self, measured: float | Iterable[float], model: float | None = None
     ) -> PredictionRow:
         """Lock the prediction, and return it beside the model and the measurement.
 
-        Args:
-            measured: a number, or the list of repeats, in ``unit``.
-            model: what the formula gives; None without a formula.
-
-        Raises:
-            ValueError: a value that is not a number, or no measurement.
+        The arguments and errors are those of ``predict_row``.
         """
-        row = self.row = make_row(self.quantity, self.unit, self.value, model, measured)
+        repeats = tuple(as_repeats(measured))
+        self.row = PredictionRow(self.quantity, self.unit, self.value, model, repeats)
         self.locked_at = self.locked_at or record.now()
-        if made := _recorded(self.quantity, self.unit, self.value, self._entered_at):
-            record.note_row(self._page, self._key, made, row.measured, row.model)
-        self._refresh()
-        return row
+        self._record()
+        return self.row
 
     def again(self, value: float | str | None = None) -> None:
         """Begin a new prediction; the one before stays recorded."""
-        self._again = self._again or self.value is not None
         self.value = self.locked_at = self.row = None
         self._refresh()
         if value is not None:
             self.enter(value)
 
-    @property
-    def title(self) -> str:
-        """What is asked: a question as it is, or ``Your prediction of`` the quantity."""
-        is_question = self.quantity.rstrip().endswith("?")
-        return self.quantity if is_question else f"Your prediction of {self.quantity}"
+    def _record(self) -> None:
+        made = None
+        if self.value is not None:
+            made = Predicted(self.quantity, self.unit, float(self.value), self._entered_at)
+            if (row := self.row) is not None:
+                numbers = {"measured": row.measured, "model": row.model}
+                made = replace(made, **numbers, measured_at=self.locked_at)
+        record.note_prediction(self._page, self._key, made)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self.form is not None:
+            self.form.refresh()
 
     @property
     def text(self) -> str:
@@ -186,35 +169,8 @@ class Prediction:
         return f"{at:%Y-%m-%d %H:%M}"
 
     def __repr__(self) -> str:
-        begin = self.title if self.title.endswith("?") else f"{self.title}:"
+        begin = f"Your prediction of {self.quantity}:"
         if self.locked_at is None:
             return f"{begin} {self.text or f'none yet, in {self.unit}'}"
         locked = f"locked since it was measured, {self.since}"
         return f"{begin} {self.text or 'none'}, {locked}; .again(value) makes a new one"
-
-    def show(self) -> None:
-        """Show the form, or a line of text where there is none."""
-        if self.form is None:
-            print(self)
-        else:
-            from IPython.display import display
-
-            display({**(self.form._repr_mimebundle_() or {}), "text/plain": repr(self)}, raw=True)
-        self._shown = True
-
-    def _ipython_display_(self) -> None:
-        """Show it, unless ``predict`` has just done so: a cell often ends with the call."""
-        if not self._shown:
-            self.show()
-        self._shown = False
-
-    def _refresh(self) -> None:
-        if self.form is not None:
-            self.form.refresh()
-
-
-def _recorded(quantity: str, unit: str, value: float | None, at: str) -> Predicted | None:
-    """What is recorded of a prediction; None if there is no number, or one that JSON lacks."""
-    if value is None or not math.isfinite(value):
-        return None
-    return Predicted(str(quantity), str(unit), value, at)

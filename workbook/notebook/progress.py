@@ -1,31 +1,27 @@
 """What is passed, and predictions against reality: ``workbook.progress()``."""
 
 import html
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from labkit.units import format_count, format_number, format_value, html_table, text_table
 from workbook.notebook import record
 from workbook.notebook.pages import Page, workbook_pages
 from workbook.notebook.record import Predicted, Record, Tried
 
-# How many of the newest predictions are compared with as many before them.
+# So many of the newest predictions are summed up in a sentence.
 LAST = 5
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A learner's record beside the pages of the workbook.
+    """A learner's record beside the pages of the workbook; it shows as tables and sentences.
 
     Attributes:
-        pages: those of the workbook, then others on which something was tried.
-        exercises: by page and name; None for one that has not been tried.
-        predictions: (page, prediction), the one that was measured last at the end; without those
-            that have not been measured.
+        exercises: by page's title and name of the exercise; None for one that has not been tried.
+        predictions: (page, prediction), the one that was measured last at the end.
         where: the file, or why there is none.
     """
 
-    pages: list[Page]
     exercises: dict[str, dict[str, Tried | None]]
     predictions: list[tuple[str, Predicted]]
     where: str
@@ -33,51 +29,36 @@ class Progress:
     @classmethod
     def of(cls, recorded: Record, pages: list[Page], where: str) -> "Progress":
         """Put a record and the pages together; a script's exercise counts for its page."""
+        titles = {page.name: f"{page.name[:2]} {page.title}" for page in pages}
         exercises: dict[str, dict[str, Tried | None]] = {
-            page.name: dict.fromkeys(page.exercises) for page in pages
+            titles[page.name]: dict.fromkeys(page.exercises) for page in pages
         }
         for page, of_page in recorded.exercises.items():
             for name, one in of_page.items():
-                having = [known.name for known in pages if name in known.exercises]
-                there = exercises.setdefault(page or (having or [""])[0], {})
-                old = there.get(name)
-                there[name] = old if old and old.passed_at and not one.passed_at else one
-        known = {page.name for page in pages}
-        others = [Page(name, name, ()) for name in exercises if name not in known]
-        measured = [
-            (page, one)
-            for page, of_page in recorded.predictions.items()
-            for of_key in of_page.values()
-            for one in of_key
-            if one.measured is not None
-        ]
+                having = [titles[known.name] for known in pages if name in known.exercises]
+                title = titles.get(page, page) or next(iter(having), "elsewhere")
+                old = exercises.setdefault(title, {}).get(name)
+                exercises[title][name] = old if old and old.passed_at else one
+        by_page = recorded.predictions.items()
+        made = [(page, one) for page, of in by_page for of_key in of.values() for one in of_key]
+        measured = [(page, one) for page, one in made if one.measured is not None]
         measured.sort(key=lambda pair: pair[1].measured_at or "")
-        return cls([*pages, *others], exercises, measured, where)
-
-    def passed(self, page: str) -> int:
-        """The number of exercises of a page that are passed."""
-        return sum(bool(one and one.passed_at) for one in self.exercises[page].values())
+        return cls(exercises, measured, where)
 
     def sentences(self) -> list[str]:
-        """What is passed in all, and how predictions develop."""
-        total = sum(map(len, self.exercises.values()))
-        passed = sum(map(self.passed, self.exercises))
-        found = [f"{passed} of {format_count(total, 'exercise')} passed."]
-        factors = [one.factor for _, one in self.predictions if one.factor is not None]
-        if not factors:
-            return found
-        last, before = factors[-LAST:], factors[-2 * LAST : -LAST]
-        which = "last prediction was" if len(last) == 1 else f"last {len(last)} predictions were"
-        text = f"Your {which} within a factor of {format_number(max(last))} of the measurement"
-        if len(before) == LAST:
-            text += f"; of the {LAST} before, {format_number(max(before))}"
-        return [*found, f"{text}."]
+        """What is passed in all, and how far the last predictions were off."""
+        everything = [one for of_page in self.exercises.values() for one in of_page.values()]
+        passed = sum(bool(one and one.passed_at) for one in everything)
+        found = [f"{passed} of {format_count(len(everything), 'exercise')} passed."]
+        if last := [one.factor for _, one in self.predictions if one.factor is not None][-LAST:]:
+            text = f"Your last {format_count(len(last), 'prediction')}: within a factor of "
+            found.append(f"{text}{format_number(max(last))} of the measurement.")
+        return found
 
     def tables(self) -> list[list[list[str]]]:
         """Exercises by page, and predictions, the newest last; each begins with its head."""
         rows = [["page", "passed", "exercises"]]
-        for page in self.pages:
-            there = self.exercises[page.name]
+        for title, there in self.exercises.items():
             by_state: dict[str, list[str]] = {}
             for name, one in there.items():
                 state = one.status if one else "open"
@@ -85,10 +66,8 @@ class Progress:
                     state += f" ({format_count(one.attempts, 'attempt')})"
                 by_state.setdefault(state, []).append(name)
             states = "; ".join(f"{state}: {', '.join(of)}" for state, of in by_state.items())
-            heading = page.name or "elsewhere"
-            if page.title != page.name:
-                heading = f"{page.name[:2]} {page.title}"
-            rows.append([heading, f"{self.passed(page.name)} of {len(there)}", states])
+            passed = sum(bool(one and one.passed_at) for one in there.values())
+            rows.append([title, f"{passed} of {len(there)}", states])
         made = [["page", "quantity", "prediction", "measured", "measured / prediction"]]
         for page, one in self.predictions:
             measured = one.measured or 0.0
@@ -97,27 +76,14 @@ class Progress:
             made.append([page, one.quantity, *shown, ratio])
         return [rows, made] if self.predictions else [rows]
 
-    def to_json(self) -> str:
-        """All of it as JSON; an exercise that has not been tried is null."""
-        pages = {
-            page.name: {
-                "title": page.title,
-                "exercises": {n: t and asdict(t) for n, t in self.exercises[page.name].items()},
-            }
-            for page in self.pages
-        }
-        made = [{"page": page, **asdict(one)} for page, one in self.predictions]
-        whole = {"where": self.where, "pages": pages, "predictions": made}
-        return json.dumps({**whole, "summary": self.sentences()}, indent=1)
-
     def __repr__(self) -> str:
         parts = [text_table(heads, rows) for heads, *rows in self.tables()]
         return "\n\n".join([*parts, "\n".join([*self.sentences(), self.where])])
 
     def _repr_html_(self) -> str:
         tables = [html_table(heads, rows, of_words=True) for heads, *rows in self.tables()]
-        lines = (" ".join(self.sentences()), self.where)
-        return "".join([*tables, *(f"<p>{html.escape(text)}</p>" for text in lines)])
+        text = html.escape(" ".join([*self.sentences(), self.where]))
+        return f"{''.join(tables)}<p>{text}</p>"
 
 
 def progress() -> Progress:
@@ -129,17 +95,3 @@ def progress() -> Progress:
     path, reason = record.progress_file()
     where = f"Kept in {path}." if path else f"Kept only as long as this process: {reason}."
     return Progress.of(record.read(), workbook_pages(), where)
-
-
-def reset() -> str:
-    """Begin again; the sentence says where the old record is.
-
-    Raises:
-        ValueError: nothing is recorded here.
-        OSError: the old file cannot be moved.
-    """
-    path, reason = record.progress_file()
-    if path is None:
-        raise ValueError(f"there is no progress to reset: {reason}")
-    moved = record.reset()
-    return f"The old progress is in {moved}." if moved else f"There is none yet in {path}."

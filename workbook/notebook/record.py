@@ -1,8 +1,8 @@
 """What a learner has passed and predicted, in one file outside the repository.
 
 ``LABKIT_PROGRESS`` names the file, or is ``off``; otherwise it is ``labkit/progress.json`` in
-``XDG_DATA_HOME`` or ``~/.local/share``. Nothing is recorded by ranks, by tests, in CI, or with
-``LABKIT_LIVE=0``, as the stored pages are run: then it lasts as long as the process.
+``XDG_DATA_HOME`` or ``~/.local/share``. Nothing is recorded by ranks, or with ``LABKIT_LIVE=0``
+(the stored pages are run with it): then it lasts as long as the process.
 
 Recording never raises: a file that cannot be read or written is reported once, and the lesson
 goes on. Pages are names such as ``06_ring_all_reduce``; times are ISO 8601 texts, UTC.
@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from filelock import FileLock
 from labkit.files import write_atomically
 from labkit.runtime.preload import under_torchrun
 from workbook.notebook.pages import current_page
-from workbook.notebook.typed import scale_between
 
 VERSION = 1
 # A writer holds the lock for milliseconds; one that was stopped must not stop the lesson.
@@ -61,14 +60,11 @@ class Predicted:
     def factor(self) -> float | None:
         """By how much it was off, in either direction: 2 for half and for twice the measurement.
 
-        None without a measurement, or if only one of the two is 0 or negative.
+        None without a measurement, or if one of the two is not above 0.
         """
-        if self.measured is None:
+        if self.measured is None or not 0 < self.value * self.measured < math.inf:
             return None
-        if self.measured == self.value:
-            return 1.0
-        ratio = self.measured / self.value if self.value else 0.0
-        return max(ratio, 1 / ratio) if ratio > 0 and math.isfinite(ratio) else None
+        return max(self.measured / self.value, self.value / self.measured)
 
 
 @dataclass
@@ -78,54 +74,22 @@ class Record:
     exercises: dict[str, dict[str, Tried]] = field(default_factory=dict)
     predictions: dict[str, dict[str, list[Predicted]]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, text: str) -> "Record":
-        """The record in a file's text; nothing at all is an empty record.
-
-        Raises:
-            ValueError, TypeError, AttributeError, RecursionError: it is not a record.
-        """
-        if not text.strip():
-            return cls()
-        raw = json.loads(text)
-        if raw["version"] != VERSION:
-            raise ValueError(f"its version is {raw['version']!r}, and this labkit reads {VERSION}")
-        return cls(
-            {p: {n: Tried(**t) for n, t in of.items()} for p, of in raw["exercises"].items()},
-            {
-                page: {key: [Predicted(**one) for one in made] for key, made in of.items()}
-                for page, of in raw["predictions"].items()
-            },
-        )
-
 
 Change = Callable[[Record], None]
-_said: set[Path | str] = set()
+_said: set[Path] = set()
 # By file: the changes of this process that are not in it. Without a file, that is all of them.
 _pending: dict[Path | None, list[Change]] = {}
 # JupyterLab may run the handlers of a widget in another thread than the cells.
 _lock = threading.RLock()
 
 
-def say_once(about: Path | str, text: str) -> None:
-    """Print a message on stderr, the first one about this file only."""
-    if about not in _said:
-        _said.add(about)
-        print(f"labkit: {text}", file=sys.stderr)
-
-
 def progress_file() -> tuple[Path | None, str]:
     """Where progress is kept; or None, and why it is not kept."""
     named = os.environ.get("LABKIT_PROGRESS", "")
-    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
-    reasons = {
-        "LABKIT_LIVE=0 is set": os.environ.get("LABKIT_LIVE") == "0",
-        "this is a rank": under_torchrun(),
-        "LABKIT_PROGRESS=off is set": named.lower() == "off",
-        "this is a test": not named and (in_ci or "PYTEST_CURRENT_TEST" in os.environ),
-    }
-    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
-        return None, reason
+    if os.environ.get("LABKIT_LIVE") == "0" or under_torchrun():
+        return None, "LABKIT_LIVE=0 is set, or this is a rank"
+    if named.lower() == "off":
+        return None, "LABKIT_PROGRESS=off is set"
     if named:
         return Path(named).expanduser().absolute(), ""
     folder = os.environ.get("XDG_DATA_HOME", "")
@@ -139,10 +103,11 @@ def read() -> Record:
     path, _ = progress_file()
     with _lock:
         record = Record()
-        try:
-            record = record if path is None else _stored(path)
-        except OSError as error:
-            say_once(path or "", f"progress cannot be read from {path}: {error}; {_HOW}")
+        if path is not None:
+            try:
+                record = _stored(path)
+            except OSError as error:
+                _say_once(path, f"progress cannot be read from {path}: {error}; {_HOW}")
         for change in _pending.get(path, ()):
             change(record)
         return record
@@ -163,58 +128,56 @@ def change(change: Change) -> None:
                 for one in pending:
                     one(record)
                 whole = {"version": VERSION, **asdict(record)}
-                write_atomically(path, json.dumps(whole, indent=1, allow_nan=False) + "\n")
+                write_atomically(path, json.dumps(whole, indent=1) + "\n")
             pending.clear()
         except (OSError, ValueError) as error:
-            say_once(path, f"progress is not kept in {path}: {error}; {_HOW}")
+            _say_once(path, f"progress is not kept in {path}: {error}; {_HOW}")
 
 
-def reset() -> Path | None:
-    """Begin a new record; the path to which the old file was moved, if there was one.
-
-    Raises:
-        OSError: it cannot be moved.
-    """
-    path, _ = progress_file()
-    _pending.pop(path, None)
-    return _set_aside(path, "reset") if path is not None and path.is_file() else None
+def _say_once(about: Path, text: str) -> None:
+    """Print a message on stderr, the first one about this file only."""
+    if about not in _said:
+        _said.add(about)
+        print(f"labkit: {text}", file=sys.stderr)
 
 
 def _stored(path: Path) -> Record:
     """The record in the file; a damaged file is renamed, and a new record is begun."""
-    if not path.exists():
+    if not path.exists() or not (text := path.read_bytes()).strip():
         return Record()
-    if not path.is_file():
-        raise OSError(f"{path} is not a file")
     try:
-        return Record.of(path.read_text(encoding="utf-8"))
+        raw = json.loads(text)
+        if raw["version"] != VERSION:
+            raise ValueError(f"its version is {raw['version']!r}, and this labkit reads {VERSION}")
+        exercises, predictions = raw["exercises"].items(), raw["predictions"].items()
+        return Record(
+            {page: {name: Tried(**one) for name, one in of.items()} for page, of in exercises},
+            {
+                page: {key: [Predicted(**one) for one in made] for key, made in of.items()}
+                for page, of in predictions
+            },
+        )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        moved = _set_aside(path, "damaged")
-        say_once(moved, f"{path} is damaged ({error}): it is now {moved.name}, a new one is begun")
+        name = f"{path.stem}.damaged-{datetime.now():%Y%m%d-%H%M%S-%f}{path.suffix}"
+        moved = path.rename(path.with_name(name))
+        _say_once(moved, f"{path} is damaged ({error}): it is now {name}, a new one is begun")
         return Record()
-
-
-def _set_aside(path: Path, why: str) -> Path:
-    """Rename the file, with ``why`` and the time in its new name."""
-    moved = path.with_name(f"{path.stem}.{why}-{datetime.now():%Y%m%d-%H%M%S-%f}{path.suffix}")
-    return path.rename(moved)
 
 
 def now() -> str:
     """The time as it is recorded: ISO 8601, UTC."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat()
 
 
 def note_verdict(name: str, status: str, passed: bool) -> None:
     """Record one attempt at an exercise. An exercise once passed stays passed."""
-    at, page, name = now(), current_page(), str(name)
+    at, page = now(), current_page()
 
     def attempted(record: Record) -> None:
         of_page = record.exercises.setdefault(page, {})
         old = of_page.get(name) or Tried(status, 0, at, at, None)
-        stays = old.passed_at is not None and not passed
+        shown = old.status if old.passed_at and not passed else status
         passed_at = old.passed_at or (at if passed else None)
-        shown = old.status if stays else status
         of_page[name] = Tried(shown, old.attempts + 1, old.first_at, at, passed_at)
 
     change(attempted)
@@ -225,47 +188,20 @@ def predictions(page: str, key: str) -> list[Predicted]:
     return read().predictions.get(page, {}).get(key, [])
 
 
-def note_prediction(page: str, key: str, made: Predicted | None, again: bool) -> None:
-    """Record a prediction; it replaces one that has not been measured yet, None removes that one.
+def note_prediction(page: str, key: str, made: Predicted | None) -> None:
+    """Record a prediction in place of one that has not been measured; None removes that one.
 
-    One that has been measured stays: with ``again`` the new one is added after it, and otherwise
-    nothing changes.
+    One that has been measured stays: only the same one, measured again, replaces it.
     """
-    change(lambda record: _put(record, page, key, made, again))
 
-
-def note_row(
-    page: str, key: str, made: Predicted, measured: float, model: float | None
-) -> Predicted:
-    """Record a prediction with its measurement, and return what is recorded.
-
-    The first measurement locks a prediction: if there is a locked one, ``made`` does not replace
-    it, and it is measured again.
-    """
-    at = now()
-
-    def measure(record: Record) -> None:
-        _put(record, page, key, made, False)
-        of_key = record.predictions[page][key]
-        try:
-            scale = scale_between(made.unit, of_key[-1].unit)
-        except ValueError:  # the page asks for something else since
+    def put(record: Record) -> None:
+        of_key = record.predictions.setdefault(page, {}).setdefault(key, [])
+        if of_key:
+            last = of_key[-1]
+            is_same = made is not None and made.predicted_at == last.predicted_at
+            if last.measured_at is None or is_same:
+                of_key.pop()
+        if made is not None:
             of_key.append(made)
-            scale = 1.0
-        if math.isfinite(measured * scale):
-            by_model = None if model is None or not math.isfinite(model) else model * scale
-            since = of_key[-1].measured_at or at
-            numbers = {"measured": measured * scale, "model": by_model, "measured_at": since}
-            of_key[-1] = replace(of_key[-1], **numbers)
 
-    change(measure)
-    return (predictions(page, key) or [made])[-1]
-
-
-def _put(record: Record, page: str, key: str, made: Predicted | None, again: bool) -> None:
-    of_key = record.predictions.setdefault(page, {}).setdefault(key, [])
-    if of_key and of_key[-1].measured_at is None:
-        of_key.pop()
-        again = True
-    if made and (again or not of_key):
-        of_key.append(made)
+    change(put)

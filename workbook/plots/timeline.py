@@ -95,13 +95,6 @@ def timeline(
     return CaptionedFigure(figure, alt=alt, caption=joined(words, narrow, _beside(window)))
 
 
-def timeline_words(trace: Trace) -> tuple[str, str]:
-    """The alt text and the caption of the timeline of a whole trace, which has spans."""
-    names = dict(zip(trace.ranks, lane_names(None, trace, trace.ranks)[1]))
-    alt = _alt(trace, names, extent_of(trace)[1], model=False)
-    return alt, joined(str(what_limited(trace, 0.0)), _beside(trace))
-
-
 def _beside(trace: Trace) -> str:
     has_others = any(span.lane > 0 for span in trace.spans)
     return "The thin lane under a rank is what its other thread did." if has_others else ""

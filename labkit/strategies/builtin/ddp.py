@@ -55,13 +55,10 @@ class TorchDataParallel(OnShares):
 class TorchDDP(OnShares):
     """``torch.nn.parallel.DistributedDataParallel``, the counterpart of ring all-reduce and DDP.
 
-    DDP divides the summed gradient by the number of ranks. Shares may differ in size, so each
-    rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples.
-    ``sync_batch_norm`` is done by labkit's layers. DDP's traffic bypasses ``Comm``; only our
-    backend counts it.
-
-    DDP's ``bucket_cap_mb`` is ``bucket_mb``. ``backend`` is that of a new process group, ``auto``
-    uses the group that the ranks have already.
+    DDP divides the summed gradient by the number of ranks. Shares may differ in size, so each rank
+    scales its loss by P / batch_size: the mean over ranks is then the mean over samples. DDP's
+    traffic bypasses ``Comm``; only our backend counts it. ``backend`` is that of a new process
+    group, ``auto`` uses the group that the ranks have already.
     """
 
     sync_batch_norm: bool = False

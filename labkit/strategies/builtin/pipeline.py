@@ -1,11 +1,8 @@
 """PyTorch's own pipelines, ``torch.distributed.pipelining``, on the same stages as ours.
 
-A ``PipelineStage`` wraps a rank's layers, a schedule sends micro-batches through it, and all
-messages are ``isend`` and ``irecv`` of the ranks' process group. Each stage has receive buffers of
-one shape, so all micro-batches of a step must be equally large: a batch that does not divide by
-``micro_batches`` is cut into fewer.
-
-Symbols: P stages, M micro-batches.
+A ``PipelineStage`` wraps a rank's layers, a schedule sends micro-batches through it. Each stage
+has receive buffers of one shape, so all micro-batches of a step must be equally large: a batch
+that does not divide by ``micro_batches`` is cut into fewer.
 """
 
 from dataclasses import dataclass, field

@@ -1,10 +1,8 @@
 """Parameter servers on PyTorch's RPC: our techniques, whose pushes and pulls are remote calls.
 
-A rank calls a function on another and waits for its result; RPC's own threads run it. Here one
-remote call is push and pull at once: its argument is the worker's gradient, its result the new
-values. RPC's bytes bypass ``Comm``, so they are not counted; they pass through host memory.
-Functions and arguments are sent as pickles, and RPC does not check who sends them: see
-SECURITY.md.
+One remote call is push and pull at once: its argument is the worker's gradient, its result the
+new values. RPC's bytes bypass ``Comm``, so they are not counted; they pass through host memory.
+Functions and arguments are sent as pickles, and RPC does not check who sends them: SECURITY.md.
 
 A call must not block until the other workers have called: it would occupy one of the server's few
 RPC threads. So it puts the push into a queue and returns a ``Future`` at once; the server's own

@@ -11,6 +11,7 @@ from labkit import collectives
 from labkit.costs.traffic import naive_all_reduce_cost
 from workbook import check
 from workbook.exercises.grader import in_process
+from workbook.exercises.grader.exercise import same_bits
 
 travel_by_value(__name__)
 
@@ -21,7 +22,7 @@ def _target(rank, case):
 
 
 ALL_REDUCE = check.Exercise(
-    "a sum through rank 0", lambda rank, case: case.total(), target=_target, same_bits=True
+    "a sum through rank 0", lambda rank, case: case.total(), target=_target, rule=same_bits
 )
 
 

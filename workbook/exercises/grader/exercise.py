@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.traffic import Cost
 from labkit.units import format_count
 
@@ -46,11 +44,10 @@ def new_seed() -> int:
 
 
 class Target(NamedTuple):
-    """The traffic that one rank may cause in one call; a field of None is not judged.
+    """The traffic that one rank may cause in one call, less is better; None is not judged.
 
-    Less is better: it passes, if the values are right. ``operations`` counts the calls of send,
-    recv and exchange; ``peers`` are the ranks it may send to; ``barriers`` the calls of
-    ``comm.barrier``.
+    ``operations`` counts the calls of send, recv and exchange; ``peers`` are the ranks it may
+    send to; ``barriers`` the calls of ``comm.barrier``.
     """
 
     messages: int | None = None
@@ -67,14 +64,12 @@ class Case:
     Attributes:
         world_size: P.
         size: the elements of a rank's tensor.
-        root: the root of a collective.
         seed: of the data; each check draws another one.
         call: 0, or 1 for the second call, which gets other data.
     """
 
     world_size: int
     size: int
-    root: int = 0
     seed: int = 0
     call: int = 0
 
@@ -117,7 +112,7 @@ class Outcome(NamedTuple):
     tensor, a list whose entries were replaced). ``steps`` are the calls of comm in their order:
     ``("exchange", dst, src, bytes)``, ``("send", dst, None, bytes)`` .... ``library`` names a
     function that solves the exercise and that was called; ``changed`` says what the call has done
-    to its arguments. ``held_bytes`` is the most memory held at one time, if that is asked for.
+    to its arguments.
     """
 
     value: Any
@@ -130,7 +125,6 @@ class Outcome(NamedTuple):
     steps: tuple[tuple, ...] = ()
     library: str = ""
     changed: str = ""
-    held_bytes: int = 0
 
 
 class Wrong(str):
@@ -142,47 +136,12 @@ Found = str | None
 Ranks = tuple[Outcome, ...]
 
 
-@dataclass(frozen=True)
-class Score:
-    """What a puzzle is scored by: one number, the less the better.
-
-    Attributes:
-        of: (case, outcomes by rank) -> the number; None if it cannot be told.
-        best: case -> the best known; None for a case that is not scored.
-        shown: the number -> its text, with a unit.
-        source: who reaches the best, in words.
-        slack: by which part of the best a number may be larger and still be as good.
-    """
-
-    of: Callable[[Case, Ranks], float | None]
-    best: Callable[[Case], float | None]
-    shown: Callable[[float], str]
-    source: str
-    slack: float = 0.0
-
-
-def one_tensor(rank: int, case: Case) -> tuple:
-    """The usual arguments after ``comm``: one tensor, float32 [size]."""
-    return (case.tensor(rank),)
-
-
-def tensor_and_root(rank: int, case: Case) -> tuple:
-    """The usual arguments of a collective with a root."""
-    return case.tensor(rank), case.root
-
-
-def no_arguments(rank: int, case: Case) -> tuple:
-    """No arguments after ``comm``: for exercises whose ``call`` makes them on the rank."""
-    return ()
-
-
-def call_plainly(fn: Callable, comm: Comm, *args: Any) -> Any:
-    """The usual way to call the learner's function."""
-    return fn(comm, *args)
-
-
-def nothing(rank: int, case: Case) -> Any:
-    """Expect None, or anything if a tensor is written in place."""
+def same_bits(case: Case, ranks: Ranks) -> Found:
+    """A rule: all ranks end with the same bits."""
+    for rank, outcome in enumerate(ranks):
+        if not torch.equal(outcome.value, ranks[0].value):
+            text = f"the sums on ranks 0 and {rank} differ in the last bits: the ranks add in "
+            return f"{text}different orders, so replicas would drift apart"
     return None
 
 
@@ -206,30 +165,21 @@ class Exercise:
         judge: (case, values by rank) -> what is wrong, or None; used instead of ``expected``
             where the ranks must be judged together.
         rule: (case, outcomes by rank) -> what is wrong although the values are right, or None.
-        same_bits: the ranks must agree to the bit.
         target: (rank, case) -> Target of this rank.
-        total: case -> Target of all ranks together (``operations`` of the busiest rank), for
-            exercises that do not prescribe which rank sends.
-        any_chunks: the ranks may cut their tensors as they like, so that fewer bytes than those of
-            the target, which is for the longest chunks, are no mistake.
-        score: what a puzzle is scored by, once all values are right.
-        holds: count the memory that the function holds.
         call: (fn, comm, *inputs) -> what is graded, or a ``Wrong``.
         sizes: the numbers of elements to try in a rank's tensor, the most informative first; ()
             if the exercise has no tensor of variable size.
-        root_name: the word for ``case.root`` in a sentence, if each rank is tried as root.
         nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
         special: case -> what is special about it, in words, or "".
         library: labkit's own function with the same arguments, shown beside the learner's run.
         drawn_size: the elements of a rank's tensor in that run; by default the first of ``sizes``.
-        drawn_link: the link of that run, if it is on four ranks.
         may_call: names of functions of labkit or PyTorch that solve exercises, and of modules
             with such functions, that the learner may call all the same.
     """
 
     name: str
-    expected: Callable[[int, Case], Any] = nothing
-    inputs: Callable[[int, Case], tuple] = one_tensor
+    expected: Callable[[int, Case], Any] = lambda rank, case: None
+    inputs: Callable[[int, Case], tuple] = lambda rank, case: (case.tensor(rank),)
     signature: str = "comm, tensor"
     written: int | None = 0
     chunked: bool = False
@@ -237,20 +187,13 @@ class Exercise:
     mistakes: Mapping[str, Callable[[int, Case], Any]] = field(default_factory=dict)
     judge: Callable[[Case, list[Any]], Found] | None = None
     rule: Callable[[Case, Ranks], Found] = lambda case, ranks: None
-    same_bits: bool = False
     target: Callable[[int, Case], Target] | None = None
-    total: Callable[[Case], Target] | None = None
-    any_chunks: bool = False
-    score: Score | None = None
-    holds: bool = False
-    call: Callable[..., Any] = call_plainly
+    call: Callable[..., Any] = lambda fn, comm, *args: fn(comm, *args)
     sizes: tuple[int, ...] = SIZES
-    root_name: str = ""
     nouns: tuple[str, str] = ("rank", "element")
     special: Callable[[Case], str] = lambda case: ""
     library: Callable | None = None
     drawn_size: int = 0
-    drawn_link: EmulatedLink | None = None
     may_call: frozenset[str] = frozenset()
 
     def cases(self, world_size: int, seed: int = 0) -> list[Case]:
@@ -258,22 +201,17 @@ class Exercise:
         sizes = self.sizes or (0,)
         if self.sizes[: len(SIZES)] == SIZES:
             sizes += (Random(seed).choice(_FURTHER_SIZES),)
-        others = range(1, world_size) if self.root_name else ()
-        kinds = [Case(world_size, size, 0, seed) for size in sizes]
-        kinds += [Case(world_size, sizes[0], root, seed) for root in others]
-        return [replace(kind, call=call) for kind in kinds for call in (0, 1)]
+        return [Case(world_size, size, seed, call) for size in sizes for call in (0, 1)]
 
     def to_run(self) -> "Exercise":
         """The same without its judging fields, whose functions may not be picklable."""
-        parts = {"expected": nothing, "target": None, "total": None, "judge": None, "parts": None}
-        parts |= {"score": None, "mistakes": {}, "library": None, "special": None, "rule": None}
-        return replace(self, **parts)
+        judging = ("expected", "target", "judge", "parts", "library", "special", "rule")
+        return replace(self, mistakes={}, **dict.fromkeys(judging))
 
     def where(self, case: Case) -> str:
-        """The case in words: ``with 4 ranks and 10 elements``, and the root if there is one."""
+        """The case in words: ``with 4 ranks and 10 elements``, and what is special about it."""
         ranks, elements = self.nouns
         parts = [format_count(case.world_size, ranks)] if ranks else []
         parts += [format_count(case.size, elements)] if self.sizes and elements else []
         text = f"with {' and '.join(parts)}" if parts else "here"
-        text += f", {words}" if (words := self.special(case)) else ""
-        return text + (f", {self.root_name} {case.root}" if self.root_name else "")
+        return text + (f", {words}" if (words := self.special(case)) else "")

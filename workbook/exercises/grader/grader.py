@@ -12,25 +12,15 @@ from typing import Any
 from labkit import collectives
 from labkit.runtime.messages import dumps
 from labkit.units import format_count
-from workbook.exercises.grader.exercise import (
-    Case,
-    Exercise,
-    Found,
-    Ranks,
-    new_seed,
-    no_arguments,
-    nothing,
-)
+from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, new_seed
 from workbook.exercises.grader.judge_traffic import (
-    FIELDS,
-    Scored,
+    ROWS,
     by_rank,
     counts,
-    praise,
-    score_of,
+    targets_of,
     traffic_problems,
 )
-from workbook.exercises.grader.judge_values import Problem, value_problem
+from workbook.exercises.grader.judge_values import value_problem
 from workbook.exercises.grader.on_ranks import DidNotFinish, outcomes_of
 from workbook.exercises.grader.own_run import own_run
 from workbook.exercises.grader.report import (
@@ -59,49 +49,39 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
     Returns:
         The verdict. Nothing is raised: the verdict tells every failure.
     """
-
-    def judge() -> Verdict:
-        if misuse := _misuse(fn, exercise.signature):
-            return Verdict(exercise.name, NOT_YET, notes=[misuse])
-        return grade_on_ranks(fn, exercise, world_sizes)
-
-    verdict = told(exercise.name, judge)
+    # By its name in the module, which tests replace.
+    verdict = told(exercise.name, lambda: grade_on_ranks(fn, exercise, world_sizes))
     verdict.run_again = partial(own_run, fn, exercise)
     return verdict
 
 
 def returns(
     fn: Callable,
-    expected: Callable[[int, Case], Any] = nothing,
+    expected: Callable[[int, Case], Any] = lambda rank, case: None,
     *,
     name: str = "",
-    inputs: Callable[[int, Case], tuple] = no_arguments,
-    signature: str = "comm",
     world_sizes: Iterable[int] = WORLD_SIZES,
-    sizes: tuple[int, ...] = (),
     **more: Any,
 ) -> Verdict:
     """Grade a function by what each rank returns: an ``Exercise`` in one call.
 
     Args:
-        fn: the learner's function, called with the arguments of ``signature``.
+        fn: the learner's function, called with ``comm`` alone unless ``more`` says otherwise.
         expected: (rank, case) -> what the rank must return.
         name: the name of the exercise, by default that of the function.
-        inputs: (rank, case) -> the arguments after ``comm``.
-        signature: the names of all arguments, in one string.
         world_sizes: the P to try, in this order.
-        sizes: the numbers of elements to try in ``case.tensor(rank)``, if it is used.
-        more: other fields of ``Exercise``: ``target=``, ``mistakes=``, ``judge=``. By default the
-            function may call ``labkit.collectives``, except for the function of the same name.
+        more: other fields of ``Exercise``: ``inputs=``, ``signature=``, ``sizes=``, .... By
+            default the function may call ``labkit.collectives``, except for the function of the
+            same name.
 
     Returns:
         The verdict, as ``grade`` does.
     """
     name = name or getattr(fn, "__name__", type(fn).__name__)
+    fields: dict[str, Any] = {"inputs": lambda rank, case: (), "signature": "comm", "sizes": ()}
     # A page's own exercise may be built on sums over ranks; not on the function that it asks for.
-    more.setdefault("may_call", frozenset(dir(collectives)) - {name})
-    exercise = Exercise(name, expected, inputs, signature, written=None, sizes=sizes, **more)
-    return grade(fn, exercise, world_sizes)
+    fields |= {"written": None, "may_call": frozenset(dir(collectives)) - {name}} | more
+    return grade(fn, Exercise(name, expected, **fields), world_sizes)
 
 
 def _misuse(fn: Callable, signature: str) -> Found:
@@ -127,110 +107,69 @@ def _misuse(fn: Callable, signature: str) -> Found:
 
 
 def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int]) -> Verdict:
-    """Return the verdict on a function that can be called, without printing it."""
+    """Return the verdict on a function, without printing it."""
+    if misuse := _misuse(fn, exercise.signature):
+        return Verdict(exercise.name, NOT_YET, notes=[misuse])
     if is_untouched(fn):
         return Verdict(exercise.name, NOT_ATTEMPTED)
-    columns: dict[int, dict[str, str]] = {}
-    problems: dict[str, Problem] = {}
-    best: Scored | None = None
-    seed, library, praises = new_seed(), "", list[str]()
+    columns: list[str] = []
+    cells: list[dict[str, str]] = []
+    problems: dict[str, str] = {}
+    library, failure, seed = "", None, new_seed()
     for world_size in world_sizes:
-        cases, failure = exercise.cases(world_size, seed), None
         try:
-            tried = outcomes_of(fn, exercise, cases)
-        except DidNotFinish as did_not:
-            failure, tried = did_not, did_not.tried
-            if is_stub(fn, failure.unwritten):
+            tried = outcomes_of(fn, exercise, exercise.cases(world_size, seed))
+        except DidNotFinish as error:
+            if is_stub(fn, error.unwritten):
                 return Verdict(exercise.name, NOT_ATTEMPTED)
-        found, best = _judged(exercise, tried)
+            failure, tried = error, error.tried
+        found = _problems(exercise, tried)
+        columns.append(format_count(world_size, exercise.nouns[0] or "rank"))
+        cells.append(_column(exercise, tried, found) if tried else {})
         # Where two world sizes have the same problem, the larger one shows more of it.
-        problems |= {problem.row: problem for problem in found}
-        columns[world_size] = _column(exercise, tried, best, found)
-        if failure is not None:
-            about = about_stub(fn, failure.unwritten) if failure.unwritten else str(failure)
-            problems["finished"] = Problem("finished", failure.ending, about)
-            columns[world_size] = {"finished": failure.ending} | columns[world_size]
-            columns[world_size]["finished"] = failure.ending
+        problems |= found
+        if failure:
+            text = about_stub(fn, failure.unwritten) if failure.unwritten else str(failure)
+            # First, because it names a line.
+            problems = {"finished": text} | problems
+            cells[-1] = {"finished": failure.ending} | cells[-1]
             break
         library = library or next((o.library for r in tried.values() for o in r if o.library), "")
-        praises = [best.praise(exercise.score, world_size)] if exercise.score and best else []
-        praises += praise(exercise, cases[0], tried[cases[0]])
-    return _verdict(exercise, columns, list(problems.values()), library, praises, best)
-
-
-def _judged(exercise: Exercise, tried: dict[Case, Ranks]) -> tuple[list[Problem], Scored | None]:
-    """What is wrong on one world size: the values, then the traffic, then rule and score."""
-    first = value_problem(exercise, tried)
-    found = [first] if first else []
-    found += traffic_problems(exercise, tried, right=not found)
-    if found or not tried:
-        return found, None
-    for case, ranks in tried.items():
-        if broken := exercise.rule(case, ranks):
-            text = f"all results are right, but {exercise.where(case)}: {broken}"
-            return [Problem("rules", "broken", text)], None
-    if exercise.score is None:
-        return [], None
-    best, problem = score_of(exercise, exercise.score, tried)
-    return [problem] if problem else [], best
-
-
-def _column(
-    exercise: Exercise, tried: dict[Case, Ranks], best: Scored | None, found: list[Problem]
-) -> dict[str, str]:
-    """The cells of one world size."""
-    if not tried:
-        return {}
-    case, ranks = next(iter(tried.items()))
-    cells = {"finished": "yes"}
-    wrong = {problem.row: problem.cell for problem in found}
-    for row in ("shape", "value", "same bits"):
-        used = {"shape": exercise.judge is None, "same bits": exercise.same_bits}
-        if used.get(row, True):
-            cells[row] = "-" if {"shape", "value"} & {*wrong} & {*cells} else "right"
-            cells |= {row: wrong[row]} if row in wrong else {}
-    if any(by_rank("barriers", ranks)):
-        cells["barriers"] = counts(by_rank("barriers", ranks))
-    if exercise.total is not None:
-        cells |= {row: str(sum(by_rank(row, ranks))) for row in ("messages", "bytes")}
-    if exercise.target is not None:
-        target = exercise.target(0, case)
-        for row, field in FIELDS.items():
-            if getattr(target, field) is not None and row != "barriers":
-                cells[row] = counts(by_rank(row, ranks))
-        if target.peers is not None:
-            cells["peers"] = "right"
-    if best:
-        cells |= {"score": best.yours, "best known": best.best}
-    return cells | wrong
-
-
-def _verdict(
-    exercise: Exercise,
-    columns: dict[int, dict[str, str]],
-    problems: list[Problem],
-    library: str,
-    praises: list[str],
-    best: Scored | None,
-) -> Verdict:
-    names = max(columns.values(), key=len)
-    notes = [problem.sentence for problem in problems if problem.sentence]
-    status = NOT_YET
-    if not problems:
-        status = NOT_YOURS if library else PASSED
-        notes = [CALLS_LIBRARY.format(name=library)] if library else praises
-    ranks, elements = exercise.nouns
+    status, notes = (NOT_YOURS, [CALLS_LIBRARY.format(name=library)]) if library else (PASSED, [])
+    if problems:
+        status, notes = NOT_YET, [next(iter(problems.values()))]
+    names = ["finished", *max(cells, key=len)] if failure else list(max(cells, key=len))
     caption = ""
     if "messages" in names:
-        size = exercise.sizes and elements and f", for {format_count(exercise.sizes[0], elements)}"
-        whose = "each rank" if exercise.target is not None else "all ranks together"
-        caption = f"Messages, bytes and rounds are those of {whose}{size or ''}."
-    return Verdict(
-        exercise.name,
-        status,
-        [format_count(n, ranks) if ranks else "this process" for n in columns],
-        {name: [one.get(name, "-") for one in columns.values()] for name in names},
-        notes,
-        caption,
-        best,
-    )
+        size = exercise.sizes and exercise.nouns[1]
+        which = f", for {format_count(exercise.sizes[0], exercise.nouns[1])}" if size else ""
+        caption = f"Messages, bytes and rounds are those of each rank{which}."
+    rows = {name: [one.get(name, "-") for one in cells] for name in names}
+    return Verdict(exercise.name, status, columns, rows, notes, caption)
+
+
+def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, str]:
+    """By row of the table: what is wrong on one world size, the first thing first."""
+    value = value_problem(exercise, tried)
+    found = {"values": value} if value else {}
+    found |= traffic_problems(exercise, tried)
+    for case, ranks in tried.items() if not found else ():
+        if broken := exercise.rule(case, ranks):
+            return {"rules": f"all results are right, but {exercise.where(case)}: {broken}"}
+    return found
+
+
+def _column(exercise: Exercise, tried: dict[Case, Ranks], found: dict[str, str]) -> dict[str, str]:
+    """The cells of one world size: yours, beside the target where it is another."""
+    case, ranks = next(iter(tried.items()))
+    cells = {"values": "right"}
+    targets = targets_of(exercise, case) if exercise.target else []
+    for row in ROWS if targets else ():
+        spent, target = by_rank(row, ranks), by_rank(row, targets)
+        if None not in target and (row != "barriers" or any(spent)):
+            beside = "" if spent == target else f" (target {counts(target)})"
+            cells[row] = f"{counts(spent)}{beside}"
+    if targets and targets[0].peers is not None:
+        cells["peers"] = "right"
+    wrong = {row: "wrong" for row in found if row not in ROWS}
+    return cells | wrong

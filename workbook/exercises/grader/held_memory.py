@@ -1,6 +1,5 @@
 """The memory that a function's tensors hold while it runs."""
 
-import tracemalloc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +7,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-
-# Of Python's own objects: what a few calls of comm leave behind.
-_SMALL_BYTES = 48 * 2**10
 
 
 class PeakBytes(TorchDispatchMode):
@@ -49,30 +45,6 @@ class PeakBytes(TorchDispatchMode):
     def _add(self, num_bytes: int) -> None:
         self._held += num_bytes
         self.num_bytes = max(self.num_bytes, self._held)
-
-
-class HeldBytes:
-    """Count, inside ``with``, the most bytes of tensors, arrays and other objects at one time.
-
-    Attributes:
-        num_bytes: the most that new tensors held, and the most that all else did, if that is more
-            than what a few calls of comm leave behind.
-    """
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._tensors = PeakBytes()
-
-    def __enter__(self) -> "HeldBytes":
-        tracemalloc.start()
-        self._tensors.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._tensors.__exit__(*error)
-        others = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        self.num_bytes = self._tensors.num_bytes + (others if others > _SMALL_BYTES else 0)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from labkit.collectives.ring import split_chunks
 from labkit.units import format_count
 from workbook.exercises.grader.compare import close, fit, other_kind, plain, same, short
-from workbook.exercises.grader.exercise import Case, Exercise, Ranks, Wrong
+from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, Wrong
 
 # Values that were rounded to bfloat16 after every addition are still recognised.
 _ROUNDED = 1e-2
@@ -24,63 +24,48 @@ _MOST_PARTS, _LARGEST = 8, 100
 Tried = Mapping[Case, Ranks]
 
 
-class Problem(NamedTuple):
-    """One thing that is wrong: a row of the table, its cell, and a sentence ("" for none)."""
-
-    row: str
-    cell: str
-    sentence: str
-
-
-def value_problem(exercise: Exercise, tried: Tried) -> Problem | None:
+def value_problem(exercise: Exercise, tried: Tried) -> Found:
     """Return the first problem with the values, over the cases in order."""
     for case, ranks in tried.items():
-        found = _noticed(exercise, case, ranks)
-        if not found and exercise.judge is None:
-            found = _first_wrong(exercise, tried, case) or _other_bits(exercise, case, ranks)
-        changed = next((outcome.changed for outcome in ranks if outcome.changed), "")
-        if not found and changed:
-            found = Problem("value", "wrong", f"{exercise.where(case)}: {changed}")
+        values, found = [outcome.value for outcome in ranks], None
+        for rank, value in enumerate(values):
+            if isinstance(value, Wrong) and not found:
+                found = f", rank {rank}: {value}" if case.world_size > 1 else f": {value}"
+        if not found and exercise.judge:
+            judged = exercise.judge(case, values)
+            found = f": {judged}" if judged else None
+        elif not found:
+            found = _first_wrong(exercise, tried, case)
+        if not found and (changed := [outcome.changed for outcome in ranks if outcome.changed]):
+            found = f": {changed[0]}"
         if found:
             again = ". The first call, with other values, went right" if case.call else ""
-            return found._replace(sentence=found.sentence + again)
+            return f"{exercise.where(case)}{found}{again}"
     return None
 
 
-def _noticed(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
-    """What a rank has noticed itself, or what the exercise's judge has found."""
-    values = [outcome.value for outcome in ranks]
-    place = exercise.where(case)
-    for rank, value in enumerate(values):
-        if isinstance(value, Wrong):
-            who = f", rank {rank}" if case.world_size > 1 else ""
-            return Problem("value", "wrong", f"{place}{who}: {value}")
-    found = exercise.judge and exercise.judge(case, values)
-    return Problem("value", "wrong", f"{place}: {found}") if found else None
-
-
-def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Problem | None:
+def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Found:
     ranks = tried[case]
     right = [_is_right(exercise, case, rank, one.value) for rank, one in enumerate(ranks)]
     if all(right):
         return None
     rank = right.index(False)
-    text = f"{exercise.where(case)}, rank {rank} is the first with a wrong result"
+    text = f", rank {rank} is the first with a wrong result"
     expected = exercise.expected(rank, case)
     if kind := other_kind(ranks[rank].value, expected):
-        return Problem("shape", "wrong", f"{text}: {kind}")
-    part, why = "", _mistake(exercise, tried, case, rank)
+        return f"{text}: {kind}"
+    why = _mistake(exercise, tried, case, rank)
     if not why:
         parts = _parts(exercise, case, ranks[rank].value, expected)
         wrong = next((one for one in parts if not one.right), parts[0])
-        part = f", in {wrong.name} {wrong.index}" if wrong.name else ""
+        text += f", in {wrong.name} {wrong.index}" if wrong.name else ""
         why = _look(exercise, case, wrong, parts)
     if sum(right) == 1 and exercise.expected(right.index(True), case) is not None:
         why += f". Only rank {right.index(True)} has the right result"
     if exercise.sizes and case.size != exercise.sizes[0] and not exercise.special(case):
         sizes = [format_count(n, exercise.nouns[1]) for n in (exercise.sizes[0], case.size)]
         why += f". With {sizes[0]} the result is right, with {sizes[1]} it is not"
-    return Problem("value", "wrong", f"{text}{part}: {why}")
+    return f"{text}: {why}"
 
 
 def _is_right(exercise: Exercise, case: Case, rank: int, value: Any) -> bool:
@@ -126,18 +111,18 @@ def _mistake(exercise: Exercise, tried: Tried, case: Case, rank: int) -> str:
 class _Part(NamedTuple):
     """What is compared separately: an entry of a list, a chunk, or the whole value (no name).
 
-    ``summands`` are the inputs of the ranks that may have been added up in it.
+    ``given`` are the inputs of the ranks that may have been added up in it.
     """
 
     name: str
     index: int
     value: Any
     expected: Any
-    summands: list[Tensor]
+    given: list[Tensor]
 
     @property
     def right(self) -> bool:
-        return self.expected is None or same(self.value, self.expected, self.summands)
+        return self.expected is None or same(self.value, self.expected, self.given)
 
 
 def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> list[_Part]:
@@ -146,15 +131,12 @@ def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> list[_P
     if not isinstance(expected, list):
         value, expected = _pieces(exercise, case, value), _pieces(exercise, case, expected)
         name = name if exercise.chunked else ""
-    given = [_given(exercise, case, rank) for rank in range(case.world_size)]
-    if exercise.chunked:
-        columns = [[row[i] for row in given if i < len(row)] for i in range(len(expected))]
-    else:
-        columns = [list(chain(*given)) for _ in expected]
-    rows = enumerate(zip(value, expected, columns))
-    return [
-        _Part(name, i, v, e, [g for g in column if g is not None]) for i, (v, e, column) in rows
-    ]
+    rows = [_given(exercise, case, rank) for rank in range(case.world_size)]
+    found = []
+    for i, (v, e) in enumerate(zip(value, expected)):
+        given = [row[i] for row in rows if i < len(row)] if exercise.chunked else chain(*rows)
+        found.append(_Part(name, i, v, e, [one for one in given if isinstance(one, Tensor)]))
+    return found
 
 
 def _pieces(exercise: Exercise, case: Case, value: Any) -> list:
@@ -164,14 +146,10 @@ def _pieces(exercise: Exercise, case: Case, value: Any) -> list:
     return split_chunks(value.flatten(), case.world_size) if exercise.chunked else [value]
 
 
-def _given(exercise: Exercise, case: Case, rank: int) -> list[Tensor | None]:
-    """The tensors that a rank gets, by chunk or entry; None for what is no tensor."""
-    found = []
-    for argument in exercise.inputs(rank, case):
-        if isinstance(argument, (Tensor, list)):
-            pieces = _pieces(exercise, case, argument)
-            found += [one if isinstance(one, Tensor) else None for one in pieces]
-    return found
+def _given(exercise: Exercise, case: Case, rank: int) -> list:
+    """What a rank gets, by chunk or entry."""
+    given = [one for one in exercise.inputs(rank, case) if isinstance(one, (Tensor, list))]
+    return [piece for one in given for piece in _pieces(exercise, case, one)]
 
 
 def _look(exercise: Exercise, case: Case, wrong: _Part, parts: list[_Part]) -> str:
@@ -189,25 +167,25 @@ def _look(exercise: Exercise, case: Case, wrong: _Part, parts: list[_Part]) -> s
     if not flat.any():
         return "it is all zeros"
     for other in parts:
-        is_other = other.index != wrong.index and other.expected is not None
-        if is_other and same(value, other.expected):
+        if other.expected is not None and other is not wrong and same(value, other.expected):
             return f"it holds the values that belong in {other.name} {other.index}"
-    basis = {}
     if exercise.parts:
         basis = {name: _flat(one) for name, one in exercise.parts(case).items()}
     else:
+        basis = {}
         for r in range(case.world_size):
             for i, piece in enumerate(_given(exercise, case, r)):
-                where = f"rank {r}" if i == wrong.index or not exercise.chunked else ""
-                basis.setdefault(where or f"chunk {i} of rank {r}", _flat(piece))
+                here = i == wrong.index or not exercise.chunked
+                basis.setdefault(f"rank {r}" if here else f"chunk {i} of rank {r}", _flat(piece))
     made, should = made_of(flat, basis), made_of(wanted, basis)
     if made and should and made != should:
         return f"it is {in_words(made)}, expected {in_words(should)}"
+    first = 0
+    if isinstance(expected, Tensor):
+        first = int((~close(value, expected, wrong.given)).flatten().nonzero()[0])
     if made and made == should:
-        first = f"place {_first_difference(wrong)} holds"
-        pair = (f"{float(x[_first_difference(wrong)]):.8g}" for x in (flat, wanted))
-        return f"it is almost right: {first} {', expected '.join(pair)} (rounded to 16 bits?)"
-    first = _first_difference(wrong) if isinstance(expected, Tensor) else 0
+        pair = f"{float(flat[first]):.8g}, expected {float(wanted[first]):.8g}"
+        return f"it is almost right: place {first} holds {pair} (rounded to 16 bits?)"
     start = f"from index {first} on it has" if first else "it begins with"
     return f"{start} {short(flat[first:])}, expected {short(wanted[first:])}"
 
@@ -218,10 +196,6 @@ def _flat(value: Any) -> Tensor | None:
     if isinstance(value, list) and value and all(isinstance(one, Tensor) for one in value):
         value = torch.cat([one.flatten() for one in value])
     return value.flatten() if isinstance(value, Tensor) and value.dtype != torch.bool else None
-
-
-def _first_difference(wrong: _Part) -> int:
-    return int((~close(wrong.value, wrong.expected, wrong.summands)).flatten().nonzero()[0])
 
 
 def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, float]:
@@ -252,14 +226,3 @@ def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, floa
 def in_words(made: Mapping[str, float]) -> str:
     """``0.5 x rank 0 + rank 2``."""
     return " + ".join(name if x == 1 else f"{x:.3g} x {name}" for name, x in made.items())
-
-
-def _other_bits(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
-    for rank, outcome in enumerate(ranks if exercise.same_bits else ()):
-        if not torch.equal(outcome.value, ranks[0].value):
-            told = (
-                f"{exercise.where(case)}, the sums on ranks 0 and {rank} differ in the last bits"
-            )
-            why = "the ranks add in different orders, so replicas would drift apart"
-            return Problem("same bits", "no", f"{told}: {why}")
-    return None

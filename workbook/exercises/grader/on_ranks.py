@@ -12,7 +12,6 @@ from labkit.errors import DeadlineError, DeadlockError, WorkerError
 from labkit.runtime.launch import run
 from workbook.exercises.grader.compare import plain
 from workbook.exercises.grader.exercise import Case, Exercise, Outcome, Ranks, Wrong
-from workbook.exercises.grader.held_memory import HeldBytes
 from workbook.exercises.grader.stub import STUB
 from workbook.exercises.grader.watched import Watched
 
@@ -129,10 +128,8 @@ def call_once(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outco
     given = None if exercise.written is None else args[exercise.written]
     before_it = list(given) if isinstance(given, list) else given
     watched = Watched(fn, exercise.signature, exercise.may_call, written=given)
-    held = HeldBytes() if exercise.holds else contextlib.nullcontext()
     before, sent_before = _spent(comm), comm.bytes_to.copy()
-    with held:
-        returned = exercise.call(watched, comm, *args)
+    returned = exercise.call(watched, comm, *args)
     value, meant = (before_it, given) if isinstance(given, list) else (given, returned)
     if exercise.written is None or isinstance(returned, Wrong):
         # Made plain here, because generators cannot travel, and run only now.
@@ -143,8 +140,7 @@ def call_once(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outco
     # Subtracting Counters keeps only the peers to which something was sent.
     sent_to = comm.bytes_to - sent_before
     seen = barriers, tuple(watched.steps), watched.library, watched.changed
-    held_bytes = getattr(held, "num_bytes", 0)
-    return Outcome(value, meant, messages, num_bytes, operations, sent_to, *seen, held_bytes)
+    return Outcome(value, meant, messages, num_bytes, operations, sent_to, *seen)
 
 
 def _spent(comm: Comm) -> tuple[int, int, int, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
 from labkit.runtime.output import undrawn
@@ -19,7 +20,7 @@ from labkit.tracing import Trace
 from labkit.units import format_bytes, format_count, html_table, text_table
 from workbook.exercises.grader.exercise import Case, Exercise
 from workbook.exercises.grader.held_memory import PeakBytes
-from workbook.exercises.grader.judge_traffic import FIELDS, by_rank
+from workbook.exercises.grader.judge_traffic import ROWS as FIELDS, by_rank, targets_of
 from workbook.exercises.grader.on_ranks import TIMEOUT_S, call_once
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET
 
@@ -97,7 +98,13 @@ class Spent(NamedTuple):
     end_s: float
 
 
-def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WORLD_SIZE) -> OwnRun:
+def own_run(
+    fn: Callable,
+    exercise: Exercise,
+    status: str,
+    world_size: int = WORLD_SIZE,
+    link: EmulatedLink | None = None,
+) -> OwnRun:
     """Run a learner's function once more, for its timeline; nothing is raised.
 
     Args:
@@ -105,12 +112,13 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WOR
         exercise: what it has to do; ``exercise.drawn_size`` elements are used.
         status: of its verdict.
         world_size: P.
+        link: over which four ranks run.
     """
     if status == NOT_ATTEMPTED:
         return OwnRun.failed(exercise.name, status)
     case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
     fns = [fn, exercise.library] if exercise.library else [fn]
-    link = exercise.drawn_link if world_size == WORLD_SIZE else None
+    link = link if world_size == WORLD_SIZE else None
     options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
     try:
         with undrawn():
@@ -119,11 +127,8 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WOR
         return OwnRun.failed(exercise.name, status)
     if not result.trace.spans:
         return OwnRun(exercise.name, "no message was sent, so there is nothing to draw.")
-    own, *others = (_over_ranks(parts, exercise) for parts in zip(*result.values))
-    targets = (
-        [exercise.target(rank, case) for rank in range(world_size)] if exercise.target else []
-    )
-    targets = [exercise.total(case)] if exercise.total else targets
+    own, *others = (_over_ranks(parts) for parts in zip(*result.values))
+    targets = targets_of(exercise, case) if exercise.target else []
     rows = {}
     for row, spent in own.counts.items():
         allowed = by_rank(row, targets) if row in FIELDS else []
@@ -133,9 +138,7 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WOR
     ranks, elements = exercise.nouns
     what = format_count(world_size, ranks or "rank")
     what += f" and {format_count(case.size, elements)}" if exercise.sizes and elements else ""
-    together = exercise.total is not None
-    whose = "Messages and bytes are those of all ranks together. " if together else ""
-    caption = f"With {what}. {whose}Where ranks differ, the numbers are by rank. Rounds are a "
+    caption = f"With {what}. Where ranks differ, the numbers are by rank. Rounds are a "
     caption += "rank's calls of send, recv and exchange; memory held is the most that its new "
     caption += "tensors took at one time."
     draw = functools.partial(_draw, result.trace, exercise.name)
@@ -205,12 +208,9 @@ class _Clock:
         return timed
 
 
-def _over_ranks(parts: tuple, exercise: Exercise) -> Spent:
+def _over_ranks(parts: tuple) -> Spent:
     counts, start_s, end_s = zip(*parts)
     by_row = {row: [one[row] for one in counts] for row in counts[0]}
-    if exercise.total is not None:
-        by_row |= {row: [sum(by_row[row])] for row in ("messages", "bytes")}
-        by_row["rounds"] = [max(by_row["rounds"])]
     return Spent(by_row, min(start_s), max(end_s))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from labkit.runtime.output import kernel, undrawn
 from labkit.units import html_table, text_table
-from workbook.exercises.grader.judge_traffic import Scored
 from workbook.notebook.record import note_verdict
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
@@ -36,7 +35,6 @@ class Verdict:
         rows: what was judged -> one cell per column.
         notes: what is wrong, the first thing first; or what is right.
         caption: what the numbers in the table are.
-        score: of a puzzle, on the most ranks, beside the best known.
         run_again: (status, P) -> the learner's run, drawn; None if there are no ranks.
         shown: whether the check has just shown it.
     """
@@ -47,7 +45,6 @@ class Verdict:
     rows: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     caption: str = ""
-    score: Scored | None = None
     run_again: Callable[[str, int], Any] | None = field(default=None, repr=False, compare=False)
     shown: bool = field(default=False, repr=False)
 

@@ -26,7 +26,7 @@ _LABKIT, _WORKBOOK = str(Path(labkit.__file__).parent), str(Path(_GRADER).parent
 # Where the functions are that an exercise asks for. Their helpers may be called.
 _PARTS = (
     *("collectives/", "schedules/", "strategies/", "placement/planner"),
-    *("costs/pipeline_timeline", "workload/sampling", "comm/work.py", "horovod/"),
+    *("costs/pipeline_timeline", "workload/samples", "comm/work.py", "horovod/"),
 )
 _SOLUTIONS = tuple(f"{_LABKIT}/{part}" for part in _PARTS)
 _SOLUTIONS += (f"{_WORKBOOK}/exercises/programs/with_",)

@@ -1,1 +1,1 @@
-"""What torchrun runs on the hosts of page 12's second half."""
+"""What torchrun runs on the hosts of pages 12 and 13."""

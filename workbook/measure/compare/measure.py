@@ -74,7 +74,7 @@ def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[C
         ValueError: a name that is not registered.
     """
     for name in names:
-        strategies.check_name(name)
+        strategies.get(name)
     by_default = [name for name in strategies.STRATEGIES if name not in STAGED]
     found, seen = [Contender(SINGLE, SINGLE)], {strategies.get(SINGLE)}
     for name in dict.fromkeys(names or by_default):

@@ -21,14 +21,14 @@ from torch import nn
 
 from labkit import strategies
 from labkit.comm.comm import Comm
-from labkit.comm.processes import loopback
+from labkit.comm.shared_memory import loopback
 from labkit.devices import versions
 from labkit.errors import DeadlineError, WorkerError
 from labkit.files import write_atomically
 from labkit.runtime.launch import run
 from labkit.workload.datasets import load_dataset
 from labkit.workload.models import build_model
-from labkit.workload.sampling import batch_slices, epoch_order
+from labkit.workload.samples import batch_slices, epoch_order
 from workbook.measure.elsewhere.environments import REPOSITORY, python_of, why_not
 from workbook.measure.processes import run_command
 
