@@ -21,7 +21,7 @@ from labkit.tracing import Trace
 from workbook.plots import CaptionedFigure
 from workbook.plots.figure import WIDTH_IN, add_legend, drawn, fixed_axes, label_lanes
 from workbook.plots.palette import BLUE, DARK, GRID
-from workbook.plots.timeline import draw_spans, timeline_words
+from workbook.plots.timeline import draw_spans, timeline
 
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "results"
 WORLD_SIZE, NUM_ELEMENTS, HEIGHT_IN = 4, 250_000, 5.0
@@ -89,8 +89,8 @@ def draw(result: RunResult) -> CaptionedFigure:
     add_legend(figure, draw_spans(lanes, list(trace.spans), trace.ranks, 1e-3, model=False))
     label_lanes(lanes, [f"rank {rank}" for rank in trace.ranks])
     lanes.set_xlabel("time since the start (ms)")
-    alt, caption = timeline_words(trace)
-    return CaptionedFigure(figure, alt=f"{alt} {said_of(result)}", caption=caption)
+    alone = timeline(trace)
+    return CaptionedFigure(figure, alt=f"{alone.alt} {said_of(result)}", caption=alone.caption)
 
 
 def said_of(result: RunResult) -> str:

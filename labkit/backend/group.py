@@ -7,7 +7,8 @@
 Ranks of one machine meet in shared memory (``labkit.comm.shared_memory``); on several machines the
 same collectives run over gloo's point-to-point. ``labkit.backend.use(my_ring)`` puts another
 all-reduce below DDP. One queue carries out the collectives, in the order of the calls; sends and
-receives have one queue per edge and direction, since they may wait for each other.
+receives have one queue per edge and direction, since they may wait for each other. They meet in
+the order of the calls, too: there are no tags, and no receives from any source.
 """
 
 import atexit
@@ -28,7 +29,6 @@ from torch import Tensor
 
 from labkit import collectives
 from labkit.backend.chosen import all_reduce
-from labkit.backend.mailbox import Mailbox
 from labkit.collectives.common import check_fits, check_one_per_rank
 from labkit.comm.comm import Comm
 from labkit.comm.meeting import separate_comm
@@ -99,8 +99,6 @@ class LabkitGroup(ProcessGroup):
         _traffic.extend(comm.transport.sent for comm in self._comms.values())
         self._queues: dict[tuple[Any, ...], WorkQueue] = {}
         self._starting = threading.Lock()
-        others, edge = {*range(size)} - {rank}, partial(self._queue_of, "pairs")
-        self._mailbox = Mailbox(others, edge, timeout.total_seconds())
         _live.add(self)
 
     # The signatures below are PyTorch's. ``opts`` has rootRank, reduceOp and asyncOp, where there
@@ -140,7 +138,7 @@ class LabkitGroup(ProcessGroup):
         return group
 
     def _queue_of(self, *key: Any) -> WorkQueue:
-        """The queue of ("collectives",), ("pairs", "to", a peer) or ("pairs", "from", a peer)."""
+        """The queue of ("collectives",), or of ("pairs", "send" or "recv", a peer)."""
         if not self._comms:
             raise ValueError("this process group was destroyed: make another with new_group")
         with self._starting:
@@ -288,13 +286,19 @@ class LabkitGroup(ProcessGroup):
             )
 
     def send(self, tensors, dst, tag):
-        return self._mailbox.send(tensors[0], dst, tag)
+        return self._pair("send", Comm.send, tensors, dst, tag)
 
     def recv(self, tensors, src, tag):
-        return self._mailbox.recv(tensors[0], src, tag)
+        return self._pair("recv", Comm.recv, tensors, src, tag)
 
     def recv_anysource(self, tensors, tag):
-        return self.recv(tensors, None, tag)
+        raise ValueError('the "labkit" backend receives from one source: name its rank')
+
+    def _pair(self, name, function, tensors, peer, tag):
+        if tag != 0:
+            raise ValueError(f'the "labkit" backend has no tags, got {tag}: send in one order')
+        queue = self._queue_of("pairs", name, peer)
+        return queue.add(name, lambda comm: function(comm, tensors[0], peer), tensors, tensors)
 
     # Names of the same methods in torch 2.11.
     _allgather_base = all_gather_single
@@ -312,9 +316,9 @@ class LabkitGroup(ProcessGroup):
         """
         queues, self._queues = self._queues, {}
         comms, self._comms = self._comms, {}
-        # The queues that read end last: a receive from any source reads from all edges.
-        for key in sorted(queues, key=lambda key: "from" in key):
-            if "from" in key or patience_s is not None:
+        # Receives end last, and wait for nobody.
+        for key in sorted(queues, key=lambda key: "recv" in key):
+            if "recv" in key or patience_s is not None:
                 comms[key[0]].transport.abandon()
             if not queues[key].end(patience_s) and patience_s is None:
                 # After an error here, PyTorch would keep the group registered.

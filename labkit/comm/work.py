@@ -51,7 +51,6 @@ class Work(dist.Work):
         self._label = " ".join([name, *map(describe, inputs[:1])])
         self._result, self._timeout_s = result, min(timeout_s, threading.TIMEOUT_MAX)
         self.location = caller_location()
-        self.source = -1
         self.done = threading.Event()
         self._error: BaseException | None = None
         # On a GPU: the caller's stream at the call, and the operation's stream at its end.
@@ -72,10 +71,6 @@ class Work(dist.Work):
             # A record that ends in another thread is shown there, as with gloo.
             self._record.__exit__(None, None, None)
         self.done.set()
-
-    @property
-    def has_futures(self) -> bool:
-        return bool(self._incomplete)
 
     def complete_futures(self) -> None:
         """Run the callbacks attached to ``get_future()``, in this thread."""
@@ -122,12 +117,6 @@ class Work(dist.Work):
 
     def result(self) -> list[Tensor]:
         return self._result
-
-    def source_rank(self) -> int:
-        """The rank a message came from; -1 unless this is a receive."""
-        return self.source
-
-    _source_rank = source_rank
 
 
 def carried_out(operation: Callable[[], object], tensors: list[Tensor]) -> Work:

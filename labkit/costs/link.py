@@ -62,11 +62,9 @@ def fit_link(
 ) -> Link:
     """The alpha and beta that best explain measured messages: seconds = alpha + beta x bytes.
 
-    Least squares of the *relative* errors: otherwise the largest sizes would decide alone, and
-    alpha would be lost in their noise. Several measurements of one size are replaced by
-    their median, as a repeat that another program disturbs is always too slow. If the best line
-    has a negative alpha (or beta), it is set to 0 and the other is fitted alone. Gamma is measured
-    separately, as no message includes an addition.
+    Least squares of the *relative* errors: otherwise the largest sizes would decide alone. Several
+    measurements of one size are replaced by their median. If the best line has a negative alpha
+    (or beta), it is set to 0 and the other is fitted alone.
     """
     by_size: dict[float, list[float]] = defaultdict(list)
     for size, time_s in zip(sizes_bytes, seconds, strict=True):

@@ -45,11 +45,6 @@ def build_model(
     float32; the caller's random state is not changed. ValueError for an unknown name.
     """
     check_choice("model", name, MODELS)
-    if len(input_shape) != 3 or min(*input_shape, num_classes) < 1:
-        raise ValueError(
-            f"input_shape is (channels, height, width), got {tuple(input_shape)}, and num_classes "
-            f"is at least 1, got {num_classes}"
-        )
     # The CPU generator alone: torch.manual_seed would also touch CUDA, which the parent of the
     # workers must never initialise.
     with torch.random.fork_rng(devices=[]):

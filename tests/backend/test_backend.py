@@ -120,6 +120,8 @@ def refused(comm):
         "sparse rows": lambda: dist.all_reduce(x[None].to_sparse_csr(), group=group),
         "expanded": lambda: dist.all_reduce(torch.ones(1).expand(3), group=group),
         "scaled sum": lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0), group=group),
+        "tag": lambda: dist.send(x, 1 - comm.rank, group=group, tag=3),
+        "any source": lambda: dist.recv(x, group=group),
         "outputs too large": lambda: dist.all_gather([torch.zeros(4)] * 2, x, group=group),
     }
     texts = {}
@@ -141,6 +143,8 @@ REFUSALS = {
     "sparse rows": "only the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()",
     "expanded": "its elements share memory",
     "scaled sum": 'the "labkit" backend has the reductions SUM, AVG,',
+    "tag": 'the "labkit" backend has no tags, got 3',
+    "any source": 'the "labkit" backend receives from one source',
     "outputs too large": "sends is float32 [3], but the output for it is float32 [4]",
 }
 

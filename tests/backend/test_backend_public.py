@@ -146,46 +146,41 @@ def monitored_barrier(rank, size):
     dist.monitored_barrier(timeout=timedelta(seconds=20), wait_all_ranks=True)
 
 
-# Point-to-point: out of order by tag, from any source
+# Point-to-point
 
 
 @case
 def send(rank, size):
     if rank == 0:
-        works = [dist.isend(mine(tag), 1, tag=tag) for tag in (7, 5)]
-        dist.send(mine(9), 1, tag=9)
-        return works_and_tensors(works, None)
-    if rank == 1:
-        found = zeros(3)
-        return [dist.recv(t, 0, tag=tag) for t, tag in zip(found, (5, 9, 7))], found
-    return None
-
-
-@case
-def recv(rank, size):
-    if rank > 0:
-        dist.send(mine(rank), 0, tag=3)
+        work = dist.isend(mine(7), 1)
+        dist.send(mine(9), 1)
+        work.wait()
         return None
-    pairs = [(torch.zeros(4), None) for _ in range(size - 1)]
-    return sorted((dist.recv(tensor, tag=3), tensor.tolist()) for tensor, _ in pairs)
+    if rank == 1:
+        return [(dist.recv(tensor, 0), tensor) for tensor in zeros(2)]
+    return None
 
 
 @case
 def isend(rank, size):
     right, left = (rank + 1) % size, (rank - 1) % size
     found = zeros(3)
-    works = [dist.isend(mine(rank) + n, right, tag=n) for n in range(3)]
-    works += [dist.irecv(found[n], left, tag=n) for n in (2, 0, 1)]
+    works = [dist.irecv(found[0], left)]
+    works += [dist.isend(mine(rank) + n, right) for n in range(3)]
+    works += [dist.irecv(tensor, left) for tensor in found[1:]]
     return works_and_tensors(works, found)
 
 
 @case
-def irecv(rank, size):
-    """Posted before anything is sent."""
+def batch_isend_irecv(rank, size):
     found = zeros(2)
-    works = [dist.irecv(found[0], tag=1), dist.irecv(found[1], (rank - 1) % size, tag=2)]
-    works += [dist.isend(mine(rank) + tag, (rank + 1) % size, tag=tag) for tag in (2, 1)]
-    return works_and_tensors(works, found)
+    pairs = [
+        dist.P2POp(dist.irecv, found[0], (rank - 1) % size),
+        dist.P2POp(dist.isend, mine(rank), (rank + 1) % size),
+        dist.P2POp(dist.isend, mine(rank) + 1, (rank + 1) % size),
+        dist.P2POp(dist.irecv, found[1], (rank - 1) % size),
+    ]
+    return works_and_tensors(dist.batch_isend_irecv(pairs), found)
 
 
 # Objects

@@ -22,7 +22,6 @@ from labkit.runtime.launch import RunResult
 from labkit.tracing import Span, Trace
 from labkit.tracing.chrome import read_traces
 from workbook import verdict
-from workbook.notebook.verdict import Ratio
 
 HERE = Path(__file__).parent
 LIMITS = HERE.parent / "tracing" / "recorded"
@@ -113,15 +112,15 @@ def test_the_fastest_and_those_that_cannot_be_told_apart():
 
 
 def test_many_repeats_are_compared_by_their_quartiles():
-    assert Ratio.of([2.0] * 7 + [0.1], [1.0] * 8, paired=True).is_larger
+    assert verdict.speedup([2.0] * 7 + [0.1], [1.0] * 8, ranks=2).ratio.is_larger
     rows = {row["backend"]: row["seconds"] for row in results("ddp")["rows"][:3]}
     assert "in the middle half of 30 pairs" in str(verdict.faster(rows))
 
 
 def test_pairs_leave_out_what_changed_between_them():
-    ratio = Ratio.of([2.0, 20.0, 200.0], [1.0, 10.0, 100.0], paired=True)
+    ratio = verdict.speedup([2.0, 20.0, 200.0], [1.0, 10.0, 100.0], ranks=2).ratio
     assert (ratio.low, ratio.median, ratio.high) == (2, 2, 2)
-    assert Ratio.of([2.0, 20.0], [1.0, 10.0], paired=False).is_larger is None
+    assert verdict.speedup([2.0, 20.0], [1.0, 10.0, 1.0], ranks=2).ratio.is_larger is None
 
 
 def test_a_race_to_an_accuracy():

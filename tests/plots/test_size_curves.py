@@ -23,78 +23,56 @@ def lines_of(figure):
     return {line.get_label(): line for line in figure.figure.axes[0].lines}
 
 
-class TestTime:
-    def test_points_are_medians_at_their_sizes(self):
-        lines = lines_of(plots.size_curves({"tree": repeated(TREE)}))
-        np.testing.assert_allclose(lines["tree"].get_xydata(), list(TREE.items()))
-
-    def test_the_band_spans_all_repeats(self):
-        figure = plots.size_curves({"tree": repeated(TREE)})
-        (band,) = figure.figure.axes[0].collections
-        ys = band.get_paths()[0].vertices[:, 1]
-        assert ys.min() == pytest.approx(0.8 * min(TREE.values()))
-        assert ys.max() == pytest.approx(1.5 * max(TREE.values()))
-        assert "medians of 3 repeats; bands span all" in figure.caption
-
-    def test_a_model_is_dashed_without_markers_and_says_so(self):
-        figure = plots.size_curves(BOTH, {"ring": RING, "nccl": TREE})
-        assert legend_of(figure) == ["tree", "ring", "ring model", "nccl model"]
-        lines = lines_of(figure)
-        assert {lines[name].get_linestyle() for name in ("ring model", "nccl model")} == {"--"}
-        assert not lines["ring model"].get_marker()
-        assert lines["ring"].get_color() == SERIES[1][0].color
-        assert lines["ring model"].get_color() == SERIES[1][0].model.ink
-
-    def test_the_caption_says_who_is_fastest_at_both_ends_and_by_how_much(self):
-        figure = plots.size_curves(BOTH)
-        said = f"Fastest: tree at 1 KiB, {RING[KIB] / TREE[KIB]:.3g} times as fast as the next; "
-        assert figure.caption.startswith(f"{said}ring at 16 MiB, 1.99 times as fast as the next.")
-        assert "tree 21 µs at 1 KiB, 276 µs at 256 KiB, 16.4 ms at 16 MiB" in figure.alt
-        assert "tree at 1 KiB, as fast as" in plots.size_curves({"tree": TREE, "b": TREE}).caption
-
-    def test_sizes_may_be_texts_as_json_has_them(self):
-        texts = {str(size): value for size, value in reversed(TREE.items())}
-        assert plots.size_curves({"tree": texts}).alt == plots.size_curves({"tree": TREE}).alt
+def test_points_are_medians_and_the_band_spans_all_repeats():
+    figure = plots.size_curves({"tree": repeated(TREE)})
+    np.testing.assert_allclose(lines_of(figure)["tree"].get_xydata(), list(TREE.items()))
+    (band,) = figure.figure.axes[0].collections
+    ys = band.get_paths()[0].vertices[:, 1]
+    assert ys.min() == pytest.approx(0.8 * min(TREE.values()))
+    assert ys.max() == pytest.approx(1.5 * max(TREE.values()))
+    assert "medians of 3 repeats; bands span all" in figure.caption
+    texts = {str(size): value for size, value in reversed(TREE.items())}  # as JSON has them
+    assert plots.size_curves({"tree": texts}).alt == plots.size_curves({"tree": TREE}).alt
 
 
-class TestCrossover:
-    def test_crossings_lie_between_the_measured_sizes(self):
-        (found,) = plots.crossings(TREE, RING)
-        assert found == pytest.approx(80 * KIB, rel=0.05)
-        assert plots.crossings(RING, TREE) == [found]
-        assert plots.crossings(repeated(TREE), repeated(RING)) == [pytest.approx(found)]
-
-    def test_predicted_and_measured_stand_beside_each_other(self):
-        figure = plots.size_curves(BOTH, crossover=81920)
-        lines = lines_of(figure)
-        assert set(lines_of(plots.size_curves(BOTH))) == {"tree", "ring"}
-        model = lines["crossover, model: 80 KiB"]
-        assert model.get_xdata()[0] == 81920
-        assert model.get_linestyle() == "--"
-        (label,) = [label for label in lines if label.startswith("crossover, measured")]
-        assert lines[label].get_linestyle() == "-"
-        assert lines[label].get_xdata()[0] == plots.crossings(TREE, RING)[0]
-        assert "puts the crossover of tree and ring at 80 KiB; it was measured" in figure.caption
-
-    @pytest.mark.parametrize("never", [math.inf, 0.0])
-    def test_a_model_may_have_none(self, never):
-        figure = plots.size_curves(BOTH, crossover=never)
-        assert "The model has no crossover of tree and ring; it was measured" in figure.caption
-        assert figure.png()
-
-    def test_between_names_the_pair(self):
-        three = BOTH | {"fast": {size: value / 9 for size, value in TREE.items()}}
-        assert "none was measured" in plots.size_curves(three, crossover=KIB).caption
-        caption = plots.size_curves(three, crossover=KIB, between=("tree", "ring")).caption
-        assert "of tree and ring at 1 KiB; it was measured at" in caption
+def test_a_model_is_dashed_in_the_color_of_what_it_predicts():
+    figure = plots.size_curves(BOTH, {"ring": RING, "nccl": TREE})
+    assert legend_of(figure) == ["tree", "ring", "ring model", "nccl model"]
+    model = lines_of(figure)["ring model"]
+    assert model.get_linestyle() == "--"
+    assert model.get_color() == SERIES[1][0].model.ink
 
 
-def test_wrong_inputs_are_refused_with_the_next_step():
-    with pytest.raises(ValueError, match="no curves to draw: give at least one"):
-        plots.size_curves({})
-    with pytest.raises(ValueError, match="measured ring has no sizes"):
-        plots.size_curves({"ring": {}})
-    with pytest.raises(ValueError, match=r"measured ring has \[0\.0\] s at 1024 bytes"):
-        plots.size_curves({"ring": {KIB: 0}})
-    with pytest.raises(ValueError, match="nccl is not measured: tree, ring are"):
-        plots.size_curves(BOTH, crossover=1.0, between=("tree", "nccl"))
+def test_the_caption_says_who_is_fastest_at_both_ends_and_by_how_much():
+    figure = plots.size_curves(BOTH)
+    said = f"Fastest: tree at 1 KiB, {RING[KIB] / TREE[KIB]:.3g} times as fast as the next; "
+    assert figure.caption.startswith(f"{said}ring at 16 MiB, 1.99 times as fast as the next.")
+    assert "tree 21 µs at 1 KiB, 276 µs at 256 KiB, 16.4 ms at 16 MiB" in figure.alt
+
+
+@pytest.mark.parametrize(("model", "said"), [(81920, "80 KiB"), (math.inf, "no size")])
+def test_crossings_stand_beside_the_models(model, said):
+    (found,) = plots.crossings(TREE, RING)
+    assert found == pytest.approx(80 * KIB, rel=0.05)
+    assert plots.crossings(repeated(RING), repeated(TREE)) == [pytest.approx(found)]
+    three = {"fast": {size: value / 9 for size, value in TREE.items()}} | BOTH
+    figure = plots.size_curves(three, crossover=model, between=("tree", "ring"))
+    lines = {name: line for name, line in lines_of(figure).items() if "crossover" in name}
+    marks = {line.get_linestyle(): line.get_xdata()[0] for line in lines.values()}
+    assert marks == {"-": found} | ({"--": model} if model < math.inf else {})
+    assert f"tree and ring cross at 83.5 KiB, in the model at {said}" in figure.caption
+
+
+def test_a_step_by_micro_batches_has_a_curve_for_each_schedule():
+    sizes = {"gpipe": ([6, 7, 30], [10]), "1f1b": ([9.5], [8.5])}
+    rows = [
+        {"schedule": name, "micro_batches": count, "step_s": step_s, "model_s": 5.0}
+        for name, steps in sizes.items()
+        for count, step_s in zip((4, 1), steps)
+    ]
+    figure = plots.step_by_micro_batches(rows)
+    lines = {name: line.get_xydata().tolist() for name, line in lines_of(figure).items()}
+    assert lines["gpipe"] == [[1, 10], [4, 7]]
+    assert lines["1f1b"] == [[1, 8.5], [4, 9.5]]
+    assert lines["gpipe model"] == [[1, 5], [4, 5]]
+    assert "gpipe is fastest with 4 micro-batches, 7 s." in figure.caption

@@ -192,5 +192,4 @@ def buckets(fn: Callable) -> Verdict:
                 lambda sizes, cap, _: assign_buckets(sizes, cap, cap)
             ),
         },
-        kind=plain,
     )

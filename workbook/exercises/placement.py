@@ -14,7 +14,7 @@ from labkit.placement.planner import LayerCost, Profile, predict_split
 from labkit.schedules.split_points import check_split_points
 from labkit.units import format_bytes, format_seconds
 from workbook.exercises.grader import Verdict, answers, ask
-from workbook.exercises.grader.compare import fit, plain, short
+from workbook.exercises.grader.compare import fit, short
 from workbook.exercises.grader.exercise import Found
 from workbook.exercises.grader.in_process import Question, differs
 
@@ -58,7 +58,6 @@ def bytes_over_cuts(fn: Callable) -> Verdict:
                 lambda shapes, n, points, frozen: crossing(shapes, n, points, 0)
             ),
         },
-        kind=plain,
     )
 
 

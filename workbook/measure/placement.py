@@ -112,34 +112,36 @@ def _hop_every_way(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict[int
 def measure_placements(link: Link, repeats: int, where: Where) -> Result:
     """Measure the hops of every placement, with all layers trained and with a frozen backbone."""
     # Not at the top: every rank of a bench imports this module, and does not need matplotlib.
-    from workbook.plots.communication_time import communication_time, hop_rows
+    from workbook.plots import size_curves
 
     placements = {name: points for name, points in VGG16_SPLITS.items() if points}
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    seconds: dict[str, Any] = {}
+    facts, by_size = dict[Any, Any](), dict[Any, Any]()
     for batch_size in BATCH_SIZES:
-        batch: dict[str, Any] = {"batch_size": batch_size, "input_shape": SHAPE} | where
+        batch: Any = {"batch_size": batch_size, "input_shape": SHAPE, **where}
         profile = measure_profile(MODEL, **batch, repeats=1)
         for (name, points), frozen in itertools.product(placements.items(), (0, BACKBONE)):
             predicted = predict_split(profile, points, link, frozen=frozen)
             measured = measure_split(MODEL, points, **batch, frozen=frozen, steps=repeats)
-            trained = "head" if frozen else "all"
-            for row in hop_rows(name, measured, predicted):
-                hop = f"cut {row['cut']}, {row['direction']}, batch of {batch_size}"
-                rows[f"{name}, trained: {trained}", hop] = row | {"trained": trained}
-    seconds: dict[str, dict[str, list[float]]] = {}
-    for (case, hop), row in rows.items():
-        seconds.setdefault(case, {})[hop] = row["seconds"]
-    drawn = [row for row in rows.values() if row["trained"] == "all"]
+            case = f"{name}, trained: {'head' if frozen else 'all'}"
+            ways = ("activation", measured.forward_hop_s), ("gradient", measured.backward_hop_s)
+            for way, hops_s in ways:
+                for cut, hop_s, *fact in zip(points, hops_s, predicted.hop_bytes, predicted.hop_s):
+                    if hop_s:
+                        hop = f"cut {cut}, {way}, batch of {batch_size}"
+                        seconds.setdefault(case, {})[hop] = hop_s
+                        facts[case, hop] = fact
+                        by_size.setdefault(fact[0], []).extend(hop_s)
     return Result(
         "Communication of VGG16's placements, per step",
         {"what": "placements"},
         seconds,
         case="placement",
         columns={
-            "num_bytes": lambda case, hop, spread: rows[case, hop]["num_bytes"],
-            "model_s": lambda case, hop, spread: rows[case, hop]["model_s"],
+            "num_bytes": lambda case, hop, spread: facts[case, hop][0],
+            "model_s": lambda case, hop, spread: facts[case, hop][1],
         },
-        figures={"hops": lambda: communication_time(drawn)},
+        figures={"hops": lambda: size_curves({"hop": by_size}, {"hop": dict(facts.values())})},
     )
 
 

@@ -3,23 +3,21 @@
     timeline          what each rank did when
     phases            seconds by kind, stacked
     ring_steps        an all-reduce worked out on paper, state by state (ring_states: the states)
-    ring_step         one step of a ring all-reduce, in numbers and words (ring_words: the words)
+    ring_step         one step of a ring all-reduce, in numbers and words
     learning_curves   loss and held-out accuracy, by epoch and by second
     bars              one quantity, measured beside model
     bucket_overlap    a backward pass with DDP's buckets, on paper
     size_curves       time over the tensor's size (crossings: the sizes at which two curves cross)
     staleness_histogram, staleness_model   staleness of the updates, measured or predicted
     split_costs       a model cut into stages: bytes, memory, time of stages and hops
-    communication_time   each hop by cut, direction and batch size (hop_rows: hops of one split)
     split_scatter     many splits, predicted against measured
     pipeline_timetable, pipeline_timeline   a pipeline's step on paper, and as it ran
-    step_by_micro_batches   a step's time and memory over the number of micro-batches
+    step_by_micro_batches   a step's time over the number of micro-batches
 
 Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 """
 
 from workbook.plots.bars import bars
-from workbook.plots.communication_time import communication_time, hop_rows
 from workbook.plots.figure import CaptionedFigure
 from workbook.plots.learning_curves import learning_curves
 from workbook.plots.models import (
@@ -36,7 +34,7 @@ from workbook.plots.pipeline import (
     pipeline_timetable,
     step_by_micro_batches,
 )
-from workbook.plots.ring import RingState, ring_states, ring_step, ring_steps, ring_words
+from workbook.plots.ring import ring_states, ring_step, ring_steps
 from workbook.plots.size_curves import crossings, size_curves
 from workbook.plots.split_costs import split_costs, split_scatter
 from workbook.plots.timeline import phases, timeline
@@ -46,13 +44,10 @@ __all__ = [
     "LINKS",
     "STYLES",
     "CaptionedFigure",
-    "RingState",
     "Style",
     "bars",
     "bucket_overlap",
-    "communication_time",
     "crossings",
-    "hop_rows",
     "learning_curves",
     "measured_slots",
     "phases",
@@ -61,7 +56,6 @@ __all__ = [
     "ring_states",
     "ring_step",
     "ring_steps",
-    "ring_words",
     "size_curves",
     "split_costs",
     "split_scatter",

@@ -1,10 +1,10 @@
 """Two models with sliders on a page, and a run beside one: DDP's buckets, and staleness."""
 
-import itertools
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import cycle
+from statistics import fmean
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ from labkit.costs.ddp_step import StepModel, predict_step
 from labkit.costs.link import Link
 from labkit.schedules.bucket_assignment import MIB
 from labkit.tracing import Span
-from labkit.units import check_choice, format_bytes, format_count, format_seconds
+from labkit.units import format_bytes, format_count, format_seconds
 from workbook.plots.figure import (
     WIDTH_IN,
     CaptionedFigure,
@@ -43,30 +43,12 @@ BUCKET_SIZES_MB = (0, 0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100, math.inf)
 # A network of 120 layers, each with a weight and a bias: 60 MiB, 60 ms of backward.
 _LAYERS = 120
 _SIZES = (MIB // 2, 2048) * _LAYERS
-_LAYER_S = 0.5e-3
 # Both gradients of a layer are ready at the same time; those of the last layer are ready first.
-_GRADIENT_S = tuple((_LAYERS - index // 2) * _LAYER_S for index in range(2 * _LAYERS))
-MAX_WORKERS = 6
-# The model's unit of time is one gradient on a worker that is not a straggler.
-_WATCHED_S = 20.0
+_GRADIENT_S = tuple((_LAYERS - index // 2) * 0.5e-3 for index in range(2 * _LAYERS))
 
 
 def example_step(bucket_mb: float, world_size: int, link: str) -> StepModel:
-    """Predict the step that ``bucket_overlap`` draws: 60 MiB of gradients, 60 ms of backward.
-
-    Args:
-        bucket_mb, world_size, link: as in ``bucket_overlap``.
-
-    Raises:
-        ValueError: an unknown link, fewer than 2 ranks, a negative size.
-    """
-    check_choice("link", link, LINKS)
-    if world_size < 2:
-        raise ValueError(f"one rank sends nothing: world_size must be 2 or more, got {world_size}")
-    if not bucket_mb >= 0:
-        raise ValueError(
-            f"bucket_mb must be 0 (one bucket per parameter) or more, got {bucket_mb!r}"
-        )
+    """Predict the step that ``bucket_overlap`` draws: 60 MiB of gradients, 60 ms of backward."""
     return predict_step(_SIZES, _GRADIENT_S, bucket_mb * MIB, world_size, LINKS[link])
 
 
@@ -81,46 +63,48 @@ def bucket_overlap(
             bucket for all parameters (except those in the small first bucket).
         world_size: P, at least 2.
         link: one of ``LINKS``.
-
-    Raises:
-        ValueError: an unknown link, fewer than 2 ranks, a negative size.
     """
     step = example_step(bucket_mb, world_size, link)
-    sweep = [example_step(size, world_size, link).step_s for size in BUCKET_SIZES_MB]
+    sweep = {size: example_step(size, world_size, link).step_s for size in BUCKET_SIZES_MB}
     figure = Figure(figsize=(WIDTH_IN, 4.6))
-    above = fixed_axes(figure, 84, 600, 226, 296)
+    above, below = fixed_axes(figure, 84, 600, 226, 296), fixed_axes(figure, 84, 600, 84, 182)
     spans = [Span(0, "compute", 0.0, step.backward_s)]
-    if step.exposed_s > 0:
-        spans.append(Span(0, "wait", step.backward_s, step.step_s))
+    spans += [Span(0, "wait", step.backward_s, step.step_s)] * (step.exposed_s > 0)
     spans += [Span(1, "all_reduce", times.start_s, times.end_s) for times in step.times]
     # The longest step of the sweep sets the scale, so that a slider moves the bars, not the axis.
-    above.set_xlim(0, max(*sweep, step.step_s) * 1e3)
-    draw_spans(above, spans, [0, 1], 1e-3, model=True)
+    above.set_xlim(0, max(*sweep.values(), step.step_s) * 1e3)
+    add_legend(figure, draw_spans(above, spans, [0, 1], 1e-3, model=True))
     label_lanes(above, ["main thread", "link"])
     above.set_xlabel("time since backward began (ms)")
-    _draw_sweep(fixed_axes(figure, 84, 600, 84, 182), step, sweep, bucket_mb)
+    # The sizes are at equal distances: 0 and infinity have no logarithm.
+    names = [{0: "a\nparameter", math.inf: "all"}.get(size, f"{size:g}") for size in sweep]
+    sweep_ms, backward_ms = [s * 1e3 for s in sweep.values()], step.backward_s * 1e3
+    below.plot(names, sweep_ms, color=BLUE, linestyle="--", marker="o", mfc="white")
+    if bucket_mb in sweep:
+        place = BUCKET_SIZES_MB.index(bucket_mb)
+        below.plot([place], [step.step_s * 1e3], color=BLUE, marker="o", markersize=9)
+    below.axhline(backward_ms, color=STYLES["compute"].color, linestyle=":")
+    below.annotate("backward alone", (0, backward_ms), (2, 3), textcoords="offset points")
+    below.set(xlabel="size of a bucket (MiB)", ylabel="step, model (ms)")
+    below.set_ylim(0, max(sweep_ms) * 1.1)
     size, ranks = size_name(bucket_mb), format_count(world_size, "rank")
     add_title(figure, f"Buckets of {size}, {ranks}, {link} (model)")
-    names = {"compute": "backward", "all_reduce": "all-reduce of a bucket", "wait": "exposed"}
-    add_legend(figure, [swatch(name, STYLES[kind], model=True) for kind, name in names.items()])
 
     exposed, takes = format_seconds(step.exposed_s), format_seconds(step.step_s)
-    best, best_mb = min(zip(sweep, BUCKET_SIZES_MB))
-    others = f"With {size_name(best_mb)} it would take {format_seconds(best)}."
-    if step.step_s <= best * (1 + 1e-9):
+    best_mb = min(sweep, key=sweep.__getitem__)
+    others = f"With {size_name(best_mb)} it would take {format_seconds(sweep[best_mb])}."
+    if step.step_s <= sweep[best_mb] * (1 + 1e-9):
         others = "No other size on the curve is faster."
-    alt = (
-        f"Predicted backward pass of {format_seconds(step.backward_s)} on {ranks} over {link}, "
-        f"buckets of {size}. The first of {len(step.buckets)} all-reduces begins at "
+    return CaptionedFigure(
+        figure,
+        alt=f"Predicted backward pass of {format_seconds(step.backward_s)} on {ranks} over {link},"
+        f" buckets of {size}. The first of {len(step.buckets)} all-reduces begins at "
         f"{format_seconds(step.times[0].start_s)}, the last ends at "
         f"{format_seconds(step.times[-1].end_s)}: {exposed} exposed. Below, the predicted step's "
-        "time over the size of a bucket."
+        "time over the size of a bucket.",
+        caption=f"Model: buckets of {size} make {len(step.buckets)} all-reduces. They end "
+        f"{exposed} after backward, so the step takes {takes}. {others}",
     )
-    caption = (
-        f"Model: buckets of {size} make {len(step.buckets)} all-reduces. They end {exposed} after "
-        f"backward, so the step takes {takes}. {others}"
-    )
-    return CaptionedFigure(figure, alt=alt, caption=caption)
 
 
 def size_name(bucket_mb: float) -> str:
@@ -130,27 +114,12 @@ def size_name(bucket_mb: float) -> str:
     return "everything" if math.isinf(bucket_mb) else format_bytes(bucket_mb * MIB)
 
 
-def _draw_sweep(axes: Axes, step: StepModel, sweep: list[float], bucket_mb: float) -> None:
-    """Draw step time by bucket size, the sizes at equal distances: 0 and inf have no logarithm."""
-    places, sweep_ms = range(len(sweep)), [s * 1e3 for s in sweep]
-    axes.plot(places, sweep_ms, color=BLUE, linestyle="--", marker="o", mfc="white")
-    axes.axhline(step.backward_s * 1e3, color=STYLES["compute"].color, linestyle=":")
-    axes.annotate("backward alone", (0, step.backward_s * 1e3), (2, 3), textcoords="offset points")
-    if bucket_mb in BUCKET_SIZES_MB:
-        place = BUCKET_SIZES_MB.index(bucket_mb)
-        axes.plot([place], [step.step_s * 1e3], color=BLUE, marker="o", markersize=9)
-    names = {0: "a\nparameter", math.inf: "all"}
-    axes.set_xticks(list(places), [names.get(size, f"{size:g}") for size in BUCKET_SIZES_MB])
-    axes.set_ylim(0, max(sweep) * 1.1e3)
-    axes.set(xlabel="size of a bucket (MiB)", ylabel="step, model (ms)")
-
-
 @drawn
 def staleness_histogram(
     updates: Sequence[tuple[int, int]],
     *,
     bound: int | None = None,
-    title: str | None = None,
+    title: str = "Staleness of the updates",
 ) -> CaptionedFigure:
     """Draw the number of updates at each staleness, stacked by worker.
 
@@ -158,25 +127,20 @@ def staleness_histogram(
         updates: (worker, staleness) of each update, as in ``result.notes["staleness"]``.
         bound: the largest staleness that was allowed, drawn as a line.
         title: above the figure.
-
-    Raises:
-        ValueError: no updates.
     """
     late = _late_by_worker(updates)
-    if not late:
-        raise ValueError('no updates to draw: give result.notes["staleness"] of a training run')
-    figure, axes = new_axes(3.4, title or "Staleness of the updates")
+    figure, axes = new_axes(3.4, title)
     groups = {f"worker {worker}": mine for worker, mine in late.items()}
-    add_legend(figure, _draw_histogram(axes, groups, itertools.cycle(SERIES), bound, model=False))
+    styles = dict(zip(groups, cycle(style for style, *_ in SERIES)))
+    add_legend(figure, _draw_histogram(axes, groups, styles, bound, model=False))
     every = [staleness for mine in late.values() for staleness in mine]
-    workers = format_count(len(late), "worker")
     limit = "no bound was set" if bound is None else f"the bound was {bound}"
     return CaptionedFigure(
         figure,
         alt=f"Histogram of the staleness of {len(every):,} updates, stacked by worker. "
         f"{_by_worker(late)}.",
-        caption=f"Mean staleness {statistics.fmean(every):.2f} with {workers}, largest "
-        f"{max(every)}; {limit}.",
+        caption=f"Mean staleness {fmean(every):.2f} with {format_count(len(late), 'worker')}, "
+        f"largest {max(every)}; {limit}.",
     )
 
 
@@ -187,20 +151,18 @@ def staleness_model(
     """Draw the model of an asynchronous run: its timeline, above the histogram of staleness.
 
     Args:
-        workers: W, 1 to 6; worker 1 is the straggler.
+        workers: W; worker 1 is the straggler.
         factor: the straggler takes this many times as long for a gradient, at least 1.
         bound: the largest staleness, W - 1 or more; None allows any.
 
     Raises:
-        ValueError: a value outside these ranges.
+        ValueError: a bound that cannot be kept.
     """
-    if workers not in range(1, MAX_WORKERS + 1):
-        raise ValueError(f"the model draws 1 to {MAX_WORKERS} workers, got {workers!r}")
-    free = simulate(workers, factor=factor, duration_s=_WATCHED_S, bound=bound)
-    rounds = simulate(workers, factor=factor, duration_s=_WATCHED_S, synchronous=True)
+    # The model's unit of time is one gradient on a worker that is not a straggler.
+    free = simulate(workers, factor=factor, duration_s=20.0, bound=bound)
+    rounds = simulate(workers, factor=factor, duration_s=20.0, synchronous=True)
     figure = Figure(figsize=(WIDTH_IN, 5.4))
-    above = fixed_axes(figure, 64, 600, 244, 354)
-    below = fixed_axes(figure, 64, 600, 92, 196)
+    above, below = fixed_axes(figure, 64, 600, 244, 354), fixed_axes(figure, 64, 600, 92, 196)
     above.set_xlim(0, free.duration_s)
     kinds = draw_spans(above, list(free.trace.spans), list(range(workers + 1)), 1.0, model=True)
     label_lanes(above, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
@@ -209,11 +171,11 @@ def staleness_model(
     others = [s for worker in late if worker != 1 for s in late[worker]]
     groups = {"the straggler": late.get(1, []), "other workers": others}
     # These looks differ from those of the spans above.
-    entries = _draw_histogram(below, groups, SERIES[3:5], bound, model=True)
+    styles = dict(zip(groups, (SERIES[3][0], SERIES[4][0])))
+    add_legend(figure, kinds + _draw_histogram(below, groups, styles, bound, model=True))
     crew = format_count(workers, "worker")
     limit = "no bound" if bound is None else f"bound {bound}"
     add_title(figure, f"{crew}, one {factor:g}x straggler, {limit} (model)")
-    add_legend(figure, kinds + entries)
     waits = f"{free.waiting_share():.0%} of their time"
     largest = max(update.staleness for update in free.updates)
     return CaptionedFigure(
@@ -229,21 +191,20 @@ def staleness_model(
 def _draw_histogram(
     axes: Axes,
     groups: dict[str, list[int]],
-    looks: Iterable[tuple[Style, str, str]],
+    styles: dict[str, Style],
     bound: int | None,
     model: bool,
 ) -> list[Artist]:
     """Staleness by group as stacked bars; returns the legend's entries."""
     largest = max(*(late for group in groups.values() for late in group), bound or 0)
     heights = [0] * (largest + 1)
-    entries: list[Artist] = []
-    for (name, late), (style, _, _) in zip(groups.items(), looks):
+    for name, late in groups.items():
         counts = Counter(late)
         mine = [counts[staleness] for staleness in range(largest + 1)]
-        look = (style.model if model else style).fill
-        axes.bar(range(largest + 1), mine, 0.8, heights, **look)
+        style = styles[name].model if model else styles[name]
+        axes.bar(range(largest + 1), mine, 0.8, heights, **style.fill)
         heights = [low + high for low, high in zip(heights, mine)]
-        entries.append(swatch(name, style, model))
+    entries: list[Artist] = [swatch(name, styles[name], model) for name in groups]
     if bound is not None:
         axes.axvline(bound + 0.5, color=DARK, linestyle="--")
         entries.append(Line2D([], [], color=DARK, linestyle="--", label=f"bound {bound}"))
@@ -258,13 +219,13 @@ def _draw_histogram(
 def _late_by_worker(updates: Iterable[Sequence[int]]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for worker, late in updates:
-        found.setdefault(int(worker), []).append(int(late))
+        found.setdefault(worker, []).append(late)
     return dict(sorted(found.items()))
 
 
 def _by_worker(late: dict[int, list[int]]) -> str:
     return "; ".join(
-        f"worker {worker}: {format_count(len(mine), 'update')}, mean staleness "
-        f"{statistics.fmean(mine):.1f}, largest {max(mine)}"
+        f"worker {worker}: {format_count(len(mine), 'update')}, mean staleness {fmean(mine):.1f}, "
+        f"largest {max(mine)}"
         for worker, mine in late.items()
     )

@@ -33,18 +33,16 @@ class Style:
     @property
     def model(self) -> "Style":
         """The look of a prediction: pale, with a hatch that no measurement has."""
-        red, green, blue = (0.75 * part for part in to_rgb(self.color))
-        return Style(tint(self.color, 0.2), _MODEL_HATCH, ink=to_hex((red, green, blue)))
+        red, green, blue = to_rgb(self.color)
+        ink = to_hex((0.75 * red, 0.75 * green, 0.75 * blue))
+        return Style(tint(self.color, 0.2), _MODEL_HATCH, ink)
 
     @property
     def fill(self) -> dict[str, Any]:
         """The keywords that matplotlib's bars and patches take."""
-        return {
-            "facecolor": self.color,
-            "edgecolor": self.ink if self.hatch else self.color,
-            "hatch": self.hatch or None,
-            "linewidth": 0.8 if self.hatch == _MODEL_HATCH else 0,
-        }
+        width = 0.8 if self.hatch == _MODEL_HATCH else 0
+        look = {"hatch": self.hatch or None, "edgecolor": self.ink, "linewidth": width}
+        return {"facecolor": self.color, **look}
 
 
 STYLES = {

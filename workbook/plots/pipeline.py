@@ -3,89 +3,50 @@
 Symbols: P stages, M micro-batches.
 """
 
-import itertools
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula
 from labkit.schedules.pipeline import Action, in_flight
-from labkit.tracing import Span, Trace
-from labkit.units import (
-    as_repeats,
-    byte_unit,
-    format_bytes,
-    format_count,
-    format_number,
-    format_seconds,
-    second_unit,
-)
+from labkit.tracing import Span
+from labkit.units import as_repeats, format_count, format_number, format_seconds, second_unit
 from workbook.plots.figure import (
-    WIDTH_IN,
     WIDTH_PX,
     CaptionedFigure,
     add_legend,
-    add_title,
     drawn,
     joined,
     label_lanes,
     new_axes,
-    quartiles,
-    repeats_words,
 )
-from workbook.plots.palette import SERIES
-from workbook.plots.timeline import (
-    draw_spans,
-    lane_names,
-    tag,
-    trace_of,
-)
+from workbook.plots.size_curves import draw_curves
+from workbook.plots.timeline import draw_spans, lane_names, tag
 
 Streams = Sequence[Sequence[Action]]
-# {name: the rows of a curve, in ascending order of micro-batches}
-Curves = dict[str, list[Mapping[str, Any]]]
 
 
 @drawn
 def pipeline_timetable(
-    slots: Sequence[Slot], *, title: str | None = None, unit: str | None = None
+    slots: Sequence[Slot], *, title: str = "Timetable of a step", unit: str | None = None
 ) -> CaptionedFigure:
     """Draw a predicted pipeline step: one row per stage, one numbered box per forward or backward.
+
+    Where a row is empty, the stage is idle.
 
     Args:
         slots: from ``labkit.costs.pipeline_timeline.predicted_slots`` or ``SplitModel.slots``.
         title: above the figure.
         unit: of the slots' times, if they are not seconds (``"forwards of a micro-batch"``).
-
-    Raises:
-        ValueError: no slots.
     """
-    if not slots:
-        raise ValueError(
-            "no slots to draw: give the predicted_slots(...) of a schedule "
-            "(labkit.costs.pipeline_timeline)"
-        )
     spans = [Span(slot.stage, slot.kind, slot.start_s, slot.end_s) for slot in slots]
-    end_s = max(slot.end_s for slot in slots)
-    for stage, mine in _by_stage(slots).items():
-        edges = [0.0, *(time for slot in mine for time in (slot.start_s, slot.end_s)), end_s]
-        gaps = zip(edges[::2], edges[1::2])
-        spans += [Span(stage, "wait", low, high) for low, high in gaps if high > low]
-    title = f"{title or 'Timetable of a step'} (model)"
-    figure = _draw_rows(spans, slots, title, unit, model=True)
-    names = [str(stage) for stage in _by_stage(slots)]
-    label_lanes(figure.axes[0], names)
-    alt, caption = _words(slots, names, unit, "Predicted timetable", "Model")
-    return CaptionedFigure(figure, alt=alt, caption=caption)
+    names = [str(stage) for stage in sorted({slot.stage for slot in slots})]
+    return _draw(spans, slots, f"{title} (model)", ("stage", names), unit, model=True)
 
 
 @drawn
 def pipeline_timeline(
-    result: Any, streams: Streams, *, step: int = -1, title: str | None = None
+    result: Any, streams: Streams, *, step: int = -1, title: str = "A step as it ran"
 ) -> CaptionedFigure:
     """Draw one step of a real run like its timetable: what each stage did, in numbered boxes.
 
@@ -97,26 +58,17 @@ def pipeline_timeline(
         ValueError: as ``measured_slots``.
     """
     slots = measured_slots(result, streams, step=step)
+    trace, stages = getattr(result, "trace", result), range(len(streams))
     start_s, end_s = min(slot.start_s for slot in slots), max(slot.end_s for slot in slots)
-    trace, stages = trace_of(result), range(len(streams))
-    # A span too short to be seen should not add an entry to the legend.
-    least_s = (end_s - start_s) / 5000
     spans = [
         Span(s.rank, s.kind, s.start_s - start_s, s.end_s - start_s)
         for s in trace.between(start_s, end_s).of(lane=0)
-        if s.rank in stages and s.duration_s > least_s
+        # The marks of a step's begin have no length.
+        if s.rank in stages and s.kind != "data"
     ]
-    # A stage that is done waits for the end of the step, also where the trace ends before.
-    last_s = {s.rank: s.end_s for s in sorted(spans, key=lambda s: s.end_s)}
-    length_s = end_s - start_s
-    spans += [Span(rank, "wait", at, length_s) for rank, at in last_s.items() if at < length_s]
     shown = [s._replace(start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in slots]
-    figure = _draw_rows(spans, shown, title or "A step as it ran", None, model=False)
-    label, names = lane_names(result, trace, stages, "stage")
-    figure.axes[0].set_ylabel(label)
-    label_lanes(figure.axes[0], names)
-    alt, caption = _words(shown, names, None, "Timeline", "Measured")
-    return CaptionedFigure(figure, alt=alt, caption=caption)
+    lanes = lane_names(result, trace, stages, "stage")
+    return _draw(spans, shown, title, lanes, None, model=False)
 
 
 def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slot]:
@@ -131,54 +83,38 @@ def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slo
         step: which of the steps in the trace, the last one by default.
 
     Raises:
-        ValueError: the forwards and backwards of a rank are not repeats of its stream, or the
-            trace has no such step.
+        ValueError: the forwards and backwards of a rank are not repeats of its stream.
+        IndexError: the trace has no such step.
     """
-    trace = trace_of(result)
-    steps = [_steps_of(trace, stage, list(stream)) for stage, stream in enumerate(streams)]
-    counts = {len(mine) for mine in steps}
-    if len(counts) > 1 or not -max(counts) <= step < max(counts):
-        raise ValueError(
-            f"there is no step {step}: in this trace, the stages ran "
-            f"{' or '.join(map(str, sorted(counts)))} steps"
-        )
-    return [slot for mine in steps for slot in mine[step]]
-
-
-def _steps_of(trace: Trace, stage: int, stream: list[Action]) -> list[list[Slot]]:
-    """By step, the slots of one stage."""
-    spans = [s for s in trace.of(stage, lane=0) if s.kind in ("forward", "backward")]
-    steps, rest = divmod(len(spans), len(stream))
-    actions = stream * steps
-    if rest or not steps or [span.kind for span in spans] != [a.kind for a in actions]:
-        raise ValueError(
-            f"rank {stage} ran {len(spans)} forwards and backwards, which are not repeats of its "
-            f"stream's {len(stream)}: give the streams of this run, and a trace of whole steps "
-            "whose batches all have the same number of micro-batches"
-        )
-    slots = [
-        Slot(stage, *action, span.start_s, span.end_s) for action, span in zip(actions, spans)
-    ]
-    return [slots[first : first + len(stream)] for first in range(0, len(slots), len(stream))]
-
-
-def _by_stage(slots: Sequence[Slot]) -> dict[int, list[Slot]]:
-    """By stage, its slots in order."""
-    found: dict[int, list[Slot]] = {stage: [] for stage in sorted({s.stage for s in slots})}
-    for slot in sorted(slots, key=lambda slot: slot.start_s):
-        found[slot.stage].append(slot)
+    trace, found = getattr(result, "trace", result), []
+    for stage, stream in enumerate(streams):
+        spans = [s for s in trace.of(stage, lane=0) if s.kind in ("forward", "backward")]
+        steps = range(0, len(spans), len(stream))
+        if [span.kind for span in spans] != [action.kind for action in stream] * len(steps):
+            raise ValueError(
+                f"rank {stage} ran {len(spans)} forwards and backwards, which are not repeats of "
+                f"its stream's {len(stream)}: give the streams of this run"
+            )
+        mine = spans[steps[step] :]
+        found += [Slot(stage, *action, s.start_s, s.end_s) for action, s in zip(stream, mine)]
     return found
 
 
-def _draw_rows(
-    spans: list[Span], slots: Sequence[Slot], title: str, unit: str | None, model: bool
-) -> Figure:
+def _draw(
+    spans: list[Span],
+    slots: Sequence[Slot],
+    title: str,
+    lanes: tuple[str, list[str]],
+    unit: str | None,
+    model: bool,
+) -> CaptionedFigure:
     """One row per stage from 0 to the end of the step; ``slots`` number the boxes."""
-    stages, end_s = list(_by_stage(slots)), max(span.end_s for span in spans)
-    scale, unit = (1.0, unit) if unit else second_unit(end_s / 2)
+    label, names = lanes
+    stages, end_s = sorted({slot.stage for slot in slots}), max(slot.end_s for slot in slots)
+    scale, shown_unit = (1.0, unit) if unit else second_unit(end_s / 2)
     figure, axes = new_axes(1.5 + 0.45 * len(stages), title)
     axes.set_xlim(0, end_s / scale)
-    entries = draw_spans(axes, spans, stages, scale, model, "idle" if model else "wait")
+    entries = draw_spans(axes, spans, stages, scale, model)
     for slot in slots:
         # ``F3``, or ``3``, or nothing, whichever fits the box.
         pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_PX - 60)
@@ -186,127 +122,68 @@ def _draw_rows(
         if text := next((one for one in (name, name[1:]) if pixels > 8 * len(one) + 6), ""):
             middle = (slot.start_s + slot.end_s) / 2 / scale
             tag(axes, middle, stages.index(slot.stage), text, pad=0.15)
-    axes.set(xlabel=f"time ({unit})", ylabel="stage")
+    axes.set(xlabel=f"time ({shown_unit})", ylabel=label)
+    label_lanes(axes, names)
     add_legend(figure, entries)
-    return figure
 
-
-def _words(
-    slots: Sequence[Slot], names: Sequence[str], unit: str | None, name: str, source: str
-) -> tuple[str, str]:
-    """Alt text, with the order of each stage's actions, and caption, with the bubble."""
-    by_stage = _by_stage(slots)
     count = len({slot.micro_batch for slot in slots})
-    length = max(slot.end_s for slot in slots) - min(slot.start_s for slot in slots)
-    takes = f"{format_number(length)} {unit}" if unit else format_seconds(length)
-    words = f"the step takes {takes}, and stages are idle for {bubble(slots):.0%} of it"
     orders, held = [], []
-    for stage, mine in zip(names, by_stage.values()):
+    for stage, name in zip(stages, names):
+        mine = sorted((s for s in slots if s.stage == stage), key=lambda slot: slot.start_s)
         actions = [Action(slot.kind, slot.micro_batch) for slot in mine]
         order = " ".join(map(str, actions[:12])) + " and so on" * (len(actions) > 12)
-        orders.append(f"stage {stage} {order}".replace("\n", ", "))
+        orders.append(f"stage {name} {order}".replace("\n", ", "))
         held.append(str(in_flight(actions)))
-    sizes = f"{format_count(len(by_stage), 'stage')} and {format_count(count, 'micro-batch')}"
-    alt = f"{name} of {sizes}. {'; '.join(orders)}. In all, {words}."
-    formula = f"(P - 1) / (M + P - 1) = {bubble_formula(len(by_stage), count):.0%}"
-    return alt, (
-        f"{source}: {words}. Equal stages without hops would be idle for {formula}. "
-        f"Activations of at most {', '.join(held)} micro-batches are held, by stage."
+    takes = f"{format_number(end_s)} {unit}" if unit else format_seconds(end_s)
+    words = f"the step takes {takes}, and stages are idle for {bubble(slots):.0%} of it"
+    sizes = f"{format_count(len(stages), 'stage')} and {format_count(count, 'micro-batch')}"
+    formula = f"(P - 1) / (M + P - 1) = {bubble_formula(len(stages), count):.0%}"
+    return CaptionedFigure(
+        figure,
+        alt=f"{'Predicted timetable' if model else 'Timeline'} of {sizes}. {'; '.join(orders)}. "
+        f"In all, {words}.",
+        caption=f"{'Model' if model else 'Measured'}: {words}. Equal stages without hops would be "
+        f"idle for {formula}. Activations of at most {', '.join(held)} micro-batches are held, by "
+        "stage.",
     )
 
 
 @drawn
 def step_by_micro_batches(
-    rows: Iterable[Mapping[str, Any]], *, title: str | None = None
+    rows: Iterable[Mapping[str, Any]], *, title: str = "Step by number of micro-batches"
 ) -> CaptionedFigure:
-    """Draw the time and the memory of a step over the number of micro-batches.
+    """Draw the time of a step over the number of micro-batches.
 
     Args:
-        rows: dicts with ``schedule`` (the curve's name), ``micro_batches`` and ``step_s`` (a
-            number, or its repeats: the point is their median, the band spans the middle half),
-            and optionally ``model_s`` (the predicted step) and ``memory_bytes`` (of each stage;
-            the largest is drawn).
+        rows: dicts with ``schedule`` (the curve's name), ``micro_batches``, ``step_s`` (a number,
+            or its repeats: the point is their median, the band spans them) and ``model_s`` (the
+            predicted step).
         title: above the figure.
-
-    Raises:
-        ValueError: no rows.
     """
-    curves: Curves = {}
+    measured: dict[str, dict[int, list[float]]] = {}
+    predicted: dict[str, dict[int, float]] = {}
     for row in sorted(rows, key=lambda row: row["micro_batches"]):
-        curves.setdefault(str(row["schedule"]), []).append(row)
-    if not curves:
-        raise ValueError(
-            "no rows to draw: measure a split with at least one number of micro-batches"
-        )
-    parts, sentences = [], []
-    for name, mine in curves.items():
-        ends = [f"{_seconds(row)} with {row['micro_batches']}" for row in (mine[0], mine[-1])]
-        parts.append(f"{name}: {', '.join(ends)}")
-        best = min(mine, key=_median_s)
-        text = f"{name} is fastest with {format_count(best['micro_batches'], 'micro-batch')}"
-        text += f", {_seconds(best)}"
-        if "memory_bytes" in best:
-            text += f" and {format_bytes(_memory(best))} on its largest stage"
-        sentences.append(text)
-    steps = [as_repeats(row["step_s"]) for mine in curves.values() for row in mine]
-    spread = repeats_words(steps, "Points", "steps", "the middle half")
+        name, count = row["schedule"], row["micro_batches"]
+        measured.setdefault(name, {})[count] = as_repeats(row["step_s"])
+        predicted.setdefault(name, {})[count] = row["model_s"]
+    figure, axes = new_axes(3.8, title)
+    lines, words = draw_curves(axes, measured, predicted)
+    counts = sorted(set().union(*measured.values()))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, list(map(str, counts)))
+    axes.minorticks_off()
+    axes.set(xlabel="micro-batches", ylabel="time of a step (seconds)", ylim=(0, None))
+    add_legend(figure, lines)
+    parts, best = [], []
+    for name, steps in measured.items():
+        steps_s = {count: median(repeats) for count, repeats in steps.items()}
+        told = [f"{format_seconds(step_s)} with {count}" for count, step_s in steps_s.items()]
+        parts.append(f"{name}: {', '.join(told)}")
+        fastest = min(steps_s, key=steps_s.__getitem__)
+        count = format_count(fastest, "micro-batch")
+        best.append(f"{name} is fastest with {count}, {format_seconds(steps_s[fastest])}.")
     return CaptionedFigure(
-        _draw_curves(curves, title or "Step and memory by number of micro-batches"),
+        figure,
         alt=f"Curves of a step's time over the number of micro-batches. {'; '.join(parts)}.",
-        caption=joined(f"{'; '.join(sentences)}.", spread),
+        caption=joined(*best, words),
     )
-
-
-def _draw_curves(curves: Curves, title: str) -> Figure:
-    rows = [row for mine in curves.values() for row in mine]
-    has_memory = any("memory_bytes" in row for row in rows)
-    figure = Figure(figsize=(WIDTH_IN, 3.8))
-    grid = figure.subplots(1, 1 + has_memory, squeeze=False, sharex=True)[0]
-    entries = _draw_steps(grid[0], curves, *second_unit(max(map(_median_s, rows))))
-    if has_memory:
-        scale, unit = byte_unit(max(_memory(row) for row in rows if "memory_bytes" in row))
-        for mine, (style, marker, _) in zip(curves.values(), itertools.cycle(SERIES)):
-            held = {row["micro_batches"]: _memory(row) for row in mine if "memory_bytes" in row}
-            sizes = [size / scale for size in held.values()]
-            grid[1].plot(list(held), sizes, color=style.color, marker=marker)
-        grid[1].set(title="Memory of the largest stage", ylabel=f"memory ({unit})")
-    counts = sorted({row["micro_batches"] for row in rows})
-    for axes in grid:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [str(count) for count in counts])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("micro-batches")
-        axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
-        axes.grid()
-    add_title(figure, title)
-    add_legend(figure, entries)
-    return figure
-
-
-def _draw_steps(axes: Axes, curves: Curves, scale: float, unit: str) -> list[Any]:
-    entries: list[Any] = []
-    for (name, rows), (style, marker, _) in zip(curves.items(), itertools.cycle(SERIES)):
-        counts = [row["micro_batches"] for row in rows]
-        middle = [_median_s(row) / scale for row in rows]
-        entries += axes.plot(counts, middle, color=style.color, marker=marker, label=name)
-        ends = zip(*(quartiles(as_repeats(row["step_s"])) for row in rows))
-        low, high = ([s / scale for s in end] for end in ends)
-        axes.fill_between(counts, low, high, color=style.color, alpha=0.2, linewidth=0)
-        if model := {row["micro_batches"]: row["model_s"] for row in rows if "model_s" in row}:
-            look: dict[str, Any] = {"color": style.model.ink, "linestyle": (0, (5, 3))}
-            ys = [s / scale for s in model.values()]
-            entries += axes.plot(list(model), ys, label=f"{name} model", zorder=3, **look)
-    axes.set(title="Step", ylabel=f"time of a step ({unit})")
-    return entries
-
-
-def _median_s(row: Mapping[str, Any]) -> float:
-    return statistics.median(as_repeats(row["step_s"]))
-
-
-def _seconds(row: Mapping[str, Any]) -> str:
-    return format_seconds(_median_s(row))
-
-
-def _memory(row: Mapping[str, Any]) -> float:
-    return max(as_repeats(row["memory_bytes"]))

@@ -2,13 +2,13 @@
 
 import itertools
 import math
-import statistics
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from labkit.units import as_repeats, format_bytes, format_number, format_seconds
 from workbook.plots.figure import (
@@ -17,24 +17,21 @@ from workbook.plots.figure import (
     drawn,
     joined,
     new_axes,
-    number_axis,
     ratio_words,
     repeats_words,
 )
 from workbook.plots.palette import DARK, SERIES
 
-# {name: {size in bytes: seconds, or the list of their repeats}}
-Measured = Mapping[str, Mapping[int, float | Iterable[float]]]
-# {name: {size in bytes: seconds}}
-Model = Mapping[str, Mapping[int, float]]
-Series = dict[str, dict[int, list[float]]]
+# {size in bytes: seconds, or the list of their repeats}
+Repeats = Mapping[int, list[float]]
+Points = Mapping[int, float | Iterable[float]]
 _DASHED: Any = (0, (5, 3))
 
 
 @drawn
 def size_curves(
-    measured: Measured,
-    model: Model | None = None,
+    measured: Mapping[str, Points],
+    model: Mapping[str, Mapping[int, float]] | None = None,
     crossover: float | None = None,
     *,
     title: str | None = None,
@@ -50,52 +47,84 @@ def size_curves(
         crossover: the size in bytes at which the fastest algorithm changes according to a model
             (infinite if it never does). The measured crossovers are drawn beside it.
         title: above the figure.
-        between: the two names that the crossover is of; by default the two that have a model, or
-            the only two.
-
-    Raises:
-        ValueError: nothing to draw; a size or a time that is not above 0; a name in ``between``
-            that was not measured.
+        between: the two names that the crossover is of; by default the first two.
     """
-    seconds = _checked(measured, "measured")
-    predicted = _checked(model or {}, "model")
-    if not seconds:
-        raise ValueError('no curves to draw: give at least one, {"ring": {1024: [1e-4, 2e-4]}}')
-    sizes = sorted({*itertools.chain(*seconds.values())})
+    seconds = {name: _repeats(points) for name, points in measured.items()}
+    predicted = model or {}
+    sizes = sorted(set().union(*seconds.values()))
     figure, axes = new_axes(4.6, title or "Time by size")
-    lines = _draw_series(axes, seconds, predicted)
+    lines, words = draw_curves(axes, seconds, predicted)
     change = ""
     if crossover is not None:
-        names = [name for name in seconds if name in predicted] or list(seconds)
-        pair = between or (tuple(names) if len(names) == 2 else ())
-        if unknown := sorted({*pair} - seconds.keys()):
-            raise ValueError(f"{', '.join(unknown)} is not measured: {', '.join(seconds)} are")
-        found = crossings(*(seconds[name] for name in pair)) if pair else []
-        is_in_view = sizes[0] <= crossover <= sizes[-1]
-        lines += _draw_crossovers(axes, crossover if is_in_view else None, found)
-        change = _crossover_words(crossover, is_in_view, pair, found)
-    _label_axes(axes, {*itertools.chain(*seconds.values(), *predicted.values())})
+        first, second = between or list(seconds)[:2]
+        found = crossings(seconds[first], seconds[second])
+        in_view = [crossover] if sizes[0] <= crossover <= sizes[-1] else []
+        for source, at, dashes in (("model", in_view, _DASHED), ("measured", found, "-")):
+            for size in at:
+                label = f"crossover, {source}: {format_bytes(size)}"
+                lines.append(axes.axvline(size, color=DARK, linestyle=dashes, label=label))
+        change = (
+            f"{first} and {second} cross at {', '.join(map(format_bytes, found)) or 'no size'}, "
+            f"in the model at {format_bytes(crossover) if crossover < math.inf else 'no size'}."
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    powers = range(round(math.log2(sizes[0])), round(math.log2(sizes[-1])) + 1)
+    ticks = [2**power for power in powers[:: math.ceil(len(powers) / 9)]]
+    axes.set_xticks(ticks, list(map(format_bytes, ticks)))
+    bottom, top = axes.get_ylim()
+    # An axis of few decades has few ticks: 2 and 5 are labelled as well.
+    axes.yaxis.set_major_locator(
+        LogLocator(10, (1.0,) if top / bottom > 1000 else (1.0, 2.0, 5.0))
+    )
+    axes.minorticks_off()
+    axes.set(xlabel="size of the tensor (bytes, log scale)", ylabel="time (seconds, log scale)")
     add_legend(figure, lines)
-    takeaway = _takeaway(seconds)
+
     curves = [_ends_of(name, points) for name, points in seconds.items()]
-    curves += [_ends_of(_model_name(name), points) for name, points in predicted.items()]
+    curves += [_ends_of(f"{name} model", _repeats(curve)) for name, curve in predicted.items()]
     extent = f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
-    alt = f"Curves of time by size, {extent}, on logarithmic axes. {'; '.join(curves)}."
-    repeats = [each for points in seconds.values() for each in points.values()]
+    return CaptionedFigure(
+        figure,
+        alt=f"Curves of time by size, {extent}, on logarithmic axes. {'; '.join(curves)}.",
+        caption=joined(_takeaway(seconds), change, words),
+    )
+
+
+def draw_curves(
+    axes: Axes, measured: Mapping[str, Repeats], predicted: Mapping[str, Mapping[int, float]]
+) -> tuple[list[Line2D], str]:
+    """Draw medians of seconds with a band over all repeats, and predictions as dashed lines.
+
+    Returns:
+        The legend's entries, and words on the model and the repeats.
+    """
+    looks = dict(zip(dict.fromkeys([*measured, *predicted]), itertools.cycle(SERIES)))
+    lines = []
+    for name, points in measured.items():
+        style, marker, _ = looks[name]
+        middle, low, high = (list(map(one, points.values())) for one in (median, min, max))
+        # A thin line, so that a model that fits stays visible.
+        look: dict[str, Any] = {"linewidth": 0.6 if name in predicted else 1.6, "marker": marker}
+        lines += axes.plot(list(points), middle, label=name, color=style.color, **look)
+        axes.fill_between(list(points), low, high, color=style.color, alpha=0.2, linewidth=0)
+    for name, curve in predicted.items():
+        look = {"color": looks[name][0].model.ink, "linestyle": _DASHED, "zorder": 3}
+        lines += axes.plot(list(curve), list(curve.values()), label=f"{name} model", **look)
+    axes.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
+    axes.grid()
     ratios = [
-        statistics.median(seconds[name][size]) / statistics.median(each)
-        for name, points in predicted.items()
-        for size, each in points.items()
-        if size in seconds.get(name, ())
+        median(measured[name][x]) / model_s
+        for name, curve in predicted.items()
+        for x, model_s in curve.items()
+        if x in measured.get(name, ())
     ]
-    spread = repeats_words(repeats, "Points") or "Each point is one measurement."
-    caption = joined(takeaway, change, ratio_words(ratios, "dashed"), spread)
-    return CaptionedFigure(figure, alt=alt, caption=caption)
+    repeats = [each for points in measured.values() for each in points.values()]
+    spread = "Points are medians of {} repeats; bands span all of them."
+    return lines, joined(ratio_words(ratios, "dashed"), repeats_words(repeats, spread))
 
 
-def crossings(
-    first: Mapping[int, float | Iterable[float]], second: Mapping[int, float | Iterable[float]]
-) -> list[float]:
+def crossings(first: Points, second: Points) -> list[float]:
     """The sizes in bytes at which two measured curves cross.
 
     Args:
@@ -103,16 +132,11 @@ def crossings(
 
     Returns:
         One size per crossing, from a straight line through the medians of neighbouring sizes on
-        logarithmic axes. Noise can cross two curves more than once. The list is empty if one
-        curve is faster wherever the medians differ, or no size is in both.
+        logarithmic axes. Noise can cross two curves more than once.
     """
-    one, two = _checked({"first": first, "second": second}, "measured").values()
-    apart = [
-        (math.log(size), math.log(statistics.median(one[size]) / statistics.median(two[size])))
-        for size in one
-        if size in two
-    ]
-    apart = [(x, gap) for x, gap in apart if gap]
+    one, two = _repeats(first), _repeats(second)
+    gaps = {size: math.log(median(one[size]) / median(two[size])) for size in one if size in two}
+    apart = [(math.log(size), gap) for size, gap in gaps.items() if gap]
     return [
         math.exp(x0 + (x1 - x0) * gap0 / (gap0 - gap1))
         for (x0, gap0), (x1, gap1) in itertools.pairwise(apart)
@@ -120,109 +144,29 @@ def crossings(
     ]
 
 
-def _checked(series: Measured | Model, what: str) -> Series:
-    """``{name: {size: repeats}}`` in ascending order of size. JSON has the sizes as texts."""
-    found: Series = {}
-    for name, points in series.items():
-        by_size = {int(size): as_repeats(repeats) for size, repeats in points.items()}
-        if not by_size:
-            raise ValueError(f"{what} {name} has no sizes: leave it out, or measure one")
-        for size, repeats in by_size.items():
-            if size <= 0 or not all(0 < value < math.inf for value in repeats):
-                raise ValueError(
-                    f"{what} {name} has {repeats} s at {size} bytes: logarithmic axes show sizes "
-                    "and times above 0 only"
-                )
-        found[str(name)] = dict(sorted(by_size.items()))
-    return found
+def _repeats(points: Points) -> Repeats:
+    """The repeats in ascending order of size. JSON has the sizes as texts."""
+    return dict(sorted((int(size), as_repeats(seconds)) for size, seconds in points.items()))
 
 
-def _draw_series(axes: Axes, measured: Series, predicted: Series) -> list[Line2D]:
-    """Draw measurements with markers, predictions as dashed lines; return the lines."""
-    looks = dict(zip(dict.fromkeys([*measured, *predicted]), itertools.cycle(SERIES)))
-    lines = []
-    for name, points in measured.items():
-        style, marker, _ = looks[name]
-        sizes, middle = list(points), [statistics.median(repeats) for repeats in points.values()]
-        # A thin line, so that a model that fits stays visible.
-        width = 0.6 if name in predicted else 1.6
-        lines += axes.plot(sizes, middle, label=name, color=style.color, marker=marker, lw=width)
-        low, high = ([end(repeats) for repeats in points.values()] for end in (min, max))
-        axes.fill_between(sizes, low, high, color=style.color, alpha=0.2, linewidth=0)
-    for name, points in predicted.items():
-        look: dict[str, Any] = {"color": looks[name][0].model.ink, "linestyle": _DASHED}
-        look |= {"marker": "x" if len(points) == 1 else "", "linewidth": 1.6}
-        values = [statistics.median(repeats) for repeats in points.values()]
-        lines += axes.plot(list(points), values, label=_model_name(name), zorder=3, **look)
-    return lines
-
-
-def _model_name(name: str) -> str:
-    return name if name == "model" or name.endswith(" model") else f"{name} model"
-
-
-def _draw_crossovers(axes: Axes, model: float | None, found: list[float]) -> list[Line2D]:
-    lines = []
-    if model is not None:
-        label = f"crossover, model: {format_bytes(model)}"
-        lines.append(axes.axvline(model, label=label, color=DARK, linestyle=_DASHED, lw=1.2))
-    measured = [axes.axvline(size, color=DARK, linewidth=1.2) for size in found]
-    for line in measured[:1]:
-        line.set_label(f"crossover, measured: {', '.join(map(format_bytes, found))}")
-    return lines + measured[:1]
-
-
-def _crossover_words(
-    model: float, is_in_view: bool, pair: tuple[str, ...], found: list[float]
-) -> str:
-    of = f" of {' and '.join(pair)}" if pair else ""
-    said = f"The model has no crossover{of}"
-    if 0 < model < math.inf:
-        where = "" if is_in_view else ", outside the sizes measured"
-        said = f"The model puts the crossover{of} at {format_bytes(model)}{where}"
-    if not found:
-        return f"{said}; none was measured."
-    return f"{said}; it was measured at {', '.join(map(format_bytes, found))}."
-
-
-def _label_axes(axes: Axes, sizes: set[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    low, high = (math.log2(end) for end in (min(sizes), max(sizes)))
-    every = max(1, math.ceil((high - low) / 9))
-    powers = range(math.ceil(low), math.floor(high) + 1, every) or [round(low)]
-    axes.set_xticks([2**power for power in powers], [format_bytes(2**power) for power in powers])
-    axes.xaxis.set_minor_locator(NullLocator())
-    bottom, top = axes.get_ylim()
-    # An axis of few decades has few ticks: 2 and 5 are labelled as well.
-    subs = (1.0,) if top / bottom > 1000 else (1.0, 2.0, 5.0)
-    axes.yaxis.set_major_locator(LogLocator(10, subs))
-    number_axis(axes.yaxis, format_seconds)
-    axes.set(xlabel="size of the tensor (bytes, log scale)", ylabel="time (seconds, log scale)")
-    axes.grid()
-
-
-def _takeaway(seconds: Series) -> str:
+def _takeaway(seconds: dict[str, Repeats]) -> str:
     """Which algorithm is fastest at the smallest and at the largest size, and by how much."""
-    if len(seconds) < 2:
-        return f"{'; '.join(_ends_of(name, row) for name, row in seconds.items())}."
-    shared = sorted(set.intersection(*(set(points) for points in seconds.values())))
-    said = {}
-    for size in dict.fromkeys(shared[:1] + shared[-1:]):
-        medians = {name: statistics.median(points[size]) for name, points in seconds.items()}
-        best, second, *_ = sorted(medians, key=medians.__getitem__)
-        ratio = format_number(medians[second] / medians[best])
-        times = "as fast" if ratio == "1" else f"{ratio} times as fast"
-        said[size] = f"{best} at {format_bytes(size)}, {times} as the next"
-    return f"Fastest: {'; '.join(said.values())}." if said else ""
+    if len(seconds) == 1:
+        return f"{'; '.join(_ends_of(name, points) for name, points in seconds.items())}."
+    shared = sorted(set.intersection(*map(set, seconds.values())))
+    said = []
+    for size in (shared[0], shared[-1]):
+        (best_s, best), (next_s, _), *_ = sorted((median(p[size]), n) for n, p in seconds.items())
+        ratio = format_number(next_s / best_s)
+        said.append(f"{best} at {format_bytes(size)}, {ratio} times as fast as the next")
+    return f"Fastest: {'; '.join(said)}."
 
 
-def _ends_of(name: str, points: dict[int, list[float]]) -> str:
+def _ends_of(name: str, points: Repeats) -> str:
     """The curve in words: its first, its middle and its last size."""
     sizes = list(points)
-    chosen = dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]])
     values = (
-        f"{format_seconds(statistics.median(points[size]))} at {format_bytes(size)}"
-        for size in chosen
+        f"{format_seconds(median(points[size]))} at {format_bytes(size)}"
+        for size in dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]])
     )
     return f"{name} {', '.join(values)}"

@@ -28,11 +28,7 @@ def cell_state(*start: Hashable) -> dict[str, Any]:
 class Explorer(ipywidgets.VBox):
     """Controls above a figure, drawn by a pure function of their values; each drawing is cached.
 
-    Attributes:
-        draw: makes the figure from the controls' values.
-        view: the figure as HTML: picture, alt text, and caption.
-        caption: the caption alone.
-        (each control): under its name.
+    ``view`` has the figure as HTML, ``caption`` its caption; each control is under its name.
     """
 
     def __init__(
@@ -44,7 +40,7 @@ class Explorer(ipywidgets.VBox):
         """``adjust`` moves controls whose range depends on another one, before a drawing."""
         self.draw, self._adjust = draw, adjust
         self.view, self.caption = ipywidgets.HTML(), ""
-        self._controls = list(controls.values())
+        self._controls: list[Any] = list(controls.values())
         vars(self).update(controls)
         super().__init__([*self._controls, self.view])
         self._page = functools.cache(self._page)
@@ -73,10 +69,8 @@ class Explorer(ipywidgets.VBox):
             if self._is_adjusting:
                 return
             self._is_adjusting = True
-            try:
-                self._adjust()
-            finally:
-                self._is_adjusting = False
+            self._adjust()
+            self._is_adjusting = False
             self.view.value, self.caption = self._page(*self.chosen())
             self._state["values"] = self.chosen()
 
@@ -91,17 +85,16 @@ class Explorer(ipywidgets.VBox):
 
     def __repr__(self) -> str:
         """The controls and the caption in words, for pages without a kernel."""
-        return f"[sliders] {', '.join(map(_in_words, self._controls))}. {self.caption}"
+        words = []
+        for control in self._controls:
+            name = control.description
+            if isinstance(control, ipywidgets.IntSlider):
+                name += f" {control.min} to {control.max}"
+            elif isinstance(control, ipywidgets.Dropdown):
+                name += f" ({', '.join(control.options)})"
+            words.append(name)
+        return f"[sliders] {', '.join(words)}. {self.caption}"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         # The base class shortens the text, and a stored notebook keeps nothing else of a widget.
         return {**(super()._repr_mimebundle_(**kwargs) or {}), "text/plain": repr(self)}
-
-
-def _in_words(control: ipywidgets.ValueWidget) -> str:
-    """``ranks 2 to 16`` for a slider; a menu with all its entries."""
-    if isinstance(control, ipywidgets.IntSlider):
-        return f"{control.description} {control.min} to {control.max}"
-    if isinstance(control, ipywidgets.Dropdown):
-        return f"{control.description} ({', '.join(control.options)})"
-    return str(getattr(control, "description", ""))

@@ -1,16 +1,14 @@
 """Three explorers: a figure of ``workbook.plots``, with sliders for its arguments."""
 
 import math
-from collections.abc import Sequence
 
 import ipywidgets
 
-from labkit.schedules.servers import check_bound
 from workbook import plots
-from workbook.plots.models import BUCKET_SIZES_MB, LINKS, MAX_WORKERS, example_step, size_name
+from workbook.plots.models import BUCKET_SIZES_MB, LINKS, size_name
 from workbook.widgets.explorer import Explorer
 
-MAX_BUCKET_RANKS, MAX_RING_RANKS, MAX_FACTOR = 16, 6, 8
+MAX_BUCKET_RANKS, MAX_RING_RANKS, MAX_WORKERS, MAX_FACTOR = 16, 6, 6, 8
 # The bound's slider has this many values from W - 1, the smallest possible, and then "none".
 _BOUNDS = 12
 
@@ -24,15 +22,7 @@ def bucket_explorer(
         bucket_mb: MiB to start with, one of ``plots.BUCKET_SIZES_MB``; the control ``size``.
         world_size: ranks to start with, 2 to 16; the control ``ranks``.
         link: to start with, one of ``plots.LINKS``; the control ``link``.
-
-    Raises:
-        ValueError: a value to start with that its control does not offer.
     """
-    if bucket_mb not in BUCKET_SIZES_MB:
-        known = ", ".join(f"{size:g}" for size in BUCKET_SIZES_MB)
-        raise ValueError(f"the slider has no {bucket_mb!r} MiB: choose one of {known}")
-    _check("ranks", world_size, 2, MAX_BUCKET_RANKS)
-    example_step(bucket_mb, world_size, link)  # refuses an unknown link
     sizes = [(size_name(size), size) for size in BUCKET_SIZES_MB]
     return Explorer(
         plots.bucket_overlap,
@@ -42,7 +32,7 @@ def bucket_explorer(
     )
 
 
-def ring_stepper(world_size: int = 4, values: Sequence[Sequence[float]] | None = None) -> Explorer:
+def ring_stepper(world_size: int = 4) -> Explorer:
     """Step through a ring all-reduce: what each rank holds after a step, and what has just moved.
 
     The controls are ``step`` and ``ranks``. ``plots.ring_step`` draws the same figure.
@@ -50,31 +40,17 @@ def ring_stepper(world_size: int = 4, values: Sequence[Sequence[float]] | None =
     Args:
         world_size: the number of ranks to start with, 2 to 6. A change keeps the step if the new
             ring has that step.
-        values: [P][P], the number that each rank has for each chunk at the start; larger rings
-            than P cannot be chosen. By default rank r has (c + 1) x 10^r for chunk c.
-
-    Raises:
-        ValueError: a world size out of range, or values that are not square.
     """
-    most = MAX_RING_RANKS
-    if values is not None:
-        plots.ring_states(len(values), values)  # checks their shape
-        most = min(most, len(values))
-    _check("ranks", world_size, 2, most)
     step = ipywidgets.IntSlider(0, 0, 2 * (world_size - 1), description="step")
-    ranks = ipywidgets.IntSlider(world_size, 2, most, description="ranks")
+    ranks = ipywidgets.IntSlider(world_size, 2, MAX_RING_RANKS, description="ranks")
 
     def adjust() -> None:
         step.max = 2 * (ranks.value - 1)
 
-    def draw(step: int, size: int) -> plots.CaptionedFigure:
-        mine = None if values is None else [row[:size] for row in values[:size]]
-        return plots.ring_step(step, size, mine)
-
-    return Explorer(draw, adjust, step=step, ranks=ranks)
+    return Explorer(plots.ring_step, adjust, step=step, ranks=ranks)
 
 
-def staleness_explorer(workers: int = 3, factor: float = 4, bound: int | None = None) -> Explorer:
+def staleness_explorer(workers: int = 3, factor: int = 4, bound: int | None = None) -> Explorer:
     """Explore the model of an asynchronous run; ``plots.staleness_model`` draws it.
 
     The controls are ``workers``, ``factor`` and ``bound``.
@@ -82,17 +58,9 @@ def staleness_explorer(workers: int = 3, factor: float = 4, bound: int | None = 
     Args:
         workers: W to start with, 2 to 6. A change moves the range of ``bound``, and a bound
             outside the new range with it.
-        factor: how many times as long the straggler computes, to start with: an integer, 1 to 8.
+        factor: how many times as long the straggler computes, to start with: 1 to 8.
         bound: on the staleness to start with, W - 1 to W + 10, or None.
-
-    Raises:
-        ValueError: a value to start with that its slider does not offer.
     """
-    _check("workers", workers, 2, MAX_WORKERS)
-    _check("times as long", factor, 1, MAX_FACTOR)
-    check_bound(workers, bound)
-    if bound is not None:
-        _check("updates as the bound", bound, workers - 1, workers + _BOUNDS - 2)
     crew = ipywidgets.IntSlider(workers, 2, MAX_WORKERS, description="workers")
     straggler = ipywidgets.IntSlider(factor, 1, MAX_FACTOR, description="straggler")
     start = math.inf if bound is None else bound
@@ -100,10 +68,10 @@ def staleness_explorer(workers: int = 3, factor: float = 4, bound: int | None = 
 
     def adjust() -> None:
         bounds, chosen = _bounds(crew.value), limit.value
-        if limit.options != tuple(bounds.items()):
-            least, *_, largest, _ = bounds.values()
-            limit.options = tuple(bounds.items())
-            limit.value = chosen if chosen == math.inf else min(max(chosen, least), largest)
+        if limit.options != bounds:
+            limit.options = bounds
+            finite = [value for _, value in bounds[:-1]]
+            limit.value = chosen if chosen == math.inf else min(max(chosen, finite[0]), finite[-1])
 
     def draw(workers: int, factor: int, bound: float) -> plots.CaptionedFigure:
         return plots.staleness_model(workers, factor, None if bound == math.inf else int(bound))
@@ -111,12 +79,7 @@ def staleness_explorer(workers: int = 3, factor: float = 4, bound: int | None = 
     return Explorer(draw, adjust, workers=crew, factor=straggler, bound=limit)
 
 
-def _bounds(workers: int) -> dict[str, float]:
+def _bounds(workers: int) -> tuple[tuple[str, float], ...]:
     """The options of the bound's slider for W workers; infinity stands for no bound."""
     numbers = range(workers - 1, workers + _BOUNDS - 1)
-    return {str(bound): bound for bound in numbers} | {"none": math.inf}
-
-
-def _check(what: str, value: float, least: int, most: int) -> None:
-    if value not in range(least, most + 1):
-        raise ValueError(f"the slider has {least} to {most} {what}, got {value!r}")
+    return *((str(bound), bound) for bound in numbers), ("none", math.inf)

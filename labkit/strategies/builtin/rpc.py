@@ -149,9 +149,8 @@ def check_available() -> None:
     people = other_people()
     if people and os.environ.get(TRUST) != "1":
         raise ValueError(
-            f"PyTorch's RPC runs what any process of this machine asks for, and other people use "
-            f"this machine (user {', '.join(map(str, people))}): run without builtin, or start "
-            f"Python with {TRUST}=1 if they may run code as you"
+            "PyTorch's RPC runs what any process of this machine asks for, and it has other users "
+            f"({', '.join(map(str, people))}): run without builtin, or with {TRUST}=1"
         )
 
 

@@ -93,7 +93,8 @@ def _misuse(fn: Callable, signature: str) -> Found:
     try:
         takes = inspect.signature(fn)
         names = names_to_call_by(fn, signature)
-        takes.bind(*([] if names else signature.split(", ")), **dict.fromkeys(names))
+        if signature:
+            takes.bind(*([] if names else signature.split(", ")), **dict.fromkeys(names))
     except TypeError:
         return f"the function takes {takes}, but the check calls it with ({signature})"
     except ValueError:
@@ -112,40 +113,38 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         return Verdict(exercise.name, NOT_YET, notes=[misuse])
     if is_untouched(fn):
         return Verdict(exercise.name, NOT_ATTEMPTED)
-    columns: list[str] = []
-    cells: list[dict[str, str]] = []
+    # By world size: the rows of the table.
+    columns: dict[int, dict[str, str]] = {}
     problems: dict[str, str] = {}
-    library, failure, seed = "", None, new_seed()
+    library, seed = "", new_seed()
     for world_size in world_sizes:
         try:
             tried = outcomes_of(fn, exercise, exercise.cases(world_size, seed))
         except DidNotFinish as error:
             if is_stub(fn, error.unwritten):
                 return Verdict(exercise.name, NOT_ATTEMPTED)
-            failure, tried = error, error.tried
+            text = about_stub(fn, error.unwritten) if error.unwritten else str(error)
+            problems.setdefault("finished", text)
+            break
         found = _problems(exercise, tried)
-        columns.append(format_count(world_size, exercise.nouns[0] or "rank"))
-        cells.append(_column(exercise, tried, found) if tried else {})
         # Where two world sizes have the same problem, the larger one shows more of it.
         problems |= found
-        if failure:
-            text = about_stub(fn, failure.unwritten) if failure.unwritten else str(failure)
-            # First, because it names a line.
-            problems = {"finished": text} | problems
-            cells[-1] = {"finished": failure.ending} | cells[-1]
-            break
+        columns[world_size] = _column(exercise, tried, found)
         library = library or next((o.library for r in tried.values() for o in r if o.library), "")
     status, notes = (NOT_YOURS, [CALLS_LIBRARY.format(name=library)]) if library else (PASSED, [])
     if problems:
         status, notes = NOT_YET, [next(iter(problems.values()))]
-    names = ["finished", *max(cells, key=len)] if failure else list(max(cells, key=len))
+    ranks, elements = exercise.nouns
+    if not columns or not ranks:
+        return Verdict(exercise.name, status, notes=notes)
+    names = max(columns.values(), key=len)
+    rows = {name: [one.get(name, "-") for one in columns.values()] for name in names}
     caption = ""
     if "messages" in names:
-        size = exercise.sizes and exercise.nouns[1]
-        which = f", for {format_count(exercise.sizes[0], exercise.nouns[1])}" if size else ""
-        caption = f"Messages, bytes and rounds are those of each rank{which}."
-    rows = {name: [one.get(name, "-") for one in cells] for name in names}
-    return Verdict(exercise.name, status, columns, rows, notes, caption)
+        size = exercise.sizes and elements and f", for {format_count(exercise.sizes[0], elements)}"
+        caption = f"Messages, bytes and rounds are those of each rank{size or ''}."
+    heads = [format_count(world_size, ranks) for world_size in columns]
+    return Verdict(exercise.name, status, heads, rows, notes, caption)
 
 
 def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, str]:

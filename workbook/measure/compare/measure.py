@@ -20,7 +20,7 @@ from labkit.config import STAGED, RunConfig
 from labkit.errors import WorkerError
 from labkit.runtime.preload import warm_up
 from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.training.resolve import NOTHING, check_names, make_strategy, samples_for
+from labkit.training.resolve import NOTHING, resolve, samples_for
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer, format_count
 from labkit.workload.datasets import load_dataset
@@ -221,8 +221,7 @@ class Comparison:
         for setting in self.settings:
             RunConfig(**self.common, **asdict(setting))
         config = RunConfig(**self.common)
-        check_names(config, NOTHING)
-        make_strategy(config)
+        resolve(config, NOTHING)
         most = max(setting.train_size for setting in self.settings)
         load_dataset(self.common["dataset"], train_size=most)
 
