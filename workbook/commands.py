@@ -77,9 +77,6 @@ def _add_compare(commands) -> None:
     add("--device", metavar="auto|cpu|cuda", help="as for train")
     add("--json", dest="json_path", metavar="FILE", help="record runs and hardware in FILE")
     add("--figures", dest="figures_dir", metavar="DIR", help="draw compare_*.png in DIR")
-    tables = "write compare_*.csv, the same numbers as tables, in DIR"
-    add("--csv", dest="csv_dir", metavar="DIR", help=tables)
-    add("--from", dest="from_path", metavar="FILE", help="print and draw a record, run nothing")
 
 
 def _bench(arguments: Namespace) -> int:

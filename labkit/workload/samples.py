@@ -162,11 +162,6 @@ class Samples:
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    @property
-    def tensors(self) -> Pair | None:
-        """All inputs and targets, as they are stored, if they are in memory."""
-        return self.dataset.tensors if isinstance(self.dataset, TensorDataset) else None  # type: ignore[return-value]
-
     def first(self, count: int) -> Pair:
         """The first ``count`` samples, or all, as one batch."""
         return self.read(torch.arange(min(count, len(self))))
@@ -186,7 +181,7 @@ class Samples:
     def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
         """The samples of one batch; none of them as an empty one."""
         transform, draw = self.transform, epoch is not None and bool(self.transform.augment)
-        if self.tensors is not None and not draw:
+        if isinstance(self.dataset, TensorDataset) and not draw:
             inputs, targets = self.dataset[numbers]
             return transform(inputs, self.dtype), targets
         items = []

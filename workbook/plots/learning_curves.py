@@ -98,7 +98,7 @@ def _curve(run: Any, names: list[str]) -> dict[str, np.ndarray]:
     fewest = min(map(len, repeats))
     values = {
         # NaN where there is no held-out accuracy.
-        name: np.array([[epoch[name] for epoch in one[:fewest]] for one in repeats], dtype=float)
+        name: np.array([[e.get(name, math.nan) for e in one[:fewest]] for one in repeats], float)
         for name in ("seconds", *names)
     }
     curve = {name: values[name] * (1 if name == "loss" else 100) for name in names}
