@@ -122,8 +122,8 @@ def test_no_two_pairs_of_semantics_do_the_same():
 def test_every_named_mistake_changes_the_model(passes):
     settings = elsewhere.settings(Case(3, 0, seed=7), passes)
     for mistake in elsewhere._MISTAKES[passes].values():
-        pairs = [(played(s, mistake).states, played(s).states) for s in settings]
-        assert any(differs("a state", *pair) for pair in pairs), mistake
+        pairs = [pair for s in settings for pair in zip(played(s, mistake), played(s))]
+        assert any(differs("a state", one.state, other.state) for one, other in pairs), mistake
 
 
 def test_the_trainings_have_what_a_port_may_stumble_over():

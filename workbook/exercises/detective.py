@@ -40,12 +40,8 @@ Dumps = dict[int, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class HungRun:
-    """What is known of a run that stood still, from the outside.
-
-    Attributes:
-        stacks: by rank, what each of its threads was doing, the newest call first.
-        dumps: by rank, the entries of its flight recorder.
-        seed: of the program.
+    """What is known of a run that stood still: by rank its stacks, the newest call first, and the
+    entries of its flight recorder; the seed of the program.
     """
 
     stacks: dict[int, str]
@@ -72,28 +68,23 @@ class HungRun:
 def named(
     run: HungRun, rank: int | None = None, host: int | None = None, line: int | None = None
 ) -> Verdict:
-    """Judge who is to blame for a run of ``hang``.
-
-    Args:
-        run: the run.
-        rank: the rank that does not do what the others do.
-        host: the host that it is on.
-        line: the line of the program at which it stands.
-    """
+    """Judge which rank of a run does not do what the others do, its host, and where it stands."""
 
     def judge() -> Verdict:
-        found = [plain(one) for one in (rank, host, line)]
-        words = [short(one) for one in found]
-        right, status = [one == due for one, due in zip(found, run.due)], NOT_YET
+        found, status = [plain(one) for one in (rank, host, line)], NOT_YET
         if found == [None] * 3:
             return Verdict("detective.named", NOT_ATTEMPTED)
-        if not right[0]:
-            text = f"rank {words[0]} is not the one that does something else than the others"
-        elif not right[1]:
-            text = f"the rank is right, but it is not on host {words[1]}, counted from 0"
-        elif not right[2]:
-            text = f"rank and host are right, but it does not stand at line {words[2]}: take the "
-            text += "newest line of the program itself, not of PyTorch"
+        if found[0] != run.due[0]:
+            text = (
+                f"rank {short(found[0])} is not the one that does something else than the others"
+            )
+        elif found[1] != run.due[1]:
+            text = f"the rank is right, but it is not on host {short(found[1])}, counted from 0"
+        elif found[2] != run.due[2]:
+            text = (
+                f"rank and host are right, but it does not stand at line {short(found[2])}: take "
+            )
+            text += "the newest line of the program itself, not of PyTorch"
         else:
             status, text = (
                 PASSED,
@@ -109,10 +100,7 @@ def hang(seed: int | None = None) -> HungRun:
     """Run the program on two hosts, show each host's output, and look into the ranks.
 
     While nothing moves, PyTorch's debug server is asked for all stacks and flight recorders. Then
-    the ranks' timeouts end the run.
-
-    Args:
-        seed: decides which rank stops early; by default another one each time.
+    the ranks' timeouts end the run. ``seed`` decides which rank stops early.
 
     Raises:
         RuntimeError: the program has ended instead.

@@ -46,8 +46,7 @@ _MISTAKES = {
 def to_ddp(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
     """Grade ``fn``, a port of ``programs.with_horovod.train`` to torch.distributed.
 
-    ``fn(model, dataset, batch_size, lr, epochs, start, save)`` is called twice: to begin, and to
-    go on from a checkpoint that rank 0 has.
+    It is called twice: to begin, and to go on from a checkpoint that rank 0 has.
     """
     return _port("elsewhere.to_ddp", fn, "lr", 1, world_sizes)
 
@@ -55,9 +54,7 @@ def to_ddp(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verd
 def to_horovod(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
     """Grade ``fn``, a port of ``programs.with_ddp.train`` to Horovod.
 
-    ``fn(model, dataset, batch_size, lr, max_norm, epochs, start, save)`` is called twice: to begin
-    and to go on from a checkpoint. torch.distributed has no process group here, as in a program
-    that Horovod has started.
+    It is called twice, to begin and to go on from a checkpoint, without a process group.
     """
     return _port("elsewhere.to_horovod", fn, "lr, max_norm", 2, world_sizes)
 

@@ -24,19 +24,6 @@ _NOT_CLIPPED, _CLIPPED = 1000.0, 0.02
 State = dict[str, Tensor]
 
 
-class Centre(nn.Module):
-    """Subtracts a buffer, [4], from samples [n, 4]: part of a model's state, and no parameter."""
-
-    centre: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(_FEATURES))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs - self.centre
-
-
 class Setting:
     """One training; the seed of ``case`` makes all data.
 
@@ -61,9 +48,10 @@ class Setting:
         self.samples = TensorDataset(inputs, torch.arange(count) % _CLASSES)
 
     def model(self, rank: int) -> nn.Sequential:
-        """The model as ``rank`` makes it, in float64: another one on every rank."""
+        """The model as ``rank`` makes it, in float64, with a buffer: another one on every rank."""
         linear = nn.Linear(_FEATURES, _HIDDEN), nn.Linear(_HIDDEN, _CLASSES)
-        layers = nn.Sequential(Centre(), linear[0], nn.Tanh(), linear[1]).double()
+        layers = nn.Sequential(linear[0], nn.Tanh(), linear[1]).double()
+        layers.register_buffer("centre", torch.zeros(_FEATURES).double())
         layers.load_state_dict(self._state(layers, 10 + 10 * rank))
         return layers
 
@@ -96,21 +84,27 @@ class Setting:
         return self.case.random(self._key + key, *shape).double()
 
 
-class Played(NamedTuple):
-    """By rank the model's state and the momentum at the end; by epoch the mean loss."""
+class Trained(NamedTuple):
+    """What a training has left on a rank.
 
-    states: list[State]
-    momentum: list[list[Tensor]]
-    losses: list[float]
+    Attributes:
+        state: of the model.
+        losses: what the function returned.
+        saved: what it has saved, in this order.
+        seen: the samples of each forward with gradients; -1 for one that is not of the data set.
+    """
+
+    state: State
+    losses: Any
+    saved: list[dict[str, Any]]
+    seen: list[list[int]]
 
 
 @lru_cache(maxsize=64)
-def played(setting: Setting, mistake: str = "") -> Played:
-    """The training on one device that plays all ranks.
+def played(setting: Setting, mistake: str = "") -> list[Trained]:
+    """The training by rank, as one device plays it: right, or with one of these mistakes.
 
-    Args:
-        setting: the training.
-        mistake: ``own models``, ``not scaled``, ``not averaged``, ``clipped before`` the average.
+    ``own models``, ``not scaled``, ``not averaged``, ``clipped before`` the average.
     """
     P = setting.case.world_size
     models = [setting.model(rank) for rank in range(P)]
@@ -147,30 +141,16 @@ def played(setting: Setting, mistake: str = "") -> Played:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    momentum = [momentum_of(optimizer.state_dict()) for optimizer in optimizers]
-    return Played([model.state_dict() for model in models], momentum, losses)
+    saved = [
+        {"model": m.state_dict(), "optimizer": o.state_dict()} for m, o in zip(models, optimizers)
+    ]
+    return [Trained(one["model"], losses, [one], []) for one in saved]
 
 
 def momentum_of(state: dict[str, Any]) -> list[Tensor]:
     """What an optimizer's state holds for each parameter, a zero where it holds nothing."""
     found = [state["state"].get(i) for i in state["param_groups"][0]["params"]]
     return [one["momentum_buffer"].clone() if one else torch.zeros(()) for one in found]
-
-
-class Trained(NamedTuple):
-    """What a training has left on a rank.
-
-    Attributes:
-        state: of the model.
-        losses: what the function returned.
-        saved: what it has saved, in this order.
-        seen: the samples of each forward with gradients; -1 for one that is not of the data set.
-    """
-
-    state: State
-    losses: Any
-    saved: list[dict[str, Any]]
-    seen: list[list[int]]
 
 
 # By training, then by rank.
@@ -183,47 +163,43 @@ def wrong_training(trainings: Trainings, mistakes: Mapping[str, str]) -> Found:
     if len(trainings[0][1]) > 1 and all(_sees_all(s, one) for s, _, one in everyone):
         return "every rank trains on all samples in every epoch, not on its share of them"
     for setting, rank, one in everyone:
-        if found := differs("the model's state", one.state, played(setting).states[rank]):
+        start = "from a checkpoint" if setting.resumed else "from the beginning"
+        place, right = f"{start}, rank {rank}: ", played(setting)[rank]
+        if found := differs("the model's state", one.state, right.state):
             for sentence, name in mistakes.items():
-                of_it = ((s, one.state, played(s, name).states[rank]) for s, rank, one in everyone)
-                if not any(differs("", *states) for _, *states in of_it):
+                made = ((s, played(s, name)[rank], one) for s, rank, one in everyone)
+                if not any(differs("", one.state, other.state) for _, other, one in made):
                     return sentence
             most = max(map(len, one.seen), default=0)
             text = f"; its largest batch has {most} samples, and that of the script "
-            return f"{_place(setting, rank)}{found}{text}{setting.batch_size}"
+            return f"{place}{found}{text}{setting.batch_size}"
+        # The loss of an epoch travels in float32.
+        if found := differs("the mean loss of all ranks", one.losses, right.losses, 1e-5, 0.0):
+            return place + found
     for setting, ranks in trainings:
+        for rank, one in enumerate(ranks):
+            if differs("", one.state, ranks[0].state, 0.0, 0.0):
+                return f"ranks 0 and {rank} differ in the last bits, so replicas drift apart"
         savers = [rank for rank, one in enumerate(ranks) if one.saved]
         if savers != [0]:
             text = f"the checkpoint is saved by the ranks {savers}, expected rank 0 alone"
             return f"{text}: on one disk they would write the same file at the same time"
-        saved = ranks[0].saved[-1]
+        saved, right = ranks[0].saved[-1], played(setting)[0].saved[0]
         try:
-            model, momentum = saved["model"], momentum_of(saved["optimizer"])
+            kept = saved["model"], momentum_of(saved["optimizer"])
         except (KeyError, TypeError, IndexError, AttributeError):
-            return (
-                f"what is saved is {short(saved)}, expected the state_dicts of model and optimizer"
-            )
-        found = differs("the saved model", model, ranks[0].state)
-        found = found or differs("the saved momentum", momentum, played(setting).momentum[0])
-        for rank, one in enumerate(ranks):
-            losses = "the losses, averaged over the ranks,", one.losses, played(setting).losses
-            # The loss of an epoch travels in float32.
-            found = found or differs(*losses, relative=1e-5, absolute=0.0)
-            to_the_bit = "the model's state, beside that of rank 0,", one.state, ranks[0].state
-            found = found or differs(*to_the_bit, relative=0.0, absolute=0.0)
-            if found:
-                return _place(setting, rank) + found
+            return f"what is saved is {short(saved)}, expected the states of model and optimizer"
+        if found := differs(
+            "what is saved", kept, (right["model"], momentum_of(right["optimizer"]))
+        ):
+            return f"{found} (item 0: the model, 1: the momentum)"
     return None
 
 
-def _place(setting: Setting, rank: int) -> str:
-    return f"{'from a checkpoint' if setting.resumed else 'from the beginning'}, rank {rank}: "
-
-
 def differs(
-    what: str, found: Any, expected: Any, *, relative: float = 1e-8, absolute: float = 1e-10
+    what: str, found: Any, expected: Any, relative: float = 1e-8, absolute: float = 1e-10
 ) -> Found:
-    """What the first difference is between two numbers, tensors, lists or dicts of them."""
+    """The first difference between two numbers, tensors, or lists or dicts of them."""
     try:
         torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
     except (AssertionError, TypeError) as error:

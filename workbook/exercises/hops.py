@@ -23,10 +23,8 @@ _DRAWN = 50_000
 def forward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, layers, inputs)``, the forward of one stage, with its hops.
 
-    The stage's input, ``entering`` [n, 4], is ``inputs`` on stage 0, and received from the stage
-    before on any other. ``fn`` runs ``layers`` once, sends their output, ``leaving`` [n, 4], to
-    the next stage, and returns ``(entering, leaving)``, with autograd's graph between the two. On
-    all stages but the first ``entering`` must be able to get a gradient.
+    Returned are the stage's input and output, ``(entering, leaving)``, with autograd's graph
+    between the two; on all stages but the first ``entering`` can get a gradient.
     """
 
     def call(
@@ -77,8 +75,8 @@ def forward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, entering, leaving)``, the backward of one stage, with its hops.
 
-    On the last stage ``leaving`` is the loss; on any other it is [n, 4], and the next stage sends
-    its gradient. At the end all parameters must have the gradient that they have on one device.
+    On the last stage ``leaving`` is the loss. At the end all parameters must have the gradient
+    that they have on one device.
     """
 
     def ran(rank: int, case: Case) -> tuple[nn.Module, Tensor, Tensor]:

@@ -40,8 +40,7 @@ def micro_batches(fn: Callable) -> Verdict:
     """Grade ``fn(inputs, targets, count)``: a batch cut into micro-batches, with weights.
 
     Returned are triples (inputs, targets, weight), as even as possible and at most one per
-    sample. The weighted sum of their mean losses has to be the mean loss of the batch. Runs
-    without ranks.
+    sample. Runs without ranks.
     """
 
     def call(fn: Callable, *batch: Any) -> Any:
@@ -87,8 +86,7 @@ def micro_batches(fn: Callable) -> Verdict:
 def gpipe(fn: Callable) -> Verdict:
     """Grade ``fn(stage, num_stages, num_micro_batches)``: the actions of a stage by GPipe.
 
-    All forwards come first, then all backwards, in an order that is the same on every stage. Runs
-    without ranks.
+    The order of the micro-batches is free, if it is the same on every stage. Runs without ranks.
     """
     return _stream("pipeline.gpipe", fn, schedules.gpipe)
 
@@ -246,9 +244,7 @@ def bubble(fn: Callable) -> Verdict:
 def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, hop, outgoing, landing)``: carry out one ``schedules.Hop``.
 
-    ``outgoing`` is the tensor to send and ``landing`` the tensor to receive into; None if the hop
-    does not send, or does not receive. All hops of a 1F1B step are carried out. Target: one
-    call of comm per hop.
+    All hops of a 1F1B step are carried out. Target: one call of comm per hop.
     """
 
     def hops(rank: int, P: int) -> list[Hop]:
@@ -299,10 +295,9 @@ def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
 def step(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, layers, stream, micro_batches)``: one stage's part of a training step.
 
-    ``stream`` holds the stage's Actions and Hops, by 1F1B or by GPipe; ``micro_batches`` are M
-    triples (inputs [n, 3], targets [n], weight), the same on all ranks. All activations are
-    [n, 3]. At the end the parameters of ``layers`` have the gradients of one device. Target: one
-    message for each that the stream sends, one call of comm per hop.
+    ``micro_batches`` are M triples (inputs [n, 3], targets [n], weight), the same on all ranks. At
+    the end the parameters of ``layers`` have the gradients of one device. Target: one message for
+    each that the stream sends, one call of comm per hop.
     """
     # M -> how such a stream is made.
     streams = {5: schedules.one_f_one_b, 4: schedules.gpipe, 1: schedules.one_f_one_b}

@@ -36,9 +36,8 @@ _BYTE_CASES: tuple[tuple[tuple, int, Points, int], ...] = (
 def bytes_over_cuts(fn: Callable) -> Verdict:
     """Grade ``fn(shapes, batch_size, split_points, frozen)``: by cut, the bytes of one step.
 
-    ``shapes`` holds what each layer makes of one sample, a tuple of sizes; numbers are float32.
-    Over each cut goes an activation, and its gradient back if anything before the cut is trained,
-    which layers 0 to ``frozen`` - 1 are not. Runs in another process.
+    ``shapes`` holds what each layer makes of one sample, a tuple of sizes; numbers are float32,
+    and layers 0 to ``frozen`` - 1 are not trained. Runs in another process.
     """
 
     def crossing(
@@ -93,8 +92,7 @@ _STEP_CASES: tuple[tuple[Profile, Points, Link], ...] = (
 def step_seconds(fn: Callable) -> Verdict:
     """Grade ``fn(profile, split_points, link)``: seconds of a training step without a pipeline.
 
-    All parameters are trained: the step is the compute of all layers, and over each cut an
-    activation and a gradient, one message each. Runs in another process.
+    All parameters are trained. Runs in another process.
     """
 
     def step(profile: Profile, points: Points, link: Link, messages: int = 2) -> float:
@@ -133,10 +131,8 @@ _CASES = (
 def best_cuts(fn: Callable) -> Verdict:
     """Grade ``fn(profile, max_stages, link, cap_bytes)``: the split points of the shortest step.
 
-    There are at most ``max_stages`` devices and one micro-batch, and all parameters are trained: a
-    step takes the compute time of all layers, plus the time of an activation and of its gradient
-    over each cut. No stage may need more than ``cap_bytes``. Any split that is as quick as the
-    best of all is right. Runs in another process.
+    No stage may need more than ``cap_bytes``. Any split that is as quick as the best of all is
+    right. Runs in another process.
     """
 
     def search(

@@ -35,14 +35,10 @@ LATENCY_S, BYTES_PER_S = 1e-3, 1e6
 
 
 class Score(NamedTuple):
-    """What a puzzle is scored by, once all values are right: one number, the less the better.
+    """One number, the less the better: ``of`` a run, and the ``best`` known, by ``source``.
 
-    Attributes:
-        of: (case, outcomes by rank) -> the number; None if it cannot be told.
-        best: case -> the best known; None for a case that is not scored.
-        shown: the number -> its text, with a unit.
-        source: who reaches the best, in words.
-        slack: by which part of the best a number may be larger and still be as good.
+    None is for what cannot be told, or is not scored. ``slack``: by which part of the best a
+    number may be larger and still be as good.
     """
 
     of: Callable[[Case, Ranks], float | None]
@@ -68,7 +64,7 @@ def _puzzle(
     **fields: Any,
 ) -> Callable[..., Verdict]:
     """The check of a puzzle: of a function that returns its result, unless ``fields`` differ."""
-    usual = {"written": None, "sizes": (24, 7), "drawn_size": 100_000}
+    usual: dict[str, Any] = {"written": None, "sizes": (24, 7), "drawn_size": 100_000}
 
     def check(fn: Callable, *, world_sizes: tuple[int, ...] = on) -> Verdict:
         scored, last = dict[int, tuple[float, str, str]](), world_sizes[-1]
