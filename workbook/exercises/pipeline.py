@@ -241,6 +241,12 @@ def bubble(fn: Callable) -> Verdict:
     )
 
 
+def _target(steps: Iterable[Action | Hop]) -> Target:
+    """One message for each that the hops send, one call of comm per hop."""
+    hops = [one for one in steps if isinstance(one, Hop)]
+    return Target(sum(one.send is not None for one in hops), operations=len(hops))
+
+
 def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, hop, outgoing, landing)``: carry out one ``schedules.Hop``.
 
@@ -273,10 +279,6 @@ def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
             return Wrong(f"{text}one comm.exchange")
         return found
 
-    def target(rank: int, case: Case) -> Target:
-        own = hops(rank, case.world_size)
-        return Target(sum(one.send is not None for one in own), operations=len(own))
-
     return returns(
         fn,
         lambda rank, case: [*landed(rank, case).values()],
@@ -287,9 +289,30 @@ def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
         parts=lambda case: {
             k: v for r in range(case.world_size) for k, v in landed(r, case).items()
         },
-        target=target,
+        target=lambda rank, case: _target(hops(rank, case.world_size)),
         world_sizes=world_sizes,
     )
+
+
+# M -> how such a stream is made.
+_STREAMS = {5: schedules.one_f_one_b, 4: schedules.gpipe, 1: schedules.one_f_one_b}
+
+
+def _stream_of(rank: int, case: Case) -> list[Action | Hop]:
+    P = case.world_size
+    return [*with_hops(_STREAMS[case.size](rank, P, case.size), rank, P)]
+
+
+def _micro_batches(case: Case) -> list[tuple[Tensor, Tensor, float]]:
+    """M micro-batches of M + 2 samples: the first ones have a sample more than the others."""
+    n = case.size + 2
+    targets = torch.tensor([case.integer(key, 0, 2) for key in range(n)])
+    cut = zip(case.random(n, n, 3).tensor_split(case.size), targets.tensor_split(case.size))
+    return [(inputs, answers, len(answers) / n) for inputs, answers in cut]
+
+
+def _layers(rank: int) -> nn.Sequential:
+    return with_parameters(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), 31 + rank)
 
 
 def step(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -299,34 +322,18 @@ def step(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict
     the end the parameters of ``layers`` have the gradients of one device. Target: one message for
     each that the stream sends, one call of comm per hop.
     """
-    # M -> how such a stream is made.
-    streams = {5: schedules.one_f_one_b, 4: schedules.gpipe, 1: schedules.one_f_one_b}
-
-    def stream_of(rank: int, case: Case) -> list[Action | Hop]:
-        P = case.world_size
-        return [*with_hops(streams[case.size](rank, P, case.size), rank, P)]
-
-    def parts(case: Case) -> list[tuple[Tensor, Tensor, float]]:
-        """M micro-batches of M + 2 samples: the first ones have a sample more than the others."""
-        n = case.size + 2
-        targets = torch.tensor([case.integer(key, 0, 2) for key in range(n)])
-        cut = zip(case.random(n, n, 3).tensor_split(case.size), targets.tensor_split(case.size))
-        return [(inputs, answers, len(answers) / n) for inputs, answers in cut]
-
-    def layers_of(rank: int) -> nn.Sequential:
-        return with_parameters(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), 31 + rank)
 
     def alone(rank: int, case: Case, weighs: bool = True) -> list[Tensor | None]:
         """The gradients of one device."""
-        layers = nn.Sequential(*map(layers_of, range(case.world_size)))
-        for inputs, targets, weight in parts(case):
+        layers = nn.Sequential(*map(_layers, range(case.world_size)))
+        for inputs, targets, weight in _micro_batches(case):
             loss = functional.cross_entropy(layers(inputs), targets)
             (weight * loss if weighs else loss).backward()
         return [parameter.grad for parameter in layers[rank].parameters()]
 
     def call(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None] | Wrong:
         """On the rank: the gradients that ``fn`` leaves, if it has run the stream."""
-        layers, stream, ran = layers_of(comm.rank), stream_of(comm.rank, case), list[str]()
+        layers, stream, ran = _layers(comm.rank), _stream_of(comm.rank, case), list[str]()
         # Takes its time, so that the picture of a run is a timetable.
         layers.insert(1, EmulatedLayer(0.001))
         layers[0].register_forward_pre_hook(lambda *_: ran.append("F"))
@@ -336,16 +343,12 @@ def step(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict
                 output.register_hook(lambda _: ran.append("B"))
 
         layers[-1].register_forward_hook(note_backward)
-        fn(comm, layers, stream, parts(case))
+        fn(comm, layers, stream, _micro_batches(case))
         expected = [str(one)[0] for one in stream if isinstance(one, Action)]
         if ran != expected:
             text = f"the layers ran in the order {' '.join(ran) or 'nothing'} (F: forward, B: "
             return Wrong(f"{text}backward), the stream says {' '.join(expected)}")
         return [parameter.grad for parameter in layers[0].parameters()]
-
-    def target(rank: int, case: Case) -> Target:
-        hops = [one for one in stream_of(rank, case) if isinstance(one, Hop)]
-        return Target(sum(one.send is not None for one in hops), operations=len(hops))
 
     return returns(
         fn,
@@ -354,15 +357,15 @@ def step(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict
         inputs=lambda rank, case: (case,),
         signature="comm, layers, stream, micro_batches",
         call=call,
-        target=target,
+        target=lambda rank, case: _target(_stream_of(rank, case)),
         mistakes={
             "the loss of a micro-batch is not multiplied by its weight": partial(
                 alone, weighs=False
             ),
         },
-        sizes=tuple(streams),
+        sizes=tuple(_STREAMS),
         nouns=("stage", "micro-batch"),
-        special=lambda case: f"by the streams of {streams[case.size].__name__}",
+        special=lambda case: f"by the streams of {_STREAMS[case.size].__name__}",
         may_call=frozenset({"carry_out"}),
         world_sizes=world_sizes,
     )

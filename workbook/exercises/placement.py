@@ -128,23 +128,22 @@ _CASES = (
 )
 
 
+def _search(
+    profile: Profile, stages: int, link: Link, cap: float, least: int = 1
+) -> tuple[float, Points]:
+    """(seconds, points) of the shortest step of all splits that keep the cap."""
+    layers = range(1, len(profile.layers))
+    tried = [points for cuts in range(least - 1, stages) for points in combinations(layers, cuts)]
+    splits = [predict_split(profile, points, link) for points in tried]
+    return min((s.step_s, s.split_points) for s in splits if max(s.memory_bytes) <= cap)
+
+
 def best_cuts(fn: Callable) -> Verdict:
     """Grade ``fn(profile, max_stages, link, cap_bytes)``: the split points of the shortest step.
 
     No stage may need more than ``cap_bytes``. Any split that is as quick as the best of all is
     right. Runs in another process.
     """
-
-    def search(
-        profile: Profile, stages: int, link: Link, cap: float, least: int = 1
-    ) -> tuple[float, Points]:
-        """(seconds, points) of the shortest step of all splits that keep the cap."""
-        layers = range(1, len(profile.layers))
-        tried = [
-            points for cuts in range(least - 1, stages) for points in combinations(layers, cuts)
-        ]
-        splits = [predict_split(profile, points, link) for points in tried]
-        return min((s.step_s, s.split_points) for s in splits if max(s.memory_bytes) <= cap)
 
     def call(fn: Callable, *case: Any) -> Any:
         answer = fit(fn(*case), [])
@@ -165,7 +164,7 @@ def best_cuts(fn: Callable) -> Verdict:
         for stage, needed in enumerate(split.memory_bytes):
             if needed > cap:
                 return f"{text}: stage {stage} needs {format_bytes(needed)}"
-        best_s, _ = search(*question.args)
+        best_s, _ = _search(*question.args)
         # A learner may add up in another order than the planner.
         if split.step_s <= best_s * (1 + 1e-9):
             return None
@@ -184,7 +183,7 @@ def best_cuts(fn: Callable) -> Verdict:
         wrong,
         mistakes={
             "fewer cuts than devices allow may be better, and here all are used": (
-                lambda profile, n, link, cap: search(profile, n, link, cap, least=n)[1]
+                lambda profile, n, link, cap: _search(profile, n, link, cap, least=n)[1]
             ),
         },
         call=call,
