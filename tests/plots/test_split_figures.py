@@ -71,14 +71,6 @@ class TestSplitCosts:
         assert "Measured: 163 ms, 2.00 times the model (median of 5 steps" in figure.caption
         assert figure.caption.endswith("stage 0 3 MiB, stage 1 1 GiB, stage 2 1 KiB.")
 
-    def test_one_stage_has_no_hops_and_frozen_layers_no_gradient(self):
-        assert len(plots.split_costs(PROFILE, predicted(())).figure.axes) == 3
-        split = predicted((3,), frozen=3)
-        for real in (None, measured(split)):
-            bars = bars_by_kind(plots.split_costs(PROFILE, split, real), model=real is None)
-            assert "gradient" not in bars
-            assert (len(bars["activation"]), len(bars["backward"])) == (1, 1)
-
     @pytest.mark.parametrize(("profile", "points"), CROWDED)
     def test_no_word_lies_on_another_or_off_the_figure(self, profile, points):
         split = predict_split(profile, points, LINK)

@@ -228,11 +228,6 @@ def split_scatter(
     axes.set(xlabel=f"step, model ({unit})", ylabel=f"step, measured ({unit})")
     axes.grid()
     add_legend(figure, axes.get_legend_handles_labels()[0])
-    words = [
-        f"{name} is {point['name']}, predicted {format_seconds(point['predicted'])}, measured "
-        f"{format_seconds(point['measured'])}."
-        for name, (point, *_) in marks.items()
-    ]
     slower = chosen["measured"] / best["measured"]
     text = (
         f"The planner chooses {chosen['name']}, whose step takes {slower:.2f} times that of the "
@@ -241,6 +236,6 @@ def split_scatter(
     ratios = [point["measured"] / point["predicted"] for point in found]
     return CaptionedFigure(
         figure,
-        alt=f"Predicted against measured steps of {len(found)} splits. The {' The '.join(words)}",
+        alt=f"Predicted against measured steps of {len(found)} splits. {text}",
         caption=joined(text, ratio_words(ratios, "dashed line")),
     )
