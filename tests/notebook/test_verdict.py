@@ -17,7 +17,6 @@ import pytest
 
 import workbook
 from labkit import RunConfig, TrainResult
-from labkit.comm.peak_memory import PeakMemory
 from labkit.runtime.launch import RunResult
 from labkit.tracing import Span, Trace
 from labkit.tracing.chrome import read_traces
@@ -144,8 +143,6 @@ def test_a_measurement_and_its_model():
     assert str(unsure).endswith("the repeats differ too much to compare the two.")
     differ = verdict.against_model(of_pipeline("labkit gpipe"), 1.2, run=limited("bubble"))
     assert "measured is 1.46 times the model. The bubble limited the run" in str(differ)
-    idle = verdict.bubble([0.258, 0.262, 0.267], 0.2)
-    assert "26.2 % (25.8 % to 26.7 % in 3 repeats), and the model says 20 %" in str(idle)
 
 
 def test_how_much_communication_there_was_and_what_computing_hid():
@@ -165,19 +162,6 @@ def test_staleness_and_whose_gradients_were_late():
     )
     with pytest.raises(ValueError, match="ddp counts no staleness"):
         verdict.staleness(recorded("ddp_slow_link"))
-
-
-def test_the_run_whose_largest_rank_took_least_memory_is_first():
-    def ran(*peaks):
-        nothing = [0] * len(peaks)
-        return RunResult(nothing, Trace(), 1.0, nothing, nothing, peak_memory=list(peaks))
-
-    runs = {"whole": ran(PeakMemory(3 * 2**20), None), "pieces": ran(None, PeakMemory(2**20))}
-    assert str(verdict.peak_memory(runs)) == (
-        "Least peak memory: pieces, 1 MiB on rank 1; whole took 3 times as much, 3 MiB (rank 0)."
-    )
-    unknown = verdict.peak_memory({"one": ran(PeakMemory(None)), "other": ran(PeakMemory(5))})
-    assert "of one is not known" in str(unknown)
 
 
 def test_a_verdict_shows_as_its_sentence():

@@ -190,12 +190,6 @@ def against_model(
     return Verdict(f"{text}: measured is {format_number(median / model)} times the model.{reason}")
 
 
-def bubble(measured: float | Iterable[float], model: float, run: Run | None = None) -> Verdict:
-    """How long the stages were idle, against the formula; both are shares of 0 to 1."""
-    percent = [100 * share for share in as_repeats(measured)]
-    return against_model(percent, 100 * model, "%", "the stages' idle time", run)
-
-
 def overlap(run: TrainResult | RunResult) -> Verdict:
     """How much of a run's communication was hidden behind computing."""
     limit = run.explain()
@@ -235,25 +229,6 @@ def staleness(result: TrainResult) -> Verdict:
         f"{format_count(len(by_worker), 'worker')} says {len(by_worker) - 1}. Rank {latest}'s "
         f"were the latest, {format_number(largest)} on average."
     )
-
-
-def peak_memory(runs: Mapping[str, Run]) -> Verdict:
-    """Which run took the least memory on the rank that took most of it; each was measured once."""
-    found = {}
-    for name, run in runs.items():
-        sizes = {rank: one.largest_bytes or 0 for rank, one in enumerate(run.peak_memory) if one}
-        peaks = [(size, rank) for rank, size in sizes.items()]
-        if not peaks or not min(peaks)[0]:  # the system does not say
-            return Verdict(f"The peak memory of {name} is not known.")
-        found[name] = max(peaks)
-    first, *others = sorted(found, key=found.__getitem__)
-    least_bytes, rank = found[first]
-    text = f"Least peak memory: {first}, {format_value(least_bytes, 'bytes')} on rank {rank}"
-    for name in others:
-        size, rank = found[name]
-        times = f"{format_number(size / least_bytes)} times as much"
-        text += f"; {name} took {times}, {format_value(size, 'bytes')} (rank {rank})"
-    return Verdict(f"{text}.")
 
 
 def _seconds(times: Times) -> list[float]:

@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import statistics
@@ -246,7 +247,7 @@ def _tensorflow(folder: Path) -> list[str]:
 def _reason_in(log: str) -> str:
     """The first error in a failed program's output (the cause of others), or its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["without a word"]
-    return next((line for line in lines if "Error" in line), lines[-1])
+    return next((line for line in lines if re.search(r"Error(: |$)", line)), lines[-1])
 
 
 def _own(strategy: str, transport: str, ranks: int = 2, formula: str = "all-reduce") -> Contender:
