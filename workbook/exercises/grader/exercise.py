@@ -145,7 +145,7 @@ def same_bits(case: Case, ranks: Ranks) -> Found:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exercise:
     """What a function has to do on P ranks.
 

@@ -6,10 +6,12 @@ traffic, shows one verdict, and never raises.
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from labkit import collectives
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.runtime.messages import dumps
 from labkit.units import format_count
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, new_seed
@@ -36,6 +38,8 @@ from workbook.exercises.grader.stub import about_stub, is_stub, is_untouched
 from workbook.exercises.grader.watched import names_to_call_by
 
 WORLD_SIZES = (2, 3, 4)
+# An exercise may be built on these; not on the function that it asks for.
+COLLECTIVES = frozenset(dir(collectives))
 
 
 def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_SIZES) -> Verdict:
@@ -53,6 +57,22 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
     verdict = told(exercise.name, lambda: grade_on_ranks(fn, exercise, world_sizes))
     verdict.run_again = partial(own_run, fn, exercise)
     return verdict
+
+
+@dataclass(frozen=True, eq=False)
+class Check(Exercise):
+    """An exercise that grades the function with which it is called, on real ranks.
+
+    Attributes:
+        link: over which the learner's own run is drawn.
+    """
+
+    link: EmulatedLink | None = None
+
+    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+        verdict = grade(fn, self, world_sizes)
+        verdict.run_again = partial(own_run, fn, self, link=self.link)
+        return verdict
 
 
 def returns(
@@ -79,8 +99,7 @@ def returns(
     """
     name = name or getattr(fn, "__name__", type(fn).__name__)
     fields: dict[str, Any] = {"inputs": lambda rank, case: (), "signature": "comm", "sizes": ()}
-    # A page's own exercise may be built on sums over ranks; not on the function that it asks for.
-    fields |= {"written": None, "may_call": frozenset(dir(collectives)) - {name}} | more
+    fields |= {"written": None, "may_call": COLLECTIVES - {name}} | more
     return grade(fn, Exercise(name, expected, **fields), world_sizes)
 
 

@@ -90,7 +90,7 @@ def own_run(
         exercise: what it has to do; ``exercise.drawn_size`` elements are used.
         status: of its verdict.
         world_size: P.
-        link: over which four ranks run.
+        link: over which they run, where as many ranks fill its hosts.
     """
     # Imported here: ranks load the checks, but draw nothing.
     from workbook.plots.timeline import timeline
@@ -100,7 +100,7 @@ def own_run(
         return OwnRun.failed(name, status)
     case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
     fns = [fn, exercise.library] if exercise.library else [fn]
-    link = link if world_size == WORLD_SIZE else None
+    link = None if link and world_size % (link.ranks_per_host or 1) else link
     options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
     try:
         with undrawn():
