@@ -33,7 +33,7 @@ def _refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def make_parser(*, own_only: bool = False) -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The command line's parser; ``labkit train`` has an option for each field of RunConfig."""
     parser = _Parser(prog="labkit", description="Distributed training, learnt by running it.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
@@ -61,8 +61,7 @@ def make_parser(*, own_only: bool = False) -> argparse.ArgumentParser:
     explain.set_defaults(run=_explain)
     doctor = commands.add_parser("doctor", help="check what this machine has and can do")
     doctor.set_defaults(run=_doctor)
-    # Not for the commands above: these start without what others import.
-    for point in () if own_only else entry_points(group="labkit.commands"):
+    for point in entry_points(group="labkit.commands"):
         point.load()(commands)
     return parser
 
@@ -133,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     A usage error is printed as one line on stderr and exits with status 2.
     """
     words = sys.argv[1:] if argv is None else argv
-    parser = make_parser(own_only=words[:1] in (["train"], ["explain"], ["doctor"]))
+    parser = make_parser()
     arguments, rest = parser.parse_known_args(words)
     if rest and not hasattr(arguments, "takes_rest"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from labkit.schedules.learning_rate import parse_lr_schedule
 from labkit.schedules.pipeline import PIPELINES
-from labkit.units import MOST, MOST_RANKS, check_choice, check_integer, check_number
+from labkit.units import MOST, check_choice, check_integer, check_number
 
 # Techniques whose ranks divide the model between them, not the batch.
 STAGED = ("model_parallel", "pipeline")
@@ -54,17 +54,6 @@ def parse_devices(devices: str | Sequence[Any]) -> tuple[str, ...]:
                 f"in {shortened(devices)}"
             )
     return names
-
-
-def parse_hosts(hosts: int | str | Sequence[str]) -> int | tuple[str, ...]:
-    """``2`` and ``"2"`` are 2, ``"10.0.0.1,10.0.0.2"`` is ("10.0.0.1", "10.0.0.2")."""
-    names = parse_names(_text(hosts))
-    if not names or not all(names):
-        raise ValueError(f"hosts must be how many, or their addresses A,A, got {shortened(hosts)}")
-    if not re.fullmatch("-?[0-9]{1,9}", names[0]):
-        return names
-    check_integer("hosts", int(names[0]), most=MOST_RANKS)
-    return int(names[0])
 
 
 def _text(value: Any) -> str:
@@ -131,7 +120,7 @@ class RunConfig:
         train_size: only the first N training samples
         link: emulate a slower link, as in 10ms,100MB/s; with ',2 per host' it is between hosts
             of two ranks each
-        hosts: run on that many nodes of a Ray cluster, or on those with the addresses A,A
+        hosts: run on that many nodes of a Ray cluster
         augment: change training images at random: crop, flip, randaugment, colorjitter, erasing
         resize: scale images to this height and width, such as 224
         weights: start from the parameters in this file: safetensors or .pt
@@ -180,7 +169,7 @@ class RunConfig:
     builtin: bool = False
     train_size: int | None = None
     link: str | None = None
-    hosts: str | None = None
+    hosts: int | None = None
     augment: str | None = None
     resize: int | None = None
     weights: str | None = None
@@ -208,8 +197,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         given = {setting.name: getattr(self, setting.name) for setting in fields(self)}
         # Sequences become texts, so that settings can be compared and recorded.
-        for name in ("devices", "hosts"):
-            given[name] = given[name] if given[name] is None else _text(given[name])
+        if self.devices is not None:
+            given["devices"] = _text(self.devices)
         for setting in fields(self):
             if given[setting.name] is not None or setting.default is not None:
                 _check(setting.name, type_of(setting), given[setting.name])
@@ -218,8 +207,8 @@ class RunConfig:
         rates = dict(zip(("lr", "weight_decay"), _RATES.get(self.optimizer, ())))
         if not rates and (self.lr, self.weight_decay) != (None, None):
             raise ValueError(
-                f"optimizer {self.optimizer} takes no lr and no weight_decay here: leave them "
-                "out, or set them in a function of the parameters that makes the optimizer"
+                f"optimizer {self.optimizer} takes no lr and no weight_decay here: leave them to "
+                "the function that makes it"
             )
         if self.optimizer == "sgd":
             rates["lr"] = _SGD_LR.get(self.model, rates["lr"])
@@ -237,17 +226,15 @@ class RunConfig:
         if self.link and (in_one_process or (self.builtin and self.backend != "labkit")):
             raise ValueError(
                 f"link {self.link!r}: the tensors of this run do not pass through labkit's "
-                "messages, which alone can be delayed: leave out devices, or builtin (or choose "
-                "backend labkit)"
+                "messages: leave out devices, or builtin (or choose backend labkit)"
             )
 
     def _num_ranks(self) -> int:
         """The world size, which devices or stages may determine."""
         counts = {"world_size": self.world_size} if self.world_size > 1 else {}
         if self.devices is not None:
-            hosts = parse_hosts(self.hosts or os.environ.get("GROUP_WORLD_SIZE", "1"))
             # The ranks on each machine get the devices of this list.
-            machines = hosts if isinstance(hosts, int) else len(hosts)
+            machines = self.hosts or int(os.environ.get("GROUP_WORLD_SIZE", "1"))
             counts["devices"] = machines * len(parse_devices(self.devices))
         if self.split_points is not None:
             counts["split_points"] = len(parse_split_points(self.split_points)) + 1

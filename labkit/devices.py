@@ -46,7 +46,6 @@ def plan(
     local_world_size: int,
     device: str = "auto",
     transport: str = "auto",
-    gpus: int | None = None,
     devices: str | Sequence[str] | None = None,
 ) -> Plan:
     """Choose backend, devices and transport for the ranks of this machine.
@@ -56,15 +55,11 @@ def plan(
     Args:
         local_world_size: the number of ranks on this machine.
         device, transport: one of ``DEVICES``, one of ``TRANSPORTS``.
-        gpus: the number of GPUs to plan for; None takes those that torch counts.
         devices: the device of each rank, in rank order, see ``config.parse_devices``; those left
             over are not used. None: the GPUs in turn, or the CPU, as ``device`` says.
-
-    Raises:
-        ValueError: what is unknown, not on this machine, or does not go together.
     """
     check_choice("transport", transport, TRANSPORTS)
-    chosen = _devices_of(local_world_size, device, gpus, devices)
+    chosen = _devices_of(local_world_size, device, devices)
     kinds = {name.partition(":")[0] for name in chosen}
     # On other systems a semaphore cannot be placed in shared memory.
     can_share = kinds == {"cpu"} and sys.platform == "linux"
@@ -90,20 +85,18 @@ def plan(
     return Plan("gloo", chosen, note=note)
 
 
-def _devices_of(
-    ranks: int, device: str, gpus: int | None, devices: str | Sequence[str] | None
-) -> tuple[str, ...]:
+def _devices_of(ranks: int, device: str, devices: str | Sequence[str] | None) -> tuple[str, ...]:
     """The device of each rank of this machine."""
     check_choice("device", device, DEVICES)
     if devices is not None:
-        chosen = check_named(devices, device, gpus)
+        chosen = check_named(devices, device)
         if len(chosen) < ranks:
             raise ValueError(
                 f"devices {','.join(chosen)!r}: {format_count(len(chosen), 'device')} for "
                 f"{format_count(ranks, 'rank')}: name one per rank (one that they share, twice)"
             )
         return chosen[:ranks]
-    count = 0 if device == "cpu" else num_gpus() if gpus is None else gpus
+    count = 0 if device == "cpu" else num_gpus()
     if device == "cuda" and not count:
         raise ValueError(
             "device 'cuda' was asked for, but this machine shows no CUDA GPU: use device "
@@ -112,9 +105,7 @@ def _devices_of(
     return tuple(f"cuda:{rank % count}" if count else "cpu" for rank in range(ranks))
 
 
-def check_named(
-    devices: str | Sequence[str], device: str = "auto", gpus: int | None = None
-) -> tuple[str, ...]:
+def check_named(devices: str | Sequence[str], device: str = "auto") -> tuple[str, ...]:
     """The names in ``devices``, see ``plan``, if this machine has all of them."""
     names = parse_devices(devices)
     shown = f"devices {','.join(names)!r}"
@@ -122,7 +113,7 @@ def check_named(
         raise ValueError(f"{shown} contradict device {device!r}: leave out one of the two")
     if set(names) <= {"cpu"}:
         return names
-    count = num_gpus() if gpus is None else gpus
+    count = num_gpus()
     if not set(names) <= {"cpu", *(f"cuda:{index}" for index in range(count))}:
         raise ValueError(
             f"{shown}: this machine has {format_count(count, 'CUDA GPU')}, counted from cuda:0; "
@@ -145,7 +136,7 @@ def check_world_size(world_size: int, *, warn: bool = True) -> None:
         warnings.warn(
             f"world_size {world_size} is far above this machine's "
             f"{format_count(num_cores(), 'core')}: ranks take turns, and need 0.3 GB each",
-            stacklevel=4,  # the caller of ``run``
+            stacklevel=3,  # the caller of ``run``
         )
 
 

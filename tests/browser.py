@@ -111,7 +111,7 @@ def open_lab(folder: Path) -> Iterator["Lab"]:
     with serve(folder, workbook, **kernels) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_OPTIONS)
         try:
-            yield Lab(browser, address, workbook / "notebooks")
+            yield Lab(browser, address, workbook / "my_course")
         finally:
             browser.close()
 
@@ -161,7 +161,7 @@ def serve(folder: Path, workbook: Path, **variables: str) -> Iterator[str]:
 
 
 class Lab:
-    """One JupyterLab in one browser window. ``notebooks`` is the served copy: tests may add to it.
+    """One JupyterLab in one browser window. ``notebooks`` is the learner's: tests may add to it.
 
     Notebooks are opened as tabs of that window, one at a time, since loading JupyterLab takes
     seconds.
@@ -172,7 +172,7 @@ class Lab:
         self._window = browser.new_page(viewport={"width": 1280, "height": 1600})
         base, query = address.split("/lab", 1)
         # Not the page that opens first for learners: a test opens that one.
-        self._window.goto(f"{base}/lab/tree/notebooks{query[query.index('?') :]}&reset")
+        self._window.goto(f"{base}/lab/tree/my_course{query[query.index('?') :]}&reset")
 
     def add(self, name: str, *sources: str) -> None:
         """Write a small notebook with these code cells into the served folder."""
@@ -191,7 +191,7 @@ class Lab:
         page = Page(self._window, self.notebooks / name)
         page.menu("File", "Open from Path…")
         field = self._window.locator(".jp-Dialog input")
-        field.fill(f"notebooks/{name}")
+        field.fill(f"my_course/{name}")
         field.press("Enter")
         num_cells = len(json.loads(page.path.read_text())["cells"])
         self._window.wait_for_function(HAS_CELLS, arg=[NOTEBOOK, num_cells])

@@ -7,7 +7,6 @@ A page is "coming" until its notebook exists.
 """
 
 import re
-import sys
 from pathlib import Path
 
 import nbformat
@@ -72,6 +71,7 @@ PAGES = {
 _FIRST = "00_start_here"
 _TABLE = re.compile(r"\| page \|.*\n(\|.*(\n|$))+")
 _NEIGHBOURS = re.compile(r"\| (Previous|Next) \|.*(\n|$)")
+_LAST_RUN = re.compile(r"(\| Last run on \|.*\n)")
 
 
 def existing(root: Path = ROOT) -> list[str]:
@@ -101,66 +101,47 @@ def course_map(there: list[str], *, folder: str = "", here: str | None = None) -
 
 def neighbours(there: list[str], stem: str) -> str:
     """The rows in the head of a page that link to the previous and the next page."""
-    place, rows = there.index(stem), []
-    if place:
-        rows.append(f"| Previous | {_link(there[place - 1])} |\n")
-    if place + 1 < len(there):
-        rows.append(f"| Next | {_link(there[place + 1])} |\n")
-    return "".join(rows)
+    place, rows = there.index(stem), ""
+    for head, other in (("Previous", place - 1), ("Next", place + 1)):
+        if 0 <= other < len(there):
+            page = there[other]
+            rows += f"| {head} | [{page[:2]} {PAGES[page][0]}]({page}.ipynb) |\n"
+    return rows
 
 
-def _link(stem: str) -> str:
-    return f"[{stem[:2]} {PAGES[stem][0]}]({stem}.ipynb)"
-
-
-def with_map(text: str, table: str) -> str:
-    """``text`` with its table of pages replaced.
-
-    Raises:
-        ValueError: the text has no such table, or several.
-    """
-    replaced, count = _TABLE.subn(lambda _: table, text)
+def replaced(pattern: re.Pattern[str], new: str, text: str) -> str:
+    """``text`` with the one place that the pattern finds replaced; ValueError if it is not one."""
+    changed, count = pattern.subn(lambda found: new, text)
     if count != 1:
-        raise ValueError(f"{count} tables that begin with '| page |', where one is needed")
-    return replaced
-
-
-def with_neighbours(text: str, rows: str) -> str:
-    """The first cell of a page, with these rows at the end of its table.
-
-    Raises:
-        ValueError: the table has no row "Last run on", after which they belong.
-    """
-    text = _NEIGHBOURS.sub("", text + "\n")
-    replaced, count = re.subn(r"(\| Last run on \|.*\n)", lambda row: row[0] + rows, text)
-    if count != 1:
-        raise ValueError(f"{count} rows '| Last run on |', where one is needed")
-    return replaced.removesuffix("\n")
+        raise ValueError(f"{count} places like {pattern.pattern}, where one is needed")
+    return changed
 
 
 def files(root: Path = ROOT) -> dict[Path, str]:
     """The text that each file with the table should have, by path."""
-    there = existing(root)
-    readme = root / "README.md"
-    found = {readme: with_map(readme.read_text(), course_map(there, folder="notebooks/"))}
+    there, readme = existing(root), root / "README.md"
+    table = course_map(there, folder="notebooks/")
+    found = {readme: replaced(_TABLE, table, readme.read_text())}
     for stem in there:
         path = root / "notebooks" / f"{stem}.ipynb"
         page = nbformat.read(path, as_version=4)
-        page.cells[0].source = with_neighbours(page.cells[0].source, neighbours(there, stem))
+        head = _NEIGHBOURS.sub("", page.cells[0].source + "\n")
+        row = _LAST_RUN.search(head)
+        rows = (row[0] if row else "") + neighbours(there, stem)
+        page.cells[0].source = replaced(_LAST_RUN, rows, head).removesuffix("\n")
         if stem == _FIRST:
             (cell,) = (cell for cell in page.cells if _TABLE.search(cell.source))
-            cell.source = with_map(cell.source, course_map(there, here=stem))
+            cell.source = replaced(_TABLE, course_map(there, here=stem), cell.source)
         found[path] = nbformat.writes(page).rstrip("\n") + "\n"
     return found
 
 
-def main() -> int:
+def main() -> None:
     for path, text in files().items():
         if path.read_text() != text:
             write_atomically(path, text)
             print(f"written: {path.relative_to(ROOT)}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

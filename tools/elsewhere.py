@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", default="data/results/elsewhere", help="FILE without its ending")
     given = parser.parse_args()
-    found = run_elsewhere(given.contenders, given.steps, given.repeats, tell=True)
+    found = run_elsewhere(given.contenders, given.steps, given.repeats, tell=print)
     print(elsewhere_table(found))
     how = {"command": "make elsewhere", "config": {"steps": given.steps, "repeats": given.repeats}}
     figures = {f"{given.out}.png": elsewhere_figure(found)}

@@ -23,15 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LABKIT = (sys.executable, "-m", "labkit")
 ENVIRONMENT = {"LABKIT_PROGRESS": "off", "LABKIT_TEST_GPUS": "1", "PYTHONUNBUFFERED": "1"}
 GRACE_S = 15.0
-# VGG16 on images of 299 x 299: the hops of the placements that the course corrects.
-PLACEMENTS = """
-import statistics
-from labkit.placement import VGG16_SPLITS
-from labkit.training.measured import measure_split
-for title, points in VGG16_SPLITS.items():
-    found = measure_split("vgg16", points, batch_size=32, input_shape=(3, 299, 299), device="cuda")
-    print(title, f"{statistics.median(found.step_s):.3f} s", found.explain(), flush=True)
-"""
 
 
 def steps(gpus: int) -> dict[str, tuple[float, list[str]]]:
@@ -46,7 +37,7 @@ def steps(gpus: int) -> dict[str, tuple[float, list[str]]]:
 
     found = {
         "doctor": (120, [*LABKIT, "doctor"]),
-        "placements": (240, [sys.executable, "-c", PLACEMENTS]),
+        "placement": (300, bench("placement", "--figure", "{}/placement.png")),
         "all-reduce": (210, bench("all-reduce", "--world-size", ranks, "--figure", "{}/time.png")),
         "tests": (420, [*tests, "-q"]),
         "ddp": (150, bench("ddp", "--world-size", ranks)),
@@ -64,29 +55,24 @@ def steps(gpus: int) -> dict[str, tuple[float, list[str]]]:
 def run(folder: Path, words: list[str], limit_s: float) -> str:
     """Run a step; returns how it ended. What it prints goes to its log."""
     folder.mkdir(parents=True, exist_ok=True)
+    command = [word.replace("{}", str(folder)) for word in words]
+    env, quiet = os.environ | ENVIRONMENT, {"stdin": subprocess.DEVNULL}
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
-            [word.replace("{}", str(folder)) for word in words],
-            cwd=ROOT,
-            env=os.environ | ENVIRONMENT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, **quiet
         )
+    try:
+        code = process.wait(limit_s)
+        return "done" if code == 0 else f"failed with exit code {code}"
+    except subprocess.TimeoutExpired:
+        return f"stopped after its {limit_s:.0f} s"
+    finally:
+        # Its own processes end as with Ctrl-C.
+        process.send_signal(signal.SIGINT)
         try:
-            code = process.wait(limit_s)
-            return "done" if code == 0 else f"failed with exit code {code}"
+            process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
-            return f"stopped after its {limit_s:.0f} s"
-        finally:
-            # Its own processes end as with Ctrl-C.
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(GRACE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            process.kill()
 
 
 def page(out: Path, states: dict[str, str]) -> str:

@@ -3,7 +3,7 @@
 The packages come from tools/horovod.txt or tools/tensorflow.txt, each file checked by its hash;
 Horovod is then compiled, and at the end what was made is tried. uv and the compiler say themselves
 what they lack. The stamp is written last, so nobody takes a folder for ready that is not; the next
-call begins anew with the packages in uv's cache, or, once they are there, with the compiler.
+call begins anew with the packages in uv's cache.
 ``workbook/measure/elsewhere/environments.py`` tells whether an environment is ready.
 """
 
@@ -21,7 +21,7 @@ import torch_build
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "workbook" / "measure" / "elsewhere"))
 # By its file: a call with nothing to do is over before labkit would be imported.
-from environments import FRAMEWORKS, environment_of, pins_of, stamp, why_not  # noqa: E402
+from environments import FRAMEWORKS, environment_of, stamp, why_not  # noqa: E402
 
 UV = ROOT / ".venv" / "bin" / "uv"
 # The newest Python for which the pinned packages have files.
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--torch", default="default", help="the build of PyTorch in .venv")
     given = parser.parse_args()
     framework = given.framework
-    with pins_of(framework, ROOT).open() as lock:
+    with (ROOT / "tools" / f"{framework}.txt").open() as lock:
         # Another call may be making it: the lock ends with that process.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not why_not(framework, ROOT):
@@ -91,12 +91,10 @@ def make(framework: str, python: str, torch: str) -> None:
         subprocess.SubprocessError: a command failed, and has said why.
     """
     folder, made_of = environment_of(framework, ROOT), stamp(framework, ROOT)
-    has_packages = folder / ".packages"
-    is_usable = has_packages.is_file() and has_packages.read_text().splitlines() == made_of
     if folder.is_symlink():  # what it leads to belongs to another clone
         folder.unlink()
-    (folder / ".ready").unlink(missing_ok=True)
-    pins = torch_build.entries(pins_of(framework, ROOT))
+    shutil.rmtree(folder, ignore_errors=True)
+    pins = torch_build.entries(ROOT / "tools" / f"{framework}.txt")
     hashes = ["--require-hashes"]
     if torch != "default":
         # Every other build than the index's is in PyTorch's own index, which then is in reach.
@@ -111,21 +109,18 @@ def make(framework: str, python: str, torch: str) -> None:
         words += [*hashes, *options, "-r", folder / "pins.txt"]
         subprocess.run(words, env=own | environment, check=True)
 
-    if not is_usable:
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([UV, "venv", "--no-project", "--python", python, folder], check=True)
-        install([pin for pin in pins if pin not in compiled], "--compile-bytecode")
+    subprocess.run([UV, "venv", "--no-project", "--python", python, folder], check=True)
+    install([pin for pin in pins if pin not in compiled], "--compile-bytecode")
+    if compiled:
         for version in folder.glob("lib/python*/site-packages/torch/version.py"):
             # Or Horovod compiles for CUDA where it finds a toolkit. The file is replaced: it may
             # be one file with that of uv's cache.
             text = re.sub(r"(?m)^cuda\b.*", "cuda = None", version.read_text())
             version.unlink()
             version.write_text(text)
-        has_packages.write_text("\n".join(made_of) + "\n")
-    if compiled:
         print("compiling Horovod: some 4 minutes on two quiet cores", flush=True)
         # Not from uv's cache: it may hold a Horovod compiled with other switches.
-        install(compiled, "--no-build-isolation", "--no-cache", "--reinstall", **SWITCHES)
+        install(compiled, "--no-build-isolation", "--no-cache", **SWITCHES)
     words, expected = CHECKS[framework]
     search = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     tried = subprocess.run(
@@ -137,7 +132,6 @@ def make(framework: str, python: str, torch: str) -> None:
     )
     if expected not in tried.stdout:
         print(tried.stdout, tried.stderr, file=sys.stderr)
-        has_packages.unlink()
         raise OSError(f"{words[0]} does not work in what was made")
     (folder / ".ready").write_text("\n".join(made_of) + "\n")
 

@@ -6,14 +6,12 @@ Writes data/results/readme_picture.png and, with a record of the run, readme_pic
 
 import inspect
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
 
 from labkit import EmulatedLink, RunResult, devices, run
 from labkit.files import write_atomically
@@ -27,6 +25,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "data" / "results"
 WORLD_SIZE, NUM_ELEMENTS, HEIGHT_IN = 4, 250_000, 5.0
 # 1 MB takes 80 ms, so that a message is wide enough to be seen, and waits for no core.
 LINK = EmulatedLink(0.0, 12.5e6)
+HEADS = ("You write the technique", "Real processes run it", "You see who waits for whom")
 
 
 def all_reduce(comm, tensor):
@@ -50,8 +49,9 @@ def reduce_ones(comm) -> float:
 
 def main() -> None:
     result = run(reduce_ones, world_size=WORLD_SIZE, device="cpu", link=LINK)
-    picture = draw(result)
-    RESULTS.mkdir(exist_ok=True)
+    # The first sentence of what labkit says of the run.
+    explained = str(result.explain()).partition(". ")[0] + "."
+    picture = draw(result, explained)
     picture.save(RESULTS / "readme_picture.png")
     record = {
         "command": "python tools/readme_picture.py",
@@ -61,50 +61,49 @@ def main() -> None:
         "values": result.values,
         "messages": result.messages,
         "bytes_sent": result.bytes_sent,
-        "explained": said_of(result),
+        "explained": explained,
         "alt": picture.alt,
         "hardware": devices.hardware(),
     }
     write_atomically(RESULTS / "readme_picture.json", json.dumps(record, indent=2) + "\n")
-    print(picture.alt)
 
 
 @drawn
-def draw(result: RunResult) -> CaptionedFigure:
+def draw(result: RunResult, explained: str) -> CaptionedFigure:
     """The three steps: the function, its processes with what they sent, their timeline."""
-    trace = from_the_start(result.trace)
-    figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
+    # From the end of the barrier before the function on.
+    start_s = min(span.start_s for span in result.trace.spans if span.kind == "communicate")
+    spans = [
+        replace(span, start_s=max(0.0, span.start_s - start_s), end_s=span.end_s - start_s)
+        for span in result.trace.spans
+        if span.end_s > start_s
+    ]
+    trace, figure = Trace.merge([spans]), Figure(figsize=(WIDTH_IN, HEIGHT_IN))
     width, height = 72 * figure.get_size_inches()
-    head(figure, 1, (10, height - 18), "You write the technique")
+    disc = {"boxstyle": "circle,pad=0.25", "facecolor": BLUE, "edgecolor": "none"}
+    for number, (x, down) in enumerate(((10, 18), (362, 18), (10, 184))):
+        look = {"weight": "bold", "va": "center"}
+        y = (height - down) / height
+        figure.text(x / width, y, str(number + 1), color="white", bbox=disc, **look)
+        figure.text((x + 20) / width, y, HEADS[number], size=14, **look)
     code = frame(fixed_axes(figure, 10, 340, height - 162, height - 36))
     text = inspect.getsource(all_reduce).rstrip()
     code.text(0.04, 0.49, text, family="monospace", va="center", size=9.5, linespacing=1.2)
-    head(figure, 2, (362, height - 18), "Real processes run it")
-    draw_processes(
-        fixed_axes(figure, 362, width - 10, height - 162, height - 36), result.bytes_sent
-    )
-    head(figure, 3, (10, height - 184), "You see who waits for whom")
+    boxes = frame(fixed_axes(figure, 362, width - 10, height - 162, height - 36))
+    for rank, (x, y) in enumerate(((0.5, 0.77), (0.18, 0.23), (0.5, 0.23), (0.82, 0.23))):
+        sent = f"rank {rank}\nsends {result.bytes_sent[rank] / 1e6:g} MB"
+        box = {"boxstyle": "round,pad=0.6", "facecolor": "white", "edgecolor": BLUE}
+        boxes.text(x, y, sent, ha="center", va="center", size=9.5, bbox=box)
+        if rank:
+            ends = (x, 0.42), (0.5 + 0.3 * (x - 0.5), 0.58)
+            boxes.annotate("", *ends, arrowprops={"arrowstyle": "<->", "color": DARK})
     lanes = fixed_axes(figure, 52, width - 10, 60, height - 204)
     lanes.set_xlim(0, 1e3 * max(span.end_s for span in trace.spans))
     add_legend(figure, draw_spans(lanes, list(trace.spans), trace.ranks, 1e-3, model=False))
     label_lanes(lanes, [f"rank {rank}" for rank in trace.ranks])
     lanes.set_xlabel("time since the start (ms)")
     alone = timeline(trace)
-    return CaptionedFigure(figure, alt=f"{alone.alt} {said_of(result)}", caption=alone.caption)
-
-
-def said_of(result: RunResult) -> str:
-    """The first sentence of what labkit says of the run."""
-    return str(result.explain()).partition(". ")[0] + "."
-
-
-def head(figure: Figure, number: int, place: tuple[float, float], words: str) -> None:
-    """A step's number in a disc and its words; ``place`` in points."""
-    width, height = 72 * figure.get_size_inches()
-    x, y = place[0] / width, place[1] / height
-    disc = {"boxstyle": "circle,pad=0.25", "facecolor": BLUE, "edgecolor": "none"}
-    figure.text(x, y, str(number), color="white", weight="bold", va="center", bbox=disc)
-    figure.text(x + 20 / width, y, words, size=14, weight="bold", va="center")
+    return CaptionedFigure(figure, alt=f"{alone.alt} {explained}", caption=alone.caption)
 
 
 def frame(axes: Axes) -> Axes:
@@ -113,34 +112,6 @@ def frame(axes: Axes) -> Axes:
     for side in axes.spines.values():
         side.set(visible=True, color=GRID)
     return axes
-
-
-def draw_processes(axes: Axes, bytes_sent: Sequence[int]) -> None:
-    """A box per rank with what it has sent, and an arrow between rank 0 and each other."""
-    frame(axes)
-    centres = {0: (0.5, 0.77), 1: (0.18, 0.23), 2: (0.5, 0.23), 3: (0.82, 0.23)}
-    for rank, (x, y) in centres.items():
-        corner = (x - 0.13, y - 0.14)
-        shape = "round,pad=0,rounding_size=0.03"
-        axes.add_patch(
-            FancyBboxPatch(corner, 0.26, 0.28, shape, facecolor="white", edgecolor=BLUE)
-        )
-        sent = f"rank {rank}\nsends {bytes_sent[rank] / 1e6:g} MB"
-        axes.text(x, y, sent, ha="center", va="center", size=9.5)
-        if rank:
-            ends = (x, 0.38), (0.5 + 0.3 * (x - 0.5), 0.62)
-            axes.annotate("", *ends, arrowprops={"arrowstyle": "<->", "color": DARK})
-
-
-def from_the_start(trace: Trace) -> Trace:
-    """The trace without the barrier before the function, from second 0 on."""
-    start_s = min(span.start_s for span in trace.spans if span.kind == "communicate")
-    spans = [
-        replace(span, start_s=max(0.0, span.start_s - start_s), end_s=span.end_s - start_s)
-        for span in trace.spans
-        if span.end_s > start_s
-    ]
-    return Trace.merge([spans])
 
 
 if __name__ == "__main__":

@@ -12,11 +12,8 @@ import sys
 from pathlib import Path
 
 PINS = Path(__file__).parents[1] / "requirements.txt"
-DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia/version"))
+DRIVER = Path("/proc/driver/nvidia/version")
 _OF_THE_BUILD = re.compile(r"(nvidia|cuda)-|(pytorch-)?triton\b")
-# The oldest driver of each CUDA generation: docs.nvidia.com/deploy/cuda-compatibility. (A test
-# compares it with labkit's.)
-OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def main(task: str, build: str = "default") -> None:
@@ -47,23 +44,9 @@ def advice(build: str) -> list[str]:
     if build != "default":
         return [f"Setting up .venv with the build '{build}' of PyTorch, from PyTorch's own index."]
     size = "Setting up .venv: downloads about 3 GB the first time, then it is quick."
-    pinned = re.search(r"^cuda-toolkit==(\d+)", PINS.read_text(), re.MULTILINE)
-    if pinned is None or sys.platform != "linux":
+    if sys.platform != "linux" or DRIVER.is_file() or shutil.which("nvidia-smi"):
         return [size]
-    texts = [file.read_text(errors="replace") for file in DRIVER_FILES if file.is_file()]
-    if not texts and not shutil.which("nvidia-smi"):
-        return [size, "(No NVIDIA driver here: make env TORCH=cpu needs no CUDA, 3 GB less.)"]
-    driver, needed = driver_major(texts), OLDEST_DRIVERS.get(int(pinned[1]), 0)
-    if driver is not None and driver < needed:
-        needs = f"CUDA {pinned[1]} needs driver {needed} or newer, and this one is {driver}"
-        return [size, f"({needs}: make env TORCH=auto takes a build that it can run.)"]
-    return [size]
-
-
-def driver_major(texts: list[str]) -> int | None:
-    """The first number of the NVIDIA driver's version, as the kernel tells it."""
-    versions = (re.search(r"\b(\d{3,4})\.\d+", text) for text in texts)
-    return next((int(version[1]) for version in versions if version), None)
+    return [size, "(No NVIDIA driver here: make env TORCH=cpu needs no CUDA, 3 GB less.)"]
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from namespaces import ADDRESSES, NAMES, TwoHosts
 from torch import Tensor, nn
 
 import labkit
@@ -32,7 +33,6 @@ from labkit.schedules.bucket_assignment import assign_buckets
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.ring_all_reduce import RingAllReduce
 from labkit.workload.layers import EmulatedLayer
-from workbook.measure.hosts import ADDRESSES, NAMES, TwoHosts
 from workbook.measure.record import machine, write
 from workbook.measure.spread import Spread, ratios, rounded
 from workbook.measure.turns import timed

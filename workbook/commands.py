@@ -5,7 +5,6 @@ it runs.
 """
 
 from argparse import Namespace
-from functools import partial
 from typing import Any
 
 from labkit import units
@@ -19,7 +18,8 @@ def add(commands) -> None:
     """Add them to labkit's parser, each with the function that runs it."""
     _add_bench(commands)
     _add_compare(commands)
-    _add_progress(commands)
+    progress = commands.add_parser("progress", help="exercises passed; predictions and reality")
+    progress.set_defaults(run=_progress)
     lab = commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
     lab.set_defaults(run=_lab, takes_rest=True)
     reset = commands.add_parser("reset", help="a fresh page in my_course; yours stays beside it")
@@ -59,13 +59,14 @@ def _add_compare(commands) -> None:
     compare = commands.add_parser("compare", help="all techniques and PyTorch's, like for like")
     compare.set_defaults(run=_compare)
     add = compare.add_argument
-    add_list = partial(add, type=_integers)
     some = "compare only these techniques, with PyTorch's counterparts"
     add("--strategies", type=list_of(str), metavar="S,S", help=some)
-    add_list("--world-size", dest="world_sizes", metavar="N,N", help="numbers of ranks (1,2,3,4)")
+    ranks = "numbers of ranks (1,2,3,4)"
+    add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
     samples = "numbers of training samples (a quarter, a half, all)"
-    add_list("--train-size", dest="train_sizes", metavar="N,N", help=samples)
-    add_list("--batch-size", dest="batch_sizes", metavar="B,B", help="global batches (64,128,256)")
+    add("--train-size", dest="train_sizes", type=_integers, metavar="N,N", help=samples)
+    batches = "global batches (64,128,256)"
+    add("--batch-size", dest="batch_sizes", type=_integers, metavar="B,B", help=batches)
     repeats = "runs of each technique; by default as many as fit into 8 minutes"
     add("--repeats", type=int, metavar="N", help=repeats)
     add("--epochs", type=int, metavar="E", help="epochs per run (6)")
@@ -76,14 +77,6 @@ def _add_compare(commands) -> None:
     add("--device", metavar="auto|cpu|cuda", help="as for train")
     add("--json", dest="json_path", metavar="FILE", help="record runs and hardware in FILE")
     add("--figures", dest="figures_dir", metavar="DIR", help="draw compare_*.png in DIR")
-    tables = "write compare_*.csv, the same numbers as tables, in DIR"
-    add("--csv", dest="csv_dir", metavar="DIR", help=tables)
-    add("--from", dest="from_path", metavar="FILE", help="print and draw a record, run nothing")
-
-
-def _add_progress(commands) -> None:
-    progress = commands.add_parser("progress", help="exercises passed; predictions and reality")
-    progress.set_defaults(run=_progress)
 
 
 def _bench(arguments: Namespace) -> int:
@@ -109,10 +102,8 @@ def _progress(arguments: Namespace) -> int:
 
 def _given(arguments: Namespace) -> dict[str, Any]:
     """The options that were given, and the words of the command line, which are recorded."""
-    options = {name: value for name, value in vars(arguments).items() if value is not None}
-    return {
-        name: value for name, value in options.items() if name not in ("command", "rest", "run")
-    }
+    ours = ("command", "rest", "run")
+    return {k: v for k, v in vars(arguments).items() if v is not None and k not in ours}
 
 
 def _lab(arguments: Namespace) -> int:

@@ -23,7 +23,6 @@ from typing import Any
 
 from labkit.files import write_atomically
 
-FIRST_NOTEBOOK = "00_start_here.ipynb"
 SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
 CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 
@@ -109,11 +108,15 @@ def reset_page(name: str) -> tuple[Path, Path | None]:
 
 
 def _without_outputs(path: Path) -> dict[str, Any]:
+    from ipykernel.ipkernel import IPythonKernel
+
     page = json.loads(path.read_text(encoding="utf-8"))
     for cell in page["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"], cell["execution_count"] = [], None
     page["metadata"]["copied"] = _version(page)
+    # With another version of Python than the kernel's, JupyterLab would call the page changed.
+    page["metadata"]["language_info"] = dict(IPythonKernel.language_info)
     return page
 
 
@@ -134,11 +137,8 @@ def _version(page: dict[str, Any]) -> str:
 
 def first_page(root: Path) -> str:
     """The page to open, as a path below JupyterLab's address."""
-    notebooks = sorted((root / "my_course").glob("*.ipynb"))
-    first = root / "my_course" / FIRST_NOTEBOOK
-    if first not in notebooks and notebooks:
-        first = notebooks[0]
-    return f"lab/tree/{first.relative_to(root).as_posix()}" if notebooks else "lab"
+    first = min((root / "my_course").glob("*.ipynb"), default=None)
+    return f"lab/tree/{first.relative_to(root).as_posix()}" if first else "lab"
 
 
 def launch_options(root: Path) -> list[str]:
@@ -158,7 +158,7 @@ def launch_options(root: Path) -> list[str]:
 
 def no_browser_reason() -> str:
     """Why no browser can be opened from here, or an empty string when one can."""
-    if os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"):
+    if os.environ.get("SSH_CONNECTION"):
         return "this is an SSH session"
     if any(Path(mark).exists() for mark in CONTAINER_MARKS):
         return "this is a container"
@@ -182,35 +182,13 @@ def _prepare_environment(folder: Path) -> None:
 def _serve(root: Path, argv: list[str]) -> int:
     from jupyterlab.labapp import LabApp
 
-    server = LabApp.initialize_server(argv=argv, contents_manager_class=_workbook())
+    server = LabApp.initialize_server(argv=argv)
     signal.signal(signal.SIGINT, lambda *_: _stop(server))
     # The server binds its port in a callback that is queued before this one.
     server.io_loop.add_callback(lambda: print(_announcement(server, root), flush=True))
     server.start()
     print("The workbook is closed.")
     return 0
-
-
-def _workbook() -> type:
-    """Files as JupyterLab's own class reads them, but notebooks with this Python's description.
-
-    JupyterLab writes the kernel's ``language_info``, with the exact version of Python, into a
-    notebook that it opens. If the file has another one, the notebook counts as changed: JupyterLab
-    asks whether to save it, and saves it without asking after two minutes.
-    """
-    from ipykernel.ipkernel import IPythonKernel
-    from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
-
-    class Workbook(AsyncLargeFileManager):
-        async def get(self, *args: Any, **options: Any) -> dict[str, Any]:
-            model = await super().get(*args, **options)
-            if model["type"] == "notebook" and model["content"]:
-                metadata = model["content"]["metadata"]
-                if metadata.get("kernelspec", {}).get("name") == "python3":
-                    metadata["language_info"] = dict(IPythonKernel.language_info)
-            return model
-
-    return Workbook
 
 
 def _stop(server) -> None:
@@ -221,22 +199,18 @@ def _stop(server) -> None:
 
 
 def _announcement(server, root: Path) -> str:
-    token = server.identity_provider.token
-    query = f"?token={token}" if token else ""
-    address = f"{server.connection_url}{first_page(root)}{query}"
-    lines = [f"\n  The workbook is open at\n\n      {address}\n"]
+    address = f"{server.connection_url}{first_page(root)}?token={server.identity_provider.token}"
+    lines, port = [f"\n  The workbook is open at\n\n      {address}\n"], server.port
     reason = no_browser_reason() if not server.open_browser else ""
     if reason:
         lines.append(f"  Open that address in a browser yourself: {reason}.")
-    port = server.port
     if "SSH" in reason:
-        lines += [
-            "  On your own machine, first open a tunnel and keep it open:",
-            f"      ssh -N -L {port}:localhost:{port} {getpass.getuser()}@{socket.gethostname()}",
-        ]
+        lines.append("  On your own machine, first open a tunnel and keep it open:")
+        there = f"{getpass.getuser()}@{socket.gethostname()}"
+        lines.append(f"      ssh -N -L {port}:localhost:{port} {there}")
     if "container" in reason:
+        options = f"--ip=0.0.0.0 --port={port}"
         lines.append(
-            f"  Publish port {port} and serve on all addresses: "
-            f'make lab ARGS="--ip=0.0.0.0 --port={port}"'
+            f'  Publish port {port} and serve on all addresses: make lab ARGS="{options}"'
         )
     return "\n".join([*lines, "  Ctrl-C in this window closes it.", ""])

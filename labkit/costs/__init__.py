@@ -10,33 +10,18 @@ They are compared with measurements, so nothing that counts during a run imports
 """
 
 from labkit.costs.link import (
-    Link,
-    all_reduce_seconds,
-    crossover_bytes,
-    hosts_all_reduce_seconds,
-    parameter_server_seconds,
+    Link as Link,
+    all_reduce_seconds as all_reduce_seconds,
+    crossover_bytes as crossover_bytes,
+    hosts_all_reduce_seconds as hosts_all_reduce_seconds,
+    parameter_server_seconds as parameter_server_seconds,
 )
 from labkit.costs.traffic import (
-    Cost,
-    card_bytes,
-    data_parallel_cost,
-    model_parallel_cost,
-    naive_all_reduce_cost,
-    parameter_server_cost,
-    ring_all_reduce_cost,
+    Cost as Cost,
+    card_bytes as card_bytes,
+    data_parallel_cost as data_parallel_cost,
+    model_parallel_cost as model_parallel_cost,
+    naive_all_reduce_cost as naive_all_reduce_cost,
+    parameter_server_cost as parameter_server_cost,
+    ring_all_reduce_cost as ring_all_reduce_cost,
 )
-
-__all__ = [
-    "Cost",
-    "Link",
-    "all_reduce_seconds",
-    "card_bytes",
-    "crossover_bytes",
-    "data_parallel_cost",
-    "hosts_all_reduce_seconds",
-    "model_parallel_cost",
-    "naive_all_reduce_cost",
-    "parameter_server_cost",
-    "parameter_server_seconds",
-    "ring_all_reduce_cost",
-]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from labkit.schedules.servers import StalenessTracker, Update
 from labkit.tracing import Span, Trace
 
+_SERVER_S = 0.1
+
 
 @dataclass(frozen=True)
 class AsyncRun:
@@ -37,17 +39,14 @@ def simulate(
     factor: float = 1.0,
     bound: int | None = None,
     duration_s: float = 20.0,
-    server_s: float = 0.1,
     synchronous: bool = False,
 ) -> AsyncRun:
     """Predict the first ``duration_s`` seconds of a run with one straggler.
 
-    Worker 1 computes a gradient in ``factor`` seconds, the others in 1. The server takes
-    ``server_s`` for one: receive, update, send parameters; ``bound``: see ``StalenessTracker``. In
-    ``synchronous`` rounds all workers push, the server sums, all pull.
+    Worker 1 computes a gradient in ``factor`` seconds, the others in 1. The server takes 0.1 for
+    one: receive, update, send parameters; ``bound``: see ``StalenessTracker``. In ``synchronous``
+    rounds all workers push, the server sums, all pull.
     """
-    if factor < 1:
-        raise ValueError(f"a straggler computes at least as long as the others, got {factor}")
     computes_s = {worker: 1.0 for worker in range(1, workers + 1)} | {1: factor}
     tracker = StalenessTracker(computes_s, bound)
     spans: list[Span] = []
@@ -72,8 +71,8 @@ def simulate(
         tracker.push(sender)
         while (chosen := tracker.next()) is not None:
             tracker.apply(chosen)
-            spans.append(Span(0, "update", now_s, now_s + server_s))
-            now_s += server_s
+            spans.append(Span(0, "update", now_s, now_s + _SERVER_S))
+            now_s += _SERVER_S
             if not synchronous:
                 updates += tracker.updates[-1:] * (now_s <= duration_s)
                 tracker.pull(chosen)

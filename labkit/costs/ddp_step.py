@@ -50,15 +50,9 @@ def predict_step(
 ) -> StepModel:
     """The alpha-beta model of a step of DDP: one ring all-reduce per bucket, during backward.
 
-    It assumes that communication does not slow down computation, which holds where a network card
-    or a free core does the work.
-
-    Args:
-        sizes_bytes: of the parameters, as the model registers them.
-        gradient_s: by parameter, the second of backward at which its gradient is computed.
-        cap_bytes: of a bucket, see ``assign_buckets``.
-        world_size: P, at least 1.
-        link: between two neighbours of the ring.
+    It assumes that communication does not slow down computation. ``gradient_s`` is, by parameter,
+    the second of backward at which its gradient is computed; ``sizes_bytes`` and ``cap_bytes`` are
+    as for ``assign_buckets``.
     """
     buckets = assign_buckets(sizes_bytes, cap_bytes)
     sizes = [sum(sizes_bytes[index] for index in bucket) for bucket in buckets]

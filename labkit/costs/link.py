@@ -62,11 +62,9 @@ def fit_link(
 ) -> Link:
     """The alpha and beta that best explain measured messages: seconds = alpha + beta x bytes.
 
-    Least squares of the *relative* errors: otherwise the largest sizes would decide alone, and
-    alpha would be lost in their noise. Several measurements of one size are replaced by
-    their median, as a repeat that another program disturbs is always too slow. If the best line
-    has a negative alpha (or beta), it is set to 0 and the other is fitted alone. Gamma is measured
-    separately, as no message includes an addition.
+    Least squares of the *relative* errors: otherwise the largest sizes would decide alone. Several
+    measurements of one size are replaced by their median. If the best line has a negative alpha
+    (or beta), it is set to 0 and the other is fitted alone.
     """
     by_size: dict[float, list[float]] = defaultdict(list)
     for size, time_s in zip(sizes_bytes, seconds, strict=True):
@@ -159,12 +157,9 @@ def parameter_server_seconds(
 ) -> float:
     """Predicted seconds of a push of S = ``num_bytes`` by each of W workers, then a pull.
 
-    2 M alpha + 2 M S / K beta + (W - 1) S / K gamma, with K = ``servers`` and M = max(W, K).
-
-    A server handles one message after another; in each of M turns the servers meet different
-    workers (``schedules.servers``). With one server it is the naive all-reduce: its time grows
-    with the number of workers. With as many servers as workers, each worker's link is the limit,
-    and more servers gain nothing.
+    2 M alpha + 2 M S / K beta + (W - 1) S / K gamma, with K = ``servers`` and M = max(W, K): in
+    each of M turns the servers meet different workers (``schedules.servers``). With one server it
+    is the naive all-reduce. With as many servers as workers, each worker's link is the limit.
     """
     turns, slice_bytes = max(num_workers, servers), num_bytes / servers
     added_bytes = (num_workers - 1) * slice_bytes

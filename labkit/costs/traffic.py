@@ -169,13 +169,8 @@ def data_parallel_cost(
     """Bytes that one step of data parallelism in one process moves between P devices, by phase.
 
     Device 0 keeps the first ceil(B / P) of the B samples; fewer than P samples use B devices.
-
     ``input_bytes`` and ``output_bytes`` are of one sample, ``state_bytes`` S of parameters and
-    buffers, ``gradient_bytes`` of the trained parameters.
-
-    Returns:
-        ``scatter``: the inputs. ``replicate``: (P - 1) S. ``gather``: the outputs to device 0,
-        and their gradients back. ``reduce``: (P - 1) times the gradients.
+    buffers, ``gradient_bytes`` of the trained parameters: ``replicate`` moves (P - 1) S.
     """
     used = min(batch_size, world_size)
     elsewhere = batch_size - math.ceil(batch_size / used)
@@ -205,8 +200,8 @@ def model_parallel_cost(
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.
         micro_batches: M, at most one per sample.
         first_trained: the first stage that trains anything; P if none does.
-        schedule: of ``Pipeline``, a name in ``schedules.pipeline.PIPELINES``; sends and receives
-            may be one step (``with_hops``). None is ``ModelParallel``: one step per message.
+        schedule: of ``Pipeline``; sends and receives may be one step (``with_hops``). None is
+            ``ModelParallel``: one step per message.
     """
     count = min(micro_batches, batch_size)
     actions = pipeline_schedule(schedule or "gpipe")(rank, num_stages, count)

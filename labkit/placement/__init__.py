@@ -4,6 +4,8 @@ planner    the costs of layers as data, what a split costs, and the best split
 profile    what each layer costs: measured, or its counted FLOPs
 """
 
-from labkit.placement.planner import VGG16_SPLITS, best_split, predict_split
-
-__all__ = ["VGG16_SPLITS", "best_split", "predict_split"]
+from labkit.placement.planner import (
+    VGG16_SPLITS as VGG16_SPLITS,
+    best_split as best_split,
+    predict_split as predict_split,
+)

@@ -177,7 +177,6 @@ def _in_training(
     The layers before that one have no backward, and hold nothing for it.
     """
     check_integer(f"frozen of {profile.model}", frozen, 0, len(profile.layers))
-    check_integer("micro_batches", micro_batches)
     trained = [i for i, x in enumerate(profile.layers) if i >= frozen and x.parameter_bytes]
     first = trained[0] if trained else len(profile.layers)
     layers = [
@@ -217,13 +216,10 @@ def best_split(
 
     "largest_stage", and "step" with one micro-batch (the fewest seconds of hops), are dynamic
     programs. The step of a pipeline is no sum over its stages: of all splits, those are predicted
-    whose largest stage takes no longer than the best step so far.
-
-    ``objective`` is "step", or "largest_stage", whose compute limits a long pipeline;
-    ``memory_cap_bytes`` is the limit for every stage: ValueError if no split keeps it.
+    whose largest stage takes no longer than the best step so far. ``memory_cap_bytes`` is the
+    limit for every stage: ValueError if no split keeps it.
     """
     check_choice("objective", objective, ("step", "largest_stage"))
-    check_integer(f"num_stages of {profile.model}", num_stages, 1, len(profile.layers))
     layers, first, count = _in_training(profile, frozen, micro_batches)
     held = [in_flight(stream) / count for stream in pipeline_streams(schedule, num_stages, count)]
     cap_bytes = memory_cap_bytes or math.inf
@@ -269,12 +265,8 @@ def cheapest_cuts(
     """The least combined cost of all stages, and its split points: a dynamic program over cuts.
 
     rest(s, i) = min over k of combine(cost(s, i, k), rest(s + 1, k)): the best cuts of the layers
-    from i on do not depend on the cuts before them. This holds for the sum (``operator.add``)
-    and the maximum (``max``). It evaluates P L^2 / 2 costs.
-
-    Args:
-        cost: of one stage; ``math.inf`` where it is not allowed.
-        combine: the cost of a stage with that of the stages after it.
+    from i on do not depend on the cuts before them. This holds for the sum (``operator.add``) and
+    the maximum (``max``). It evaluates P L^2 / 2 costs; ``math.inf`` is one that is not allowed.
     """
 
     @functools.cache

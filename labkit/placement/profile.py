@@ -35,13 +35,8 @@ def profile_layers(
 ) -> Profile:
     """Measure what each layer costs for a batch, in this process: medians over the repeats.
 
-    Args:
-        model: a chain of layers; it is copied, and only its shapes matter.
-        batch_size: samples.
-        input_shape: of one sample.
-        repeats: measured passes through the model, after one to warm up.
-        device: where the layers run.
-        name: of the model in the result; by default its class name.
+    The model is a chain of layers; it is copied, and only its shapes matter. One more pass through
+    it comes before, to warm up. ``input_shape`` is that of one sample.
     """
     dtype = input_dtype(model)
     layers = layers_of(copy.deepcopy(model).to(device).train())
@@ -89,12 +84,8 @@ def even_split(
 ) -> tuple[int, ...]:
     """Split points that minimise the forward FLOPs of the stage with the most.
 
-    They are counted, so every process finds the same split, without a measurement. ``best_split``
-    of a measured profile also takes the machine into account.
-
-    Args:
-        model: a chain of at least ``num_stages`` layers; it is not changed.
-        input_shape, dtype: of one sample, as in ``layer_outputs``.
+    They are counted, so every process finds the same split, without a measurement. The model is a
+    chain of at least ``num_stages`` layers; ``input_shape`` and ``dtype`` are those of one sample.
     """
     # One real sample: on the meta device, convolutions import PyTorch's compiler first (seconds).
     sample = torch.zeros((1, *input_shape), dtype=dtype or input_dtype(model))

@@ -22,13 +22,10 @@ from pathlib import Path
 
 from labkit.comm.shared_memory import kill_marked, loopback
 from labkit.comm.source_lines import is_ours
-from labkit.units import check_integer
 
 _MARK, _FOLDER = "LABKIT_AGENTS", "LABKIT_AGENTS_FOLDER"
 # Time for an agent to end its ranks; then they are killed.
 _GRACE_S = 10.0
-# Each has an address that begins with 127.0.0.
-_MOST_HOSTS = 200
 
 
 def show_line(host: int, line: str) -> None:
@@ -103,8 +100,6 @@ def start_agents(
         options: more options of ``torchrun``, such as ``--max-restarts``, ``1``.
         environment: more variables for the ranks.
     """
-    check_integer("hosts", hosts, most=_MOST_HOSTS)
-    check_integer("ranks_per_host", ranks_per_host)
     mark, processes = secrets.token_hex(8), list[subprocess.Popen[str]]()
     with tempfile.TemporaryDirectory(prefix="labkit-hosts-", ignore_cleanup_errors=True) as folder:
         # torchrun would set OMP_NUM_THREADS, and say so at length.

@@ -16,7 +16,7 @@ from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job, open_comm
 from labkit.tracing import Trace
 from labkit.tracing.limits import Limit, what_limited
-from labkit.units import MOST_SECONDS, check_above_zero, check_integer
+from labkit.units import MOST_SECONDS, check_above_zero
 
 
 @dataclass(frozen=True)
@@ -51,35 +51,35 @@ def run(
     timeout_s: float = 120,
     may_lose: Collection[int] = (),
     link: EmulatedLink | None = None,
-    hosts: int | str | Sequence[str] | None = None,
+    hosts: int | None = None,
 ) -> RunResult:
     """Call ``fn(comm, *args)`` on ``world_size`` processes, and gather what they return.
 
     Args:
         fn: a function of a ``Comm`` and ``args``; it may be defined in a notebook cell.
-        args: further arguments, the same on every rank.
         world_size: P, the number of ranks.
         device: ``auto`` (GPUs if any can be used), ``cpu`` or ``cuda``.
         devices: by rank (under ``torchrun`` by LOCAL_RANK), as ``"cuda:2,cuda:3"``; see ``plan``.
-        transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl``, or ``auto``: shared
-            memory for CPU ranks (where the system has it), NCCL for ranks with a GPU each.
+        transport: ``shared`` (memory, on one machine), ``gloo``, or ``auto``: shared memory for
+            CPU ranks, NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
-        may_lose: ranks that the run can do without: where the others wait for one that has
-            failed, they get a PeerLostError. (On this machine; GPUs then use gloo.)
+        may_lose: ranks that the run can do without: who waits for one that has failed gets a
+            PeerLostError. (On this machine; GPUs then use gloo.)
         link: an emulated link, which makes messages slower.
-        hosts: nodes of a Ray cluster on which the ranks are spread: how many, or their addresses.
+        hosts: how many nodes of a Ray cluster the ranks are spread over.
 
     Under ``torchrun`` this process is one of the ranks, and each gets the same result.
 
     Raises:
         ValueError: impossible settings; what cannot be pickled; a run inside a run.
         WorkerError: a rank raised, was killed, or exited early.
-        DeadlockError: the ranks can never finish; the message says why.
-        DeadlineError: the deadline passed; the message holds each rank's stack.
+        DeadlockError: the ranks can never finish; or, a DeadlineError, not in time.
     """
     __tracebackhide__ = True
     expendable = frozenset(may_lose)
-    _check(world_size, timeout_s, expendable, hosts is None)
+    _check_not_nested()
+    check_world_size(world_size, warn=hosts is None)
+    check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     # What torchrun or Ray need is imported only with them.
     if under_torchrun():
         from labkit.runtime import torchrun
@@ -103,16 +103,12 @@ def run(
     return _result(supervisor.run(), supervisor.lost)
 
 
-def _check(world_size: int, timeout_s: float, may_lose: frozenset[int], warn: bool) -> None:
+def _check_not_nested() -> None:
     if open_comm() is not None or multiprocessing.parent_process() is not None:
         raise ValueError(
-            "labkit.run was called inside a rank of another run: start runs from the notebook or "
-            'the script. In a script, keep the call under if __name__ == "__main__":'
+            "labkit.run was called inside a rank of another run: start runs from a notebook, or a "
+            'script, there under if __name__ == "__main__":'
         )
-    check_world_size(world_size, warn=warn)
-    for rank in may_lose:
-        check_integer("a rank in may_lose", rank, least=0, most=world_size - 1)
-    check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
 
 
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:

@@ -3,8 +3,6 @@
 An actor's process is a rank as torchrun would have started it: it joins the others in a store,
 and a ``Watch`` explains what goes wrong. The store is the driver's, which so shows what the ranks
 are doing. Ray prints what they print, notices when one is gone, and ends all with their driver.
-
-The actors are placed by node, and not by a placement group, since ``hosts`` may name nodes.
 """
 
 import contextlib
@@ -24,7 +22,6 @@ from labkit.comm.board import RUNNING
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.source_lines import cell_sources, install_sources
 from labkit.comm.torch_transport import first_line
-from labkit.config import parse_hosts
 from labkit.devices import plan, print_once, versions
 from labkit.errors import WorkerError
 from labkit.runtime.failures import Evidence, deadline_error, failure_error
@@ -34,7 +31,7 @@ from labkit.runtime.plain import dump_error, dump_plain, dump_report, load_error
 from labkit.runtime.rank_watch import Rows, Watch, with_hosts
 from labkit.runtime.torchrun import watched
 from labkit.runtime.worker import call as run_as, connect
-from labkit.units import format_count
+from labkit.units import check_integer, format_count
 
 _POLL_S = 0.2
 # A first actor's process imports torch.
@@ -147,7 +144,7 @@ class _Ranks:
 
 
 def run_on(
-    hosts: int | str | Sequence[str],
+    hosts: int,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     world_size: int,
@@ -231,25 +228,15 @@ def connected(hosts: object) -> Any:
     return ray
 
 
-def _nodes_for(ray: Any, hosts: int | str | Sequence[str], world_size: int) -> list[Any]:
-    """The nodes that ``hosts`` asks for, in the order of the ranks."""
-    wanted, here = parse_hosts(hosts), ray.get_runtime_context().get_node_id()
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+def _nodes_for(ray: Any, hosts: int, world_size: int) -> list[Any]:
+    """The nodes of the run, in the order of the ranks."""
+    here, nodes = ray.get_runtime_context().get_node_id(), [n for n in ray.nodes() if n["Alive"]]
     # This process's own node is the first host; nodes that offer no cores come last.
     nodes.sort(key=lambda n: (not n["Resources"].get("CPU"), n["NodeID"] != here, n["NodeID"]))
-    names = [None] * wanted if isinstance(wanted, int) else wanted
-    chosen: list[Any] = []
-    for name in names:
-        for node in nodes:
-            known = node["NodeManagerAddress"], node["NodeManagerHostname"], None
-            if name in known and node not in chosen:
-                chosen.append(node)
-                break
-    if not len(chosen) == len(names) <= world_size:
-        known = ", ".join(sorted(node["NodeManagerAddress"] for node in nodes))
+    check_integer("hosts", hosts)
+    if hosts > min(len(nodes), world_size):
         raise ValueError(
-            f"hosts={hosts!r}: the cluster has {format_count(len(nodes), 'node')} ({known}), and "
-            f"the run {format_count(world_size, 'rank')}: use fewer hosts, each once, or add "
-            "nodes with ray start --address=..."
+            f"hosts={hosts!r}: the cluster has {format_count(len(nodes), 'node')}, and the run "
+            f"{format_count(world_size, 'rank')}: use fewer hosts, or add nodes with ray start"
         )
-    return chosen
+    return nodes[:hosts]

@@ -291,7 +291,7 @@ def _join_group(backend: str, timeout_s: float, device: torch.device, meeting: A
         said = str(error).partition("\nException raised from ")[0]
         raise PeerLostError(
             f"rank {rank} could not connect to the other ranks: one of them has ended, or "
-            f"GLOO_SOCKET_IFNAME names no network interface of this machine. PyTorch says: {said}"
+            f"GLOO_SOCKET_IFNAME is no interface of this machine. PyTorch says: {said}"
         ) from None
     if backend == "nccl":
         # The group must end before CUDA does. (A rank's process runs no atexit handlers.)

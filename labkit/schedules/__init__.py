@@ -12,15 +12,14 @@ Each schedule is written once: the real run executes it, the figures draw it, an
 it with the textbook.
 """
 
-from labkit.schedules.pipeline import PIPELINES, Hop, gpipe, one_f_one_b, with_hops
-from labkit.schedules.ring import chunk_bounds, ring_share_reduce
-
-__all__ = [
-    "PIPELINES",
-    "Hop",
-    "chunk_bounds",
-    "gpipe",
-    "one_f_one_b",
-    "ring_share_reduce",
-    "with_hops",
-]
+from labkit.schedules.pipeline import (
+    PIPELINES as PIPELINES,
+    Hop as Hop,
+    gpipe as gpipe,
+    one_f_one_b as one_f_one_b,
+    with_hops as with_hops,
+)
+from labkit.schedules.ring import (
+    chunk_bounds as chunk_bounds,
+    ring_share_reduce as ring_share_reduce,
+)

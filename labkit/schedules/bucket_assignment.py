@@ -23,19 +23,18 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Put parameters into buckets, in the reverse order of their registration.
 
-    A bucket is closed as soon as it holds ``cap_bytes`` or more, so it may exceed the cap by part
-    of a parameter. This is PyTorch's rule, with one difference: a parameter that fills a bucket
-    alone gets its own bucket, while the bucket being filled stays open. So a large gradient can be
-    reduced in place, and small ones still share a bucket.
+    A bucket is closed as soon as it holds ``cap_bytes`` or more. This is PyTorch's rule, with one
+    difference: a parameter that fills a bucket alone gets its own, while the bucket being filled
+        stays
+    open. So a large gradient can be reduced in place, and small ones still share a bucket.
 
     Args:
         sizes_bytes: of the parameters, in the order of their registration.
         cap_bytes: 0 gives every parameter its own bucket.
         first_cap_bytes: cap of the first bucket, where that is less than ``cap_bytes``.
-        kinds: of the parameters (dtype and device); a bucket holds one kind. None: a single kind.
+        kinds: of the parameters (dtype and device); a bucket holds one kind.
 
-    Returns:
-        The buckets, each a list of parameter indices, in the order in which they become ready.
+    Returns the buckets, lists of parameter indices, in the order in which they become ready.
     """
     buckets: list[list[int]] = []
     filling: list[int] = []

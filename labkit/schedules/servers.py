@@ -113,8 +113,6 @@ def in_time(pulled: Iterable[int], version: int, bound: int) -> bool:
 
 def check_bound(workers: int, bound: int | None) -> None:
     """ValueError, with the smallest possible bound, for one that cannot be kept."""
-    if workers < 1:
-        raise ValueError("staleness needs workers: start at least one")
     if bound is not None and bound < workers - 1:
         raise ValueError(
             f"a staleness of at most {bound} cannot be kept with {workers} workers: one of their "

@@ -5,7 +5,7 @@ Symbols: L layers, P stages.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from labkit.units import format_count
 
@@ -18,11 +18,6 @@ def check_split_points(
     ``num_stages`` is P, if the number of ranks or devices determines it. ValueError for points
     that are out of range or order, repeated, not integers, or not P - 1 of them.
     """
-    if isinstance(split_points, str) or not isinstance(split_points, Iterable):
-        raise ValueError(
-            f"split points are a sequence, one for each cut, got {split_points!r}: write "
-            f"({split_points},)"
-        )
     points = tuple(split_points)
     shown = ", ".join(map(str, points)) or "none"
     for point in points:

@@ -33,7 +33,6 @@ from labkit.schedules.split_points import stage_bounds
 from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.stage import StagedModel
-from labkit.units import format_count
 from labkit.workload.layers import layers_of
 
 
@@ -57,21 +56,14 @@ class ModelParallelOneProcess(OnShares):
     through_comm = False
 
     def __post_init__(self) -> None:
-        if len(self.devices) != len(self.split_points) + 1:
-            raise ValueError(
-                f"{format_count(len(self.devices), 'device')} for "
-                f"{format_count(len(self.split_points) + 1, 'stage')}: name one per stage, or "
-                "leave devices out and give each stage its own process"
-            )
         self.devices = [torch.device(name) for name in self.devices]
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm, self.model, layers = comm, model.train(), layers_of(model)
+        bounds = stage_bounds(self.split_points, len(layers))
         self.stages = [
             nn.Sequential(*layers[start:end]).to(device)
-            for (start, end), device in zip(
-                stage_bounds(self.split_points, len(layers)), self.devices
-            )
+            for (start, end), device in zip(bounds, self.devices, strict=True)
         ]
         self.module, self.trained = self.run, trained_parameters(model)
         self.optimizer = make_optimizer(self.trained)

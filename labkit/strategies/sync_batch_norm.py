@@ -137,9 +137,8 @@ def convert(model: nn.Module, comm: Comm, workers: Sequence[int]) -> None:
             continue
         if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
             raise ValueError(
-                f"{name} is a {type(layer).__name__} that has a forward of its own, so "
-                "sync_batch_norm cannot give it the statistics of the global batch: use "
-                "BatchNorm1d, 2d or 3d, or leave it out"
+                f"{name} is a {type(layer).__name__} that has a forward of its own: use "
+                "BatchNorm1d, 2d or 3d, or leave sync_batch_norm out"
             )
         layer.__class__ = type("SyncBatchNorm", (SyncBatchNorm, type(layer)), {})
         layer.__dict__["global_batch"] = batch

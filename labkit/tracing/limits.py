@@ -13,7 +13,6 @@ communication    messages that no computing hides
 unrecorded       code outside all spans
 """
 
-import html
 import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -101,9 +100,6 @@ class Limit:
         return self.text
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.text)}</p>"
 
 
 def state_of(kind: str) -> str:

@@ -214,8 +214,7 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
         return None, ""
     if isinstance(strategy, AsyncParameterServer):
         raise ValueError(
-            f"{config.strategy} takes no checkpoint_dir, because its workers never stop together: "
-            "leave it out, or use parameter_server"
+            f"{config.strategy} takes no checkpoint_dir: its workers never stop together"
         )
     names = [path.name for _, path in steps(folder)]
     if names and not config.resume:

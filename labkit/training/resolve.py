@@ -32,9 +32,9 @@ from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import check_choice
-from labkit.workload.datasets import DATASETS, IMAGENET, is_folder, load_dataset, open_folder
+from labkit.workload.datasets import IMAGENET, is_folder, load_dataset, open_folder
 from labkit.workload.losses import LOSSES, SumOfMean
-from labkit.workload.models import MODELS, build_model
+from labkit.workload.models import build_model
 from labkit.workload.samples import Samples, Transform, num_classes, parts_of, seeded
 
 PARTS = ("model", "dataset", "loss", "optimizer")
@@ -137,9 +137,11 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
         ValueError: unknown names, or parts that do not go together; the message says what to do.
         FileNotFoundError: one of labkit's data sets is absent, and not to ``download``.
     """
-    check_names(config, own)
+    # (Unknown models and data sets are refused where they are made.)
+    for name, known in (("loss", LOSSES), ("optimizer", OPTIMIZERS)):
+        if getattr(own, name) is None:
+            check_choice(name, getattr(config, name), tuple(known))
     work = work_of(config, own, download)
-    strategy = make_strategy(config, own=own, work=work)
     (inputs, targets), model = work.train.first(_FEW), work.make_model()
     try:
         with torch.no_grad(), seeded(config.seed):
@@ -159,7 +161,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
             f"one is {mean:.4g}: return the mean over samples (reduction='mean'; with weights, "
             "(weights * losses).mean()), so that shares add up"
         )
-    return strategy, work
+    return make_strategy(config, own=own, work=work), work
 
 
 def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
@@ -170,14 +172,6 @@ def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has parameters of its own to train: make them the model's")
     return Work(train, test, partial(_make_model, config, own, train), SumOfMean(loss))
-
-
-def check_names(config: RunConfig, own: Own) -> None:
-    """Raise ValueError for a name that is neither labkit's nor one of the learner's own parts."""
-    for name, known in zip(PARTS, (MODELS, DATASETS, LOSSES, OPTIMIZERS)):
-        if getattr(own, name) is None and not (name == "dataset" and is_folder(config.dataset)):
-            what = "data set" if name == "dataset" else name
-            check_choice(what, getattr(config, name), tuple(known))
 
 
 def samples_for(
@@ -253,10 +247,6 @@ def _own_model(part: Any, seed: int) -> nn.Module:
         raise ValueError(
             f"model is of type {type(part).__name__}: give an nn.Module, a list of layers, or a "
             "function without arguments that makes one"
-        )
-    if not any(parameter.requires_grad for parameter in part.parameters()):
-        raise ValueError(
-            f"no parameter of {type(part).__name__} requires a gradient: nothing can be trained"
         )
     return part
 

@@ -171,8 +171,7 @@ def _begin_together(
                 raise ValueError(
                     f"rank {rank} on {found.hosts[rank]} is not of the same run as rank 0 on "
                     f"{found.hosts[0]}: {name} {value} on rank 0 and {theirs} on rank {rank}. "
-                    "Start torchrun with the same command, and the same version of labkit and "
-                    "torch, on every machine; all share checkpoint_dir"
+                    "Start torchrun with the same command and versions on every machine"
                 )
     assert begun is not None, "an error has been raised on all ranks"
     return begun

@@ -44,10 +44,8 @@ class Data:
     """A data set in memory, on the CPU.
 
     Attributes:
-        train_inputs: [N, C, H, W]; each channel has mean 0 and deviation 1.
-        train_targets: [N] int64, 0 .. num_classes - 1.
-        test_inputs: [M, C, H, W], never trained on.
-        test_targets: [M] int64.
+        train_inputs, test_inputs: [N, C, H, W]; each channel has mean 0 and deviation 1.
+        train_targets, test_targets: [N] int64, 0 .. num_classes - 1.
         standard: None, or the inputs are uint8 still, and this turns them into such values.
     """
 
@@ -84,12 +82,9 @@ def load_dataset(
         train_size: keep only the first ``train_size`` training samples; None keeps all.
             ``digits_augmented`` has up to 50,000: the digits, and copies of them that are shifted
             by up to one pixel, with noise.
-        dtype: of the inputs.
-        stored: leave images as the bytes that they are stored in.
+        stored: leave images as the bytes that they are stored in, not as ``dtype``.
 
-    Raises:
-        ValueError: unknown name, train_size out of range, a damaged file, or a failed download.
-        FileNotFoundError: the data are missing; the message says how to get them.
+    ValueError for a damaged file or a failed download, FileNotFoundError for missing data.
     """
     check_choice("data set", name, DATASETS)
     if name in _TORCHVISION:
@@ -155,9 +150,8 @@ def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:
     make, folder = getattr(torchvision.datasets, class_name), root / folder_name
     if not folder.is_dir() and not download:
         raise FileNotFoundError(
-            f"{name} is not in {root} (looked for {folder_name}). Get it with --download on the "
-            f'command line or labkit.load_dataset("{name}", download=True) in a notebook; '
-            "LABKIT_DATA names another folder; digits need no download"
+            f"{name} is not in {root} (LABKIT_DATA names another folder). Get it with --download, "
+            f'or labkit.load_dataset("{name}", download=True); digits need no download'
         )
     try:
         if not folder.is_dir():
@@ -171,8 +165,7 @@ def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:
     except Exception as error:
         raise ValueError(
             f"{name} cannot be had in {folder} ({' '.join(str(error).split())}). Check the "
-            "network and use --download or download=True again, without that folder if it is "
-            "damaged, or copy it there; digits need no download"
+            "network and download it again, without that folder if it is damaged"
         ) from None
     parts = []
     for one in found:
@@ -197,16 +190,12 @@ def open_folder(
         train_size: the number of training images, spread evenly over all of them; None for all.
         resize: height and width; None keeps the size of each image.
         crop: with ``resize``, take a random part of each training image, and scale that.
-
-    Raises:
-        ValueError: no such folder, other classes held out, or (while training) a damaged image.
-        FileNotFoundError: no classes, or one without images.
     """
     folder = Path(name)
     if not (folder / "train").is_dir():
         raise ValueError(
             f"there is no folder {folder / 'train'}: give a folder with train and val in it, each "
-            f"with a folder of images per class, or one of {', '.join(DATASETS)}"
+            "with a folder of images per class"
         )
     images = _images_in(folder / "train", resize, crop)
     train, count = images, len(images)

@@ -92,7 +92,7 @@ class Transform:
         standard: to give each channel mean 0 and deviation 1; None for inputs as they are stored.
         augment: names of ``config.AUGMENTATIONS``; ``crop`` moves an image, by four pixels at
             most, and fills with black.
-        resize: height and width, with bicubic interpolation and antialiasing; None keeps them.
+        resize: height and width, with bicubic interpolation; None keeps them.
     """
 
     standard: Standard | None = None
@@ -103,8 +103,8 @@ class Transform:
         """With ``draw`` of one image, augmented at random."""
         if (self.augment or self.resize) and images.ndim < 3:
             raise ValueError(
-                "augment and resize are for images [channels, height, width], and the inputs of "
-                f"dataset have shape {list(images.shape)}: leave them out"
+                "augment and resize are for images [channels, height, width], and inputs have "
+                f"shape {list(images.shape)}: leave them out"
             )
         if self.standard is not None:
             images = images.to(dtype).div(self.standard.white)
@@ -162,11 +162,6 @@ class Samples:
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    @property
-    def tensors(self) -> Pair | None:
-        """All inputs and targets, as they are stored, if they are in memory."""
-        return self.dataset.tensors if isinstance(self.dataset, TensorDataset) else None  # type: ignore[return-value]
-
     def first(self, count: int) -> Pair:
         """The first ``count`` samples, or all, as one batch."""
         return self.read(torch.arange(min(count, len(self))))
@@ -186,7 +181,7 @@ class Samples:
     def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
         """The samples of one batch; none of them as an empty one."""
         transform, draw = self.transform, epoch is not None and bool(self.transform.augment)
-        if self.tensors is not None and not draw:
+        if isinstance(self.dataset, TensorDataset) and not draw:
             inputs, targets = self.dataset[numbers]
             return transform(inputs, self.dtype), targets
         items = []
@@ -230,21 +225,13 @@ def samples_of(part: Any, dtype: torch.dtype, seed: int) -> Samples:
         part = part.tensors
     if _are_arrays(part):
         inputs, targets = (as_dtype(torch.as_tensor(x).detach().cpu(), dtype) for x in part)
-        if not inputs.dim() or not targets.dim() or len(inputs) != len(targets):
-            raise ValueError(
-                f"dataset has inputs {list(inputs.shape)} and targets {list(targets.shape)}: give "
-                "one target for each input"
-            )
         part = TensorDataset(inputs, targets)
     no_map = isinstance(part, (IterableDataset, DataLoader, str))
     if no_map or not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
         raise ValueError(
             f"dataset is of type {type(part).__name__}, and labkit makes the batches: give a "
-            "map-style Dataset (__getitem__ and __len__), such as a DataLoader's dataset, tensors "
-            "(x, y), or a pair of them, one to train on and one held out"
+            "map-style Dataset, such as a DataLoader's dataset, tensors (x, y), or two of them"
         )
-    if not len(part):
-        raise ValueError("dataset has no samples: nothing to train on or to test with")
     return Samples(part, dtype, seed=seed)
 
 

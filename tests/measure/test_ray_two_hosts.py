@@ -9,9 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from two_hosts import ROOT, RayCluster, why_not
-
-from workbook.measure.hosts import TwoHosts
+from two_hosts import ROOT, RayCluster, TwoHosts, why_not
 
 # Runs in the first host: a notebook with a kernel there. It prints the cell's outputs.
 NOTEBOOK = """

@@ -5,11 +5,10 @@ import json
 import pytest
 from hosts_program import BASE, CASES
 from safetensors.torch import load_file
-from two_hosts import ROOT, Torchrun, why_not
+from two_hosts import ROOT, Torchrun, TwoHosts, why_not
 
 from labkit import train_with
 from labkit.training.result import largest_difference
-from workbook.measure.hosts import TwoHosts
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +41,9 @@ def test_every_technique_equals_one_device_over_two_hosts(trained):
 def test_a_cut_cable_names_the_lost_host(trained, hosts):
     *_, job = trained
     job.line("endless")
-    hosts.cut()
+    hosts.run(1, "ip", "link", "set", "cable", "down")
     try:
         job.line("labkit: rank 2 (host 1) and rank 3 (host 1) cannot be reached", timeout_s=60)
     finally:
-        hosts.mend()
+        hosts.run(1, "ip", "link", "set", "cable", "up")
     assert "hosts_program.py, line" in job.line("  rank 0 (host 0) was waiting at")

@@ -1,9 +1,8 @@
-"""The file with a learner's progress: where it is, who writes it, what happens when it is damaged.
+"""The file with a learner's progress: where it is, and who writes it.
 
-That a file is written completely or not at all: tests/test_files.py.
+That it is damaged or cannot be written: tests/runtime/test_fault_table.py.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -101,36 +100,4 @@ def test_a_lock_that_is_never_given_back_stops_nobody(path, monkeypatch, capsys)
         assert in_the_file(monkeypatch) == ["first"]
     record.note_verdict("fourth", "passed", True)
     assert in_the_file(monkeypatch) == ["first", "second", "third", "fourth"]
-    assert capsys.readouterr().err.count("progress is not kept") == 1
-
-
-WHOLE = {"version": record.VERSION, "exercises": {}, "predictions": {}}
-DAMAGED = {
-    "half of it": json.dumps(WHOLE)[:30].encode(),
-    "not UTF-8": b"\xff\xfe\x00",
-    "a list": b"[]",
-    "a newer version": json.dumps(WHOLE | {"version": record.VERSION + 1}).encode(),
-    "no predictions": json.dumps(WHOLE | {"predictions": None}).encode(),
-    "a missing field": json.dumps(WHOLE | {"exercises": {"": {"ring": {}}}}).encode(),
-    "deep": b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_one_is_said_once_set_aside_and_begun_again(path, content, monkeypatch, capsys):
-    path.parent.mkdir()
-    path.write_bytes(content)
-    assert record.read().exercises == {}
-    record.note_verdict("tree", "passed", True)
-    assert in_the_file(monkeypatch) == ["tree"]
-    (moved,) = path.parent.glob("progress.damaged-*.json")
-    assert moved.read_bytes() == content
-    assert capsys.readouterr().err.count("damaged (") == 1
-
-
-def test_a_folder_that_cannot_be_made_is_said_once_and_the_lesson_goes_on(path, capsys):
-    path.parent.write_text("a file")
-    for name in ("ring", "tree"):
-        record.note_verdict(name, "passed", True)
-    assert list(record.read().exercises[""]) == ["ring", "tree"]
     assert capsys.readouterr().err.count("progress is not kept") == 1

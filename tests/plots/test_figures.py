@@ -26,13 +26,6 @@ class TestBucketOverlap:
         hatches = {c.get_hatch() for c in figure.figure.axes[0].collections if c is not bars}
         assert hatches == {plots.STYLES["compute"].model.hatch}
 
-    def test_no_size_on_the_curve_beats_the_best(self):
-        steps = {mb: example_step(mb, 4, "10 Gb/s network").step_s for mb in plots.BUCKET_SIZES_MB}
-        best = min(steps, key=steps.get)
-        assert 0 < best < 25
-        assert "No other size on the curve is faster" in plots.bucket_overlap(best, 4).caption
-        assert f"With {best:g} MiB it would take" in plots.bucket_overlap(0, 4).caption
-
 
 class TestStaleness:
     def test_bars_are_the_updates_stacked_by_worker(self):
@@ -86,53 +79,28 @@ class TestRing:
                 assert f"rank {rank} sends chunk {move.send_chunk} to rank {move.dst}" in words
 
     @pytest.mark.parametrize("world_size", [2, 4, 6])
-    def test_nothing_moves_from_step_to_step_and_nothing_overlaps(self, world_size):
+    def test_nothing_moves_from_step_to_step(self, world_size):
         figures = [plots.ring_step(s, world_size).figure for s in range(2 * world_size - 1)]
         places = {tuple(figure.axes[0].get_position().bounds) for figure in figures}
         assert len({tuple(figure.get_size_inches()) for figure in figures} | places) == 2
         assert figures[0].get_figwidth() <= 8.5
-        for figure in figures:
-            figure.draw_without_rendering()
-            texts = figure.axes[0].texts
-            arrows = [t.arrow_patch.get_window_extent() for t in texts if not t.get_text()]
-            for text in [t.get_window_extent() for t in texts if t.get_text()]:
-                assert not any(text.overlaps(arrow) for arrow in arrows)
 
 
 class TestBars:
-    def test_bars_are_medians_with_whiskers_over_all_repeats(self):
-        groups = {"ring": {"measured": [0.001, 0.009, 0.002], "model": 0.0015}}
+    def test_bars_are_medians_with_whiskers_and_models_are_pale_and_hatched(self):
+        groups = {"1 MiB": {"ours": [1e-3, 9e-3, 2e-3], "gloo": 4e-3, "ours model": 1.5e-3}}
         figure = plots.bars(groups, quantity="time of a step", unit="s")
         axes = figure.figure.axes[0]
-        heights = {name: bar.get_height() for name, (bar,) in bars_of(axes).items()}
-        assert heights == {"measured": pytest.approx(2), "model": pytest.approx(1.5)}
         assert axes.get_ylabel() == "time of a step (ms)"
+        looks = {name: bar for name, (bar,) in bars_of(axes).items()}
+        assert [bar.get_height() for bar in looks.values()] == pytest.approx([2, 4, 1.5])
         (whisker,) = [c for c in axes.collections if hasattr(c, "get_segments")]
         assert whisker.get_segments()[0][:, 1] == pytest.approx([1, 9])
-        assert "1.33 times the model" in figure.caption
-        assert "medians of 3 repeats" in figure.caption
-
-    def test_models_are_hatched_and_pale_in_the_color_of_what_they_predict(self):
-        groups = {"1 MiB": {"ours": 2, "gloo": 4, "ours model": 1}}
-        figure = plots.bars(groups, quantity="time", unit="s")
-        looks = {name: bar for name, (bar,) in bars_of(figure.figure.axes[0]).items()}
         model = plots.Style(to_hex(looks["ours"].get_facecolor())).model
         assert looks["ours model"].get_hatch() == model.hatch
         assert to_hex(looks["ours model"].get_facecolor()) == model.color
         assert looks["ours"].get_facecolor() != looks["gloo"].get_facecolor()
-        assert "2 times the model" in figure.caption
-
-    @pytest.mark.parametrize(
-        ("value", "unit", "label"),
-        [
-            (3 * 2**20, "bytes", "sent (MiB)"),
-            (4e-5, "s", "sent (µs)"),
-            (12, "messages", "sent (messages)"),
-        ],
-    )
-    def test_unit_fits_the_largest(self, value, unit, label):
-        figure = plots.bars({"ring": {"measured": value}}, quantity="sent", unit=unit)
-        assert figure.figure.axes[0].get_ylabel() == label
+        assert "1.33 times the model" in figure.caption
 
 
 class TestLearningCurves:

@@ -30,13 +30,6 @@ class TestTimeline:
         assert colors == [plots.STYLES[span.kind].color for span in TRACE.spans]
         assert legend_of(figure) == ["compute", "communicate", "wait"]
 
-    @pytest.mark.parametrize(("factor", "unit"), [(1e-3, "µs"), (1, "ms"), (1000, "s")])
-    def test_unit_fits_the_range(self, factor, unit):
-        spans = [Span(s.rank, s.kind, factor * s.start_s, factor * s.end_s) for s in SPANS]
-        axes = plots.timeline(of_ranks(*spans)).figure.axes[0]
-        assert axes.get_xlabel() == f"time since the start ({unit})"
-        assert axes.get_xlim()[1] == pytest.approx(5, rel=0.01)
-
     def test_the_caption_is_what_explain_says_of_the_time_that_is_drawn(self):
         spans = [replace(s, start_s=s.start_s + 0.005, end_s=s.end_s + 0.005) for s in SPANS]
         trace = of_ranks(*spans)
@@ -65,10 +58,9 @@ class TestTimeline:
         assert figure.figure.axes[0].get_ylabel() == "rank · device,\npeak memory"
         assert "rank 0 · cuda:0, 1 MiB + 5 B: compute 4 ms" in figure.alt
 
-    def test_a_prediction_says_model(self):
+    def test_a_prediction_is_hatched_and_says_model(self):
         figure = plots.timeline(TRACE, model=True)
         assert legend_of(figure)[0] == "compute (model)"
-        assert figure.alt.startswith("Predicted")
         assert figure.caption.startswith("Model: ")
         hatches = {c.get_hatch() for c in figure.figure.axes[0].collections} - {None}
         assert hatches == {plots.STYLES["compute"].model.hatch}
@@ -79,12 +71,6 @@ class TestTimeline:
         assert figure.figure.get_figheight() < 10
         assert len(figure.figure.axes[0].get_yticks()) <= 34
         assert len(figure.alt) < 200
-        spans = [
-            Span(rank, "wait", i * 1e-4, (i + 1) * 1e-4) for rank in (0, 1) for i in range(5000)
-        ]
-        figure = plots.timeline(of_ranks(*spans))
-        assert len(boxes_of(figure)) == 10_000
-        assert len(figure.figure.axes[0].collections) == 1, "no hatch on narrow bars"
 
     def test_another_thread_is_a_thin_lane_under_its_rank(self):
         main, other = Span(0, "compute", 0, 3), Span(0, "all_reduce", 1, 4, lane=1)
@@ -93,8 +79,7 @@ class TestTimeline:
         # Nothing of a rank is drawn over anything else, and the other thread's bar is thinner.
         assert main[3] < other[2] < other[3] < beside[2]
         assert other[3] - other[2] < (main[3] - main[2]) / 2
-        assert "in other threads: all_reduce 3 s" in figure.alt
-        assert "thin lane" in figure.caption
+        assert figure.alt.endswith("Thin lanes are other threads: all_reduce 3 s.")
 
     def test_where_nothing_is_to_be_seen_it_says_what_spans_are(self):
         for trace, start_s in ((Trace(), None), (TRACE, 3.0)):
@@ -105,7 +90,6 @@ class TestTimeline:
 def test_phases_are_the_seconds_by_kind_end_to_end():
     assert "rank 1 5 ms: compute 1 ms, communicate 1 ms, wait 3 ms" in plots.phases(TRACE).alt
     figure = plots.phases({"ring": {"compute": 3, "wait": 1}, "idle": {}})
-    row = figure.figure.axes[0].patches[:3]
-    assert [(bar.get_x(), bar.get_width()) for bar in row if bar.get_y() < 0] == [(0, 3), (3, 1)]
-    assert "ring: 4 s, of which compute takes 3 s; the shortest is idle" in figure.caption
+    assert boxes_of(figure)[:, :2].tolist() == [[0, 3], [3, 4]]
+    assert "The longest bar is ring, 4 s; the shortest is idle, 0 s." in figure.caption
     assert lanes_of(figure) == ["ring", "idle"]

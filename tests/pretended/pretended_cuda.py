@@ -1,6 +1,5 @@
 """The parts of ``torch.cuda`` that need a GPU, for ``pretended_gpus``."""
 
-import struct
 import time
 import uuid
 from collections import defaultdict
@@ -10,7 +9,6 @@ import pretended_gpus as gpus
 import torch
 
 MEMORY_BYTES = 16 * 2**30
-_BLOCK = 2 * 2**20
 _allocated = defaultdict(int)
 _peak = defaultdict(int)
 
@@ -42,7 +40,7 @@ class Stream:
         self.stream_id = self.cuda_stream = 0
 
     def wait_event(self, event):
-        event.check_device()
+        assert isinstance(event, Event), event
 
     def wait_stream(self, stream):
         assert isinstance(stream, Stream), stream
@@ -58,9 +56,6 @@ class Stream:
     def query(self):
         return True
 
-    def is_capturing(self):
-        return False
-
     def __enter__(self):
         self._context = torch.cuda.stream(self)
         self._context.__enter__()
@@ -69,31 +64,19 @@ class Stream:
     def __exit__(self, *error):
         self._context.__exit__(*error)
 
-    def __repr__(self):
-        return f"<torch.cuda.Stream device={self.device} pretended>"
-
 
 class Event:
     """An event: when it was recorded, by the host's clock, and of which GPU."""
 
-    def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
-        self._timing, self._interprocess = enable_timing, interprocess
+    def __init__(self, enable_timing=False, **options):
         self._recorded_s = self.device = None
 
     def record(self, stream=None):
         stream = torch.cuda.current_stream() if stream is None else stream
-        if self.device is not None and self.device != stream.device:
-            raise RuntimeError(
-                f"Event device {self.device.index} does not match recording stream's device "
-                f"{stream.device.index}."
-            )
         self.device, self._recorded_s = stream.device, time.perf_counter()
 
-    def check_device(self):
-        gpus.initialise()
-
     def wait(self, stream=None):
-        self.check_device()
+        gpus.initialise()
 
     def query(self):
         return True
@@ -102,17 +85,10 @@ class Event:
         gpus.initialise()
 
     def elapsed_time(self, end):
-        """Milliseconds, in float32 as CUDA gives them."""
-        if not (self._timing and end._timing):
-            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-        if self._recorded_s is None or end._recorded_s is None:
-            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        """Milliseconds."""
         if self.device != end.device:
             raise RuntimeError("CUDA error: invalid resource handle (events of two GPUs)")
-        (rounded,) = struct.unpack(
-            "f", struct.pack("f", (end._recorded_s - self._recorded_s) * 1e3)
-        )
-        return rounded
+        return (end._recorded_s - self._recorded_s) * 1e3
 
 
 class StreamContext:
@@ -171,16 +147,6 @@ def get_device_properties(device=None):
         total_memory=MEMORY_BYTES,
         multi_processor_count=132,
         uuid=uuid.UUID(int=device.index),
-        pci_bus_id=device.index,
-        pci_device_id=0,
-        pci_domain_id=0,
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        warp_size=32,
-        L2_cache_size=50 * 2**20,
-        max_threads_per_multi_processor=2048,
-        shared_memory_per_block=48 * 2**10,
-        regs_per_multiprocessor=65536,
     )
 
 
@@ -197,16 +163,8 @@ def synchronize(device=None):
     gpus.resolved("cuda" if device is None else device)
 
 
-def can_device_access_peer(device, peer):
-    return gpus.resolved(device) != gpus.resolved(peer)
-
-
 def _index(device):
     return gpus.current() if device is None else gpus.resolved(device).index
-
-
-def _reserved(num_bytes):
-    return -(-num_bytes // _BLOCK) * _BLOCK
 
 
 def memory_allocated(device=None):
@@ -217,31 +175,8 @@ def max_memory_allocated(device=None):
     return _peak[_index(device)]
 
 
-def memory_reserved(device=None):
-    return _reserved(_allocated[_index(device)])
-
-
-def max_memory_reserved(device=None):
-    return _reserved(_peak[_index(device)])
-
-
-def memory_stats(device=None):
-    stats = defaultdict(int)
-    for name, now, peak in (
-        ("allocated", memory_allocated(device), max_memory_allocated(device)),
-        ("reserved", memory_reserved(device), max_memory_reserved(device)),
-    ):
-        stats[f"{name}_bytes.all.current"], stats[f"{name}_bytes.all.peak"] = now, peak
-    return stats
-
-
 def reset_peak_memory_stats(device=None):
     _peak[_index(device)] = _allocated[_index(device)]
-
-
-def mem_get_info(device=None):
-    device = gpus.resolved("cuda" if device is None else device)
-    return MEMORY_BYTES - _reserved(_allocated[device.index]) - 400 * 2**20, MEMORY_BYTES
 
 
 def _sleep(cycles):
@@ -263,10 +198,7 @@ def install():
         "_exchange_device": gpus.make_current,
         "_maybe_exchange_device": gpus.make_current,
         "stream": StreamContext,
-        "get_arch_list": lambda: ["sm_80", "sm_90"],
         "is_current_stream_capturing": lambda: False,
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "get_device_name": lambda device=None: get_device_properties(device).name,
         "get_device_capability": lambda device=None: (9, 0),
         "default_generators": tuple(torch._C.Generator() for _ in range(gpus.num_gpus())),
     }
@@ -298,7 +230,6 @@ def _current_accelerator(check_available=False):
 
 _PUBLIC = (
     *("Stream", "Event", "StreamContext", "default_stream", "current_stream", "set_stream"),
-    *("get_device_properties", "set_device", "current_device", "synchronize"),
-    *("can_device_access_peer", "memory_allocated", "max_memory_allocated", "memory_reserved"),
-    *("max_memory_reserved", "memory_stats", "reset_peak_memory_stats", "mem_get_info", "_sleep"),
+    *("get_device_properties", "set_device", "current_device", "synchronize", "_sleep"),
+    *("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"),
 )

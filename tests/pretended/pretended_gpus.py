@@ -3,11 +3,10 @@
 What holds, so that the code for GPUs runs as it would:
 
 * ``torch.cuda`` shows N GPUs (fewer with ``CUDA_VISIBLE_DEVICES``), with events, streams, a
-  current device per thread, properties and memory in use. An event's times are float32
-  milliseconds.
-* Each storage has a label, ``cpu`` or ``cuda:k``, that ``.device``, ``.is_cuda`` and ``repr``
-  show. Results have the label of their operands; operands on two devices raise, as does
-  ``.numpy()`` of a tensor on a GPU, or a GPU that does not exist.
+  current device per thread, properties and memory in use.
+* Each storage has a label, ``cpu`` or ``cuda:k``, that ``.device`` and ``.is_cuda`` show. Results
+  have the label of their operands; operands on two devices raise, as does ``.numpy()`` of a tensor
+  on a GPU, or a GPU that does not exist.
 * ``init_process_group("nccl")`` and ``new_group`` are gloo underneath, and say nccl. On nccl a
   tensor on the CPU raises, on gloo a GPU's tensor in ``send`` and ``recv`` does.
 * ``autocast("cuda")``, ``GradScaler``, ``pin_memory``, DDP with ``device_ids``, and

@@ -173,27 +173,9 @@ def _is_pinned(func, args, kwargs):
     return bool(held and held.pinned)
 
 
-def _repr(func, args, kwargs):
-    text = func(*args, **kwargs)
-    device = shown(args[0])
-    if device.type != "cuda" or "device=" in text or not text.endswith(")"):
-        return text
-    return f"{text[:-1]}, device='{device}')"
-
-
 def _grad(func, args, kwargs):
     out = func(*args, **kwargs)
     return out if out is None else set_label(out, shown(args[0]))
-
-
-def _set_grad(func, args, kwargs):
-    tensor, gradient = args
-    if gradient is not None and label(gradient) not in (None, label(tensor)):
-        raise RuntimeError(
-            "attempting to assign a gradient with device type "
-            f"'{shown(gradient)}' to a tensor with device type '{shown(tensor)}'"
-        )
-    return func(*args, **kwargs)
 
 
 def _gradients(func, args, kwargs):
@@ -207,29 +189,8 @@ def _gradients(func, args, kwargs):
     return out
 
 
-def _set_item(func, args, kwargs):
-    tensor, index, value = args
-    own, indices = label(tensor), list(tensors_in([index]))
-    _check_indices(own, indices)
-    # Slices copy from any device; a tensor as the index does not.
-    if indices and isinstance(value, T) and value.dim():
-        common(func, [tensor, value])
-    return func(*args, **kwargs)
-
-
 def _get_item(func, args, kwargs):
-    _check_indices(label(args[0]), list(tensors_in(args[1:])))
     return set_label(func(*args, **kwargs), label(args[0]) or CPU)
-
-
-def _check_indices(own, indices):
-    """A GPU's tensor may be indexed from the CPU, but not the other way round."""
-    for index in indices:
-        if label(index) not in (None, CPU, own):
-            raise RuntimeError(
-                "indices should be either on cpu or on the same device as the indexed tensor "
-                f"({own})"
-            )
 
 
 def _one_by_one(func, args, kwargs):
@@ -254,11 +215,6 @@ def _reduce(tensor, protocol):
     return _rebuilt, (str(device), rebuild, arguments)
 
 
-def _record_stream(tensor, stream):
-    if shown(tensor).type != "cuda":
-        raise NotImplementedError("Could not run 'aten::record_stream' with a tensor on the CPU")
-
-
 def _unchanged(func, args, kwargs):
     return func(*args, **kwargs)
 
@@ -271,7 +227,6 @@ SPECIAL = {
         -1 if (d := shown(args[0])).index is None else d.index
     ),
     T.grad.__get__: _grad,
-    T.grad.__set__: _set_grad,
     T.to: _to,
     T.cuda: _cuda,
     T.cpu: _cpu,
@@ -280,9 +235,7 @@ SPECIAL = {
     T.__array__: _only_on_cpu,
     T.pin_memory: _pin_memory,
     T.is_pinned: _is_pinned,
-    T.__repr__: _repr,
     T.__getitem__: _get_item,
-    T.__setitem__: _set_item,
     torch.as_tensor: _as_tensor,
     torch.autograd.grad: _gradients,
 }
@@ -298,7 +251,16 @@ FREE = (
 FREE += (T.data.__set__, T.requires_grad_, T.size, T.dim, T.stride, T.numel, T.data_ptr, T.set_)
 FREE += (T.untyped_storage, T.is_contiguous, T.is_floating_point, T.element_size, T.__hash__)
 FREE += (torch._has_compatible_shallow_copy_type, torch.is_same_size, T.is_same_size)
-FREE += (torch.result_type, T.is_set_to, T.__len__, T.__format__, torch.is_floating_point)
+FREE += (
+    T.__setitem__,
+    T.__repr__,
+    T.grad.__set__,
+    torch.result_type,
+    T.is_set_to,
+    T.__len__,
+    T.__format__,
+    torch.is_floating_point,
+)
 READ = ("shape", "dtype", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout", "_version")
 READ += ("nbytes", "itemsize", "is_meta", "is_sparse", "is_quantized", "names", "output_nr")
 SPECIAL |= {func: _unchanged for func in FREE}
@@ -325,8 +287,8 @@ class Pretend(TorchFunctionMode):
             device = common(func, tensors_in((*args, *kwargs.values())))
         if device is None and not in_backward():
             device = CPU
-        if (generator := kwargs.get("generator")) is not None and device is not None:
-            _check_generator(generator, device)
+        if kwargs.get("generator") is not None and device is not None and device.type == "cuda":
+            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         out = func(*args, **kwargs)
         if device is not None:
             for tensor in tensors_in((out,)):
@@ -349,27 +311,6 @@ def _without_device(kwargs):
     return device, pinned, kwargs | {"device": CPU if device.type == "cuda" else device}
 
 
-def _check_generator(generator, device):
-    if generator.device.type != device.type:
-        raise RuntimeError(
-            f"Expected a '{device.type}' device type for generator but found "
-            f"'{generator.device.type}'"
-        )
-
-
-class Generator(torch._C.Generator):
-    """A generator that says it is on the device it was made for."""
-
-    def __new__(cls, device="cpu"):
-        made = super().__new__(cls, device="cpu")
-        made._device = gpus.resolved(device)
-        return made
-
-    @property
-    def device(self):
-        return self._device
-
-
 MODE = Pretend()
 
 
@@ -386,9 +327,7 @@ def active():
 
 def install():
     """Change what takes a device and is no function on tensors."""
-    torch.Generator = Generator
-    # In C++ it looks at the stream's type before it asks for the mode.
-    T.record_stream = _record_stream
+    T.record_stream = lambda tensor, stream: None
     _ORIGINALS["_reduce_ex_internal"] = T._reduce_ex_internal
     T._reduce_ex_internal = _reduce
     run_backward = torch.autograd._engine_run_backward

@@ -47,12 +47,6 @@ def test_a_cell_that_raises_keeps_the_old_file(tool, tmp_path, capfd):
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_a_cell_that_is_meant_to_raise_is_stored(tool, tmp_path):
-    path = write(tool, tmp_path / "a.ipynb", "1 / 0", tags=["raises-exception"])
-    assert tool.main([str(path)]) == 0
-    assert tool.nbformat.read(path, as_version=4).cells[0].outputs[0].ename == "ZeroDivisionError"
-
-
 def test_a_cell_between_two_others_leaves_their_ids(tool):
     def ids(*sources):
         v4 = tool.nbformat.v4

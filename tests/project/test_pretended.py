@@ -46,7 +46,6 @@ def fails(action):
 assert torch.cuda.device_count() == 2 and not torch.cuda.is_initialized()
 here, there = torch.ones(3), torch.ones(3, device="cuda:1")
 assert torch.cuda.is_initialized() and torch.cuda.memory_allocated(1) == 512
-assert str(there) == "tensor([1., 1., 1.], device='cuda:1')"
 assert here.device.type == "cpu" and (2 * there)[1:].device == torch.device("cuda:1")
 assert "same device" in fails(lambda: here + there)
 assert "same device" in fails(lambda: torch.stack([here, there]))
@@ -203,7 +202,7 @@ def test_a_page_runs_on_two_and_says_the_same():
 
 
 def texts(cell):
-    """The printed text of a cell's outputs, and whether one of them is an error."""
+    """The printed text of a cell, which may come in parts, and the kinds of its other outputs."""
     found = cell.get("outputs", [])
-    streams = [(one.name, one.text) for one in found if one.output_type == "stream"]
-    return streams, [one.output_type for one in found]
+    printed = "".join(one.text for one in found if one.output_type == "stream")
+    return printed, [one.output_type for one in found if one.output_type != "stream"]

@@ -298,7 +298,7 @@ class TestRpcAmongStrangers:
 
     def test_among_other_people_it_is_refused_unless_they_are_trusted(self, monkeypatch):
         self.people(monkeypatch, 1001, 1004)
-        with pytest.raises(ValueError, match=r"user 1001, 1004.*without builtin"):
+        with pytest.raises(ValueError, match=r"users \(1001, 1004\).*without builtin"):
             remote.check_available()
         monkeypatch.setenv(remote.TRUST, "1")
         remote.check_available()

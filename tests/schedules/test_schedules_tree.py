@@ -5,7 +5,6 @@ import pytest
 from labkit.schedules.tree import (
     binomial_broadcast,
     binomial_reduce,
-    pairwise_exchange,
     recursive_doubling,
     recursive_doubling_return,
 )
@@ -87,12 +86,3 @@ def test_recursive_doubling_adds_every_rank_exactly_once(world_size):
     everyone = [frozenset(range(world_size))] * world_size
     assert play(recursive_doubling_return, world_size, complete) == everyone
     assert len(by_step(recursive_doubling, world_size)) == rounds(inner) + (inner < world_size)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_an_exchange_reaches_everyone(world_size):
-    for rank in range(world_size):
-        others = [other for other in range(world_size) if other != rank]
-        assert sorted(step.dst for step in pairwise_exchange(rank, world_size)) == others
-    for row in by_step(pairwise_exchange, world_size):
-        assert sorted(transfer.dst for transfer in row.values()) == list(range(world_size))

@@ -3,19 +3,16 @@
 import itertools
 import os
 import signal
-import threading
 import time
 
 import pytest
 import torch
 from odd_models import Everything, seeded, sgd, some_batches, with_batch_norm
 from ranks import running_ranks, travel_by_value, wait_until
-from torch import nn
 
-from labkit import WorkerError, run, strategies, train_with
+from labkit import run, strategies, train_with
 from labkit.costs.traffic import parameter_server_cost
 from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.strategies.builtin.rpc import RpcAsyncParameterServer, RpcParameterServer
 from labkit.strategies.parameter_server import ParameterServer, answer_one_by_one
 
 travel_by_value(__name__)
@@ -139,31 +136,3 @@ def test_the_server_goes_on_without_a_worker_that_dies_and_says_so(monkeypatch, 
     assert result.messages[2] == 0
     assert result.replicas_agree
     assert wait_until(lambda: not running_ranks(), 2)
-
-
-def lose_a_rank(comm, technique, lost):
-    strategy = technique()
-    strategy.setup(comm, nn.Linear(6, 6), lambda p: torch.optim.SGD(p, lr=0.1))
-    samples = int(comm.rank > 0)
-    batch = torch.ones(samples, 6), torch.zeros(samples, dtype=torch.int64), 2
-
-    def batches():
-        yield from [batch] * 3
-        if comm.rank == lost:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield from itertools.repeat(batch)
-
-    if technique is RpcAsyncParameterServer:
-        if comm.rank == lost == 0:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        list(strategy.train(batches(), steps=1000, epochs=1000))
-    for batch in batches():
-        strategy.step(*batch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("technique", [RpcParameterServer, RpcAsyncParameterServer])
-@pytest.mark.parametrize("lost", [0, 2], ids=["server", "worker"])
-def test_over_rpc_a_rank_that_dies_ends_the_run(technique, lost):
-    with pytest.raises(WorkerError, match=rf"rank {lost}\b(?s:.)*SIGKILL"):
-        run(lose_a_rank, technique, lost, world_size=3)

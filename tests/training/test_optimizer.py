@@ -56,13 +56,6 @@ def test_epochs_are_counted_in_updates():
     assert found == pytest.approx([0.05] * 3 + [0.005] * 3 + [0.0005])
 
 
-def test_an_asynchronous_server_makes_an_update_for_each_worker_with_samples():
-    # Five workers; the last batch has two samples, so three of them have none.
-    settings = {"world_size": 6, "lr_schedule": "step:1:0.1", "warmup_epochs": 0}
-    optimizer = make("async_parameter_server", num_samples=20, **settings)
-    assert rates(optimizer, 13) == pytest.approx([0.05] * (5 + 5 + 2) + [0.005])
-
-
 def updates_made(comm, jobs):
     """By job: the report, and the number of the next update of each optimizer on this rank."""
     found = {}

@@ -95,11 +95,9 @@ LOADER = DataLoader(TensorDataset(INPUTS, TARGETS))
 WEIGHTS = torch.tensor([1.0, 5.0, 0.1])
 REFUSED = {
     "of type DataLoader.* such as a DataLoader's dataset": {"dataset": LOADER},
-    r"inputs \[30, 6\] and targets \[29\]: give one": {"dataset": (INPUTS, TARGETS[1:])},
     "is a tuple, not a pair": {"dataset": Points(lambda x, y, i: (x, y, i))},
     "uses args.*Own.* cannot be pickled .*Create": {"dataset": Points(lock=threading.Lock())},
     r"do not take torch.float32 inputs \[4, 6\] and": {"model": net(inputs=5)},
-    "nothing can be trained": {"model": net().requires_grad_(False)},
     r"Linear\(\) raised .*Give a function without arguments": {"model": nn.Linear},
     "model is of type int: give an nn.Module": {"model": 5},
     "Target 2 is out of bounds": {"model": net(outputs=2)},

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from labkit.workload.datasets import load_dataset, open_folder
-from labkit.workload.samples import Transform, seeded
+from labkit.workload.samples import Transform
 
 DIGITS_FOLDER = Path(__file__).parents[2] / "data" / "digits"
 
@@ -63,33 +63,6 @@ def test_torchvision_reads_the_same_files(mnist_root, monkeypatch):
     torch.testing.assert_close(pixels, (digits.test_inputs * 0.3761 + 0.3054) * 16)
 
 
-class TinyCifar:
-    """As torchvision's CIFAR10: data [N, 32, 32, 3] uint8, targets a list, files in a folder."""
-
-    def __init__(self, root, train=True, download=False):
-        folder = Path(root, "cifar-10-batches-py")
-        if download:
-            folder.mkdir()
-        elif not folder.is_dir():
-            raise RuntimeError("Dataset not found or corrupted.")
-        count = 6 if train else 2
-        self.data = np.zeros((count, 32, 32, 3), dtype=np.uint8)
-        self.data[:, 5, 7, 1] = 255
-        self.targets = list(range(count))
-
-
-def test_download_puts_the_set_in_place_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchvision.datasets.CIFAR10", TinyCifar)
-    data = load_dataset("cifar10", root=tmp_path / "new", download=True)
-    assert data.train_inputs.shape == (6, 3, 32, 32)
-    assert data.test_targets.tolist() == [0, 1]
-    green = data.train_inputs[0, 1]
-    assert green.argmax().item() == 5 * 32 + 7
-    assert green.max().item() == pytest.approx((1 - 0.4822) / 0.2435)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["cifar-10-batches-py"]
-    assert len(load_dataset("cifar10", root=tmp_path / "new", download=True).test_targets) == 2
-
-
 def put(folder, name, count=2, size=(6, 5), color=0):
     (folder / name).mkdir(parents=True, exist_ok=True)
     for number in range(count):
@@ -118,20 +91,6 @@ def test_images_in_folders_are_those_of_torchvision(pets):
     assert [number for _, number in open_folder(str(pets), train_size=4)[0]] == [0, 0, 0, 1]
     (pets / "val").rename(pets / "elsewhere")
     assert open_folder(str(pets))[1] is None
-
-
-def test_images_are_scaled_and_cropped_at_random(pets):
-    wide = np.arange(300, dtype=np.uint8).reshape(10, 10, 3)
-    for part in ("train", "val"):
-        Image.fromarray(wide).save(pets / part / "dog" / "0.png")
-    train, val = open_folder(str(pets), resize=8, crop=True)
-    with seeded(1):
-        images = [image for image, _ in train]
-    with seeded(1):
-        assert all(torch.equal(a, b) for a, (b, _) in zip(images, train))
-    assert {tuple(image.shape) for image in images} == {(3, 8, 8)}
-    for images, draws in ((train, 5), (val, 1)):
-        assert len({bytes(images[3][0].numpy()) for _ in range(5)}) == draws
 
 
 def test_mistakes_in_folders_are_named(pets):

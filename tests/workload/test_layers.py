@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from labkit.workload.layers import (
-    EmulatedLayer,
     HeldBytes,
     layers_of,
-    meta_copy,
     named_layers,
     output_shapes,
 )
@@ -52,23 +50,6 @@ def test_shapes_on_paper_are_those_of_a_real_run(name):
         assert (value.shape, value.dtype) == (shape, dtype)
 
 
-def test_the_floats_that_cross_the_cuts_of_vgg16_at_299_pixels():
-    with torch.device("meta"):
-        features = build_model("vgg16", num_classes=10, input_shape=(3, 299, 299), seed=0)
-    shapes = [shape for shape, _ in output_shapes(features, (3, 299, 299))]
-    assert [shapes[point - 1].numel() for point in (15, 31)] == [1_401_856, 41_472]
-
-
-def test_a_meta_copy_has_the_ties_of_its_model_and_no_memory():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
-    model[2].weight, model[0].mask = model[0].weight, torch.ones(3)
-    copied = meta_copy(model)
-    assert copied[2].weight is copied[0].weight
-    held = {tensor.device.type for tensor in (*copied.state_dict().values(), copied[0].mask)}
-    assert held == {"meta"}
-    assert model[0].weight.device.type == "cpu"
-
-
 def test_what_a_forward_keeps_for_its_backward_in_bytes():
     linear = nn.Linear(4, 4)
     inputs = torch.randn(3, 4)
@@ -82,14 +63,3 @@ def test_what_a_forward_keeps_for_its_backward_in_bytes():
     with HeldBytes(linear) as held:
         torch.tanh(inputs[:1].requires_grad_())
     assert held.num_bytes == 4 * 4
-
-
-def test_an_emulated_layer_sleeps_forward_and_twice_as_long_backward_and_trains(monkeypatch):
-    slept = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    layer, value = EmulatedLayer(sample_s=0.5, call_s=2.0), torch.ones(4, 3, requires_grad=True)
-    layer(value).sum().backward()
-    assert (slept, layer.scale.grad) == ([4.0, 8.0], 12)
-    assert torch.equal(value.grad, torch.ones(4, 3))
-    assert output_shapes(nn.Sequential(EmulatedLayer(9.0)), (3,), 5)[0][0] == (5, 3)
-    assert slept[2:] == [0.0]

@@ -1,8 +1,5 @@
 """Batches of samples: the same random numbers whatever was drawn before, and right inputs."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
@@ -15,7 +12,6 @@ from labkit.workload.samples import (
     Transform,
     batch_slices,
     epoch_order,
-    seeded,
     share,
 )
 
@@ -40,26 +36,6 @@ def test_batches_by_number_also_none_and_some_twice():
     assert {one.dtype for one in inputs} == {torch.float64}
 
 
-def all_three():
-    return torch.rand(1).item(), random.random(), np.random.rand()
-
-
-def test_the_states_of_all_generators_come_back():
-    def begin():
-        for generator in (torch.manual_seed, random.seed, np.random.seed):
-            generator(7)
-
-    begin()
-    expected = [all_three() for _ in range(2)]
-    begin()
-    assert all_three() == expected[0]
-    with seeded(3):
-        inside = all_three()
-    with seeded(3):
-        assert all_three() == inside
-    assert all_three() == expected[1]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_each_augmentation_depends_on_seed_epoch_and_sample_alone(name, dtype):
@@ -77,16 +53,6 @@ def test_each_augmentation_depends_on_seed_epoch_and_sample_alone(name, dtype):
     assert torch.equal(torch.cat(parts), whole[order])
     assert not torch.equal(samples.read(torch.arange(40), 1)[0], whole)
     assert samples.read(torch.arange(0), 0)[0].shape == (0, 3, 20, 20)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_resized_image_does_not_depend_on_the_others_of_its_batch(dtype):
-    images = torch.randint(0, 256, (13, 3, 20, 9), dtype=torch.uint8)
-    resized = Transform(resize=7)
-    whole = resized(images, dtype)
-    assert (whole.shape, whole.dtype) == ((13, 3, 7, 7), dtype)
-    assert torch.equal(torch.cat([resized(part, dtype) for part in images.split(3)]), whole)
-    assert torch.equal(torch.stack([resized(image, dtype) for image in images]), whole)
 
 
 def test_right_predictions_are_counted_where_the_loss_is_computed():

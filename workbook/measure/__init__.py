@@ -7,10 +7,9 @@
     pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
     checkpoint    for how long a checkpoint stops the training
 
-``make two-hosts``, ``make elsewhere`` and ``make gpu-report`` run the scripts of these names in
-tools/; ``two_hosts`` and ``elsewhere`` show their records. ``turns`` has the rules of timing,
-``record`` what is recorded beside the results, ``compare`` the command ``labkit compare``.
-``python tools/bench_mpi.py`` is the all-reduce bench with MPI as an additional contender.
+``turns`` has the rules of timing, ``record`` what is recorded beside the results, ``compare`` the
+command ``labkit compare``. ``two_hosts`` and ``elsewhere`` show the records of ``make two-hosts``
+and ``make elsewhere``.
 """
 
 import lazy_loader

@@ -1,6 +1,6 @@
 """``labkit bench all-reduce``: our algorithms against gloo and NCCL, in turns in one run.
 
-Beside the seconds stands the alpha-beta model, fitted to single messages of the same ranks.
+Beside the seconds stands the alpha-beta model, fitted to messages between as many ranks.
 
 Symbols: P ranks, S bytes of one rank's tensor.
 """
@@ -18,28 +18,18 @@ from torch import Tensor
 from labkit import collectives
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
-from labkit.costs.link import all_reduce_seconds, crossover_bytes, fit_link
-from labkit.units import MOST_BYTES, check_integer, format_bytes, format_number, format_seconds
+from labkit.costs.link import Link, all_reduce_seconds, crossover_bytes
+from labkit.training.measured import measure_link
+from labkit.units import format_bytes
 from workbook.measure.record import Result
 from workbook.measure.spread import Spread
-from workbook.measure.turns import (
-    check_settings,
-    on_ranks,
-    process_groups,
-    slowest,
-    take_turns,
-    timed,
-)
+from workbook.measure.turns import Where, on_ranks, slowest, take_turns, timed
 
 SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
-# Seconds for the repeats of one size; of one size of message, in a row as in a collective.
-_BUDGET_S, _MESSAGE_BUDGET_S, _IN_A_ROW = 5.0, 1.5, 4
-MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
-_MOST_MESSAGES = 10
 _MODELLED = ("naive", "tree", "ring")
 _REFERENCES = ("gloo", "MPI", "NCCL")
 # More curves than these hide each other.
-_DRAWN = ("fast ring", "ring", "tree", "gloo", "MPI", "NCCL")
+_DRAWN = ("fast ring", "ring", "tree", *_REFERENCES)
 
 AllReduce = Callable[[Tensor], object]
 # A contender from outside the package: a context manager that each rank enters once. It yields a
@@ -49,95 +39,53 @@ Guest = Callable[[Comm], contextlib.AbstractContextManager[Callable[[int], float
 
 
 def bench_all_reduce(
-    world_sizes: tuple[int, ...] = (2, 4),
-    sizes_bytes: tuple[int, ...] = SIZES_BYTES,
-    repeats: int = 50,
-    device: str = "auto",
-    devices: tuple[str, ...] | None = None,
-    *,
+    world_size: int,
+    sizes_bytes: tuple[int, ...],
+    repeats: int,
+    where: Where,
     guests: Mapping[str, Guest] | None = None,
 ) -> Iterator[Result]:
-    """Time all available all-reduces on float32 tensors; yield one result per world size.
+    """Time all available all-reduces on float32 tensors of these sizes, multiples of 4.
 
     The tensors are in ordinary memory, not placed in shared memory beforehand. Every turn starts
-    from the same values, and every rank checks its result.
-
-    Args:
-        world_sizes: of the runs, each at least 2.
-        sizes_bytes: S, multiples of 4.
-        repeats: at most; large tensors get fewer, at least 5.
-        device, devices: see ``labkit.run``. On ``cuda`` NCCL takes part where each rank has a GPU.
-        guests: additional contenders by name, as ``tools/bench_mpi.py`` adds MPI.
-
-    Raises:
-        ValueError: impossible sizes or world sizes, before anything runs.
-        WorkerError: a contender failed, or its result was wrong.
+    from the same values, and every rank checks its result: a wrong one is an error. NCCL takes
+    part where each rank has a GPU; ``guests`` are additional contenders by name, as
+    ``tools/bench_mpi.py`` adds MPI.
     """
-    where = {"device": device, "devices": devices}
-    check_settings("an all-reduce", world_sizes, repeats, where)
-    for size in sizes_bytes:
-        check_integer("a size in bytes", size, least=4, most=MOST_BYTES)
-        if size % 4:
-            raise ValueError(f"{size} bytes do not divide into float32: give a multiple of 4")
-    run = partial(on_ranks, measure, sizes_bytes, repeats, dict(guests or {}), where=where)
-    return (result_of(slowest(run(world_size=n)), n) for n in world_sizes)
+    link = measure_link(world_size, "exchange", gamma=True, **where)
+    settings = sizes_bytes, repeats, dict(guests or {})
+    seconds = slowest(on_ranks(measure, *settings, world_size=world_size, where=where))
+    yield result_of(seconds, link, world_size)
 
 
 def measure(
     comm: Comm, sizes_bytes: tuple[int, ...], repeats: int, guests: dict[str, Guest]
-) -> dict[str, dict]:
-    """Measure on this rank everything that one result needs; called on every rank."""
-    over_gloo = None
-    if comm.transport.shares_memory and dist.get_backend() == "gloo":
-        transport = TorchTransport("gloo", comm.device)
-        over_gloo = Comm(comm.rank, comm.world_size, comm.device, transport, keep_spans=1000)
+) -> dict[int, dict[str, list[float]]]:
+    """This rank's seconds by size and contender; called on every rank."""
     algorithms: dict[str, AllReduce] = {
         "fast ring": partial(collectives.fast_ring_all_reduce, comm),
         "ring": partial(collectives.ring_all_reduce, comm),
         "tree": partial(collectives.tree_all_reduce, comm),
         "naive": partial(collectives.naive_all_reduce, comm),
     }
-    if over_gloo:
+    if comm.transport.shares_memory and dist.get_backend() == "gloo":
+        transport = TorchTransport("gloo", comm.device)
+        over_gloo = Comm(comm.rank, comm.world_size, comm.device, transport, keep_spans=1000)
         algorithms["ring over gloo"] = partial(collectives.ring_all_reduce, over_gloo)
-    found: dict[str, dict] = {"messages": measure_messages(comm, repeats), "all_reduce": {}}
-    with process_groups(comm) as groups, contextlib.ExitStack() as stack:
-        for backend, group in groups.items():
-            name = "labkit backend" if backend == "labkit" else backend
-            algorithms[name] = partial(dist.all_reduce, group=group)
+    backends = {"gloo": "gloo", "labkit": "labkit backend"}
+    if comm.device.type == "cuda":
+        backends = {"gloo": "gloo"} | ({"nccl": "NCCL"} if dist.get_backend() == "nccl" else {})
+    for backend, name in backends.items():
+        algorithms[name] = partial(dist.all_reduce, group=dist.new_group(backend=backend))
+    found = {}
+    with contextlib.ExitStack() as stack:
         entered = {name: stack.enter_context(guest(comm)) for name, guest in guests.items()}
         for number, size in enumerate(sizes_bytes):
             comm.progress(number, len(sizes_bytes), format_bytes(size))
             tensors = Tensors(comm, size)
-            turns: dict[str, Callable[[], float]] = {
-                name: partial(tensors.turn, name, one) for name, one in algorithms.items()
-            }
+            turns = {n: partial(tensors.turn, n, one) for n, one in algorithms.items()}
             turns |= {name: partial(guest, size) for name, guest in entered.items()}
-            found["all_reduce"][size] = take_turns(comm, turns, repeats, _BUDGET_S)
-    return found
-
-
-def measure_messages(comm: Comm, repeats: int) -> dict[int, dict[str, list[float]]]:
-    """Time one step of a ring at several sizes: every rank sends right and receives from the left.
-
-    All ranks send at the same time: they share cores and memory bandwidth, so a fit holds for this
-    P only.
-
-    Returns:
-        This rank's seconds, by size: of a ``message``, and of ``add``, two tensors of that size.
-    """
-    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-
-    def turn(action: Callable[[], object]) -> float:
-        return timed(comm, lambda: [action() for _ in range(_IN_A_ROW)]) / _IN_A_ROW
-
-    found = {}
-    for size in MESSAGE_BYTES:
-        outgoing = torch.ones(size // 4, device=comm.device)
-        incoming = torch.zeros_like(outgoing)
-        exchange = partial(comm.exchange, outgoing, right, incoming, left)
-        turns = {"message": partial(turn, exchange)}
-        turns["add"] = partial(turn, partial(incoming.add_, outgoing))
-        found[size] = take_turns(comm, turns, min(repeats, _MOST_MESSAGES), _MESSAGE_BUDGET_S)
+            found[size] = take_turns(turns, repeats)
     return found
 
 
@@ -173,20 +121,11 @@ class Tensors:
         return seconds
 
 
-def result_of(measured: dict[str, Any], world_size: int) -> Result:
-    """The result of what ``measure`` returned on the slowest rank, and the model beside it.
+def result_of(seconds: dict[int, dict[str, list[float]]], link: Link, world_size: int) -> Result:
+    """The result of the slowest rank's seconds, and the model beside it.
 
-    ``bus_GB_per_s`` is 2 (P - 1) / P x S / t, which each link of a ring carries (busbw of
-    nccl-tests).
+    ``bus_GB/s`` is 2 (P - 1) / P x S / t, which each link of a ring carries (busbw of nccl-tests).
     """
-    seconds, messages = measured["all_reduce"], measured["messages"]
-
-    def fit(name: str, gamma: float = 0.0) -> Any:
-        points = [(size, one) for size, by_name in messages.items() for one in by_name[name]]
-        sizes, times = zip(*points, strict=True)
-        return fit_link(sizes, times, gamma)
-
-    link = fit("message", fit("add").beta_s_per_byte)
 
     def model_s(size: int, name: str, spread: Spread | None = None) -> float | None:
         return all_reduce_seconds(name, size, world_size, link) if name in _MODELLED else None
@@ -199,30 +138,24 @@ def result_of(measured: dict[str, Any], world_size: int) -> Result:
         return 2 * (world_size - 1) / world_size * size / spread.median / 1e9
 
     present = next(iter(seconds.values()))
-    drawn = [name for name in _DRAWN if name in present]
-    curves = {name: {size: one[name] for size, one in seconds.items()} for name in drawn}
     crossover = crossover_bytes(world_size, link)
 
     def figure() -> Any:
         from workbook.plots import size_curves
 
+        curves = {n: {s: one[n] for s, one in seconds.items()} for n in _DRAWN if n in present}
         model: Any = {n: {s: model_s(s, n) for s in seconds} for n in ("ring", "tree")}
         title = f"All-reduce on {world_size} ranks"
         return size_curves(curves, model, crossover, between=("tree", "ring"), title=title)
 
-    where = format_bytes(crossover) if math.isfinite(crossover) else "never"
+    overtakes = format_bytes(crossover) if math.isfinite(crossover) else "never"
     return Result(
         f"All-reduce of float32 in place, {world_size} ranks, in turns",
         {"world_size": world_size},
         seconds,
         tuple(name for name in _REFERENCES if name in present),
         "size_bytes",
-        {"bus_GB_per_s": bus, "model_s": model_s, "measured/model": ratio},
-        (
-            f"A message: {format_seconds(link.alpha_s)} + "
-            f"{format_number(link.beta_s_per_byte * 1e9)} ns per byte; adding one byte takes "
-            f"{format_number(link.gamma_s_per_byte * 1e9)} ns.",
-            f"The ring overtakes the tree in the model: {where}.",
-        ),
+        {"bus_GB/s": bus, "model_s": model_s, "measured/model": ratio},
+        (str(link), f"The ring overtakes the tree in the model: {overtakes}."),
         {f"{world_size}_ranks": figure},
     )

@@ -4,8 +4,10 @@ The state of one model that our DDP trains is saved in turns: as a checkpoint of
 a plain file of safetensors by rank 0 alone.
 """
 
+import itertools
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +18,20 @@ from labkit.comm.comm import Comm
 from labkit.strategies.ddp import DDP
 from labkit.training import checkpoint
 from labkit.training.checkpoint import Facts
-from labkit.units import check_choice, format_bytes
-from workbook.measure.model_step import ModelStep
+from labkit.units import format_bytes
 from workbook.measure.record import Result
-from workbook.measure.turns import Where, check_settings, on_ranks, slowest, take_turns, timed
+from workbook.measure.steps import step_of
+from workbook.measure.turns import Where, on_ranks, slowest, take_turns, timed
 
-# Samples of the global batch, by model.
-BATCH_SIZES = {"resnet18": 64, "small_cnn": 64}
 SAVE, PLAIN = "checkpoint", "safetensors alone"
-_BUDGET_S = 60.0
 
 
-def bench_checkpoint(
-    world_sizes: tuple[int, ...] = (2,),
-    models: tuple[str, ...] = tuple(BATCH_SIZES),
-    repeats: int = 20,
-    device: str = "auto",
-    devices: tuple[str, ...] | None = None,
-) -> Iterator[Result]:
-    """Time checkpoints and plain files, one result for each model.
-
-    Args:
-        world_sizes: of the runs.
-        models: names out of ``BATCH_SIZES``.
-        repeats: turns at most; slow models get fewer, at least 5.
-        device, devices: see ``labkit.run``.
-
-    Raises:
-        ValueError: an unknown model or an impossible world size, before anything runs.
-        WorkerError: a checkpoint failed.
-    """
-    where = {"device": device, "devices": devices}
-    check_settings("a checkpoint", world_sizes, repeats, where, least=1)
-    for model in models:
-        check_choice("model", model, BATCH_SIZES)
-    return (_result(ranks, model, repeats, where) for ranks in world_sizes for model in models)
-
-
-def _result(world_size: int, model: str, repeats: int, where: Where) -> Result:
+def bench_checkpoint(world_size: int, model: str, repeats: int, where: Where) -> Iterator[Result]:
+    """Time checkpoints and plain files."""
     with tempfile.TemporaryDirectory(prefix="labkit-checkpoints-") as folder:
         by_rank = on_ranks(measure, model, repeats, folder, world_size=world_size, where=where)
     num_bytes = by_rank[0]["num_bytes"]
-    return Result(
+    yield Result(
         f"Checkpoints of {model} ({format_bytes(num_bytes)}), {world_size} ranks, in turns",
         {"model": model, "world_size": world_size, "num_bytes": num_bytes},
         {"": slowest([rank["seconds"] for rank in by_rank])},
@@ -67,15 +41,15 @@ def _result(world_size: int, model: str, repeats: int, where: Where) -> Result:
 
 def measure(comm: Comm, model: str, repeats: int, folder: str) -> dict[str, Any]:
     """Measure on this rank: seconds by contender, and the bytes of the checkpoint's tensors."""
-    strategy, saved = DDP(), iter(range(1, 10**6))
-    ModelStep(model, BATCH_SIZES[model] // comm.world_size).of(strategy, comm)()
+    strategy, numbers = DDP(), itertools.count(1)
+    step_of(strategy, comm, model, batch_size=32 * comm.world_size)()
     state = {name: t for name, t in strategy.state().items() if not name.startswith("own/")}
     state = state if comm.rank == 0 else {"random": torch.get_rng_state()}
     # It refuses tensors that share memory.
     alone = {name: tensor.clone().cpu() for name, tensor in state.items()}
 
     def save() -> None:
-        path = checkpoint.step_path(folder, step := next(saved))
+        path = checkpoint.step_path(folder, step := next(numbers))
         checkpoint.save(comm, path, Facts(0, step, [], {}), state)
 
     def plain() -> None:
@@ -85,6 +59,6 @@ def measure(comm: Comm, model: str, repeats: int, folder: str) -> dict[str, Any]
             path.unlink(missing_ok=True)
             save_file(alone, path)
 
-    turns = {SAVE: lambda: timed(comm, save), PLAIN: lambda: timed(comm, plain)}
-    seconds = take_turns(comm, turns, repeats, _BUDGET_S)
-    return {"seconds": seconds, "num_bytes": sum(tensor.nbytes for tensor in state.values())}
+    turns = {SAVE: partial(timed, comm, save), PLAIN: partial(timed, comm, plain)}
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    return {"seconds": take_turns(turns, repeats), "num_bytes": num_bytes}

@@ -1,31 +1,44 @@
 """The command ``labkit bench``: run the benches; print, record and draw their results."""
 
-import glob
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit.files import check_writable
-from labkit.units import check_choice
-from workbook.measure.all_reduce import bench_all_reduce
+from labkit.devices import check_world_size, plan
+from labkit.units import check_choice, check_integer
+from labkit.workload.models import MODELS
+from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce
 from workbook.measure.checkpoint import bench_checkpoint
-from workbook.measure.ddp import bench_ddp
 from workbook.measure.launch import bench_launch
-from workbook.measure.pipeline import bench_pipeline
 from workbook.measure.placement import bench_placement
-from workbook.measure.record import Result, command_line, flag, machine, write
+from workbook.measure.record import Result, machine, write
+from workbook.measure.steps import bench_ddp, bench_pipeline
+from workbook.measure.turns import Where
 
-BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
-    "launch": bench_launch,
-    "all-reduce": bench_all_reduce,
-    "ddp": bench_ddp,
-    "placement": bench_placement,
-    "pipeline": bench_pipeline,
-    "checkpoint": bench_checkpoint,
+# Name -> what runs it, on one number of ranks and one model, and its options with their defaults.
+BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
+    "launch": (bench_launch, {"world_sizes": (2, 4), "repeats": 3}),
+    "all-reduce": (
+        bench_all_reduce,
+        {"world_sizes": (2, 4), "sizes_bytes": SIZES_BYTES, "repeats": 30},
+    ),
+    "ddp": (
+        bench_ddp,
+        {"world_sizes": (2,), "models": ("small_cnn", "resnet18", "vgg16"), "repeats": 20},
+    ),
+    "placement": (bench_placement, {"repeats": 6}),
+    "pipeline": (
+        bench_pipeline,
+        {"world_sizes": (2,), "models": ("vgg16", "resnet18"), "repeats": 10},
+    ),
+    "checkpoint": (
+        bench_checkpoint,
+        {"world_sizes": (2,), "models": ("resnet18", "small_cnn"), "repeats": 20},
+    ),
 }
 DRAWN = ("all-reduce", "placement")
-_PICTURES = (".png", ".svg")
 
 
 def main(
@@ -37,30 +50,59 @@ def main(
 ) -> int:
     """Run the benches of these names (all of them if none is given); print and record them.
 
-    Args:
-        names: out of ``BENCHES``; if empty, all.
-        json_path: where to write one bench's results, with hardware and versions.
-        figure_path: where to write its figures.
-        words: the command line, for the record.
-        settings: those arguments of the benches that the command line gives.
-
-    Returns:
-        0, the exit status.
+    One bench's results go to ``json_path``, with hardware, versions and the command's ``words``,
+    and its figures to ``figure_path``. ``settings`` are those options of the benches that the
+    command line gives, and where ranks run. Returns the exit status.
 
     Raises:
         ValueError: before anything runs, for options that are wrong or belong to another bench.
         OutputError: after the runs, a file could not be written.
     """
     chosen = names or list(BENCHES)
-    _check(chosen, settings, json_path, figure_path)
-    # A bench checks its settings when it is called, and runs when its results are iterated over.
-    runs = {name: BENCHES[name](**settings) for name in chosen}
-    for name, results in runs.items():
-        parameters = inspect.signature(BENCHES[name]).parameters.values()
-        options = [one for one in parameters if one.kind is not one.KEYWORD_ONLY]
-        config = {one.name: settings.get(one.name, one.default) for one in options}
-        show(results, {"command": command_line(words), "config": config}, json_path, figure_path)
+    if len(chosen) > 1 and (json_path, figure_path) != (None, None):
+        raise ValueError(f"--json and --figure are for one bench: name {' or '.join(chosen)}")
+    if figure_path is not None and Path(figure_path).suffix not in (".png", ".svg"):
+        raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
+    where = {name: settings.pop(name) for name in ("device", "devices") if name in settings}
+    for name in chosen:
+        check_choice("bench", name, BENCHES)
+        options = BENCHES[name][1]
+        if unknown := settings.keys() - options:
+            raise ValueError(f"bench {name} has no {', '.join(unknown)}")
+        if figure_path is not None and name not in DRAWN:
+            raise ValueError(f"bench {name} draws no figure: {', '.join(DRAWN)} do")
+        check(options | settings, where)
+    for name in chosen:
+        bench, options = BENCHES[name]
+        config = options | settings
+        how = {"command": shlex.join(["labkit", *words]), "config": config | {"where": where}}
+        show(results(bench, config, where), how, json_path, figure_path)
     return 0
+
+
+def check(config: dict[str, Any], where: Where) -> None:
+    """Raise ValueError for settings with which no bench could run."""
+    check_integer("repeats", config["repeats"])
+    for world_size in config.get("world_sizes", (2,)):
+        check_integer("the world size of a bench", world_size, least=2)
+        check_world_size(world_size)
+        plan(world_size, **where)
+    for model in config.get("models", ()):
+        check_choice("model", model, MODELS)
+    for size in config.get("sizes_bytes", ()):
+        if size < 4 or size % 4:
+            raise ValueError(f"{size} bytes do not divide into float32: give a multiple of 4")
+
+
+def results(
+    bench: Callable[..., Iterable[Result]], config: dict[str, Any], where: Where
+) -> Iterator[Result]:
+    """The results of a bench, one number of ranks and one model after the other."""
+    varied = {"world_sizes": "world_size", "models": "model"}
+    each = [[(varied[key], one) for one in config[key]] for key in varied if key in config]
+    rest = {key: value for key, value in config.items() if key not in varied}
+    for one in itertools.product(*each):
+        yield from bench(**dict(one), **rest, where=where)
 
 
 def show(
@@ -72,7 +114,7 @@ def show(
     """Print each result as soon as it is there; then write all of them, and their figures.
 
     What is there is written also if the bench is stopped before its end. ``how`` is the record's
-    first part: at least ``command`` and ``config``.
+    first part: at least ``command`` and ``config``. Several figures go to ``FILE_NAME.png`` each.
     """
     found: list[Result] = []
     try:
@@ -80,41 +122,11 @@ def show(
             print(result, flush=True)
             found.append(result)
     finally:
+        rows = [row for result in found for row in result.rows()]
+        draws = {name: draw for result in found for name, draw in result.figures.items()}
+        path, figures = Path(figure_path or ""), {}
+        for name, draw in draws.items() if figure_path else ():
+            place = path.with_stem(f"{path.stem}_{name}") if len(draws) > 1 else path
+            figures[str(place)] = draw()
         if found:
-            rows = [row for result in found for row in result.rows()]
-            record = {} if json_path is None else how | {"rows": rows} | machine()
-            write(record, json_path, {} if figure_path is None else _figures(found, figure_path))
-
-
-def _figures(found: list[Result], figure_path: str) -> dict[str, Any]:
-    """One figure goes to ``FILE.png``; several to ``FILE_NAME.png`` each."""
-    draws = {name: draw for result in found for name, draw in result.figures.items()}
-    path = Path(figure_path)
-    return {
-        str(path.with_stem(f"{path.stem}_{name}") if len(draws) > 1 else path): draw()
-        for name, draw in draws.items()
-    }
-
-
-def _check(
-    chosen: Sequence[str], settings: dict[str, Any], json_path: str | None, figure_path: str | None
-) -> None:
-    """Raise ValueError for options that do not fit the bench or each other."""
-    for name in chosen:
-        check_choice("bench", name, BENCHES)
-        for setting in settings:
-            if setting not in inspect.signature(BENCHES[name]).parameters:
-                raise ValueError(f"bench {name} has no option {flag(setting)}")
-    if len(chosen) > 1 and (json_path, figure_path) != (None, None):
-        raise ValueError(f"--json and --figure are for one bench: name {' or '.join(chosen)}")
-    # --figure a.png may write several files, and a_2_ranks.png could be one of them.
-    if json_path is not None and Path(json_path).suffix in _PICTURES:
-        raise ValueError(f"--json {json_path}: a record is not a figure, name a .json file")
-    if figure_path is not None:
-        path = Path(figure_path)
-        if chosen[0] not in DRAWN:
-            raise ValueError(f"bench {chosen[0]} draws no figure: {', '.join(DRAWN)} do")
-        if path.suffix not in _PICTURES:
-            raise ValueError(f"cannot draw {path}: a figure is saved as .png or .svg")
-        for old in path.parent.glob(f"{glob.escape(path.stem)}_*{path.suffix}"):
-            check_writable(old)
+            write(how | {"rows": rows} | machine(), json_path, figures)

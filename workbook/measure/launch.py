@@ -1,4 +1,9 @@
-"""``labkit bench launch``: the time of a run, against PyTorch's ``multiprocessing.spawn``."""
+"""``labkit bench launch``: the time of a run, against PyTorch's ``multiprocessing.spawn``.
+
+Both start the ranks, join them to a group (NCCL where each rank has a GPU, else gloo), sum one
+number over them, and end them. The start of our forkserver, which only the first run of a program
+waits for, is left out.
+"""
 
 import os
 import tempfile
@@ -16,58 +21,38 @@ from labkit.comm.shared_memory import loopback
 from labkit.devices import Plan, plan
 from labkit.runtime.launch import run
 from workbook.measure.record import Result
-from workbook.measure.turns import Where, check_settings, repeat_turns
+from workbook.measure.turns import Where, repeat_turns
 
 OURS, THEIRS = "labkit.run", "torch.multiprocessing.spawn"
 
 
-def bench_launch(
-    world_sizes: tuple[int, ...] = (2, 4),
-    repeats: int = 3,
-    device: str = "auto",
-    devices: tuple[str, ...] | None = None,
-) -> Iterator[Result]:
-    """Time a small run, by ``labkit.run`` and by ``torch.multiprocessing.spawn``.
-
-    Both start the ranks, join them to a group (NCCL where each rank has a GPU, else gloo), sum one
-    number over them, and end them. The start of our forkserver, which only the first run of a
-    program waits for, is left out.
-
-    Args:
-        world_sizes: of the runs; one result for each.
-        repeats: of each run.
-        device, devices: see ``labkit.run``.
-
-    Raises:
-        ValueError: an impossible world size, device or number of repeats, before anything runs.
-    """
-    where = {"device": device, "devices": devices}
-    check_settings("a launch", world_sizes, repeats, where, least=1)
-
-    def results() -> Iterator[Result]:
-        run_ours(1, where)
-        for ranks in world_sizes:
-            ways = {OURS: run_ours, THEIRS: run_spawned}
-            turns = {name: partial(_seconds, way, ranks, where) for name, way in ways.items()}
-            seconds = {"": repeat_turns(turns, repeats)}
-            yield Result(f"A run of {ranks} ranks", {"world_size": ranks}, seconds, (THEIRS,))
-
-    return results()
+def bench_launch(world_size: int, repeats: int, where: Where) -> Iterator[Result]:
+    """Time a small run, by ``labkit.run`` and by ``torch.multiprocessing.spawn``."""
+    _run_ours(1, where)
+    ways = {OURS: _run_ours, THEIRS: _run_spawned}
+    turns = {name: partial(_seconds, way, world_size, where) for name, way in ways.items()}
+    seconds = {"": repeat_turns(turns, repeats)}
+    yield Result(f"A run of {world_size} ranks", {"world_size": world_size}, seconds, (THEIRS,))
 
 
-def run_ours(world_size: int, where: Where) -> None:
-    result = run(_sum_one, world_size=world_size, **where)
+def _seconds(function: Callable[[int, Where], None], world_size: int, where: Where) -> float:
+    start_s = time.perf_counter()
+    function(world_size, where)
+    return time.perf_counter() - start_s
+
+
+def _run_ours(world_size: int, where: Where) -> None:
+    def sum_one(comm: Comm) -> float:
+        return ring_all_reduce(comm, torch.ones(1, device=comm.device)).item()
+
+    result = run(sum_one, world_size=world_size, **where)
     assert result.values == [float(world_size)] * world_size
 
 
-def run_spawned(world_size: int, where: Where) -> None:
+def _run_spawned(world_size: int, where: Where) -> None:
     with tempfile.TemporaryDirectory(prefix="labkit-spawn-") as folder:
         arguments = world_size, f"{folder}/store", plan(world_size, **where)
         torch.multiprocessing.spawn(_spawned_rank, arguments, world_size)
-
-
-def _sum_one(comm: Comm) -> float:
-    return ring_all_reduce(comm, torch.ones(1, device=comm.device)).item()
 
 
 def _spawned_rank(rank: int, world_size: int, path: str, chosen: Plan) -> None:
@@ -82,9 +67,3 @@ def _spawned_rank(rank: int, world_size: int, path: str, chosen: Plan) -> None:
     dist.all_reduce(total)
     assert total.item() == world_size
     dist.destroy_process_group()
-
-
-def _seconds(function: Callable[[int, Where], None], world_size: int, where: Where) -> float:
-    start_s = time.perf_counter()
-    function(world_size, where)
-    return time.perf_counter() - start_s

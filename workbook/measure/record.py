@@ -1,31 +1,18 @@
 """What a bench has measured, as one table and one part of a record; how records are written."""
 
-import contextlib
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.devices import hardware, versions
 from labkit.files import write_atomically
-from labkit.gpus import num_gpus
+from labkit.gpus import num_gpus, nvidia_smi
 from labkit.units import format_bytes, format_number, format_seconds
 from workbook.measure.spread import Spread, Table, ratios, rounded
 
 if TYPE_CHECKING:
     from workbook.plots.figure import CaptionedFigure
-
-_DRIVER = Path("/proc/driver/nvidia/version")
-_OUTPUTS = {"--json", "--figure", "--figures"}
-_FLAGS = {
-    "sizes_bytes": "--sizes",
-    "world_sizes": "--world-size",
-    "train_sizes": "--train-size",
-    "batch_sizes": "--batch-size",
-}
 
 
 @dataclass(frozen=True)
@@ -53,20 +40,22 @@ class Result:
     notes: tuple[str, ...] = ()
     figures: Mapping[str, Callable[[], "CaptionedFigure"]] = field(default_factory=dict)
 
-    def ratio(self, case: Any, contender: str, other: str) -> Spread:
-        """The other's time / this contender's, repeat by repeat: above 1, this one is faster."""
-        return Spread.of(ratios(self.seconds[case][other], self.seconds[case][contender]))
-
     def rows(self) -> list[dict[str, Any]]:
-        """A row of the record for each case and contender."""
+        """A row of the record for each case and contender.
+
+        ``ratio_to``: the other's time / this one's, repeat by repeat; above 1 this one is faster.
+        """
         found = []
         for case, by_name in self.seconds.items():
             for name, seconds in by_name.items():
                 spread = Spread.of(seconds)
                 row = self.facts | ({self.case: case} if self.case else {}) | {"contender": name}
                 row |= {"seconds": rounded(seconds), "time_s": asdict(spread)}
-                others = [other for other in self.against if other in by_name]
-                row["ratio_to"] = {one: asdict(self.ratio(case, name, one)) for one in others}
+                row["ratio_to"] = {
+                    other: asdict(Spread.of(ratios(by_name[other], seconds)))
+                    for other in self.against
+                    if other in by_name
+                }
                 row |= {key: cell(case, name, spread) for key, cell in self.columns.items()}
                 found.append(row)
         return found
@@ -81,14 +70,12 @@ class Result:
             cells += [row["contender"], Spread(**row["time_s"]).text(format_seconds)]
             compared = [row["ratio_to"].get(name) for name in self.against]
             cells += [Spread(**one).text(format_number) if one else "" for one in compared]
-            cells += [_shown(key, row[key]) for key in self.columns]
-            lines.append(tuple(map(str, cells)))
-        repeats = sorted({len(s) for by_name in self.seconds.values() for s in by_name.values()})
-        said = f"median of {' to '.join(map(str, repeats))} (quartiles)"
+            lines.append((*cells, *(_shown(key, row[key]) for key in self.columns)))
+        counts = sorted({len(s) for by_name in self.seconds.values() for s in by_name.values()})
+        told = f"{self.title}\nmedian of {' to '.join(map(str, counts))} repeats (quartiles)"
         if self.against:
-            said += "; against: the other's time / this one's, above 1 this one is faster"
-        table = Table(tuple(heads), tuple(lines), ("", *self.notes) if self.notes else ())
-        return f"{self.title}\n{said}\n\n{table}\n"
+            told += "; against: the other's time / this one's, above 1 this one is faster"
+        return f"{told}\n\n{Table(tuple(heads), tuple(lines), self.notes)}\n"
 
 
 def _shown(name: str, value: Any) -> str:
@@ -97,21 +84,6 @@ def _shown(name: str, value: Any) -> str:
     if name.endswith("_s"):
         return format_seconds(value)
     return format_bytes(value) if name.endswith("_bytes") else format_number(value)
-
-
-def command_line(words: Sequence[str], program: str = "labkit") -> str:
-    """The command line of these words, without the options that name output files."""
-    own = [
-        word
-        for before, word in pairwise(["", *words])
-        if before not in _OUTPUTS and word.partition("=")[0] not in _OUTPUTS
-    ]
-    return " ".join([program, *own])
-
-
-def flag(setting: str) -> str:
-    """The command line's option for a bench's argument."""
-    return _FLAGS.get(setting, f"--{setting}")
 
 
 def machine() -> dict[str, Any]:
@@ -123,12 +95,10 @@ def machine() -> dict[str, Any]:
     if num_gpus():
         import torch
 
-        found["versions"] |= {"cuda": torch.version.cuda or "none"}
-        with contextlib.suppress(OSError, AttributeError, RuntimeError):
+        drivers = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+        found["versions"] |= {"cuda": torch.version.cuda, "driver": (drivers or ["unknown"])[0]}
+        if torch.distributed.is_nccl_available():
             found["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-            # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 ..."
-            numbers = re.findall(r"\d+(?:\.\d+)+", _DRIVER.read_text(encoding="utf-8"))
-            found["versions"]["driver"] = numbers[0] if numbers else "unknown"
     return found
 
 
@@ -148,12 +118,10 @@ def write(
 
 def dumped(record: dict[str, Any]) -> str:
     """A record as JSON text, one line for each row of its lists."""
-
-    def lines(part: Any) -> str:
-        if not (isinstance(part, list) and part):
-            return json.dumps(part)
-        return "[\n    " + ",\n    ".join(map(json.dumps, part)) + "\n  ]"
-
-    return (
-        "{\n" + ",\n".join(f'  "{name}": {lines(one)}' for name, one in record.items()) + "\n}\n"
-    )
+    parts = []
+    for name, part in record.items():
+        text = json.dumps(part)
+        if part and isinstance(part, list):
+            text = "[\n    " + ",\n    ".join(map(json.dumps, part)) + "\n  ]"
+        parts.append(f'  "{name}": {text}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"

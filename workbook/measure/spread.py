@@ -1,10 +1,10 @@
 """Repeats in numbers and words: median and quartiles, ratios within a repeat, tables."""
 
 import html
-import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 from tabulate import tabulate
 
 
@@ -18,11 +18,8 @@ class Spread:
 
     @classmethod
     def of(cls, repeats: Iterable[float]) -> "Spread":
-        """The spread of these repeats; ValueError if there are none."""
-        values = list(repeats)
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        """The spread of these repeats, of which there is at least one."""
+        low, median, high = np.quantile(list(repeats), (0.25, 0.5, 0.75)).tolist()
         return cls(median, low, high)
 
     @property
@@ -61,5 +58,4 @@ class Table:
 
     def _repr_html_(self) -> str:
         shown = tabulate(self.rows, self.heads, tablefmt="html", disable_numparse=True)
-        notes = "<br>".join(map(html.escape, self.notes))
-        return shown + (f"<p>{notes}</p>" if notes else "")
+        return shown + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)

@@ -6,47 +6,25 @@ another contender, and they are compared by their ratios within a repeat. A turn
 *last* rank ends, since an all-reduce that only some ranks have finished is of no use.
 """
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from labkit.collectives import broadcast, tree_all_reduce
+from labkit.collectives import tree_all_reduce
 from labkit.comm.comm import Comm
-from labkit.devices import check_world_size, plan
 from labkit.gpus import synchronize
 from labkit.runtime.launch import run
-from labkit.units import check_integer
 
-FEWEST_REPEATS = 5
 # Timeout of a bench's run.
 _TIMEOUT_S = 1800
 
 # Where ranks run: ``device`` and ``devices`` as in ``labkit.run``.
-Where = dict[str, Any]
+Where = Mapping[str, Any]
 # What one contender does when its turn comes; returns this rank's seconds.
 Turn = Callable[[], float]
 Name = TypeVar("Name")
-
-
-def check_settings(
-    what: str, world_sizes: tuple[int, ...], repeats: int, where: Where, least: int = 2
-) -> None:
-    """Refuse settings with which ``what`` ("a pipeline") cannot be timed.
-
-    Raises:
-        ValueError: a world size below ``least`` or beyond the limits, no repeats, or a device
-            that this machine lacks.
-    """
-    check_integer("repeats", repeats)
-    for world_size in world_sizes:
-        check_world_size(world_size)
-        if world_size < least:
-            raise ValueError(f"{what} takes {least} ranks or more, got world size {world_size}")
-        plan(world_size, **where)
 
 
 def on_ranks(
@@ -76,31 +54,16 @@ def timed(comm: Comm, action: Callable[[], object]) -> float:
     return end_s - tree_all_reduce(comm, last, "max").item()
 
 
-def take_turns(
-    comm: Comm, turns: dict[Name, Turn], most_repeats: int, budget_s: float
-) -> dict[Name, list[float]]:
+def repeat_turns(turns: dict[Name, Turn], repeats: int) -> dict[Name, list[float]]:
     """Time every contender once per repeat; each repeat begins with another contender.
 
     Args:
-        comm: this rank's Comm; every rank passes the same names in the same order.
-        turns: what each contender does, by name.
-        most_repeats: repeats at most.
-        budget_s: seconds for all repeats; as many are made as fit, at least ``FEWEST_REPEATS``
-            (or ``most_repeats``, where that is less).
+        turns: what each contender does, by name; every rank passes the same names in one order.
+        repeats: of all contenders.
 
     Returns:
-        This rank's seconds of each repeat, by name. Two earlier rounds are not counted: the first
-        opens connections, the second shows how long a round takes.
+        This rank's seconds of each repeat, by name.
     """
-    repeat_turns(turns, 1)
-    started_s = time.perf_counter()
-    repeat_turns(turns, 1)
-    fitting = int(budget_s / (time.perf_counter() - started_s))
-    return repeat_turns(turns, agree(comm, min(most_repeats, max(fitting, FEWEST_REPEATS))))
-
-
-def repeat_turns(turns: dict[Name, Turn], repeats: int) -> dict[Name, list[float]]:
-    """Take turns for a given number of repeats, without the uncounted rounds of ``take_turns``."""
     names = list(turns)
     seconds: dict[Name, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
@@ -110,28 +73,10 @@ def repeat_turns(turns: dict[Name, Turn], repeats: int) -> dict[Name, list[float
     return seconds
 
 
-def agree(comm: Comm, number: int) -> int:
-    """Return rank 0's ``number`` on every rank."""
-    return int(broadcast(comm, torch.tensor([number], device=comm.device), root=0).item())
-
-
-@contextlib.contextmanager
-def process_groups(comm: Comm) -> Iterator[dict[str, Any]]:
-    """PyTorch's process groups of these ranks, by the backend's name, gloo first.
-
-    Their threads and connections end with the block, whatever it raises.
-    """
-    groups: dict[str, Any] = {}
-    try:
-        groups["gloo"] = dist.new_group(backend="gloo")
-        if comm.device.type == "cpu":
-            groups["labkit"] = dist.new_group(backend="labkit")
-        elif dist.get_backend() == "nccl":
-            groups["NCCL"] = dist.new_group(backend="nccl")
-        yield groups
-    finally:
-        for group in groups.values():
-            group.shutdown()
+def take_turns(turns: dict[Name, Turn], repeats: int) -> dict[Name, list[float]]:
+    """``repeat_turns`` after a round that is not counted, in which connections are opened."""
+    repeat_turns(turns, 1)
+    return repeat_turns(turns, repeats)
 
 
 def slowest(by_rank: list[Any]) -> Any:

@@ -15,9 +15,7 @@ from workbook.plots.bars import bars
 from workbook.plots.figure import CaptionedFigure
 
 Record = Mapping[str, Any]
-ALONE, ONE_HOST, FLAT = "one worker", "two on one host", "ring"
-HIERARCHICAL, DEALT_OUT = "hierarchical", "ring, ranks dealt out"
-_DRAWN = (ONE_HOST, FLAT, HIERARCHICAL, "hierarchical, fp16")
+_ALONE, _DRAWN = "one worker", ("two on one host", "ring", "hierarchical", "hierarchical, fp16")
 _PUBLISHED = "published, rate unknown"
 
 
@@ -91,7 +89,7 @@ def two_hosts_figure(record: Record) -> CaptionedFigure:
     groups: dict[str, dict[str, Any]] = {}
     for (rate, name), row in rows.items():
         if name in _DRAWN:
-            alone = rows[rate, ALONE]
+            alone = rows[rate, _ALONE]
             share = row["samples"] / alone["samples"]
             faster = [share * one for one in ratios(alone["seconds"], row["seconds"])]
             group = groups.setdefault(rate, {})

@@ -4,7 +4,7 @@ prediction       asks for a prediction (its field: form; its numbers: typed), an
                  with the model and the measurement (row)
 progress         what is passed on the workbook's pages, and how predictions turned out
 record           stores both in one file
-verdict          sentences made from measurements, with the likely reason
+verdict          sentences made from measurements
 live             a cell while ranks run: its lanes (lanes, lane_picture), losses and rates
 display          the library's source code
 """

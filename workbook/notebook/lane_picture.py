@@ -10,9 +10,10 @@ import numpy as np
 
 from labkit.units import format_seconds
 from workbook.notebook.lanes import Shares
-from workbook.plots.palette import Style, styles_of
+from workbook.plots.palette import styles_of
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _LEGEND_WIDTH = 850, 60, 632, 34, 122
+_LANE, _PITCH = 22, 28
 _TEXT = "var(--jp-ui-font-color1, var(--vscode-foreground, #1a1a1a))"
 _EMPTY = "var(--jp-layout-color2, rgba(128, 128, 128, 0.2))"
 # matplotlib's hatches, as lines in a square of 8 pixels.
@@ -47,39 +48,39 @@ def draw(
         name: begins the ids of the hatches, which are common to a whole page.
     """
     styles = styles_of(kind for lane in lanes for kind in lane)
-    pitch = 30 if len(lanes) <= 8 else 20
-    bottom = _TOP + pitch * len(lanes)
-    parts = [_patterns(styles, name), _text(0, 13, head)]
+    bottom, per_row = _TOP + _PITCH * len(lanes), _WIDTH // _LEGEND_WIDTH
+    parts, boxes = [_text(0, 13, head)], dict.fromkeys(styles, "")
     if progress is not None:
         parts.append(_rect(_LEFT, 19, (_RIGHT - _LEFT), 6, _EMPTY))
         parts.append(_rect(_LEFT, 19, (_RIGHT - _LEFT) * min(1.0, progress), 6, "#0072B2"))
-    boxes = dict.fromkeys(styles, "")
     for rank, (lane, words) in enumerate(zip(lanes, beside, strict=True)):
-        height, floor = pitch - 6, _TOP + pitch * (rank + 1) - 6
-        middle = floor - height / 2 + 4
-        parts.append(_rect(_LEFT, floor - height, _RIGHT - _LEFT, height, _EMPTY))
-        parts.append(_text(_LEFT - 8, middle, f"rank {rank}", "end"))
-        parts.append(_text(_RIGHT + 8, middle, words))
+        top = _TOP + _PITCH * rank
+        parts.append(_rect(_LEFT, top, _RIGHT - _LEFT, _LANE, _EMPTY))
+        parts.append(_text(_LEFT - 8, top + 15, f"rank {rank}", "end"))
+        parts.append(_text(_RIGHT + 8, top + 15, words))
         # A box for each slot and kind, one above the other.
         slots = len(next(iter(lane.values()), []))
-        edges, tops = np.linspace(_LEFT, _RIGHT, slots + 1).round().astype(int), np.zeros(slots)
-        for kind in filter(lane.__contains__, boxes):
-            sizes = np.minimum(lane[kind], 1 - tops)
-            for left, right, top, size in zip(edges, edges[1:], tops, sizes):
+        edges, filled = np.linspace(_LEFT, _RIGHT, slots + 1).round().astype(int), np.zeros(slots)
+        for kind in filter(lane.__contains__, styles):
+            sizes = np.minimum(lane[kind], 1 - filled)
+            for left, right, below, size in zip(edges, edges[1:], filled, sizes):
                 if size > 0.02:
-                    up = f"{height * size:.1f}"
-                    boxes[kind] += f"M{left} {floor - height * top:.1f}v-{up}h{right - left}v{up}z"
-            tops += sizes
-    for index, path in enumerate(boxes.values()):
-        parts.append(f'<path fill="url(#{name}{index})" d="{path}"/>')
-    for part in (0.0, 0.5, 1.0):
-        time = format_seconds(part * extent_s) if part else "0"
-        parts.append(_text(_LEFT + part * (_RIGHT - _LEFT), bottom + 8, time, "middle"))
-    per_row = _WIDTH // _LEGEND_WIDTH
-    for index, kind in enumerate(styles):
+                    floor, up = f"{top + _LANE * (1 - below):.1f}", f"{_LANE * size:.1f}"
+                    boxes[kind] += f"M{left} {floor}v-{up}h{right - left}v{up}z"
+            filled += sizes
+    parts.append(_text(_LEFT, bottom + 8, "0", "middle"))
+    parts.append(_text(_RIGHT, bottom + 8, format_seconds(extent_s), "middle"))
+    for index, (kind, style) in enumerate(styles.items()):
+        look, lines = f"{name}{index}", _HATCHES.get(style.hatch[:1], "")
         x, y = _LEGEND_WIDTH * (index % per_row), bottom + 22 + 20 * (index // per_row)
-        parts.append(_rect(x, y, 26, 12, f"url(#{name}{index})"))
-        parts.append(_text(x + 32, y + 10, kind if len(kind) < 15 else f"{kind[:13]}…"))
+        parts += [
+            f'<pattern id="{look}" width="8" height="8" patternUnits="userSpaceOnUse">',
+            _rect(0, 0, 8, 8, style.color),
+            f'<path d="{lines}" stroke="{style.ink}" fill="none"/></pattern>',
+            f'<path fill="url(#{look})" d="{boxes[kind]}"/>',
+            _rect(x, y, 26, 12, f"url(#{look})"),
+            _text(x + 32, y + 10, kind if len(kind) < 15 else f"{kind[:13]}…"),
+        ]
     height = bottom + 22 + 20 * -(-len(styles) // per_row)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
@@ -96,13 +97,3 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 def _rect(x: float, y: float, width: float, height: float, fill: str) -> str:
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"/>'
-
-
-def _patterns(styles: dict[str, Style], name: str) -> str:
-    patterns = ""
-    for index, style in enumerate(styles.values()):
-        lines = _HATCHES.get(style.hatch[:1], "")
-        patterns += f'<pattern id="{name}{index}" width="8" height="8" '
-        patterns += f'patternUnits="userSpaceOnUse">{_rect(0, 0, 8, 8, style.color)}'
-        patterns += f'<path d="{lines}" stroke="{style.ink}" fill="none"/></pattern>'
-    return f"<defs>{patterns}</defs>"

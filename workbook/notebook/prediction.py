@@ -84,7 +84,6 @@ class Prediction:
     """What ``workbook.predict`` returns: a number in ``unit``, or none yet.
 
     Attributes:
-        quantity, unit: as in ``predict``.
         value: the number; None if there is none.
         locked_at: when it was first measured, as ISO 8601; None if it has not been.
         form: shows it in a notebook (``form.PredictionForm``); None elsewhere.
@@ -136,19 +135,18 @@ class Prediction:
         self._record()
         return self.row
 
-    def again(self, value: float | str | None = None) -> None:
+    def again(self) -> None:
         """Begin a new prediction; the one before stays recorded."""
         self.value = self.locked_at = self.row = None
         self._refresh()
-        if value is not None:
-            self.enter(value)
 
     def _record(self) -> None:
         made = None
         if self.value is not None:
             made = Predicted(self.quantity, self.unit, float(self.value), self._entered_at)
             if (row := self.row) is not None:
-                numbers = {"measured": row.measured, "model": row.model}
+                model = None if row.model is None else float(row.model)
+                numbers = {"measured": row.measured, "model": model}
                 made = replace(made, **numbers, measured_at=self.locked_at)
         record.note_prediction(self._page, self._key, made)
         self._refresh()
@@ -173,4 +171,4 @@ class Prediction:
         if self.locked_at is None:
             return f"{begin} {self.text or f'none yet, in {self.unit}'}"
         locked = f"locked since it was measured, {self.since}"
-        return f"{begin} {self.text or 'none'}, {locked}; .again(value) makes a new one"
+        return f"{begin} {self.text or 'none'}, {locked}; .again() begins a new one"

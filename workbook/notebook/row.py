@@ -26,16 +26,6 @@ class PredictionRow:
     def measured(self) -> float:
         return statistics.median(self.repeats)
 
-    @property
-    def ratio(self) -> float | None:
-        """Measured over predicted; None without a prediction, or with a prediction of 0."""
-        return self.measured / self.prediction if self.prediction else None
-
-    @property
-    def model_ratio(self) -> float | None:
-        """Measured over the model; None without a model, or with a model of 0."""
-        return self.measured / self.model if self.model else None
-
     def cells(self) -> dict[str, str]:
         """The texts of the row by the table's columns."""
         numbers = (
@@ -50,8 +40,8 @@ class PredictionRow:
         if numbers[-2] != numbers[-1]:
             measured += f" (median of {len(self.repeats)}, from {low} to {high})"
         ratio, model_ratio = (
-            "–" if ratio is None else f"{format_number(ratio)} ×"
-            for ratio in (self.ratio, self.model_ratio)
+            f"{format_number(self.measured / number)} ×" if number else "–"
+            for number in numbers[:2]
         )
         return {
             "quantity": self.quantity,

@@ -20,7 +20,8 @@ from labkit.training.result import TrainResult
 from labkit.units import as_repeats, format_count, format_number, format_seconds, format_value
 
 Run: TypeAlias = TrainResult | RunResult | MeasuredSplit
-# A training run (the seconds of its epochs), or repeats in seconds.
+# A training run (the seconds of its epochs but the first), or repeats in seconds, taken in turns
+# with those that they are compared with, if equally many.
 Times: TypeAlias = TrainResult | float | Iterable[float]
 
 # From this many repeats on, the spread is that of the middle half: one outlier says little.
@@ -34,8 +35,7 @@ class Ratio:
     """How many times as large one measurement is as another; of seconds: how many times as fast.
 
     Attributes:
-        low, median, high: the ratio and its spread: that of all repeats if there are fewer than
-            8, otherwise the quartiles.
+        low, median, high: the ratio and its spread, see ``_middle``.
         repeats: their number and what they are, in words: ``5 pairs``; empty for a single one.
     """
 
@@ -43,25 +43,6 @@ class Ratio:
     median: float
     high: float
     repeats: str
-
-    @classmethod
-    def of(cls, one: Sequence[float], other: Sequence[float], paired: bool) -> "Ratio":
-        """Compare repeats, above 0; ``paired``: repeat k of both were taken in turns.
-
-        The ratio of a pair is not affected by what changes on the machine in between.
-        """
-        if paired:
-            low, median, high = _middle([a / b for a, b in zip(one, other)])
-            repeats = format_count(len(one), "pair")
-        else:
-            (low, median, high), (least, usual, most) = _middle(one), _middle(other)
-            low, median, high = low / most, median / usual, high / least
-            repeats = f"{len(one)} and {format_count(len(other), 'repeat')}"
-            if len(one) == len(other):
-                repeats = f"{format_count(len(one), 'repeat')} of each"
-        if min(len(one), len(other)) >= _QUARTILES:
-            repeats = f"the middle half of {repeats}"
-        return cls(low, median, high, repeats if len(one) + len(other) > 2 else "")
 
     @property
     def is_larger(self) -> bool | None:
@@ -107,10 +88,7 @@ class Verdict:
 def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
     """Whether several ranks are faster than one device, and what their time is made of.
 
-    Args:
-        one, many: training runs, of which the epochs after the first are compared, or repeats in
-            seconds, of which repeat k of both were taken in turns.
-        ranks: P; may be left out for training runs.
+    ``ranks`` may be left out for training runs.
     """
     ratio, who, its = _ratio(one, many), "ranks", "a rank"
     if isinstance(many, TrainResult):
@@ -142,11 +120,7 @@ def _seconds_by_state(result: TrainResult) -> defaultdict[str, float]:
 
 
 def faster(times: Mapping[str, Times]) -> Verdict:
-    """Which of several ways is the fastest, compared with the others.
-
-    Args:
-        times: by name, training runs or repeats in seconds, taken in turns if equally many.
-    """
+    """Which of several ways, by name, is the fastest, compared with the others."""
     first, *others = sorted(times, key=lambda name: statistics.median(_seconds(times[name])))
     ratios = {name: _ratio(times[name], times[first]) for name in others}
     close = [name for name in others if ratios[name].is_larger is None]
@@ -165,8 +139,7 @@ def faster(times: Mapping[str, Times]) -> Verdict:
 def race(runs: Mapping[str, TrainResult], accuracy: float) -> Verdict:
     """Which training run is first at an accuracy on held-out samples, by the clock of its epochs.
 
-    It is one run each, so the sentence has no spread: repeat with other seeds before you rely on
-    it.
+    It is one run each, without a spread: repeat with other seeds before you rely on it.
     """
     reached = {}
     for name, run in runs.items():
@@ -195,33 +168,26 @@ def against_model(
     A formula within a spread of more than a factor of three is neither confirmed nor refuted.
 
     Args:
-        measured: the repeats.
+        measured: the repeats, in ``unit``.
         model: what the formula gives, above 0.
-        unit: of both, see ``units.format_value``.
         what: the quantity.
         run: the run that was measured, to name what limited it where the two differ.
     """
     repeats = as_repeats(measured)
-    ratio = Ratio.of(repeats, [model] * len(repeats), paired=True)
     low, median, high = _middle(repeats)
-    of_all = "the middle half of " * (len(repeats) >= _QUARTILES) + f"{len(repeats)} repeats"
-    between = f"{format_value(low, unit)} to {format_value(high, unit)} in {of_all}"
-    spread = between if len(repeats) > 1 else "measured once"
+    spread = f"{format_value(low, unit)} to {format_value(high, unit)} in "
+    spread += _counted(len(repeats), "repeat")
+    if len(repeats) == 1:
+        spread = "measured once"
     text = f"{what[:1].upper()}{what[1:]} was {format_value(median, unit)} ({spread}), and the "
     text += f"model says {format_value(model, unit)}"
     inside = low <= model <= high
-    if abs(ratio.median - 1) <= _TOLERANCE or (inside and high <= _WIDE * low):
-        return Verdict(f"{text}: they agree.", ratio)
+    if abs(median / model - 1) <= _TOLERANCE or (inside and high <= _WIDE * low):
+        return Verdict(f"{text}: they agree.")
     if inside:
-        return Verdict(f"{text}: the repeats differ too much to compare the two.", ratio)
+        return Verdict(f"{text}: the repeats differ too much to compare the two.")
     reason = f" {run.explain()}" if run is not None else ""
-    return Verdict(f"{text}: measured is {ratio} the model.{reason}", ratio)
-
-
-def bubble(measured: float | Iterable[float], model: float, run: Run | None = None) -> Verdict:
-    """How long the stages were idle, against the formula; both are shares of 0 to 1."""
-    percent = [100 * share for share in as_repeats(measured)]
-    return against_model(percent, 100 * model, "%", "the stages' idle time", run)
+    return Verdict(f"{text}: measured is {format_number(median / model)} times the model.{reason}")
 
 
 def overlap(run: TrainResult | RunResult) -> Verdict:
@@ -265,25 +231,6 @@ def staleness(result: TrainResult) -> Verdict:
     )
 
 
-def peak_memory(runs: Mapping[str, Run]) -> Verdict:
-    """Which run took the least memory on the rank that took most of it; each was measured once."""
-    found = {}
-    for name, run in runs.items():
-        sizes = {rank: one.largest_bytes or 0 for rank, one in enumerate(run.peak_memory) if one}
-        peaks = [(size, rank) for rank, size in sizes.items()]
-        if not peaks or not min(peaks)[0]:  # the system does not say
-            return Verdict(f"The peak memory of {name} is not known.")
-        found[name] = max(peaks)
-    first, *others = sorted(found, key=found.__getitem__)
-    least_bytes, rank = found[first]
-    text = f"Least peak memory: {first}, {format_value(least_bytes, 'bytes')} on rank {rank}"
-    for name in others:
-        size, rank = found[name]
-        times = f"{format_number(size / least_bytes)} times as much"
-        text += f"; {name} took {times}, {format_value(size, 'bytes')} (rank {rank})"
-    return Verdict(f"{text}.")
-
-
 def _seconds(times: Times) -> list[float]:
     """Repeats in seconds; of a training run those of its epochs, without the one that warms up."""
     if not isinstance(times, TrainResult):
@@ -293,10 +240,26 @@ def _seconds(times: Times) -> list[float]:
 
 
 def _ratio(slower: Times, quicker: Times) -> Ratio:
-    """How many times as fast the second is; epochs of two runs are no pairs."""
+    """How many times as fast the second is.
+
+    Repeat k of both were taken in turns: the ratio of such a pair is not affected by what changes
+    on the machine in between. Epochs of two runs are no pairs.
+    """
     one, other = _seconds(slower), _seconds(quicker)
     are_runs = isinstance(slower, TrainResult) or isinstance(quicker, TrainResult)
-    return Ratio.of(one, other, paired=len(one) == len(other) and not are_runs)
+    if len(one) == len(other) and not are_runs:
+        repeats = _counted(len(one), "pair") if len(one) > 1 else ""
+        return Ratio(*_middle([a / b for a, b in zip(one, other)]), repeats)
+    (low, median, high), (least, usual, most) = _middle(one), _middle(other)
+    repeats = f"{len(one)} and {format_count(len(other), 'repeat')}"
+    if len(one) == len(other):
+        repeats = f"{_counted(len(one), 'repeat')} of each" if len(one) > 1 else ""
+    return Ratio(low / most, median / usual, high / least, repeats)
+
+
+def _counted(count: int, noun: str) -> str:
+    """``5 pairs``, or what ``_middle`` makes of more: ``the middle half of 8 pairs``."""
+    return "the middle half of " * (count >= _QUARTILES) + format_count(count, noun)
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float, float]:

@@ -21,7 +21,7 @@ from workbook.plots.figure import (
     new_axes,
 )
 from workbook.plots.size_curves import draw_curves
-from workbook.plots.timeline import draw_spans, lane_names, tag
+from workbook.plots.timeline import draw_spans, tag
 
 Streams = Sequence[Sequence[Action]]
 
@@ -40,8 +40,7 @@ def pipeline_timetable(
         unit: of the slots' times, if they are not seconds (``"forwards of a micro-batch"``).
     """
     spans = [Span(slot.stage, slot.kind, slot.start_s, slot.end_s) for slot in slots]
-    names = [str(stage) for stage in sorted({slot.stage for slot in slots})]
-    return _draw(spans, slots, f"{title} (model)", ("stage", names), unit, model=True)
+    return _draw(spans, slots, f"{title} (model)", unit, model=True)
 
 
 @drawn
@@ -67,8 +66,7 @@ def pipeline_timeline(
         if s.rank in stages and s.kind != "data"
     ]
     shown = [s._replace(start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in slots]
-    lanes = lane_names(result, trace, stages, "stage")
-    return _draw(spans, shown, title, lanes, None, model=False)
+    return _draw(spans, shown, title, None, model=False)
 
 
 def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slot]:
@@ -101,15 +99,9 @@ def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slo
 
 
 def _draw(
-    spans: list[Span],
-    slots: Sequence[Slot],
-    title: str,
-    lanes: tuple[str, list[str]],
-    unit: str | None,
-    model: bool,
+    spans: list[Span], slots: Sequence[Slot], title: str, unit: str | None, model: bool
 ) -> CaptionedFigure:
     """One row per stage from 0 to the end of the step; ``slots`` number the boxes."""
-    label, names = lanes
     stages, end_s = sorted({slot.stage for slot in slots}), max(slot.end_s for slot in slots)
     scale, shown_unit = (1.0, unit) if unit else second_unit(end_s / 2)
     figure, axes = new_axes(1.5 + 0.45 * len(stages), title)
@@ -121,18 +113,18 @@ def _draw(
         name = str(Action(slot.kind, slot.micro_batch))
         if text := next((one for one in (name, name[1:]) if pixels > 8 * len(one) + 6), ""):
             middle = (slot.start_s + slot.end_s) / 2 / scale
-            tag(axes, middle, stages.index(slot.stage), text, pad=0.15)
-    axes.set(xlabel=f"time ({shown_unit})", ylabel=label)
-    label_lanes(axes, names)
+            tag(axes, middle, stages.index(slot.stage), text)
+    axes.set(xlabel=f"time ({shown_unit})", ylabel="stage")
+    label_lanes(axes, list(map(str, stages)))
     add_legend(figure, entries)
 
     count = len({slot.micro_batch for slot in slots})
     orders, held = [], []
-    for stage, name in zip(stages, names):
+    for stage in stages:
         mine = sorted((s for s in slots if s.stage == stage), key=lambda slot: slot.start_s)
         actions = [Action(slot.kind, slot.micro_batch) for slot in mine]
         order = " ".join(map(str, actions[:12])) + " and so on" * (len(actions) > 12)
-        orders.append(f"stage {name} {order}".replace("\n", ", "))
+        orders.append(f"stage {stage} {order}")
         held.append(str(in_flight(actions)))
     takes = f"{format_number(end_s)} {unit}" if unit else format_seconds(end_s)
     words = f"the step takes {takes}, and stages are idle for {bubble(slots):.0%} of it"
@@ -174,16 +166,12 @@ def step_by_micro_batches(
     axes.minorticks_off()
     axes.set(xlabel="micro-batches", ylabel="time of a step (seconds)", ylim=(0, None))
     add_legend(figure, lines)
-    parts, best = [], []
+    best = []
     for name, steps in measured.items():
         steps_s = {count: median(repeats) for count, repeats in steps.items()}
-        told = [f"{format_seconds(step_s)} with {count}" for count, step_s in steps_s.items()]
-        parts.append(f"{name}: {', '.join(told)}")
         fastest = min(steps_s, key=steps_s.__getitem__)
         count = format_count(fastest, "micro-batch")
         best.append(f"{name} is fastest with {count}, {format_seconds(steps_s[fastest])}.")
-    return CaptionedFigure(
-        figure,
-        alt=f"Curves of a step's time over the number of micro-batches. {'; '.join(parts)}.",
-        caption=joined(*best, words),
-    )
+    caption = joined(*best, words)
+    alt = f"Curves of a step's time over the number of micro-batches. {caption}"
+    return CaptionedFigure(figure, alt=alt, caption=caption)

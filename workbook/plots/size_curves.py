@@ -34,7 +34,7 @@ def size_curves(
     model: Mapping[str, Mapping[int, float]] | None = None,
     crossover: float | None = None,
     *,
-    title: str | None = None,
+    title: str = "Time by size",
     between: tuple[str, str] | None = None,
 ) -> CaptionedFigure:
     """Draw the time of an operation over the size of its tensor.
@@ -52,7 +52,9 @@ def size_curves(
     seconds = {name: _repeats(points) for name, points in measured.items()}
     predicted = model or {}
     sizes = sorted(set().union(*seconds.values()))
-    figure, axes = new_axes(4.6, title or "Time by size")
+    figure, axes = new_axes(4.6, title)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     lines, words = draw_curves(axes, seconds, predicted)
     change = ""
     if crossover is not None:
@@ -67,22 +69,14 @@ def size_curves(
             f"{first} and {second} cross at {', '.join(map(format_bytes, found)) or 'no size'}, "
             f"in the model at {format_bytes(crossover) if crossover < math.inf else 'no size'}."
         )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    powers = range(round(math.log2(sizes[0])), round(math.log2(sizes[-1])) + 1)
-    ticks = [2**power for power in powers[:: math.ceil(len(powers) / 9)]]
-    axes.set_xticks(ticks, list(map(format_bytes, ticks)))
-    bottom, top = axes.get_ylim()
-    # An axis of few decades has few ticks: 2 and 5 are labelled as well.
-    axes.yaxis.set_major_locator(
-        LogLocator(10, (1.0,) if top / bottom > 1000 else (1.0, 2.0, 5.0))
-    )
+    axes.xaxis.set_major_locator(LogLocator(2, numticks=10))
+    axes.xaxis.set_major_formatter(lambda size, _: format_bytes(size))
+    axes.yaxis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
     axes.minorticks_off()
     axes.set(xlabel="size of the tensor (bytes, log scale)", ylabel="time (seconds, log scale)")
     add_legend(figure, lines)
 
     curves = [_ends_of(name, points) for name, points in seconds.items()]
-    curves += [_ends_of(f"{name} model", _repeats(curve)) for name, curve in predicted.items()]
     extent = f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
     return CaptionedFigure(
         figure,
@@ -152,7 +146,7 @@ def _repeats(points: Points) -> Repeats:
 def _takeaway(seconds: dict[str, Repeats]) -> str:
     """Which algorithm is fastest at the smallest and at the largest size, and by how much."""
     if len(seconds) == 1:
-        return f"{'; '.join(_ends_of(name, points) for name, points in seconds.items())}."
+        return ""
     shared = sorted(set.intersection(*map(set, seconds.values())))
     said = []
     for size in (shared[0], shared[-1]):

@@ -5,7 +5,7 @@ how much of a run is computing, messages and waiting. The figures themselves sho
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from workbook.plots.figure import (
 from workbook.plots.palette import styles_of, swatch
 
 # With more lanes, a lane is too low for a second line, and each rank's numbers are too many words.
-_MOST_TALL, _MOST_NAMED = 15, 8
+_MOST_LANES = 8
 
 
 @drawn
@@ -71,7 +71,7 @@ def timeline(
             f"no span lies between {start_s:g} and {end_s:g} s: spans are a function's messages, "
             'and what it does under `with comm.span("compute"):`'
         )
-    label, names = lane_names(result, trace, trace.ranks)
+    label, names = _lane_names(result, trace)
     # 1.5 s is still shown as 1500 ms, so that ticks are integers.
     scale, unit = second_unit((end_s - start_s) / 2)
     title = title or ("What each rank should do (model)" if model else "What each rank did")
@@ -89,11 +89,11 @@ def timeline(
     has_words = is_whole and hasattr(result, "explain")
     limit = result.explain() if has_words else what_limited(window, start_s, gap)
     part = "" if is_whole else "In the part shown: "
+    others = Trace(tuple(span for span in window.spans if span.lane)).seconds_by_kind()
+    beside = f"Thin lanes are other threads: {_seconds_words(others)}." if others else ""
     alt = _alt(window, dict(zip(trace.ranks, names)), end_s - start_s, model)
-    thin = "The thin lane under a rank is what its other thread did."
     words = f"{'Model: ' if model else ''}{part}{limit}"
-    has_others = any(span.lane for span in window.spans)
-    return CaptionedFigure(figure, alt=alt, caption=joined(words, thin if has_others else ""))
+    return CaptionedFigure(figure, alt=joined(alt, beside), caption=joined(words, beside))
 
 
 def _alt(window: Trace, names: Mapping[int, str], extent_s: float, model: bool) -> str:
@@ -103,11 +103,9 @@ def _alt(window: Trace, names: Mapping[int, str], extent_s: float, model: bool) 
         f"rank {name}: {_seconds_words(window.seconds_by_kind(rank, lane=0))}".replace("\n", ", ")
         for rank, name in names.items()
     ]
-    if len(names) > _MOST_NAMED:
+    if len(names) > _MOST_LANES:
         rows = [f"In all, {_seconds_words(window.seconds_by_kind(lane=0))}"]
-    others = Trace(tuple(span for span in window.spans if span.lane)).seconds_by_kind()
-    beside = f"At the same time, in other threads: {_seconds_words(others)}." if others else ""
-    return joined(head, f"{'; '.join(rows)}.", beside)
+    return f"{head} {'; '.join(rows)}."
 
 
 def _seconds_words(seconds: Mapping[str, float]) -> str:
@@ -131,57 +129,47 @@ def phases(result: Any, *, title: str = "Time by phase") -> CaptionedFigure:
     slow, fast = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
     scale, unit = second_unit(totals[slow] / 2)
     figure, axes = new_axes(1.5 + min(0.45 * len(rows), 9), title)
-    styles = styles_of(kind for row in rows.values() for kind, s in row.items() if s > 0)
-    for lane, (name, row) in enumerate(rows.items()):
-        left = 0.0
-        for kind, style in styles.items():
-            width = row.get(kind, 0.0) / scale
-            axes.barh(lane, width, 0.72, left, label=kind, **style.fill)
-            if row.get(kind, 0.0) > 0.1 * totals[slow]:
-                tag(axes, left + width / 2, lane, format_seconds(row[kind]), pad=0.2)
-            left += width
-        axes.text(left, lane, f" {format_seconds(totals[name])}", va="center", ha="left")
     axes.set(xlim=(0, 1.14 * totals[slow] / scale), xlabel=f"time ({unit})")
+    spans = []
+    for lane, row in enumerate(rows.values()):
+        left_s = 0.0
+        for kind in styles_of(kind for kind, s in row.items() if s > 0):
+            spans.append(Span(lane, kind, left_s, left_s + row[kind]))
+            if row[kind] > 0.1 * totals[slow]:
+                middle = (left_s + row[kind] / 2) / scale
+                tag(axes, middle, lane, format_seconds(row[kind]))
+            left_s += row[kind]
+        axes.text(left_s / scale, lane, f" {format_seconds(left_s)}", va="center", ha="left")
     label_lanes(axes, list(rows))
-    add_legend(figure, [swatch(kind, style) for kind, style in styles.items()])
+    add_legend(figure, draw_spans(axes, spans, list(range(len(rows))), scale, model=False))
 
     words = [
         f"{name} {format_seconds(totals[name])}: {_seconds_words(rows[name])}" for name in rows
     ]
-    if not isinstance(trace, Trace):
-        kind = max(rows[slow], key=rows[slow].__getitem__)
-        caption = (
-            f"The longest bar is {slow}: {format_seconds(totals[slow])}, of which {kind} takes "
-        )
-        caption += f"{format_seconds(rows[slow][kind])}; the shortest is {fast}: "
-        caption += f"{format_seconds(totals[fast])}."
-    else:
+    caption = (
+        f"The longest bar is {slow}, {format_seconds(totals[slow])}; the shortest is {fast}, "
+    )
+    caption += f"{format_seconds(totals[fast])}."
+    if isinstance(trace, Trace):
         limit = result.explain() if hasattr(result, "explain") else what_limited(trace)
         adds = any(span.lane for span in trace.spans)
         caption = joined(str(limit), "A bar adds up the rank's threads." if adds else "")
     return CaptionedFigure(figure, alt=f"{title}. {'; '.join(words)}.", caption=caption)
 
 
-def lane_names(
-    result: Any, trace: Trace, ranks: Sequence[int], noun: str = "rank"
-) -> tuple[str, list[str]]:
+def _lane_names(result: Any, trace: Trace) -> tuple[str, list[str]]:
     """The label of the axis, and of each lane: ``0 · cuda:0``, and its peak memory below."""
-    peaks = peak_sizes(result) if len(ranks) <= _MOST_TALL else {}
-    names = [trace.lane(rank).removeprefix("rank ") for rank in ranks]
-    label = f"{noun} · device" if trace.devices else noun
-    if peaks:
-        label = f"{label},\npeak memory"
-        names = [f"{name}\n{peaks.get(rank, '')}".rstrip() for rank, name in zip(ranks, names)]
-    return label, names
-
-
-def peak_sizes(result: Any) -> dict[int, str]:
-    """The peak memory of the ranks of a result, as far as it is known: ``1 MiB``."""
-    return {
+    names = {rank: trace.lane(rank).removeprefix("rank ") for rank in trace.ranks}
+    label = "rank · device" if trace.devices else "rank"
+    peaks = {
         rank: " + ".join(map(format_bytes, peak.by_device.values()))
         for rank, peak in enumerate(getattr(result, "peak_memory", ()))
         if peak and peak.by_device
     }
+    if peaks and len(names) <= _MOST_LANES:
+        label += ",\npeak memory"
+        names = {rank: f"{name}\n{peaks.get(rank, '')}" for rank, name in names.items()}
+    return label, list(names.values())
 
 
 def draw_spans(
@@ -224,7 +212,7 @@ def draw_spans(
     return [swatch(kind, style, model) for kind, style in styles.items()]
 
 
-def tag(axes: Axes, x: float, y: float, text: str, pad: float) -> None:
+def tag(axes: Axes, x: float, y: float, text: str) -> None:
     """Text on a bar, on a white background, so that no hatch runs through it."""
-    box = {"boxstyle": f"round,pad={pad}", "facecolor": "white", "edgecolor": "none"}
+    box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
     axes.text(x, y, text, va="center", ha="center", bbox=box)

@@ -28,11 +28,7 @@ def cell_state(*start: Hashable) -> dict[str, Any]:
 class Explorer(ipywidgets.VBox):
     """Controls above a figure, drawn by a pure function of their values; each drawing is cached.
 
-    Attributes:
-        draw: makes the figure from the controls' values.
-        view: the figure as HTML: picture, alt text, and caption.
-        caption: the caption alone.
-        (each control): under its name.
+    ``view`` has the figure as HTML, ``caption`` its caption; each control is under its name.
     """
 
     def __init__(

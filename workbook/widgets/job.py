@@ -5,12 +5,8 @@ seconds would hold up all others, the press of Stop among them.
 """
 
 import ctypes
-import signal
 import threading
 from collections.abc import Callable
-from typing import Any
-
-from IPython.core.getipython import get_ipython
 
 _raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
@@ -18,8 +14,7 @@ _raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
 class Job:
     """Runs a function in a thread and says how it went.
 
-    ``stop`` raises KeyboardInterrupt in the thread, as Ctrl-C does in a cell. So does the
-    notebook's stop button, unless a cell is running: then it stops the cell.
+    ``stop`` raises KeyboardInterrupt in the thread, as Ctrl-C does in a cell.
     """
 
     def __init__(self, say: Callable[[str, str], None]):
@@ -38,7 +33,6 @@ class Job:
             self._may_stop = True
         self._say(doing, "")
         self._thread.start()
-        _in_main_thread(self._listen)
 
     def stop(self) -> None:
         """Interrupt the job, once; without a job, do nothing."""
@@ -67,26 +61,5 @@ class Job:
         except KeyboardInterrupt:
             # There is one interrupt per job, so none can come from here on.
             said = "stopped"
-        _in_main_thread(self._listen_no_more)
         self._thread = None
         self._say("", said)
-
-    def _listen(self) -> None:
-        # While no cell runs, a kernel ignores the stop button.
-        if self._thread is not None and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            signal.signal(signal.SIGINT, self._interrupted)
-
-    def _listen_no_more(self) -> None:
-        if signal.getsignal(signal.SIGINT) == self._interrupted:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def _interrupted(self, *_: Any) -> None:
-        # Not here: the main thread may hold the lock.
-        threading.Thread(target=self.stop).start()
-
-
-def _in_main_thread(call: Callable[[], Any]) -> None:
-    """In a notebook, call this between two cells, where signals can be set; elsewhere never."""
-    kernel = getattr(get_ipython(), "kernel", None)
-    if kernel is not None:
-        kernel.io_loop.add_callback(call)

@@ -3,8 +3,8 @@
 // The browser moves the cuts. Every number and word comes from the kernel, in `shown`; until it is
 // of the present cuts, the step is pale. Several views of one model show the same state.
 
-const STATE = ["points", "link", "batch_size", "micro_batches", "schedule", "objective",
-  "cap_bytes", "mode", "options", "busy", "status", "shown"];
+const STATE = ["points", "link", "micro_batches", "schedule", "mode", "options", "busy", "status",
+  "shown"];
 const SPEAK_MS = 400; // a screen reader is told where a drag has ended, not all of its places
 const ROW = 23; // each handle has a row, so that none hides another
 const HEIGHT = 76; // of a layer
@@ -12,8 +12,7 @@ const LEAST = 4; // pixels: no layer is too narrow to be cut off
 const PAGE = 5; // layers per PageUp
 // Heights of a stage, of its measured bars and of a hop; pixels for names, memory and its bars.
 const [STAGE, MEASURED, HOP, GAP, LINE] = [22, 16, 20, 3, 16];
-const WIDE = { names: 92, memory: 176, bar: 92, title: "memory of the stage" };
-const NARROW = { names: 52, memory: 118, bar: 40, title: "memory" };
+const [NAMES, MEMORY, BAR] = [92, 176, 92];
 
 // As in workbook/plots/palette.py; the colours are in split_explorer.css.
 const MARKS = {
@@ -27,8 +26,7 @@ const TILE = { width: 6, height: 6, patternUnits: "userSpaceOnUse" };
 
 /** An SVG element with attributes, and children or text. */
 function svg(name, attributes = {}, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-  return filled(element, attributes, children);
+  return filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
 }
 
 function html(name, attributes = {}, ...children) {
@@ -73,38 +71,18 @@ function resized(points, count, numLayers) {
   return made;
 }
 
-/** What changes with a setting: every micro-batch needs a sample. */
-function changes(name, value, { points, options, batch_size, micro_batches, shown }) {
-  if (name === "stages") return { points: resized(points, value - 1, shown.layers.length) };
-  const all = { [name]: value };
-  if (name === "micro_batches" && batch_size < value) {
-    all.batch_size = options.batch_size.find((size) => size >= value);
-  }
-  if (name === "batch_size" && micro_batches > value) {
-    all.micro_batches = options.micro_batches.findLast((count) => count <= value);
-  }
-  return all;
-}
-
-/** Radio buttons, menus and buttons; `choose(name, value)` and `ask(kind)` get what is pressed. */
+/** Radio buttons, a menu and buttons; `choose(name, value)` and `ask(kind)` get what is pressed. */
 class Controls {
   constructor({ options }, choose, ask) {
     Object.assign(this, { choose, ask, shows: {}, buttons: {} });
     this.name = uniqueName(); // radio buttons of two views must not switch each other off
-    const same = (name) => options[name].map((value) => [value, value]);
     this.root = html("div", { class: "controls" },
-      html("div", { class: "controls-row" },
-        this.radios("stages", "stages", same("stages")),
-        this.menu("link", "link between stages", same("link")),
-        this.radios("batch_size", "batch", same("batch_size")),
-        this.radios("micro_batches", "micro-batches", same("micro_batches")),
-        this.radios("schedule", "schedule", same("schedule"))),
-      html("div", { class: "controls-row" },
-        this.radios("mode", "layers by", [["compute", "compute"], ["bytes", "bytes"]]),
-        this.menu("objective", "the best has the", options.objective),
-        this.menu("cap_bytes", "a stage holds at most", options.cap_bytes),
-        html("div", { class: "buttons" }, this.button("best", "Best split"),
-          this.button("run", "Run"), this.button("stop", "Stop"))));
+      this.radios("stages", "stages", options.stages),
+      this.menu("link", "link between stages", options.link),
+      this.radios("micro_batches", "micro-batches", options.micro_batches),
+      this.radios("schedule", "schedule", options.schedule),
+      this.radios("mode", "layers by", ["compute", "bytes"]),
+      this.button("best", "Best split"), this.button("run", "Run"), this.button("stop", "Stop"));
   }
 
   /** Show the present settings; while the kernel is busy, only Stop can be pressed. */
@@ -115,25 +93,23 @@ class Controls {
     this.buttons.stop.disabled = !state.busy;
   }
 
-  radios(name, label, choices) {
+  radios(name, label, values) {
     const group = html("div", { class: "radios", role: "radiogroup", "aria-label": label });
-    const inputs = choices.map(([words, value]) => {
+    const inputs = values.map((value) => {
       const input = html("input", { type: "radio", name: `${this.name}-${name}` });
       input.addEventListener("change", () => this.choose(name, value));
-      group.append(html("label", {}, input, html("span", {}, String(words))));
+      group.append(html("label", {}, input, html("span", {}, String(value))));
       return input;
     });
-    this.shows[name] = (value) =>
-      inputs.forEach((input, place) => (input.checked = choices[place][1] === value));
+    this.shows[name] = (shown) =>
+      inputs.forEach((input, i) => (input.checked = values[i] === shown));
     return html("div", { class: "control" }, html("span", { class: "quiet" }, label), group);
   }
 
-  menu(name, label, choices) {
-    const options = choices.map(([words], place) => html("option", { value: place }, words));
-    const menu = html("select", {}, ...options);
-    menu.addEventListener("change", () => this.choose(name, choices[Number(menu.value)][1]));
-    this.shows[name] = (value) =>
-      (menu.value = String(choices.findIndex(([, offered]) => offered === value)));
+  menu(name, label, values) {
+    const menu = html("select", {}, ...values.map((value) => html("option", {}, value)));
+    menu.addEventListener("change", () => this.choose(name, menu.value));
+    this.shows[name] = (value) => (menu.value = value);
     return html("label", { class: "control" }, html("span", { class: "quiet" }, label), menu);
   }
 
@@ -282,26 +258,22 @@ class LayerRow {
 
 /** Draw the step as a table: a row per stage with its timeline and its memory, a row per hop
  * between. What was measured is below what the model predicts. Returns the height. */
-function drawLanes(group, { stages, hops, ends, ticks, end_s, cap }, width, top) {
-  const room = width < 620 ? NARROW : WIDE;
-  const pixels = (width - room.names - room.memory - 20) / end_s;
-  const at = (seconds) => room.names + seconds * pixels;
-  const left = width - room.memory;
+function drawLanes(group, { stages, hops, ends, ticks, end_s }, width, top) {
+  const pixels = (width - NAMES - MEMORY - 20) / end_s;
+  const at = (seconds) => NAMES + seconds * pixels;
+  const left = width - MEMORY;
   const bars = (spans, look, y, height) => spans.map(([kind, start, end]) => svg("rect", {
     class: `${look} ${kind}`, x: at(start), y, height, width: Math.max(0.7, (end - start) * pixels),
   }));
-  const memory = ([share, words, isOver], look, y, height) => [
-    svg("rect", { class: `${look} memory ${isOver ? "over" : ""}`, x: left, y, height,
-      width: room.bar * share }),
-    svg("text", { x: left + room.bar + 6, y: y + height - 4, class: isOver ? "over" : "row" },
-      words)];
+  const memory = ([share, words], look, y, height) => [
+    svg("rect", { class: `${look} memory`, x: left, y, height, width: BAR * share }),
+    svg("text", { x: left + BAR + 6, y: y + height - 4, class: "row" }, words)];
   let y = top + 18 + (ends.length - 1) * LINE;
   const parts = [svg("text", { x: 0, y: top + 12, class: "quiet" }, "one step"),
-    svg("text", { x: left, y: y - 6, class: "quiet" }, room.title)];
+    svg("text", { x: left, y: y - 6, class: "quiet" }, "memory of the stage")];
   for (const [stage, { range, model, measured }] of stages.entries()) {
-    const start = y;
     parts.push(svg("text", { x: 0, y: y + 14, class: "row" }, `stage ${stage}`));
-    if (room === WIDE) parts.push(svg("text", { x: 52, y: y + 14, class: "quiet" }, range));
+    parts.push(svg("text", { x: 52, y: y + 14, class: "quiet" }, range));
     parts.push(...bars(model.spans, "model", y, STAGE - GAP));
     parts.push(...memory(model.memory, "model", y, STAGE - GAP));
     y += STAGE;
@@ -309,10 +281,6 @@ function drawLanes(group, { stages, hops, ends, ticks, end_s, cap }, width, top)
       parts.push(...bars(measured.spans, "measured", y, MEASURED - GAP));
       parts.push(...memory(measured.memory, "measured", y, MEASURED - GAP));
       y += MEASURED;
-    }
-    if (cap !== null) {
-      const d = `M${left + room.bar * cap} ${start - 3}V${y}`;
-      parts.push(svg("path", { class: "cap", d }));
     }
     if (stage < hops.length) {
       const { name, words, spans } = hops[stage];
@@ -388,9 +356,9 @@ class SplitPicture {
 
   /** Change a setting, here and in all other views. */
   choose(setting, value) {
-    for (const [name, chosen] of Object.entries(changes(setting, value, this.state()))) {
-      this.model.set(name, chosen);
-    }
+    const { points, shown } = this.state();
+    const resize = () => ["points", resized(points, value - 1, shown.layers.length)];
+    this.model.set(...(setting === "stages" ? resize() : [setting, value]));
     this.model.save_changes();
   }
 
@@ -403,14 +371,13 @@ class SplitPicture {
 
   draw() {
     const state = this.state();
-    const { shown, busy } = state;
+    const { shown, busy, status } = state;
     this.controls.draw(state);
-    this.status.textContent = busy || state.status;
-    this.status.classList.toggle("busy", Boolean(busy));
+    this.status.textContent = busy || status;
     this.numbers.replaceChildren(...shown.numbers.map(([name, model, measured]) =>
       html("div", {}, html("dt", { class: "quiet" }, name), html("dd", {}, model),
         ...(measured ? [html("dd", { class: "quiet" }, `measured ${measured}`)] : []))));
-    const width = Math.max(400, this.width ?? 0);
+    const width = Math.max(620, this.width ?? 0);
     const height = this.row.draw(state, width) + 12;
     const below = drawLanes(this.lanes, shown, width, height);
     this.lanes.classList.toggle("late", String(shown.points) !== String(state.points));

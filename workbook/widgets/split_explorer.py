@@ -1,50 +1,51 @@
 """A model cut into stages: layers in a row, cuts that are dragged, and one step below."""
 
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import anywidget
 import traitlets
-from torch import nn
-from traitlets import Dict, Float, Int, List, Unicode
+from traitlets import Dict, Int, List, Unicode
 
 from labkit.costs.link import Link
-from labkit.placement.planner import Profile, best_split
+from labkit.placement.planner import Profile, SplitModel, best_split, predict_split
+from labkit.schedules.pipeline import PIPELINES
 from labkit.schedules.split_points import check_split_points
-from labkit.training.measured import MeasuredSplit, measure_profile, measure_split
-from labkit.units import check_choice, format_seconds
+from labkit.training.measured import MeasuredSplit, measure_split
+from labkit.units import format_seconds
+from workbook.plots.models import LINKS as NETWORKS
 from workbook.plots.split_costs import cuts_words, split_caption
 from workbook.widgets.explorer import cell_state
 from workbook.widgets.job import Job
-from workbook.widgets.split_choice import (
-    HERE,
-    MAX_STAGES,
-    MICRO_BATCHES,
-    Choice,
-    SplitModels,
-    layer_data,
-    step_data,
-    step_numbers,
-    ticks,
-)
+from workbook.widgets.split_step import layer_data, step_data, ticks
 
+HERE = "this machine"
+# Bytes per second are those of the standards, in one direction: 450e9 is half of what an H100's
+# NVLink carries in both directions together (NVIDIA, "H100 Tensor Core GPU Architecture", 2022),
+# 31.5e9 are 16 lanes of 16 GT/s with 128b/130b encoding (PCI Express 4.0). The time to start a
+# message is only an order of magnitude.
+LINKS = {
+    "NVLink 4": Link(5e-6, 1 / 450e9),
+    "PCIe 4 x16": Link(10e-6, 1 / 31.5e9),
+    "10 GbE": NETWORKS["10 Gb/s network"],
+    "1 GbE": NETWORKS["1 Gb/s network"],
+}
+MAX_STAGES = 4
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+_SETTINGS = ("points", "link", "micro_batches", "schedule")
 _HERE = Path(__file__).parent
-_SETTINGS = ("points", "link", "micro_batches", "schedule", "batch_size")
 
 
 def split_explorer(
-    profile: Profile | nn.Module,
-    link: Link | None = None,
+    profile: Profile,
+    link: Link,
     *,
-    split_points: Sequence[int] | None = None,
+    split_points: Sequence[int],
     micro_batches: int = 1,
     schedule: str = "gpipe",
-    batch_size: int = 16,
-    input_shape: tuple[int, ...] = (3, 32, 32),
-    frozen: int = 0,
     measure: Callable[..., MeasuredSplit] = measure_split,
 ) -> "SplitPicture":
     """Explore where to cut a model: drag the cuts, see the predicted step, and measure it.
@@ -52,41 +53,20 @@ def split_explorer(
     Its static twin is ``plots.split_costs``.
 
     Args:
-        profile: the model's layers, or your own chain of layers, which is measured here.
-        link: between two stages on this machine; None leaves only ``split_choice.LINKS``.
-        split_points: to start with, 1 to 3; by default one cut in the middle of the layers.
+        profile: the model's layers.
+        link: between two stages on this machine; ``LINKS`` can be chosen as well.
+        split_points: to start with, 1 to 3.
         micro_batches: to start with, one of ``MICRO_BATCHES``, at most the batch size.
         schedule: to start with, ``gpipe`` or ``1f1b``.
-        batch_size: to start with, if a chain of layers is given.
-        input_shape: of one sample, for the run.
-        frozen: the number of layers, from the first on, that are not trained.
         measure: what Run calls, with the arguments of ``training.measured.measure_split``.
 
     Raises:
-        ValueError: a start that its control does not offer, or a model that cannot be cut.
+        ValueError: a split that is not possible.
     """
-    model: str | nn.Module
-    if isinstance(profile, Profile):
-        model = profile.model
-    else:
-        model = profile
-        profile = measure_profile(model, batch_size=batch_size, input_shape=input_shape)
-    size = profile.batch_size
-    possible = [count for count in MICRO_BATCHES if count <= size]
-    if micro_batches not in possible:
-        known = ", ".join(map(str, possible))
-        raise ValueError(
-            f"micro_batches is one of {known} for a batch of {size}, got {micro_batches!r}"
-        )
-    points = (len(profile.layers) // 2,) if split_points is None else tuple(split_points)
-    models = SplitModels(profile, link, frozen)
-    start = Choice(points, next(iter(models.links)), micro_batches, schedule, size)
-    models.predicted(start)  # refuses impossible settings
-    run = partial(measure, model, input_shape=tuple(input_shape), frozen=frozen)
+    start = {"points": list(split_points), "micro_batches": micro_batches, "schedule": schedule}
     # Of another model, what was measured of this one must not be shown.
-    layers = [(one.name, one.output_bytes, one.parameter_bytes) for one in profile.layers]
-    state = cell_state(profile.model, *layers, frozen, *models.links, *start)
-    return SplitPicture(models, run, start, state)
+    state = cell_state(profile.model, profile.batch_size, len(profile.layers), str(start))
+    return SplitPicture(profile, {HERE: link} | LINKS, measure, start, state)
 
 
 class SplitPicture(anywidget.AnyWidget):
@@ -97,13 +77,12 @@ class SplitPicture(anywidget.AnyWidget):
 
     Attributes:
         points: the split points, 1 to 3.
-        link, batch_size, micro_batches, schedule: the settings of the step.
-        objective, cap_bytes: what is best, and the memory that a stage may need (None: no limit).
+        link, micro_batches, schedule: the settings of the step.
         mode: layers are as wide as their compute (``compute``) or as tall as their ``bytes``.
         busy: what a button is doing; empty if nothing.
         status: what a button has done.
         pressed: the button that was pressed last in the browser, and the how many-th press it was.
-        runs: by choice, what was measured on this machine.
+        runs: by points, micro-batches and schedule, what was measured on this machine.
     """
 
     _esm = _HERE / "split_explorer.js"
@@ -111,12 +90,9 @@ class SplitPicture(anywidget.AnyWidget):
 
     options = Dict().tag(sync=True)
     points = List(Int()).tag(sync=True)
-    link = Unicode().tag(sync=True)
-    batch_size = Int().tag(sync=True)
+    link = Unicode(HERE).tag(sync=True)
     micro_batches = Int().tag(sync=True)
     schedule = Unicode().tag(sync=True)
-    objective = Unicode("step").tag(sync=True)
-    cap_bytes = Float(None, allow_none=True).tag(sync=True)
     mode = Unicode("compute").tag(sync=True)
     busy = Unicode().tag(sync=True)
     status = Unicode().tag(sync=True)
@@ -125,42 +101,43 @@ class SplitPicture(anywidget.AnyWidget):
 
     def __init__(
         self,
-        models: SplitModels,
+        profile: Profile,
+        links: dict[str, Link],
         measure: Callable[..., MeasuredSplit],
-        start: Choice,
+        start: dict[str, Any],
         state: dict[str, Any],
     ):
-        self._models, self._measure, self._state = models, measure, state
-        self.runs: dict[Choice, MeasuredSplit] = state.setdefault("runs", {})
+        self._profile, self._links, self._measure, self._state = profile, links, measure, state
+        self.runs: dict[tuple, MeasuredSplit] = state.setdefault("runs", {})
         self._job = Job(self._say)
         self._axis: tuple[tuple, float] = (), 0.0
-        settings = {**start._asdict(), "points": list(start.points), **state.get("settings", {})}
-        super().__init__(options=models.offered(start.batch_size), **settings)
+        options = {
+            "stages": list(range(2, min(MAX_STAGES, len(profile.layers)) + 1)),
+            "link": list(links),
+            "micro_batches": [count for count in MICRO_BATCHES if count <= profile.batch_size],
+            "schedule": list(PIPELINES),
+        }
+        super().__init__(options=options, **(start | state.get("settings", {})))
         self.observe(self._act, "pressed")
-        self.observe(self._draw, [*_SETTINGS, "cap_bytes"])
-        self.observe(self._keep, [*_SETTINGS, "objective", "cap_bytes", "mode"])
+        self.observe(self._draw, _SETTINGS)
+        self.observe(self._keep, [*_SETTINGS, "mode"])
         self._draw()
 
-    def chosen(self) -> Choice:
-        counts = self.micro_batches, self.schedule, self.batch_size
-        return Choice(tuple(self.points), self.link, *counts)
+    def predicted(self) -> SplitModel:
+        return predict_split(self._profile, self.points, **self._step_settings())
 
     def measured(self) -> MeasuredSplit | None:
         """What was measured of this split; on which link it was predicted does not matter."""
-        return self.runs.get(self.chosen()._replace(link=HERE))
+        return self.runs.get((tuple(self.points), self.micro_batches, self.schedule))
 
     def run(self) -> None:
         """Measure the split, as the button does: in the background."""
-        choice = self.chosen()
-        self._job.start("measuring ...", lambda: self._run(choice))
+        split = tuple(self.points), self.micro_batches, self.schedule
+        self._job.start("measuring ...", partial(self._run, *split, self.link))
 
     def best(self) -> None:
         """Move the cuts to the best ones, as the button does: in the background."""
         self._job.start("searching ...", self._move_to_best)
-
-    def stop(self) -> None:
-        """Stop what a button has started."""
-        self._job.stop()
 
     def join(self) -> None:
         """Wait until a button's work has ended."""
@@ -168,13 +145,10 @@ class SplitPicture(anywidget.AnyWidget):
 
     def __repr__(self) -> str:
         """The controls and the numbers, for pages without a kernel."""
-        models, choice = self._models, self.chosen()
-        num_layers = len(models.measured.layers)
         return (
             f"[picture and buttons] stages 2 to {self.options['stages'][-1]}, a cut before any of "
-            f"{num_layers} layers, link ({', '.join(models.links)}), batch, micro-batches, "
-            f"schedule; Best split, Run. {models.title(choice)}, {cuts_words(choice.points)}. "
-            f"{split_caption(models.predicted(choice), self.measured())}"
+            f"{len(self._profile.layers)} layers, link ({', '.join(self._links)}), micro-batches, "
+            f"schedule; Best split, Run. {self.shown['title']}. {self.shown['caption']}"
         )
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
@@ -182,76 +156,58 @@ class SplitPicture(anywidget.AnyWidget):
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
         return {**data, "text/plain": repr(self)}, metadata
 
+    def _step_settings(self) -> dict[str, Any]:
+        counts = {"micro_batches": self.micro_batches, "schedule": self.schedule}
+        return {"link": self._links[self.link], **counts}
+
     def _draw(self, _change: Any = None) -> None:
-        models, choice, run = self._models, self.chosen(), self.measured()
-        profile, split = models.profile(choice.batch_size), models.predicted(choice)
-        whole = models.whole_bytes(choice.batch_size)
-        step = step_data(split, len(profile.layers), run, whole, self.cap_bytes)
+        profile, split, run = self._profile, self.predicted(), self.measured()
+        whole = predict_split(profile, (), Link(0, 0)).memory_bytes[0]
+        step = step_data(split, len(profile.layers), whole, run)
         # While only cuts move, the axis grows and never shrinks.
-        settings, end_s = (len(choice.points), *choice[1:]), self._axis[1]
+        settings, end_s = (len(self.points), *self._step_settings().values()), self._axis[1]
         if settings != self._axis[0] or step["last_s"] > end_s:
             end_s = 1.1 * step["last_s"]
         self._axis = settings, end_s
-        caption = split_caption(split, run)
         self.shown = step | {
-            "points": list(choice.points),
-            "layers": layer_data(profile, models.frozen),
-            "title": models.title(choice),
-            "caption": f"{cuts_words(choice.points)}. {caption}",
+            "points": list(self.points),
+            "layers": layer_data(profile),
+            "title": f"{profile.model} in {len(self.points) + 1} stages over {self.link}, "
+            f"batch of {profile.batch_size} in {self.micro_batches} ({self.schedule})",
+            "caption": f"{cuts_words(self.points)}. {split_caption(split, run)}",
             "end_s": end_s,
             "ticks": ticks(end_s),
         }
 
     def _keep(self, _change: Any) -> None:
-        names = [*_SETTINGS, "objective", "cap_bytes", "mode"]
-        self._state["settings"] = {name: getattr(self, name) for name in names}
+        self._state["settings"] = {name: getattr(self, name) for name in (*_SETTINGS, "mode")}
 
     def _act(self, change: dict) -> None:
-        {"run": self.run, "best": self.best, "stop": self.stop}[change["new"][0]]()
+        {"run": self.run, "best": self.best, "stop": self._job.stop}[change["new"][0]]()
 
     def _say(self, doing: str, said: str) -> None:
         self.busy, self.status = doing, said
 
-    def _run(self, choice: Choice) -> str:
-        names = ("batch_size", "micro_batches", "schedule")
-        measured = self._measure(choice.points, **{name: getattr(choice, name) for name in names})
-        self.runs[choice._replace(link=HERE)] = measured
+    def _run(self, points: tuple[int, ...], count: int, schedule: str, link: str) -> str:
+        counts = {"batch_size": self._profile.batch_size, "micro_batches": count}
+        run = self._measure(self._profile.model, points, schedule=schedule, **counts)
+        self.runs[points, count, schedule] = run
         self._draw()
-        step = format_seconds(statistics.median(measured.step_s))
-        where = "" if choice.link == HERE else f", on {HERE}, not over {choice.link}"
-        return f"measured, {cuts_words(choice.points)}: {step} per step{where}"
+        where = "" if link == HERE else f", on {HERE}, not over {link}"
+        return (
+            f"measured, {cuts_words(points)}: {format_seconds(median(run.step_s))} per step{where}"
+        )
 
     def _move_to_best(self) -> str:
-        choice, cap_bytes = self.chosen(), self.cap_bytes
-        before = self._models.predicted(choice)
-        best = best_split(
-            self._models.profile(choice.batch_size),
-            len(choice.points) + 1,
-            **self._models.settings(choice),
-            objective=self.objective,
-            memory_cap_bytes=cap_bytes,
-        )
+        before = self.predicted()
+        best = best_split(self._profile, len(self.points) + 1, **self._step_settings())
         self.points = list(best.split_points)
-        said = f"best by the model, {cuts_words(best.split_points)}"
-        if best.split_points == before.split_points:
-            return f"{said}, where the cuts are already"
-        changes = [
-            f"{name} {old} -> {new}"
-            for (name, old, _), (_, new, _) in zip(step_numbers(before), step_numbers(best))
-            if old != new
-        ]
-        return f"{said}: {', '.join(changes)}"
+        steps = f"step {format_seconds(before.step_s)} -> {format_seconds(best.step_s)}"
+        return f"best by the model, {cuts_words(best.split_points)}: {steps}"
 
     @traitlets.validate("points")
     def _check_points(self, proposal: dict) -> list[int]:
         points = proposal["value"]
         if not 1 <= len(points) < MAX_STAGES:
             raise ValueError(f"it shows 2 to {MAX_STAGES} stages, got {len(points) + 1}")
-        return list(check_split_points(points, len(self._models.measured.layers)))
-
-    @traitlets.validate("link", "schedule", "batch_size", "micro_batches")
-    def _check_offered(self, proposal: dict) -> Any:
-        name, value = proposal["trait"].name, proposal["value"]
-        if value not in self.options[name]:
-            check_choice(name, value, list(map(str, self.options[name])))
-        return value
+        return list(check_split_points(points, len(self._profile.layers)))

@@ -20,7 +20,7 @@ _EPS = torch.finfo(torch.float32).eps
 # Of a number that was computed in a few operations.
 _FEW = 16
 # An endless generator must not hang the check.
-_MOST_ENTRIES = 100_000
+MOST_ENTRIES = 100_000
 _IN_ORDER = (list, tuple, range, deque, KeysView, ValuesView, ItemsView, Generator, Iterator)
 
 
@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (Fraction, Decimal)):
         return int(value) if value == int(value) else float(value)
     if isinstance(value, _IN_ORDER):
-        return [plain(entry) for entry in itertools.islice(value, _MOST_ENTRIES)]
+        return [plain(entry) for entry in itertools.islice(value, MOST_ENTRIES)]
     if isinstance(value, Mapping):
         return {plain(key): plain(entry) for key, entry in value.items()}
     return {plain(entry) for entry in value} if isinstance(value, (set, frozenset)) else value

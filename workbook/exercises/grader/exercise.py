@@ -145,7 +145,7 @@ def same_bits(case: Case, ranks: Ranks) -> Found:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exercise:
     """What a function has to do on P ranks.
 
@@ -213,5 +213,5 @@ class Exercise:
         ranks, elements = self.nouns
         parts = [format_count(case.world_size, ranks)] if ranks else []
         parts += [format_count(case.size, elements)] if self.sizes and elements else []
-        text = f"with {' and '.join(parts)}" if parts else "here"
-        return text + (f", {words}" if (words := self.special(case)) else "")
+        counts = f"with {' and '.join(parts)}" if parts else ""
+        return ", ".join(filter(None, [counts, self.special(case)])) or "here"

@@ -6,10 +6,12 @@ traffic, shows one verdict, and never raises.
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from labkit import collectives
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.runtime.messages import dumps
 from labkit.units import format_count
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, new_seed
@@ -36,6 +38,8 @@ from workbook.exercises.grader.stub import about_stub, is_stub, is_untouched
 from workbook.exercises.grader.watched import names_to_call_by
 
 WORLD_SIZES = (2, 3, 4)
+# An exercise may be built on these; not on the function that it asks for.
+COLLECTIVES = frozenset(dir(collectives))
 
 
 def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_SIZES) -> Verdict:
@@ -53,6 +57,22 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
     verdict = told(exercise.name, lambda: grade_on_ranks(fn, exercise, world_sizes))
     verdict.run_again = partial(own_run, fn, exercise)
     return verdict
+
+
+@dataclass(frozen=True, eq=False)
+class Check(Exercise):
+    """An exercise that grades the function with which it is called, on real ranks.
+
+    Attributes:
+        link: over which the learner's own run is drawn.
+    """
+
+    link: EmulatedLink | None = None
+
+    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+        verdict = grade(fn, self, world_sizes)
+        verdict.run_again = partial(own_run, fn, self, link=self.link)
+        return verdict
 
 
 def returns(
@@ -79,8 +99,7 @@ def returns(
     """
     name = name or getattr(fn, "__name__", type(fn).__name__)
     fields: dict[str, Any] = {"inputs": lambda rank, case: (), "signature": "comm", "sizes": ()}
-    # A page's own exercise may be built on sums over ranks; not on the function that it asks for.
-    fields |= {"written": None, "may_call": frozenset(dir(collectives)) - {name}} | more
+    fields |= {"written": None, "may_call": COLLECTIVES - {name}} | more
     return grade(fn, Exercise(name, expected, **fields), world_sizes)
 
 
@@ -93,7 +112,8 @@ def _misuse(fn: Callable, signature: str) -> Found:
     try:
         takes = inspect.signature(fn)
         names = names_to_call_by(fn, signature)
-        takes.bind(*([] if names else signature.split(", ")), **dict.fromkeys(names))
+        if signature:
+            takes.bind(*([] if names else signature.split(", ")), **dict.fromkeys(names))
     except TypeError:
         return f"the function takes {takes}, but the check calls it with ({signature})"
     except ValueError:
@@ -112,40 +132,38 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         return Verdict(exercise.name, NOT_YET, notes=[misuse])
     if is_untouched(fn):
         return Verdict(exercise.name, NOT_ATTEMPTED)
-    columns: list[str] = []
-    cells: list[dict[str, str]] = []
+    # By world size: the rows of the table.
+    columns: dict[int, dict[str, str]] = {}
     problems: dict[str, str] = {}
-    library, failure, seed = "", None, new_seed()
+    library, seed = "", new_seed()
     for world_size in world_sizes:
         try:
             tried = outcomes_of(fn, exercise, exercise.cases(world_size, seed))
         except DidNotFinish as error:
             if is_stub(fn, error.unwritten):
                 return Verdict(exercise.name, NOT_ATTEMPTED)
-            failure, tried = error, error.tried
+            text = about_stub(fn, error.unwritten) if error.unwritten else str(error)
+            problems.setdefault("finished", text)
+            break
         found = _problems(exercise, tried)
-        columns.append(format_count(world_size, exercise.nouns[0] or "rank"))
-        cells.append(_column(exercise, tried, found) if tried else {})
         # Where two world sizes have the same problem, the larger one shows more of it.
         problems |= found
-        if failure:
-            text = about_stub(fn, failure.unwritten) if failure.unwritten else str(failure)
-            # First, because it names a line.
-            problems = {"finished": text} | problems
-            cells[-1] = {"finished": failure.ending} | cells[-1]
-            break
+        columns[world_size] = _column(exercise, tried, found)
         library = library or next((o.library for r in tried.values() for o in r if o.library), "")
     status, notes = (NOT_YOURS, [CALLS_LIBRARY.format(name=library)]) if library else (PASSED, [])
     if problems:
         status, notes = NOT_YET, [next(iter(problems.values()))]
-    names = ["finished", *max(cells, key=len)] if failure else list(max(cells, key=len))
+    ranks, elements = exercise.nouns
+    if not columns or not ranks:
+        return Verdict(exercise.name, status, notes=notes)
+    names = max(columns.values(), key=len)
+    rows = {name: [one.get(name, "-") for one in columns.values()] for name in names}
     caption = ""
     if "messages" in names:
-        size = exercise.sizes and exercise.nouns[1]
-        which = f", for {format_count(exercise.sizes[0], exercise.nouns[1])}" if size else ""
-        caption = f"Messages, bytes and rounds are those of each rank{which}."
-    rows = {name: [one.get(name, "-") for one in cells] for name in names}
-    return Verdict(exercise.name, status, columns, rows, notes, caption)
+        size = exercise.sizes and elements and f", for {format_count(exercise.sizes[0], elements)}"
+        caption = f"Messages, bytes and rounds are those of each rank{size or ''}."
+    heads = [format_count(world_size, ranks) for world_size in columns]
+    return Verdict(exercise.name, status, heads, rows, notes, caption)
 
 
 def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, str]:

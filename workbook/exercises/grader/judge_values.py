@@ -4,7 +4,7 @@ The inputs are random, so a linear fit tells how a value was put together: "it i
 rank 2, expected rank 0 + rank 1 + rank 2".
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 from labkit.collectives.ring import split_chunks
 from labkit.units import format_count
 from workbook.exercises.grader.compare import close, fit, other_kind, plain, same, short
-from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, Wrong
+from workbook.exercises.grader.exercise import Case, Exercise, Found, Outcome, Ranks, Wrong
 
 # Values that were rounded to bfloat16 after every addition are still recognised.
 _ROUNDED = 1e-2
@@ -28,19 +28,21 @@ def value_problem(exercise: Exercise, tried: Tried) -> Found:
     """Return the first problem with the values, over the cases in order."""
     for case, ranks in tried.items():
         values, found = [outcome.value for outcome in ranks], None
+        place, changed = exercise.where(case), [one.changed for one in ranks if one.changed]
         for rank, value in enumerate(values):
             if isinstance(value, Wrong) and not found:
-                found = f", rank {rank}: {value}" if case.world_size > 1 else f": {value}"
+                found = f"{place}, rank {rank}: {value}" if len(ranks) > 1 else f"{place}: {value}"
         if not found and exercise.judge:
-            judged = exercise.judge(case, values)
-            found = f": {judged}" if judged else None
+            if found := exercise.judge(case, values):
+                found = found if place in found else f"{place}: {found}"
+                why = _named(exercise, tried, 0, range(case.world_size))
+                found += f": {why}" if why else ""
         elif not found:
             found = _first_wrong(exercise, tried, case)
-        if not found and (changed := [outcome.changed for outcome in ranks if outcome.changed]):
-            found = f": {changed[0]}"
+        if not found and changed:
+            found = f"{place}: {changed[0]}"
         if found:
-            again = ". The first call, with other values, went right" if case.call else ""
-            return f"{exercise.where(case)}{found}{again}"
+            return found + (". The first call went right" if case.call else "")
     return None
 
 
@@ -50,11 +52,13 @@ def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Found:
     if all(right):
         return None
     rank = right.index(False)
-    text = f", rank {rank} is the first with a wrong result"
+    text = exercise.where(case)
+    text += f", rank {rank} is the first with a wrong result" if len(ranks) > 1 else ""
     expected = exercise.expected(rank, case)
     if kind := other_kind(ranks[rank].value, expected):
         return f"{text}: {kind}"
-    why = _mistake(exercise, tried, case, rank)
+    why = _named(exercise, tried, rank, range(len(ranks)))
+    why = why or _named(exercise, tried, rank, [rank]) or _meant(exercise, case, rank, ranks[rank])
     if not why:
         parts = _parts(exercise, case, ranks[rank].value, expected)
         wrong = next((one for one in parts if not one.right), parts[0])
@@ -77,22 +81,21 @@ def _is_right(exercise: Exercise, case: Case, rank: int, value: Any) -> bool:
     return all(part.right for part in _parts(exercise, case, value, expected))
 
 
-def _mistake(exercise: Exercise, tried: Tried, case: Case, rank: int) -> str:
-    """The sentence of a mistake that explains all wrong values of all cases, or of this rank."""
-
-    def explains(wrong: Any, of: Iterable[int]) -> bool:
-        return all(
+def _named(exercise: Exercise, tried: Tried, rank: int, of: Sequence[int]) -> str:
+    """A mistake that explains all values of ``rank``, and all wrong ones of these ranks."""
+    for sentence, wrong in exercise.mistakes.items():
+        if all(
             same(outcomes[r].value, wrong(r, one))
             or (r != rank and _is_right(exercise, one, r, outcomes[r].value))
             for one, outcomes in tried.items()
             for r in of
-        )
+        ):
+            return sentence
+    return ""
 
-    for of in (range(case.world_size), [rank]):
-        for sentence, wrong in exercise.mistakes.items():
-            if explains(wrong, of):
-                return sentence
-    outcome = tried[case][rank]
+
+def _meant(exercise: Exercise, case: Case, rank: int, outcome: Outcome) -> str:
+    """What to say of a value that is right in another place, or was right in the first call."""
     if case.call and same(outcome.value, exercise.expected(rank, replace(case, call=0))):
         return "it is the result of the first call, although the values are others now"
     if outcome.stand_in is None or not _is_right(exercise, case, rank, outcome.stand_in):

@@ -4,11 +4,12 @@ import contextlib
 import re
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from labkit.comm.comm import Comm
-from labkit.errors import DeadlineError, DeadlockError, WorkerError
+from labkit.errors import DeadlineError, WorkerError
 from labkit.runtime.launch import run
 from workbook.exercises.grader.compare import plain
 from workbook.exercises.grader.exercise import Case, Exercise, Outcome, Ranks, Wrong
@@ -16,38 +17,33 @@ from workbook.exercises.grader.stub import STUB
 from workbook.exercises.grader.watched import Watched
 
 # A correct attempt takes milliseconds: these limits end endless loops, in the run of all cases and
-# then in runs of one case each. After an error that is not a timeout, the second runs get the
-# longer limit, too: a busy machine may start its ranks late.
+# then in runs of one case each. After a deadlock the second runs get the longer limit, too: a
+# busy machine may start its ranks late.
 TIMEOUT_S = 10.0
 AGAIN_S = 3.0
 # What a function may take on top of what its process holds; then it gets a MemoryError.
 _MOST_BYTES = 2**30
+# A note in the traceback of a rank that has raised.
+_IN_CASE = "in the check's case "
 
 
 class DidNotFinish(Exception):
-    """A run that ended in an error: its ``ending``, ``stuck`` or ``error``, and the story.
+    """A run that ended in an error: its story, without the traceback.
 
     Attributes:
         unwritten: the function whose stub a rank came to; "" if none.
-        tried: the outcomes of the cases that went well before.
     """
 
-    def __init__(self, error: Exception, place: str = ""):
-        self.ending = "stuck" if isinstance(error, DeadlockError) else "error"
-        traceback = getattr(error, "worker_traceback", "")
+    def __init__(self, error: WorkerError, place: str, case: Case):
         # In a traceback, code is indented by four spaces, places by two, the error by none.
-        last_frame = re.split(r"\n(?=  \S)", f"\n{traceback}")[-1]
+        last_frame = re.split(r"\n(?=  \S)", f"\n{error.worker_traceback}")[-1]
         unwritten = rf"  .*, in (\S+)\n    .*{STUB}\b(?s:.*)\nNotImplementedError\b"
         found = re.match(unwritten, last_frame)
         self.unwritten = found[1] if found else ""
-        self.tried: dict[Case, Ranks] = {}
-        super().__init__(f"{place}: {story_of(error)}" if place else story_of(error))
-
-
-def story_of(error: Exception) -> str:
-    """An error's words, without the traceback and without advice on ``labkit.run``."""
-    story = str(error).partition("\n\nTraceback of rank")[0]
-    return story.replace(", or give the run a larger timeout_s", "")
+        story = str(error).partition("\n\nTraceback of rank")[0]
+        story = story.replace(", or give the run a larger timeout_s", "")
+        story = story.replace("rank 0", "the function") if case.world_size == 1 else story
+        super().__init__(f"{place}: {story}")
 
 
 def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Case, Ranks]:
@@ -56,29 +52,28 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Cas
     Raises:
         DidNotFinish: a rank raised, left, or never ended.
     """
+
+    def outcomes(cases: list[Case], timeout_s: float) -> dict[Case, Ranks]:
+        options = {"world_size": cases[0].world_size, "device": "cpu", "timeout_s": timeout_s}
+        by_rank = run(_attempt, fn, exercise.to_run(), cases, **options).values
+        return dict(zip(cases, zip(*by_rank)))
+
     try:
-        return _run(fn, exercise, cases, TIMEOUT_S)
+        return outcomes(cases, TIMEOUT_S)
     except WorkerError as error:
-        failure = DidNotFinish(error)
-        if failure.unwritten:
-            raise failure from None
+        if raised_in := re.search(rf"^{_IN_CASE}(\d+)$", error.worker_traceback, re.MULTILINE):
+            case = cases[int(raised_in[1])]
+            raise DidNotFinish(error, exercise.where(case), case) from None
+        failure = DidNotFinish(error, "in a call whose first of two went well", cases[0])
         again_s = AGAIN_S if isinstance(error, DeadlineError) else TIMEOUT_S
     # Find the case that failed. With one call per run, no rank is in the next case, or in the
     # barrier before it, so the explanation names only the learner's lines.
-    tried: dict[Case, Ranks] = {}
     for case in cases:
-        if case.call:
-            continue
         try:
-            tried |= _run(fn, exercise, [case], again_s)
+            if case.call == 0:
+                outcomes([case], again_s)
         except WorkerError as error:
-            failure = DidNotFinish(error, exercise.where(case))
-            break
-    else:
-        failure.args = (
-            f"{failure}. The first call of every case went well: this was a later one",
-        )
-    failure.tried = tried
+            raise DidNotFinish(error, exercise.where(case), case) from None
     raise failure
 
 
@@ -102,14 +97,6 @@ def limited_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _run(
-    fn: Callable, exercise: Exercise, cases: list[Case], timeout_s: float
-) -> dict[Case, Ranks]:
-    options = {"world_size": cases[0].world_size, "device": "cpu", "timeout_s": timeout_s}
-    by_rank = run(_attempt, fn, exercise.to_run(), cases, **options).values
-    return dict(zip(cases, zip(*by_rank)))
-
-
 def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) -> list[Outcome]:
     """On a rank: call ``fn`` for each case, the ranks together."""
     outcomes = []
@@ -118,30 +105,38 @@ def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) ->
             if number:
                 # A message that one call left unreceived must not be received by the next call.
                 comm.barrier()
-            outcomes.append(call_once(comm, fn, exercise, case))
+            args = exercise.inputs(comm.rank, case)
+            try:
+                outcomes.append(call_once(comm, fn, exercise, args))
+            except Exception as error:
+                error.add_note(f"{_IN_CASE}{number}")
+                raise
     return outcomes
 
 
-def call_once(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outcome:
-    """On a rank: call ``fn`` for one case."""
-    args = exercise.inputs(comm.rank, case)
+def call_once(
+    comm: Comm,
+    fn: Callable,
+    exercise: Exercise,
+    args: tuple,
+    around: Callable[[], AbstractContextManager] = nullcontext,
+) -> Outcome:
+    """On a rank: call ``fn`` with ``exercise.inputs``; ``around`` as in ``Watched``."""
+
+    def spent() -> tuple[int, int, int, int]:
+        return comm.messages, comm.bytes_sent, comm.operations, comm.session.barriers
+
     given = None if exercise.written is None else args[exercise.written]
     before_it = list(given) if isinstance(given, list) else given
-    watched = Watched(fn, exercise.signature, exercise.may_call, written=given)
-    before, sent_before = _spent(comm), comm.bytes_to.copy()
+    watched = Watched(fn, exercise.signature, exercise.may_call, given, around)
+    before, sent_before = spent(), comm.bytes_to.copy()
     returned = exercise.call(watched, comm, *args)
     value, meant = (before_it, given) if isinstance(given, list) else (given, returned)
     if exercise.written is None or isinstance(returned, Wrong):
         # Made plain here, because generators cannot travel, and run only now.
         value, meant = plain(returned), None
-    messages, num_bytes, operations, barriers = (
-        now - then for now, then in zip(_spent(comm), before)
-    )
+    messages, num_bytes, operations, barriers = (now - then for now, then in zip(spent(), before))
     # Subtracting Counters keeps only the peers to which something was sent.
     sent_to = comm.bytes_to - sent_before
     seen = barriers, tuple(watched.steps), watched.library, watched.changed
     return Outcome(value, meant, messages, num_bytes, operations, sent_to, *seen)
-
-
-def _spent(comm: Comm) -> tuple[int, int, int, int]:
-    return comm.messages, comm.bytes_sent, comm.operations, comm.session.barriers

@@ -4,33 +4,30 @@ Each function is called twice on every rank: first to count what it sends and th
 then, without the counting, for the timeline.
 """
 
-import functools
 import html
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
 from labkit.runtime.output import undrawn
-from labkit.tracing import Trace
-from labkit.units import format_bytes, format_count, html_table, text_table
+from labkit.units import format_bytes, format_count
 from workbook.exercises.grader.exercise import Case, Exercise
 from workbook.exercises.grader.held_memory import PeakBytes
-from workbook.exercises.grader.judge_traffic import ROWS as FIELDS, by_rank, targets_of
+from workbook.exercises.grader.judge_traffic import ROWS, by_rank, targets_of
 from workbook.exercises.grader.on_ranks import TIMEOUT_S, call_once
-from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET
+from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, card_html, card_text
 
 if TYPE_CHECKING:
     from workbook.plots import CaptionedFigure
 
 WORLD_SIZE = 4
-ROWS = ("messages", "bytes", "rounds")
 HELD = "memory held"
-_IN_BYTES = ("bytes", HELD)
 
 
 @dataclass(frozen=True)
@@ -65,37 +62,18 @@ class OwnRun:
 
     def __repr__(self) -> str:
         title = f"your run of {self.name}: {self.sentence}"
-        if not self.rows:
-            return title
-        table = text_table(["", *self.columns], self._table())
-        return "\n\n".join([title, table, self.caption, repr(self.figure)])
+        figure = repr(self.figure) if self.figure else ""
+        return card_text(title, [], self.columns, self.rows, self.caption, figure)
 
     def _repr_html_(self) -> str:
-        title = f"<p><strong>Your run of {html.escape(self.name)}</strong>: "
-        title += f"{html.escape(self.sentence)}</p>"
-        if not self.rows:
-            return title
-        table = html_table(["", *self.columns], self._table())
-        table += f"<p>{html.escape(self.caption)}</p>"
-        drawn = self.figure.html() if self.figure else ""
+        title = f"<strong>Your run of {html.escape(self.name)}</strong>: "
+        title += html.escape(self.sentence)
+        page = card_html(title, [], self.columns, self.rows, self.caption)
+        page += self.figure.html() if self.figure else ""
         if self.library_figure:
-            drawn += "<details><summary>The same by labkit</summary>"
-            drawn += f"{self.library_figure.html()}</details>"
-        return title + table + drawn
-
-    def _table(self) -> list[list[str]]:
-        return [[name, *cells] for name, cells in self.rows.items()]
-
-
-class Spent(NamedTuple):
-    """What one call of a function took, and when it ran in its trace.
-
-    ``counts`` is by row, then by rank (or one number, where the target is that of all ranks).
-    """
-
-    counts: dict[str, list[int]]
-    start_s: float
-    end_s: float
+            page += "<details><summary>The same by labkit</summary>"
+            page += f"{self.library_figure.html()}</details>"
+        return page
 
 
 def own_run(
@@ -112,129 +90,81 @@ def own_run(
         exercise: what it has to do; ``exercise.drawn_size`` elements are used.
         status: of its verdict.
         world_size: P.
-        link: over which four ranks run.
+        link: over which they run, where as many ranks fill its hosts.
     """
+    # Imported here: ranks load the checks, but draw nothing.
+    from workbook.plots.timeline import timeline
+
+    name = exercise.name
     if status == NOT_ATTEMPTED:
-        return OwnRun.failed(exercise.name, status)
+        return OwnRun.failed(name, status)
     case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
     fns = [fn, exercise.library] if exercise.library else [fn]
-    link = link if world_size == WORLD_SIZE else None
+    link = None if link and world_size % (link.ranks_per_host or 1) else link
     options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
     try:
         with undrawn():
             result = run(_spend, fns, exercise.to_run(), case, timeout_s=TIMEOUT_S, **options)
     except (WorkerError, ValueError):
-        return OwnRun.failed(exercise.name, status)
-    if not result.trace.spans:
-        return OwnRun(exercise.name, "no message was sent, so there is nothing to draw.")
-    own, *others = (_over_ranks(parts) for parts in zip(*result.values))
+        return OwnRun.failed(name, status)
     targets = targets_of(exercise, case) if exercise.target else []
-    rows = {}
-    for row, spent in own.counts.items():
-        allowed = by_rank(row, targets) if row in FIELDS else []
-        allowed = [] if None in allowed else allowed
-        shown = [spent, *([allowed] if targets else []), *(other.counts[row] for other in others)]
-        rows[row] = [_cell(row, one) for one in shown]
+    columns = ["yours", *(["target"] if targets else []), *("labkit" for _ in fns[1:])]
+    rows: dict[str, list[str]] = {row: [] for row in ("messages", "bytes", "rounds", HELD)}
+    figures = []
+    for whose, by_fn in zip(("your function", "labkit's"), zip(*result.values)):
+        counts, starts_s, ends_s = zip(*by_fn)
+        for row, cells in rows.items():
+            cells.append(_cell(row, [one[row] for one in counts]))
+            if targets and not figures:
+                allowed = by_rank(row, targets) if row in ROWS else [None]
+                cells.append("-" if None in allowed else _cell(row, allowed))
+        span = {"start_s": min(starts_s), "end_s": max(ends_s)}
+        figures.append(timeline(result.trace, title=f"{name}, {whose}", **span))
     ranks, elements = exercise.nouns
     what = format_count(world_size, ranks or "rank")
     what += f" and {format_count(case.size, elements)}" if exercise.sizes and elements else ""
-    caption = f"With {what}. Where ranks differ, the numbers are by rank. Rounds are a "
-    caption += "rank's calls of send, recv and exchange; memory held is the most that its new "
-    caption += "tensors took at one time."
-    draw = functools.partial(_draw, result.trace, exercise.name)
-    library_figure = draw(others[0], "labkit's") if others else None
-    return OwnRun(
-        exercise.name,
-        "not right yet." if status == NOT_YET else f"{status}.",
-        ["yours", *(["target"] if targets else []), *("labkit" for _ in others)],
-        rows,
-        caption,
-        draw(own, "your function"),
-        library_figure,
-    )
+    caption = f"With {what}. Where ranks differ, the numbers are by rank. Rounds are a rank's "
+    caption += "calls of send, recv and exchange; memory held is the most that its new tensors "
+    caption += "took at one time."
+    sentence = "not right yet." if status == NOT_YET else f"{status}."
+    return OwnRun(name, sentence, columns, rows, caption, *figures)
 
 
 def _spend(
     comm: Comm, fns: list[Callable], exercise: Exercise, case: Case
 ) -> list[tuple[dict[str, int], float, float]]:
-    """On a rank: counts by row, start and end, of each function."""
-    found = []
+    """On a rank: counts by row, start and end in seconds of its trace, of each function."""
+    recorder, found = comm.session.recorder, []
+
+    def now_s() -> float:
+        return recorder.timer.seconds(recorder.timer.mark(), recorder.origin)
+
     for fn in fns:
+        held, seconds = PeakBytes(), list[float]()
+
+        @contextmanager
+        def noted(seconds: list[float] = seconds) -> Iterator[None]:
+            """What is done between messages (copies, additions) is recorded as ``compute``."""
+            seconds.append(now_s())
+            with comm.span("compute"):
+                yield
+            seconds.append(now_s())
+
         comm.barrier()
-        held, clock = PeakBytes(), _Clock(comm)
-        outcome = call_once(comm, _within(held, fn), exercise, case)
-        counts = {row: getattr(outcome, FIELDS[row]) for row in ROWS} | {HELD: held.num_bytes}
+        args = exercise.inputs(comm.rank, case)
+        outcome = call_once(comm, fn, exercise, args, lambda held=held: held)
         # The ranks make their arguments before they start together.
         args = exercise.inputs(comm.rank, case)
         comm.barrier()
-        ready = replace(exercise, inputs=lambda rank, case, args=args: args)
-        call_once(comm, clock.around(fn), ready, case)
-        found.append((counts, clock.start_s, clock.end_s))
+        call_once(comm, fn, exercise, args, noted)
+        counts = {row: getattr(outcome, ROWS[row]) for row in ROWS} | {HELD: held.num_bytes}
+        # On a rank whose part the check plays, the function is not called.
+        found.append((counts, min(seconds, default=math.inf), max(seconds, default=-math.inf)))
     return found
-
-
-def _within(held: PeakBytes, fn: Callable) -> Callable:
-    @functools.wraps(fn)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        with held:
-            return fn(*args, **kwargs)
-
-    return counted
-
-
-class _Clock:
-    """Note when a function starts and ends, in seconds of this rank's trace.
-
-    What the function does between its messages (copies, additions) is recorded as ``compute``.
-    On a rank whose part the check plays, the function is not called, and has no times.
-    """
-
-    def __init__(self, comm: Comm):
-        self._comm, self._recorder = comm, comm.session.recorder
-        self.start_s, self.end_s = math.inf, -math.inf
-
-    def _now_s(self) -> float:
-        return self._recorder.timer.seconds(self._recorder.timer.mark(), self._recorder.origin)
-
-    def around(self, fn: Callable) -> Callable:
-        @functools.wraps(fn)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.start_s = self._now_s()
-            with self._comm.span("compute"):
-                result = fn(*args, **kwargs)
-            self.end_s = self._now_s()
-            return result
-
-        return timed
-
-
-def _over_ranks(parts: tuple) -> Spent:
-    counts, start_s, end_s = zip(*parts)
-    by_row = {row: [one[row] for one in counts] for row in counts[0]}
-    return Spent(by_row, min(start_s), max(end_s))
 
 
 def _cell(row: str, numbers: list[int]) -> str:
     """One number if all ranks have the same, else the numbers by rank."""
-    shown = [format_bytes(n) if row in _IN_BYTES else f"{n:,}" for n in numbers] or ["-"]
+    in_bytes = row in ("bytes", HELD)
+    shown = [format_bytes(n) if in_bytes else f"{n:,}" for n in numbers]
     return shown[0] if len(set(shown)) == 1 else "  ".join(shown)
-
-
-def _draw(trace: Trace, name: str, spent: Spent, whose: str) -> "CaptionedFigure | None":
-    # Imported here: ranks load the checks, but draw nothing.
-    from workbook.plots.timeline import timeline
-
-    inside = [
-        replace(
-            span,
-            start_s=max(span.start_s, spent.start_s) - spent.start_s,
-            end_s=min(span.end_s, spent.end_s) - spent.start_s,
-        )
-        for span in trace.spans
-        if span.start_s < spent.end_s and span.end_s > spent.start_s
-    ]
-    if not inside:
-        return None
-    own = Trace.merge([inside], trace.devices)
-    end_s = spent.end_s - spent.start_s
-    return timeline(own, title=f"{name}, {whose}", start_s=0.0, end_s=end_s)

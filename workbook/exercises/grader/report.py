@@ -1,7 +1,7 @@
 """The verdict of a check: a card in a notebook, and the same as text."""
 
 import html
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,8 @@ CALLS_LIBRARY = (
     "exercise asks for. Write it yourself"
 )
 _COLOURS = {PASSED: "#1a7f37", NOT_YOURS: "#9a6700", NOT_YET: "#b42318", NOT_ATTEMPTED: "#57606a"}
-_NEXT = {NOT_YET: "Next: mend the first thing that is named here, and run the check again."}
 # Longer stories are folded.
-_MOST_LINES = 12
+_MOST_LINES = 6
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Verdict:
             ``not yet`` or ``not attempted yet``.
         columns: the world sizes in words, one per column.
         rows: what was judged -> one cell per column.
-        notes: what is wrong, the first thing first; or what is right.
+        notes: the first thing that is wrong; or what is right.
         caption: what the numbers in the table are.
         run_again: (status, P) -> the learner's run, drawn; None if there are no ranks.
         shown: whether the check has just shown it.
@@ -62,23 +61,20 @@ class Verdict:
 
     def __repr__(self) -> str:
         title = f"{self.status}: {self.name}"
-        if self.status == NOT_ATTEMPTED:
-            return title
-        table = text_table(["", *self.columns], self._table()) if self.rows else ""
-        end = _NEXT.get(self.status, "")
-        parts = [title, *self.notes, table, self.caption if self.rows else "", end]
-        return "\n\n".join(filter(None, parts))
+        return card_text(title, self.notes, self.columns, self.rows, self.caption, self._next)
 
     def _repr_html_(self) -> str:
         colour = _COLOURS[self.status]
         title = f'<strong style="color: {colour}">{self.status}</strong>: {html.escape(self.name)}'
-        body = "".join(map(_paragraph, self.notes))
-        if self.rows:
-            body += html_table(["", *self.columns], self._table())
-            body += f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
-        body += f"<p><em>{_NEXT[self.status]}</em></p>" if self.status in _NEXT else ""
+        ends = self.caption, self._next
+        body = card_html(title, self.notes, self.columns, self.rows, *ends)
         style = f"border-left: 4px solid {colour}; padding: 0 1em; overflow-wrap: break-word"
-        return f'<div style="{style}"><p>{title}</p>{body}</div>'
+        return f'<div style="{style}">{body}</div>'
+
+    @property
+    def _next(self) -> str:
+        says_so = self.status != NOT_YET or "Next step" in "".join(self.notes)
+        return "" if says_so else "Next: mend this, and run the check again."
 
     def _ipython_display_(self) -> None:
         """Show the card, unless the check has just shown it: a cell often ends with a check."""
@@ -89,9 +85,6 @@ class Verdict:
         else:
             data: dict[str, Any] = {"text/plain": repr(self), "text/html": self._repr_html_()}
             display(data, raw=True)
-
-    def _table(self) -> list[list[str]]:
-        return [[name, *cells] for name, cells in self.rows.items()]
 
     def own_run(self, world_size: int = 4) -> Any:
         """Run the function once more and show its timeline beside the target and labkit's.
@@ -104,18 +97,30 @@ class Verdict:
         return self.run_again(self.status, world_size)
 
 
-def _paragraph(note: str) -> str:
-    """A note as HTML: its lines as they are, a long rest in a fold."""
-    first, *rest = html.escape(note).split("\n")
-    text = f"<p>{first}</p>"
-    if not rest:
-        return text
-    lines = "<pre style='white-space: pre-wrap'>{}</pre>"
-    shown, folded = rest[:_MOST_LINES], rest[_MOST_LINES:]
-    text += lines.format("\n".join(shown))
-    if folded:
-        text += f"<details><summary>more</summary>{lines.format(chr(10).join(folded))}</details>"
-    return text
+def card_text(
+    title: str, notes: list[str], columns: list[str], rows: Mapping[str, list[str]], *ends: str
+) -> str:
+    """Sentences above a table, and under it; without empty ones."""
+    table = text_table(["", *columns], [[name, *cells] for name, cells in rows.items()])
+    parts = [title, *notes, table if rows else "", *ends]
+    return "\n\n".join(part for part in parts if part)
+
+
+def card_html(
+    title: str, notes: list[str], columns: list[str], rows: Mapping[str, list[str]], *ends: str
+) -> str:
+    """The same in a page; ``title`` is HTML. The lines of a long note are in a fold."""
+    body = f"<p>{title}</p>"
+    for note in notes:
+        first, *rest = html.escape(note).split("\n")
+        lines = "<pre style='white-space: pre-wrap'>{}</pre>"
+        shown, folded = "\n".join(rest[:_MOST_LINES]), "\n".join(rest[_MOST_LINES:])
+        body += f"<p>{first}</p>" + (lines.format(shown) if rest else "")
+        if folded:
+            body += f"<details><summary>more</summary>{lines.format(folded)}</details>"
+    if rows:
+        body += html_table(["", *columns], [[name, *cells] for name, cells in rows.items()])
+    return body + "".join(f"<p>{html.escape(end)}</p>" for end in ends if end)
 
 
 @contextmanager

@@ -5,20 +5,12 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from traceback import extract_tb
 
 # A stub is told by this line, not by the type: PyTorch raises NotImplementedError, too.
 STUB = "raise NotImplementedError"
 # A stub may contain one line that prepares the result, and one that returns it.
 _GIVEN_LINES = 2
 _WORK = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match, ast.AugAssign, ast.FunctionDef)
-
-
-def raised_by_stub(error: BaseException) -> str:
-    """The function whose stub has raised ``error``; "" if it was not raised by a stub."""
-    last = extract_tb(error.__traceback__)[-1]
-    is_stubs = isinstance(error, NotImplementedError) and STUB in (last.line or "")
-    return last.name if is_stubs else ""
 
 
 def is_untouched(fn: Callable) -> bool:

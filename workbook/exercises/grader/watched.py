@@ -7,39 +7,41 @@ function is noticed under any name, in any wrapper, and in a copy of its source,
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from pathlib import Path
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import labkit
 from labkit import collectives, costs, placement, schedules
 from labkit.comm.comm import Comm
+from workbook.exercises.grader.compare import MOST_ENTRIES
 
-_GRADER = str(Path(__file__).parent)
-_LABKIT, _WORKBOOK = str(Path(labkit.__file__).parent), str(Path(_GRADER).parents[1])
 # Where the functions are that an exercise asks for. Their helpers may be called.
-_PARTS = (
-    *("collectives/", "schedules/", "strategies/", "placement/planner"),
-    *("costs/pipeline_timeline", "workload/samples", "comm/work.py", "horovod/"),
+_OURS = (
+    *("labkit.collectives", "labkit.schedules", "labkit.strategies", "labkit.horovod"),
+    *("labkit.placement.planner", "labkit.costs.pipeline_timeline", "labkit.workload.samples"),
+    *("labkit.comm.work", "workbook.exercises.programs.with_"),
 )
-_SOLUTIONS = tuple(f"{_LABKIT}/{part}" for part in _PARTS)
-_SOLUTIONS += (f"{_WORKBOOK}/exercises/programs/with_",)
+_PYTORCHS = (
+    *("torch.distributed", "torch.nn.parallel", "torch.utils.data.distributed"),
+    "torch.amp.grad_scaler",
+)
 _HELPERS = {
     *("split_chunks", "chunk_bounds", "owned_chunk", "check_split_points", "stage_bounds"),
     *("predicted_slots", "in_flight", "with_hops"),
 }
-_PYTORCH = (
-    *("/torch/distributed/", "/torch/nn/parallel/", "/torch/utils/data/distributed.py"),
-    *("/torch/amp/grad_scaler.py",),
-)
+# The classes in these rooms hold data.
+_OF_DATA = ("labkit.schedules", "labkit.costs", "labkit.placement", "labkit.workload.samples")
+# A decorator such as torch.no_grad.
+_PASSES_ON = "torch.utils._contextlib"
 # A shorter function may be the same by chance.
 _LONG_CODE = 100
+_GRAD_MODE, _DTYPE = "autograd's mode", "the default dtype"
 _STEPS = {
     Comm.send.__code__: ("send", "dst", "", "tensor"),
     Comm.recv.__code__: ("recv", "", "src", ""),
@@ -57,6 +59,7 @@ class Watched:
         signature: the names of the arguments with which it is called, in one string.
         may_call: names of library functions, or of modules, that do not count.
         written: the argument that the function has to change.
+        around: makes what each call runs in.
 
     Attributes:
         library: the first function called that solves the exercise, such as
@@ -67,63 +70,52 @@ class Watched:
     """
 
     def __init__(
-        self, fn: Callable, signature: str, may_call: Collection[str], written: Any = None
+        self,
+        fn: Callable,
+        signature: str,
+        may_call: Collection[str],
+        written: Any = None,
+        around: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        self._fn, self._may_call, self._written = fn, may_call, written
+        self._fn, self._may_call, self._written, self._around = fn, may_call, written, around
         self._names = names_to_call_by(fn, signature)
         self.library, self.called, self.steps = "", set[str](), []
         self.changed = ""
 
     def __call__(self, *args: Any) -> Any:
-        given = (
-            one for argument in args if argument is not self._written for one in _inside(argument)
-        )
-        before = [(one, _state(one)) for one in given]
-        grad_mode, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-        with self._watching():
-            named = dict(zip(self._names, args))
-            found = self._fn(*args[len(named) :], **named)
-        for one, state in before:
-            for name, was in state.items():
-                if _state(one)[name] != was and not self.changed:
-                    self.changed = f"the function changes what it was given: the {name}"
-        if (grad_mode, dtype) != (torch.is_grad_enabled(), torch.get_default_dtype()):
-            self.changed = "the function leaves autograd, or the default dtype, in another mode"
-            torch.set_grad_enabled(grad_mode)
-            torch.set_default_dtype(dtype)
-        return self._watched(found) if isinstance(found, Generator) else found
-
-    def _watched(self, generator: Generator) -> Iterator:
-        """A generator's body runs only now, entry by entry."""
-        end = object()
-        while True:
-            with self._watching():
-                entry = next(generator, end)
-            if entry is end:
-                return
-            yield entry
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        before = sys.getprofile()
+        given = list(_inside([one for one in args if one is not self._written]))
+        before, profile = _state(given), sys.getprofile()
+        named = dict(zip(self._names, args))
         threading.setprofile(self._look)
         sys.setprofile(self._look)
         try:
-            yield
+            with self._around():
+                found = self._fn(*args[len(named) :], **named)
+                # A generator's body runs only now; an endless one must not hang the check.
+                if isinstance(found, Iterator):
+                    found = iter(list(islice(found, MOST_ENTRIES)))
         finally:
-            sys.setprofile(before)
-            threading.setprofile(before)
+            sys.setprofile(profile)
+            threading.setprofile(profile)
+        after = _state(given)
+        if changed := [name for name in before if before[name] != after[name]]:
+            self.changed = (
+                self.changed or f"the function changes {changed[0]}, which it should not"
+            )
+            torch.set_grad_enabled(before[_GRAD_MODE])
+            torch.set_default_dtype(before[_DTYPE])
+        return found
 
     def _look(self, frame: FrameType, event: str, arg: Any) -> None:
         if event != "call":
             return
-        code = frame.f_code
+        code, module = frame.f_code, frame.f_globals.get("__name__", "")
         if code in _STEPS:
             step, dst, src, sent = _STEPS[code]
             given = frame.f_locals
             num_bytes = getattr(given.get(sent), "nbytes", 0)
             self.steps.append((step, given.get(dst), given.get(src), num_bytes))
-        elif (name := _solution(code)) and not _inside_library(frame.f_back):
+        elif (name := _solution(code, module)) and not _inside_library(frame.f_back):
             self.called.add(name)
             module, _, function = name.rpartition(".")
             allowed = function in self._may_call or module.startswith(tuple(self._may_call))
@@ -131,26 +123,31 @@ class Watched:
                 self.library = name
 
 
-def _inside(argument: Any) -> Iterator[Any]:
-    """An argument, and what is in it, if it is a list."""
-    yield argument
-    for one in argument if isinstance(argument, list) else ():
-        yield from _inside(one)
+def _inside(arguments: Iterable[Any]) -> Iterator[Any]:
+    """The arguments, and what is in them, if they are lists."""
+    for one in arguments:
+        yield one
+        yield from _inside(one) if isinstance(one, list) else ()
 
 
-def _state(argument: Any) -> dict[str, Any]:
-    """What a call must leave as it is: a tensor's memory and graph, a list, a module's modes."""
-    if isinstance(argument, Tensor):
-        is_dense = argument.layout is torch.strided
-        memory = argument.data_ptr() if is_dense else 0, argument.shape
-        return {"memory of a tensor": memory, "graph behind a tensor": argument.grad_fn is None}
-    if isinstance(argument, nn.Module):
-        modules = list(argument.modules())
-        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
-        memory = [parameter.data_ptr() for parameter in argument.parameters()]
-        modes = [module.training for module in modules]
-        return {"mode of a module": modes, "hooks of a module": hooks, "parameters": memory}
-    return {"length of a list": len(argument)} if isinstance(argument, list) else {}
+def _state(given: list) -> dict[str, Any]:
+    """What a call must leave as it is: memory and graphs of tensors, lists, modules' modes."""
+    tensors = [one for one in given if isinstance(one, Tensor)]
+    modules = [part for one in given if isinstance(one, nn.Module) for part in one.modules()]
+    dense = [one for one in tensors if one.layout is torch.strided]
+    parameters = [one for module in modules for one in module.parameters(recurse=False)]
+    return {
+        "the memory of a tensor": [(one.data_ptr(), one.shape) for one in dense],
+        "the graph behind a tensor": [one.grad_fn is None for one in tensors],
+        "the length of a list": [len(one) for one in given if isinstance(one, list)],
+        "the mode of a module": [module.training for module in modules],
+        "the hooks of a module": [
+            len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules
+        ],
+        "the parameters of a module": [one.data_ptr() for one in parameters],
+        _GRAD_MODE: torch.is_grad_enabled(),
+        _DTYPE: torch.get_default_dtype(),
+    }
 
 
 def names_to_call_by(fn: Callable, signature: str) -> list[str]:
@@ -168,39 +165,26 @@ def names_to_call_by(fn: Callable, signature: str) -> list[str]:
 def _inside_library(frame: FrameType | None) -> bool:
     """Whether a function of labkit or PyTorch, other than the check, has made this call."""
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_GRADER):
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("workbook.exercises.grader."):
             return False
-        # Decorators such as torch.no_grad only pass the call on.
-        passes_on = name.endswith("/torch/utils/_contextlib.py")
-        if name.startswith((_LABKIT, _WORKBOOK)) or ("/torch/" in name and not passes_on):
+        if name.startswith(("labkit.", "workbook.", "torch.")) and name != _PASSES_ON:
             return True
         frame = frame.f_back
     return False
 
 
 @cache
-def _solution(code: CodeType) -> str:
+def _solution(code: CodeType, module: str) -> str:
     """The name of the library's function that this code is, or is a copy of; else ""."""
-    file, (name, *inner) = code.co_filename, code.co_qualname.split(".")
+    name, *inner = code.co_qualname.split(".")
     if name in _HELPERS or name.startswith(("<", "_")):
         return ""
-    if file.startswith(_SOLUTIONS):
-        # The classes in these rooms hold data.
-        rooms = tuple(f"{_LABKIT}/{room}/" for room in ("schedules", "costs", "placement"))
-        is_data = inner and inner[0] != "<locals>" and file.startswith(rooms)
-        return "" if is_data else _dotted(file, name)
-    if any(part in file for part in _PYTORCH):
-        return "torch" + _dotted(file, name).rpartition("torch")[2]
-    copied = len(code.co_code) > _LONG_CODE and not file.startswith((_LABKIT, _WORKBOOK))
+    if module.startswith((*_OURS, *_PYTORCHS)):
+        is_data = inner and inner[0] != "<locals>" and module.startswith(_OF_DATA)
+        return "" if is_data else f"{module}.{name}"
+    copied = len(code.co_code) > _LONG_CODE and not module.startswith(("labkit.", "workbook."))
     return _originals().get(_text_of(code), "") if copied else ""
-
-
-def _dotted(file: str, name: str) -> str:
-    for package in (_LABKIT, _WORKBOOK):
-        file = file.removeprefix(str(Path(package).parent))
-    inside = file.removesuffix(".py").strip("/")
-    return f"{inside.replace('/', '.')}.{name}"
 
 
 def _text_of(code: CodeType) -> tuple:
@@ -214,10 +198,9 @@ def _originals() -> dict[tuple, str]:
         for name in dir(room):
             getattr(room, name)  # each room imports its modules when they are asked for
     found = {}
-    files = {name: getattr(m, "__file__", None) or "" for name, m in list(sys.modules.items())}
-    for module in [sys.modules[name] for name in files if files[name].startswith(_SOLUTIONS)]:
-        for name, value in list(vars(module).items()):
+    for module in [name for name in sys.modules if name.startswith(_OURS)]:
+        for name, value in list(vars(sys.modules[module]).items()):
             code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
-            if code is not None and code.co_filename.startswith(_SOLUTIONS):
-                found[_text_of(code)] = _dotted(code.co_filename, name)
+            if code is not None and getattr(value, "__module__", "").startswith(_OURS):
+                found[_text_of(code)] = f"{value.__module__}.{name}"
     return found

@@ -1,11 +1,8 @@
 """``labkit compare``: our techniques and PyTorch's, under equal conditions, on this machine.
 
-All contenders get the same model, data, global batch, order of samples, seed and number of steps,
-use the same loop (``labkit.training.loop.fit``), and take turns. The result is one record, from
-which all tables and figures are drawn, at once or later.
-
-``measure`` chooses what runs and runs it, ``phases`` reads the traces; ``summary`` and ``figures``
-show a record.
+All contenders get the same model, data, global batch, order of samples, seed and number of
+steps, use the same loop (``labkit.training.loop.fit``), and take turns. ``measure`` makes one
+record, from which ``summary`` and ``figures`` draw all tables and figures, at once or later.
 """
 
 import lazy_loader

@@ -1,8 +1,8 @@
 """The same training by labkit and by other frameworks, in one run: ``make elsewhere``.
 
-``turns`` has a turn of labkit's techniques, and of a script in processes of its own; ``run`` who
-takes turns, and the record; ``show`` its table and figure; ``environments`` whether Horovod and
-TensorFlow are here. The scripts are in notebooks/scripts/elsewhere.
+``run`` trains with each in turns and makes the record; ``show`` has its table and figure;
+``environments`` tells whether Horovod and TensorFlow are here. The scripts are in
+notebooks/scripts/elsewhere.
 """
 
 import lazy_loader
@@ -11,8 +11,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "environments": ["FRAMEWORKS", "python_of", "why_not"],
         "run": ["CONTENDERS", "run_elsewhere"],
-        "show": ["elsewhere_figure", "elsewhere_table", "recorded", "side_by_side"],
+        "show": ["elsewhere_figure", "elsewhere_table", "side_by_side"],
     },
 )

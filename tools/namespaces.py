@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.comm.shared_memory import is_running
-from labkit.units import check_above_zero
 
 NAMES = ("host0", "host1")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -44,7 +43,7 @@ if [ -e /etc/hosts ]; then mount --bind /dev/shm/.hosts /etc/hosts; fi
 echo {name} > /proc/sys/kernel/hostname
 ip link set lo up
 """
-_PATIENCE_S = 20.0
+_TIMEOUT_S = 20.0
 # A bucket must hold what the kernel hands over at once (64 KiB), and what the rate lets through
 # while the kernel wakes up, or a busy machine does not reach the rate. Not more: it is what a
 # message after a pause sends for nothing.
@@ -65,27 +64,39 @@ class TwoHosts:
             raise ValueError("two hosts on one machine need Linux and root, for their namespaces")
         if missing := [one for one in _PROGRAMS if shutil.which(one) is None]:
             raise ValueError(f"two hosts need {', '.join(missing)} (util-linux, iproute2)")
-        self._holders: list[subprocess.Popen[bytes]] = []
+        self._holders: list[subprocess.Popen[str]] = []
         self.pids: list[int] = []
-        self._bits_per_s: float | None = None
         try:
-            for name in NAMES:
-                self._start(name)
-            # By ``ip`` in this program's /proc, in which both hosts have a number.
-            words = ["ip", "link", "add", CARD, "type", "veth"]
-            words += ["peer", "name", CARD, "netns", str(self.pids[1])]
-            enter = ["nsenter", f"--target={self.pids[0]}", "--net"]
-            subprocess.run([*enter, *words], check=True, capture_output=True)
-            for host, address in enumerate(ADDRESSES):
-                self.run(host, "ip", "address", "add", f"{address}/24", "dev", CARD)
-                self.run(host, "ip", "link", "set", CARD, "up")
+            self._start()
         except subprocess.CalledProcessError as error:
             self.close()
-            said = " ".join(str(error.stderr or error).split())
-            raise ValueError(f"this kernel lacks something for two hosts: {said}") from None
+            raise ValueError(f"no two hosts on this kernel: {error.stderr or error}") from None
         except BaseException:
             self.close()
             raise
+
+    def _start(self) -> None:
+        hold = [sys.executable, "-I", "-S", "-c", _HOLD]
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True}
+        lines = "\\n".join(f"{address} {name}" for address, name in zip(ADDRESSES, NAMES))
+        for host, name in enumerate(NAMES):
+            # Ctrl-C is for this program, which then ends the hosts.
+            words = ["unshare", *_NAMESPACES, "--fork", "--kill-child=KILL", *hold]
+            holder: Any = subprocess.Popen(words, start_new_session=True, **pipes)
+            self._holders.append(holder)
+            if not (number := holder.stdout.readline()):
+                complaint = holder.communicate()[1]
+                raise ValueError(f"this kernel, or container, makes no namespaces: {complaint}")
+            self.pids.append(int(number))
+            self.run(host, "sh", "-c", _SET_UP.format(name=name, hosts=lines))
+        # By ``ip`` in this program's /proc, in which both hosts have a number.
+        words = ["ip", "link", "add", CARD, "type", "veth"]
+        words += ["peer", "name", CARD, "netns", str(self.pids[1])]
+        enter = ["nsenter", f"--target={self.pids[0]}", "--net"]
+        subprocess.run([*enter, *words], check=True, capture_output=True, text=True)
+        for host, address in enumerate(ADDRESSES):
+            self.run(host, "ip", "address", "add", f"{address}/24", "dev", CARD)
+            self.run(host, "ip", "link", "set", CARD, "up")
 
     def __enter__(self) -> "TwoHosts":
         return self
@@ -98,9 +109,8 @@ class TwoHosts:
         for holder in self._holders:
             holder.kill()
             holder.communicate()
-        self._holders.clear()
         # The kernel ends the processes of a host before its first process.
-        deadline_s = time.monotonic() + _PATIENCE_S
+        deadline_s = time.monotonic() + _TIMEOUT_S
         while any(map(is_running, self.pids)) and time.monotonic() < deadline_s:
             time.sleep(0.01)
 
@@ -112,14 +122,13 @@ class TwoHosts:
         The program sees this program's files, but the host's network, processes and ``/dev/shm``,
         which is its temporary folder.
         """
-        enter = ["nsenter", f"--target={self.pids[host]}", *_NAMESPACES]
         # In other mounts a program starts in the root folder.
-        there = ["env", f"--chdir={os.getcwd()}"]
+        enter = ["nsenter", f"--target={self.pids[host]}", *_NAMESPACES]
+        enter += ["env", f"--chdir={os.getcwd()}"]
         # The names of this machine's network interfaces mean nothing there.
         own = {key: text for key, text in os.environ.items() if not key.endswith("_IFNAME")}
         settings = own | {"TMPDIR": SCRATCH} | dict(env or {})
-        options.setdefault("start_new_session", True)
-        return subprocess.Popen([*enter, *there, *words], env=settings, **options)
+        return subprocess.Popen([*enter, *words], env=settings, start_new_session=True, **options)
 
     def run(self, host: int, *words: str) -> str:
         """Run a short command in a host, and return what it prints.
@@ -127,56 +136,21 @@ class TwoHosts:
         Raises:
             subprocess.CalledProcessError: it failed; ``stderr`` is what it said.
         """
-        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-        process = self.popen(host, words, stderr=subprocess.PIPE, text=True, **pipes)
-        said, complaint = process.communicate(timeout=_PATIENCE_S)
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+        process = self.popen(host, words, stderr=subprocess.PIPE, **pipes)
+        output, complaint = process.communicate(timeout=_TIMEOUT_S)
         if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, words, said, complaint)
-        return said
+            raise subprocess.CalledProcessError(process.returncode, words, output, complaint)
+        return output
 
     def set_rate(self, bits_per_s: float | None) -> None:
         """Let the cable carry so many bits per second in each direction; None for no limit."""
-        if bits_per_s == self._bits_per_s:
-            return
-        self._bits_per_s = bits_per_s
         for host in (0, 1):
-            filters = ["tc", "qdisc", "{}", "dev", CARD, "root"]
             if bits_per_s is None:
                 with contextlib.suppress(subprocess.CalledProcessError):  # there was no limit
-                    self.run(host, *(word.format("del") for word in filters))
+                    self.run(host, "tc", "qdisc", "del", "dev", CARD, "root")
                 continue
-            check_above_zero("bits_per_s", bits_per_s, 1e12)
             burst = max(_LEAST_BURST_BYTES, int(bits_per_s / 8 * _WAKE_UP_S))
             limits = ["rate", f"{bits_per_s:.0f}bit", "burst", str(burst)]
-            words = [word.format("replace") for word in filters]
-            self.run(host, *words, "tbf", *limits, "limit", str(_QUEUE_BYTES))
-
-    def cut(self) -> None:
-        """Cut the cable: from now on nothing arrives, and no connection is told so."""
-        self.run(1, "ip", "link", "set", CARD, "down")
-
-    def mend(self) -> None:
-        """Put the cable back."""
-        self.run(1, "ip", "link", "set", CARD, "up")
-
-    def _start(self, name: str) -> None:
-        hold = [sys.executable, "-I", "-S", "-c", _HOLD]
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        # Ctrl-C is for this program, which then ends the hosts.
-        words = ["unshare", *_NAMESPACES, "--fork", "--kill-child=KILL", *hold]
-        holder: Any = subprocess.Popen(words, start_new_session=True, **pipes)
-        self._holders.append(holder)
-        said = holder.stdout.readline()
-        if not said:
-            complaint = holder.communicate()[1].decode(errors="replace")
-            raise ValueError(f"this kernel, or container, makes no namespaces: {complaint}")
-        self.pids.append(int(said))
-        lines = "\\n".join(f"{address} {name}" for address, name in zip(ADDRESSES, NAMES))
-        script = _SET_UP.format(name=name, hosts=lines)
-        self.run(len(self.pids) - 1, "sh", "-c", script)
-
-
-def check_two_hosts() -> None:
-    """Raise ValueError, naming what is missing, where this machine cannot have two hosts."""
-    with TwoHosts() as hosts:
-        hosts.set_rate(1e9)
+            words = ["tc", "qdisc", "replace", "dev", CARD, "root", "tbf", *limits]
+            self.run(host, *words, "limit", str(_QUEUE_BYTES))
