@@ -43,15 +43,9 @@ COLLECTIVES = frozenset(dir(collectives))
 
 
 def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_SIZES) -> Verdict:
-    """Run ``fn`` on real ranks, print the verdict and return it.
+    """Run ``fn`` on P real ranks for each of ``world_sizes``, print the verdict and return it.
 
-    Args:
-        fn: the learner's function, called with the arguments of ``exercise.signature``.
-        exercise: what ``fn`` has to do.
-        world_sizes: the P to try, in this order.
-
-    Returns:
-        The verdict. Nothing is raised: the verdict tells every failure.
+    Nothing is raised: the verdict tells every failure.
     """
     # By its name in the module, which tests replace.
     verdict = told(exercise.name, lambda: grade_on_ranks(fn, exercise, world_sizes))
@@ -85,17 +79,8 @@ def returns(
 ) -> Verdict:
     """Grade a function by what each rank returns: an ``Exercise`` in one call.
 
-    Args:
-        fn: the learner's function, called with ``comm`` alone unless ``more`` says otherwise.
-        expected: (rank, case) -> what the rank must return.
-        name: the name of the exercise, by default that of the function.
-        world_sizes: the P to try, in this order.
-        more: other fields of ``Exercise``: ``inputs=``, ``signature=``, ``sizes=``, .... By
-            default the function may call ``labkit.collectives``, except for the function of the
-            same name.
-
-    Returns:
-        The verdict, as ``grade`` does.
+    ``fn(comm)`` has to return ``expected(rank, case)``; ``more`` are other fields of ``Exercise``.
+    By default it may call ``labkit.collectives``, but not the function of its own name.
     """
     name = name or getattr(fn, "__name__", type(fn).__name__)
     fields: dict[str, Any] = {"inputs": lambda rank, case: (), "signature": "comm", "sizes": ()}

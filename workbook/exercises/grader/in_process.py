@@ -49,13 +49,8 @@ def answers(
         fn: the learner's function.
         expected: the arguments, a tuple -> the expected result; or a list of such pairs.
         name: the name of the exercise, by default that of the function.
-        signature: the names of the arguments, in one string; a function with parameters of these
-            names may have them in any order.
-        mistakes: a sentence -> a function that makes this mistake. The sentence is shown if all
-            answers equal those of that function.
-
-    Returns:
-        The verdict. Nothing is raised: the verdict tells every failure.
+        signature: the names of the arguments, in one string.
+        mistakes: a sentence -> a function that makes this mistake, as all answers do.
     """
     own_name = getattr(fn, "__name__", type(fn).__name__)
     names = [f"{name}=" for name in signature.split(", ")] if signature else []

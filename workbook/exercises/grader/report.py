@@ -31,9 +31,8 @@ class Verdict:
         status: ``passed``, ``works, but not yours yet`` (an existing function was called),
             ``not yet`` or ``not attempted yet``.
         columns: the world sizes in words, one per column.
-        rows: what was judged -> one cell per column.
+        rows: what was judged -> one cell per column; ``caption`` says what the numbers are.
         notes: the first thing that is wrong; or what is right.
-        caption: what the numbers in the table are.
         run_again: (status, P) -> the learner's run, drawn; None if there are no ranks.
         shown: whether the check has just shown it.
     """
