@@ -91,16 +91,15 @@ def parallel_apply(fn: Callable) -> Wrong | None:
     return (
         _wrong_threads(fn, 3, True)
         or _wrong_threads(fn, 5, False)
-        or _wrong_threads(fn, 3, True, 1, KeyError)
-        or _wrong_threads(fn, 3, False, 0, RuntimeError)
-        or _wrong_threads(fn, 3, True, 2, ZeroDivisionError)
+        or _wrong_threads(fn, 3, True, 1)
+        or _wrong_threads(fn, 3, False, 0)
+        or _wrong_threads(fn, 3, True, 2)
     )
 
 
-def _wrong_threads(
-    fn: Callable, count: int, mode: bool, failing: int = -1, error: type[Exception] = KeyError
-) -> Wrong | None:
+def _wrong_threads(fn: Callable, count: int, mode: bool, failing: int = -1) -> Wrong | None:
     """Let ``count`` functions wait for each other; one of them may fail after that."""
+    error = (RuntimeError, KeyError, ZeroDivisionError)[failing]
     meeting, words = threading.Barrier(count, timeout=_MEET_S), f"part {failing} has failed"
     modes, expected = [], [10 * number for number in range(count)]
 

@@ -167,8 +167,8 @@ def wrong_training(trainings: Trainings, mistakes: Mapping[str, str]) -> Found:
         place, right = f"{start}, rank {rank}: ", played(setting)[rank]
         if found := differs("the model's state", one.state, right.state):
             for sentence, name in mistakes.items():
-                made = ((s, played(s, name)[rank], one) for s, rank, one in everyone)
-                if not any(differs("", one.state, other.state) for _, other, one in made):
+                pairs = ((one, played(s, name)[rank]) for s, rank, one in everyone)
+                if not any(differs("", own.state, made.state) for own, made in pairs):
                     return sentence
             most = max(map(len, one.seen), default=0)
             text = f"; its largest batch has {most} samples, and that of the script "
