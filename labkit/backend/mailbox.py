@@ -1,8 +1,8 @@
 """Messages matched by source and tag, on a ``Comm`` whose edges are first in, first out.
 
 A message travels as an envelope (its tag, dtype and shape) and then its tensor. A rank reads an
-edge only while a *posted receive* accepts messages from it; so long a send waits. A message that no
-posted receive accepts is kept, as an *unexpected message*.
+edge only while a *posted receive* accepts messages from it: so long a send waits. What no posted
+receive accepts is kept, as an *unexpected message*.
 
 Source: the two queues of MPI implementations, for example Gropp and Lusk, "An abstract device
 definition to support the implementation of a high-level point-to-point message-passing interface"
