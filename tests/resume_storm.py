@@ -21,16 +21,14 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
-from ranks import is_alive, session_of, travel_by_value, wait_until
+from ranks import is_alive, running_ranks, session_of, travel_by_value, wait_until
 from torch import nn
 from torch.nn import functional
 
 from labkit import WorkerError, train_with
-from labkit.runtime import launch
 from labkit.training.checkpoint import newest
 
 travel_by_value(__name__)
@@ -103,29 +101,16 @@ def end_of(result):
 
 def kill_rank(name, folder, every, draw, most_s):
     """Run on, and kill a rank at a random moment; the result if the run has ended before that."""
-    agents = []
-
-    class Seen(launch.Supervisor):
-        def run(self):
-            agents.append(self)
-            return super().run()
-
-    ends, struck = threading.Event(), []
-    after_s, chosen = draw.uniform(0, most_s), draw.random()
+    after_s, ends, struck = draw.uniform(0, most_s), threading.Event(), []
 
     def strike():
-        while not (folder / "begun").exists() and not ends.wait(0.002):
-            pass
-        if ends.wait(after_s):
-            return
-        alive = [r for r in range(len(agents[-1].pids)) if r not in agents[-1].exit_codes]
-        if alive:
+        wait_until(lambda: (folder / "begun").exists() or ends.is_set(), 120)
+        if not ends.wait(after_s) and (ranks := running_ranks()):
             with contextlib.suppress(ProcessLookupError):
-                struck.append(alive[int(chosen * len(alive))])
-                os.kill(agents[-1].pids[struck[0]], signal.SIGKILL)
+                struck.append(draw.choice(ranks))
+                os.kill(struck[0], signal.SIGKILL)
 
     (folder / "begun").unlink(missing_ok=True)
-    launch.Supervisor, keep = Seen, launch.Supervisor
     timer = threading.Thread(target=strike)
     timer.start()
     try:
@@ -135,7 +120,6 @@ def kill_rank(name, folder, every, draw, most_s):
             raise
         return None
     finally:
-        launch.Supervisor = keep
         ends.set()
         timer.join()
 
@@ -173,22 +157,20 @@ def killed_and_resumed(name, due, most_s, draw, launcher):
     """Kill a run once or more, let it go on to its end, and compare that with ``due``.
 
     Returns:
-        At which steps it went on, and how often it was killed; 0 if it ended too early.
+        At which steps it went on: one for each kill, none if it ended too early.
     """
-    every, kills, went_on = draw.randint(1, 4), 0, []
+    every, went_on, left, result = draw.randint(1, 4), [], [], None
     with tempfile.TemporaryDirectory(prefix="kept-") as place:
         folder = Path(place)
-        result, left = None, []
-        if launcher:
-            left = kill_launcher(name, folder, every, draw, most_s)
-            kills += 1
-            went_on.append(_newest_step(folder))
-        again = draw.random() < 0.3
-        while not launcher and result is None and kills < 1 + again:
-            result = kill_rank(name, folder, every, draw, most_s)
+        kills = 1 if launcher else 1 + (draw.random() < 0.3)
+        while result is None and len(went_on) < kills:
+            if launcher:
+                left = kill_launcher(name, folder, every, draw, most_s)
+            else:
+                result = kill_rank(name, folder, every, draw, most_s)
             if result is None:
-                kills += 1
-                went_on.append(_newest_step(folder))
+                stored, _ = newest(folder / "kept")
+                went_on.append(0 if stored is None else int(stored.path.name.rpartition("-")[2]))
         if result is None:
             result = train_with(**settings_of(name, folder, every))
         assert end_of(result) == due, f"{name} every {every}, from {went_on}: another end"
@@ -197,44 +179,29 @@ def killed_and_resumed(name, due, most_s, draw, launcher):
         assert gone, f"{name}: the launcher left {left}"
         hidden = [entry for entry in os.listdir(folder / "kept") if entry.endswith(".part")]
         assert not hidden, f"{name} left {hidden}"
-    return went_on, kills
+    return went_on
 
 
-def _newest_step(folder):
-    stored, _ = newest(folder / "kept")
-    return 0 if stored is None else int(stored.path.name.rpartition("-")[2])
-
-
-def weather(names, kills, launches, seed):
-    """Kill runs of each technique ``kills`` times, the launcher of some; print a table."""
-    draw = random.Random(seed)
-    for name in names:
+def main():
+    """Kill runs of each technique ``kills`` times, the launcher of the first; print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(RUNS))
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    chosen = parser.parse_args()
+    draw = random.Random(chosen.seed)
+    print(f"seed {chosen.seed}, torch {torch.__version__}")
+    multiprocessing.util.get_temp_dir()
+    for name in chosen.names:
         whole = [train_with(**settings_of(name)) for _ in range(2)]
         due, repeated = map(end_of, whole)
         assert due == repeated, f"{name} does not repeat itself"
         most_s = 1.2 * sum(row["seconds"] for row in whole[1].epochs)
-        hit, went_on, begun_s = 0, Counter(), time.monotonic()
-        while hit < kills:
-            launcher = hit < launches
-            places, count = killed_and_resumed(name, due, most_s, draw, launcher)
-            hit += count
-            went_on.update(places)
-        took_s = time.monotonic() - begun_s
-        from_steps = " ".join(f"{step}x{n}" for step, n in sorted(went_on.items()))
-        print(f"{name:30} {hit:3} kills, {launches} of the launcher, all equal to the bit; went "
-              f"on after step {from_steps}; {took_s:.0f} s", flush=True)  # fmt: skip
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=list(RUNS))
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--launches", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    chosen = parser.parse_args()
-    print(f"seed {chosen.seed}, torch {torch.__version__}")
-    multiprocessing.util.get_temp_dir()
-    weather(chosen.names, chosen.kills, chosen.launches, chosen.seed)
+        went_on = killed_and_resumed(name, due, most_s, draw, launcher=True)
+        while len(went_on) < chosen.kills:
+            went_on += killed_and_resumed(name, due, most_s, draw, launcher=False)
+        steps = ", ".join(map(str, sorted(went_on)))
+        print(f"{name}: all equal to the bit; went on after steps {steps}", flush=True)
 
 
 if __name__ == "__main__":

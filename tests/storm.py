@@ -16,6 +16,7 @@ import itertools
 import multiprocessing.util
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -24,8 +25,6 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -86,64 +85,8 @@ KINDS += itertools.product(["forkserver"], SIGNALS[:3])
 FUNCTIONS = (returns_at_once, meets_often, computes_alone, returns_much)
 
 
-@dataclass
-class Strike:
-    """One signal that is sent during a run.
-
-    Attributes:
-        function: what the ranks run.
-        target: ``rank``, ``forkserver`` or ``caller``.
-        number: the signal.
-        after_s: seconds from the moment when a rank is there to the signal.
-        rank: the rank that was hit.
-        has_hit: whether the signal was sent.
-    """
-
-    function: Callable
-    world_size: int
-    target: str
-    number: signal.Signals
-    after_s: float
-    rank: int | None = None
-    has_hit: bool = False
-
-    @classmethod
-    def drawn(cls, draw: random.Random, target: str, number: signal.Signals) -> "Strike":
-        after_s = draw.uniform(0, draw.choice([0.06, 0.12, 0.3]))
-        function, ranks = draw.choice((*FUNCTIONS, fails_everywhere)), draw.randint(1, 4)
-        return cls(function, ranks, target, number, after_s)
-
-    def hit(self, ended: threading.Event, draw: random.Random) -> None:
-        """Wait until the run has ranks, and a while, and send the signal."""
-        while not (ranks := multiprocessing.active_children()) and not ended.is_set():
-            time.sleep(0.001)
-        if ended.wait(self.after_s):
-            return
-        pid = os.getpid() if self.target == "caller" else server_pid()
-        if self.target == "rank":
-            name, pid = draw.choice([(process.name, process.pid) for process in ranks])
-            self.rank = int(name.rpartition("-")[2])
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, self.number)
-            self.has_hit = True
-            # Aborting takes a while: the next run must not find a server that is about to end.
-            if self.number not in (signal.SIGSTOP, signal.SIGINT):
-                wait_until(lambda: not is_alive(pid), 10)
-
-    def is_named_by(self, error: str) -> bool:
-        if self.function is fails_everywhere and "raised ValueError: the fault of rank" in error:
-            return True
-        if not self.has_hit or self.target == "caller":
-            return False
-        if self.target == "forkserver":
-            return not error or "exit code 255" in error or "EOF" in error or "Errno" in error
-        if self.number == signal.SIGSTOP:
-            return "still going at its deadline" in error
-        return f"rank {self.rank} was killed by {self.number.name}" in error
-
-
-def strike_run(strike: Strike, draw: random.Random) -> str:
-    """Make one run with one strike.
+def strike_run(target: str, number: signal.Signals, draw: random.Random) -> str:
+    """Make one run, and send it the signal when it has ranks, and a while later.
 
     Returns:
         ``whole`` if the run ended with its values, ``named`` if its error named its fault or the
@@ -152,32 +95,59 @@ def strike_run(strike: Strike, draw: random.Random) -> str:
     Raises:
         AssertionError: the run took too long, named another cause, or left something behind.
     """
-    before, ended, started_s = leftovers(), threading.Event(), time.monotonic()
-    striker = threading.Thread(target=strike.hit, args=(ended, draw))
+    after_s = draw.uniform(0, draw.choice([0.06, 0.12, 0.3]))
+    function, world_size = draw.choice((*FUNCTIONS, fails_everywhere)), draw.randint(1, 4)
+    told = f"{number.name} to the {target} after {after_s:.3f} s of {function.__name__}"
+    before, ended, hit, started_s = leftovers(), threading.Event(), [], time.monotonic()
+
+    def strike():
+        while not (ranks := multiprocessing.active_children()) and not ended.is_set():
+            time.sleep(0.001)
+        if ended.wait(after_s):
+            return
+        struck = draw.choice(ranks)
+        pids = {"caller": os.getpid(), "forkserver": server_pid(), "rank": struck.pid}
+        with contextlib.suppress(ProcessLookupError):
+            hit.append(struck.name.rpartition("-")[2])
+            os.kill(pids[target], number)
+            # Aborting takes a while: the next run must not find a server that is about to end.
+            if number not in (signal.SIGSTOP, signal.SIGINT):
+                wait_until(lambda: not is_alive(pids[target]), 10)
+
+    def is_named_by(error):
+        if function is fails_everywhere and "raised ValueError: the fault of rank" in error:
+            return True
+        if target == "forkserver":
+            return hit and (not error or re.search("exit code 255|EOF|Errno", error))
+        if number == signal.SIGSTOP:
+            return hit and "still going at its deadline" in error
+        return hit and f"rank {hit[0]} was killed by {number.name}" in error
+
+    striker = threading.Thread(target=strike)
     try:
         try:
             striker.start()
-            result = run(strike.function, world_size=strike.world_size, timeout_s=TIMEOUT_S)
-            ranks = [value[0] if isinstance(value, tuple) else value for value in result.values]
-            assert ranks == list(range(strike.world_size)), f"{strike}: wrong values {ranks}"
+            values = run(function, world_size=world_size, timeout_s=TIMEOUT_S).values
+            ranks = [value[0] if isinstance(value, tuple) else value for value in values]
+            assert ranks == list(range(world_size)), f"{told}: wrong values {ranks}"
             outcome = "whole"
         except (WorkerError, EOFError, ConnectionError) as error:
-            if not strike.is_named_by(str(error)):
-                raise AssertionError(f"{strike} is not named by: {error}") from None
+            if not is_named_by(str(error)):
+                raise AssertionError(f"{told} is not named by: {error}") from None
             outcome = "named"
         finally:
             # An interrupt that is on its way arrives here at the latest.
             ended.set()
             striker.join()
     except KeyboardInterrupt:
-        assert strike.target == "caller", str(strike)
+        assert target == "caller", told
         striker.join()
         outcome = "stopped"
     took_s = time.monotonic() - started_s
-    limit_s = TIMEOUT_S + PATIENCE_S + IMPORT_S * (strike.target == "forkserver")
-    assert took_s < limit_s, f"{strike}: the run took {took_s:.1f} s"
-    assert wait_until(lambda: not running_ranks(), 2), f"{strike} left ranks {running_ranks()}"
-    assert leftovers() <= before, f"{strike} left {leftovers() - before}"
+    limit_s = TIMEOUT_S + PATIENCE_S + IMPORT_S * (target == "forkserver")
+    assert took_s < limit_s, f"{told}: the run took {took_s:.1f} s"
+    assert wait_until(lambda: not running_ranks(), 2), f"{told} left ranks {running_ranks()}"
+    assert leftovers() <= before, f"{told} left {leftovers() - before}"
     return outcome
 
 
@@ -196,9 +166,7 @@ PROGRAM = """
 """
 
 
-def strike_program(
-    number: signal.Signals, draw: random.Random, send: Callable[[int, int], None] = os.kill
-) -> str:
+def strike_program(number: signal.Signals, draw: random.Random, send=os.kill) -> None:
     """Hit a program that makes many runs: everything that it has started must end with it.
 
     With ``os.killpg`` as ``send`` its whole process group is hit, as by a terminal that closes.
@@ -243,23 +211,17 @@ def strike_program(
         # PyTorch's cache of compiled code is meant to stay.
         left = [name for name in os.listdir(inside) if not name.startswith("torchinductor_")]
         assert not left, f"{number.name} to the program left {left}"
-    return "gone"
 
 
-def weather(runs: int, programs: int, seed: int) -> Counter:
-    """Make many strikes; count them by target, signal and outcome."""
+def weather(runs: int, seed: int) -> Counter:
+    """Strike many runs; count them by target, signal and outcome."""
     draw = random.Random(seed)
     seen: Counter = Counter()
     run(returns_at_once, world_size=1)
-    for index in range(runs):
-        strike = Strike.drawn(draw, *KINDS[index % len(KINDS)])
+    for target, number in itertools.islice(itertools.cycle(KINDS), runs):
         if not is_alive(server_pid()):
             run(returns_at_once, world_size=1)
-        outcome = strike_run(strike, draw)
-        seen[strike.target, strike.number.name, outcome if strike.has_hit else "missed"] += 1
-    for index in range(programs):
-        number = SIGNALS[index % len(SIGNALS)]
-        seen["program", number.name, strike_program(number, draw)] += 1
+        seen[target, number.name, strike_run(target, number, draw)] += 1
     return seen
 
 
@@ -272,16 +234,15 @@ def main() -> None:
     # No function here trains: without these imports, a new forkserver starts in half the time.
     FOR_TRAINING.clear()
     print(f"seed {chosen.seed}")
-    started_s = time.monotonic()
     # The forkserver's folder is removed at the end of this process, after the one made here.
     multiprocessing.util.get_temp_dir()
     # A folder of this process only: other programs make files in the common one meanwhile.
     with tempfile.TemporaryDirectory(prefix="storms-") as folder:
         os.environ["TMPDIR"], tempfile.tempdir = folder, folder
-        seen = weather(chosen.runs, chosen.programs, chosen.seed)
-    print(f"\nin {time.monotonic() - started_s:.0f} s:")
-    for (target, name, outcome), count in sorted(seen.items()):
-        print(f"  {target:10} {name:8} {outcome:8} {count:4}")
+        for (target, name, outcome), count in sorted(weather(chosen.runs, chosen.seed).items()):
+            print(f"  {target:10} {name:8} {outcome:8} {count:4}")
+        for number, _ in zip(itertools.cycle(SIGNALS), range(chosen.programs)):
+            strike_program(number, random.Random(chosen.seed))
 
 
 if __name__ == "__main__":

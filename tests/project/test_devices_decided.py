@@ -1,4 +1,4 @@
-"""Each page, and each run in docs, says on which device it runs.
+"""Each page says on which device it runs.
 
 A run without a device goes to GPUs where there are any, and meets tensors that its cell made on
 the CPU. (``make test-pretended`` runs the pages as with GPUs.)
@@ -23,12 +23,3 @@ def test_one_choice_at_the_top_decides_for_the_page(path):
     assert "nbval-ignore-output" in cells[0].metadata.tags
     elsewhere = "\n".join(cell.source for cell in cells[1:])
     assert not re.findall(r'device="(?:auto|cuda\b[^"]*)"', elsewhere), "DEVICE decides"
-
-
-def test_every_run_in_the_docs_says_where():
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/command_line.md").read_text(), re.DOTALL
-    )
-    runs = [block for block in blocks if re.search(r"\b(run|train_with)\(", block)]
-    assert runs
-    assert all("device" in block for block in runs)

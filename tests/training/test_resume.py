@@ -229,5 +229,5 @@ def test_a_run_whose_rank_is_killed_goes_on_to_the_bit():
     whole = train_with(**resume_storm.settings_of(name))
     most_s = sum(row["seconds"] for row in whole.epochs)
     due, draw = resume_storm.end_of(whole), random.Random(0)
-    _, kills = resume_storm.killed_and_resumed(name, due, most_s / 2, draw, launcher=False)
+    kills = resume_storm.killed_and_resumed(name, due, most_s / 2, draw, launcher=False)
     assert kills
