@@ -26,14 +26,7 @@ AT_ONCE = 4
 
 
 class Answers(NamedTuple):
-    """Answers with which a check is tested.
-
-    Attributes:
-        check: the check, called with an answer (and ``world_sizes=``, if it takes them).
-        right: answers that pass on each of its world sizes, see ``sizes_of``.
-        wrong: answers that do not; those that end their run are marked by ``ends``.
-        on: the world size on which the wrong answers are graded.
-    """
+    """Answers with which a check is tested, wrong ones on ``on`` ranks; ``ends`` marks some."""
 
     check: Callable[..., Verdict]
     right: list[Callable]
@@ -41,9 +34,8 @@ class Answers(NamedTuple):
     on: int = 3
 
     def grade(self, fn: Callable, world_size: int | None = None) -> Verdict:
-        return self.check(
-            fn, **({"world_sizes": (world_size,)} if self.sizes and world_size else {})
-        )
+        chosen = {"world_sizes": (world_size,)} if self.sizes and world_size else {}
+        return self.check(fn, **chosen)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -52,27 +44,21 @@ class Answers(NamedTuple):
         return parameter.default if parameter else ()
 
     def sizes_of(self, fn: Callable) -> tuple[int | None, ...]:
-        """The world sizes on which a right answer is graded.
-
-        The answers take turns with the sizes, so that each size has some of them;
-        ``LABKIT_EVERY_SIZE=1`` tries each answer on all (twice the time).
-        """
+        """The world sizes on which a right answer is graded: the answers take turns."""
         sizes = self.sizes or (None,)
         return sizes if len(self.right) < len(sizes) else in_turn(sizes, self.right.index(fn))
 
     def gradings(self) -> tuple[dict, dict]:
-        """What to grade, by (right answer, world size), by wrong answer, and ``a_stub``.
+        """By (right answer, world size), by wrong answer, and ``a_stub``: what to grade.
 
-        Returns:
-            (those that may share a run, those that end their run).
+        Those that may share a run, and those that end their run.
         """
         shared = {
             (fn, P): partial(self.grade, fn, P) for fn in self.right for P in self.sizes_of(fn)
         }
         wrong = {fn: partial(self.grade, fn, self.on) for fn in self.wrong}
         alone = {fn: wrong.pop(fn) for fn in self.wrong if fn in _ENDING}
-        alone |= {a_stub: partial(self.grade, a_stub)}
-        return shared | wrong, alone
+        return shared | wrong, alone | {a_stub: partial(self.grade, a_stub)}
 
 
 _ENDING: list[Callable] = []
@@ -120,9 +106,7 @@ class _Asked(BaseException):
 def in_shared_runs(gradings: dict[Hashable, Callable[[], Verdict]]) -> dict[Hashable, Verdict]:
     """The verdicts of gradings that need at most one run; those of one world size share a run.
 
-    In the shared run, the ranks execute one answer after another, each as in its own run. If an
-    answer raises or hangs, the shared run ends, and then each answer gets its own run: grade such
-    an answer separately.
+    If an answer raises or hangs, the shared run ends, and then each answer gets its own run.
     """
     by_size: dict[int, dict] = defaultdict(dict)
     verdicts = {}

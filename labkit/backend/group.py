@@ -12,7 +12,6 @@ the order of the calls, too: there are no tags, and no receives from any source.
 """
 
 import atexit
-import contextlib
 import inspect
 import os
 import threading
@@ -26,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from labkit import collectives
-from labkit.backend.chosen import all_reduce
-from labkit.collectives.common import check_fits, check_one_per_rank
+from labkit.collectives.common import Reduction, check_fits, check_one_per_rank, in_place
 from labkit.comm.comm import Comm
 from labkit.comm.meeting import separate_comm
 from labkit.comm.transport import Traffic
@@ -59,6 +58,58 @@ def sent() -> tuple[int, int]:
     return sum(one.messages for one in _traffic), sum(one.num_bytes for one in _traffic)
 
 
+AllReduce = Callable[[Comm, Tensor], Tensor | None]
+
+# The learner's.
+_learners: AllReduce | None = None
+
+
+def use(all_reduce: AllReduce | None) -> AllReduce | None:
+    """Let every "labkit" group of this process, and ``ddp_hook``, sum with ``all_reduce``.
+
+    Args:
+        all_reduce: ``all_reduce(comm, tensor)`` sums a flat tensor [N] over the ranks, in place
+            or by returning the sum; None restores ``fast_ring_all_reduce``. On several hosts
+            ``labkit.collectives.fast_hierarchical_all_reduce`` sends less between them.
+
+    Returns what was used before.
+
+    Call it on every rank. DDP asks for sums only; other reductions always use labkit's functions.
+    """
+    global _learners
+    if all_reduce is not None and not callable(all_reduce):
+        raise ValueError(f"use() takes a function of comm and tensor, got {all_reduce!r:.60}")
+    before, _learners = _learners, all_reduce
+    return before
+
+
+def all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
+    """All-reduce ``tensor`` in place with the function that ``use`` has chosen; returns it."""
+    if _learners is None or op not in ("sum", "mean"):
+        return collectives.fast_ring_all_reduce(comm, tensor, op)
+    Reduction.of(op, tensor)
+    name = getattr(_learners, "__name__", "all_reduce")
+    with in_place(tensor) as flat, comm.collective(name, tensor, op):
+        result = _learners(comm, flat)
+        if result is not None and result is not flat:
+            check_fits(result, flat, f"the result of {name}")
+            flat.copy_(result)
+        if op == "mean":
+            flat.div_(comm.world_size)
+    return tensor
+
+
+def ddp_hook(comm: Comm, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A communication hook: ``model.register_comm_hook(comm, labkit.backend.ddp_hook)``.
+
+    It works with any backend of DDP: only the gradients go through ``comm``. Returns the bucket's
+    mean over the ranks, in a completed future.
+    """
+    future: Future[Tensor] = Future()
+    future.set_result(all_reduce(comm, bucket.buffer(), "mean"))
+    return future
+
+
 class LabkitGroup(ProcessGroup):
     """A process group whose collectives are ``labkit.collectives``, for CPU tensors.
 
@@ -71,10 +122,7 @@ class LabkitGroup(ProcessGroup):
     has ended, TimeoutError when an operation takes longer than ``timeout``.
     """
 
-    # ``dist.split_group`` asks the group's backend for these; here that is the group itself.
-    supports_splitting = True
-    supports_coalescing = False
-
+    supports_splitting = supports_coalescing = False
     # PyTorch's own ProcessGroup gets these from its backends.
     group_name = group_desc = ""
     _device_types = (torch.device("cpu"),)
@@ -125,18 +173,6 @@ class LabkitGroup(ProcessGroup):
 
     _get_backend = get_backend
 
-    def split_group(
-        self, ranks, timeout=None, opts=None, group_name="", group_desc="", device_types=None
-    ):
-        """Make a group of ``ranks``, in that order; returns None on the ranks left out."""
-        if self.rank() not in ranks:
-            return None
-        store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
-        place, in_run = ranks.index(self.rank()), [self._ranks[rank] for rank in ranks]
-        group = LabkitGroup(store, place, len(ranks), timeout or self._timeout, in_run)
-        group.group_name, group.group_desc = group_name or "", group_desc or ""
-        return group
-
     def _queue_of(self, *key: Any) -> WorkQueue:
         """The queue of ("collectives",), or of ("pairs", "send" or "recv", a peer)."""
         if not self._comms:
@@ -168,10 +204,8 @@ class LabkitGroup(ProcessGroup):
 
     def allreduce(self, tensors, opts=None):
         op = reduction_of(opts)
-        is_dense = all(tensor.layout == torch.strided for tensor in tensors)
-        name = "all_reduce" if is_dense else "sparse_all_reduce"
         return self._queue(
-            name, lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
+            "all_reduce", lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
         )
 
     allreduce_coalesced = allreduce
@@ -267,23 +301,6 @@ class LabkitGroup(ProcessGroup):
 
     def barrier(self, opts=None):
         return self._queue("barrier", Comm.barrier, [], opts)
-
-    def monitored_barrier(self, timeout=None, wait_all_ranks=False):
-        """Wait until all ranks have come; the error names those that have not.
-
-        It needs only the store. So it works while a rank is stuck in a collective.
-        """
-        store, timeout = self._store, timeout or self._timeout
-        number = store.add(f"labkit/monitored/{self.rank()}", 1)
-        keys = [f"labkit/monitored/{number}/{rank}" for rank in range(self.size())]
-        store.set(keys[self.rank()], "came")
-        with contextlib.suppress(RuntimeError):
-            store.wait(keys, timeout)
-        if missing := [str(rank) for rank, key in enumerate(keys) if not store.check([key])]:
-            raise RuntimeError(
-                f"rank {', '.join(missing)} did not come to the monitored barrier in "
-                f"{timeout.total_seconds():g} s"
-            )
 
     def send(self, tensors, dst, tag):
         return self._pair("send", Comm.send, tensors, dst, tag)

@@ -1,6 +1,6 @@
-"""All-reduce in fewer bytes: 16-bit floats on the wire, the largest elements, or sparse tensors.
+"""All-reduce in fewer bytes: 16-bit floats on the wire, or only the largest elements.
 
-The first two replace ``ring_all_reduce(comm, flat)`` for gradients. They give the same bits on
+They replace ``ring_all_reduce(comm, flat)`` for gradients. They give the same bits on
 every rank, but not the exact sum.
 
 Symbols: P ranks, N elements, k of them kept.
@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from labkit.collectives.common import Reduction
 from labkit.collectives.hierarchical import (
     cut,
     fast_hierarchical_all_reduce,
@@ -163,37 +162,3 @@ class CompressedBetween:
         if self.residual is None:
             return HalfRing(self.compress)(ring, cut(comm, flat, blocks))
         return TopK(cut(comm, self.residual, blocks))(ring, cut(comm, flat, blocks))
-
-
-def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
-    """Add up a sparse ``tensor`` over all ranks, in place: entries are gathered, then added.
-
-    Args:
-        tensor: sparse COO, the same shape, dtype and number of sparse dimensions on every rank;
-            returned, coalesced.
-        op: "sum" only. An entry may be missing on some ranks, so no maximum or product is defined.
-
-    Three all-gathers, of the number of entries, of their indices and of their values, padded to
-    the largest number E: 3 (P - 1) messages and (P - 1) x E entries on every rank.
-    """
-    if tensor.layout != torch.sparse_coo or op != "sum":
-        raise ValueError(
-            f"cannot take the {op} of a {tensor.layout} tensor over ranks: of sparse tensors only "
-            "the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()"
-        )
-    mine = tensor.detach().coalesce()
-    indices, values = mine.indices().t(), mine.values()
-    Reduction.of(op, values)
-    with torch.no_grad(), comm.collective("sparse_all_reduce", None, f"{list(tensor.shape)}"):
-        counts = [int(count) for count in all_gather(comm, torch.tensor(len(values)))]
-        found = []
-        for entries in (indices, values):
-            padded = entries.new_zeros(max(counts), *entries.shape[1:])
-            padded[: len(entries)] = entries
-            everyone = all_gather(comm, padded)
-            found.append(torch.cat([some[:count] for some, count in zip(everyone, counts)]))
-        total = torch.sparse_coo_tensor(
-            found[0].t(), found[1], tensor.shape, check_invariants=False
-        )
-        # Copying into tensor.detach() would replace the entries of that detached tensor only.
-        return tensor.copy_(total.coalesce())

@@ -1,9 +1,8 @@
 """The status board: what every rank is doing, in memory that all ranks of one host share.
 
-A rank writes to it before and after each operation with plain stores, so the fast path costs no
-system call. A transfer is a meeting of two ranks: message number k on the edge a -> b completes if
-and only if both ends have posted their k-th operation on that edge. So the board shows exactly who
-waits for whom, and a deadlock is found without waiting for a timeout.
+A rank writes to it before and after each operation with plain stores. Message number k on the edge
+a -> b completes if and only if both ends have posted their k-th operation on that edge. So the
+board shows exactly who waits for whom, and a deadlock is found without waiting for a timeout.
 
 Ranks of other hosts send theirs in bytes (``pack``): numbers and texts of fixed length, so whoever
 can write to the store that they travel through can make an explanation wrong, and no more.
@@ -225,7 +224,7 @@ class Board:
         return ""
 
     def posted(self, rank: int) -> int:
-        """The number of posts of a rank so far; if it is unchanged, no new operation has begun."""
+        """The number of posts of a rank so far."""
         return int(self.ranks[rank]["ticks"]) + int(self.collectives[rank])
 
     def senders(self, rank: int, sources: list[int]) -> dict[int, float]:

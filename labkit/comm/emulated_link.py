@@ -41,11 +41,7 @@ class EmulatedLink:
         latency_s: seconds that every message takes, even an empty one.
         bandwidth_bytes_per_s: bytes per second, in each direction; infinite if left out.
         ranks_per_host: ranks on each emulated host, fewer on the last one if they do not divide;
-            only messages between hosts take the time above. None: every rank has a card, and all
-            messages take that time.
-
-    Raises:
-        ValueError: a negative latency, a bandwidth of 0 or less, or no rank on a host.
+            only messages between hosts take the time above. None: all messages do.
     """
 
     latency_s: float = 0.0

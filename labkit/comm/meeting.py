@@ -68,7 +68,6 @@ def meet(
     """Map one arena on all ranks of a host: the first of them makes it, the others open it.
 
     Args:
-        store: the ``torch.distributed`` store of these ranks.
         world_size: of the whole run: the arena has a place for each of its ranks.
         ranks: of this host; None for all.
 

@@ -55,12 +55,10 @@ class PeakMemory:
 
 
 class MemoryMeter:
-    """Measures the peak memory of this process, in laps: of stretches, and of all since it began.
+    """Measures the peak memory of this process since the meter was made, and in laps.
 
-    The system and the allocator keep one peak each. A lap reads it and sets it back.
-
-    Args:
-        device: the rank's, which is reported even if nothing was allocated on it.
+    The system and the allocator keep one peak each. A lap reads it and sets it back. The rank's
+    ``device`` is reported even if nothing was allocated on it.
     """
 
     def __init__(self, device: torch.device):
@@ -84,20 +82,15 @@ class MemoryMeter:
         return found
 
     def total(self) -> PeakMemory:
-        """The peak since this meter was made, of which the process's counts from then."""
+        """The peak since this meter was made."""
         self.lap()
         return _above(self._total, self._start_bytes)
 
 
 class Part:
-    """The peak of those stretches of a run that are under ``counted``.
+    """The peak of those stretches of a run that are under ``counted``; None before the first.
 
-    Args:
-        meter: of this process.
-        arrived_bytes: what the rank holds already and should count, too.
-
-    Attributes:
-        peak: of all stretches so far; None before the first.
+    ``arrived_bytes`` is what the rank holds already and should count, too.
     """
 
     def __init__(self, meter: MemoryMeter, arrived_bytes: int = 0):

@@ -89,10 +89,7 @@ class Session:
         """The source whose message has waited longest; waits until there is one.
 
         Ranks of this host post their messages on the board. From each of the others one message
-        like ``landing`` is received ahead.
-
-        Raises:
-            PeerLostError: a source has ended without a message.
+        like ``landing`` is received ahead. PeerLostError if a source has ended without one.
         """
         started_s = looked_s = time.monotonic()
         near = [source for source in sources if source in self.near]
@@ -209,8 +206,7 @@ class Session:
     def timer_of(self, *devices: torch.device) -> ClockTimer:
         """The clock of work that passes through ``devices``: a GPU's events, or the host's clock.
 
-        Where a GPU is among them, its events tell when the CPU's work before them has ended, too:
-        on the CPU nothing is queued.
+        A GPU's events tell when the CPU's work before them has ended, too.
         """
         gpus = tuple(device for device in dict.fromkeys(devices) if device.type == "cuda")
         # Now, and not in the first step, for which the host would have to wait.

@@ -101,9 +101,9 @@ class Transport(ABC):
         tensor += landing
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
-        """Which sources' next message, like ``tensor``, has come or will not come; since when.
+        """Which sources' next message, like ``tensor``, has come or never will; since when, in s.
 
-        The first call begins to receive them, ``recv`` then takes one. In seconds.
+        The first call begins to receive them, ``recv`` then takes one.
         """
         raise ValueError("between machines, recv_any needs gloo")
 

@@ -12,7 +12,6 @@ import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,11 +32,7 @@ _LAST_PATIENCE_S = 2.0
 class Work(dist.Work):
     """One operation under way.
 
-    Args:
-        name: the operation, as the profiler shows it; empty hides it from the profiler.
-        inputs: the tensors whose shapes the profiler shows.
-        result: the tensors that hold the result when the operation is done.
-        timeout_s: the longest that ``wait`` waits.
+    ``result`` lists the tensors that hold the result in the end; ``wait`` waits for ``timeout_s``.
     """
 
     def __init__(
@@ -59,17 +54,10 @@ class Work(dist.Work):
         self._future: Future[list[Tensor]] | None = None
         # The future to complete at the end, by the thread that pops it.
         self._incomplete: collections.deque[Future[None]] = collections.deque()
-        self._record: Any = None
-        if name and torch._C._autograd._profiler_enabled():
-            self._record = torch._C._profiler._RecordFunctionFast(f"labkit:{name}", inputs)
-            self._record.__enter__()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the operation as done; futures are completed later: their callbacks may block."""
         self._error = error
-        if self._record is not None:
-            # A record that ends in another thread is shown there, as with gloo.
-            self._record.__exit__(None, None, None)
         self.done.set()
 
     def complete_futures(self) -> None:
@@ -173,11 +161,7 @@ class WorkQueue(threading.Thread):
         result: list[Tensor],
         is_waited_for: bool = False,
     ) -> Work:
-        """Queue an operation; with ``is_waited_for`` it may already be done on return.
-
-        Raises:
-            ValueError: called from inside an operation of this queue, which would wait for itself.
-        """
+        """Queue an operation; with ``is_waited_for`` it may already be done on return."""
         # A transfer that reaches the timeout names the missing rank: its error comes first.
         work = Work(name, inputs, result, self.timeout_s + _GRACE_S)
         if (me := threading.current_thread()) is self._worker:

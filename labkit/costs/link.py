@@ -157,12 +157,9 @@ def parameter_server_seconds(
 ) -> float:
     """Predicted seconds of a push of S = ``num_bytes`` by each of W workers, then a pull.
 
-    2 M alpha + 2 M S / K beta + (W - 1) S / K gamma, with K = ``servers`` and M = max(W, K).
-
-    A server handles one message after another; in each of M turns the servers meet different
-    workers (``schedules.servers``). With one server it is the naive all-reduce: its time grows
-    with the number of workers. With as many servers as workers, each worker's link is the limit,
-    and more servers gain nothing.
+    2 M alpha + 2 M S / K beta + (W - 1) S / K gamma, with K = ``servers`` and M = max(W, K): in
+    each of M turns the servers meet different workers (``schedules.servers``). With one server it
+    is the naive all-reduce. With as many servers as workers, each worker's link is the limit.
     """
     turns, slice_bytes = max(num_workers, servers), num_bytes / servers
     added_bytes = (num_workers - 1) * slice_bytes

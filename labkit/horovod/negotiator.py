@@ -5,14 +5,12 @@ submitted something:
 
 1. Take what was submitted since the last cycle. 2. Send that to rank 0, the ``Coordinator``. 3. A
 name is ready when all ranks have submitted it. 4. Rank 0 compares what they want; if they differ,
-all get an error that says what each has. All-reduces that are ready at the same time are fused.
-5. Rank 0 sends the list to all. 6. All carry it out: small all-reduces in one buffer, as a ring
-costs 2 (P - 1) latencies at any size.
+all get an error that says what each has. All-reduces that are ready at the same time are fused, as
+a ring costs 2 (P - 1) latencies at any size. 5. Rank 0 sends the list to all. 6. All carry it out.
 
 Messages of a cycle, besides those of the collectives: 2 from each other rank to rank 0 and 2 back,
-a length and as many bytes of JSON; only the length where there is nothing to say. A rank that has
-submitted nothing takes no part: then nothing can be ready, and the others sleep in step 2 until it
-comes.
+a length and as many bytes of JSON. A rank that has submitted nothing takes no part: then nothing
+can be ready, and the others sleep in step 2 until it comes.
 
 Symbols: P ranks. Source: as ``labkit.horovod.coordinator``.
 """
@@ -55,12 +53,7 @@ class Handle:
         self.error: BaseException | None = None
 
     def wait(self) -> Any:
-        """Wait for the result, and return it.
-
-        Raises:
-            NegotiationError: the ranks do not agree, or none of them can go on.
-            PeerLostError: a rank has ended.
-        """
+        """The result; NegotiationError if ranks do not agree, PeerLostError if one has ended."""
         engine = self.engine
         with engine.changed:
             engine.num_waiting += 1
@@ -299,11 +292,7 @@ def is_initialized() -> bool:
 
 
 def engine() -> Engine:
-    """The thread that carries everything out; its ``comm`` counts what is sent.
-
-    Raises:
-        ValueError: ``init`` has not been called.
-    """
+    """The thread that carries everything out; its ``comm`` counts what is sent."""
     if _engine is None:
         raise ValueError("labkit.horovod has not been initialized: call hvd.init() first")
     return _engine

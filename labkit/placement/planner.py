@@ -216,10 +216,8 @@ def best_split(
 
     "largest_stage", and "step" with one micro-batch (the fewest seconds of hops), are dynamic
     programs. The step of a pipeline is no sum over its stages: of all splits, those are predicted
-    whose largest stage takes no longer than the best step so far.
-
-    ``objective`` is "step", or "largest_stage", whose compute limits a long pipeline;
-    ``memory_cap_bytes`` is the limit for every stage: ValueError if no split keeps it.
+    whose largest stage takes no longer than the best step so far. ``memory_cap_bytes`` is the
+    limit for every stage: ValueError if no split keeps it.
     """
     check_choice("objective", objective, ("step", "largest_stage"))
     layers, first, count = _in_training(profile, frozen, micro_batches)

@@ -115,13 +115,10 @@ def with_hops(
 ) -> Iterator[Action | Hop]:
     """What a stage executes: its actions, and between them the messages that they need.
 
-    A forward needs the activation of the stage before and sends its own to the next stage;
-    gradients go the other way. A send ends only when its receive has begun. So what a stage sends
-    to a neighbour and what it next needs from the same neighbour make a single ``Hop``: if stage 0
-    sends F1's activation while stage 1 sends B0's gradient, neither waits for the other.
-
-    The stages before ``first_trained`` train nothing: they have no backward, and no gradient is
-    sent to them.
+    A send ends only when its receive has begun. So what a stage sends to a neighbour and what it
+    next needs from the same neighbour make a single ``Hop``: if stage 0 sends F1's activation
+    while stage 1 sends B0's gradient, neither waits for the other. The stages before
+    ``first_trained`` train nothing: they have no backward, and no gradient is sent to them.
     """
     send = None
     for action in actions:

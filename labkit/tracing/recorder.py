@@ -103,8 +103,7 @@ class Recorder:
     """Collects one rank's spans; regions may nest, but their spans do not overlap.
 
     Each thread has its own lane: 0 is the thread that makes the recorder, and autograd's threads,
-    which carry out a GPU's part of its backward while it waits for them. A long-running program
-    may ``keep`` only so many spans, the latest.
+    which carry out a GPU's part of its backward. A long-running program may ``keep`` only so many.
 
     A ``listener`` hears of every span: ``begun(kind, lane)`` when a region goes on (None: no
     region), ``ended(kind, start_s, end_s, lane)`` when the device has reached a span's end.

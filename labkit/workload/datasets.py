@@ -44,10 +44,8 @@ class Data:
     """A data set in memory, on the CPU.
 
     Attributes:
-        train_inputs: [N, C, H, W]; each channel has mean 0 and deviation 1.
-        train_targets: [N] int64, 0 .. num_classes - 1.
-        test_inputs: [M, C, H, W], never trained on.
-        test_targets: [M] int64.
+        train_inputs, test_inputs: [N, C, H, W]; each channel has mean 0 and deviation 1.
+        train_targets, test_targets: [N] int64, 0 .. num_classes - 1.
         standard: None, or the inputs are uint8 still, and this turns them into such values.
     """
 

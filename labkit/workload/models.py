@@ -1,10 +1,9 @@
 """The models of the course, each a flat ``nn.Sequential`` of layers.
 
-Flat, so that every technique can work on the same object: a split point is an index into it and a
-stage is a slice of it. No forward pass draws random numbers (no dropout), no activation works in
-place. Most models were published for larger images than the course's 8x8 digits: on small images
-their stems keep every pixel, and layers that would shrink a map too far lose their stride or
-pooling; all other layers are as published.
+Flat, so that a split point is an index into it and a stage is a slice of it. No forward pass draws
+random numbers (no dropout), no activation works in place. Most models were published for larger
+images than the course's 8x8 digits: on small images their stems keep every pixel, and layers that
+would shrink a map too far lose their stride or pooling; all other layers are as published.
 
 Shapes: N samples, C channels, H x W pixels, K classes. Inputs are [N, C, H, W], outputs [N, K].
 """

@@ -112,12 +112,11 @@ def test_every_operation_gives_what_gloo_gives(world_size, shares_memory):
 
 
 def refused(comm):
-    group, x, MAX = dist.new_group(backend="labkit"), torch.ones(3), dist.ReduceOp.MAX
+    group, x = dist.new_group(backend="labkit"), torch.ones(3)
     calls = {
         "BAND of floats": lambda: dist.all_reduce(x, dist.ReduceOp.BAND, group=group),
         "integer mean": lambda: dist.all_reduce(x.int(), dist.ReduceOp.AVG, group=group),
-        "sparse maximum": lambda: dist.all_reduce(x.to_sparse(), MAX, group=group),
-        "sparse rows": lambda: dist.all_reduce(x[None].to_sparse_csr(), group=group),
+        "sparse": lambda: dist.all_reduce(x.to_sparse(), group=group),
         "expanded": lambda: dist.all_reduce(torch.ones(1).expand(3), group=group),
         "scaled sum": lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0), group=group),
         "tag": lambda: dist.send(x, 1 - comm.rank, group=group, tag=3),
@@ -139,8 +138,7 @@ def refused(comm):
 REFUSALS = {
     "BAND of floats": "cannot take the band of float32 over ranks",
     "integer mean": "cannot take the mean of int32",
-    "sparse maximum": "cannot take the max of a torch.sparse_coo tensor over ranks",
-    "sparse rows": "only the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()",
+    "sparse": "a dense tensor is needed, got torch.sparse_coo: use .to_dense()",
     "expanded": "its elements share memory",
     "scaled sum": 'the "labkit" backend has the reductions SUM, AVG,',
     "tag": 'the "labkit" backend has no tags, got 3',

@@ -6,7 +6,7 @@ import torch
 from ranks import travel_by_value
 
 from labkit.collectives import Reduction
-from labkit.costs.traffic import Cost
+from labkit.costs import traffic
 
 travel_by_value(__name__)
 
@@ -31,7 +31,7 @@ def paid(comm, collective, *args, **options):
     before = comm.operations, comm.messages, comm.bytes_sent
     result = collective(comm, *args, **options)
     after = comm.operations, comm.messages, comm.bytes_sent
-    return result, Cost(*[b - a for a, b in zip(before, after)])
+    return result, traffic.Cost(*[b - a for a, b in zip(before, after)])
 
 
 ONE_DEVICE = {
@@ -57,6 +57,12 @@ def reduced(op, tensors):
 @functools.cache
 def on_one_device(op, dtype, size, world_size):
     return reduced(op, [values_of(rank, size, dtype) for rank in range(world_size)])
+
+
+def ring_cost(op, size, dtype, world_size, rank):
+    """Partial sums travel wide, and results do not."""
+    partial = traffic.share_reduce_cost(size, wide_bytes(op, dtype), world_size, rank)
+    return partial + traffic.share_only_cost(size, dtype.itemsize, world_size, rank)
 
 
 def wide_bytes(op, dtype):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import OPS, on_one_device, paid, reduced, values_of, wide_bytes
+from cases import OPS, on_one_device, paid, reduced, ring_cost, values_of, wide_bytes
 from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from ranks import travel_by_value
 
@@ -20,7 +20,6 @@ from labkit.collectives import (
     scatter,
     share_only,
     share_reduce,
-    sparse_all_reduce,
     tree_all_reduce,
 )
 from labkit.collectives.ring import split_chunks
@@ -60,7 +59,7 @@ def price(name, op, dtype, size, world_size, rank):
         steps, partial, whole = of_ranks[world_size][rank]
         sizes = partial * wide_bytes(op, dtype) + whole * dtype.itemsize
         return traffic.Cost(steps, partial + whole, size * sizes)
-    return traffic.ring_all_reduce_cost(*counts, wide_bytes(op, dtype))
+    return ring_cost(op, size, dtype, world_size, rank)
 
 
 def reduce_cases(comm, cases):
@@ -270,7 +269,6 @@ MORE_FAULTS = {
     "other root": ("root True is not a rank", lambda comm, x: broadcast(comm, x, True)),
     "too few": ("chunks for", lambda comm, x: share_only(comm, [x] * (comm.world_size - 1))),
     "too many": ("to send for", lambda comm, x: all_to_all(comm, [x] * (comm.world_size + 1))),
-    "sparse max": ("the max of a", lambda comm, x: sparse_all_reduce(comm, x.to_sparse(), "max")),
 }
 
 
@@ -327,18 +325,3 @@ def test_what_is_received_and_what_is_sent_share_no_memory(transport):
     for texts, _, _ in run(shared_memory_faults, world_size=2, transport=transport).values:
         for name, text in texts.items():
             assert "share memory, and one would be overwritten before it is sent" in text, name
-
-
-def test_sparse_tensors_are_added_entry_by_entry():
-    def sums(comm):
-        places = [[0, comm.rank + 1], [comm.rank, 2]]
-        mine = torch.sparse_coo_tensor(places, [1.0, 2.0], (4, 3), check_invariants=True)
-        return sparse_all_reduce(comm, mine).to_dense(), sparse_all_reduce(comm, mine * 0)._nnz()
-
-    expected = torch.zeros(4, 3)
-    for rank in range(3):
-        expected[0, rank] += 1
-        expected[rank + 1, 2] += 2
-    for found, entries in run(sums, world_size=3).values:
-        assert torch.equal(found, expected)
-        assert entries == 6

@@ -5,13 +5,12 @@ import time
 
 import pytest
 import torch
-from cases import bits, paid, values_of, wide_bytes
+from cases import bits, paid, ring_cost, values_of, wide_bytes
 from ranks import travel_by_value
 
 from labkit import run
 from labkit.collectives import fast_ring_all_reduce, ring_all_reduce
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
-from labkit.costs.traffic import ring_all_reduce_cost
 
 travel_by_value(__name__)
 
@@ -28,7 +27,7 @@ def both_rings(comm):
             ring_all_reduce(comm, readable, op)
             if bits(fast) != bits(readable):
                 wrong.append((dtype, size, "bits"))
-            price = ring_all_reduce_cost(size, dtype.itemsize, comm.world_size, comm.rank, wide)
+            price = ring_cost(op, size, dtype, comm.world_size, comm.rank)
             if cost != price:
                 wrong.append((dtype, size, cost, price))
     return wrong, set(comm.bytes_to)

@@ -5,8 +5,14 @@ import random
 import pytest
 
 from workbook.exercises import detective
-from workbook.exercises.detective import HungRun, errors_in, explanation_in
-from workbook.exercises.detective_dumps import WORLD_SIZE, faults
+from workbook.exercises.detective import (
+    WORLD_SIZE,
+    HungRun,
+    entries_in,
+    errors_in,
+    explanation_in,
+    faults,
+)
 from workbook.exercises.programs import early_stop
 
 STACK = """Thread 0x00007e (most recent call first):
@@ -36,7 +42,7 @@ def test_stacks_are_shown_without_what_is_inside_of_pytorch(capsys):
         "rank 1",
         "ConnectionError: no answer",
     ]
-    assert detective._entries_in("ConnectionError: no answer") == []
+    assert entries_in("ConnectionError: no answer") == []
 
 
 def test_errors_and_what_torchrun_takes_for_the_cause():
@@ -57,5 +63,5 @@ def test_an_explanation_reaches_from_its_first_sentence_to_the_next_step(begin):
 def test_every_rank_is_a_culprit_and_every_fault_occurs():
     cases = faults(random.Random(3))
     assert {case.culprit for case in cases if case.due} == set(range(WORLD_SIZE))
-    assert {case.kind for case in cases} == {"behind", "alone", "other", "size", "none"}
+    assert len({case.kind for case in cases}) == 5
     assert all(case.lost != case.culprit for case in cases)

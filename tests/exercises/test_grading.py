@@ -6,56 +6,26 @@ from functools import partial
 import pytest
 import torch
 from answers.grading import ALL_REDUCE, all_reduce, through_rank_0
-from answers.pipeline import in_words
-from answers.ring import neighbours
 from ranks import travel_by_value
 
 from labkit import collectives
 from labkit.collectives.ring import split_chunks
-from labkit.schedules.pipeline import gpipe
 from workbook import check
 from workbook.exercises.grader import grader, on_ranks
 from workbook.exercises.grader.exercise import Case
-from workbook.exercises.grader.judge_values import in_words as told, made_of
+from workbook.exercises.grader.judge_values import in_words, made_of
 
 travel_by_value(__name__)
 
 
-def tell_right(comm, number):
-    right, left = neighbours(comm)
-    return comm.exchange(torch.tensor([number]), right, torch.empty(1), left).item()
-
-
-TOLD = check.Exercise(
-    "tell your neighbour",
-    signature="comm, number",
-    inputs=lambda rank, case: (10.0 * rank,),
-    expected=lambda rank, case: 10.0 * ((rank - 1) % case.world_size),
-    written=None,
-    target=lambda rank, case: check.Target(1, 4, 1, frozenset({(rank + 1) % case.world_size})),
-    mistakes={"it is the rank's own number": lambda rank, case: 10.0 * rank},
-    sizes=(),
-)
-
-
-def test_a_page_can_grade_an_exercise_of_its_own():
-    right = check.grade(tell_right, TOLD)
-    assert right.passed
-    assert right.rows["messages"] == ["1", "1", "1"]
-    kept = check.grade(lambda comm, number: number, TOLD, (3,))
-    assert not kept
-    assert "rank 0 is the first with a wrong result: it is the rank's own number" in repr(kept)
-
-
-def test_a_function_without_ranks_is_graded_by_its_answers(capsys):
+def test_a_function_without_ranks_is_graded_by_its_answers():
     sums = {(1, 2): 3, (2, 2): 4}
     assert check.answers(lambda a, b: a + b, sums).passed
-    assert not check.answers(max, sums, mistakes={"it is the larger one": max})
-    assert "returned 2: it is the larger one" in capsys.readouterr().out
+    larger = check.answers(max, sums, mistakes={"it is the larger one": max})
+    assert "returned 2: it is the larger one" in repr(larger)
     assert not check.answers(lambda a, b: a[b], sums)
     assert check.answers(torch.ones, {(2,): torch.ones(2)}).passed
-    # What went wrong before a crash is judged first, and a mistake has to explain all answers.
-    assert "should return 2" in repr(check.answers(lambda a: 1 // a, {(1,): 2, (0,): 0}))
+    # A mistake has to explain all answers.
     squares = {"mistakes": {"square": lambda a: a**2}}
     assert "square" not in repr(check.answers(lambda a: 2 * a, {(2,): 5, (3,): 7}, **squares))
 
@@ -63,8 +33,8 @@ def test_a_function_without_ranks_is_graded_by_its_answers(capsys):
 def test_what_is_printed_is_what_is_returned(capsys):
     verdict = all_reduce(collectives.naive_all_reduce)
     said = capsys.readouterr().out
-    assert said.startswith("works, but not yours yet: ")
     assert said == f"{verdict!r}\n"
+    assert said.startswith("works, but not yours yet: ")
     assert verdict.columns == ["2 ranks", "3 ranks", "4 ranks"]
 
 
@@ -171,16 +141,13 @@ def test_an_error_is_told_with_its_case_and_line_and_without_a_traceback(monkeyp
     assert "return tensor[comm.rank + 9 * (comm.rank == 1)]" in said
     assert "Traceback" not in said
     monkeypatch.setattr(on_ranks, "TIMEOUT_S", 1.0)
-    monkeypatch.setattr(on_ranks, "AGAIN_S", 0.5)
-    said = repr(all_reduce(never_ends))
-    assert "with 2 ranks and 96 elements: the run was still going" in said
-    assert "time.sleep(0.01)" in said
+    monkeypatch.setattr(on_ranks, "AGAIN_S", 1.0)
+    assert "with 2 ranks and 96 elements: the run was still going" in repr(all_reduce(never_ends))
 
 
 def test_a_verdict_is_a_card_in_a_notebook_and_shown_once(monkeypatch):
-    verdict = check.Verdict(
-        "a < b", "not yet", ["2 ranks"], {"value": ["wrong"]}, ["1 < 2\nline"], shown=True
-    )
+    rows = {"values": ["wrong"]}
+    verdict = check.Verdict("a < b", "not yet", ["2 ranks"], rows, ["1 < 2\nline"], shown=True)
     page = verdict._repr_html_()
     assert "a &lt; b" in page
     assert "1 &lt; 2" in page
@@ -194,27 +161,11 @@ def test_a_verdict_is_a_card_in_a_notebook_and_shown_once(monkeypatch):
 
 def test_a_fit_tells_how_often_each_part_is_in_a_value():
     case = Case(world_size=4, size=96)
-    basis = {
-        f"rank {rank}" if chunk == 1 else f"chunk {chunk} of rank {rank}": piece
-        for rank in range(4)
-        for chunk, piece in enumerate(split_chunks(case.tensor(rank), 4))
-    }
+    basis = {f"rank {rank}": split_chunks(case.tensor(rank), 4)[1] for rank in range(4)}
     value = basis["rank 0"] + 2 * basis["rank 3"]
-    assert told(made_of(value, basis)) == "rank 0 + 2 x rank 3"
-    assert told(made_of(value / 2, basis)) == "0.5 x rank 0 + rank 3"
+    assert in_words(made_of(value, basis)) == "rank 0 + 2 x rank 3"
+    assert in_words(made_of(value / 2, basis)) == "0.5 x rank 0 + rank 3"
     assert made_of(torch.rand(24), basis) == {}
     assert made_of(value[:2], basis) == {}
-
-
-def test_a_wrong_sum_is_told_by_its_parts():
-    halved = partial(through_rank_0, add=False)
-    said = repr(check.grade(halved, ALL_REDUCE, (3,)))
+    said = repr(check.grade(partial(through_rank_0, add=False), ALL_REDUCE, (3,)))
     assert "it is rank 2, expected rank 0 + rank 1 + rank 2" in said
-
-
-def test_a_stream_right_on_paper_is_trained_with_on_ranks():
-    def right_at_first(stage, P, M):
-        """Right on paper; wrong for P = 2 and M = 5, which only the ranks ask for."""
-        return in_words(stage, P, M) if (P, M) != (2, 5) else map(str, gpipe(stage, P, M + 1))
-
-    assert not check.pipeline.one_f_one_b(right_at_first, world_sizes=(2,))

@@ -3,14 +3,13 @@
 import contextlib
 from types import SimpleNamespace
 
-import pytest
 import torch.distributed as dist
 from answers.hosts import around_all_ranks, as_on_the_page
 from answers.rendezvous import as_on_the_page as meets, reads_the_environment
 from ranks import travel_by_value
 
 from workbook import check
-from workbook.exercises import hosts, rendezvous
+from workbook.exercises import rendezvous
 
 travel_by_value(__name__)
 
@@ -57,10 +56,3 @@ def test_the_store_works_under_any_store_of_pytorch():
     assert store.num_keys() >= 3
     assert store.keys == {"mine/a", "c"}
     assert not waits
-
-
-@pytest.mark.parametrize(
-    ("text", "tasks"), [("2(x3),1", [2, 2, 2, 1]), ("12", [12]), ("3,1(x2),4", [3, 1, 1, 4])]
-)
-def test_tasks_as_slurm_writes_them(text, tasks):
-    assert hosts._tasks(text) == tasks

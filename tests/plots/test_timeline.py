@@ -71,12 +71,6 @@ class TestTimeline:
         assert figure.figure.get_figheight() < 10
         assert len(figure.figure.axes[0].get_yticks()) <= 34
         assert len(figure.alt) < 200
-        spans = [
-            Span(rank, "wait", i * 1e-4, (i + 1) * 1e-4) for rank in (0, 1) for i in range(5000)
-        ]
-        figure = plots.timeline(of_ranks(*spans))
-        assert len(boxes_of(figure)) == 10_000
-        assert len(figure.figure.axes[0].collections) == 1, "no hatch on narrow bars"
 
     def test_another_thread_is_a_thin_lane_under_its_rank(self):
         main, other = Span(0, "compute", 0, 3), Span(0, "all_reduce", 1, 4, lane=1)

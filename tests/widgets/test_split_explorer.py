@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from splits import LINK, PROFILE, measured
 
-from labkit.errors import WorkerError
 from labkit.placement.planner import best_split, predict_split
 from labkit.units import format_bytes, format_seconds
 from workbook import plots, widgets
@@ -75,14 +74,6 @@ class TestSplitPicture:
         assert sorted(start for _, start, _ in first) == sorted(sent)
         assert all(end > start for spans in (first, second) for _, start, end in spans)
 
-    def test_while_cuts_move_the_axis_never_shrinks(self, picture):
-        ends = []
-        for point in (1, 3, 5, 1):
-            picture.points = [point]
-            ends.append(picture.shown["end_s"])
-        assert ends == sorted(ends)
-        assert ends[-1] > picture.shown["last_s"]
-
     def test_run_measures_the_split_that_is_shown(self, picture, runs):
         picture.points, picture.micro_batches = [2, 4], 4
         press(picture, "run")
@@ -132,14 +123,6 @@ class TestSplitPicture:
         runs.during = lambda: None
         press(picture, "run")
         assert picture.status.startswith("measured")
-
-    def test_an_error_of_the_run_is_said(self, picture, runs):
-        def during():
-            raise WorkerError("rank 1 <died>")
-
-        runs.during = during
-        press(picture, "run")
-        assert picture.status == "WorkerError: rank 1 <died>"
 
     def test_best_moves_the_cuts_there_and_says_why(self, picture):
         picture.points, picture.micro_batches = [1, 2], 4

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import collectives
 from labkit.comm.comm import Comm
-from workbook.exercises.grader import WORLD_SIZES, Case, Verdict, Wrong, returns
-from workbook.exercises.grader.compare import kind_of, plain, same, short
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong, judged
+from workbook.exercises.grader.compare import kind_of, same, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
 from workbook.exercises.ring import ring_target
 
@@ -24,142 +23,98 @@ from workbook.exercises.ring import ring_target
 _PATIENCE_S = 1.0
 
 
-def bucket(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, tensors)``: the sum over the ranks in each tensor of a list, in place.
-
-    Some are not contiguous. Target per rank: 2 (P - 1) messages, one all-reduce for the list.
-    """
-
-    def tensors(rank: int, case: Case) -> list[Tensor]:
-        """[size], a transposed matrix [2, 3], and a tensor of no dimension."""
-        key = 10 * rank
-        return [
-            case.random(key, case.size),
-            case.random(key + 1, 3, 2).t(),
-            case.random(key + 2),
-        ]
-
-    def sums(rank: int, case: Case) -> list[Tensor]:
-        by_rank = [tensors(r, case) for r in range(case.world_size)]
-        return [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
-
-    def call(fn: Callable, comm: Comm, given: list[Tensor]) -> list[Tensor]:
-        before = list(given)
-        fn(comm, given)
-        return before
-
-    return returns(
-        fn,
-        sums,
-        name="backend.bucket",
-        inputs=lambda rank, case: (tensors(rank, case),),
-        signature="comm, tensors",
-        call=call,
-        target=lambda rank, case: ring_target(7 + case.size, 4, rank, case),
-        mistakes={
-            "the transposed tensor is unchanged: flatten() and reshape() copy a tensor that is "
-            "not contiguous, so the sum must be copied back": (
-                lambda rank, case: [
-                    sums(rank, case)[0],
-                    tensors(rank, case)[1],
-                    sums(rank, case)[2],
-                ]
-            ),
-            "the sums must be in the tensors that the function was given": tensors,
-            "only the first tensor of the list holds the sum": (
-                lambda rank, case: sums(rank, case)[:1] + tensors(rank, case)[1:]
-            ),
-        },
-        sizes=(9, 4),
-        drawn_size=DRAWN,
-        world_sizes=world_sizes,
-    )
+def _tensors(rank: int, case: Case) -> list[Tensor]:
+    """[size], a transposed matrix [2, 3], and a tensor of no dimension."""
+    shapes = enumerate(((case.size,), (3, 2), ()), start=10 * rank)
+    one, matrix, number = (case.random(key, *shape) for key, shape in shapes)
+    return [one, matrix.t(), number]
 
 
-def work(fn: Callable) -> Verdict:
+def _sums(rank: int, case: Case) -> list[Tensor]:
+    by_rank = [_tensors(r, case) for r in range(case.world_size)]
+    return [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
+
+
+def _without_the_matrix(rank: int, case: Case) -> list[Tensor]:
+    one, _, number = _sums(rank, case)
+    return [one, _tensors(rank, case)[1], number]
+
+
+# fn(comm, tensors): the sum over the ranks in each of a list, in place, in one all-reduce.
+bucket = Check(
+    "backend.bucket",
+    _sums,
+    inputs=lambda rank, case: (_tensors(rank, case),),
+    signature="comm, tensors",
+    target=lambda rank, case: ring_target(7 + case.size, 4, rank, case),
+    mistakes={
+        "the transposed tensor is unchanged: flatten() and reshape() copy a tensor that is not "
+        "contiguous, so the sum must be copied back": _without_the_matrix
+    },
+    sizes=(9, 4),
+    drawn_size=DRAWN,
+    may_call=COLLECTIVES,
+)
+
+
+@judged("operation, tensors", ("wait",), ("get_future",), ("error",))
+def work(fn: Callable, tried: str) -> Wrong | None:
     """Grade ``fn(operation, tensors)``, a class: the ``dist.Work`` of ``operation()``.
 
     ``wait`` returns True, or raises the operation's error; ``get_future`` returns a future of
-    ``tensors``, or of the error, in a way that PyTorch's C++ side notices. Runs in one process.
+    ``tensors``, or of the error, in a way that PyTorch's C++ side notices.
     """
-    return returns(
-        fn,
-        name="backend.work",
-        signature="operation, tensors",
-        call=_wrong_work,
-        judge=lambda case, values: values[0],
-        world_sizes=(1,),
-        nouns=("", ""),
-    )
-
-
-def _wrong_work(fn: Callable, comm: Comm) -> Found:
-    """On the rank: what is wrong with a Work that goes well, then with one that fails."""
     tensors, calls = [torch.zeros(2), torch.zeros(3)], []
 
     def operation() -> None:
         calls.append(1)
+        if tried == "error":
+            raise ConnectionError("the operation failed")
         for tensor in tensors:
             tensor += 7
 
-    for first in ("wait", "future"):
-        calls.clear()
-        for tensor in tensors:
-            tensor.zero_()
-        made = fn(operation, tensors)
-        if not isinstance(made, dist.Work):
-            return f"the class must be derived from dist.Work, but a call gave {kind_of(made)}"
-        if first == "wait" and made.wait() is not True:
-            return "wait() must return True once the operation is done"
-        deadline_s = time.monotonic() + _PATIENCE_S
-        while not calls and time.monotonic() < deadline_s:
-            time.sleep(0.001)
-        if not calls:
-            return "the operation was not carried out before get_future() was called"
-        if wrong := _wrong_future(made, tensors):
-            return wrong
-        if len(calls) != 1:
-            return f"the operation was carried out {len(calls)} times, expected once"
+    if tried == "error":
+        return _wrong_error(fn, operation, tensors)
+    made = fn(operation, tensors)
+    if not isinstance(made, dist.Work):
+        return Wrong(f"the class must be derived from dist.Work, but a call gave {kind_of(made)}")
+    if tried == "wait" and made.wait() is not True:
+        return Wrong("wait() must return True once the operation is done")
+    if wrong := _wrong_future(made, tensors):
+        return Wrong(wrong)
+    times = f"the operation was carried out {len(calls)} times, expected once"
+    return None if len(calls) == 1 else Wrong(times)
 
-    def fault() -> None:
-        raise ConnectionError("the operation failed")
 
-    known, python_only = torch.futures.Future.set_exception, []
-
-    def noted(self: torch.futures.Future, result: Any) -> None:
-        python_only.append(self)
-        known(self, result)
-
-    with mock.patch.object(torch.futures.Future, "set_exception", noted):
+def _wrong_error(fn: Callable, operation: Callable, tensors: list[Tensor]) -> Wrong | None:
+    """What is wrong with a Work whose operation fails."""
+    future_class = torch.futures.Future
+    known = {"autospec": True, "side_effect": future_class.set_exception}
+    with mock.patch.object(future_class, "set_exception", **known) as python_only:
         try:
-            made = fn(fault, tensors)
+            made = fn(operation, tensors)
         except ConnectionError:
-            return "the operation's error was raised while the Work was made: raise it in wait()"
+            return Wrong("the operation's error was raised by the class: raise it in wait()")
         try:
             made.wait()
-            return "the operation failed, but wait() did not raise its error"
+            return Wrong("the operation failed, but wait() did not raise its error")
         except ConnectionError:
             pass
         try:
             future = made.get_future()
         except ConnectionError:
             return None
-    if future in python_only:
-        return "set_exception is known to Python only: DDP's C++ code would not see the error"
+    if any(call.args[0] is future for call in python_only.call_args_list):
+        return Wrong("set_exception is known to Python only: DDP's C++ code would see no error")
     wrong = _wrong_future(made, tensors)
     if wrong is None:
-        return "the operation failed, but the future does not: training would go on"
-    return None if "the future raises" in wrong else wrong
+        return Wrong("the operation failed, but the future does not: training would go on")
+    return None if "the future raises" in wrong else Wrong(wrong)
 
 
 def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
     """What is wrong with the future of a Work, whose value is ``tensors``."""
-    try:
-        future = made.get_future()
-    except NotImplementedError:
-        raise
-    except Exception as error:
-        return f"get_future() raised {short(error)}"
+    future = made.get_future()
     if not isinstance(future, torch._C.Future):
         return f"get_future() must return a torch.futures.Future, it returned {kind_of(future)}"
     deadline_s = time.monotonic() + _PATIENCE_S
@@ -177,52 +132,25 @@ def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
     return f"the future's value must be the list of tensors that was given; it is {short(value)}"
 
 
-def group(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm)``, a class: a ``dist.ProcessGroup`` that DDP can train on.
-
-    Its methods ``allreduce``, ``broadcast`` and ``allgather`` are called one by one; then it is
-    registered with ``torch.distributed``, and DDP makes two updates of a small network on it.
-    """
-
-    def trained(case: Case, values: list[list[Tensor]]) -> Found:
-        for rank, value in enumerate(values):
-            if not all(map(torch.equal, value, values[0])):
-                return f"after two updates by DDP the parameters of ranks 0 and {rank} differ"
-        inputs = [torch.cat([_inputs(r, s) for r in range(case.world_size)]) for s in range(2)]
-        if same(values[0], _updated(_network(0), inputs)):
-            return None
-        return "two updates by DDP give other parameters than one device with all samples"
-
-    return returns(
-        fn,
-        name="backend.group",
-        inputs=lambda rank, case: (case,),
-        call=_hosted,
-        judge=trained,
-        may_call=frozenset(dir(collectives)) | {"carried_out"},
-        world_sizes=world_sizes,
-    )
-
-
 def _hosted(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong | None:
     """On a rank: the parameters after DDP's updates; not tried if any rank found a mistake."""
     made, P, rank = fn(comm), case.world_size, comm.rank
     if not isinstance(made, dist.ProcessGroup):
         return Wrong(f"the class must be derived from dist.ProcessGroup: {kind_of(made)}")
-    # In ``outputs`` there are other values before the call.
-    sums = [case.over_ranks(lambda r, k=k: case.random(k + r, 5)) for k in (100, 200)]
-    mine = [case.random(100 + rank, 5), case.random(200 + rank, 5)]
-    from_root = dist.BroadcastOptions()
-    from_root.rootRank = P - 1
+    summed = [[case.random(key + r, 5) for key in (100, 200)] for r in range(P)]
+    sums = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*summed)]
+    from_last = dist.BroadcastOptions()
+    from_last.rootRank = P - 1
     sent = [case.random(300 + rank, 5)]
-    outputs = [torch.full((3,), -1) for _ in range(P)]
     numbers = [torch.arange(3) + 10 * r + case.integer(1, 0, 9) for r in range(P)]
+    # There are other values in the outputs before the call.
+    outputs = [torch.full((3,), -1) for _ in range(P)]
     gathered = [outputs], [numbers[rank]], dist.distributed_c10d.AllgatherOptions()
     wrong = None
     # All are called: on another rank the first may be right, and go on to the second.
     for name, args, tensors, expected in (
-        ("allreduce", (mine, dist.AllreduceOptions()), list(mine), sums),
-        ("broadcast", (sent, from_root), list(sent), [case.random(300 + P - 1, 5)]),
+        ("allreduce", (summed[rank], dist.AllreduceOptions()), list(summed[rank]), sums),
+        ("broadcast", (sent, from_last), list(sent), [case.random(300 + P - 1, 5)]),
         ("allgather", gathered, list(outputs), numbers),
     ):
         returned = getattr(made, name)(*args)
@@ -231,7 +159,7 @@ def _hosted(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong | None
             continue
         returned.wait()
         if not same(tensors, expected):
-            wrong = wrong or f"{name} leaves {short(plain(tensors))}, expected {short(expected)}"
+            wrong = wrong or f"{name} leaves {short(tensors)}, expected {short(expected)}"
         elif found := _wrong_future(returned, tensors):
             wrong = wrong or f"{name} returns a Work that DDP cannot use: {found}"
     # Not through comm, where a wrong method may have left a message.
@@ -243,9 +171,8 @@ def _hosted(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong | None
         dist.Backend.register_backend("learner", lambda *_: _made[0], devices=["cpu"])
     _made[:] = [made]
     # The ranks begin with different parameters: to make them equal is what broadcast is for.
-    model = DistributedDataParallel(
-        _network(rank), process_group=dist.new_group(backend="learner")
-    )
+    learners = dist.new_group(backend="learner")
+    model = DistributedDataParallel(_network(rank), process_group=learners)
     return _updated(model, [_inputs(rank, step) for step in range(2)])
 
 
@@ -269,3 +196,27 @@ def _updated(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
         model(one).square().mean().backward()
         optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _trained(case: Case, values: list[list[Tensor]]) -> Found:
+    for rank, value in enumerate(values):
+        if not all(map(torch.equal, value, values[0])):
+            return f"after two updates by DDP the parameters of ranks 0 and {rank} differ"
+    inputs = [torch.cat([_inputs(r, s) for r in range(case.world_size)]) for s in range(2)]
+    if same(values[0], _updated(_network(0), inputs)):
+        return None
+    return "two updates by DDP give other parameters than one device with all samples"
+
+
+# fn(comm), a class: a ``dist.ProcessGroup`` that DDP can train on. Its methods ``allreduce``,
+# ``broadcast`` and ``allgather`` are called one by one; then DDP makes two updates on it.
+group = Check(
+    "backend.group",
+    inputs=lambda rank, case: (case,),
+    signature="comm",
+    written=None,
+    call=_hosted,
+    judge=_trained,
+    sizes=(),
+    may_call=COLLECTIVES | {"carried_out"},
+)

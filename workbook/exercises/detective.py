@@ -1,4 +1,4 @@
-"""Page 13: a run on two hosts that stands still, and who is to blame for it.
+"""Page 13: a run on two hosts that stands still, and flight recorders to read.
 
 The program is ``exercises/programs/early_stop.py``: which rank is to blame depends on a seed.
 """
@@ -8,45 +8,40 @@ import re
 import socket
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
 
 from labkit.runtime.agents import show_line, start_agents
-from workbook.exercises.detective_dumps import Dumps, Entry, culprit, plain_entries
-from workbook.exercises.grader import Verdict
+from workbook.exercises.grader import Verdict, ask, grader
 from workbook.exercises.grader.compare import plain, short
-from workbook.exercises.grader.exercise import new_seed
+from workbook.exercises.grader.in_process import Question, differs
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
 from workbook.exercises.programs.early_stop import losses_of
 
-__all__ = ["HungRun", "culprit", "explain", "hang", "named"]
-
 HOSTS, RANKS_PER_HOST = 2, 2
+WORLD_SIZE = HOSTS * RANKS_PER_HOST
 # Nothing is printed for this long: the run stands still. (A step takes milliseconds.)
 _QUIET_S = 2.0
 _ANSWER_S, _AGAIN_S = 20.0, 0.3
 # PyTorch's name of the default process group.
 _DEFAULT_GROUP = "0"
+# Of an entry of the recorder: what says when, on which thread and in which process is left out.
+_KEPT = ("collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "state", "retired")
 # labkit tells the cause on every host, and in each rank that it ends that it does so.
 _EXPLAINS = re.compile(r"(labkit: |labkit\.errors\.\w+: )(?!rank \d+ ends with)")
 _PROGRAM = Path(__file__).parent / "programs" / "early_stop.py"
-_WRONG = (
-    "rank {} is not the one that does something else than the others",
-    "the rank is right, but it is not on host {}, counted from 0",
-    "rank and host are right, but it does not stand at line {}: take the newest line of the "
-    "program itself, not of PyTorch",
-)
+
+# By rank, the entries of its flight recorder.
+Dumps = dict[int, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class HungRun:
-    """What is known of a run that stood still, from the outside.
-
-    Attributes:
-        stacks: by rank, what each of its threads was doing, the newest call first.
-        dumps: by rank, the entries of its flight recorder.
-        seed: of the program.
+    """What is known of a run that stood still: by rank its stacks, the newest call first, and the
+    entries of its flight recorder; the seed of the program.
     """
 
     stacks: dict[int, str]
@@ -56,7 +51,7 @@ class HungRun:
     @property
     def due(self) -> tuple[int, int, int]:
         """The culprit, its host, and the line at which it stands."""
-        losses, lines = losses_of(self.seed, HOSTS * RANKS_PER_HOST), _PROGRAM.read_text("utf-8")
+        losses, lines = losses_of(self.seed, WORLD_SIZE), _PROGRAM.read_text("utf-8")
         rank = int(losses.min(0).values.argmin())
         return rank, rank // RANKS_PER_HOST, lines[: lines.index("dist.barrier()")].count("\n") + 1
 
@@ -73,24 +68,30 @@ class HungRun:
 def named(
     run: HungRun, rank: int | None = None, host: int | None = None, line: int | None = None
 ) -> Verdict:
-    """Judge who is to blame for a run of ``hang``.
-
-    Args:
-        run: the run.
-        rank: the rank that does not do what the others do.
-        host: the host that it is on.
-        line: the line of the program at which it stands.
-    """
+    """Judge which rank of a run does not do what the others do, its host, and where it stands."""
 
     def judge() -> Verdict:
-        found = [plain(one) for one in (rank, host, line)]
+        found, status = [plain(one) for one in (rank, host, line)], NOT_YET
         if found == [None] * 3:
             return Verdict("detective.named", NOT_ATTEMPTED)
-        for one, due, wrong in zip(found, run.due, _WRONG):
-            if one != due:
-                return Verdict("detective.named", NOT_YET, notes=[wrong.format(short(one))])
-        text = "rank {} on host {} waits at line {}, in a barrier, and the others in an all-reduce"
-        return Verdict("detective.named", PASSED, notes=[text.format(*run.due)])
+        if found[0] != run.due[0]:
+            text = (
+                f"rank {short(found[0])} is not the one that does something else than the others"
+            )
+        elif found[1] != run.due[1]:
+            text = f"the rank is right, but it is not on host {short(found[1])}, counted from 0"
+        elif found[2] != run.due[2]:
+            text = (
+                f"rank and host are right, but it does not stand at line {short(found[2])}: take "
+            )
+            text += "the newest line of the program itself, not of PyTorch"
+        else:
+            status, text = (
+                PASSED,
+                f"rank {rank} on host {host} waits at line {line}, in a barrier, ",
+            )
+            text += "and the others in an all-reduce"
+        return Verdict("detective.named", status, notes=[text])
 
     return told("detective.named", judge)
 
@@ -99,16 +100,13 @@ def hang(seed: int | None = None) -> HungRun:
     """Run the program on two hosts, show each host's output, and look into the ranks.
 
     While nothing moves, PyTorch's debug server is asked for all stacks and flight recorders. Then
-    the ranks' timeouts end the run.
-
-    Args:
-        seed: decides which rank stops early; by default another one each time.
+    the ranks' timeouts end the run. ``seed`` decides which rank stops early.
 
     Raises:
         RuntimeError: the program has ended instead.
-        ConnectionError: the debug server does not answer.
+        OSError: the debug server does not answer.
     """
-    seed = new_seed() if seed is None else seed
+    seed = grader.new_seed() if seed is None else seed
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
@@ -118,6 +116,11 @@ def hang(seed: int | None = None) -> HungRun:
         lines.append((host, line))
         if ": step " in line:
             show_line(host, line)
+
+    def page(name: str) -> list[str]:
+        """What the debug server's page says, by rank."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=_ANSWER_S) as found:
+            return re.findall(r"<pre>(.*?)</pre>", found.read().decode(), re.DOTALL)
 
     with start_agents(
         [_PROGRAM, str(seed), str(port)],
@@ -130,41 +133,27 @@ def hang(seed: int | None = None) -> HungRun:
                 said = "\n".join(line for _, line in lines[-20:])
                 raise RuntimeError(f"the program has ended, and was to stand still:\n{said}")
         print(f"... nothing for {_QUIET_S:g} s", flush=True)
-        dumps, stacks = _dumps(port), _page(port, "stacks")
+        before, dumps = None, Dumps()
+        while dumps != before:
+            before, dumps = dumps, dict(enumerate(map(entries_in, page("fr_trace_json"))))
+            time.sleep(_AGAIN_S)
+        stacks = dict(enumerate(page("stacks")))
         agents.follow(show=lambda host, line: lines.append((host, line)))
     for host, line in errors_in(lines):
         show_line(host, line)
-    return HungRun(dict(enumerate(stacks)), dumps, seed)
+    return HungRun(stacks, dumps, seed)
 
 
-def _dumps(port: int) -> Dumps:
-    """By rank, the entries of its flight recorder, once they do not change any more."""
-    before, dumps = None, {}
-    while dumps != before:
-        before = dumps
-        dumps = dict(enumerate(map(_entries_in, _page(port, "fr_trace_json"))))
-        time.sleep(_AGAIN_S)
-    return dumps
-
-
-def _entries_in(dump: str) -> list[Entry]:
-    """The entries of one rank; none if it did not answer."""
+def entries_in(dump: str) -> list[dict[str, Any]]:
+    """What one rank's recorder says of the default group; nothing if the rank did not answer."""
     try:
-        return plain_entries(json.loads(dump)["entries"], _DEFAULT_GROUP)
+        return [
+            {key: entry[key] for key in _KEPT}
+            for entry in json.loads(dump)["entries"]
+            if entry["process_group"][0] == _DEFAULT_GROUP and not entry["is_p2p"]
+        ]
     except (ValueError, KeyError):
         return []
-
-
-def _page(port: int, name: str) -> list[str]:
-    """What the debug server's page says, by rank."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=_ANSWER_S) as page:
-            return re.findall(r"<pre>(.*?)</pre>", page.read().decode(), re.DOTALL)
-    except OSError as error:
-        raise ConnectionError(
-            f"PyTorch's debug server in rank 0 does not answer at port {port} ({error}): run this "
-            "again when the machine is less busy"
-        ) from None
 
 
 def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
@@ -199,3 +188,87 @@ def explanation_in(lines: Sequence[str]) -> list[str]:
     first = next(begins, len(lines))
     ends = (n for n, line in enumerate(lines[first:], start=first + 1) if "Next step" in line)
     return [*lines[first : next(ends, len(lines))]]
+
+
+class Fault(NamedTuple):
+    """What goes wrong after ``before`` collectives that go well, and ``after`` more.
+
+    ``kept`` of the newest entries are in the dumps, as in a small buffer; that of ``lost`` is
+    missing.
+    """
+
+    kind: str
+    culprit: int
+    before: int
+    after: int = 0
+    kept: int = 2000
+    lost: int | None = None
+
+    @property
+    def due(self) -> tuple[int, int] | None:
+        """The culprit, and the number of the collective at which it differs first."""
+        return None if self.kind == "all agree" else (self.culprit, self.before + 1)
+
+    def dumps(self, rng: Random) -> Dumps:
+        """What PyTorch 2.10's recorders hold with gloo while the others wait, by rank."""
+        dumps, calls = Dumps(), self.before + 1 + self.after
+        names = rng.choices(["all_reduce", "broadcast"], [3, 2], k=calls)
+        sizes = [rng.randint(20, 90) for _ in range(calls)]
+        for rank in rng.sample(range(WORLD_SIZE), WORLD_SIZE):
+            own, entries = rank == self.culprit, []
+            for number, (name, size) in enumerate(zip(names, sizes), start=1):
+                kind = self.kind if number == self.before + 1 else ""
+                comes = {"all agree": False, "comes alone": own, "does not come": not own}
+                if not comes.get(kind, True):
+                    continue
+                if kind == "calls another collective":
+                    name = "broadcast" if own else "all_reduce"
+                # A root that sends too little: nobody notices.
+                if kind == "brings another size":
+                    name, size = "broadcast", size - 7 * own
+                done = kind in ("", "brings another size")
+                values = number, f"gloo:{name}", [[size]], ["Float"], "scheduled", done
+                entries.append(dict(zip(_KEPT, values)))
+            if rank != self.lost:
+                dumps[rank] = entries[-self.kept :]
+        return dumps
+
+
+def faults(rng: Random) -> list[Fault]:
+    """The cases of one check: each rank is the culprit at least once."""
+    ranks = [0, *rng.sample(range(1, WORLD_SIZE), WORLD_SIZE - 1)]
+    before = [rng.randint(3, 7) for _ in range(9)]
+    return [
+        Fault("does not come", ranks[1], before[0]),
+        Fault("all agree", 0, before[1]),
+        Fault("calls another collective", ranks[0], before[2]),
+        Fault("brings another size", ranks[2], before[3], after=2),
+        Fault("comes alone", ranks[3], before[4]),
+        Fault("does not come", ranks[0], before[5], kept=3),
+        Fault("calls another collective", ranks[2], before[6], kept=2, lost=ranks[1]),
+        Fault("brings another size", ranks[0], before[7]),
+        Fault("all agree", 0, before[8], kept=2),
+    ]
+
+
+def culprit(fn: Callable) -> Verdict:
+    """Grade ``fn(dumps)``: who is the first to do something else, by flight recorder dumps.
+
+    ``dumps``: {rank: list of entries}. Expected is (rank, ``collective_seq_id``), or None where
+    all ranks agree. One rank differs; the others are the majority.
+    """
+
+    def first_that_waits(dumps: Dumps) -> tuple[int, int] | None:
+        waits = ((r, one) for r in sorted(dumps) for one in dumps[r] if not one["retired"])
+        return next(((rank, entry["collective_seq_id"]) for rank, entry in waits), None)
+
+    rng = Random(grader.new_seed())
+    questions = []
+    for number, fault in enumerate(faults(rng), start=1):
+        who = f"rank {fault.culprit} {fault.kind}" if fault.due else "all ranks agree"
+        few = f", and only the newest {fault.kept} entries are there" if fault.kept < 9 else ""
+        words = f"in case {number} ({who}{few}) the function"
+        questions.append(Question((fault.dumps(rng),), words, fault.due))
+    why = "a rank that waits (retired is False) has done what it should: the one it waits for not"
+    mistakes = {why: first_that_waits}
+    return ask("detective.culprit", fn, questions, differs, mistakes=mistakes, signature="dumps")

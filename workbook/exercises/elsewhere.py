@@ -22,7 +22,7 @@ from torch import nn
 from labkit import horovod as hvd
 from labkit.comm.comm import Comm
 from labkit.horovod import negotiator
-from workbook.exercises.elsewhere_training import Setting, Trained, Ways, wrong_training
+from workbook.exercises.elsewhere_training import Setting, Trained, wrong_training
 from workbook.exercises.grader import Case, Verdict, Wrong, ask, grader, returns
 from workbook.exercises.grader.compare import fit, plain
 from workbook.exercises.grader.exercise import Found
@@ -32,96 +32,62 @@ from workbook.exercises.grader.watched import Watched
 # Longer than anything between a gradient and the wait for it.
 _LAZY_S = 2.0
 _WORLD_SIZES = (1, 2, 3, 4)
-_SIGNATURE = "model, dataset, batch_size, lr, epochs, start, save"
+# A sentence -> a mistake of ``elsewhere_training.played``; the passes of an update -> those named.
+_UNSCALED = "the learning rate is not scaled: the script multiplies it by the number of ranks"
+_OWN = "the ranks begin with models of their own: they have to begin with that of rank 0"
+_APART = "each rank updates with its own gradient, so the replicas drift apart"
+_CLIPS = "each rank clips its own gradient before the exchange: to clip is for the average"
 _MISTAKES = {
-    "the learning rate is not scaled: the script multiplies it by the number of ranks": (
-        Ways(power=0)
-    ),
-    "the ranks begin with models of their own: they have to begin with that of rank 0": (
-        Ways(shared=False)
-    ),
-    "each rank updates with its own gradient, so the replicas drift apart": Ways(averaged=False),
-}
-_WITH_CLIPPING = _MISTAKES | {
-    "each rank clips its own gradient before the exchange: to clip is for the average": (
-        Ways(clip="before")
-    ),
+    1: {_UNSCALED: "not scaled", _OWN: "own models", _APART: "not averaged"},
+    2: {_OWN: "own models", _APART: "not averaged", _CLIPS: "clipped before"},
 }
 
 
 def to_ddp(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
     """Grade ``fn``, a port of ``programs.with_horovod.train`` to torch.distributed.
 
-    ``fn(model, dataset, batch_size, lr, epochs, start, save)`` is called twice: to begin, and to
-    go on from a checkpoint that rank 0 has.
+    It is called twice: to begin, and to go on from a checkpoint that rank 0 has.
     """
-
-    def train(fn: Watched, comm: Comm, setting: Setting) -> Trained | Wrong:
-        with _made_already():
-            found = _train(fn, setting, comm.rank, setting.lr, rank_0_alone=True)
-        if used := sorted(name for name in fn.called if not name.startswith("torch.")):
-            hvd.shutdown()
-            return Wrong(f"the function calls {used[0]}, so it is not ported yet")
-        return found
-
-    return _port(fn, "elsewhere.to_ddp", _SIGNATURE, train, 1, _MISTAKES, world_sizes)
+    return _port("elsewhere.to_ddp", fn, "lr", 1, world_sizes)
 
 
 def to_horovod(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
     """Grade ``fn``, a port of ``programs.with_ddp.train`` to Horovod.
 
-    ``fn(model, dataset, batch_size, lr, max_norm, epochs, start, save)`` is called twice: to begin
-    and to go on from a checkpoint. torch.distributed has no process group here, as in a program
-    that Horovod has started.
+    It is called twice, to begin and to go on from a checkpoint, without a process group.
     """
-
-    def train(fn: Watched, comm: Comm, setting: Setting) -> Trained | Wrong:
-        hvd.init(comm)
-        group, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
-        # What is submitted stays as it is until somebody waits for it: then a program that uses
-        # its gradients too early goes wrong in the same way each time.
-        lazy = mock.patch.object(negotiator, "CYCLE_S", _LAZY_S)
-        try:
-            with lazy, _made_already():
-                rates = setting.lr, setting.max_norm
-                found = _train(fn, setting, comm.rank, *rates, rank_0_alone=False)
-        finally:
-            dist.GroupMember.WORLD = group
-        hvd.shutdown()
-        if "labkit.horovod.negotiator.init" not in fn.called:
-            return Wrong("the function never calls hvd.init()")
-        return found
-
-    signature = _SIGNATURE.replace("lr", "lr, max_norm")
-    return _port(fn, "elsewhere.to_horovod", signature, train, 2, _WITH_CLIPPING, world_sizes)
+    return _port("elsewhere.to_horovod", fn, "lr, max_norm", 2, world_sizes)
 
 
 def _port(
-    fn: Callable,
-    name: str,
-    signature: str,
-    train: Callable[[Watched, Comm, Setting], Trained | Wrong],
-    passes: int,
-    mistakes: dict[str, Ways],
-    world_sizes: tuple[int, ...],
+    name: str, fn: Callable, rates: str, passes: int, world_sizes: tuple[int, ...]
 ) -> Verdict:
+    """Grade a port: to DDP with one pass of backward per update, to Horovod with two."""
+
     def call(fn: Watched, comm: Comm, case: Case) -> list[Trained] | Wrong:
         found = []
         for setting in settings(case, passes):
-            one = train(fn, comm, setting)
-            if isinstance(one, Wrong):
-                return one
-            found.append(one)
+            with _made_already(), _as_by_horovod(comm) if passes > 1 else contextlib.nullcontext():
+                found.append(trained(fn, setting, comm.rank))
+            by_horovod = sorted(one for one in fn.called if not one.startswith("torch."))
+            if passes == 1 and by_horovod:
+                hvd.shutdown()
+                return Wrong(f"the function calls {by_horovod[0]}, so it is not ported yet")
+            if passes == 2 and "labkit.horovod.negotiator.init" not in by_horovod:
+                return Wrong("the function never calls hvd.init()")
         return found
 
     def judge(case: Case, values: list[Any]) -> Found:
-        trainings = list(zip(settings(case, passes), zip(*values)))
-        return wrong_training(trainings, mistakes) if trainings else None
+        trainings = [
+            (setting, [Trained(*one) for one in ranks])
+            for setting, ranks in zip(settings(case, passes), zip(*values))
+        ]
+        return wrong_training(trainings, _MISTAKES[passes]) if trainings else None
 
     return returns(
         fn,
         name=name,
-        signature=signature,
+        signature=f"model, dataset, batch_size, {rates}, epochs, start, save",
         call=call,
         inputs=lambda rank, case: (case,),
         judge=judge,
@@ -135,8 +101,8 @@ def settings(case: Case, passes: int) -> list[Setting]:
     return [] if case.call else [Setting(case, resumed, passes) for resumed in (False, True)]
 
 
-def _train(fn: Watched, setting: Setting, rank: int, *rates: float, rank_0_alone: bool) -> Trained:
-    """Call the learner's function on a rank, and note what it does."""
+def trained(fn: Callable, setting: Setting, rank: int) -> Trained:
+    """Call a port on a rank, and note what it does."""
     model, seen, saved = setting.model(rank), [], []
     names = {row: i for i, row in enumerate(setting.samples.tensors[0][:, 0].tolist())}
 
@@ -148,7 +114,9 @@ def _train(fn: Watched, setting: Setting, rank: int, *rates: float, rank_0_alone
                 seen.append([-1])
 
     model.register_forward_pre_hook(note)
-    start = setting.checkpoint() if rank == 0 or not rank_0_alone else None
+    # Horovod's script reads its checkpoint on rank 0, and DDP's on every rank.
+    start = setting.checkpoint() if rank == 0 or setting.passes > 1 else None
+    rates = [setting.lr, setting.max_norm][: setting.passes]
     rest = setting.epochs, start, lambda state: saved.append(copy.deepcopy(state))
     losses = fn(model, setting.samples, setting.batch_size, *rates, *rest)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -162,7 +130,7 @@ def _made_already() -> Iterator[None]:
     # By their code, since a program may have imported them by name.
     codes = [original.__code__ for original in originals]
     for original in originals:
-        original.__code__ = _nothing.__code__
+        original.__code__ = (lambda *args, **options: None).__code__
     try:
         yield
     finally:
@@ -170,8 +138,19 @@ def _made_already() -> Iterator[None]:
             original.__code__ = code
 
 
-def _nothing(*args: Any, **options: Any) -> None:
-    pass
+@contextlib.contextmanager
+def _as_by_horovod(comm: Comm) -> Iterator[None]:
+    """Horovod is there, and no process group of torch.distributed."""
+    hvd.init(comm)
+    group, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
+    # What is submitted stays as it is until somebody waits for it: then a program that uses
+    # its gradients too early goes wrong in the same way each time.
+    try:
+        with mock.patch.object(negotiator, "CYCLE_S", _LAZY_S):
+            yield
+    finally:
+        dist.GroupMember.WORLD = group
+    hvd.shutdown()
 
 
 # What an update means: the conventions of Horovod and DDP (the mean of the replicas' means, or

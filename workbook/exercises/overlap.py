@@ -1,24 +1,30 @@
 """Page 03: communication that goes on beside backward.
 
-``in_order`` and ``finish`` are pieces, ``backward`` (``overlap_step``) puts them together on real
-ranks. No check looks at a clock: an all-reduce overlaps if it was started before the last gradient
-was there, and waited for after it.
+``in_order`` and ``finish`` are pieces, ``backward`` puts them together. No check looks at a clock:
+an all-reduce overlaps if it was started before the last gradient was there, and waited for after
+it. Symbols: P ranks, B samples in the global batch.
 """
 
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from workbook.exercises.grader import Case, Verdict, Wrong, ask, returns
-from workbook.exercises.grader.compare import plain, short
-from workbook.exercises.grader.exercise import random_tensor
-from workbook.exercises.grader.in_process import Question, differs
-from workbook.exercises.overlap_step import backward, start_moments
-
-__all__ = ["backward", "finish", "in_order"]
+from labkit.collectives import fast_ring_all_reduce
+from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import EmulatedLink
+from labkit.comm.transport import check_tensor
+from labkit.comm.work import work_queue_of
+from labkit.schedules.bucket_assignment import MIB, assign_buckets
+from workbook.exercises.ddp import gradients_left
+from workbook.exercises.grader import Case, Check, Wrong, judged
+from workbook.exercises.grader.compare import agree, plain, short
+from workbook.exercises.grader.exercise import Found, random_tensor
 
 # Buckets, and by rank the order in which the gradients get ready; one may never get ready.
 _ORDERS = (
@@ -29,31 +35,12 @@ _ORDERS = (
 )
 
 
-def in_order(fn: Callable) -> Verdict:
+@judged("buckets, start", *((buckets, order) for buckets, orders in _ORDERS for order in orders))
+def in_order(fn: Callable, buckets: list[list[int]], order: list[int]) -> Wrong | None:
     """Grade ``fn(buckets, start)``, which returns ``ready(index)``: full buckets leave in order.
 
     ``start(b)`` has to be called as soon as buckets 0 to b have all their gradients.
     """
-    questions = []
-    for buckets, orders in _ORDERS:
-        for order in orders:
-            words = f"with buckets {buckets}, where gradients come in the order {order}, the "
-            words += "starts, each with the number of gradients that are there,"
-            starts = [list(one) for one in enumerate(start_moments(buckets, order))]
-            questions.append(Question((buckets, order), words, starts))
-    return ask(
-        "overlap.in_order",
-        fn,
-        questions,
-        differs,
-        call=_starts,
-        right=lambda _: "every bucket starts as early as it may, in the same order on all ranks",
-        signature="buckets, start",
-    )
-
-
-def _starts(fn: Callable, buckets: list[list[int]], order: list[int]) -> list | Wrong:
-    """(bucket, how many gradients were ready), of each call of ``start``."""
     starts, came, own = [], [], [list(bucket) for bucket in buckets]
     ready = fn(own, lambda b: starts.append([plain(b), len(came)]))
     if not callable(ready):
@@ -63,69 +50,248 @@ def _starts(fn: Callable, buckets: list[list[int]], order: list[int]) -> list | 
         ready(index)
     if own != buckets:
         return Wrong("the lists in buckets were changed: the next backward needs them as well")
-    return starts
+    expected = [list(one) for one in enumerate(_start_moments(buckets, order))]
+    text = f"the starts, each with the number of gradients that are there, are {starts}"
+    return None if agree(starts, expected) else Wrong(f"{text}, expected {expected}")
 
 
-# B -> the shapes of the parameters by bucket. Parameter 0 got no gradient on this rank.
-_FINISHES = {7: [[(3,), (2, 3)], [(3, 2)]], 12: [[(4,), (2, 2)], [(1,)], [(3, 1), (3,)]]}
+def _start_moments(buckets: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
+    """By bucket: how many gradients are there when it may start; of the first buckets only.
+
+    A bucket may start with its last gradient, and not before the buckets before it. One whose
+    gradients are never all there has no entry, nor have those after it.
+    """
+    place = {index: number for number, index in enumerate(order, start=1)}
+    full = []
+    for bucket in buckets:
+        if any(index not in place for index in bucket):
+            break
+        full.append(max(place[index] for index in bucket))
+    return list(accumulate(full, max))
 
 
-class _Handle:
-    """Stands for an all-reduce under way, which is done when it is waited for."""
+class _AllReduce:
+    """Stands for an all-reduce under way, whose sum is there once it is waited for.
 
-    def __init__(self, flat: Tensor, total: Tensor):
-        self._flat, self._total, self.waited = flat, total, False
+    Attributes:
+        own: what this rank has put into it.
+        started_at, waited_at: how many gradients had come.
+    """
+
+    def __init__(self, flat: Tensor, of_others: Sequence[Tensor], came: Sequence[int] = ()):
+        check_tensor(flat, torch.device("cpu"))
+        self.own, self.started_at = flat.detach().flatten().clone(), len(came)
+        self.waited_at: int | None = None
+        self._flat, self._of_others, self._came = flat, of_others, came
 
     def wait(self, *_: Any) -> bool:
-        if not self.waited:
-            self._flat.copy_(self._total.view_as(self._flat))
-        self.waited = True
+        if self.waited_at is None:
+            self.waited_at = len(self._came)
+            # A rank that sends another number of elements is told so, by itself.
+            alike = [other for other in self._of_others if other.shape == self.own.shape]
+            with torch.no_grad():
+                self._flat.copy_(torch.stack([self.own, *alike]).sum(0).view_as(self._flat))
         return True
 
 
-def finish(fn: Callable) -> Verdict:
+# In the order of registration: both layers of the trunk, two branches, one that rank 0 alone uses,
+# one that nobody uses, the last layer.
+_SHAPES = ((6, 4), (6,), (6, 6), (6, 6, 2), (5,), (2,), (3, 6), (3,))
+_BUCKETS = [[7, 6], [5, 3], [4, 2], [1, 0]]
+
+
+def _parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(random_tensor(30 + i, *s) / 2) for i, s in enumerate(_SHAPES)]
+
+
+def _flat(tensors: Sequence[Tensor], bucket: Sequence[int]) -> Tensor:
+    return torch.cat([tensors[index].flatten() for index in bucket])
+
+
+def _left(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Their gradients; zeros where there is none."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+
+
+@judged(
+    "parameters, buckets, flats, handles, batch_size",
+    *((7, _BUCKETS), (12, [[7], [6, 5, 4, 3], [2, 1, 0]])),
+)
+def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | None:
     """Grade ``fn(parameters, buckets, flats, handles, batch_size)``: wait, divide, copy back.
 
     ``handles[b].wait()`` brings the sum over the ranks into ``flats[b]``. At the end each
-    parameter's ``grad`` is its piece of that, over B.
+    parameter's ``grad`` is its piece of that, over B. Parameter 0 got no gradient on this rank.
     """
+    parameters, before = _parameters(), _parameters()
+    for parameter in parameters[1:]:
+        parameter.grad = torch.randn_like(parameter)
+    flats = [_flat(_left(parameters), bucket) for bucket in buckets]
+    of_others = [torch.randn_like(flat) for flat in flats]
+    totals = list(map(torch.add, flats, of_others))
+    handles = [_AllReduce(flat, [of_other]) for flat, of_other in zip(flats, of_others)]
+    fn(parameters, buckets, flats, handles, batch_size)
+    for b, handle in enumerate(handles):
+        if handle.waited_at is None:
+            return Wrong(f"handles[{b}].wait() was not called: flats[{b}] may be this rank's own")
+    if isinstance(found := gradients_left(parameters, before), Wrong):
+        return found
+    for bucket, total in zip(buckets, totals):
+        found, expected = _flat(_left(parameters), bucket), total / batch_size
+        if not agree(found, expected):
+            like = ": it is the sum, not divided by batch_size" if agree(found, total) else ""
+            text = f"the gradients of parameters {bucket} are {short(found)}"
+            return Wrong(f"{text}, expected {short(expected)}{like}")
+    return None
 
-    def total(case: Case, divisor: int) -> list[Tensor]:
-        shapes = list(chain(*_FINISHES[case.size]))[::-1]
-        return [case.random(90 + i, *shape) * 3 / divisor for i, shape in enumerate(shapes)]
 
-    def call(fn: Callable, comm: Any, case: Case) -> list | Wrong:
-        sums, shapes = total(case, 1), _FINISHES[case.size]
-        numbers = iter(reversed(range(len(sums))))
-        buckets = [[next(numbers) for _ in bucket] for bucket in shapes]
-        parameters = [nn.Parameter(random_tensor(50 + i, *s.shape)) for i, s in enumerate(sums)]
-        for index, parameter in enumerate(parameters):
-            parameter.grad = random_tensor(70 + index, *parameter.shape) if index else None
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flats = [torch.cat([own[i].flatten() for i in bucket]) for bucket in buckets]
-        all_sums = [torch.cat([sums[i].flatten() for i in bucket]) for bucket in buckets]
-        handles = [_Handle(*pair) for pair in zip(flats, all_sums)]
-        before = [parameter.detach().clone() for parameter in parameters]
-        fn(parameters, buckets, flats, handles, case.size)
-        for b, handle in enumerate(handles):
-            if not handle.waited:
-                why = f"flats[{b}] may still be this rank's"
-                return Wrong(f"handles[{b}].wait() was not called: {why}")
-        if not all(map(torch.equal, parameters, before)):
-            return Wrong("the parameters have changed; this function only sets their gradients")
-        if any(parameter.grad is None for parameter in parameters):
-            return Wrong("a parameter has no gradient, although another rank may have used it")
-        return [parameter.grad for parameter in parameters]
+# Samples of the global batch: with so many every rank uses every parameter, or some do not. So
+# many per rank has a step that is drawn, of layers whose backward takes about as long as their
+# gradients on the link, Gigabit Ethernet.
+_ALL_USED, _SOME_UNUSED, _DRAWN = 11, 7, 256
+_WIDTH, _LAYERS, _LINK = 512, 6, EmulatedLink(0.001, 125e6)
+_FEATURES, _CLASSES = 4, 3
+# No two buckets have equally many elements, so a start tells which bucket it is.
+_ELEMENTS = [sum(torch.Size(_SHAPES[i]).numel() for i in bucket) for bucket in _BUCKETS]
 
-    return returns(
-        fn,
-        lambda rank, case: total(case, case.size),
-        name="overlap.finish",
-        inputs=lambda rank, case: (case,),
-        signature="parameters, buckets, flats, handles, batch_size",
-        call=call,
-        mistakes={"it is the sum, not divided by batch_size": lambda rank, case: total(case, 1)},
-        sizes=tuple(_FINISHES),
-        nouns=("", "sample"),
-        world_sizes=(1,),
-    )
+
+def _loss(parameters: list[nn.Parameter], rank: int, case: Case) -> Tensor:
+    """The sum of the losses of a rank's share, which may be empty."""
+    trunk, bias, left, right, rare, never, last, last_bias = parameters
+    inputs = case.random(11, case.size, _FEATURES).tensor_split(case.world_size)[rank]
+    targets = torch.arange(case.size).tensor_split(case.world_size)[rank] % _CLASSES
+    hidden = torch.tanh(inputs @ trunk.T + bias)
+    # Backward goes through the branch that was taken last first: ranks differ in their orders.
+    branches = [lambda: hidden @ left.T, lambda: (hidden @ right.sum(2).T).sin()]
+    first, second = branches if rank % 2 == 0 else reversed(branches)
+    out = first() + second()
+    if case.size == _ALL_USED or rank == 0:
+        out = out * rare.exp().sum()
+    if case.size == _ALL_USED:
+        out = out + never.sum()
+    return functional.cross_entropy(out @ last.T + last_bias, targets, reduction="sum")
+
+
+def _gradients(rank: int, case: Case) -> tuple[Tensor, ...]:
+    """Of the sum over a rank's samples, by parameter; zeros where it uses none."""
+    parameters = _parameters()
+    loss = _loss(parameters, rank, case)
+    return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+
+
+def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
+    """On a rank: call the learner's function; all gradients in one row.
+
+    Each rank plays the others, too, to know what they put into their all-reduces.
+    """
+    if case.size == _DRAWN:
+        return _drawn_step(fn, comm)
+    ranks = [rank for rank in range(case.world_size) if rank != comm.rank]
+    others = [_played(fn, rank, case)[2] for rank in ranks]
+    parameters, came, starts, hooks = _played(fn, comm.rank, case, others)
+    if wrong := _wrong_moments(came, starts):
+        return Wrong(wrong)
+    if hooks:
+        return Wrong(f"{hooks} hooks are still on the parameters: remove them after backward")
+    for parameter, gradient in zip(parameters, _left(parameters)):
+        parameter.grad = gradient
+    return gradients_left(parameters, _parameters())
+
+
+def _played(
+    fn: Callable, rank: int, case: Case, others: Sequence[list[_AllReduce]] = ()
+) -> tuple[list[nn.Parameter], list[int], list[_AllReduce], int]:
+    """The parameters, the gradients in their order, the all-reduces, the hooks left behind."""
+    parameters, came, starts = _parameters(), [], []
+    for i, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
+
+    def start(flat: Tensor) -> _AllReduce:
+        place = len(starts)
+        starts.append(
+            _AllReduce(flat, [one[place].own for one in others if place < len(one)], came)
+        )
+        return starts[-1]
+
+    def num_hooks() -> int:
+        # PyTorch has no public way to ask.
+        kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
+        return sum(len(getattr(p, kind, None) or ()) for p in parameters for kind in kinds)
+
+    own, loss = num_hooks(), _loss(parameters, rank, case)
+    fn(loss, list(parameters), [list(bucket) for bucket in _BUCKETS], start, case.size)
+    return parameters, came, starts, num_hooks() - own
+
+
+def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
+    """What is wrong with the moments of starts and waits, counted in gradients."""
+    last, sizes = len(came), [one.own.numel() for one in starts]
+    if not came:
+        return "no gradient is computed: call loss.backward()"
+    if sizes != _ELEMENTS:
+        text = f"it starts all-reduces of {sizes} elements, expected {_ELEMENTS}, in this order"
+        never = [b for b, size in enumerate(_ELEMENTS) if size not in sizes]
+        why = "is not started, and a gradient may never come"
+        return f"{text}: bucket {never[0]} {why}" if never else text
+    moments = _start_moments(_BUCKETS, came)
+    # Where a gradient never comes, a bucket starts when backward is over.
+    moments += [last] * (len(starts) - len(moments))
+    for b, (one, moment) in enumerate(zip(starts, moments)):
+        if one.started_at != moment:
+            text = f"it starts bucket {b} at gradient {one.started_at} of {last}, expected at "
+            return f"{text}gradient {moment}: once it is full, if ever, and in its turn"
+        if one.waited_at is None:
+            return f"it does not wait for bucket {b}: the sum may not be there"
+        if one.waited_at < last:
+            to_come = last - one.waited_at
+            return f"it waits for bucket {b} while {to_come} gradients are still to come"
+    return None
+
+
+def _drawn_step(fn: Callable, comm: Comm) -> Tensor:
+    """A backward that takes its time, with real all-reduces in a thread beside it."""
+    torch.set_num_threads(1)
+    layers = [part for _ in range(_LAYERS) for part in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(_WIDTH, 10))
+    parameters = list(model.parameters())
+
+    def start(flat: Tensor) -> SimpleNamespace:
+        all_reduce = partial(fast_ring_all_reduce, tensor=flat)
+        work = work_queue_of(comm).add("all_reduce", all_reduce, [flat], [flat])
+
+        def wait() -> None:
+            with comm.span("wait"):
+                work.wait()
+
+        return SimpleNamespace(wait=wait)
+
+    buckets = assign_buckets([4 * parameter.numel() for parameter in parameters], MIB)
+    inputs, targets = torch.randn(_DRAWN, _WIDTH), torch.randint(10, (_DRAWN,))
+    loss = functional.cross_entropy(model(inputs), targets, reduction="sum")
+    fn(loss, parameters, buckets, start, _DRAWN * comm.world_size)
+    return _flat(_left(parameters), range(len(parameters)))
+
+
+def _of_rank(rank: int, case: Case) -> Tensor:
+    return _flat(_gradients(rank, case), range(len(_SHAPES)))
+
+
+# fn(loss, parameters, buckets, start, batch_size): ``start(flat)`` begins an all-reduce
+# and returns a handle. At the end each parameter has the gradient of the mean loss over
+# the B samples of all ranks. Ranks get theirs in different orders, and some get none.
+backward = Check(
+    "overlap.backward",
+    lambda rank, case: case.over_ranks(lambda r: _of_rank(r, case)) / case.size,
+    signature="loss, parameters, buckets, start, batch_size",
+    written=None,
+    call=_one_step,
+    inputs=lambda rank, case: (case,),
+    parts=lambda case: {
+        f"the sum over rank {r}'s samples": _of_rank(r, case) for r in range(case.world_size)
+    },
+    sizes=(_ALL_USED, _SOME_UNUSED),
+    nouns=("rank", "sample"),
+    special=lambda case: "all parameters used" if case.size == _ALL_USED else "some not used",
+    drawn_size=_DRAWN,
+    link=_LINK,
+)

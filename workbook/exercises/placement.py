@@ -5,25 +5,18 @@ Symbols: L layers, P stages, one device per stage.
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from itertools import combinations
 from typing import Any
 
-from torch import Tensor
-
 from labkit.costs.link import Link
-from labkit.placement.planner import LayerCost, Profile, best_split, predict_split
+from labkit.placement.planner import LayerCost, Profile, predict_split
 from labkit.schedules.split_points import check_split_points
 from labkit.units import format_bytes, format_seconds
 from workbook.exercises.grader import Verdict, answers, ask
-from workbook.exercises.grader.compare import agree, plain, short
+from workbook.exercises.grader.compare import fit, short
 from workbook.exercises.grader.exercise import Found
 from workbook.exercises.grader.in_process import Question, differs
-
-_KIB, _MS = 1024, 1e-3
-# A learner may add up in another order than the planner.
-_SAME = 1 + 1e-9
 
 Points = tuple[int, ...]
 
@@ -43,15 +36,14 @@ _BYTE_CASES: tuple[tuple[tuple, int, Points, int], ...] = (
 def bytes_over_cuts(fn: Callable) -> Verdict:
     """Grade ``fn(shapes, batch_size, split_points, frozen)``: by cut, the bytes of one step.
 
-    ``shapes`` holds what each layer makes of one sample, a tuple of sizes; numbers are float32.
-    Over each cut goes an activation, and its gradient back if anything before the cut is trained,
-    which layers 0 to ``frozen`` - 1 are not. Runs in another process.
+    ``shapes`` holds what each layer makes of one sample, a tuple of sizes; numbers are float32,
+    and layers 0 to ``frozen`` - 1 are not trained. Runs in another process.
     """
 
     def crossing(
-        shapes: tuple, batch_size: int, points: Points, frozen: int, behind: int = 1
-    ) -> list[int]:
-        one_way = [4 * batch_size * math.prod(shapes[cut - behind]) for cut in points]
+        shapes: tuple, batch_size: int, points: Points, frozen: int, of: int = -1
+    ) -> list:
+        one_way = [4 * batch_size * math.prod(shapes[cut + of]) for cut in points]
         return [n * (1 + (cut > frozen)) for cut, n in zip(points, one_way)]
 
     return answers(
@@ -60,12 +52,7 @@ def bytes_over_cuts(fn: Callable) -> Verdict:
         name="placement.bytes_over_cuts",
         signature="shapes, batch_size, split_points, frozen",
         mistakes={
-            "over the cut before layer k goes the output of layer k - 1": partial(
-                crossing, behind=0
-            ),
-            "a gradient of the same size comes back where a layer before the cut is trained": (
-                lambda shapes, n, points, frozen: crossing(shapes, n, points, len(shapes))
-            ),
+            "over the cut before layer k goes the output of layer k - 1": partial(crossing, of=0),
             "no gradient crosses where all layers before the cut are frozen": (
                 lambda shapes, n, points, frozen: crossing(shapes, n, points, 0)
             ),
@@ -73,18 +60,13 @@ def bytes_over_cuts(fn: Callable) -> Verdict:
     )
 
 
-def _as_list(answer: Any) -> Any:
-    answer = plain(answer)
-    return answer.tolist() if isinstance(answer, Tensor) else answer
-
-
 def _profile(name: str, *layers: tuple[int, int, int, int]) -> Profile:
     """By layer: forward ms (backward takes twice that), KiB of output, parameters and held."""
     costs = (
-        LayerCost(f"layer {i}", ms * _MS, 2 * ms * _MS, out * _KIB, own * _KIB, held * _KIB)
+        LayerCost(f"layer {i}", ms / 1000, 2 * ms / 1000, out * 1024, own * 1024, held * 1024)
         for i, (ms, out, own, held) in enumerate(layers)
     )
-    return Profile(name, 8, 16 * _KIB, tuple(costs))
+    return Profile(name, 8, 16 * 1024, tuple(costs))
 
 
 # As in a network for images: activations shrink, parameters grow.
@@ -110,45 +92,26 @@ _STEP_CASES: tuple[tuple[Profile, Points, Link], ...] = (
 def step_seconds(fn: Callable) -> Verdict:
     """Grade ``fn(profile, split_points, link)``: seconds of a training step without a pipeline.
 
-    All parameters are trained: the step is the compute of all layers, and over each cut an
-    activation and a gradient, one message each. Runs in another process.
+    All parameters are trained. Runs in another process.
     """
 
-    def step(profile: Profile, points: Points, link: Link) -> float:
-        return predict_split(profile, points, link).step_s
-
-    def compute_s(profile: Profile) -> float:
-        return sum(layer.forward_s + layer.backward_s for layer in profile.layers)
-
-    def one_message(profile: Profile, points: Points, link: Link) -> float:
+    def step(profile: Profile, points: Points, link: Link, messages: int = 2) -> float:
+        compute_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
         sizes = [profile.layers[cut - 1].output_bytes for cut in points]
-        return compute_s(profile) + sum(link.message_seconds(2 * n) for n in sizes)
-
-    def wrong(question: Question, answer: Any) -> Found:
-        found = plain(answer)
-        if not isinstance(found, int | float) or agree(found, question.expected):
-            return differs(question, answer)
-        text = f"for {question.words}, the step takes {format_seconds(question.expected)}, but "
-        return f"{text}the function returned {format_seconds(found)}"
+        return compute_s + messages * sum(link.message_seconds(2 * n / messages) for n in sizes)
 
     return ask(
         "placement.step_seconds",
         fn,
         [
-            Question(case, f"the {case[0].model} with split points {case[1]}", step(*case))
+            Question(case, f"step_seconds(the {case[0].model}, {case[1]}, link)", step(*case))
             for case in _STEP_CASES
         ],
-        wrong,
+        differs,
         mistakes={
-            "each cut is counted once: the activation goes forward, the gradient comes back": (
-                lambda profile, points, link: (
-                    (step(profile, points, link) + compute_s(profile)) / 2
-                )
-            ),
-            "an activation and its gradient are two messages, and each costs alpha": one_message,
-            "the hops are missing: over each cut go an activation and its gradient": (
-                lambda profile, points, link: compute_s(profile)
-            ),
+            "an activation and its gradient are two messages, and each costs alpha": partial(
+                step, messages=1
+            )
         },
         signature="profile, split_points, link",
     )
@@ -156,27 +119,57 @@ def step_seconds(fn: Callable) -> Verdict:
 
 # profile, most stages, link, cap; in the fourth a third device would be of use.
 _CASES = (
-    (_FUNNEL, 2, _NEAR, 887 * _KIB),
-    (_FUNNEL, 3, _NEAR, 640 * _KIB),
-    (_DUMBBELL, 3, _NEAR, 460 * _KIB),
-    (_DUMBBELL, 2, _NEAR, 460 * _KIB),
-    (_DUMBBELL, 4, _FAR, 460 * _KIB),
+    (_FUNNEL, 2, _NEAR, 887 * 1024),
+    (_FUNNEL, 3, _NEAR, 640 * 1024),
+    (_DUMBBELL, 3, _NEAR, 460 * 1024),
+    (_DUMBBELL, 2, _NEAR, 460 * 1024),
+    (_DUMBBELL, 4, _FAR, 460 * 1024),
     (_DUMBBELL, 3, _NEAR, math.inf),
 )
+
+
+def _search(
+    profile: Profile, stages: int, link: Link, cap: float, least: int = 1
+) -> tuple[float, Points]:
+    """(seconds, points) of the shortest step of all splits that keep the cap."""
+    layers = range(1, len(profile.layers))
+    tried = [points for cuts in range(least - 1, stages) for points in combinations(layers, cuts)]
+    splits = [predict_split(profile, points, link) for points in tried]
+    return min((s.step_s, s.split_points) for s in splits if max(s.memory_bytes) <= cap)
 
 
 def best_cuts(fn: Callable) -> Verdict:
     """Grade ``fn(profile, max_stages, link, cap_bytes)``: the split points of the shortest step.
 
-    There are at most ``max_stages`` devices and one micro-batch, and all parameters are trained: a
-    step takes the compute time of all layers, plus the time of an activation and of its gradient
-    over each cut. No stage may need more than ``cap_bytes``. Any split that is as quick as the
-    planner's is right. Runs in another process.
+    No stage may need more than ``cap_bytes``. Any split that is as quick as the best of all is
+    right. Runs in another process.
     """
 
     def call(fn: Callable, *case: Any) -> Any:
-        answer = _as_list(fn(*case))
+        answer = fit(fn(*case), [])
         return tuple(answer) if isinstance(answer, list) else answer
+
+    def wrong(question: Question, answer: Any) -> Found:
+        profile, stages, link, cap = question.args
+        text = f"for {question.words}, {short(answer)}"
+        if not isinstance(answer, tuple):
+            return f"{text} is no sequence of split points"
+        try:
+            points = check_split_points(answer, len(profile.layers))
+        except ValueError as error:
+            return f"{text}: {error}"
+        if len(points) >= stages:
+            return f"{text} makes {len(points) + 1} stages"
+        split = predict_split(profile, points, link)
+        for stage, needed in enumerate(split.memory_bytes):
+            if needed > cap:
+                return f"{text}: stage {stage} needs {format_bytes(needed)}"
+        best_s, _ = _search(*question.args)
+        # A learner may add up in another order than the planner.
+        if split.step_s <= best_s * (1 + 1e-9):
+            return None
+        step_s, best_s = format_seconds(split.step_s), format_seconds(best_s)
+        return f"{text}: its step takes {step_s}, {best_s} is possible"
 
     questions = []
     for case in _CASES:
@@ -187,56 +180,13 @@ def best_cuts(fn: Callable) -> Verdict:
         "placement.best_cuts",
         fn,
         questions,
-        lambda question, answer: _wrong_split(question, answer, *question.args),
+        wrong,
         mistakes={
-            "the cap is forgotten": lambda profile, n, link, cap: _search(
-                profile, n, link, math.inf
-            ),
-            "fewer cuts than devices allow may be better, and here all are used": partial(
-                _search, all_cuts=True
+            "fewer cuts than devices allow may be better, and here all are used": (
+                lambda profile, n, link, cap: _search(profile, n, link, cap, least=n)[1]
             ),
         },
         call=call,
-        right=lambda answers: f"all {len(answers)} splits are as quick as the planner's",
         signature="profile, max_stages, link, cap_bytes",
         may_call=("predict_split",),
     )
-
-
-def _wrong_split(
-    question: Question, answer: Any, profile: Profile, stages: int, link: Link, cap: float
-) -> Found:
-    text = f"for {question.words}, {short(answer)}"
-    if not isinstance(answer, tuple):
-        return f"{text} is no sequence of split points"
-    try:
-        points = check_split_points(answer, len(profile.layers))
-    except ValueError as error:
-        return f"{text}: {error}"
-    if len(points) >= stages:
-        return f"{text} makes {len(points) + 1} stages"
-    split = predict_split(profile, points, link)
-    for stage, needed in enumerate(split.memory_bytes):
-        if needed > cap:
-            return f"{text}: stage {stage} needs {format_bytes(needed)}"
-    best = []
-    for count in range(1, stages + 1):
-        with suppress(ValueError):  # no split into so few stages keeps the cap
-            best.append(best_split(profile, count, link, memory_cap_bytes=cap).step_s)
-    if split.step_s <= min(best) * _SAME:
-        return None
-    step_s, best_s = format_seconds(split.step_s), format_seconds(min(best))
-    return f"{text}: its step takes {step_s}, {best_s} is possible"
-
-
-def _search(
-    profile: Profile, stages: int, link: Link, cap: float, all_cuts: bool = False
-) -> Points | None:
-    """The cheapest of all splits that keep the cap; None if there is none."""
-    found = []
-    for count in range(stages - 1 if all_cuts else 0, stages):
-        for points in combinations(range(1, len(profile.layers)), count):
-            split = predict_split(profile, points, link)
-            if max(split.memory_bytes) <= cap:
-                found.append((sum(split.hop_s), points))
-    return min(found)[1] if found else None

@@ -12,153 +12,8 @@ from labkit import collectives
 from labkit.collectives.ring import split_chunks
 from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost, share_reduce_cost
 from labkit.schedules.ring import owned_chunk
-from workbook.exercises.grader import WORLD_SIZES, Case, Exercise, Target, Verdict, grade, returns
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Target
 from workbook.exercises.grader.exercise import DRAWN, SIZES, same_bits
-
-# One case of ``all_reduce`` is a matrix of this shape; it may be cut by rows as well.
-_MATRIX = (12, 9)
-_MATRIX_SIZE = 12 * 9
-
-
-def rotate_and_add(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, tensor)``: the sum over the ranks in place, by whole tensors in a ring.
-
-    Target per rank: P - 1 messages of S bytes, in P - 1 exchanges, to one neighbour. The ranks add
-    in different orders, so their results may differ in the last bits.
-    """
-
-    def cost(num_elements: int, element_bytes: int, world_size: int, rank: int) -> Cost:
-        steps = world_size - 1
-        return Cost(steps, steps, steps * num_elements * element_bytes)
-
-    exercise = Exercise(
-        "ring.rotate_and_add",
-        expected=lambda rank, case: case.total(),
-        target=partial(_target, cost),
-        library=collectives.ring_all_reduce,
-        drawn_size=DRAWN,
-    )
-    return grade(fn, exercise, world_sizes)
-
-
-def share_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, chunks)``, the first half of the ring: share-reduce (reduce-scatter).
-
-    At the end chunk (rank + 1) mod P holds the sum over the ranks, written in place. Target per
-    rank: P - 1 messages of one chunk each, in P - 1 exchanges, all to its right neighbour.
-    """
-
-    def owned_sum(rank: int, case: Case) -> list:
-        owned, sums = owned_chunk(rank, case.world_size), _sums(case)
-        return [chunk if index == owned else None for index, chunk in enumerate(sums)]
-
-    exercise = Exercise(
-        "ring.share_reduce",
-        signature="comm, chunks",
-        inputs=lambda rank, case: (split_chunks(case.tensor(rank), case.world_size),),
-        expected=owned_sum,
-        chunked=True,
-        target=partial(_target, share_reduce_cost),
-        library=collectives.share_reduce,
-        drawn_size=DRAWN,
-    )
-    return grade(fn, exercise, world_sizes)
-
-
-def share_only(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, chunks)``, the second half of the ring: share-only (all-gather).
-
-    It starts where share-reduce ends: chunk (rank + 1) mod P is complete, the others hold the
-    rank's own values. At the end all chunks are complete. Target per rank: P - 1 messages of one
-    chunk each, in P - 1 exchanges, all to its right neighbour.
-    """
-
-    def one_complete(rank: int, case: Case) -> tuple:
-        chunks = split_chunks(case.tensor(rank), case.world_size)
-        owned = owned_chunk(rank, case.world_size)
-        chunks[owned].copy_(_sums(case)[owned])
-        return (chunks,)
-
-    exercise = Exercise(
-        "ring.share_only",
-        signature="comm, chunks",
-        inputs=one_complete,
-        expected=lambda rank, case: _sums(case),
-        chunked=True,
-        target=partial(_target, share_only_cost),
-        library=collectives.share_only,
-        drawn_size=DRAWN,
-    )
-    return grade(fn, exercise, world_sizes)
-
-
-def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, tensor)``: the sum over the ranks, in place.
-
-    Target per rank: 2 (P - 1) messages of one chunk each, 2 (P - 1) / P x S bytes in all, in
-    2 (P - 1) exchanges, all to one neighbour. Where P does not divide the number of elements, a
-    chunk may be padded, or longer than others. The results must be equal to the bit. One of the
-    tensors is a matrix.
-    """
-
-    def in_shape(flat: Tensor) -> Tensor:
-        return flat.view(_MATRIX) if flat.shape == (_MATRIX_SIZE,) else flat
-
-    def target(rank: int, case: Case) -> Target:
-        exact = _target(ring_all_reduce_cost, rank, case)
-        return exact._replace(num_bytes=ring_target(case.size, 4, rank, case).num_bytes)
-
-    exercise = Exercise(
-        "ring.all_reduce",
-        inputs=lambda rank, case: (in_shape(case.tensor(rank)),),
-        expected=lambda rank, case: in_shape(case.total()),
-        chunked=True,
-        target=target,
-        rule=same_bits,
-        library=collectives.ring_all_reduce,
-        drawn_size=DRAWN,
-        may_call=frozenset({"share_reduce", "share_only"}),
-        sizes=(*SIZES, _MATRIX_SIZE),
-        special=lambda case: f"a matrix {[*_MATRIX]}" if case.size == _MATRIX_SIZE else "",
-    )
-    return grade(fn, exercise, world_sizes)
-
-
-def weighted_mean(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, gradient, num_samples)``: the mean over the samples of all ranks.
-
-    ``gradient`` [N] is the mean over this rank's samples; the last rank has none. Target: one
-    ``ring_all_reduce``, 2 (P - 1) messages.
-    """
-
-    def samples(rank: int, case: Case) -> int:
-        return case.integer(rank, 2, 9) + 8 * (rank % 2) if rank < case.world_size - 1 else 0
-
-    def over_samples(case: Case) -> Tensor:
-        return case.over_ranks(lambda rank: samples(rank, case) * case.tensor(rank))
-
-    def mean(rank: int, case: Case) -> Tensor:
-        return over_samples(case) / sum(samples(rank, case) for rank in range(case.world_size))
-
-    return returns(
-        fn,
-        mean,
-        name="ring.weighted_mean",
-        signature="comm, gradient, num_samples",
-        inputs=lambda rank, case: (case.tensor(rank), samples(rank, case)),
-        target=lambda rank, case: Target(messages=2 * (case.world_size - 1)),
-        mistakes={
-            "every rank has the same weight, although the numbers of samples differ": (
-                lambda rank, case: case.total() / case.world_size
-            ),
-            "the sum over the samples was divided by the number of ranks, not of samples": (
-                lambda rank, case: over_samples(case) / case.world_size
-            ),
-        },
-        sizes=(7, 1),
-        drawn_size=DRAWN,
-        world_sizes=world_sizes,
-    )
 
 
 def ring_target(num_elements: int, element_bytes: int, rank: int, case: Case) -> Target:
@@ -172,5 +27,108 @@ def _target(cost_of: Callable[..., Cost], rank: int, case: Case) -> Target:
     return case.target(cost_of, rank, peers={(rank + 1) % case.world_size})
 
 
+def _cost_of_rotating(num_elements: int, element_bytes: int, world_size: int, rank: int) -> Cost:
+    steps = world_size - 1
+    return Cost(steps, steps, steps * num_elements * element_bytes)
+
+
+# fn(comm, tensor): the sum over the ranks in place, by whole tensors in a ring. The ranks add in
+# different orders, so their results may differ in the last bits.
+rotate_and_add = Check(
+    "ring.rotate_and_add",
+    lambda rank, case: case.total(),
+    target=partial(_target, _cost_of_rotating),
+    library=collectives.ring_all_reduce,
+    drawn_size=DRAWN,
+)
+
+
 def _sums(case: Case) -> list[Tensor]:
     return split_chunks(case.total(), case.world_size)
+
+
+def _owned_sum(rank: int, case: Case) -> list[Tensor | None]:
+    owned = owned_chunk(rank, case.world_size)
+    return [chunk if index == owned else None for index, chunk in enumerate(_sums(case))]
+
+
+def _one_complete(rank: int, case: Case) -> tuple[list[Tensor]]:
+    chunks = split_chunks(case.tensor(rank), case.world_size)
+    owned = owned_chunk(rank, case.world_size)
+    chunks[owned].copy_(_sums(case)[owned])
+    return (chunks,)
+
+
+_in_chunks = partial(Check, signature="comm, chunks", chunked=True, drawn_size=DRAWN)
+# fn(comm, chunks), the first half of the ring (reduce-scatter): at the end chunk (rank + 1) mod P
+# holds the sum over the ranks, written in place.
+share_reduce = _in_chunks(
+    "ring.share_reduce",
+    _owned_sum,
+    inputs=lambda rank, case: (split_chunks(case.tensor(rank), case.world_size),),
+    target=partial(_target, share_reduce_cost),
+    library=collectives.share_reduce,
+)
+# fn(comm, chunks), the second half (all-gather): chunk (rank + 1) mod P is complete, the others
+# hold the rank's own values.
+share_only = _in_chunks(
+    "ring.share_only",
+    lambda rank, case: _sums(case),
+    inputs=_one_complete,
+    target=partial(_target, share_only_cost),
+    library=collectives.share_only,
+)
+
+# One case of ``all_reduce`` is a matrix of this shape; it may be cut by rows as well.
+_MATRIX = (12, 9)
+_MATRIX_SIZE = 12 * 9
+
+
+def _in_shape(flat: Tensor) -> Tensor:
+    return flat.view(_MATRIX) if flat.shape == (_MATRIX_SIZE,) else flat
+
+
+def _padded_target(rank: int, case: Case) -> Target:
+    exact = _target(ring_all_reduce_cost, rank, case)
+    return exact._replace(num_bytes=ring_target(case.size, 4, rank, case).num_bytes)
+
+
+# fn(comm, tensor): the sum over the ranks, in place, equal to the bit. Where P does not divide the
+# number of elements, a chunk may be padded, or longer than others.
+all_reduce = Check(
+    "ring.all_reduce",
+    lambda rank, case: _in_shape(case.total()),
+    inputs=lambda rank, case: (_in_shape(case.tensor(rank)),),
+    chunked=True,
+    target=_padded_target,
+    rule=same_bits,
+    library=collectives.ring_all_reduce,
+    drawn_size=DRAWN,
+    may_call=frozenset({"share_reduce", "share_only"}),
+    sizes=(*SIZES, _MATRIX_SIZE),
+    special=lambda case: f"a matrix {[*_MATRIX]}" if case.size == _MATRIX_SIZE else "",
+)
+
+
+def _samples(rank: int, case: Case) -> int:
+    return case.integer(rank, 2, 9) + 8 * (rank % 2) if rank < case.world_size - 1 else 0
+
+
+def _mean(rank: int, case: Case) -> Tensor:
+    count = sum(_samples(r, case) for r in range(case.world_size))
+    return case.over_ranks(lambda r: _samples(r, case) * case.tensor(r)) / count
+
+
+# fn(comm, gradient, num_samples): the mean over the samples of all ranks. ``gradient`` [N] is the
+# mean over this rank's samples; the last rank has none.
+weighted_mean = Check(
+    "ring.weighted_mean",
+    _mean,
+    signature="comm, gradient, num_samples",
+    inputs=lambda rank, case: (case.tensor(rank), _samples(rank, case)),
+    written=None,
+    target=lambda rank, case: Target(messages=2 * (case.world_size - 1)),
+    sizes=(7, 1),
+    drawn_size=DRAWN,
+    may_call=COLLECTIVES,
+)

@@ -6,95 +6,68 @@ They need no ranks. Symbols: n samples.
 import statistics
 from collections.abc import Callable
 from math import inf, nan
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.units import format_seconds
-from workbook.exercises.grader import Verdict, answers, ask
+from workbook.exercises.grader import Wrong, judged, solved
 from workbook.exercises.grader.compare import agree, fit, short
-from workbook.exercises.grader.exercise import Found, random_tensor, with_parameters
-from workbook.exercises.grader.in_process import Question
+from workbook.exercises.grader.exercise import random_tensor, with_parameters
 from workbook.exercises.grader.judge_values import in_words, made_of
 
-# Odd, even and one: only an odd number of repeats has a single median.
-_REPEATS, _MOST_WARM_UPS = (7, 4, 1), 10
+_MOST_WARM_UPS = 10
 # Seconds of the simulated steps: the first is cold, one in five is disturbed.
 _COLD_S, _WARM_S = 0.024, (0.0022, 0.002, 0.0026, 0.012, 0.0024)
 
 
-def timer(fn: Callable) -> Verdict:
+# Odd, even and one: only an odd number of repeats has a single median.
+@judged("step, clock, repeats", (7,), (4,), (1,))
+def timer(fn: Callable, repeats: int) -> Wrong | None:
     """Grade ``fn(step, clock, repeats)``: the median seconds of ``repeats`` steps, warmed up.
 
-    ``step()`` makes a step of a simulated machine, ``clock()`` returns its time in seconds. Of an
-    even number, anything between the two middle ones will do.
+    ``step()`` makes a step of a simulated machine, ``clock()`` returns its time in seconds.
     """
+    seconds = []
 
-    def call(fn: Callable, repeats: int) -> tuple[list[float], Any]:
-        seconds = []
+    def step() -> None:
+        number = len(seconds)
+        warm_s = _WARM_S[number % len(_WARM_S)] + 0.00002 * number
+        seconds.append(warm_s if number else _COLD_S)
 
-        def step() -> None:
-            number = len(seconds)
-            warm_s = _WARM_S[number % len(_WARM_S)] + 0.00002 * number
-            seconds.append(warm_s if number else _COLD_S)
-
-        found = fn(step, lambda: 41.5 + sum(seconds), repeats)
-        return seconds, fit(found, 0.0)
-
-    def wrong(question: Question, taken: tuple[list[float], Any]) -> Found:
-        (repeats,), (seconds, found) = question.args, taken
-        if not repeats < len(seconds) <= repeats + _MOST_WARM_UPS:
-            why = "none of them warms up" if len(seconds) == repeats else "one or a few warm up"
-            return f"{question.words}: step was called {len(seconds)} times, {why}"
-        timed = seconds[-repeats:]
-        low, high = statistics.median_low(timed), statistics.median_high(timed)
-        if isinstance(found, (int, float)) and low - 1e-9 <= found <= high + 1e-9:
-            return None
-        looks = {"the mean": statistics.fmean(timed), "the total": sum(timed)}
-        looks["the median with the warm-up in it"] = statistics.median(seconds)
-        like = next((f", {name}" for name, value in looks.items() if agree(found, value)), "")
-        text = f"{question.words}: the function returned {short(found)}{like}, expected the "
-        return f"{text}median of the repeats, {short(statistics.median(timed))} seconds"
-
-    return ask(
-        "step.timer",
-        fn,
-        [Question((repeats,), f"with repeats={repeats}") for repeats in _REPEATS],
-        wrong,
-        call=call,
-        right=lambda found: f"{_REPEATS[0]} steps, median {format_seconds(found[0][1])}",
-        signature="step, clock, repeats",
-    )
+    found = fit(fn(step, lambda: 41.5 + sum(seconds), repeats), 0.0)
+    if not repeats < len(seconds) <= repeats + _MOST_WARM_UPS:
+        why = "none of them warms up" if len(seconds) == repeats else "one or a few warm up"
+        return Wrong(f"step was called {len(seconds)} times, {why}")
+    timed = seconds[-repeats:]
+    low, high = statistics.median_low(timed), statistics.median_high(timed)
+    if isinstance(found, (int, float)) and low - 1e-9 <= found <= high + 1e-9:
+        return None
+    looks = {", the mean": statistics.fmean(timed), ", the total": sum(timed)}
+    looks[", the median with the warm-up in it"] = statistics.median(seconds)
+    like = next((words for words, one in looks.items() if agree(found, one)), "")
+    text = f"the function returned {short(found)}{like}, expected the median of the repeats"
+    return Wrong(f"{text}, {short(statistics.median(timed))} seconds")
 
 
 # samples, side, c_in, c_out, window
 _CONVOLUTIONS = ((64, 8, 1, 32, 3), (64, 4, 32, 64, 3), (1, 5, 3, 2, 1), (7, 6, 2, 5, 5))
 
 
-def flops(fn: Callable) -> Verdict:
+@solved(
+    *_CONVOLUTIONS,
+    mistakes={
+        "a multiply-add counts as two": lambda count, *conv: count(*conv) // 2,
+        "the window has window x window numbers": lambda count, *conv: count(*conv) // conv[-1],
+        "an output number reads c_in channels": lambda count, *conv: count(*conv) // conv[2],
+    },
+)
+def flops(samples: int, side: int, c_in: int, c_out: int, window: int) -> int:
     """Grade ``fn(samples, side, c_in, c_out, window)``: the operations of a convolution.
 
     Images [samples, c_in, side, side], output [samples, c_out, side, side].
     """
-
-    def count(samples: int, side: int, c_in: int, c_out: int, window: int) -> int:
-        return 2 * samples * side**2 * c_in * c_out * window**2
-
-    return answers(
-        fn,
-        {conv: count(*conv) for conv in _CONVOLUTIONS},
-        name="step.flops",
-        signature="samples, side, c_in, c_out, window",
-        mistakes={
-            "a multiply-add counts as two": lambda *conv: count(*conv) // 2,
-            "the window has window x window numbers": lambda *conv: count(*conv) // conv[-1],
-            "every output number reads a window of all c_in channels": (
-                lambda *conv: count(*conv) // conv[2]
-            ),
-        },
-    )
+    return 2 * samples * side**2 * c_in * c_out * window**2
 
 
 # num_parameters, state, kept_bytes, memory_bytes; the last one is too small for any sample
@@ -104,101 +77,71 @@ _MEMORIES = (
 )
 
 
-def largest_batch(fn: Callable) -> Verdict:
+@solved(
+    *_MEMORIES,
+    mistakes={
+        "the gradients are missing": lambda largest, p, s, k, m: largest(p, s - 1, k, m),
+        "the optimizer's state is missing": lambda largest, p, s, k, m: largest(p, 0, k, m),
+    },
+)
+def largest_batch(num_parameters: int, state: int, kept_bytes: int, memory_bytes: int) -> int:
     """Grade ``fn(num_parameters, state, kept_bytes, memory_bytes)``: the largest batch that fits.
 
     A parameter takes 4 bytes, its gradient as many, and the optimizer keeps ``state`` numbers of 4
     bytes for it; a sample keeps ``kept_bytes`` for backward. 0 if not even one sample fits.
     """
-
-    def largest(parameters: int, state: int, kept: int, memory: int) -> int:
-        return max(0, (memory - 4 * (2 + state) * parameters) // kept)
-
-    return answers(
-        fn,
-        {memory: largest(*memory) for memory in _MEMORIES},
-        name="step.largest_batch",
-        signature="num_parameters, state, kept_bytes, memory_bytes",
-        mistakes={
-            "the gradients are missing: one number for each parameter": (
-                lambda p, s, k, m: largest(p, s - 1, k, m)
-            ),
-            "the optimizer's state is missing": lambda p, s, k, m: largest(p, 0, k, m),
-        },
-    )
-
-
-# n samples, the most in a micro-batch
-_BATCHES = ((10, 4), (12, 4), (7, 3), (3, 8), (5, 1))
+    return max(0, (memory_bytes - 4 * (2 + state) * num_parameters) // kept_bytes)
 
 
 def _model() -> nn.Sequential:
     return with_parameters(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), 1).double()
 
 
-def _batch(samples: int) -> tuple[Tensor, Tensor]:
-    return random_tensor(samples, samples, 6).double(), torch.arange(samples) ** 2 % 3
+def _gradients(layers: nn.Module) -> Tensor:
+    """In one row; [0] without backward."""
+    gradients = [p.grad.flatten() for p in layers.parameters() if p.grad is not None]
+    return torch.cat([torch.zeros(0), *gradients])
 
 
-def accumulate(fn: Callable) -> Verdict:
+@judged("model, inputs, targets, most", (10, 4), (12, 4), (7, 3), (3, 8), (5, 1))
+def accumulate(fn: Callable, n: int, most: int) -> Wrong | None:
     """Grade ``fn(model, inputs, targets, most)``: gradients of a batch, in micro-batches.
 
-    ``inputs`` [n, 6], ``targets`` [n]. Afterwards ``grad`` of each parameter has to be the
-    gradient of the mean cross-entropy over the n samples. Forward and backward run on one
-    micro-batch, of ``most`` samples at most, before the next.
+    ``inputs`` [n, 6], ``targets`` [n]. ``grad`` of each parameter has to be the gradient of the
+    mean cross-entropy over all n; a micro-batch has ``most`` samples at most.
     """
+    inputs, targets = random_tensor(n, n, 6).double(), torch.arange(n) ** 2 % 3
+    # F for each forward, B for each backward.
+    layers, order, sizes = _model(), [], []
 
-    def flat(layers: nn.Module) -> Tensor:
-        """All gradients in one row; [0] without backward."""
-        gradients = [p.grad for p in layers.parameters() if p.grad is not None]
-        return torch.cat([torch.zeros(0), *(gradient.flatten() for gradient in gradients)])
+    def note(module: nn.Module, given: tuple, output: Tensor) -> None:
+        order.append("F")
+        sizes.append(len(output))
+        if output.requires_grad:
+            output.register_hook(lambda gradient: order.append("B"))
 
-    def call(fn: Callable, samples: int, most: int) -> tuple[Tensor, list[int], str]:
-        """The gradients, the sizes of the micro-batches; F for each forward, B for backward."""
-        layers, order, sizes = _model(), [], []
-
-        def note(module: nn.Module, given: tuple, output: Tensor) -> None:
-            order.append("F")
-            sizes.append(len(output))
-            if output.requires_grad:
-                output.register_hook(lambda gradient: order.append("B"))
-
-        layers.register_forward_hook(note)
-        with torch.enable_grad():
-            fn(layers, *_batch(samples), most)
-        return flat(layers), sizes, "".join(order)
-
-    def wrong(question: Question, left: tuple[Tensor, list[int], str]) -> Found:
-        (samples, most), (found, sizes, order), text = question.args, left, f"{question.words}: "
-        if max(sizes, default=0) > most:
-            return f"{text}a micro-batch has {max(sizes)} samples, {most} at most fit"
-        if sum(sizes) != samples:
-            return f"{text}the model ran on micro-batches of {sizes} samples"
-        if "FF" in order:
-            return f"{text}two micro-batches are kept: backward runs before the next forward"
-        sums = {}
-        for x, y in zip(*(one.split(sizes) for one in _batch(samples))):
-            layers = _model()
-            functional.cross_entropy(layers(x), y, reduction="sum").backward()
-            sums[f"micro-batch {len(sums)}'s sum"] = flat(layers)
-        expected = torch.stack([*sums.values()]).sum(0) / samples
-        if "B" not in order or found.shape != expected.shape:
-            return f"{text}a parameter has no gradient: call backward"
-        if agree(found, expected):
-            return None
-        made = in_words(made_of(samples * found, sums)) or short(samples * found)
-        should = in_words(dict.fromkeys(sums, 1))
-        return f"{text}the gradient is ({made}) / {samples}, expected ({should}) / {samples}"
-
-    return ask(
-        "step.accumulate",
-        fn,
-        [Question(one, f"with n={one[0]} and most={one[1]}") for one in _BATCHES],
-        wrong,
-        call=call,
-        right=lambda found: f"micro-batches of {found[0][1]}: the gradient of the whole batch",
-        signature="model, inputs, targets, most",
-    )
+    layers.register_forward_hook(note)
+    with torch.enable_grad():
+        fn(layers, inputs.clone(), targets.clone(), most)
+    if max(sizes, default=0) > most:
+        return Wrong(f"a micro-batch has {max(sizes)} samples, {most} at most fit")
+    if sum(sizes) != n:
+        return Wrong(f"the model ran on micro-batches of {sizes} samples")
+    if "FF" in "".join(order):
+        return Wrong("two micro-batches are kept: backward runs before the next forward")
+    found, sums = _gradients(layers), {}
+    for x, y in zip(inputs.split(sizes), targets.split(sizes)):
+        layers = _model()
+        functional.cross_entropy(layers(x), y, reduction="sum").backward()
+        sums[f"micro-batch {len(sums)}'s sum"] = _gradients(layers)
+    total = torch.stack([*sums.values()]).sum(0)
+    if "B" not in order or found.shape != total.shape:
+        return Wrong("a parameter has no gradient: call backward")
+    if agree(found, total / n):
+        return None
+    made = in_words(made_of(n * found, sums)) or short(n * found)
+    should = in_words(dict.fromkeys(sums, 1))
+    return Wrong(f"the gradient is ({made}) / {n}, expected ({should}) / {n}")
 
 
 # gradient, scale, good
@@ -207,35 +150,29 @@ _UPDATES: tuple[tuple[list[float], float, int], ...] = (
     *(([nan, -8.0, 2.0], 1024.0, 1), ([4.0, -8.0, 2.0], 1024.0, 2)),
     *(([0.0, 0.0, 0.0], 8.0, 1), ([4.0, -8.0, inf], 2.0, 0), ([2.0, 1.0, -0.5], 0.25, 2)),
 )
+_WEIGHT = torch.tensor([1.0, 2.0, 3.0])
 
 
-def loss_scaling(fn: Callable) -> Verdict:
+@solved(
+    *(
+        (_WEIGHT, torch.tensor(gradient), scale, good, 0.5, 3)
+        for gradient, scale, good in _UPDATES
+    ),
+    mistakes={
+        "the gradient is still multiplied by the scale: divide before the update": (
+            lambda update, weight, g, scale, *rest: update(weight, g * scale, scale, *rest)
+        ),
+    },
+)
+def loss_scaling(
+    weight: Tensor, gradient: Tensor, scale: float, good: int, lr: float, patience: int
+) -> list:
     """Grade ``fn(weight, gradient, scale, good, lr, patience)``: one update with loss scaling.
 
     ``gradient`` [N] is ``scale`` times the gradient of the loss; ``good`` counts the updates since
     the scale last changed. Expected is (weight, scale, good).
     """
-
-    def updated(
-        weight: Tensor, gradient: Tensor, scale: float, good: int, lr: float, patience: int
-    ) -> list:
-        if not gradient.isfinite().all():
-            return [weight, scale / 2, 0]
-        weight = weight - lr * gradient / scale
-        return [weight, 2 * scale, 0] if good + 1 >= patience else [weight, scale, good + 1]
-
-    start = torch.tensor([1.0, 2.0, 3.0])
-    cases = [(start, torch.tensor(g), scale, good, 0.5, 3) for g, scale, good in _UPDATES]
-    return answers(
-        fn,
-        [(case, updated(*case)) for case in cases],
-        name="step.loss_scaling",
-        signature="weight, gradient, scale, good, lr, patience",
-        mistakes={
-            "the gradient is still multiplied by the scale: divide before the update": (
-                lambda weight, gradient, scale, *rest: updated(
-                    weight, gradient * scale, scale, *rest
-                )
-            ),
-        },
-    )
+    if not gradient.isfinite().all():
+        return [weight, scale / 2, 0]
+    weight = weight - lr * gradient / scale
+    return [weight, 2 * scale, 0] if good + 1 >= patience else [weight, scale, good + 1]

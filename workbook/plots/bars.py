@@ -24,7 +24,7 @@ def bars(
     *,
     quantity: str,
     unit: str,
-    title: str | None = None,
+    title: str = "",
 ) -> CaptionedFigure:
     """Draw one quantity as groups of bars, measured values beside predictions.
 
@@ -51,7 +51,7 @@ def bars(
     names = list(dict.fromkeys(name for _, name in medians))
     looks = dict(zip(dict.fromkeys(map(_base, names)), itertools.cycle(s for s, *_ in SERIES)))
     styles = {name: looks.get(name) or looks[_base(name)].model for name in names}
-    figure, axes = new_axes(4.2, title or quantity[:1].upper() + quantity[1:])
+    figure, axes = new_axes(4.2, title)
     width = min(0.8 / len(names), 0.28)
     for (group, name), middle in medians.items():
         x = list(repeats).index(group) + (names.index(name) - (len(names) - 1) / 2) * width

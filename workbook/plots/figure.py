@@ -86,14 +86,13 @@ def add_legend(figure: Figure, handles: Sequence[Any]) -> None:
     if len(handles) < 2:
         return
     column_in = 0.85 + 0.08 * max(len(handle.get_label()) for handle in handles)
-    columns = max(1, int(figure.get_figwidth() / column_in))
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=math.ceil(len(handles) / math.ceil(len(handles) / columns)),
-        handlelength=2.8,
-        handleheight=1.2,
-    )
+    columns = int(figure.get_figwidth() / column_in) or 1
+    look: dict[str, Any] = {
+        "loc": "outside lower center",
+        "handlelength": 2.8,
+        "handleheight": 1.2,
+    }
+    figure.legend(handles=handles, ncols=columns, **look)
 
 
 def add_title(figure: Figure, title: str) -> None:

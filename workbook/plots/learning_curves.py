@@ -23,14 +23,13 @@ from workbook.plots.palette import SERIES
 
 _LABELS = {
     "loss": "training loss",
-    "train_accuracy": "training accuracy (%)",
     "test_accuracy": "held-out accuracy (%)",
 }
 
 
 @drawn
 def learning_curves(
-    runs: Mapping[str, Any], *, title: str | None = None, training: bool = False
+    runs: Mapping[str, Any], *, title: str = "Loss and held-out accuracy"
 ) -> CaptionedFigure:
     """Draw loss and held-out accuracy, by epoch and by second of training.
 
@@ -39,16 +38,14 @@ def learning_curves(
             dicts with ``loss``, ``test_accuracy`` (0 to 1) and ``seconds`` (of this epoch alone).
             A list of such runs is drawn as their medians, with a band that spans all.
         title: above the figure.
-        training: draw the accuracy on the training samples, too (``train_accuracy``).
     """
-    rows = [name for name in _LABELS if training or name != "train_accuracy"]
-    curves = {label: _curve(run, rows) for label, run in runs.items()}
-    figure = Figure(figsize=(WIDTH_IN, 1.4 + 2.1 * len(rows)))
-    grid = figure.subplots(len(rows), 2, sharex="col", sharey="row")
+    curves = {label: _curve(run) for label, run in runs.items()}
+    figure = Figure(figsize=(WIDTH_IN, 5.6))
+    grid = figure.subplots(2, 2, sharex="col", sharey="row")
     for (label, curve), (style, marker, line) in zip(curves.items(), itertools.cycle(SERIES)):
         look = {"color": style.color, "marker": marker, "linestyle": line, "markersize": 5}
         look["markevery"] = math.ceil(len(curve["epoch"]) / 12)
-        for name, row in zip(rows, grid):
+        for name, row in zip(_LABELS, grid):
             for axes, x in zip(row, (curve["epoch"], curve["second"])):
                 axes.plot(x, np.median(curve[name], axis=0), label=label, **look)
                 low, high = curve[name].min(axis=0), curve[name].max(axis=0)
@@ -60,7 +57,7 @@ def learning_curves(
     by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     by_second.set_xlabel("time in training (s)")
     by_second.set_xlim(left=0)
-    add_title(figure, title or "Loss and held-out accuracy")
+    add_title(figure, title)
     add_legend(figure, grid[0, 0].lines)
 
     ends = {
@@ -89,7 +86,7 @@ def learning_curves(
     return CaptionedFigure(figure, alt=alt, caption=joined(takeaway, spread))
 
 
-def _curve(run: Any, names: list[str]) -> dict[str, np.ndarray]:
+def _curve(run: Any) -> dict[str, np.ndarray]:
     """``epoch`` and ``second`` [E]; the rest [repeats, E], of the epochs that all repeats have."""
     run = getattr(run, "epochs", run)
     repeats = [getattr(one, "epochs", one) for one in run]
@@ -99,8 +96,8 @@ def _curve(run: Any, names: list[str]) -> dict[str, np.ndarray]:
     values = {
         # NaN where there is no held-out accuracy.
         name: np.array([[e.get(name, math.nan) for e in one[:fewest]] for one in repeats], float)
-        for name in ("seconds", *names)
+        for name in ("seconds", *_LABELS)
     }
-    curve = {name: values[name] * (1 if name == "loss" else 100) for name in names}
+    curve = {name: values[name] * (1 if name == "loss" else 100) for name in _LABELS}
     seconds = np.median(np.cumsum(values["seconds"], axis=1), axis=0)
     return curve | {"epoch": np.arange(1, fewest + 1), "second": seconds}

@@ -65,14 +65,15 @@ def bucket_overlap(
         link: one of ``LINKS``.
     """
     step = example_step(bucket_mb, world_size, link)
-    sweep = {size: example_step(size, world_size, link).step_s for size in BUCKET_SIZES_MB}
+    sizes = sorted({*BUCKET_SIZES_MB, bucket_mb})
+    sweep = {size: example_step(size, world_size, link).step_s for size in sizes}
     figure = Figure(figsize=(WIDTH_IN, 4.6))
     above, below = fixed_axes(figure, 84, 600, 226, 296), fixed_axes(figure, 84, 600, 84, 182)
     spans = [Span(0, "compute", 0.0, step.backward_s)]
     spans += [Span(0, "wait", step.backward_s, step.step_s)] * (step.exposed_s > 0)
     spans += [Span(1, "all_reduce", times.start_s, times.end_s) for times in step.times]
     # The longest step of the sweep sets the scale, so that a slider moves the bars, not the axis.
-    above.set_xlim(0, max(*sweep.values(), step.step_s) * 1e3)
+    above.set_xlim(0, max(sweep.values()) * 1e3)
     add_legend(figure, draw_spans(above, spans, [0, 1], 1e-3, model=True))
     label_lanes(above, ["main thread", "link"])
     above.set_xlabel("time since backward began (ms)")
@@ -80,9 +81,8 @@ def bucket_overlap(
     names = [{0: "a\nparameter", math.inf: "all"}.get(size, f"{size:g}") for size in sweep]
     sweep_ms, backward_ms = [s * 1e3 for s in sweep.values()], step.backward_s * 1e3
     below.plot(names, sweep_ms, color=BLUE, linestyle="--", marker="o", mfc="white")
-    if bucket_mb in sweep:
-        place = BUCKET_SIZES_MB.index(bucket_mb)
-        below.plot([place], [step.step_s * 1e3], color=BLUE, marker="o", markersize=9)
+    place = sizes.index(bucket_mb)
+    below.plot([place], [step.step_s * 1e3], color=BLUE, marker="o", markersize=9)
     below.axhline(backward_ms, color=STYLES["compute"].color, linestyle=":")
     below.annotate("backward alone", (0, backward_ms), (2, 3), textcoords="offset points")
     below.set(xlabel="size of a bucket (MiB)", ylabel="step, model (ms)")

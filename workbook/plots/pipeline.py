@@ -113,7 +113,7 @@ def _draw(
         name = str(Action(slot.kind, slot.micro_batch))
         if text := next((one for one in (name, name[1:]) if pixels > 8 * len(one) + 6), ""):
             middle = (slot.start_s + slot.end_s) / 2 / scale
-            tag(axes, middle, stages.index(slot.stage), text, pad=0.15)
+            tag(axes, middle, stages.index(slot.stage), text)
     axes.set(xlabel=f"time ({shown_unit})", ylabel="stage")
     label_lanes(axes, list(map(str, stages)))
     add_legend(figure, entries)
@@ -166,16 +166,12 @@ def step_by_micro_batches(
     axes.minorticks_off()
     axes.set(xlabel="micro-batches", ylabel="time of a step (seconds)", ylim=(0, None))
     add_legend(figure, lines)
-    parts, best = [], []
+    best = []
     for name, steps in measured.items():
         steps_s = {count: median(repeats) for count, repeats in steps.items()}
-        told = [f"{format_seconds(step_s)} with {count}" for count, step_s in steps_s.items()]
-        parts.append(f"{name}: {', '.join(told)}")
         fastest = min(steps_s, key=steps_s.__getitem__)
         count = format_count(fastest, "micro-batch")
         best.append(f"{name} is fastest with {count}, {format_seconds(steps_s[fastest])}.")
-    return CaptionedFigure(
-        figure,
-        alt=f"Curves of a step's time over the number of micro-batches. {'; '.join(parts)}.",
-        caption=joined(*best, words),
-    )
+    caption = joined(*best, words)
+    alt = f"Curves of a step's time over the number of micro-batches. {caption}"
+    return CaptionedFigure(figure, alt=alt, caption=caption)

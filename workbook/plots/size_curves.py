@@ -34,7 +34,7 @@ def size_curves(
     model: Mapping[str, Mapping[int, float]] | None = None,
     crossover: float | None = None,
     *,
-    title: str | None = None,
+    title: str = "Time by size",
     between: tuple[str, str] | None = None,
 ) -> CaptionedFigure:
     """Draw the time of an operation over the size of its tensor.
@@ -52,7 +52,7 @@ def size_curves(
     seconds = {name: _repeats(points) for name, points in measured.items()}
     predicted = model or {}
     sizes = sorted(set().union(*seconds.values()))
-    figure, axes = new_axes(4.6, title or "Time by size")
+    figure, axes = new_axes(4.6, title)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lines, words = draw_curves(axes, seconds, predicted)
@@ -77,7 +77,6 @@ def size_curves(
     add_legend(figure, lines)
 
     curves = [_ends_of(name, points) for name, points in seconds.items()]
-    curves += [_ends_of(f"{name} model", _repeats(curve)) for name, curve in predicted.items()]
     extent = f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
     return CaptionedFigure(
         figure,

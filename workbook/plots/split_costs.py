@@ -32,7 +32,6 @@ from workbook.plots.figure import (
     ratio_words,
 )
 from workbook.plots.palette import BLUE, DARK, STYLES, VERMILION, Style, swatch, tint
-from workbook.plots.timeline import peak_sizes
 
 if TYPE_CHECKING:
     from labkit.training.measured import MeasuredSplit
@@ -105,11 +104,7 @@ def cuts_words(split_points: Sequence[int]) -> str:
 
 
 def split_caption(predicted: SplitModel, measured: "MeasuredSplit | None" = None) -> str:
-    """The predicted step of a split, and the measured one.
-
-    The bars of measured memory are counted from the stages' tensors; the caption also has the
-    peak of their processes or GPUs.
-    """
+    """The predicted step of a split, and the measured one."""
     hops_s = sum(predicted.hop_s) + sum(predicted.backward_hop_s)
     stages_s = [f + b for f, b in zip(predicted.forward_s, predicted.backward_s)]
     largest_s = max(stages_s)
@@ -121,12 +116,10 @@ def split_caption(predicted: SplitModel, measured: "MeasuredSplit | None" = None
     if measured is None:
         return text
     step_s = median(measured.step_s)
-    said = (
-        f"Measured: {format_seconds(step_s)}, {step_s / predicted.step_s:.2f} times the "
+    return (
+        f"{text} Measured: {format_seconds(step_s)}, {step_s / predicted.step_s:.2f} times the "
         f"model (median of {len(measured.step_s)} steps; whiskers span the middle half)."
     )
-    peaks = ", ".join(f"stage {stage} {size}" for stage, size in peak_sizes(measured).items())
-    return joined(text, said, f"Peak memory: {peaks}." if peaks else "")
 
 
 def _bars(split: "SplitModel | MeasuredSplit") -> dict[str, list[Bar]]:
@@ -217,8 +210,8 @@ def split_scatter(
     low, high = np.transpose([point["quartiles"] for point in found]) / scale
     axes.vlines(predicted, low, high, tint(BLUE, 0.45), zorder=1)
     axes.plot(predicted, measured, "o", color=BLUE, label="a split")
-    ends = [min(*predicted, *measured), max(*predicted, *measured)]
-    axes.plot(ends, ends, color=DARK, linestyle="--", linewidth=1, label="measured = model")
+    start = (predicted.min(), predicted.min())
+    axes.axline(start, slope=1, color=DARK, linestyle="--", label="measured = model")
     best, chosen = (min(found, key=itemgetter(key)) for key in ("measured", "predicted"))
     marks = {"fastest measured": (best, "s", "none"), "planner's choice": (chosen, "*", VERMILION)}
     for name, (point, marker, inside) in marks.items():

@@ -30,7 +30,7 @@ from workbook.plots.figure import (
 from workbook.plots.palette import styles_of, swatch
 
 # With more lanes, a lane is too low for a second line, and each rank's numbers are too many words.
-_MOST_TALL, _MOST_NAMED = 15, 8
+_MOST_LANES = 8
 
 
 @drawn
@@ -103,7 +103,7 @@ def _alt(window: Trace, names: Mapping[int, str], extent_s: float, model: bool) 
         f"rank {name}: {_seconds_words(window.seconds_by_kind(rank, lane=0))}".replace("\n", ", ")
         for rank, name in names.items()
     ]
-    if len(names) > _MOST_NAMED:
+    if len(names) > _MOST_LANES:
         rows = [f"In all, {_seconds_words(window.seconds_by_kind(lane=0))}"]
     return f"{head} {'; '.join(rows)}."
 
@@ -137,7 +137,7 @@ def phases(result: Any, *, title: str = "Time by phase") -> CaptionedFigure:
             spans.append(Span(lane, kind, left_s, left_s + row[kind]))
             if row[kind] > 0.1 * totals[slow]:
                 middle = (left_s + row[kind] / 2) / scale
-                tag(axes, middle, lane, format_seconds(row[kind]), pad=0.2)
+                tag(axes, middle, lane, format_seconds(row[kind]))
             left_s += row[kind]
         axes.text(left_s / scale, lane, f" {format_seconds(left_s)}", va="center", ha="left")
     label_lanes(axes, list(rows))
@@ -159,22 +159,17 @@ def phases(result: Any, *, title: str = "Time by phase") -> CaptionedFigure:
 
 def _lane_names(result: Any, trace: Trace) -> tuple[str, list[str]]:
     """The label of the axis, and of each lane: ``0 · cuda:0``, and its peak memory below."""
-    peaks = peak_sizes(result) if len(trace.ranks) <= _MOST_TALL else {}
-    names = [trace.lane(rank).removeprefix("rank ") for rank in trace.ranks]
+    names = {rank: trace.lane(rank).removeprefix("rank ") for rank in trace.ranks}
     label = "rank · device" if trace.devices else "rank"
-    if peaks:
-        label = f"{label},\npeak memory"
-        names = [f"{n}\n{peaks.get(rank, '')}".rstrip() for rank, n in zip(trace.ranks, names)]
-    return label, names
-
-
-def peak_sizes(result: Any) -> dict[int, str]:
-    """The peak memory of the ranks of a result, as far as it is known: ``1 MiB``."""
-    return {
+    peaks = {
         rank: " + ".join(map(format_bytes, peak.by_device.values()))
         for rank, peak in enumerate(getattr(result, "peak_memory", ()))
         if peak and peak.by_device
     }
+    if peaks and len(names) <= _MOST_LANES:
+        label += ",\npeak memory"
+        names = {rank: f"{name}\n{peaks.get(rank, '')}" for rank, name in names.items()}
+    return label, list(names.values())
 
 
 def draw_spans(
@@ -217,7 +212,7 @@ def draw_spans(
     return [swatch(kind, style, model) for kind, style in styles.items()]
 
 
-def tag(axes: Axes, x: float, y: float, text: str, pad: float) -> None:
+def tag(axes: Axes, x: float, y: float, text: str) -> None:
     """Text on a bar, on a white background, so that no hatch runs through it."""
-    box = {"boxstyle": f"round,pad={pad}", "facecolor": "white", "edgecolor": "none"}
+    box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
     axes.text(x, y, text, va="center", ha="center", bbox=box)

@@ -4,9 +4,8 @@ One remote call is push and pull at once: its argument is the worker's gradient,
 new values. RPC's bytes bypass ``Comm``, so they are not counted; they pass through host memory.
 Functions and arguments are sent as pickles, and RPC does not check who sends them: SECURITY.md.
 
-A call must not block until the other workers have called: it would occupy one of the server's few
-RPC threads. So it puts the push into a queue and returns a ``Future`` at once; the server's own
-thread makes the updates, and completes the futures.
+A call that waited for the other workers would occupy one of the server's few RPC threads. So it
+puts the push into a queue and returns a ``Future``, which the server's own thread completes.
 
 Source: PyTorch, "Implementing batch RPC processing using asynchronous executions".
 """

@@ -12,9 +12,6 @@ from workbook import check
 travel_by_value(__name__)
 
 
-# broadcast(comm, tensor, root)
-
-
 # gather(comm, tensor, root)
 
 
@@ -45,28 +42,14 @@ def gathers_around_the_ring(comm, tensor, root):
     return found if comm.rank == root else None
 
 
-def stacks_them(comm, tensor, root):
-    found = collectives.gather(comm, tensor, root)
-    return None if found is None else torch.stack(found)
-
-
 def keeps_quiet(comm, tensor, root):
     return [tensor] * comm.world_size if comm.rank == root else None
-
-
-# scatter(comm, tensors, out, root)
-
-
-# reduce(comm, tensor, root)
-
-
-# barrier(comm)
 
 
 ANSWERS = [
     Answers(
         check.collectives.gather,
-        [collectives.gather, stacks_them],
+        [collectives.gather],
         [receives_from_each(every_rank, one_buffer), gathers_around_the_ring, keeps_quiet],
     ),
 ]

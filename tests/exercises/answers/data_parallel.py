@@ -58,13 +58,6 @@ def zeroes_the_model(model, num_devices):
 # gather(outputs, targets)
 
 
-def gathers(outputs, targets):
-    gathered = torch.cat([output.detach() for output in outputs]).requires_grad_()
-    loss = functional.cross_entropy(gathered, targets)
-    loss.backward()
-    return loss.item(), gathered.grad.split([len(output) for output in outputs])
-
-
 def in_float64(*, targets, outputs):
     leaves = [output.detach().double().requires_grad_() for output in outputs]
     loss = functional.nll_loss(torch.cat(leaves).log_softmax(-1), targets)
@@ -162,13 +155,13 @@ ANSWERS = [
     ),
     Answers(
         check.data_parallel.replicate,
-        [copies, by_recursion_over_devices],
+        [by_recursion_over_devices],
         [repeats_the_model, lambda model, num_devices: model, zeroes_the_model],
         on=1,
     ),
     Answers(
         check.data_parallel.gather,
-        [gathers, in_float64],
+        [in_float64],
         [with_means, runs_on, lambda outputs, targets: None],
         on=1,
     ),

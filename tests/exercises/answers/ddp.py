@@ -96,7 +96,7 @@ def passes_the_parameter_on(parameters, ready):
 ANSWERS = [
     Answers(
         check.ddp.buckets,
-        [right_rule, assign_buckets],
+        [assign_buckets],
         [
             buckets_that(lambda held, size, cap: held >= cap, order=list),
             lambda *args: right_rule(*args)[:-1],

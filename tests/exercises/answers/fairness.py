@@ -1,7 +1,6 @@
 """Answers to ``check.fairness``."""
 
 import statistics
-from fractions import Fraction
 
 import torch
 from graded import Answers
@@ -55,11 +54,6 @@ def the_right_ratio(a, b, repeats):
     return statistics.median(y / x for x, y in in_turns(a, b, repeats)[1:])
 
 
-def lower_median(a, b, repeats):
-    """Of an even number of repeats, the lower one of the two in the middle."""
-    return statistics.median_low(y / x for x, y in in_turns(a, b, repeats)[1:])
-
-
 def no_call(a, b, repeats):
     return 1.5
 
@@ -78,24 +72,11 @@ def of_rank_0(messages):
     return messages[0] // (2 * (len(messages) - 1))
 
 
-def counts_down(messages):
-    left, found = messages[0], 0
-    while left > 0:
-        left -= 2 * (len(messages) - 1)
-        found += 1
-    return found
-
-
 # useful_rate(train_size, samples_by_rank, epoch_seconds)
 
 
 def useful(train_size, samples_by_rank, epoch_seconds):
     return min(train_size, sum(samples_by_rank)) / statistics.median(epoch_seconds[1:])
-
-
-def exact(train_size, samples_by_rank, epoch_seconds):
-    seconds = Fraction(statistics.median(epoch_seconds[1:]))
-    return min(Fraction(train_size), sum(map(Fraction, samples_by_rank))) / seconds
 
 
 def later_median(epoch_seconds):
@@ -105,7 +86,7 @@ def later_median(epoch_seconds):
 ANSWERS = [
     Answers(
         check.fairness.synchronisations,
-        [of_rank_0, counts_down],
+        [of_rank_0],
         [
             lambda messages: messages[0] // (len(messages) - 1),
             lambda messages: messages[0] / len(messages) / 2,
@@ -114,7 +95,7 @@ ANSWERS = [
     ),
     Answers(
         check.fairness.useful_rate,
-        [useful, exact],
+        [useful],
         [
             lambda size, by_rank, s: sum(by_rank) / later_median(s),
             lambda size, by_rank, s: min(size, sum(by_rank)) / statistics.fmean(s[1:]),
@@ -123,12 +104,12 @@ ANSWERS = [
     ),
     Answers(
         check.fairness.replicas_agree,
-        [right, returns_a_tensor],
+        [returns_a_tensor],
         [always_content, compares_sorted, only_rank_0_knows],
     ),
     Answers(
         check.fairness.interleaved_ratio,
-        [the_right_ratio, lower_median],
+        [the_right_ratio],
         [
             no_call,
             from_pairs(lambda a, b: None),

@@ -47,20 +47,6 @@ def through_rank_0(comm, tensor, first=1, add=True, back=True):
 # On ranks: naive.all_reduce(comm, tensor)
 
 
-def with_numpy(comm, tensor):
-    """As an array, whose empty tensors have other strides."""
-    array = tensor.numpy()
-    if comm.rank:
-        comm.send(torch.from_numpy(array), 0)
-        comm.recv(torch.from_numpy(array), 0)
-        return
-    incoming = torch.empty_like(tensor)
-    for source in reversed(range(1, comm.world_size)):
-        array += comm.recv(incoming, source).numpy()
-    for destination in range(1, comm.world_size):
-        comm.send(torch.from_numpy(array), destination)
-
-
 def then(change, before=None):
     """The right sum, but with a change before or after it."""
 
@@ -118,7 +104,7 @@ def keeps_a_list(numbers, start, found=[]):  # noqa: B006
 ANSWERS = [
     Answers(
         all_reduce,
-        [with_numpy, partial(collectives.naive_all_reduce)],
+        [partial(collectives.naive_all_reduce)],
         [
             then(lambda comm, tensor: tensor.mul_(1 + 5e-5)),
             partial(adds_up_over_calls, []),
@@ -128,7 +114,7 @@ ANSWERS = [
     Answers(twice_its_rank, [], [lambda comm: comm.rank]),
     Answers(
         totals,
-        [generated, lambda n, s: torch.tensor([*generated(n, s)])],
+        [lambda n, s: torch.tensor([*generated(n, s)])],
         [ends(without_end), keeps_a_list, lambda n, s: [str(t) for t in generated(n, s)]],
     ),
 ]

@@ -131,12 +131,6 @@ def as_on_the_page(comm, tensor, hosts):
     over_hosts(comm, tensor, hosts)
 
 
-def through_one_host(comm, tensor, hosts):
-    """Two hosts: by halves. More: by a ring of leaders."""
-    parts = 1 if len(hosts) > 2 else None
-    over_hosts(comm, tensor, hosts[::-1], parts=parts)
-
-
 def around_all_ranks(comm, tensor, hosts):
     between(comm, tensor, list(range(comm.world_size)))
 
@@ -208,25 +202,25 @@ def returns_nothing(environment):
 ANSWERS = [
     Answers(
         check.hosts.inside,
-        [inside, inside_by_keyword],
+        [inside_by_keyword],
         [inside_overwrites, ends(inside_all_send_first), inside_adds_its_own_twice],
         on=4,
     ),
     Answers(
         check.hosts.between,
-        [between, Between()],
+        [Between()],
         [between_with_all, between_takes_the_mean, ends(between_its_rank_in_all)],
         on=6,
     ),
     Answers(
         check.hosts.all_reduce,
-        [as_on_the_page, through_one_host],
+        [as_on_the_page],
         [around_all_ranks, forgets_the_others_at_home, leaves_the_rest_out],
         on=4,
     ),
     Answers(
         check.hosts.place,
-        [place, place_by_counting],
+        [place_by_counting],
         [as_if(lambda tasks: tasks[0]), local_rank_is_rank, returns_nothing],
     ),
 ]

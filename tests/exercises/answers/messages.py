@@ -15,19 +15,6 @@ travel_by_value(__name__)
 # there_and_back(comm, mine)
 
 
-def rank_1_adds(comm, mine):
-    theirs = torch.empty_like(mine)
-    if comm.rank == 0:
-        comm.send(mine, 1)
-        return comm.recv(theirs, 1)
-    if comm.rank == 1:
-        comm.recv(theirs, 0)
-        theirs += mine
-        comm.send(theirs, 0)
-        return theirs
-    return None
-
-
 def both_add(comm, mine):
     if comm.rank < 2:
         theirs = torch.empty_like(mine)
@@ -157,11 +144,6 @@ def by_the_library(comm, mine):
 # message_time(small, large, num_bytes)
 
 
-def along_the_line(small, large, num_bytes):
-    beta = (large[1] - small[1]) / (large[0] - small[0])
-    return small[1] - beta * small[0] + beta * num_bytes
-
-
 def with_the_library_s_fit(small, large, num_bytes):
     return fit_link(*zip(small, large)).message_seconds(num_bytes)
 
@@ -181,22 +163,22 @@ def upside_down(small, large, num_bytes):
 ANSWERS = [
     Answers(
         check.messages.there_and_back,
-        [rank_1_adds, as_a_list],
+        [as_a_list],
         [rank_1_forgets_to_add, rank_1_sends_its_own_back, ends(everyone_but_0_is_rank_1)],
     ),
     Answers(
         check.messages.round_trip,
-        [rank_0_begins, trip_by_keyword],
+        [trip_by_keyword],
         [adds_at_home, sends_its_own, ends(all_receive_first)],
     ),
     Answers(
         check.messages.all_gather,
-        [steps_apart, by_the_library],
+        [by_the_library],
         [ends(as_it_stands), others_alone, through_rank_0],
     ),
     Answers(
         check.messages.message_time,
-        [along_the_line, with_the_library_s_fit],
+        [with_the_library_s_fit],
         [proportional, upside_down, lambda small, large, num_bytes: None],
     ),
 ]

@@ -3,7 +3,6 @@
 import itertools
 import time
 
-import numpy as np
 import torch
 from graded import Answers, ends
 from ranks import travel_by_value
@@ -26,23 +25,6 @@ def in_order(buckets, start):
         while len(started) < len(buckets) and not missing[len(started)]:
             started.append(len(started))
             start(started[-1])
-
-    return ready
-
-
-def with_numpy(buckets, start):
-    bucket_of = np.full(1 + max(map(max, buckets)), -1)
-    for number, bucket in enumerate(buckets):
-        bucket_of[bucket] = number
-    left, turn = np.bincount(bucket_of), 0
-
-    def ready(index):
-        nonlocal turn
-        left[bucket_of[index]] -= 1
-        now = len(left) if not left.any() else np.flatnonzero(left)[0]
-        for number in np.arange(turn, now):
-            start(number)
-        turn = max(turn, now)
 
     return ready
 
@@ -84,19 +66,6 @@ def finishes(parameters, buckets, flats, handles, batch_size):
         pieces = (flat / batch_size).split([parameters[i].numel() for i in bucket])
         for index, piece in zip(bucket, pieces):
             parameters[index].grad = piece.view_as(parameters[index])
-
-
-def in_place(parameters, buckets, flats, handles, batch_size):
-    for number, handle in enumerate(handles):
-        handle.wait()
-        start = 0
-        for index in buckets[number]:
-            parameter = parameters[index]
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            end = start + parameter.numel()
-            parameter.grad.copy_(flats[number][start:end].view(parameter.shape)).div_(batch_size)
-            start = end
 
 
 def bucket_by_bucket(parameters, buckets, flats, handles, batch_size):
@@ -203,17 +172,17 @@ def waits_for_all_starts(loss, parameters, buckets, start, batch_size):
 ANSWERS = [
     Answers(
         check.overlap.in_order,
-        [in_order, with_numpy],
+        [in_order],
         [as_they_fill, counts_gradients, returns_nothing],
     ),
     Answers(
         check.overlap.finish,
-        [finishes, bucket_by_bucket],
+        [bucket_by_bucket],
         [waits_for_the_first, divides_before_it_waits, makes_the_update],
     ),
     Answers(
         check.overlap.backward,
-        [variant(), variant(done=in_place)],
+        [variant()],
         [ends(starts_numbers), variant(remove=False), ends(waits_for_all_starts)],
     ),
 ]

@@ -51,14 +51,6 @@ def answers_at_once(comm, values, lr=0.1, order=1):
         comm.send(values, rank)
 
 
-def answers_by_optimizer(comm, values):
-    optimizer = torch.optim.SGD([values], lr=0.1)
-    for rank in workers(comm):
-        values.grad = comm.recv(torch.empty_like(values), rank)
-        optimizer.step()
-        comm.send(values, rank)
-
-
 def answers_from_new_parameters(comm, values):
     for rank in workers(comm):
         values = values - 0.1 * comm.recv(torch.empty_like(values), rank)
@@ -178,7 +170,7 @@ def ends_with_the_sum(comm, gradient, values, batch_size):
 ANSWERS = [
     Answers(
         check.parameter_server.push_and_pull,
-        [pushes_and_pulls, takes_both_ways_as_one],
+        [takes_both_ways_as_one],
         [
             partial(pushes_and_pulls, pushed=0.1),
             as_only_worker(pushes_parameters),
@@ -187,12 +179,12 @@ ANSWERS = [
     ),
     Answers(
         check.parameter_server.one_by_one,
-        [answers_at_once, answers_by_optimizer],
+        [answers_at_once],
         [collects_without_dividing, answers_from_new_parameters, answers_twice],
     ),
     Answers(
         check.parameter_server.server,
-        [serves, serves_by_optimizer],
+        [serves_by_optimizer],
         [
             counts_workers_in_float16,
             partial(serves, first=1.0),
@@ -202,12 +194,12 @@ ANSWERS = [
     ),
     Answers(
         check.parameter_server.worker,
-        [works, works_in_numpy],
+        [works_in_numpy],
         [ends(partial(works, pulled=slice(None, None, -1))), pushes_parameters, ends(pulls_first)],
     ),
     Answers(
         check.parameter_server.shards,
-        [does_both, everyone_by_turns],
+        [does_both],
         [ends_with_the_sum, partial(everyone_by_turns, own=False), serves_itself_twice],
     ),
 ]

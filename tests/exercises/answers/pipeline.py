@@ -22,13 +22,6 @@ def cut(inputs, targets, count):
     return [(x, y, len(y) / len(targets)) for x, y in parts]
 
 
-def cut_by_keyword(*, targets, count, inputs):
-    sizes = [len(rows) for rows in torch.arange(len(targets)).tensor_split(count)]
-    sizes = [size for size in sizes if size]
-    weights = torch.tensor(sizes) / len(targets)
-    return zip(inputs.split(sizes), targets.split(sizes), weights)
-
-
 def weighted(weight, split=torch.tensor_split):
     """Weights by ``weight(size, n, M)``."""
 
@@ -46,13 +39,6 @@ def empty_ones(inputs, targets, count):
 
 
 # GPipe's stream
-
-
-def fill_and_drain(stage, P, M):
-    for m in range(M):
-        yield Action("forward", m)
-    for m in range(M):
-        yield Action("backward", m)
 
 
 def one_at_a_time(stage, P, M):
@@ -187,25 +173,23 @@ def through_numpy(comm, hop, outgoing, landing):
 ANSWERS = [
     Answers(
         check.pipeline.micro_batches,
-        [cut, cut_by_keyword],
+        [cut],
         [weighted(lambda size, n, M: 1), empty_ones, lambda inputs, targets, count: None],
     ),
     Answers(
         check.pipeline.gpipe,
-        [fill_and_drain, gpipe],
+        [gpipe],
         [one_at_a_time, lambda stage, P, M: [f"F{m}" for m in range(M)], lambda stage, P, M: None],
     ),
-    Answers(
-        check.pipeline.bubble, [idle_share, bubble], [*WRONG_BUBBLES, idle_of_the_first_stage]
-    ),
+    Answers(check.pipeline.bubble, [bubble], [*WRONG_BUBBLES, idle_of_the_first_stage]),
     Answers(
         check.pipeline.one_f_one_b,
-        [with_warm_up(lambda s, P: P - 1 - s), by_recursion],
+        [by_recursion],
         [of_four_stages, forwards_again, 7],
     ),
     Answers(
         check.pipeline.hop,
-        [carry_out, through_numpy],
+        [through_numpy],
         [ends(send_first), ends(exchange_only), lambda comm, hop: None],
     ),
 ]

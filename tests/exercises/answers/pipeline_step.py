@@ -86,7 +86,7 @@ def forwards_first(stream):
 ANSWERS = [
     Answers(
         check.pipeline.step,
-        [variant(), clears_first],
+        [clears_first],
         [
             variant(loss=lambda out, targets, weight: loss_of(out, targets, 1)),
             all_at_once,

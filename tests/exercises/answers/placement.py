@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 from graded import Answers
 from ranks import travel_by_value
 
-from labkit.placement.planner import best_split, predict_split
+from labkit.placement.planner import predict_split
 from workbook import check
 
 travel_by_value(__name__)
@@ -48,20 +48,6 @@ def with_memory(needs):
     return lambda *args: best_cuts(*args, needs=needs)
 
 
-def with_cost(cost):
-    """A search that keeps the cap and minimises ``cost(profile, points, link)``."""
-
-    def fn(profile, max_stages, link, cap_bytes):
-        return search(
-            profile,
-            range(max_stages),
-            lambda points: all(memory(layers) <= cap_bytes for layers in stages(profile, points)),
-            lambda points: cost(profile, points, link),
-        )
-
-    return fn
-
-
 def with_all_devices(cost):
     def fn(profile, max_stages, link, cap_bytes):
         return search(
@@ -74,95 +60,8 @@ def with_all_devices(cost):
     return fn
 
 
-def longest_stage_s(profile, points, link):
-    return max(sum(layer.forward_s for layer in layers) for layers in stages(profile, points))
-
-
 def most_layers(profile, points, link):
     return max(map(len, stages(profile, points)))
-
-
-def fewest_cuts(profile, max_stages, link, cap_bytes):
-    return with_cost(lambda profile, points, link: (len(points), step_s(profile, points, link)))(
-        profile, max_stages, link, cap_bytes
-    )
-
-
-WRONG = [
-    (with_all_devices(most_layers), "cuts.equal_layers"),
-    (with_all_devices(longest_stage_s), "cuts.equal_seconds"),
-    (lambda *args: best_cuts(*args[:3], float("inf")), "cuts.cap_forgotten"),
-    (lambda *args: best_cuts(*args[:3], args[3] - 1), "cuts.cap_excluded"),
-    (
-        with_cost(lambda f, p, link: sum(link.message_seconds(sent(f, k + 1)) for k in p)),
-        "cuts.output_behind",
-    ),
-    (with_all_devices(step_s), "cuts.all_devices"),
-    (fewest_cuts, "cuts.fewest"),
-    (with_cost(lambda f, p, link: sum(sent(f, k) for k in p)), "cuts.bytes_alone"),
-    (
-        with_cost(lambda f, p, link: max((sent(f, k) for k in p), default=0)),
-        "cuts.largest_hop",
-    ),
-    (with_memory(lambda layers: memory(layers, times=1)), "cuts.value_alone"),
-    (with_memory(lambda layers: memory(layers, held=False)), "cuts.activations_forgotten"),
-    (lambda *args: (0,), "cuts.invalid"),
-    (lambda *args: (3, 2), "cuts.invalid"),
-    (lambda *args: (1, 2, 3), "cuts.devices"),
-    (lambda *args: (3,), "cuts.memory"),
-    (lambda *args: (8,), "cuts.memory", "stage 0 needs 1.18 MiB"),
-    (lambda *args: 4, "cuts.kind"),
-    (lambda *args: None, "cuts.kind"),
-    (lambda *args: {}["cut"], "answer.raised"),
-    (lambda profile: (4,), "answer.raised"),
-]
-
-
-def planner(profile, max_stages, link, cap_bytes):
-    found = []
-    for stages in range(1, max_stages + 1):
-        try:
-            found.append(best_split(profile, stages, link, memory_cap_bytes=cap_bytes))
-        except ValueError:
-            continue
-    return min(found, key=lambda split: split.step_s).split_points
-
-
-def greedy(profile, max_stages, link, cap_bytes):
-    """Cuts as late as the memory allows."""
-    points, start = [], 0
-    for k in range(1, len(profile.layers) + 1):
-        if memory(profile.layers[start:k]) > cap_bytes:
-            points.append(k - 1)
-            start = k - 1
-    return tuple(points)
-
-
-def without_latency(profile, max_stages, link, cap_bytes):
-    return with_cost(lambda f, p, link: sum(sent(f, k) for k in p))(
-        profile, max_stages, link, cap_bytes
-    )
-
-
-def one_device_too_many(profile, max_stages, link, cap_bytes):
-    return best_cuts(profile, max_stages + 1, link, cap_bytes)
-
-
-def up_to_all_devices_but_one(profile, max_stages, link, cap_bytes):
-    try:
-        return best_cuts(profile, max_stages - 1, link, cap_bytes)
-    except ValueError:
-        return best_cuts(profile, max_stages, link, cap_bytes)
-
-
-WRONG += [
-    (greedy, "cuts.slower", "not answer.raised"),
-    (without_latency, "cuts.bytes_alone"),
-    (one_device_too_many, "cuts.devices", "there are only 2 devices"),
-    (up_to_all_devices_but_one, "cuts.slower"),
-    (lambda *args: [str(k) for k in best_cuts(*args)], "cuts.invalid"),
-    (lambda *args: (k for k in (*best_cuts(*args), 99)), "cuts.invalid"),
-]
 
 
 # Bytes over cuts
@@ -223,7 +122,7 @@ def step_by_the_planner(profile, split_points, link):
 ANSWERS = [
     Answers(
         check.placement.bytes_over_cuts,
-        [crossing(), crossing_in_other_order],
+        [crossing_in_other_order],
         [
             crossing(behind=0),
             crossing(both=lambda cut, frozen: cut <= frozen),
@@ -232,12 +131,12 @@ ANSWERS = [
     ),
     Answers(
         check.placement.step_seconds,
-        [step(), step_by_the_planner],
+        [step_by_the_planner],
         [step(stages=max), step(hops=max), lambda profile, split_points, link: profile.seconds],
     ),
     Answers(
         check.placement.best_cuts,
-        [best_cuts, planner],
+        [best_cuts],
         [
             with_all_devices(most_layers),
             with_memory(lambda layers: memory(layers, held=False)),

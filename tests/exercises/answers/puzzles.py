@@ -17,22 +17,6 @@ def neighbours(comm):
     return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
 
 
-def in_clothes(fn):
-    """The same answer, called and returned in other ways."""
-
-    def to_numpy(comm, tensor):
-        return np.asarray(fn(comm, tensor))
-
-    def to_numbers(comm, tensor):
-        found = fn(comm, tensor)
-        return found.tolist() if isinstance(found, torch.Tensor) else [*found]
-
-    def by_keyword(*, tensor, comm):
-        return fn(comm, tensor)
-
-    return [fn, to_numpy, to_numbers, by_keyword]
-
-
 # largest(comm, tensor)
 
 
@@ -73,17 +57,6 @@ def by_magnitude(comm, tensor):
 
 
 # pass_on(comm, tensor)
-
-
-def by_parity(comm, tensor):
-    (right, left), incoming = neighbours(comm), torch.empty_like(tensor)
-    if comm.rank % 2:
-        comm.recv(incoming, left)
-        comm.send(tensor, right)
-    else:
-        comm.send(tensor, right)
-        comm.recv(incoming, left)
-    return incoming
 
 
 def last_rank_last(comm, tensor):
@@ -127,13 +100,6 @@ def all_send_first(comm, tensor):
 # pass_in_place(comm, tensor)
 
 
-def in_chunks(comm, tensor):
-    right, left = neighbours(comm)
-    spare = torch.empty_like(tensor[: -(-len(tensor) // 8)])
-    for segment in tensor.chunk(8):
-        segment.copy_(comm.exchange(segment, right, spare[: len(segment)], left))
-
-
 def recursively(comm, tensor, left_over=8):
     right, left = neighbours(comm)
     part, rest = tensor.tensor_split([math.ceil(len(tensor) / left_over)])
@@ -169,20 +135,6 @@ def exact_up_rounded_down(comm, tensor):
     for rank in range(1, comm.world_size):
         comm.send(total.float(), rank)
     return total.float()
-
-
-def exact_along_a_chain(comm, tensor):
-    total = tensor.to(torch.float64).sum().view(1)
-    last = comm.world_size - 1
-    if comm.rank:
-        total += comm.recv(torch.empty_like(total), comm.rank - 1)
-    rounded = total.float()
-    if comm.rank < last:
-        comm.send(total, comm.rank + 1)
-        comm.recv(rounded, comm.rank + 1)
-    if comm.rank:
-        comm.send(rounded, comm.rank - 1)
-    return rounded[0]
 
 
 def exact_both_ways(comm, tensor):
@@ -300,32 +252,6 @@ def bruck(comm, tensor):
     return [have[(r - rank) % P] for r in range(P)]
 
 
-def bruck_the_other_way(comm, tensor):
-    """The tensors before its own, in one matrix."""
-    P, rank = comm.world_size, comm.rank
-    have, count = torch.empty(P, len(tensor)), 1
-    have[0] = tensor
-    while count < P:
-        more = min(count, P - count)
-        dst, src = (rank + count) % P, (rank - count) % P
-        comm.exchange(have[:more], dst, have[count : count + more], src)
-        count += more
-    return have[[(rank - r) % P for r in range(P)]]
-
-
-def in_a_dict(comm, tensor):
-    P, rank, have = comm.world_size, comm.rank, {comm.rank: tensor}
-    while len(have) < P:
-        distance = len(have)
-        mine = [(rank + i) % P for i in range(min(distance, P - distance))]
-        theirs = [(source + distance) % P for source in mine]
-        sent = torch.cat([have[source] for source in mine])
-        dst, src = (rank - distance) % P, (rank + distance) % P
-        came = comm.exchange(sent, dst, torch.empty_like(sent), src).chunk(len(mine))
-        have |= dict(zip(theirs, came))
-    yield from (have[source] for source in sorted(have))
-
-
 def gathers_around_a_ring(comm, tensor):
     (right, left), P = neighbours(comm), comm.world_size
     found = [tensor] * P
@@ -366,11 +292,6 @@ def best_number(comm, tensor):
 
 def in_segments(comm, tensor):
     through_a_chain(comm, tensor.tensor_split(best_number(comm, tensor)))
-
-
-def in_reverse(comm, tensor):
-    """The last segment first."""
-    through_a_chain(comm, tensor.chunk(best_number(comm, tensor))[::-1])
 
 
 def in_a_tree(comm, tensor):
@@ -487,70 +408,64 @@ def rotates(comm, tensor):
     return total
 
 
-GATHERED = [bruck, bruck_the_other_way, in_a_dict]
-GATHERED += [lambda comm, tensor: tuple(bruck(comm, tensor))]
-GATHERED += [lambda comm, tensor: torch.stack(bruck(comm, tensor)).numpy()]
-GATHERED += [lambda *, comm, tensor: dict(enumerate(bruck(comm, tensor))).values()]
-
-
 ANSWERS = [
     Answers(
         check.puzzles.largest,
-        [through_rank_0, *in_clothes(through_rank_0)[1:]],
+        [through_rank_0],
         [sends_all, looks_at_its_own, by_magnitude],
         on=6,
     ),
     Answers(
         check.puzzles.pass_on,
-        [*in_clothes(by_parity), last_rank_last],
+        [last_rank_last],
         [rank_0_first, to_the_left, ends(all_send_first)],
         on=6,
     ),
     Answers(
         check.puzzles.pass_in_place,
-        [in_chunks, passes_all_in_place],
+        [passes_all_in_place],
         [in_a_spare_tensor, hides_it_in_numpy, by_exchange],
         on=6,
     ),
     Answers(
         check.puzzles.same_bits,
-        [exact_up_rounded_down, exact_along_a_chain],
+        [exact_up_rounded_down],
         [exact_both_ways, sums_its_own, returns_all_sums],
         on=6,
     ),
     Answers(
         check.puzzles.broadcast,
-        [*in_clothes(by_doubling), by_bits],
+        [by_bits],
         [root_tells_all, two_chains, tells_nobody],
         on=8,
     ),
     Answers(
         check.puzzles.prefix_sum,
-        [*in_clothes(hillis_steele), in_double],
+        [in_double],
         [prefix_in_a_row, from_the_end, stops_after_one_step],
         on=6,
     ),
     Answers(
         check.puzzles.all_gather,
-        [bruck, in_a_dict],
+        [bruck],
         [gathers_around_a_ring, rotated(1), rotated(-1)],
         on=6,
     ),
     Answers(
         check.puzzles.long_broadcast,
-        [in_segments, in_reverse],
+        [in_segments],
         [in_a_tree, number_by_number, sends_nothing],
         on=6,
     ),
     Answers(
         check.puzzles.reduce_blocks,
-        [by_halving, halving_to_the_left],
+        [halving_to_the_left],
         [block_by_block, keeps_its_own_block, block_of_the_next],
         on=6,
     ),
     Answers(
         check.puzzles.all_reduce,
-        [*in_clothes(in_census), census_in_double],
+        [census_in_double],
         [by_folding, rotates, doubles_around_the_circle],
         on=6,
     ),

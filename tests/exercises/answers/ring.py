@@ -59,30 +59,12 @@ def sends_the_wrong_chunk(comm, chunks):
         target[:n] += incoming[:n]
 
 
-def sends_then_receives(comm, chunks):
-    right, left = neighbours(comm)
-    for step in range(comm.world_size - 1):
-        chunk = (comm.rank - step) % comm.world_size
-        incoming = torch.empty_like(chunks[chunk - 1])
-        if comm.rank % 2 == 0:
-            comm.send(chunks[chunk], right)
-            comm.recv(incoming, left)
-        else:
-            comm.recv(incoming, left)
-            comm.send(chunks[chunk], right)
-        chunks[chunk - 1] += incoming
-
-
 def divides_its_chunk(comm, chunks):
     collectives.share_reduce(comm, chunks)
     chunks[(comm.rank + 1) % comm.world_size] /= comm.world_size
 
 
 # share_only(comm, chunks)
-
-
-def copies(more=-1, first=1, to="right", put=overwrites):
-    return variant(more, first=first, to=to, put=put)
 
 
 def copies_the_whole_tensor(comm, chunks):
@@ -117,16 +99,7 @@ def works_in_float16(comm, tensor):
     tensor.copy_(half)
 
 
-# The other options: the way to the left, and the mean
-
-
 # weighted_mean(comm, gradient, num_samples)
-
-
-def packs(comm, gradient, num_samples):
-    packed = torch.cat([num_samples * gradient, gradient.new_tensor([num_samples])])
-    collectives.ring_all_reduce(comm, packed)
-    return packed[:-1] / packed[-1]
 
 
 def in_two_rows(comm, gradient, num_samples):
@@ -195,13 +168,13 @@ def adds_to_a_new_tensor(comm, tensor):
 ANSWERS = [
     Answers(
         check.ring.share_reduce,
-        [collectives.share_reduce, sends_then_receives],
+        [collectives.share_reduce],
         [variant(put=overwrites), sends_the_wrong_chunk, divides_its_chunk],
         on=4,
     ),
     Answers(
         check.ring.share_only,
-        [collectives.share_only, copies()],
+        [collectives.share_only],
         [variant(first=1), copies_the_whole_tensor, stores_one_place_too_far],
         on=4,
     ),
@@ -213,7 +186,7 @@ ANSWERS = [
     ),
     Answers(
         check.ring.weighted_mean,
-        [packs, in_two_rows],
+        [in_two_rows],
         [
             then_weighted(lambda comm, own, total, n: total / comm.world_size),
             then_weighted(lambda comm, own, total, n: own),
@@ -222,7 +195,7 @@ ANSWERS = [
     ),
     Answers(
         check.ring.rotate_and_add,
-        [partial(rotates, to="left"), rotates_in_numpy],
+        [rotates_in_numpy],
         [passes_on_the_sum, adds_to_a_new_tensor, partial(rotates, steps=-2)],
     ),
 ]

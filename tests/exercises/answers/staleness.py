@@ -1,7 +1,5 @@
 """Answers to ``check.staleness``."""
 
-import bisect
-
 import numpy as np
 import torch
 from graded import Answers, ends
@@ -26,18 +24,6 @@ def staleness_of(events):
     return late
 
 
-def uses_up_its_argument(events):
-    version, pulled, late = 0, {}, []
-    while events:
-        kind, worker = events.pop(0)
-        if kind == "pull":
-            pulled[worker] = version
-        else:
-            late.append(np.int64(version - pulled[worker]))
-            version += 1
-    return late
-
-
 def counts_itself(events):
     return [late + 1 for late in staleness_of(events)]
 
@@ -52,18 +38,6 @@ def others(worker, pulled):
 def may_apply(worker, version, pulled, bound):
     oldest_first = sorted(others(worker, pulled))
     return all(version + 1 + k - v <= bound for k, v in enumerate(oldest_first))
-
-
-def keeps_them_sorted(worker, version, pulled, bound):
-    queue = []
-    for other in pulled:
-        if other != worker:
-            bisect.insort(queue, pulled[other])
-    while queue:
-        version += 1
-        if version - queue.pop(0) > bound:
-            return False
-    return True
 
 
 # The server
@@ -89,19 +63,6 @@ def serve_one_after_another(comm, parameters, num_updates):
             comm.send(parameters, worker)
 
 
-def serve_and_return(comm, parameters, num_updates):
-    gradients = {worker: torch.empty(len(parameters)) for worker in workers_of(comm)}
-    pushes = 0
-    while pushes != num_updates:
-        buffer = torch.empty_like(parameters)
-        worker = comm.recv_any(buffer, gradients)
-        gradients[worker].copy_(buffer)
-        parameters.copy_(parameters - gradients[worker])
-        comm.send(parameters, worker)
-        pushes += 1
-    return parameters
-
-
 def variant(update=lambda p, g, n: p.sub_(g), answer=lambda p: p):
     def fn(comm, parameters, num_updates):
         gradient = torch.empty_like(parameters)
@@ -122,14 +83,6 @@ def push(comm, parameters, worker):
     comm.recv(gradient, worker)
     parameters -= gradient
     comm.send(parameters, worker)
-
-
-def push_and_return(comm, parameters, worker):
-    new = parameters - comm.recv(torch.empty_like(parameters), src=worker)
-    for place, value in enumerate(new.tolist()):
-        parameters[place] = value
-    comm.send(new, worker)
-    return new
 
 
 def one_push(update=lambda p, g, n: p.sub_(g), answer=lambda p, g: p, first=False):
@@ -164,20 +117,6 @@ def serve_gently(comm, parameters, num_updates):
     return served
 
 
-def with_the_tracker_of_events(comm, parameters, num_updates):
-    events = [("pull", worker) for worker in workers_of(comm)]
-    gradient, books = torch.empty_like(parameters), []
-    for _ in range(num_updates):
-        worker = comm.recv_any(gradient, {*workers_of(comm)})
-        events.append(("push", worker))
-        late = staleness_of(events)[-1]
-        parameters -= gradient * (1 / (1 + late))
-        comm.send(parameters, worker)
-        events.append(("pull", worker))
-        books.append([torch.tensor(worker), late])
-    return books
-
-
 def gentle(factor=lambda late: 1 / (1 + late), told=lambda late: late, first=False, row=tuple):
     def fn(comm, parameters, num_updates):
         gradient, workers = torch.empty_like(parameters), workers_of(comm)
@@ -204,9 +143,8 @@ def says_nothing(comm, parameters, num_updates):
 ANSWERS = [
     Answers(
         check.staleness.bookkeeping,
-        [staleness_of, lambda events: np.array(staleness_of(events))],
+        [lambda events: np.array(staleness_of(events))],
         [
-            uses_up_its_argument,
             counts_itself,
             lambda events: [i for i, (kind, _) in enumerate(events) if kind == "push"],
             lambda events: None,
@@ -214,7 +152,7 @@ ANSWERS = [
     ),
     Answers(
         check.staleness.admission,
-        [may_apply, keeps_them_sorted],
+        [may_apply],
         [
             lambda w, version, pulled, bound: True,
             lambda w, version, pulled, bound: all(
@@ -226,7 +164,7 @@ ANSWERS = [
     ),
     Answers(
         check.staleness.server,
-        [serve, serve_and_return],
+        [serve],
         [
             ends(serve_one_after_another),
             variant(lambda p, g, n: p - g),
@@ -235,7 +173,7 @@ ANSWERS = [
     ),
     Answers(
         check.staleness.push,
-        [push, push_and_return],
+        [push],
         [
             ends(push_in_silence),
             one_push(lambda p, g, n: p.sub_(g / n)),
@@ -244,7 +182,7 @@ ANSWERS = [
     ),
     Answers(
         check.staleness.smaller_steps,
-        [serve_gently, with_the_tracker_of_events],
+        [serve_gently],
         [gentle(factor=lambda late: 1.0), gentle(told=lambda late: late + 1), says_nothing],
     ),
 ]

@@ -23,11 +23,6 @@ def times(step, clock, repeats):
     return end - begin
 
 
-def by_median(step, clock, repeats):
-    step()
-    return statistics.median([times(step, clock, repeats) for _ in range(repeats)])
-
-
 def warm_up_was_timed_too(step, clock, repeats):
     seconds = [times(step, clock, repeats) for _ in range(repeats + 1)]
     return statistics.median_high(seconds[1:])
@@ -49,32 +44,11 @@ def by_factors(samples, side, c_in, c_out, window):
     return 2 * samples * side**2 * c_in * c_out * window**2
 
 
-def with_the_counter(samples, side, c_in, c_out, window):
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        images, weight = (
-            torch.zeros(samples, c_in, side, side),
-            torch.zeros(c_out, c_in, window, window),
-        )
-        functional.conv2d(images, weight, padding=window // 2)
-    return counter.get_total_flops()
-
-
 # largest_batch(num_parameters, state, kept_bytes, memory_bytes)
 
 
 def fits(num_parameters, state, kept_bytes, memory_bytes):
     return max(0, (memory_bytes - 4 * num_parameters * (2 + state)) // kept_bytes)
-
-
-def by_halving(num_parameters, state, kept_bytes, memory_bytes):
-    low, high = 0, memory_bytes // kept_bytes
-    while low < high:
-        middle = (low + high + 1) // 2
-        need = 4 * num_parameters * (2 + state) + middle * kept_bytes
-        low, high = (middle, high) if need <= memory_bytes else (low, middle - 1)
-    return low
 
 
 def without(bytes_of_model):
@@ -132,14 +106,6 @@ def scaled(weight, gradient, scale, good, lr, patience):
     return (weight, 2 * scale, 0) if good + 1 == patience else (weight, scale, good + 1)
 
 
-def unscales_first(weight, gradient, scale, good, lr, patience):
-    gradient = gradient.double() / scale
-    if gradient.isinf().any() or gradient.isnan().any():
-        return weight, scale / 2, 0
-    grows = good == patience - 1
-    return weight - lr * gradient, scale * 2**grows, (good + 1) * (not grows)
-
-
 def slip(**options):
     return partial(_slips, options)
 
@@ -162,12 +128,12 @@ def _slips(options, weight, gradient, scale, good, lr, patience):
 ANSWERS = [
     Answers(
         check.step.timer,
-        [by_median, warm_up_was_timed_too],
+        [warm_up_was_timed_too],
         [timed(statistics.median, warm_ups=0), timed(min), timed(str)],
     ),
     Answers(
         check.step.flops,
-        [by_factors, with_the_counter],
+        [by_factors],
         [
             lambda n, s, i, o, w: n * s**2 * i * o * w**2,
             lambda n, s, i, o, w: 2 * n * s**2 * i * w**2,
@@ -176,7 +142,7 @@ ANSWERS = [
     ),
     Answers(
         check.step.largest_batch,
-        [fits, by_halving],
+        [fits],
         [
             without(lambda p, s: 4 * p * (1 + s)),
             without(lambda p, s: 4 * s * p),
@@ -185,12 +151,12 @@ ANSWERS = [
     ),
     Answers(
         check.step.accumulate,
-        [in_splits, by_the_rest],
+        [in_splits],
         [weighted(lambda n, parts: parts, "mean"), the_whole_batch, negative],
     ),
     Answers(
         check.step.loss_scaling,
-        [scaled, unscales_first],
+        [scaled],
         [slip(still_scaled=True), slip(not_reset=True), slip(stays=True, not_reset=True)],
     ),
 ]

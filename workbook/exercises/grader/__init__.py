@@ -6,9 +6,9 @@ it, ``watched`` for the library's functions and its arguments; ``judge_values`` 
 """
 
 from workbook.exercises.grader.exercise import Case, Exercise, Target, Wrong
-from workbook.exercises.grader.grader import WORLD_SIZES, grade, returns
-from workbook.exercises.grader.in_process import answers, ask
+from workbook.exercises.grader.grader import COLLECTIVES, WORLD_SIZES, Check, grade, returns
+from workbook.exercises.grader.in_process import answers, ask, judged, solved
 from workbook.exercises.grader.report import Verdict
 
-__all__ = ["WORLD_SIZES", "Case", "Exercise", "Target", "Verdict", "Wrong"]
-__all__ += ["answers", "ask", "grade", "returns"]
+__all__ = ["COLLECTIVES", "WORLD_SIZES", "Case", "Check", "Exercise", "Target", "Verdict", "Wrong"]
+__all__ += ["answers", "ask", "grade", "judged", "returns", "solved"]

@@ -4,12 +4,12 @@
 tensor of no dimension a number. Then numbers are compared up to the rounding of float32.
 """
 
-import itertools
 import math
 from collections import deque
-from collections.abc import Generator, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from decimal import Decimal
 from fractions import Fraction
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ _EPS = torch.finfo(torch.float32).eps
 _FEW = 16
 # An endless generator must not hang the check.
 MOST_ENTRIES = 100_000
-_IN_ORDER = (list, tuple, range, deque, KeysView, ValuesView, ItemsView, Generator, Iterator)
+_IN_ORDER = (list, tuple, range, deque, KeysView, ValuesView, ItemsView, Iterator)
 
 
 def plain(value: Any) -> Any:
@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (Fraction, Decimal)):
         return int(value) if value == int(value) else float(value)
     if isinstance(value, _IN_ORDER):
-        return [plain(entry) for entry in itertools.islice(value, MOST_ENTRIES)]
+        return [plain(entry) for entry in islice(value, MOST_ENTRIES)]
     if isinstance(value, Mapping):
         return {plain(key): plain(entry) for key, entry in value.items()}
     return {plain(entry) for entry in value} if isinstance(value, (set, frozenset)) else value
@@ -47,18 +47,15 @@ def fit(value: Any, expected: Any) -> Any:
     """``value`` made plain, and as a tensor, list or number if ``expected`` is one."""
     value = plain(value)
     if isinstance(expected, Tensor) and isinstance(value, list):
-        with_rows = [torch.as_tensor(row).double() for row in value] if _are_rows(value) else []
-        alike = {(len(value), *row.shape) for row in with_rows} == {tuple(expected.shape)}
-        value = torch.stack(with_rows) if alike else value
+        if all(isinstance(row, (Tensor, int, float)) for row in value):
+            rows = [torch.as_tensor(row).double() for row in value]
+            if {(len(value), *row.shape) for row in rows} == {tuple(expected.shape)}:
+                return torch.stack(rows)
     elif isinstance(expected, list) and isinstance(value, Tensor):
-        value = [plain(row) for row in value]
+        return [plain(row) for row in value]
     elif isinstance(expected, (int, float)) and isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
+        return value.item()
     return value
-
-
-def _are_rows(value: list) -> bool:
-    return all(isinstance(row, (Tensor, int, float)) for row in value)
 
 
 def same(value: Any, expected: Any, summands: Sequence[Tensor] = (), *, gaps: bool = True) -> bool:
@@ -85,28 +82,22 @@ def same(value: Any, expected: Any, summands: Sequence[Tensor] = (), *, gaps: bo
         alike = isinstance(value, dict) and value.keys() == expected.keys()
         return alike and all(same(value[k], e, gaps=gaps) for k, e in expected.items())
     if isinstance(expected, (int, float)):
-        return isinstance(value, (int, float)) and _same_number(value, expected)
+        if not isinstance(value, (int, float)):
+            return False
+        if isinstance(value, int) and isinstance(expected, int):
+            return value == expected
+        return math.isclose(value, expected, rel_tol=_FEW * _EPS, abs_tol=1e-9)
     if isinstance(expected, set) and isinstance(value, list):
         return len(value) == len(expected) and all(entry in value for entry in expected)
     return type(value) is type(expected) and bool(value == expected)
-
-
-def _same_number(value: float, expected: float) -> bool:
-    if isinstance(value, int) and isinstance(expected, int):
-        return value == expected
-    return math.isclose(value, expected, rel_tol=_FEW * _EPS, abs_tol=1e-9)
 
 
 def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> Tensor:
     """Which elements of two tensors of one shape are equal up to the rounding of float32.
 
     A sum of n numbers may be off by n roundings of the sum of their magnitudes (Higham, Accuracy
-    and Stability of Numerical Algorithms, section 4.2).
-
-    Args:
-        value, expected: of one shape.
-        summands: those of the same shape are taken as the numbers that were added. Without any,
-            the largest expected element stands for them.
+    and Stability of Numerical Algorithms, section 4.2). The ``summands`` of the same shape are
+    the numbers that were added; without any, the largest expected element stands for them.
     """
     value, expected = value.cpu().double(), expected.cpu().double()
     added = [s.double().abs().nan_to_num(posinf=0.0) for s in summands if s.shape == value.shape]

@@ -44,34 +44,23 @@ def new_seed() -> int:
 
 
 class Target(NamedTuple):
-    """The traffic that one rank may cause in one call, less is better; None is not judged.
-
-    ``operations`` counts the calls of send, recv and exchange; ``peers`` are the ranks it may
-    send to; ``barriers`` the calls of ``comm.barrier``.
-    """
+    """The traffic that one rank may cause in one call, less is better; None is not judged."""
 
     messages: int | None = None
     num_bytes: int | None = None
-    operations: int | None = None
-    peers: frozenset[int] | None = None
+    operations: int | None = None  # calls of send, recv and exchange
+    peers: frozenset[int] | None = None  # to which it may send
     barriers: int | None = 0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the learner's function.
-
-    Attributes:
-        world_size: P.
-        size: the elements of a rank's tensor.
-        seed: of the data; each check draws another one.
-        call: 0, or 1 for the second call, which gets other data.
-    """
+    """One call of the learner's function, with data that differs from check to check."""
 
     world_size: int
-    size: int
+    size: int  # the elements of a rank's tensor
     seed: int = 0
-    call: int = 0
+    call: int = 0  # 1 for the second call, which gets other data
 
     def tensor(self, rank: int) -> Tensor:
         """What ``rank`` starts with: float32 [size], random, always the same for one case."""
@@ -82,14 +71,11 @@ class Case:
 
     def random(self, key: int, *shape: int) -> Tensor:
         """A random tensor, float32, another one for each key (below 65536), seed and call."""
-        return random_tensor(self._seed_of(key), *shape)
+        return random_tensor((2 * self.seed + self.call) * _KEYS + key, *shape)
 
     def integer(self, key: int, least: int, most: int) -> int:
         """A random integer, ``most`` included, another one for each key, seed and call."""
-        return Random(self._seed_of(key)).randint(least, most)
-
-    def _seed_of(self, key: int) -> int:
-        return (2 * self.seed + self.call) * _KEYS + key
+        return Random((2 * self.seed + self.call) * _KEYS + key).randint(least, most)
 
     def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
         """The sum of ``of(rank)`` over the ranks."""
@@ -106,25 +92,19 @@ class Case:
 
 
 class Outcome(NamedTuple):
-    """What one rank's call left behind.
+    """What one rank's call left behind."""
 
-    ``value`` is graded; ``stand_in`` is what the learner may have meant instead (a returned
-    tensor, a list whose entries were replaced). ``steps`` are the calls of comm in their order:
-    ``("exchange", dst, src, bytes)``, ``("send", dst, None, bytes)`` .... ``library`` names a
-    function that solves the exercise and that was called; ``changed`` says what the call has done
-    to its arguments.
-    """
-
-    value: Any
-    stand_in: Any
+    value: Any  # what is graded
+    stand_in: Any  # what may be meant instead: a returned tensor, a list with other entries
     messages: int
     num_bytes: int
     operations: int
     bytes_to: dict[int, int]
     barriers: int = 0
+    # The calls of comm: ("exchange", dst, src, bytes), ("send", dst, None, bytes), ....
     steps: tuple[tuple, ...] = ()
-    library: str = ""
-    changed: str = ""
+    library: str = ""  # a function that solves the exercise and that was called
+    changed: str = ""  # what the call has done to its arguments, in words
 
 
 class Wrong(str):
@@ -145,36 +125,31 @@ def same_bits(case: Case, ranks: Ranks) -> Found:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exercise:
     """What a function has to do on P ranks.
 
     Attributes:
         name: its name in the verdict.
-        expected: (rank, case) -> what the rank must end with: a tensor, a number, or a list of
-            them. None means "anything" for a value written in place, and for an entry of a list.
+        expected: (rank, case) -> what the rank must end with, a tensor, number or list; None is
+            "anything" for a value written in place, and for an entry of a list.
         inputs: (rank, case) -> the arguments after ``comm``, made on the rank.
         signature: the names of all arguments, in one string.
         written: the position of the argument after ``comm`` that is written in place and graded;
             None if the returned value is graded.
         chunked: judge the tensor as P chunks, and name the first wrong one.
-        parts: case -> name -> what a wrong value may be made of, shaped as ``expected``; by
-            default the tensors of all ranks.
-        mistakes: a sentence -> (rank, case) -> the wrong value that the mistake leads to; three
-            at most, where a teacher knows more than the numbers say.
-        judge: (case, values by rank) -> what is wrong, or None; used instead of ``expected``
-            where the ranks must be judged together.
+        parts: case -> name -> what a wrong value may be made of; by default all ranks' tensors.
+        mistakes: at most three sentences -> (rank, case) -> the wrong value it leads to.
+        judge: (case, values by rank) -> what is wrong, or None; in place of ``expected``.
         rule: (case, outcomes by rank) -> what is wrong although the values are right, or None.
         target: (rank, case) -> Target of this rank.
         call: (fn, comm, *inputs) -> what is graded, or a ``Wrong``.
-        sizes: the numbers of elements to try in a rank's tensor, the most informative first; ()
-            if the exercise has no tensor of variable size.
+        sizes: the numbers of elements to try, the most informative first; () for none.
         nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
         special: case -> what is special about it, in words, or "".
         library: labkit's own function with the same arguments, shown beside the learner's run.
         drawn_size: the elements of a rank's tensor in that run; by default the first of ``sizes``.
-        may_call: names of functions of labkit or PyTorch that solve exercises, and of modules
-            with such functions, that the learner may call all the same.
+        may_call: names of functions that solve exercises, or of modules, which may be called.
     """
 
     name: str

@@ -6,10 +6,12 @@ traffic, shows one verdict, and never raises.
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from labkit import collectives
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.runtime.messages import dumps
 from labkit.units import format_count
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, new_seed
@@ -36,23 +38,35 @@ from workbook.exercises.grader.stub import about_stub, is_stub, is_untouched
 from workbook.exercises.grader.watched import names_to_call_by
 
 WORLD_SIZES = (2, 3, 4)
+# An exercise may be built on these; not on the function that it asks for.
+COLLECTIVES = frozenset(dir(collectives))
 
 
 def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_SIZES) -> Verdict:
-    """Run ``fn`` on real ranks, print the verdict and return it.
+    """Run ``fn`` on P real ranks for each of ``world_sizes``, print the verdict and return it.
 
-    Args:
-        fn: the learner's function, called with the arguments of ``exercise.signature``.
-        exercise: what ``fn`` has to do.
-        world_sizes: the P to try, in this order.
-
-    Returns:
-        The verdict. Nothing is raised: the verdict tells every failure.
+    Nothing is raised: the verdict tells every failure.
     """
     # By its name in the module, which tests replace.
     verdict = told(exercise.name, lambda: grade_on_ranks(fn, exercise, world_sizes))
     verdict.run_again = partial(own_run, fn, exercise)
     return verdict
+
+
+@dataclass(frozen=True, eq=False)
+class Check(Exercise):
+    """An exercise that grades the function with which it is called, on real ranks.
+
+    Attributes:
+        link: over which the learner's own run is drawn.
+    """
+
+    link: EmulatedLink | None = None
+
+    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+        verdict = grade(fn, self, world_sizes)
+        verdict.run_again = partial(own_run, fn, self, link=self.link)
+        return verdict
 
 
 def returns(
@@ -65,22 +79,12 @@ def returns(
 ) -> Verdict:
     """Grade a function by what each rank returns: an ``Exercise`` in one call.
 
-    Args:
-        fn: the learner's function, called with ``comm`` alone unless ``more`` says otherwise.
-        expected: (rank, case) -> what the rank must return.
-        name: the name of the exercise, by default that of the function.
-        world_sizes: the P to try, in this order.
-        more: other fields of ``Exercise``: ``inputs=``, ``signature=``, ``sizes=``, .... By
-            default the function may call ``labkit.collectives``, except for the function of the
-            same name.
-
-    Returns:
-        The verdict, as ``grade`` does.
+    ``fn(comm)`` has to return ``expected(rank, case)``; ``more`` are other fields of ``Exercise``.
+    By default it may call ``labkit.collectives``, but not the function of its own name.
     """
     name = name or getattr(fn, "__name__", type(fn).__name__)
     fields: dict[str, Any] = {"inputs": lambda rank, case: (), "signature": "comm", "sizes": ()}
-    # A page's own exercise may be built on sums over ranks; not on the function that it asks for.
-    fields |= {"written": None, "may_call": frozenset(dir(collectives)) - {name}} | more
+    fields |= {"written": None, "may_call": COLLECTIVES - {name}} | more
     return grade(fn, Exercise(name, expected, **fields), world_sizes)
 
 

@@ -5,6 +5,7 @@ function does.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,13 +49,8 @@ def answers(
         fn: the learner's function.
         expected: the arguments, a tuple -> the expected result; or a list of such pairs.
         name: the name of the exercise, by default that of the function.
-        signature: the names of the arguments, in one string; a function with parameters of these
-            names may have them in any order.
-        mistakes: a sentence -> a function that makes this mistake. The sentence is shown if all
-            answers equal those of that function.
-
-    Returns:
-        The verdict. Nothing is raised: the verdict tells every failure.
+        signature: the names of the arguments, in one string.
+        mistakes: a sentence -> a function that makes this mistake, as all answers do.
     """
     own_name = getattr(fn, "__name__", type(fn).__name__)
     names = [f"{name}=" for name in signature.split(", ")] if signature else []
@@ -84,6 +80,51 @@ def differs(question: Question, answer: Any) -> Found:
 def ask(name: str, fn: Callable, *args: Any, **options: Any) -> Verdict:
     """``verdict_of``, printed."""
     return told(name, partial(verdict_of, name, fn, *args, **options))
+
+
+Grades = Callable[[Callable], Verdict]
+
+
+def judged(signature: str, *cases: tuple) -> Callable[[Callable], Grades]:
+    """Make the check of an exercise, with its name, from its judge, ``judge(fn, *case)``.
+
+    The judge calls the learner's function with the arguments of ``signature``, and returns a
+    ``Wrong``, or None if nothing is wrong. It is asked for each case, in another process.
+    """
+
+    def check_of(judge: Callable[..., Wrong | None]) -> Grades:
+        _, *names = inspect.signature(judge).parameters
+        shown = [", ".join(map("{}={!r}".format, names, case)) for case in cases]
+        words = [f"with {case}" if case else "here" for case in shown]
+        questions = list(map(Question, cases, words))
+        options = {"call": judge, "signature": signature}
+        return _check(judge, lambda name, fn: ask(name, fn, questions, differs, **options))
+
+    return check_of
+
+
+def solved(
+    *cases: tuple, mistakes: Mapping[str, Callable[..., Any]]
+) -> Callable[[Callable], Grades]:
+    """Make the check of an exercise, with its name, from its solution: ``answers`` to the cases.
+
+    The functions in ``mistakes`` get the solution, too, before the arguments of a case.
+    """
+
+    def check_of(solution: Callable) -> Grades:
+        rules = {words: partial(rule, solution) for words, rule in mistakes.items()}
+        names = ", ".join(inspect.signature(solution).parameters)
+        options: dict[str, Any] = {"signature": names, "mistakes": rules}
+        expected = [(case, solution(*case)) for case in cases]
+        return _check(solution, lambda name, fn: answers(fn, expected, name=name, **options))
+
+    return check_of
+
+
+def _check(of: Callable, grade: Callable[[str, Callable], Verdict]) -> Grades:
+    check = partial(grade, f"{of.__module__.rpartition('.')[2]}.{of.__name__}")
+    check.__doc__ = of.__doc__
+    return check
 
 
 def verdict_of(

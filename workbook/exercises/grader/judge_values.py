@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from labkit.collectives.ring import split_chunks
-from labkit.units import format_count
 from workbook.exercises.grader.compare import close, fit, other_kind, plain, same, short
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Outcome, Ranks, Wrong
 
@@ -27,49 +26,43 @@ Tried = Mapping[Case, Ranks]
 def value_problem(exercise: Exercise, tried: Tried) -> Found:
     """Return the first problem with the values, over the cases in order."""
     for case, ranks in tried.items():
-        values, found = [outcome.value for outcome in ranks], None
-        place, changed = exercise.where(case), [one.changed for one in ranks if one.changed]
-        for rank, value in enumerate(values):
-            if isinstance(value, Wrong) and not found:
-                found = f"{place}, rank {rank}: {value}" if len(ranks) > 1 else f"{place}: {value}"
-        if not found and exercise.judge:
-            if found := exercise.judge(case, values):
-                found = found if place in found else f"{place}: {found}"
-                why = _named(exercise, tried, 0, range(case.world_size))
-                found += f": {why}" if why else ""
-        elif not found:
+        values, place, found = [outcome.value for outcome in ranks], exercise.where(case), None
+        noticed = [rank for rank, value in enumerate(values) if isinstance(value, Wrong)]
+        if noticed:
+            rank = f", rank {noticed[0]}" if len(ranks) > 1 else ""
+            found = f"{place}{rank}: {values[noticed[0]]}"
+        elif exercise.judge is None:
             found = _first_wrong(exercise, tried, case)
+        elif found := exercise.judge(case, values):
+            found = found if place in found else f"{place}: {found}"
+            why = _named(exercise, tried, 0, range(len(ranks)))
+            found += f": {why}" if why else ""
+        changed = next((outcome.changed for outcome in ranks if outcome.changed), "")
         if not found and changed:
-            found = f"{place}: {changed[0]}"
+            found = f"{place}: {changed}"
         if found:
             return found + (". The first call went right" if case.call else "")
     return None
 
 
 def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Found:
-    ranks = tried[case]
-    right = [_is_right(exercise, case, rank, one.value) for rank, one in enumerate(ranks)]
-    if all(right):
-        return None
-    rank = right.index(False)
-    text = exercise.where(case)
-    text += f", rank {rank} is the first with a wrong result" if len(ranks) > 1 else ""
-    expected = exercise.expected(rank, case)
-    if kind := other_kind(ranks[rank].value, expected):
-        return f"{text}: {kind}"
-    why = _named(exercise, tried, rank, range(len(ranks)))
-    why = why or _named(exercise, tried, rank, [rank]) or _meant(exercise, case, rank, ranks[rank])
-    if not why:
-        parts = _parts(exercise, case, ranks[rank].value, expected)
-        wrong = next((one for one in parts if not one.right), parts[0])
-        text += f", in {wrong.name} {wrong.index}" if wrong.name else ""
-        why = _look(exercise, case, wrong, parts)
-    if sum(right) == 1 and exercise.expected(right.index(True), case) is not None:
-        why += f". Only rank {right.index(True)} has the right result"
-    if exercise.sizes and case.size != exercise.sizes[0] and not exercise.special(case):
-        sizes = [format_count(n, exercise.nouns[1]) for n in (exercise.sizes[0], case.size)]
-        why += f". With {sizes[0]} the result is right, with {sizes[1]} it is not"
-    return f"{text}: {why}"
+    for rank, outcome in enumerate(tried[case]):
+        value, expected = outcome.value, exercise.expected(rank, case)
+        if _is_right(exercise, case, rank, value):
+            continue
+        text = exercise.where(case)
+        text += f", rank {rank} is the first with a wrong result" if case.world_size > 1 else ""
+        if kind := other_kind(value, expected):
+            return f"{text}: {kind}"
+        why = _named(exercise, tried, rank, range(case.world_size))
+        why = why or _named(exercise, tried, rank, [rank]) or _meant(exercise, case, rank, outcome)
+        if not why:
+            parts = _parts(exercise, case, value, expected)
+            wrong = next((one for one in parts if not one.right), parts[0])
+            text += f", in {wrong.name} {wrong.index}" if wrong.name else ""
+            why = _look(exercise, case, wrong, parts)
+        return f"{text}: {why}"
+    return None
 
 
 def _is_right(exercise: Exercise, case: Case, rank: int, value: Any) -> bool:
@@ -100,14 +93,9 @@ def _meant(exercise: Exercise, case: Case, rank: int, outcome: Outcome) -> str:
         return "it is the result of the first call, although the values are others now"
     if outcome.stand_in is None or not _is_right(exercise, case, rank, outcome.stand_in):
         return ""
-    if isinstance(outcome.stand_in, list):
-        return (
-            "the list holds the right values, but in new tensors, and the given chunks have not "
-            "changed: write into them (+=, .copy_, recv)"
-        )
     return (
-        "the returned tensor is right, but the given tensor has not changed: work in place "
-        "(tensor += ..., tensor.copy_(...)), because tensor = tensor + ... makes a new one"
+        "the right values are in a new tensor, and the given one has not changed: write into it "
+        "(+=, copy_, recv), because a = a + b makes a new tensor"
     )
 
 
@@ -167,8 +155,6 @@ def _look(exercise: Exercise, case: Case, wrong: _Part, parts: list[_Part]) -> s
         return (
             "it holds NaN or infinity (was a tensor from torch.empty read before it was filled?)"
         )
-    if not flat.any():
-        return "it is all zeros"
     for other in parts:
         if other.expected is not None and other is not wrong and same(value, other.expected):
             return f"it holds the values that belong in {other.name} {other.index}"
@@ -202,15 +188,10 @@ def _flat(value: Any) -> Tensor | None:
 
 
 def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """By which factors the named parts add up to a value; {} if that cannot be told.
-
-    Args:
-        value: [n].
-        basis: name -> [n]; what has another shape is left out.
-    """
+    """By which factors the named parts, [n], add up to a value, [n]; {} if it cannot be told."""
     parts = {k: t for k, t in basis.items() if t is not None and t.shape == value.shape}
     # A fit over as many parts as there are numbers would explain anything.
-    if not parts or 2 * len(parts) > value.numel():
+    if 2 * len(parts) > value.numel():
         parts = {name: one for name, one in parts.items() if not name.startswith("chunk")}
     if not parts or len(parts) >= value.numel():
         return {}

@@ -32,17 +32,7 @@ HELD = "memory held"
 
 @dataclass(frozen=True)
 class OwnRun:
-    """A learner's run: a table and a sentence, above the timeline.
-
-    Attributes:
-        name: of the exercise.
-        sentence: how good the run is, in numbers; or why there is none.
-        columns: whose numbers there are.
-        rows: what was counted -> one cell per column.
-        caption: what the numbers are.
-        figure: the learner's timeline; None if there was no run.
-        library_figure: labkit's timeline; None if labkit has no such function.
-    """
+    """A learner's run: a sentence and a table (yours, target, labkit) above the timelines."""
 
     name: str
     sentence: str
@@ -85,12 +75,7 @@ def own_run(
 ) -> OwnRun:
     """Run a learner's function once more, for its timeline; nothing is raised.
 
-    Args:
-        fn: the learner's function.
-        exercise: what it has to do; ``exercise.drawn_size`` elements are used.
-        status: of its verdict.
-        world_size: P.
-        link: over which four ranks run.
+    ``status`` is that of its verdict; they run over ``link`` where as many ranks fill its hosts.
     """
     # Imported here: ranks load the checks, but draw nothing.
     from workbook.plots.timeline import timeline
@@ -100,7 +85,7 @@ def own_run(
         return OwnRun.failed(name, status)
     case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
     fns = [fn, exercise.library] if exercise.library else [fn]
-    link = link if world_size == WORLD_SIZE else None
+    link = None if link and world_size % (link.ranks_per_host or 1) else link
     options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
     try:
         with undrawn():

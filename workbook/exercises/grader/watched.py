@@ -22,19 +22,13 @@ from labkit.comm.comm import Comm
 from workbook.exercises.grader.compare import MOST_ENTRIES
 
 # Where the functions are that an exercise asks for. Their helpers may be called.
-_OURS = (
-    *("labkit.collectives", "labkit.schedules", "labkit.strategies", "labkit.horovod"),
-    *("labkit.placement.planner", "labkit.costs.pipeline_timeline", "labkit.workload.samples"),
-    *("labkit.comm.work", "workbook.exercises.programs.with_"),
-)
-_PYTORCHS = (
-    *("torch.distributed", "torch.nn.parallel", "torch.utils.data.distributed"),
-    "torch.amp.grad_scaler",
-)
-_HELPERS = {
-    *("split_chunks", "chunk_bounds", "owned_chunk", "check_split_points", "stage_bounds"),
-    *("predicted_slots", "in_flight", "with_hops"),
-}
+_OURS = ("labkit.collectives", "labkit.schedules", "labkit.strategies", "labkit.horovod")
+_OURS += ("labkit.placement.planner", "labkit.costs.pipeline_timeline", "labkit.comm.work")
+_OURS += ("labkit.workload.samples", "workbook.exercises.programs.with_")
+_PYTORCHS = ("torch.distributed", "torch.nn.parallel", "torch.amp.grad_scaler")
+_PYTORCHS += ("torch.utils.data.distributed",)
+_HELPERS = {"split_chunks", "chunk_bounds", "owned_chunk", "check_split_points", "stage_bounds"}
+_HELPERS |= {"predicted_slots", "in_flight", "with_hops"}
 # The classes in these rooms hold data.
 _OF_DATA = ("labkit.schedules", "labkit.costs", "labkit.placement", "labkit.workload.samples")
 # A decorator such as torch.no_grad.
@@ -52,7 +46,7 @@ _STEPS = {
 
 
 class Watched:
-    """A learner's function, called by its parameters' names if it has those of the stub.
+    """A learner's function, called by its parameters' names if it has those of ``signature``.
 
     Args:
         fn: the function.
@@ -62,11 +56,8 @@ class Watched:
         around: makes what each call runs in.
 
     Attributes:
-        library: the first function called that solves the exercise, such as
-            ``labkit.collectives.ring.share_reduce``; "" if none was.
-        called: all such functions, those in ``may_call``, too.
-        changed: what a call has done to its arguments, in words; "" if nothing.
-        steps: the calls of comm, see ``Outcome``.
+        library, changed, steps: see ``Outcome``.
+        called: all library functions that solve exercises, those in ``may_call``, too.
     """
 
     def __init__(
@@ -141,9 +132,7 @@ def _state(given: list) -> dict[str, Any]:
         "the graph behind a tensor": [one.grad_fn is None for one in tensors],
         "the length of a list": [len(one) for one in given if isinstance(one, list)],
         "the mode of a module": [module.training for module in modules],
-        "the hooks of a module": [
-            len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules
-        ],
+        "the hooks of a module": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
         "the parameters of a module": [one.data_ptr() for one in parameters],
         _GRAD_MODE: torch.is_grad_enabled(),
         _DTYPE: torch.get_default_dtype(),
