@@ -190,7 +190,7 @@ storm: env
 	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python storm.py $(ARGS)
 
 storm-resume: env
-	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python resume_storm.py $(ARGS)
+	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python storm.py --resume $(ARGS)
 
 bench: env
 	@$(BIN)/python -m labkit bench $(ARGS)

@@ -188,6 +188,8 @@ class Kernel:
         own = {"LABKIT_PRETEND_GPUS": "1", "PYTHONPATH": paths, "TMPDIR": str(folder)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         settings = {"text": True, "start_new_session": True, "env": environment | own}
+        # Under nohup it would ignore a terminal that closes.
+        settings["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)
         return subprocess.Popen(command, **pipes, **settings)
 
     @property
@@ -217,6 +219,10 @@ class Kernel:
     def interrupt(self) -> None:
         """Send SIGINT to all of its processes, as a terminal does for Ctrl-C."""
         os.killpg(self._process.pid, signal.SIGINT)
+
+    def hang_up(self) -> None:
+        """Send SIGHUP to all of its processes, as a terminal does that closes."""
+        os.killpg(self._process.pid, signal.SIGHUP)
 
     def kill(self) -> None:
         """Send SIGKILL to its process alone."""

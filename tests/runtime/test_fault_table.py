@@ -89,16 +89,19 @@ OPERATIONS = {
 
 
 def killed_inside(comm, operation):
-    """Rank 1 is killed while it is inside the operation, which rank 0 has come to or not."""
+    """Rank 1 is killed while it is inside the operation, to which rank 0 comes later."""
 
     def strike():
         until_they_wait(comm, [1])
         os.kill(os.getpid(), signal.SIGKILL)
 
+    process = torch.tensor([os.getpid()])
+    broadcast(comm, process, 1)
     if comm.rank == 1:
         threading.Thread(target=strike).start()
+    else:
+        wait_until(lambda: not is_alive(process.item()), 30)
     OPERATIONS[operation](comm, torch.ones(NUM_SLOTS * SEGMENT_BYTES), 1 - comm.rank)
-    time.sleep(60)
 
 
 def killed_while_another_waits(comm):
@@ -567,15 +570,16 @@ def test_17_stopped(case, kernel):
 
 
 @pytest.mark.fresh
-def test_18_kernel_killed(case):
-    """The kernel is killed or restarted in mid-run: no rank left after 2 s."""
+@pytest.mark.parametrize("end", ["kill", "hang_up"])
+def test_18_kernel_killed(end, case):
+    """The kernel is killed in mid-run, or its terminal closes: no rank left after 2 s."""
     # The path of a socket in it must be short.
     kernel = Kernel(Path(tempfile.mkdtemp(dir=os.environ["TESTS_TMPDIR"])))
     ranks = started_in(kernel)
-    kernel.kill()
+    getattr(kernel, end)()
     assert wait_until(lambda: not any(map(is_alive, ranks)), 2 * PATIENCE)
     # The forkserver may take longer.
-    assert wait_until(lambda: not kernel.session, 20)
+    assert wait_until(lambda: not any(map(is_alive, kernel.session)), 20)
     kernel.close()
 
 
@@ -842,7 +846,7 @@ def test_30_sliders(case):
     def draw(size):
         if size == 1:
             begun.set()
-            later.wait(10)
+            later.wait(0.3)
         return plots.CaptionedFigure(Figure(), alt=f"of size {size}", caption="Empty axes.")
 
     size = ipywidgets.IntSlider(0, 0, 5)
