@@ -204,7 +204,10 @@ def settle(request: dict) -> None:
     handler = signal.SIG_IGN if request["ignores"] else signal.default_int_handler
     signal.signal(signal.SIGINT, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
-    sys.stdout.reconfigure(line_buffering=True)
+    # The old ones know of other files, in which they could seek.
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", 1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     if threads := os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(threads))
     gc.enable()

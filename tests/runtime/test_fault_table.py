@@ -7,6 +7,7 @@ process, file or shared memory is left, and the next run works.
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import resource
@@ -20,7 +21,6 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product
 from pathlib import Path
 from urllib.error import URLError
 
@@ -49,7 +49,7 @@ travel_by_value(__name__)
 TRANSPORTS = ("shared", "gloo")
 ALL_REDUCES = (naive_all_reduce, tree_all_reduce, ring_all_reduce, fast_ring_all_reduce)
 COLLECTIVES = (fast_ring_all_reduce, ring_all_reduce, tree_all_reduce, broadcast)
-COLLECTIVES_ON = list(product(COLLECTIVES, TRANSPORTS))
+COLLECTIVES_ON = list(itertools.product(COLLECTIVES, TRANSPORTS))
 HERE = Path(__file__).name
 
 
@@ -268,7 +268,7 @@ FAULTS = {
             says=[KILLED[0], "Rank 0 was waiting for it in barrier at", HERE, "comm.barrier()"],
         ),
         *(Fault(killed_inside, operation, transport=transport, rank=1, says=KILLED)
-          for operation, transport in product(OPERATIONS, TRANSPORTS)),
+          for operation, transport in itertools.product(OPERATIONS, TRANSPORTS)),
         Fault(
             lambda comm: comm.rank and KillsItsWriter(), rank=1,
             says=["rank 1 was killed by SIGKILL"],
@@ -305,14 +305,14 @@ FAULTS = {
     ],
     "06 shapes differ": [
         *(sent_to_another(transport, late, torch.zeros(2, 2), "float32 [2, 2]")
-          for transport, late in product(TRANSPORTS, (0, 1))),
+          for transport, late in itertools.product(TRANSPORTS, (0, 1))),
         # As many elements on both: only their shapes tell.
         *(differ(*way, [torch.ones(4), torch.ones(2, 2)], "float32 [4]", "float32 [2, 2]")
           for way in COLLECTIVES_ON),
     ],
     "07 dtypes differ, of one size and of two": [
         fault
-        for transport, dtype in product(TRANSPORTS, (torch.int32, torch.float64))
+        for transport, dtype in itertools.product(TRANSPORTS, (torch.int32, torch.float64))
         for other in [torch.zeros(3, dtype=dtype)]
         for shown in [f"{str(dtype).removeprefix('torch.')} [3]"]
         for fault in (
@@ -446,7 +446,7 @@ REFUSED = {
 
 def refusals(comm):
     """The same error on every rank, before anything moves; the next collective works."""
-    for (words, call), all_reduce in product(REFUSED.items(), ALL_REDUCES):
+    for (words, call), all_reduce in itertools.product(REFUSED.items(), ALL_REDUCES):
         with pytest.raises(ValueError, match=re.escape(words)):
             call(all_reduce, comm, torch.ones(3))
     assert (comm.messages, comm.operations) == (0, 0)
@@ -553,7 +553,8 @@ def started_in(kernel):
         labkit.run(works, world_size=2, device="cpu")
         """
     )
-    return [int(kernel.line().split()[-1]) for _ in range(2)]
+    lines = (re.fullmatch(r"\[rank \d\] (\d+)\n", line) for line in iter(kernel.line, ""))
+    return [int(found[1]) for found in itertools.islice(filter(None, lines), 2)]
 
 
 @pytest.mark.fresh
