@@ -180,7 +180,8 @@ def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     mine = tensor.detach().coalesce()
     Reduction.of(op, mine.values())
     with torch.no_grad(), comm.collective("sparse_all_reduce", None, f"{list(tensor.shape)}"):
-        counts = all_gather(comm, torch.tensor(mine.values().shape[0]))
+        everyone = all_gather(comm, torch.tensor(len(mine.values())))
+        counts = [int(count) for count in everyone]
         found = []
         for entries in (mine.indices().t(), mine.values()):
             padded = entries.new_zeros(max(counts), *entries.shape[1:])
