@@ -145,9 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGTERM
     # Under torchrun this process is a rank: lost peers and mismatches reach it as they are.
     except (WorkerError, OutputError, ConnectionError, MismatchError) as error:
-        # (is_told: what torchrun's ranks have in common is told once on each host.)
-        if not getattr(error, "is_told", False):
-            print(f"labkit: {error}", file=sys.stderr)
+        print(f"labkit: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         _refuse(str(error))

@@ -70,14 +70,13 @@ class Rows:
 class Watch:
     """The watch over one run, in one rank, with a connection of its own to the run's store.
 
-    ``error`` says why the run ends, and is None while it goes on; with ``prints`` it is printed on
-    stderr, once for each host.
+    ``error`` says why the run ends, and is None while it goes on; each host prints it once.
     """
 
-    def __init__(self, comm: Comm, store: Any, prints: bool = True):
+    def __init__(self, comm: Comm, store: Any):
         self._rank, self._size, self._hosts = comm.rank, comm.world_size, comm.session.hosts
         self._host = next(host for host, ranks in enumerate(self._hosts) if comm.rank in ranks)
-        self._board, self._store, self._prints = comm.session.board, store, prints
+        self._board, self._store = comm.session.board, store
         self._rows = Rows(store, comm.world_size)
         self._looks, self._looked_s = 0, time.monotonic()
         self._candidate: object = None
@@ -106,10 +105,6 @@ class Watch:
         if is_own:
             # Before the others hear of it, since torchrun ends all with the first that ends.
             _record(mine)
-            if is_first:
-                self._print(mine, always=True)
-                with contextlib.suppress(AttributeError):
-                    vars(error)["is_told"] = True
         if is_first:
             self._conclude(mine)
         assert self.error is not None
@@ -215,27 +210,22 @@ class Watch:
         self._take(error)
 
     def _take(self, error: WorkerError) -> None:
-        error.is_told = self._prints
         self.error = self.error or error
         self._over.set()
 
     def _end(self, error: WorkerError) -> None:
         """Let this rank's function raise an error; end the process if it does not."""
-        self._print(error)
+        count = 1
+        with contextlib.suppress(RuntimeError):
+            count = self._store.add(f"printed/{self._host}", 1)
+        if count == 1:
+            tell(str(error))
         self._board.give_up(self._rank, str(error).splitlines()[0])
         cut(group_connections)
         dist.distributed_c10d._get_default_group().abort()
         if not self._at_end.wait(_BUSY_S):
             _record(error)
             os._exit(1)
-
-    def _print(self, error: WorkerError, always: bool = False) -> None:
-        """Print the explanation, where no rank of this host has."""
-        count = 1
-        with contextlib.suppress(RuntimeError):
-            count = self._store.add(f"printed/{self._host}", 1)
-        if self._prints and (always or count == 1):
-            tell(str(error))
 
 
 def with_hosts(

@@ -4,14 +4,10 @@ import itertools
 import random
 
 import pytest
-from torch import nn
 
 from labkit.costs.link import Link
-from labkit.placement import VGG16_SPLITS, best_split, predict_split
+from labkit.placement import best_split, predict_split
 from labkit.placement.planner import LayerCost, Profile
-from labkit.schedules.split_points import check_split_points
-from labkit.workload.layers import layers_of
-from labkit.workload.models import build_model
 
 # Seconds and bytes of a batch of 8; exact in binary, so that sums are equal, not about equal.
 #                 forward backward output parameters held
@@ -125,12 +121,3 @@ def test_the_planner_finds_what_a_look_at_all_splits_finds(num_stages, objective
             assert value(best, objective) == pytest.approx(min(fit))
             assert max(best.memory_bytes) <= cap_bytes
     assert 0 < refused < 24
-
-
-def test_the_named_splits_fit_vgg16():
-    layers = layers_of(build_model("vgg16", num_classes=10, input_shape=(3, 32, 32), seed=0))
-    assert len(layers) == 34
-    for name, points in VGG16_SPLITS.items():
-        assert len(check_split_points(points, 34)) == int(name[0]) - 1, name
-        for cut in points if "pool" in name else ():
-            assert isinstance(layers[cut - 1], nn.MaxPool2d), name

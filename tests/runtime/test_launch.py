@@ -7,14 +7,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
-import warm_python
 from ranks import (
     is_alive,
     leftovers,
@@ -70,21 +68,6 @@ class TestResults:
 
         assert run(lambda comm: Ended().wait(), world_size=1).values == ["ended"]
 
-    def test_a_tensor_comes_without_its_graph(self):
-        def in_a_graph(comm):
-            weight = torch.nn.Parameter(torch.ones(2))
-            return [weight, {"loss": weight.sum()}]
-
-        ((weight, found),) = run(in_a_graph, world_size=1).values
-        assert isinstance(weight, torch.nn.Parameter)
-        assert (found["loss"].item(), found["loss"].requires_grad) == (2.0, False)
-
-    def test_named_devices(self):
-        where = lambda comm: str(comm.device)  # noqa: E731
-        assert run(where, world_size=2, devices=("cpu",) * 3).values == ["cpu", "cpu"]
-        with pytest.raises(ValueError, match="'cpu,cpu': 2 devices for 3 ranks: name one per"):
-            run(print, world_size=3, devices="cpu,cpu")
-
 
 def meets_the_others(comm, how):
     """Rank 1 ends in one way or another; the others exchange tensors before and after."""
@@ -120,10 +103,6 @@ class TestRanksThatMayBeLost:
         assert why in result.lost[1]
         assert result.messages == [2, 0, 2]
 
-    def test_a_rank_that_is_needed_ends_the_run(self):
-        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL in mid-run"):
-            run(meets_the_others, "killed", world_size=3, may_lose=[2])
-
 
 class TestChildrenOfRanks:
     @pytest.mark.parametrize("how", ["returns", "sleeps", "is a program"])
@@ -139,50 +118,6 @@ class TestChildrenOfRanks:
         children = run(has_a_child, how, world_size=2).values
         assert all(isinstance(pid, int) for pid in children)
         assert wait_until(lambda: not any(map(is_alive, children)), 5)
-
-    def test_they_end_with_a_rank_that_is_killed_and_do_not_hide_its_end(self, tmp_path):
-        def leaves_a_child(comm, folder):
-            if comm.rank == 1:
-                if (child := os.fork()) == 0:
-                    time.sleep(60)
-                (folder / str(child)).touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            comm.barrier()
-
-        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL in mid-run"):
-            run(leaves_a_child, tmp_path, world_size=2)
-        (child,) = (int(path.name) for path in tmp_path.iterdir())
-        assert wait_until(lambda: not is_alive(child), 5)
-
-
-class TestOddFunctions:
-    def test_functions_whose_call_does_nothing(self):
-        async def waits(comm):
-            pass
-
-        def yields(comm):
-            yield comm.rank
-
-        for fn in (waits, yields):
-            with pytest.raises(ValueError, match=f"{fn.__name__} is an async or a generator fun"):
-                run(fn, world_size=1)
-
-    @pytest.mark.parametrize(
-        ("make", "args", "says"),
-        [(int, ("not a number",), "ValueError: invalid lit"), (sys.exit, (3,), "SystemExit: 3")],
-        ids=["raises", "exits"],
-    )
-    def test_a_result_that_cannot_be_made_anew(self, make, args, says):
-        def picky(comm):
-            class Picky:
-                def __reduce__(self):
-                    return make, args
-
-            return Picky() if comm.rank else None
-
-        words = f"rank 1 returned a value that cannot be unpickled here: {says}"
-        with pytest.raises(WorkerError, match=words):
-            run(picky, world_size=2)
 
 
 def draws(comm):
@@ -201,16 +136,6 @@ class TestWhatARankIsGiven:
         random.seed(77)
         assert run(draws, world_size=2).values == first[:2]
 
-    def test_the_callers_variables_as_they_are_now(self, monkeypatch):
-        def variables(comm, *names):
-            return [os.environ.get(name) for name in names]
-
-        for value in ("set", "changed, with ü"):
-            monkeypatch.setenv("LABKIT_TEST_MARK", value)
-            assert run(variables, "LABKIT_TEST_MARK", world_size=2).values == [[value]] * 2
-        monkeypatch.delenv("HOME")
-        assert run(variables, "HOME", "RANK", world_size=1).values == [[None, "0"]]
-
 
 @pytest.mark.fresh
 @pytest.mark.usefixtures("light_server")
@@ -223,13 +148,3 @@ def test_a_run_that_loses_its_forkserver_ends_and_the_next_run_works():
     with pytest.raises(WorkerError, match="left early with exit code 255"):
         run(works, server_pid(), world_size=2)
     assert run(right_neighbour, world_size=2).values == [1, 0]
-
-
-@pytest.mark.fresh
-def test_a_script_without_the_guard_is_told_of_it(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("from labkit import run\nrun(lambda comm: comm.rank, world_size=1)")
-    words = [warm_python.command(), script]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1
-    assert 'labkit.run has to be called under if __name__ == "__main__":' in done.stderr

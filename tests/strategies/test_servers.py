@@ -13,7 +13,7 @@ from ranks import running_ranks, travel_by_value, wait_until
 from labkit import run, strategies, train_with
 from labkit.costs.traffic import parameter_server_cost
 from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.strategies.parameter_server import ParameterServer, answer_one_by_one
+from labkit.strategies.parameter_server import ParameterServer
 
 travel_by_value(__name__)
 
@@ -23,22 +23,6 @@ SMALL = {"train_size": 107, "batch_size": 35, "lr": 0.02, "model": "mlp"}
 
 def train_small(**settings):
     return train_with("async_parameter_server", **(SMALL | settings))
-
-
-def pull_from_the_naive_server(comm):
-    values = torch.full((2,), 10.0)
-    if comm.rank == 0:
-        answer_one_by_one(comm, values, lr=0.5)
-    else:
-        comm.send(torch.tensor([1.0, 2.0]) * 10**comm.rank, 0)
-        comm.recv(values, 0)
-    return values.tolist(), comm.messages
-
-
-def test_the_naive_server_answers_each_push_before_the_next():
-    values, messages = zip(*run(pull_from_the_naive_server, world_size=3).values)
-    assert values == ([-45.0, -100.0], [5.0, 0.0], [-45.0, -100.0])
-    assert messages == (2, 1, 1)
 
 
 def spent(comm, servers, model):

@@ -1,11 +1,10 @@
 """A model cut into stages: batch statistics, messages, held activations, and the trace."""
 
-import pytest
 from odd_models import seeded, sgd, some_batches
 from ranks import travel_by_value
 from torch import nn
 
-from labkit import run, strategies, train_with
+from labkit import run, strategies
 from labkit.costs.traffic import Cost, model_parallel_cost
 from labkit.training.result import largest_difference
 
@@ -117,14 +116,3 @@ def test_fill_and_drain_holds_all_micro_batches_and_1f1b_no_more_than_stages_are
         assert found["1f1b", 6] / found["1f1b", 2] == (1.5, 1, 1)[rank]
     # Stage 0 keeps its input (6 numbers a sample), and what Linear hands Tanh, which keeps it.
     assert ranks[0]["gpipe", 2] == 8 * 8 * (6 + 6)
-
-
-@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu,cpu"])
-def test_hops_between_devices_of_one_process_are_in_the_trace(devices):
-    settings = {"model": "mlp", "train_size": 64, "batch_size": 32}
-    placed = train_with("model_parallel", devices=devices, **settings)
-    assert placed.difference_from(train_with("single", device="cpu", **settings)) == 0
-    # Two steps, and an evaluation.
-    hops = [count * devices.count(",") for count in (3, 2)]
-    assert [len(placed.trace.of(0, kind)) for kind in ("hop", "hop back")] == hops
-    assert placed.bytes_sent is None

@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 from ranks import travel_by_value
 
-from labkit import run, train_with
 from labkit.tracing import Span, Trace
 from labkit.tracing.chrome import read_traces
-from labkit.tracing.limits import rank_times, what_limited
-from labkit.training.measured import measure_split
+from labkit.tracing.limits import what_limited
 
 travel_by_value(__name__)
 
@@ -35,38 +33,6 @@ def trace_of(*spans):
 
 
 # The seconds of each state
-
-
-def test_states_add_up_and_computing_hides_communication():
-    times = rank_times(
-        trace_of(
-            (0, "compute", 0, 4),
-            (0, "all_reduce", 3, 6, 1, 1),
-            (0, "wait", 4, 7),
-            (0, "update", 8, 9),
-        )
-    )[0]
-    assert times.seconds == {"compute": 5, "communicate": 2, "wait": 1, "gap": 1}
-    assert times.hidden_s == 1
-    assert times.elapsed_s == 9
-
-
-def test_who_waits_for_a_rank_that_waits_is_waiting_for_the_last_one():
-    """In a ring a rank names the neighbour it sends to, and the straggler is somewhere else."""
-    times = rank_times(
-        trace_of(
-            (0, "wait", 0, 6, 1),
-            (1, "wait", 0, 6, 2),
-            (2, "compute", 0, 6),
-            (3, "wait", 0, 6, 0),
-        )
-    )
-    assert {rank: dict(one.blamed_s) for rank, one in times.items()} == {
-        0: {},
-        1: {},
-        2: {"compute": 18},
-        3: {},
-    }
 
 
 # The kinds of limits, on traces made by hand
@@ -119,21 +85,3 @@ def test_the_two_files_of_pytorchs_profiler_show_who_is_late():
 
 
 # Runs of today
-
-
-def nothing(comm):
-    pass
-
-
-def test_results_explain_themselves():
-    assert run(nothing, world_size=1).explain().kind == "nothing"
-    trained = train_with("ddp", world_size=2, train_size=128).explain()
-    assert trained.kind != "nothing"
-    assert sum(trained.shares.values()) == pytest.approx(1)
-    split = measure_split("small_cnn", (3,), steps=1, input_shape=(1, 8, 8)).explain()
-    assert split.shares["compute"] > 0
-
-
-def test_what_pytorch_sends_itself_is_said_to_be_missing():
-    result = train_with("ddp", world_size=2, train_size=64, builtin=True)
-    assert str(result.explain()).endswith("not recorded: they count as computing.")

@@ -109,14 +109,3 @@ def test_asynchronous_training_reports_the_same_numbers():
         like = {name: due[name] for name in NUMBERS} | {"train_accuracy": math.nan}
         found = {name: row[name] for name in NUMBERS}
         assert found == pytest.approx(like, rel=1e-10, nan_ok=True)
-
-
-def test_what_is_not_there_is_not_measured():
-    few = {"model": lambda: nn.Linear(6, 4), "dataset": (TRAIN[0], TRAIN[1] % 4)}
-    (row,) = train_with("single", **few).epochs
-    assert 0 <= row["train_accuracy"] <= 1
-    assert all(math.isnan(row[name]) for name in ("test_accuracy", "test_loss"))
-    parts = {"dataset": ((TRAIN[0], torch.ones(11, 7)), (TEST[0], torch.ones(3, 7)))}
-    (row,) = train_with("single", model=chain, loss="mse_loss", **parts).epochs
-    assert math.isnan(row["train_accuracy"])
-    assert math.isfinite(row["test_loss"])

@@ -3,7 +3,7 @@
 import pytest
 
 from labkit import RunConfig
-from labkit.training.resolve import NOTHING, make_strategy, resolve
+from labkit.training.resolve import NOTHING, resolve
 
 REFUSED = {
     "strategy=magic": "unknown strategy 'magic': choose one of single, ",
@@ -30,8 +30,3 @@ def test_what_cannot_run_is_refused(words):
     settings |= {name: int(settings[name]) for name in NUMBERS if name in settings}
     with pytest.raises(ValueError, match=REFUSED[words]):
         resolve(RunConfig(**settings), NOTHING)
-
-
-def test_what_is_just_possible():
-    make_strategy(RunConfig("parameter_server", servers=1))
-    make_strategy(RunConfig("pipeline", builtin=True, world_size=3, micro_batches=2))

@@ -31,31 +31,6 @@ def _sgd_without_momentum(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "sgd", torch.optim.SGD)
 
 
-def make(strategy="single", own=None, num_samples=23, **settings):
-    """An optimizer of one parameter, as a rank of this run would get it."""
-    settings = SCHEDULED | settings
-    config = RunConfig(strategy, optimizer="own" if own else "sgd", **settings)
-    technique = strategies.get(strategy)()
-    maker = optimizer_maker(config, own, technique, num_samples)
-    return maker([nn.Parameter(torch.ones(2, dtype=torch.float64))])
-
-
-def rates(optimizer, updates):
-    """By how much each update moves a parameter of the last group whose gradient is one."""
-    parameter, found = optimizer.param_groups[-1]["params"][0], []
-    for _ in range(updates):
-        before, parameter.grad = parameter.detach().clone(), torch.ones_like(parameter)
-        optimizer.step()
-        found.append((before - parameter).max().item())
-    return found
-
-
-def test_epochs_are_counted_in_updates():
-    # 23 samples in batches of 9 are three updates.
-    found = rates(make(lr_schedule="step:1:0.1", warmup_epochs=0), 7)
-    assert found == pytest.approx([0.05] * 3 + [0.005] * 3 + [0.0005])
-
-
 def updates_made(comm, jobs):
     """By job: the report, and the number of the next update of each optimizer on this rank."""
     found = {}

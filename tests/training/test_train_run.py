@@ -14,15 +14,6 @@ travel_by_value(__name__)
 SMALL = {"epochs": 1, "train_size": 107, "lr": 0.02}
 
 
-def test_named_devices_are_those_of_the_ranks():
-    settings = SMALL | {"model": "mlp"}
-    named = train_with("ring_all_reduce", devices=["cpu", "cpu"], **settings)
-    assert (named.config.world_size, named.config.devices) == (2, "cpu,cpu")
-    plain = train_with("ring_all_reduce", world_size=2, device="cpu", **settings)
-    assert named.bytes_sent == plain.bytes_sent
-    assert named.difference_from(plain) == 0.0
-
-
 def test_bytes_and_messages_of_a_run_equal_the_formula():
     result = train_with("ring_all_reduce", world_size=3, batch_size=35, **SMALL)
     parameters = sum(tensor.numel() for tensor in result.state.values())

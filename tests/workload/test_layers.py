@@ -28,15 +28,6 @@ def test_nested_chains_are_opened_and_blocks_and_repetitions_are_not():
     assert layers_of(model) == [model[0], tanh, inner[1][0], tanh, block]
 
 
-def test_what_is_no_chain_is_refused_by_its_name_and_hooks_keep_a_chain_whole():
-    inner = nn.Sequential(nn.Tanh(), nn.Tanh())
-    inner.register_full_backward_hook(lambda *_: None)
-    assert layers_of(nn.Sequential(inner, nn.Tanh()))[0] is inner
-    for model in (nn.Linear(2, 2), Residual(nn.Linear(2, 2)), nn.Sequential(), inner):
-        with pytest.raises(ValueError, match=f"{type(model).__name__} cannot be cut into layers"):
-            layers_of(model)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_on_paper_are_those_of_a_real_run(name):
     model = build_model(name, num_classes=10, input_shape=(1, 8, 8), seed=0)
