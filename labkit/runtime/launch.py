@@ -1,6 +1,7 @@
 """``labkit.run``: call a function on P real processes, and gather what they return."""
 
 import multiprocessing
+import pickle
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import check_world_size, plan, print_once
-from labkit.runtime.messages import Report, dump_call, load_value, trace_of
+from labkit.runtime.messages import Report, dump_call, trace_of
 from labkit.runtime.plain import load_plain
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
@@ -115,7 +116,7 @@ def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None
     there = [report for report in reports if report]
     return RunResult(
         values=[
-            report and (load_plain(report.payload) if report.is_plain else load_value(report))
+            report and (load_plain if report.is_plain else pickle.loads)(report.payload)
             for report in reports
         ],
         trace=trace_of(there),

@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from labkit.comm.board import LEFT, RETURNED, RUNNING, Board
 from labkit.comm.comm import Comm
 from labkit.comm.deadlock import find_mismatch, stuck_ranks
-from labkit.comm.shared_memory import is_running
 from labkit.comm.source_lines import readable
 from labkit.comm.torch_transport import cut, first_line
 from labkit.errors import DeadlockError, PreemptedError, WorkerError
@@ -34,9 +33,9 @@ _TICK_S = 0.5
 # After the loss of a peer: a rank of which nothing is heard for so long is lost, and so long its
 # peer waits to hear the explanation.
 _SILENT_S, _EXPLAINED_S = 3.0, 10.0
-# From the explanation on: when a rank ends that is busy elsewhere; how long the others wait for
-# one more to come to its end, and for the one that has raised to be the first.
-_BUSY_S, _NOBODY_S, _FIRST_S = 5.0, 2.0, 5.0
+# From the explanation on: when a rank ends that is busy elsewhere, and how long the others wait
+# for one more to come to its end.
+_BUSY_S, _NOBODY_S = 5.0, 2.0
 _ERROR, _LOOKS, _ENDING = "error", "looks", "ending"
 
 
@@ -110,7 +109,7 @@ class Watch:
         assert self.error is not None
         if not is_own:
             _record(self.error)
-        self._end_together(self.error)
+        self._end_together()
         return error if is_own else self.error
 
     def close(self) -> None:
@@ -123,10 +122,8 @@ class Watch:
             if self.error is None and not self._thread.is_alive():
                 self._rows.post(self._board, self._rank)
 
-    def _end_together(self, error: WorkerError) -> None:
-        """Wait until all have heard, and until a near rank that has raised has ended: with the
-        first that ends torchrun ends the others of its host, and shows that one.
-        """
+    def _end_together(self) -> None:
+        """Wait until all have heard: with the first that ends torchrun ends others of its host."""
         self._board.ranks[self._rank]["state"] = LEFT
         with contextlib.suppress(RuntimeError):
             count, came_s = self._store.add(_ENDING, 1), time.monotonic()
@@ -134,11 +131,6 @@ class Watch:
                 time.sleep(_TICK_S / 10)
                 if (now := self._store.add(_ENDING, 0)) != count:
                     count, came_s = now, time.monotonic()
-        near, until_s = self._hosts[self._host], time.monotonic() + _FIRST_S
-        if error.worker_traceback and error.rank in near and error.rank != self._rank:
-            pid = int(self._board.ranks[error.rank]["pid"])
-            while is_running(pid) and time.monotonic() < until_s:
-                time.sleep(_TICK_S / 10)
 
     # In the thread
 

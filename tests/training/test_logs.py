@@ -18,5 +18,3 @@ def test_tensorboard_reads_each_epoch_once_also_after_a_resumption(tmp_path):
         events = found.Scalars(name)
         assert [event.step for event in events] == [1, 2, 3]
         assert [event.value for event in events] == pytest.approx([e[name] for e in after.epochs])
-    with pytest.raises(ValueError, match="has the logs of another run"):
-        train_with("single", log_dir=folders["log_dir"])

@@ -123,7 +123,9 @@ def fit_each(comm, jobs):
 
 
 def on_one_device(options):
-    return {name: value for name, value in options.items() if SINGLE in TAKEN_BY.get(name, {SINGLE})}
+    return {
+        name: value for name, value in options.items() if SINGLE in TAKEN_BY.get(name, {SINGLE})
+    }
 
 
 @pytest.fixture(scope="module")
