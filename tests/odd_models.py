@@ -1,4 +1,4 @@
-"""Small models with the parameters and buffers that cause trouble, and how to train them by hand.
+"""Small models with the parameters and buffers that cause trouble.
 
 They take [n, 6] and return [n, 6], one class per column.
 """
@@ -6,8 +6,6 @@ They take [n, 6] and return [n, 6], one class per column.
 import torch
 from ranks import travel_by_value
 from torch import Tensor, nn
-
-from labkit.training.loop import fit
 
 travel_by_value(__name__)
 
@@ -73,8 +71,3 @@ def some_batches(sizes=(7, 5, 2), classes=6) -> list[tuple[Tensor, Tensor]]:
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def fit_in_turn(comm, jobs: dict) -> dict:
-    """The reports of ``labkit.training.loop.fit`` on each (config, strategy)."""
-    return {name: fit(comm, *job, False) for name, job in jobs.items()}

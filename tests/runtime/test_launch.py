@@ -138,7 +138,6 @@ class TestWhatARankIsGiven:
 
 
 @pytest.mark.fresh
-@pytest.mark.usefixtures("light_server")
 def test_a_run_that_loses_its_forkserver_ends_and_the_next_run_works():
     def works(comm, server):
         os.kill(server, signal.SIGKILL)

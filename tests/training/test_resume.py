@@ -1,6 +1,5 @@
 """A run that was interrupted and goes on ends as one that was not, to the bit."""
 
-import random
 import shutil
 import signal
 import subprocess
@@ -9,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import resume_storm
 import torch
 from ranks import travel_by_value
 from torch import nn
@@ -222,12 +220,3 @@ def test_sigterm_ends_all_ranks_after_a_step_with_a_checkpoint(tmp_path):
     assert "labkit: stopped by SIGTERM after " in said
     assert newest(tmp_path)[0] is not None
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".") or p.suffix == ".part"]
-
-
-def test_a_run_whose_rank_is_killed_goes_on_to_the_bit():
-    name = "ring_all_reduce"
-    whole = train_with(**resume_storm.settings_of(name))
-    most_s = sum(row["seconds"] for row in whole.epochs)
-    due, draw = resume_storm.end_of(whole), random.Random(0)
-    _, kills = resume_storm.killed_and_resumed(name, due, most_s / 2, draw, launcher=False)
-    assert kills

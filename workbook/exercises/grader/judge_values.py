@@ -95,7 +95,7 @@ def _meant(exercise: Exercise, case: Case, rank: int, outcome: Outcome) -> str:
         return ""
     return (
         "the right values are in a new tensor, and the given one has not changed: write into it "
-        "(tensor += ..., tensor.copy_(...), recv), because tensor = tensor + ... makes a new one"
+        "(+=, copy_, recv), because a = a + b makes a new tensor"
     )
 
 

@@ -1,8 +1,7 @@
 """The verdict of a check: a card in a notebook, and the same as text."""
 
 import html
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,21 +121,14 @@ def card_html(
     return body + "".join(f"<p>{html.escape(end)}</p>" for end in ends if end)
 
 
-@contextmanager
-def announces_a_stop(name: str) -> Iterator[None]:
-    """Say that a check was stopped (Ctrl-C, the stop button): the program stops, too."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(f"stopped: {name}\nThe check was stopped, and nothing of it is still running.")
-        raise
-
-
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     """Show and return the verdict of ``judge``, or one that says which error it raised."""
     try:
-        with announces_a_stop(name), undrawn():
+        with undrawn():
             verdict = judge()
+    except KeyboardInterrupt:  # Ctrl-C, or the stop button: the program stops, too
+        print(f"stopped: {name}\nThe check was stopped, and nothing of it is still running.")
+        raise
     except Exception as error:
         note = f"the check itself failed with {type(error).__name__}: {error}"
         verdict = Verdict(name, NOT_YET, notes=[note])
