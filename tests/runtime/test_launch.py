@@ -57,52 +57,6 @@ class TestResults:
         assert result.duration_s > 0
         assert sum(span.num_bytes for span in result.trace.spans) == 8 * sent * world_size
 
-    def test_what_exists_only_here_travels(self):
-        scope = {}
-        exec("def double(comm, x):\n    return 2 * x + helper()\ndef helper(): return 1", scope)
-        assert run(scope["double"], 20, world_size=2).values == [41, 41]
-
-        class Ended(torch.distributed.Work):
-            def wait(self, timeout=None):
-                return "ended"
-
-        assert run(lambda comm: Ended().wait(), world_size=1).values == ["ended"]
-
-
-def meets_the_others(comm, how):
-    """Rank 1 ends in one way or another; the others exchange tensors before and after."""
-    if comm.rank == 1:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif how == "raises":
-            raise ValueError("enough")
-        elif how == "leaves":
-            os._exit(0)
-        return "returned"
-    mine = torch.tensor([comm.rank])
-    comm.exchange(mine, 2 - comm.rank, theirs := torch.empty_like(mine), 2 - comm.rank)
-    time.sleep(0.6)
-    comm.exchange(mine, 2 - comm.rank, theirs, 2 - comm.rank)
-    return theirs.item()
-
-
-@pytest.mark.slow
-class TestRanksThatMayBeLost:
-    @pytest.mark.parametrize(
-        ("how", "why"),
-        [
-            ("killed", "was killed by SIGKILL in mid-run"),
-            ("raises", "raised ValueError: enough at "),
-            ("leaves", "left early with exit code 0, in mid-run"),
-        ],
-    )
-    def test_the_run_goes_on_and_says_who_was_lost_and_why(self, how, why):
-        result = run(meets_the_others, how, world_size=3, may_lose=[1])
-        assert result.values == [2, None, 0]
-        assert result.lost.keys() == {1}
-        assert why in result.lost[1]
-        assert result.messages == [2, 0, 2]
-
 
 class TestChildrenOfRanks:
     @pytest.mark.parametrize("how", ["returns", "sleeps", "is a program"])

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from ranks import travel_by_value
 
-from labkit.tracing import Span, Trace
 from labkit.tracing.chrome import read_traces
 from labkit.tracing.limits import what_limited
 
@@ -23,34 +22,10 @@ travel_by_value(__name__)
 RECORDED = Path(__file__).parent / "recorded"
 
 
-def trace_of(*spans):
-    """A trace of (rank, kind, start, end[, peer[, lane]])."""
-    made = [
-        Span(rank, kind, start, end, 0, *rest[:1], *([rest[1]] if rest[1:] else []))
-        for rank, kind, start, end, *rest in spans
-    ]
-    return Trace.merge([made])
-
-
 # The seconds of each state
 
 
 # The kinds of limits, on traces made by hand
-
-
-def test_a_straggler_is_named_with_its_factor():
-    limit = what_limited(
-        trace_of(
-            *((rank, "compute", 0, 2) for rank in (0, 2)),
-            *((rank, "wait", 2, 8) for rank in (0, 2)),
-            (1, "compute", 0, 8),
-        )
-    )
-    assert (limit.kind, limit.rank, limit.slowdown) == ("straggler", 1, 4)
-    assert str(limit) == (
-        "Rank 1 limited the run: it took 4 times as long as the others for the same amount of "
-        "work, and the others waited for it 75% of their time. The rest: computing 50%."
-    )
 
 
 # Recorded runs

@@ -1,14 +1,12 @@
 """What an epoch reports: the same for any number of ranks, and what a plain loop finds."""
 
-import math
-
 import pytest
 import torch
 from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
 
-from labkit import RunConfig, run, train_with
+from labkit import RunConfig, run
 from labkit.training.loop import fit
 from labkit.training.resolve import Own, make_strategy
 from labkit.training.result import largest_difference
@@ -97,15 +95,3 @@ def test_the_numbers_are_those_that_a_plain_loop_finds(alone):
         accuracy = (outputs.argmax(dim=1) == TEST[1]).double().mean().item()
         due = dict(zip(NUMBERS, (total / 11, right / 11, accuracy, test_loss)))
         assert {name: row[name] for name in NUMBERS} == pytest.approx(due, rel=1e-10)
-
-
-def test_asynchronous_training_reports_the_same_numbers():
-    """One worker that never waits is plain training, up to the order of additions."""
-    parts = {"dataset": (TRAIN, TEST), "model": picky, **SETTINGS}
-    alone = train_with("single", **parts)
-    result = train_with("async_parameter_server", world_size=2, **parts)
-    for row, due in zip(result.epochs, alone.epochs, strict=True):
-        # The server counts no hits.
-        like = {name: due[name] for name in NUMBERS} | {"train_accuracy": math.nan}
-        found = {name: row[name] for name in NUMBERS}
-        assert found == pytest.approx(like, rel=1e-10, nan_ok=True)

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import torch
 from ranks import travel_by_value
 from torch import nn
@@ -11,7 +10,6 @@ from torch.nn import functional
 from labkit import RunConfig, run, strategies, train_with
 from labkit.training.loop import fit
 from labkit.training.resolve import (
-    OPTIMIZERS,
     Own,
     make_strategy,
     optimizer_maker,
@@ -23,12 +21,6 @@ travel_by_value(__name__)
 
 SMALL = {"train_size": 23, "batch_size": 9, "epochs": 4, "model": "mlp", "dtype": "float64"}
 SCHEDULED = SMALL | {"lr_schedule": "cosine", "warmup_epochs": 0.5}
-
-
-@pytest.fixture(autouse=True)
-def _sgd_without_momentum(monkeypatch):
-    """So that an update is the rate times the gradient."""
-    monkeypatch.setitem(OPTIMIZERS, "sgd", torch.optim.SGD)
 
 
 def updates_made(comm, jobs):

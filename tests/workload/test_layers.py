@@ -9,23 +9,9 @@ from torch import nn
 from labkit.workload.layers import (
     HeldBytes,
     layers_of,
-    named_layers,
     output_shapes,
 )
 from labkit.workload.models import MODELS, build_model
-
-
-class Residual(nn.Sequential):
-    def forward(self, inputs):
-        return inputs + super().forward(inputs)
-
-
-def test_nested_chains_are_opened_and_blocks_and_repetitions_are_not():
-    block, tanh = Residual(nn.Linear(2, 2)), nn.Tanh()
-    inner = nn.Sequential(tanh, nn.Sequential(nn.Linear(2, 2)), tanh)
-    model = nn.Sequential(nn.Linear(2, 2), inner, block)
-    assert [name for name, _ in named_layers(model)] == ["0", "1.0", "1.1.0", "1.2", "2"]
-    assert layers_of(model) == [model[0], tanh, inner[1][0], tanh, block]
 
 
 @pytest.mark.parametrize("name", MODELS)
