@@ -116,7 +116,7 @@ def _explain(arguments: Namespace) -> int:
     from labkit.tracing.limits import what_limited
 
     read = read_traces(arguments.files)
-    print(f"{what_limited(read.trace, gap=read.gap)} {read.note}".rstrip())
+    print(what_limited(read.trace, gap=read.gap))
     return 0
 
 
