@@ -34,12 +34,11 @@ def chain():
 class Picky(nn.Sequential):
     """It takes no empty batch, as a model with a reshape to [n, -1]."""
 
+    def __init__(self):
+        super().__init__(*chain())
+
     def forward(self, inputs):
         return super().forward(inputs.reshape(len(inputs), -1))
-
-
-def picky():
-    return Picky(*chain())
 
 
 def sgd(parameters):
@@ -50,7 +49,7 @@ def reports(comm):
     found = {}
     for strategy, options in STRATEGIES if comm.world_size > 1 else [("single", {})]:
         if options.get("servers", 0) < comm.world_size:
-            make = chain if strategy in ("model_parallel", "pipeline") else picky
+            make = chain if strategy in ("model_parallel", "pipeline") else Picky
             config = RunConfig(strategy, comm.world_size, **SETTINGS, **options)
             own = Own(model=make, dataset=(TRAIN, TEST), optimizer=sgd)
             found[strategy, *options] = fit(

@@ -37,14 +37,3 @@ def test_bytes_and_hops_of_a_pipeline():
     step = found.typical_step()
     assert {*step.kinds} == {"forward", "backward", "communicate", "wait", "update"}
     assert len(step.of(kind="update")) == 3
-
-
-def test_a_frozen_backbone_sends_nothing_back():
-    found = measure_split("small_cnn", (3, 5), frozen=3, micro_batches=9, **SMALL)
-    assert found.micro_batches == 6  # there are no more samples
-    assert found.backward_hop_s[0] == []
-    assert len(found.backward_hop_s[1]) == 2
-    assert found.backward_s[0] == 0 < found.backward_s[1]
-    # Parameters of layers 0 to 2, once; of layers 3 and 4 with gradient and momentum.
-    assert found.memory_bytes[0] == (9 * 32 + 32) * 4
-    assert found.memory_bytes[1] == 3 * (32 * 64 * 9 + 64) * 4 + found.held_bytes[1]
