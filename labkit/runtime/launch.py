@@ -112,13 +112,14 @@ def _check_not_nested() -> None:
         )
 
 
+def _value(report: Report) -> Any:
+    return load_plain(report.payload) if report.is_plain else pickle.loads(report.payload)
+
+
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
     there = [report for report in reports if report]
     return RunResult(
-        values=[
-            report and (load_plain if report.is_plain else pickle.loads)(report.payload)
-            for report in reports
-        ],
+        values=[report and _value(report) for report in reports],
         trace=trace_of(there),
         duration_s=max((report.duration_s for report in there), default=0.0),
         messages=[report.messages if report else 0 for report in reports],
