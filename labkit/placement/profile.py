@@ -14,14 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labkit import gpus
 from labkit.placement.planner import LayerCost, Profile, cheapest_cuts
-from labkit.workload.layers import (
-    HeldBytes,
-    NonLeaf,
-    Shape,
-    input_dtype,
-    layer_outputs,
-    layers_of,
-)
+from labkit.workload.layers import HeldBytes, NonLeaf, Shape, input_dtype, layer_outputs, layers_of
 
 
 def profile_layers(

@@ -13,14 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from ranks import (
-    is_alive,
-    leftovers,
-    running_ranks,
-    server_pid,
-    travel_by_value,
-    wait_until,
-)
+from ranks import is_alive, leftovers, running_ranks, server_pid, travel_by_value, wait_until
 
 from labkit import WorkerError, run
 

@@ -4,13 +4,7 @@ import itertools
 
 import pytest
 
-from labkit.schedules.pipeline import (
-    PIPELINES,
-    Hop,
-    in_flight,
-    one_f_one_b,
-    with_hops,
-)
+from labkit.schedules.pipeline import PIPELINES, Hop, in_flight, one_f_one_b, with_hops
 
 
 def words(actions):

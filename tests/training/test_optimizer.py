@@ -9,12 +9,7 @@ from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
 from labkit.training.loop import fit
-from labkit.training.resolve import (
-    Own,
-    make_strategy,
-    optimizer_maker,
-    schedule_of,
-)
+from labkit.training.resolve import Own, make_strategy, optimizer_maker, schedule_of
 from labkit.training.result import largest_difference
 
 travel_by_value(__name__)

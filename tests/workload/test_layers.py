@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.workload.layers import (
-    HeldBytes,
-    layers_of,
-    output_shapes,
-)
+from labkit.workload.layers import HeldBytes, layers_of, output_shapes
 from labkit.workload.models import MODELS, build_model
 
 

@@ -13,10 +13,7 @@ SMALL = [name for name in MODELS if name != "resnet50"]
 
 @pytest.mark.parametrize(
     ("name", "input_shape"),
-    [
-        *((name, shape) for name in SMALL for shape in (DIGITS, CIFAR)),
-        ("resnet50", DIGITS),
-    ],
+    [*((name, shape) for name in SMALL for shape in (DIGITS, CIFAR)), ("resnet50", DIGITS)],
 )
 def test_forward_and_backward_in_training_mode_even_on_one_sample(name, input_shape):
     model = build_model(name, num_classes=7, input_shape=input_shape, seed=0)
