@@ -28,6 +28,7 @@ from labkit.schedules.split_points import check_split_points
 from labkit.strategies.model_parallel import ModelParallel, Pipeline
 from labkit.strategies.stage import StagedModel
 from labkit.tracing import Span, Trace
+from labkit.tracing.limits import Limit, what_limited
 from labkit.units import check_choice, format_bytes
 from labkit.workload.layers import layers_of, output_shapes
 from labkit.workload.models import build_model
@@ -171,6 +172,10 @@ class MeasuredSplit:
     memory_bytes: list[int]
     held_bytes: list[int]
     trace: Trace = field(repr=False)
+
+    def explain(self) -> Limit:
+        """What limited the steps: a stage, the bubble, or the hops."""
+        return what_limited(self.trace)
 
     def typical_step(self) -> Trace:
         """The spans of the counted step whose length is the median."""
