@@ -143,8 +143,8 @@ def test_lanes_fill_while_ranks_run_end_as_the_timeline_and_stop_at_the_button(l
 
 
 CHECKS = """
-from workbook import check
-check.answers(lambda x: 2 * x, {(1,): 2, (3,): 6}, name="double")
+from workbook.exercises.grader import answers
+answers(lambda x: 2 * x, [((1,), 2), ((3,), 6)], name="double", signature="x")
 """
 
 
