@@ -26,7 +26,8 @@ def test_a_function_without_ranks_is_graded_by_its_answers():
     # A mistake has to explain all answers.
     assert "larger" not in repr(adds(lambda a, b: b))
     assert not adds(lambda a, b: a[b])
-    assert solved((2,), mistakes={})(torch.ones)(lambda size: [1.0] * size).passed
+    ones = solved((2,), mistakes={})(lambda size: torch.ones(size))
+    assert ones(lambda size: [1.0] * size).passed
 
 
 def test_what_is_printed_is_what_is_returned(capsys):
