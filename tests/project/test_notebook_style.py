@@ -80,13 +80,6 @@ def test_figures_have_alt_text_and_bars_start_at_zero(path):
                 assert options.get("log", "False") == "False", f"cell {index}"
 
 
-def test_predictions_are_made_in_their_field_and_warnings_are_shown(path):
-    for index, cell in code_cells(path):
-        by_hand = re.search(r"^\w*predict\w*\s*=\s*(None|\.\.\.)", cell.source, re.MULTILINE)
-        assert not by_hand, f"cell {index}: {by_hand[0]}; use workbook.predict"
-        assert not re.search(r"filterwarnings\(\s*[\"']ignore", cell.source), f"cell {index}"
-
-
 def test_one_choice_at_the_top_decides_on_which_device_the_page_runs(path):
     """A run without a device goes to GPUs where there are any, and meets tensors on the CPU."""
     (_, first), *others = code_cells(path)
