@@ -69,6 +69,9 @@ class FifoTransport(Transport):
         for work, _ in filter(None, found):
             work.result()
 
+    def set_timeout(self, timeout_s):
+        self._inner.set_timeout(timeout_s)
+
     def abandon(self):
         self._inner.abandon()
 

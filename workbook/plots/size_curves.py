@@ -115,7 +115,9 @@ def communication_time(
     ]
     extent = f"batches of {batches[0]} to {batches[-1]}"
     alt = f"Curves of communication time, {extent}, on logarithmic axes. {'; '.join(ends)}."
-    return CaptionedFigure(figure, alt=alt, caption=words)
+    longest = max(seconds, key=lambda name: median(seconds[name][batches[-1]]))
+    caption = f"Longest in a batch of {batches[-1]}: {longest}."
+    return CaptionedFigure(figure, alt=alt, caption=joined(caption, words))
 
 
 def draw_curves(
