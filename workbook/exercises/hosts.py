@@ -148,7 +148,7 @@ def _by_labkit(comm: Comm, tensor: Tensor, hosts: Hosts) -> None:
 
 
 # fn(comm, tensor, hosts): the sum over all ranks in place, equal to the bit. ``hosts`` are the
-# ranks of each host. Target: 2 (H - 1) / H x S bytes leave each host; inside, any traffic is right.
+# ranks of each host. Target: 2 (H - 1) / H x S bytes leave each host; inside, all traffic is fine.
 all_reduce = _check(
     "hosts.all_reduce",
     lambda rank, case: case.total(),
