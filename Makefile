@@ -20,8 +20,8 @@ NBVAL := -p tests.lean_imports --nbval --nbval-current-env --nbval-cell-timeout 
 HIDE_GPUS := $(if $(filter 1,$(LABKIT_TEST_GPUS)),,CUDA_VISIBLE_DEVICES=-1)
 
 # More than two cores: much of a test is waiting, for a process that imports torch or for a browser. A class or a notebook
-# stays together; tests/slowest.py puts the longest first.
-SPREAD := -n 3 --dist loadscope --no-loadscope-reorder
+# stays together.
+SPREAD := -n 3 --dist loadscope
 
 # A slow line needs longer than uv's 30 s; a shell's own Python paths must not leak into .venv, and
 # what is not written down compiled is compiled by each of hundreds of processes.
@@ -31,7 +31,7 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 unexport UV_TORCH_BACKEND UV_REQUIRE_HASHES UV_NO_VERIFY_HASHES
 
 .DEFAULT_GOAL := help
-.PHONY: help env cluster horovod tensorflow lab test test-more test-unit test-gpu test-pretended test-notebooks test-torch slowest faults storm bench two-hosts gpu-report elsewhere html \
+.PHONY: help env cluster horovod tensorflow lab test test-more test-unit test-gpu test-pretended test-notebooks test-torch faults storm bench two-hosts gpu-report elsewhere html \
         notebooks pins clean distclean FORCE
 
 help:
@@ -43,7 +43,6 @@ help:
 	@echo "make test-pretended  all notebooks as with 1, 2 and 8 GPUs, on the CPU (some minutes)"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
 	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH_VERSION=2.11.0)"
-	@echo "make slowest         run every test and record the 40 slowest in data/results"
 	@echo "make faults          test the fault table: what users can run into, row by row, with seconds"
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make storm-resume    20 runs of each technique killed, resumed and compared (half an hour)"
@@ -173,9 +172,6 @@ test-pretended: env
 	  LABKIT_PRETEND_GPUS=$$gpus PYTHONPATH=$(CURDIR)/tests/pretended LABKIT_LIVE=0 \
 	  $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS) || exit 1; done
 
-slowest:
-	$(MAKE) test ARGS="--record-slowest data/results/slowest_tests.json $(ARGS)"
-
 faults: env
 	$(BIN)/python -m pytest -p no:nbval tests/runtime/test_fault_table.py -v --durations=0 $(ARGS)
 
@@ -188,13 +184,13 @@ test-torch: env
 	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python 'torch==$(TORCH_VERSION)' '.[test]'
 	@$(BIN)/uv pip uninstall --quiet --python $(OTHER)/bin/python labkit
 	PYTHONPATH=$(CURDIR) $(OTHER)/bin/python -m pytest $(SPREAD) -p no:nbval \
-	  tests/runtime/test_odd_ranks.py tests/runtime/test_launch.py $(ARGS)
+	  tests/runtime/test_launch.py $(ARGS)
 
 storm: env
 	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python storm.py $(ARGS)
 
 storm-resume: env
-	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python resume_storm.py $(ARGS)
+	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python storm.py --resume $(ARGS)
 
 bench: env
 	@$(BIN)/python -m labkit bench $(ARGS)

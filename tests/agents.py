@@ -31,13 +31,12 @@ class Agents:
     """
 
     def __init__(self, folder: Path, pace_s: float = 0.0, **variables: str):
-        self.folder, self.steps_folder = folder, folder / "steps"
-        self.steps_folder.mkdir()
+        self.folder = folder
         path = os.pathsep.join([str(self._programs()), os.environ["PATH"]])
         python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         self.variables = os.environ | {
             "PATH": path, "PYTHONPATH": python_path, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1",
-            "LABKIT_STEPS": str(self.steps_folder), "LABKIT_PACE_S": str(pace_s), **variables,
+            "TESTS_PACE_S": str(pace_s), **variables,
         }  # fmt: skip
         self.started: dict[str, subprocess.Popen] = {}
 
@@ -80,12 +79,18 @@ class Agents:
         if not wait_until(condition, PATIENCE_S):
             raise AssertionError("\n".join(f"{one}: {self.told(one)}" for one in self.started))
 
-    def steps(self) -> dict[int, list[list[int]]]:
-        """By process of a rank, the samples of each of its steps so far."""
-        return {
-            int(path.name): [list(map(int, line.split())) for line in path.open()]
-            for path in self.steps_folder.iterdir()
-        }
+    def rounds(self) -> list[list[int]]:
+        """By start of the ranks whose first rank has begun: the processes of those that have."""
+        found: list[list[int]] = []
+        for rank, log in enumerate(sorted(self.folder.glob("begun-*"))):
+            starts = [list(map(int, line.split())) for line in log.read_text().splitlines()]
+            if rank == 0:
+                sizes = [world_size for world_size, _ in starts]
+                found = [[] for _ in sizes]
+            larger = [one for one, world_size in zip(found, sizes) if world_size > rank]
+            for processes, (_, process) in zip(larger, starts):
+                processes.append(process)
+        return found
 
     def __enter__(self) -> "Agents":
         return self

@@ -1,12 +1,6 @@
 """JupyterLab in headless Chromium, for tests: open a notebook, run it, read it.
 
-A test takes the fixture ``lab`` of conftest.py, a `Lab`::
-
-    def test_a_page_runs(lab):
-        page = lab.open("06_ring_all_reduce.ipynb")
-        page.run_all()
-        assert not page.problems()
-        page.close()
+A test takes the fixture ``lab`` of conftest.py, a `Lab`.
 """
 
 import contextlib
@@ -55,10 +49,15 @@ SETTINGS = {
 }
 
 NOTEBOOK = ".jp-NotebookPanel:not(.lm-mod-hidden)"
-READ_PROMPTS = """
-notebook => [...document.querySelectorAll(notebook + ' .jp-InputPrompt')]
+READ_PROMPTS = """notebook => [...document.querySelectorAll(notebook + ' .jp-InputPrompt')]
   .map(prompt => prompt.textContent).join(' ')
 """
+# Whether a cell has run since, none is running or waits, and the images are there.
+HAS_RUN = f"""([notebook, before]) => {{
+  const shown = ({READ_PROMPTS})(notebook);
+  return shown != before && /[0-9]/.test(shown) && !shown.includes('*')
+    && [...document.images].every(image => image.complete);
+}}"""
 # One entry per cell, in the order of the notebook.
 READ_CELLS = """
 notebook => [...document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell')].map(cell => ({
@@ -106,7 +105,11 @@ def open_lab(folder: Path) -> Iterator["Lab"]:
     (workbook / "notebooks").mkdir(parents=True)
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy(path, workbook / "notebooks")
-    warm_python.write_kernel(folder / "jupyter")
+    kernel = folder / "jupyter" / "kernels" / "python3"
+    kernel.mkdir(parents=True)
+    words = [warm_python.command(), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": words, "display_name": "Python 3 (ipykernel)", "language": "python"}
+    (kernel / "kernel.json").write_text(json.dumps(spec))
     kernels = {"JUPYTER_PATH": str(folder / "jupyter")}
     with serve(folder, workbook, **kernels) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_OPTIONS)
@@ -219,28 +222,23 @@ class Page:
         self.menu("Edit", "Clear Outputs of All Cells")
         self.menu("Run", "Run All Cells")
 
-    def run_all(self, timeout_s: float = 120.0) -> None:
+    def run_all(self) -> None:
         """Run all cells again, and wait until all are done or one has raised."""
         self.start_all()
-        self.finish(timeout_s)
+        self.finish()
 
-    def finish(self, timeout_s: float = 60.0) -> None:
-        """Wait until all cells are done or one has raised."""
-        deadline_s = time.monotonic() + timeout_s
-        while "*" in (shown := self.window.evaluate(READ_PROMPTS, NOTEBOOK)) or (
-            not re.search(r"\d", shown)
-        ):
-            assert time.monotonic() < deadline_s, f"{self.path.name}: late after {timeout_s:g} s"
-            self.window.wait_for_timeout(500)
+    def finish(self, before: str = "") -> None:
+        """Wait until cells have run since the prompts read so, or have raised."""
+        self.window.wait_for_function(HAS_RUN, arg=[NOTEBOOK, before], timeout=120_000)
         self.wait_until_idle()
-        self.window.wait_for_timeout(500)  # the last outputs are still being drawn
 
     def run_cell(self, index: int) -> None:
         """Run one cell by the keyboard, and wait until it is done."""
         self.wait_until_idle()
+        before = self.window.evaluate(READ_PROMPTS, NOTEBOOK)
         self.cell(index).locator(".cm-content").click()
         self.window.keyboard.press("Control+Enter")
-        self.finish()
+        self.finish(before)
 
     def type_cell(self, index: int, source: str) -> None:
         """Replace what a code cell holds, as a learner does."""

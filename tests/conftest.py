@@ -7,18 +7,15 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from multiprocessing.util import Finalize
 from pathlib import Path
 
 import kernel_ports
 import lean_imports  # noqa: F401
 import pytest
-import slowest
 import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
-STARTED_S = time.time()
 _TESTS = itertools.count()
 # What takes minutes, or an environment that a fresh clone lacks: ``make test-more``.
 MORE = (
@@ -32,10 +29,6 @@ MORE = (
     "runtime/test_ray.py",
     "runtime/test_storm.py",
 )
-
-
-def pytest_addoption(parser):
-    parser.addoption("--record-slowest", type=Path, metavar="FILE", help="see tests/slowest.py")
 
 
 def pytest_configure(config):
@@ -86,25 +79,10 @@ def pytest_configure(config):
         warm_python.for_kernels()
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.as_posix().endswith(MORE):
             item.add_marker(pytest.mark.more)
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        slowest.longest_first(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    return slowest.scheduling(config, log) if config.getvalue("dist") == "loadscope" else None
-
-
-def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    was_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    if (path := config.getoption("--record-slowest")) and was_whole:
-        reports = [one for kind in terminalreporter.stats.values() for one in kind]
-        slowest.record(path, [one for one in reports if hasattr(one, "duration")], STARTED_S)
 
 
 def pytest_collection_finish(session):
@@ -132,25 +110,6 @@ def _progress_file(monkeypatch):
     """Each test begins without any progress, in a file that does not exist yet."""
     path = Path(os.environ["LABKIT_PROGRESS"]).with_name(f"{next(_TESTS)}.json")
     monkeypatch.setenv("LABKIT_PROGRESS", str(path))
-
-
-@pytest.fixture(scope="class")
-def light_server():
-    """For tests that end the forkserver: those that they start import nothing for training.
-
-    This halves the time of their imports. At the end, the last of them is ended, so that tests
-    that train start a complete one.
-    """
-    from ranks import end_server
-
-    from labkit.runtime import preload
-
-    with pytest.MonkeyPatch.context() as patch:
-        training, ranks = preload.FOR_TRAINING, preload.FOR_RANKS
-        patch.setattr(preload, "FOR_RANKS", [name for name in ranks if name not in training])
-        patch.setattr(preload, "FOR_TRAINING", [])
-        yield
-    end_server()
 
 
 @pytest.fixture(scope="module")

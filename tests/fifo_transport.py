@@ -85,6 +85,9 @@ class FifoTransport(Transport):
                 found.append(self._latest.get(tensor.untyped_storage().data_ptr()))
         return [one[0] for one in found if one and not one[0].is_completed()]
 
+    def set_timeout(self, timeout_s):
+        self._inner.set_timeout(timeout_s)
+
     def abandon(self):
         self._inner.abandon()
 

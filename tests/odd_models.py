@@ -1,15 +1,11 @@
-"""Small models with the parameters and buffers that cause trouble, and how to train them by hand.
+"""Small models with the parameters and buffers that cause trouble.
 
 They take [n, 6] and return [n, 6], one class per column.
 """
 
-from collections.abc import Callable
-
 import torch
 from ranks import travel_by_value
 from torch import Tensor, nn
-
-from labkit.training.loop import fit
 
 travel_by_value(__name__)
 
@@ -36,15 +32,6 @@ class Everything(Tied):
         return self.gain * super().forward(inputs) + self.frozen
 
 
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, inputs):
-        return self.used(inputs)
-
-
 class Mixed(nn.Module):
     """Two dtypes, and buffers that are not floats."""
 
@@ -61,20 +48,8 @@ class Mixed(nn.Module):
         return self.wide(self.single(inputs.float()).double())
 
 
-def frozen():
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-    model[0].weight.requires_grad_(False)
-    return model
-
-
 def with_batch_norm():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
-
-
-def with_batch_norm_over_pixels():
-    """A share of one sample is enough for it, since a sample has 2 x 3 pixels."""
-    layers = [nn.Unflatten(1, (1, 2, 3)), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(6, 6)]
-    return nn.Sequential(*layers)
 
 
 def seeded(make_model):
@@ -96,27 +71,3 @@ def some_batches(sizes=(7, 5, 2), classes=6) -> list[tuple[Tensor, Tensor]]:
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def train_by_hand(comm, make_strategy, make_model, batches, end_epoch=True) -> dict[str, Tensor]:
-    """The full state of the model after a strategy's steps over ``batches``."""
-    strategy = make_strategy()
-    strategy.setup(comm, seeded(make_model), sgd)
-    for inputs, targets in batches:
-        mine = strategy.part_of(torch.arange(len(targets)))
-        strategy.step(inputs[mine], targets[mine], len(targets))
-    if end_epoch:
-        strategy.end_epoch()
-    state = strategy.full_state()
-    strategy.close()
-    return state
-
-
-def in_turn(comm, function: Callable, calls: dict) -> dict:
-    """``function(comm, *args)`` for each of ``calls``, one after another in a single run."""
-    return {name: function(comm, *args) for name, args in calls.items()}
-
-
-def fit_in_turn(comm, jobs: dict) -> dict:
-    """The reports of ``labkit.training.loop.fit`` on each (config, strategy)."""
-    return {name: fit(comm, *job, False) for name, job in jobs.items()}

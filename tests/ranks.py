@@ -6,10 +6,8 @@ import multiprocessing
 import multiprocessing.forkserver as forkserver
 import os
 import pickle
-import signal
 import sys
 import tempfile
-import textwrap
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -29,13 +27,6 @@ def travel_by_value(module_name: str) -> None:
 def server_pid() -> int | None:
     """Process id of the forkserver of this process; None if it has not been started."""
     return forkserver._forkserver._forkserver_pid
-
-
-def end_server(number: int = signal.SIGKILL) -> None:
-    """End the forkserver by a signal, and wait until the system has seen it end."""
-    if (pid := server_pid()) is not None and is_alive(pid):
-        os.kill(pid, number)
-        assert wait_until(lambda: not is_alive(pid), 10)
 
 
 def running_ranks() -> list[int]:
@@ -95,27 +86,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def write_program_that_never_ends(folder: Path) -> Path:
-    """Write a script: ``SCRIPT FOLDER`` runs two ranks without end, each with a file PID.pid."""
-    script = folder / "kernel.py"
-    script.write_text(
-        textwrap.dedent("""
-        import os, sys
-        from labkit import run, warm_up
-
-        def works(comm):
-            open(f"{sys.argv[1]}/{os.getpid()}.pid", "w").close()
-            while True:
-                comm.barrier()
-
-        if __name__ == "__main__":
-            warm_up(training=False)
-            run(works, world_size=2)
-        """)
-    )
-    return script
 
 
 def open_descriptors(of: str = "") -> int:

@@ -1,13 +1,13 @@
-"""A storm of signals: runs that are hit by a signal at a random moment after their start.
+"""Storms: runs that are hit by a signal at a random moment.
 
-A strike sends SIGKILL, SIGTERM, SIGABRT or SIGSTOP to a rank, to the forkserver or to the program
-that runs them, or SIGINT to the caller (the stop button). Its moment is counted from an event (the
-ranks are there, the program has said that it runs), so that a slow start is not struck before it
-began. Whatever is hit, the run must end in time, with the right values or with an error that names
-the cause, and leave nothing behind: no process, no file, no semaphore.
+``make storm`` sends SIGKILL, SIGTERM, SIGABRT or SIGSTOP to a rank or to the forkserver, or SIGINT
+to the caller (the stop button), a while after the ranks are there. Whatever is hit, the run must
+end in time, with the right values or with an error that names the cause, and leave nothing behind.
 
-``make storm`` makes several hundred runs, tests/runtime/test_storm.py a few. The same seed repeats
-the same strikes.
+``make storm-resume`` kills a rank of runs of each technique, with a checkpoint every few steps.
+They are started again until they end, as a run ends that nobody has killed, to the bit.
+
+The tests make a few of both. The same seed repeats the same strikes.
 """
 
 import argparse
@@ -16,31 +16,21 @@ import itertools
 import multiprocessing.util
 import os
 import random
+import re
 import signal
-import subprocess
-import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ranks import (
-    is_alive,
-    leftovers,
-    running_ranks,
-    server_pid,
-    session_of,
-    travel_by_value,
-    wait_until,
-)
+from ranks import is_alive, leftovers, running_ranks, server_pid, travel_by_value, wait_until
+from torch import nn
+from torch.nn import functional
 
-from labkit import WorkerError, run
-from labkit.runtime.preload import FOR_TRAINING
+from labkit import WorkerError, run, train_with
+from labkit.training.checkpoint import newest
 
 travel_by_value(__name__)
 
@@ -49,6 +39,40 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSTOP)
 TIMEOUT_S = 2.0
 # A forkserver that was hit before a run is started again, and imports torch.
 PATIENCE_S, IMPORT_S = 10.0, 60.0
+
+
+@contextlib.contextmanager
+def struck(target, number, after_s, draw):
+    """Send a signal ``after_s`` after this block's run has ranks; yields the ranks that were hit.
+
+    An interrupt of the caller arrives at the end of the block at the latest.
+    """
+    ended, hit = threading.Event(), []
+
+    def strike():
+        while not (ranks := multiprocessing.active_children()) and not ended.is_set():
+            time.sleep(0.001)
+        if ended.wait(after_s):
+            return
+        one = draw.choice(ranks)
+        pid = {"caller": os.getpid(), "forkserver": server_pid(), "rank": one.pid}[target]
+        with contextlib.suppress(ProcessLookupError):
+            hit.append(int(one.name.rpartition("-")[2]))
+            os.kill(pid, number)
+            # Aborting takes a while: the next run must not find a server that is about to end.
+            if number not in (signal.SIGSTOP, signal.SIGINT):
+                wait_until(lambda: not is_alive(pid), 10)
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    try:
+        yield hit
+    finally:
+        ended.set()
+        striker.join()
+
+
+# Runs that end whole, or with the cause named
 
 
 def returns_at_once(comm):
@@ -79,71 +103,15 @@ def fails_everywhere(comm):
     raise ValueError(f"the fault of rank {comm.rank}")
 
 
+FUNCTIONS = (returns_at_once, meets_often, computes_alone, returns_much, fails_everywhere)
 # (target, signal) of the strikes, in turn.
 KINDS = [("caller", signal.SIGINT)] * 2
 KINDS += itertools.product(["rank"] * 3, SIGNALS)
 KINDS += itertools.product(["forkserver"], SIGNALS[:3])
-FUNCTIONS = (returns_at_once, meets_often, computes_alone, returns_much)
 
 
-@dataclass
-class Strike:
-    """One signal that is sent during a run.
-
-    Attributes:
-        function: what the ranks run.
-        target: ``rank``, ``forkserver`` or ``caller``.
-        number: the signal.
-        after_s: seconds from the moment when a rank is there to the signal.
-        rank: the rank that was hit.
-        has_hit: whether the signal was sent.
-    """
-
-    function: Callable
-    world_size: int
-    target: str
-    number: signal.Signals
-    after_s: float
-    rank: int | None = None
-    has_hit: bool = False
-
-    @classmethod
-    def drawn(cls, draw: random.Random, target: str, number: signal.Signals) -> "Strike":
-        after_s = draw.uniform(0, draw.choice([0.06, 0.12, 0.3]))
-        function, ranks = draw.choice((*FUNCTIONS, fails_everywhere)), draw.randint(1, 4)
-        return cls(function, ranks, target, number, after_s)
-
-    def hit(self, ended: threading.Event, draw: random.Random) -> None:
-        """Wait until the run has ranks, and a while, and send the signal."""
-        while not (ranks := multiprocessing.active_children()) and not ended.is_set():
-            time.sleep(0.001)
-        if ended.wait(self.after_s):
-            return
-        pid = os.getpid() if self.target == "caller" else server_pid()
-        if self.target == "rank":
-            name, pid = draw.choice([(process.name, process.pid) for process in ranks])
-            self.rank = int(name.rpartition("-")[2])
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, self.number)
-            self.has_hit = True
-            # Aborting takes a while: the next run must not find a server that is about to end.
-            if self.number not in (signal.SIGSTOP, signal.SIGINT):
-                wait_until(lambda: not is_alive(pid), 10)
-
-    def is_named_by(self, error: str) -> bool:
-        if self.function is fails_everywhere and "raised ValueError: the fault of rank" in error:
-            return True
-        if not self.has_hit or self.target == "caller":
-            return False
-        if self.target == "forkserver":
-            return not error or "exit code 255" in error or "EOF" in error or "Errno" in error
-        if self.number == signal.SIGSTOP:
-            return "still going at its deadline" in error
-        return f"rank {self.rank} was killed by {self.number.name}" in error
-
-
-def strike_run(strike: Strike, draw: random.Random) -> str:
-    """Make one run with one strike.
+def strike_run(target: str, number: signal.Signals, draw: random.Random) -> str:
+    """Make one run that is struck.
 
     Returns:
         ``whole`` if the run ended with its values, ``named`` if its error named its fault or the
@@ -152,136 +120,142 @@ def strike_run(strike: Strike, draw: random.Random) -> str:
     Raises:
         AssertionError: the run took too long, named another cause, or left something behind.
     """
-    before, ended, started_s = leftovers(), threading.Event(), time.monotonic()
-    striker = threading.Thread(target=strike.hit, args=(ended, draw))
+    after_s = draw.uniform(0, draw.choice([0.06, 0.12, 0.3]))
+    function, world_size = draw.choice(FUNCTIONS), draw.randint(1, 4)
+    told = f"{number.name} to the {target} after {after_s:.3f} s of {function.__name__}"
+    before, started_s, error = leftovers(), time.monotonic(), None
     try:
-        try:
-            striker.start()
-            result = run(strike.function, world_size=strike.world_size, timeout_s=TIMEOUT_S)
-            ranks = [value[0] if isinstance(value, tuple) else value for value in result.values]
-            assert ranks == list(range(strike.world_size)), f"{strike}: wrong values {ranks}"
-            outcome = "whole"
-        except (WorkerError, EOFError, ConnectionError) as error:
-            if not strike.is_named_by(str(error)):
-                raise AssertionError(f"{strike} is not named by: {error}") from None
-            outcome = "named"
-        finally:
-            # An interrupt that is on its way arrives here at the latest.
-            ended.set()
-            striker.join()
+        with struck(target, number, after_s, draw) as hit:
+            try:
+                values = run(function, world_size=world_size, timeout_s=TIMEOUT_S).values
+                ranks = [value[0] if isinstance(value, tuple) else value for value in values]
+                assert ranks == list(range(world_size)), f"{told}: wrong values {ranks}"
+            except (WorkerError, EOFError, ConnectionError) as raised:
+                error = str(raised)
+        outcome = "whole" if error is None else "named"
     except KeyboardInterrupt:
-        assert strike.target == "caller", str(strike)
-        striker.join()
+        assert target == "caller", told
         outcome = "stopped"
+    if outcome == "named" and not (function is fails_everywhere and "the fault of rank" in error):
+        assert hit, f"{told} was not struck, and says: {error}"
+        names = {"rank": f"rank {hit[0]} was killed by {number.name}", "caller": "never"}
+        names["forkserver"] = r"^$|exit code 255|EOF|Errno"
+        says = "still going at its deadline" if number == signal.SIGSTOP else names[target]
+        assert re.search(says, error), f"{told} is not named by: {error}"
     took_s = time.monotonic() - started_s
-    limit_s = TIMEOUT_S + PATIENCE_S + IMPORT_S * (strike.target == "forkserver")
-    assert took_s < limit_s, f"{strike}: the run took {took_s:.1f} s"
-    assert wait_until(lambda: not running_ranks(), 2), f"{strike} left ranks {running_ranks()}"
-    assert leftovers() <= before, f"{strike} left {leftovers() - before}"
+    limit_s = TIMEOUT_S + PATIENCE_S + IMPORT_S * (target == "forkserver")
+    assert took_s < limit_s, f"{told}: the run took {took_s:.1f} s"
+    assert wait_until(lambda: not running_ranks(), 2), f"{told} left ranks {running_ranks()}"
+    assert leftovers() <= before, f"{told} left {leftovers() - before}"
     return outcome
 
 
-PROGRAM = """
-    import sys
-    sys.path.insert(0, {here!r})
-    import storm
-    from labkit import run
-
-    if __name__ == "__main__":
-        print("begins", flush=True)
-        while True:
-            for function in storm.FUNCTIONS:
-                run(function, world_size=2)
-                print("ran", flush=True)
-"""
-
-
-def strike_program(
-    number: signal.Signals, draw: random.Random, send: Callable[[int, int], None] = os.kill
-) -> str:
-    """Hit a program that makes many runs: everything that it has started must end with it.
-
-    With ``os.killpg`` as ``send`` its whole process group is hit, as by a terminal that closes.
-    """
-    with tempfile.TemporaryDirectory(prefix="storm-") as folder:
-        script, inside = Path(folder) / "program.py", Path(folder) / "t"
-        script.write_text(textwrap.dedent(PROGRAM).format(here=str(Path(__file__).parent)))
-        inside.mkdir()
-        program = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-            env=os.environ | {"TMPDIR": str(inside)},
-            # Under nohup it would ignore a terminal that closes, as it should.
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-        )
-        try:
-            # While its forkserver imports torch, or while it runs.
-            said = draw.choice(["begins\n", "ran\n"])
-            while program.stdout.readline() != said:
-                assert program.poll() is None
-            time.sleep(draw.uniform(0, 1))
-            send(program.pid, number)
-            if number == signal.SIGSTOP:
-                # One that was stopped for a moment continues as before.
-                time.sleep(0.5)
-                os.kill(program.pid, signal.SIGCONT)
-                for _ in range(8):
-                    assert program.stdout.readline() == "ran\n"
-                os.kill(program.pid, signal.SIGKILL)
-            program.wait(10)
-            # A forkserver that is still importing notices it only after its imports.
-            gone = wait_until(lambda: not any(map(is_alive, session_of(program.pid))), 40)
-            assert gone, f"{number.name} to the program left {session_of(program.pid)}"
-        finally:
-            for pid in session_of(program.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            program.wait()
-        # PyTorch's cache of compiled code is meant to stay.
-        left = [name for name in os.listdir(inside) if not name.startswith("torchinductor_")]
-        assert not left, f"{number.name} to the program left {left}"
-    return "gone"
-
-
-def weather(runs: int, programs: int, seed: int) -> Counter:
-    """Make many strikes; count them by target, signal and outcome."""
-    draw = random.Random(seed)
-    seen: Counter = Counter()
+def strike_runs(runs: int, seed: int) -> Counter:
+    """Strike many runs; count them by target, signal and outcome."""
+    draw, seen = random.Random(seed), Counter()
     run(returns_at_once, world_size=1)
-    for index in range(runs):
-        strike = Strike.drawn(draw, *KINDS[index % len(KINDS)])
+    for target, number in itertools.islice(itertools.cycle(KINDS), runs):
         if not is_alive(server_pid()):
             run(returns_at_once, world_size=1)
-        outcome = strike_run(strike, draw)
-        seen[strike.target, strike.number.name, outcome if strike.has_hit else "missed"] += 1
-    for index in range(programs):
-        number = SIGNALS[index % len(SIGNALS)]
-        seen["program", number.name, strike_program(number, draw)] += 1
+        seen[target, number.name, strike_run(target, number, draw)] += 1
     return seen
+
+
+# Runs that are killed and go on
+
+
+class Network(nn.Sequential):
+    """Batch statistics and dropout have states of their own."""
+
+    def __init__(self, dropout=0.2):
+        layers = [nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU()]
+        super().__init__(*layers, nn.Dropout(dropout), nn.Linear(16, 10))
+
+
+def slow_loss(outputs, targets):
+    """A step takes some time, so that most kills hit one."""
+    time.sleep(0.02)
+    return functional.cross_entropy(outputs, targets)
+
+
+SETTINGS = {"epochs": 3, "train_size": 110, "batch_size": 20, "lr_schedule": "cosine"}
+SETTINGS |= {"model": Network, "loss": slow_loss}
+# Replicas in threads would take turns with the same random numbers.
+REPLICAS = {"strategy": "data_parallel", "world_size": 2, "model": lambda: Network(dropout=0.0)}
+RUNS = {
+    "single": {"strategy": "single"},
+    "data_parallel": REPLICAS,
+    "ddp": {"strategy": "ddp", "world_size": 3},
+    "ring_all_reduce": {"strategy": "ring_all_reduce", "world_size": 3, "optimizer": "adamw"},
+    "topk": {"strategy": "ring_all_reduce", "world_size": 2, "compress": "topk"},
+    "parameter_server": {"strategy": "parameter_server", "world_size": 3},
+    "model_parallel": {"strategy": "model_parallel", "world_size": 2, "optimizer": "adam"},
+    "model_parallel in one process": {"strategy": "model_parallel", "devices": "cpu"},
+    "pipeline": {"strategy": "pipeline", "world_size": 3, "micro_batches": 2},
+    "DistributedDataParallel": {"strategy": "ddp", "world_size": 3, "builtin": True},
+    "nn.DataParallel": {**REPLICAS, "model": Network, "builtin": True},
+    "PyTorch's pipeline": {
+        "strategy": "pipeline", "world_size": 2, "builtin": True, "micro_batches": 2,
+    },
+    "RPC server": {"strategy": "parameter_server", "world_size": 3, "builtin": True},
+}  # fmt: skip
+
+
+def end_of(result):
+    """What does not depend on time."""
+    rows = [{**row, "seconds": 0} for row in result.epochs]
+    state = {name: value.numpy().tobytes() for name, value in result.state.items()}
+    return repr([rows, state, result.checksums])
+
+
+def kill_and_resume(name: str, kills: int, draw: random.Random) -> list[int]:
+    """Kill runs of a technique so many times, and compare their ends with that of a whole run.
+
+    Returns:
+        After which steps they went on.
+    """
+    whole, went_on = train_with(**SETTINGS | RUNS[name]), []
+    most_s = 1.2 * sum(row["seconds"] for row in whole.epochs)
+    while len(went_on) < kills:
+        with tempfile.TemporaryDirectory(prefix="kept-") as folder:
+            every, result = draw.randint(1, 4), None
+            place = {"checkpoint_dir": folder, "resume": True, "checkpoint_every": every}
+            while result is None:
+                with struck("rank", signal.SIGKILL, draw.uniform(0, most_s), draw) as hit:
+                    try:
+                        result = train_with(**SETTINGS | RUNS[name] | place)
+                    except WorkerError:
+                        if not hit:
+                            raise
+                        stored, _ = newest(Path(folder))
+                        step = 0 if stored is None else int(stored.path.name.rpartition("-")[2])
+                        went_on.append(step)
+            assert end_of(result) == end_of(whole), f"{name} every {every}, from {went_on}"
+            assert not newest(Path(folder))[1]
+            assert not [entry for entry in os.listdir(folder) if entry.endswith(".part")]
+    return went_on
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=500)
-    parser.add_argument("--programs", type=int, default=16)
+    parser.add_argument("--resume", nargs="*", metavar="NAME", help="all of them if none is named")
+    parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     chosen = parser.parse_args()
-    # No function here trains: without these imports, a new forkserver starts in half the time.
-    FOR_TRAINING.clear()
-    print(f"seed {chosen.seed}")
-    started_s = time.monotonic()
+    print(f"seed {chosen.seed}, torch {torch.__version__}")
     # The forkserver's folder is removed at the end of this process, after the one made here.
     multiprocessing.util.get_temp_dir()
     # A folder of this process only: other programs make files in the common one meanwhile.
     with tempfile.TemporaryDirectory(prefix="storms-") as folder:
         os.environ["TMPDIR"], tempfile.tempdir = folder, folder
-        seen = weather(chosen.runs, chosen.programs, chosen.seed)
-    print(f"\nin {time.monotonic() - started_s:.0f} s:")
-    for (target, name, outcome), count in sorted(seen.items()):
-        print(f"  {target:10} {name:8} {outcome:8} {count:4}")
+        if chosen.resume is None:
+            for one, count in sorted(strike_runs(chosen.runs, chosen.seed).items()):
+                print(*one, count)
+            return
+        for name in chosen.resume or RUNS:
+            steps = sorted(kill_and_resume(name, chosen.kills, random.Random(chosen.seed)))
+            print(f"{name}: all equal to the bit; went on after steps {steps}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """The devices, backend and transport of ranks on each kind of machine, without such machines."""
 
-import contextlib
-
 import pytest
 import torch
 
-from labkit import devices, gpus, run
-from labkit.devices import Plan, hardware, num_cores, plan, print_once, versions
+from labkit import devices, gpus
+from labkit.devices import Plan, hardware, num_cores, plan, versions
 
 
 @pytest.fixture
@@ -29,15 +27,6 @@ def test_without_a_gpu_ranks_run_on_the_cpu_over_gloo(device, machine):
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_gpu_for_each_rank_means_nccl(device, machine):
     assert machine(4, 2, device) == Plan("nccl", ("cuda:0", "cuda:1"), "torch")
-
-
-def test_more_ranks_than_gpus_share_and_it_is_said_once_in_one_line(capsys, machine):  # row 22
-    choice = machine(2, 3, "auto")
-    assert (choice.backend, choice.devices) == ("gloo", ("cuda:0", "cuda:1", "cuda:0"))
-    for _ in range(2):
-        print_once(choice.note)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "3 ranks share 2 GPUs: they talk over gloo" in line
 
 
 def test_ranks_on_the_cpu_never_ask_for_gpus(monkeypatch):
@@ -79,16 +68,6 @@ def test_a_gpu_on_which_nothing_runs_is_one_error_with_the_way_round():
     with pytest.raises(RuntimeError, match=r'cuda:0 cannot be used: .*device="cpu"') as caught:
         gpus.check_usable(torch.device("cuda:0"))
     assert "\n" not in str(caught.value)
-
-
-def test_too_many_ranks_are_warned_of_at_the_caller_s_line(monkeypatch, recwarn):
-    monkeypatch.setattr(devices, "num_cores", lambda: 1)
-    monkeypatch.setattr("labkit.runtime.supervisor.Supervisor.run", lambda *_, **__: 1 / 0)
-    with contextlib.suppress(ZeroDivisionError):
-        run(print, world_size=5)
-    (warning,) = recwarn.list
-    assert "far above this machine's 1 core:" in str(warning.message)
-    assert warning.filename == __file__
 
 
 def test_results_can_name_what_made_them():

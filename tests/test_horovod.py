@@ -224,6 +224,7 @@ def refused(words, function, *args, kind=ValueError, **options):
 
 def errors():
     one = torch.ones(2)
+    refused("not both", hvd.allreduce, one, average=True, op=hvd.Sum)
     refused("'median'", hvd.allreduce, one, op="median")
     refused("float8", hvd.allreduce, one.to(torch.float8_e5m2))
     refused("reshape", hvd.allgather, torch.tensor(1))

@@ -4,16 +4,12 @@ import pytest
 
 from labkit.units import (
     as_repeats,
-    byte_unit,
     check_choice,
     check_integer,
     check_number,
     format_bytes,
-    format_count,
     format_seconds,
-    format_value,
     parse_bytes,
-    second_unit,
 )
 
 
@@ -33,21 +29,9 @@ def test_limits_themselves_are_allowed():
             check_number("x", value, 0, 1)
 
 
-def test_one_is_singular():
-    counts = [format_count(count, "rank") for count in (0, 1, 2)]
-    assert counts == ["0 ranks", "1 rank", "2 ranks"]
-    assert format_count(3, "micro-batch") == "3 micro-batches"
-
-
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1,023 B"),
-        (1536, "1.5 KiB"),
-        (1023.9 * 1024, "1 MiB"),
-        (-2048, "-2 KiB"),
-    ],
+    [(0, "0 B"), (1023, "1,023 B"), (1536, "1.5 KiB"), (1023.9 * 1024, "1 MiB")],
 )
 def test_bytes_read_in_the_unit_that_fits(num_bytes, text):
     assert format_bytes(num_bytes) == text
@@ -55,25 +39,10 @@ def test_bytes_read_in_the_unit_that_fits(num_bytes, text):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (2.5e-10, "0.25 ns"),
-        (0.0123, "12.3 ms"),
-        (0.9996, "1 s"),
-        (119.6, "1.99 min"),
-        (2 * 3600 + 300, "125 min"),
-        (-0.002, "-2 ms"),
-        (float("inf"), "inf min"),
-    ],
+    [(0, "0 s"), (2.5e-10, "0.25 ns"), (0.0123, "12.3 ms"), (0.9996, "1 s"), (119.6, "1.99 min")],
 )
 def test_seconds_read_in_the_unit_that_fits(seconds, text):
     assert format_seconds(seconds) == text
-
-
-def test_a_unit_and_its_scale_belong_together():
-    assert byte_unit(3 * 2**20) == (2**20, "MiB")
-    assert second_unit(0.004) == (1e-3, "ms")
-    assert format_value(1200, "messages") == "1,200 messages"
 
 
 @pytest.mark.parametrize("wrong", ["3 ms", [], None, ["a"]])

@@ -7,11 +7,11 @@
 Ranks of one machine meet in shared memory (``labkit.comm.shared_memory``); on several machines the
 same collectives run over gloo's point-to-point. ``labkit.backend.use(my_ring)`` puts another
 all-reduce below DDP. One queue carries out the collectives, in the order of the calls; sends and
-receives have one queue per edge and direction, since they may wait for each other. They meet in
-the order of the calls, too: there are no tags, and no receives from any source.
+receives have one queue per edge and direction, since they may wait for each other.
 """
 
 import atexit
+import contextlib
 import inspect
 import os
 import threading
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from labkit import collectives
+from labkit.backend.mailbox import Mailbox
 from labkit.collectives.common import Reduction, check_fits, check_one_per_rank, in_place
 from labkit.comm.comm import Comm
 from labkit.comm.meeting import separate_comm
@@ -85,6 +86,8 @@ def use(all_reduce: AllReduce | None) -> AllReduce | None:
 
 def all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     """All-reduce ``tensor`` in place with the function that ``use`` has chosen; returns it."""
+    if tensor.layout != torch.strided:
+        return collectives.sparse_all_reduce(comm, tensor, op)
     if _learners is None or op not in ("sum", "mean"):
         return collectives.fast_ring_all_reduce(comm, tensor, op)
     Reduction.of(op, tensor)
@@ -122,7 +125,8 @@ class LabkitGroup(ProcessGroup):
     has ended, TimeoutError when an operation takes longer than ``timeout``.
     """
 
-    supports_splitting = supports_coalescing = False
+    # ``dist.split_group`` asks the group's backend for these; here that is the group itself.
+    supports_splitting, supports_coalescing = True, False
     # PyTorch's own ProcessGroup gets these from its backends.
     group_name = group_desc = ""
     _device_types = (torch.device("cpu"),)
@@ -147,6 +151,8 @@ class LabkitGroup(ProcessGroup):
         _traffic.extend(comm.transport.sent for comm in self._comms.values())
         self._queues: dict[tuple[Any, ...], WorkQueue] = {}
         self._starting = threading.Lock()
+        others, edge = {*range(size)} - {rank}, partial(self._queue_of, "pairs")
+        self._mailbox = Mailbox(others, edge, timeout.total_seconds())
         _live.add(self)
 
     # The signatures below are PyTorch's. ``opts`` has rootRank, reduceOp and asyncOp, where there
@@ -173,17 +179,34 @@ class LabkitGroup(ProcessGroup):
 
     _get_backend = get_backend
 
+    def set_timeout(self, timeout):
+        """Set the longest wait from now on, also for operations under way."""
+        self._timeout, timeout_s = timeout, timeout.total_seconds()
+        for waits in (self._mailbox, *self._queues.values()):
+            waits.timeout_s = timeout_s
+        for comm in self._comms.values():
+            comm.transport.set_timeout(timeout_s)
+
+    def split_group(
+        self, ranks, timeout=None, opts=None, group_name="", group_desc="", device_types=None
+    ):
+        """Make a group of ``ranks``, in that order; returns None on the ranks left out."""
+        if self.rank() not in ranks:
+            return None
+        store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
+        place, in_run = ranks.index(self.rank()), [self._ranks[rank] for rank in ranks]
+        group = LabkitGroup(store, place, len(ranks), timeout or self._timeout, in_run)
+        group.group_name, group.group_desc = group_name or "", group_desc or ""
+        return group
+
     def _queue_of(self, *key: Any) -> WorkQueue:
-        """The queue of ("collectives",), or of ("pairs", "send" or "recv", a peer)."""
+        """The queue of ("collectives",), ("pairs", "to", a peer) or ("pairs", "from", a peer)."""
         if not self._comms:
             raise ValueError("this process group was destroyed: make another with new_group")
         with self._starting:
             if key not in self._queues:
-                name, timeout_s = (
-                    "-".join(["labkit", *map(str, key)]),
-                    self._timeout.total_seconds(),
-                )
-                self._queues[key] = WorkQueue(name, self._comms[key[0]], timeout_s)
+                name, comm = "-".join(["labkit", *map(str, key)]), self._comms[key[0]]
+                self._queues[key] = WorkQueue(name, comm, self._timeout.total_seconds())
             return self._queues[key]
 
     def _queue(
@@ -204,8 +227,10 @@ class LabkitGroup(ProcessGroup):
 
     def allreduce(self, tensors, opts=None):
         op = reduction_of(opts)
+        is_dense = all(tensor.layout == torch.strided for tensor in tensors)
+        name = "all_reduce" if is_dense else "sparse_all_reduce"
         return self._queue(
-            "all_reduce", lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
+            name, lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
         )
 
     allreduce_coalesced = allreduce
@@ -302,20 +327,31 @@ class LabkitGroup(ProcessGroup):
     def barrier(self, opts=None):
         return self._queue("barrier", Comm.barrier, [], opts)
 
+    def monitored_barrier(self, timeout=None, wait_all_ranks=False):
+        """Wait until all ranks have come; the error names those that have not.
+
+        It needs only the store. So it works while a rank is stuck in a collective.
+        """
+        store, timeout = self._store, timeout or self._timeout
+        number = store.add(f"labkit/monitored/{self.rank()}", 1)
+        keys = [f"labkit/monitored/{number}/{rank}" for rank in range(self.size())]
+        store.set(keys[self.rank()], "came")
+        with contextlib.suppress(RuntimeError):
+            store.wait(keys, timeout)
+        if missing := [str(rank) for rank, key in enumerate(keys) if not store.check([key])]:
+            raise RuntimeError(
+                f"rank {', '.join(missing)} did not come to the monitored barrier in "
+                f"{timeout.total_seconds():g} s"
+            )
+
     def send(self, tensors, dst, tag):
-        return self._pair("send", Comm.send, tensors, dst, tag)
+        return self._mailbox.send(tensors[0], dst, tag)
 
     def recv(self, tensors, src, tag):
-        return self._pair("recv", Comm.recv, tensors, src, tag)
+        return self._mailbox.recv(tensors[0], src, tag)
 
     def recv_anysource(self, tensors, tag):
-        raise ValueError('the "labkit" backend receives from one source: name its rank')
-
-    def _pair(self, name, function, tensors, peer, tag):
-        if tag != 0:
-            raise ValueError(f'the "labkit" backend has no tags, got {tag}: send in one order')
-        queue = self._queue_of("pairs", name, peer)
-        return queue.add(name, lambda comm: function(comm, tensors[0], peer), tensors, tensors)
+        return self.recv(tensors, None, tag)
 
     # Names of the same methods in torch 2.11.
     _allgather_base = all_gather_single
@@ -333,9 +369,9 @@ class LabkitGroup(ProcessGroup):
         """
         queues, self._queues = self._queues, {}
         comms, self._comms = self._comms, {}
-        # Receives end last, and wait for nobody.
-        for key in sorted(queues, key=lambda key: "recv" in key):
-            if "recv" in key or patience_s is not None:
+        # The queues that read end last: a receive from any source reads from all edges.
+        for key in sorted(queues, key=lambda key: "from" in key):
+            if "from" in key or patience_s is not None:
                 comms[key[0]].transport.abandon()
             if not queues[key].end(patience_s) and patience_s is None:
                 # After an error here, PyTorch would keep the group registered.

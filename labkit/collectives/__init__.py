@@ -18,6 +18,7 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     reduce                  tree            ceil(log2 P)        S, the root 0
     gather                  naive           P - 1               S, the root 0
     scatter                 naive           P - 1               root (P - 1) S, the others 0
+    sparse_all_reduce       compressed      3 (P - 1)           (P - 1) x entries, padded
 
 On H hosts of m ranks, ``hierarchical_all_reduce`` sends 2 (H - 1) / H x S bytes over the network
 card of each host; ``fast_hierarchical_all_reduce`` overlaps its parts. The exact numbers are in

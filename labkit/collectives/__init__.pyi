@@ -1,4 +1,5 @@
 from .common import Reduction as Reduction
+from .compressed import sparse_all_reduce as sparse_all_reduce
 from .fast_ring import fast_ring_all_reduce as fast_ring_all_reduce
 from .hierarchical import (
     fast_hierarchical_all_reduce as fast_hierarchical_all_reduce,

@@ -1,6 +1,6 @@
-"""All-reduce in fewer bytes: 16-bit floats on the wire, or only the largest elements.
+"""All-reduce in fewer bytes: 16-bit floats on the wire, the largest elements, or sparse tensors.
 
-They replace ``ring_all_reduce(comm, flat)`` for gradients. They give the same bits on
+The first two replace ``ring_all_reduce(comm, flat)`` for gradients. They give the same bits on
 every rank, but not the exact sum.
 
 Symbols: P ranks, N elements, k of them kept.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from labkit.collectives.common import Reduction
 from labkit.collectives.hierarchical import (
     cut,
     fast_hierarchical_all_reduce,
@@ -162,3 +163,32 @@ class CompressedBetween:
         if self.residual is None:
             return HalfRing(self.compress)(ring, cut(comm, flat, blocks))
         return TopK(cut(comm, self.residual, blocks))(ring, cut(comm, flat, blocks))
+
+
+def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
+    """Add up a sparse COO ``tensor`` over all ranks, in place; it is coalesced. ``op``: "sum".
+
+    Ranks gather the number of entries, their indices and their values, padded to the largest
+    number, and add in the order of the ranks, so all end with the same bits. An entry may be
+    missing on some ranks: so other reductions (ValueError) are not defined.
+    """
+    if tensor.layout != torch.sparse_coo or op != "sum":
+        raise ValueError(
+            f"cannot take the {op} of a {tensor.layout} tensor over ranks: of sparse tensors only "
+            "the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()"
+        )
+    mine = tensor.detach().coalesce()
+    Reduction.of(op, mine.values())
+    with torch.no_grad(), comm.collective("sparse_all_reduce", None, f"{list(tensor.shape)}"):
+        everyone = all_gather(comm, torch.tensor(len(mine.values())))
+        counts = [int(count) for count in everyone]
+        found = []
+        for entries in (mine.indices().t(), mine.values()):
+            padded = entries.new_zeros(max(counts), *entries.shape[1:])
+            padded[: len(entries)] = entries
+            everyone = all_gather(comm, padded)
+            found.append(torch.cat([some[:count] for some, count in zip(everyone, counts)]))
+        indices, values = found
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+        # Copying into tensor.detach() would replace the entries of that detached tensor only.
+        return tensor.copy_(total.coalesce())

@@ -212,6 +212,10 @@ class HostsTransport(Transport):
     def barrier(self) -> None:
         self.far.barrier()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self.near.set_timeout(timeout_s)
+        self.far.set_timeout(timeout_s)
+
     def abandon(self) -> None:
         self.near.abandon()
 

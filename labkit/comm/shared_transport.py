@@ -218,6 +218,9 @@ class SharedTransport(Transport):
     def close(self) -> None:
         self._channels.clear()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self.waiter.timeout_s = timeout_s
+
     def abandon(self) -> None:
         self.waiter.abandoned = True
 

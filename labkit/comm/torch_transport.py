@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -63,6 +64,7 @@ class TorchTransport(Transport):
         self.device = device
         self.staged = backend == "gloo" and device.type == "cuda"
         self._queues = backend == "nccl"
+        self._patience: tuple[timedelta, ...] = ()
         self._group = group or dist.distributed_c10d._get_default_group()
 
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -76,7 +78,7 @@ class TorchTransport(Transport):
         with loss_of_a_peer():
             work = self._group.send([outgoing], dst, self._tag(tensor))
             yield
-            work.wait()
+            work.wait(*self._patience)
         self.sent.to[dst].count(outgoing.nbytes)
 
     def recv(self, tensor: Tensor, src: int) -> None:
@@ -94,7 +96,7 @@ class TorchTransport(Transport):
             else:
                 work = self._group.recv([landing], src, tag)
                 yield
-                work.wait()
+                work.wait(*self._patience)
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
         if self._queues:
@@ -144,6 +146,11 @@ class TorchTransport(Transport):
                 dist.barrier(device_ids=[self.device.index])
             else:
                 self._group.barrier().wait()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        # With NCCL a wait with a limit would block the host: there the group's own timeout holds.
+        if not self._queues:
+            self._patience = (timedelta(seconds=timeout_s),)
 
     def _outgoing(self, tensor: Tensor) -> Tensor:
         tensor = as_bytes(tensor)

@@ -115,6 +115,9 @@ class Transport(ABC):
         """The slots that rank ``src`` writes and this rank reads."""
         raise NotImplementedError
 
+    def set_timeout(self, timeout_s: float) -> None:  # noqa: B027
+        """Set the longest wait of operations from now on, where waits have a limit."""
+
     def abandon(self) -> None:  # noqa: B027
         """End every operation that still waits, in any thread, with an error, if possible."""
 

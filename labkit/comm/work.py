@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ _LAST_PATIENCE_S = 2.0
 class Work(dist.Work):
     """One operation under way.
 
+    The profiler shows its ``name``, unless that is empty, and the shapes of its ``inputs``.
     ``result`` lists the tensors that hold the result in the end; ``wait`` waits for ``timeout_s``.
     """
 
@@ -45,7 +47,7 @@ class Work(dist.Work):
         super().__init__()
         self._label = " ".join([name, *map(describe, inputs[:1])])
         self._result, self._timeout_s = result, min(timeout_s, threading.TIMEOUT_MAX)
-        self.location = caller_location()
+        self.location, self.source = caller_location(), -1
         self.done = threading.Event()
         self._error: BaseException | None = None
         # On a GPU: the caller's stream at the call, and the operation's stream at its end.
@@ -53,24 +55,31 @@ class Work(dist.Work):
         self.ended: torch.Event | None = None
         self._future: Future[list[Tensor]] | None = None
         # The future to complete at the end, by the thread that pops it.
-        self._incomplete: collections.deque[Future[None]] = collections.deque()
+        self.incomplete: collections.deque[Future[None]] = collections.deque()
+        self._record: Any = None
+        if name and torch._C._autograd._profiler_enabled():
+            self._record = torch._C._profiler._RecordFunctionFast(f"labkit:{name}", inputs)
+            self._record.__enter__()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the operation as done; futures are completed later: their callbacks may block."""
         self._error = error
+        if self._record is not None:
+            # A record that ends in another thread is shown there, as with gloo.
+            self._record.__exit__(None, None, None)
         self.done.set()
 
     def complete_futures(self) -> None:
         """Run the callbacks attached to ``get_future()``, in this thread."""
         with contextlib.suppress(IndexError):
-            self._incomplete.pop().set_result(None)
+            self.incomplete.pop().set_result(None)
 
     def get_future(self) -> Future[list[Tensor]]:
         if self._future is None:
             done: Future[None] = Future()
             # DDP's C++ side ignores Future.set_exception, but not a callback that raises.
             self._future = done.then(self._deliver)
-            self._incomplete.append(done)
+            self.incomplete.append(done)
             if self.done.is_set():
                 self.complete_futures()
         return self._future
@@ -105,6 +114,12 @@ class Work(dist.Work):
 
     def result(self) -> list[Tensor]:
         return self._result
+
+    def source_rank(self) -> int:
+        """The rank a message came from; -1 unless this is a receive."""
+        return self.source
+
+    _source_rank = source_rank
 
 
 def carried_out(operation: Callable[[], object], tensors: list[Tensor]) -> Work:

@@ -168,6 +168,8 @@ def allreduce_async(
     The factors are for before and after it.
     """
     more |= {"process_set": process_set, "scales": (prescale_factor, postscale_factor)}
+    if average is not None and op is not None:
+        raise ValueError("give op= or average=, not both")
     op = op or (Sum if average is False else Average)
     return _submit("allreduce", tensor, name, option=op, **more)
 

@@ -36,8 +36,8 @@ def mine(rank, size=5, dtype=torch.float32):
     return (torch.arange(size) + 10 * rank).to(dtype)
 
 
-# Operations, next to gloo's: each takes (group, rank, P) and returns what must be equal. All
-# functions: test_backend_public.py.
+# Operations, next to gloo's: each takes (group, rank, P) and returns what must be equal. Every
+# reduction and every public function: test_backend_wide.py, test_backend_public.py.
 
 
 def all_reduce_shapes(group, rank, size):
@@ -76,11 +76,42 @@ def reduce_scatter(group, rank, size):
     return found
 
 
+def all_to_all(group, rank, size):
+    sources = [mine(rank, 3) + 100 * r for r in range(size)]
+    if dist.get_backend(group) == "gloo":
+        # gloo of torch 2.11 takes no lists.
+        dist.all_to_all_single(received := torch.zeros(3 * size), torch.cat(sources), group=group)
+        targets = list(received.split(3))
+    else:
+        targets = [torch.zeros(3) for _ in range(size)]
+        dist.all_to_all(targets, sources, group=group)
+    even, nothing = torch.zeros(2 * size), torch.zeros(0)
+    dist.all_to_all_single(even, mine(rank, 2 * size), group=group)
+    dist.all_to_all_single(nothing, torch.zeros(0), group=group)
+    uneven = torch.zeros(size * (rank + 1))
+    lengths = [r + 1 for r in range(size)]
+    dist.all_to_all_single(
+        uneven, mine(rank, sum(lengths)), [rank + 1] * size, lengths, group=group
+    )
+    return [*targets, even, nothing, uneven]
+
+
+def functional(group, rank, size):
+    from torch.distributed import _functional_collectives as functional
+
+    reduced = functional.all_reduce(mine(rank, size), "sum", group)
+    gathered = functional.all_gather_tensor(mine(rank, 3), 0, group)
+    scattered = functional.reduce_scatter_tensor(mine(rank, 3 * size), "sum", 0, group)
+    return [reduced + 0, gathered + 0, scattered + 0]
+
+
 COMPARED = {
     "all_reduce": all_reduce_shapes,
     "async_op": with_a_future,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    "functional": functional,
 }
 
 
@@ -112,15 +143,14 @@ def test_every_operation_gives_what_gloo_gives(world_size, shares_memory):
 
 
 def refused(comm):
-    group, x = dist.new_group(backend="labkit"), torch.ones(3)
+    group, x, MAX = dist.new_group(backend="labkit"), torch.ones(3), dist.ReduceOp.MAX
     calls = {
         "BAND of floats": lambda: dist.all_reduce(x, dist.ReduceOp.BAND, group=group),
         "integer mean": lambda: dist.all_reduce(x.int(), dist.ReduceOp.AVG, group=group),
-        "sparse": lambda: dist.all_reduce(x.to_sparse(), group=group),
+        "sparse maximum": lambda: dist.all_reduce(x.to_sparse(), MAX, group=group),
+        "sparse rows": lambda: dist.all_reduce(x[None].to_sparse_csr(), group=group),
         "expanded": lambda: dist.all_reduce(torch.ones(1).expand(3), group=group),
         "scaled sum": lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0), group=group),
-        "tag": lambda: dist.send(x, 1 - comm.rank, group=group, tag=3),
-        "any source": lambda: dist.recv(x, group=group),
         "outputs too large": lambda: dist.all_gather([torch.zeros(4)] * 2, x, group=group),
     }
     texts = {}
@@ -138,11 +168,10 @@ def refused(comm):
 REFUSALS = {
     "BAND of floats": "cannot take the band of float32 over ranks",
     "integer mean": "cannot take the mean of int32",
-    "sparse": "a dense tensor is needed, got torch.sparse_coo: use .to_dense()",
+    "sparse maximum": "cannot take the max of a torch.sparse_coo tensor over ranks",
+    "sparse rows": "only the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()",
     "expanded": "its elements share memory",
     "scaled sum": 'the "labkit" backend has the reductions SUM, AVG,',
-    "tag": 'the "labkit" backend has no tags, got 3',
-    "any source": 'the "labkit" backend receives from one source',
     "outputs too large": "sends is float32 [3], but the output for it is float32 [4]",
 }
 

@@ -1,8 +1,9 @@
 """What is built on a backend, under "labkit" and under "gloo": DDP's hooks and options, sharding,
-torch.compile; callbacks that wait."""
+torch.compile, the profiler; callbacks that wait."""
 
 import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +110,8 @@ def with_hooks(rank):
     local = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=3)
     hooks = {
         "PowerSGD": (powerSGD_hook.powerSGD_hook, power_sgd()),
+        "PowerSGD, cold": (powerSGD_hook.powerSGD_hook, power_sgd(warm_start=False)),
+        "PowerSGD, later": (powerSGD_hook.powerSGD_hook, power_sgd(use_error_feedback=False)),
         "PowerSGD in bf16": (bf16, power_sgd()),
         "all-reduce": (default_hooks.allreduce_hook, None),
         "fp16": (default_hooks.fp16_compress_hook, None),
@@ -115,6 +119,7 @@ def with_hooks(rank):
         "fp16 around": (fp16, None),
         "local SGD": (post_localSGD_hook.post_localSGD_hook, local),
         "quantized": (quantization_hooks.quantization_pertensor_hook, None),
+        "quantized by channel": (quantization_hooks.quantization_perchannel_hook, None),
         "a callback reduces": (reduces_in_a_callback, None),
     }
     return {name: train(rank, hook, state) for name, (hook, state) in hooks.items()}
@@ -154,12 +159,12 @@ def test_callbacks_of_several_buckets_keep_one_order_on_all_ranks(tmp_path):
 
 
 class Words(nn.Module):
-    """A layer that odd ranks do not use."""
+    """An embedding whose gradient is sparse; a layer that odd ranks do not use."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(50, 6)
+        self.embedding = nn.Embedding(50, 6, sparse=True)
         self.out, self.seldom = nn.Linear(6, 2), nn.Linear(6, 2)
 
     def forward(self, x, use_all=True):
@@ -181,7 +186,7 @@ def with_options(rank):
         words(x, use_all=step == rank).pow(2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    found["unused"] = flat(words.parameters())
+    found["sparse"] = flat(words.parameters())
     model = DistributedDataParallel(net())
     with model.no_sync():
         model(batches(rank)[0]).sum().backward()
@@ -262,6 +267,24 @@ def test_compiled_training_gives_what_it_gives_on_gloo(tmp_path):
 # Waits end
 
 
+def calls_what_nobody_answers(rank):
+    """Rank 0 calls and awaits an all-reduce in a callback, rank 1 does not. Then both continue."""
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    started_s = time.monotonic()
+    try:
+        future.then(lambda _: rank or dist.all_reduce(torch.ones(1000))).wait()
+        return time.sleep(4)
+    except RuntimeError as error:
+        return time.monotonic() - started_s, str(error)
+
+
+def test_a_callback_that_waits_for_nobody_ends_within_the_timeout(tmp_path):
+    outcomes = plain(tmp_path, calls_what_nobody_answers, patience_s=30.0, timeout_s=2)
+    seconds, text = outcomes[0][1]
+    assert seconds < 4
+    assert "PeerLostError: a rank left before fast_ring_all_reduce: nothing from rank 1" in text
+
+
 def runs_for_ever(rank):
     """The learner's function never returns: the operation and those behind it."""
     import labkit.backend.group
@@ -311,6 +334,114 @@ def test_a_call_inside_an_operation_of_its_group_is_refused(tmp_path):
     for _, texts in plain(tmp_path, calls_inside):
         words = "all_reduce float32 [2] is called inside all_reduce float32 [3] of the same group"
         assert [words in text for text in texts] == [True, True]
+
+
+def waits_for_who_does_not_come(rank):
+    started_s = time.monotonic()
+    if rank == 2:
+        time.sleep(3)
+        return None
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=True)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - started_s
+
+
+def test_a_monitored_barrier_names_the_missing_rank(tmp_path):
+    outcomes = plain(tmp_path, waits_for_who_does_not_come, world_size=4)
+    for rank in (0, 1, 3):
+        text, seconds = outcomes[rank][1]
+        assert "rank 2 did not come to the monitored barrier in 1 s" in text
+        assert seconds < 3
+
+
+# Messages
+
+
+def messages(rank):
+    """Receive from any source after all have sent, and a misfit."""
+    size, found = dist.get_world_size(), []
+    others = [other for other in range(size) if other != rank]
+    works = [dist.isend(torch.full((3,), float(rank)), other, tag=1) for other in others]
+    for _ in others:
+        source = dist.recv(tensor := torch.zeros(3), tag=1)
+        found.append(tensor.tolist() == [source] * 3)
+    for work in works:
+        work.wait()
+    # The receiver reads ahead and keeps the message, which then does not fit the receive.
+    if rank == 0:
+        dist.send(torch.ones(4), 1, tag=2)
+        dist.send(torch.ones(1), 1, tag=3)
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0, tag=3)
+        try:
+            dist.recv(torch.zeros(5), 0, tag=2)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_messages_are_matched_by_source_and_tag(tmp_path):
+    outcomes = plain(tmp_path, messages, world_size=3, timeout_s=10)
+    for rank, (code, found) in enumerate(outcomes):
+        assert code == 0
+        assert found[:2] == [True, True]
+        if rank == 1:
+            assert "the message from rank 0 is float32 [4]" in found[2]
+
+
+def waits_for_anybody(rank):
+    started_s = time.monotonic()
+    try:
+        dist.recv(torch.zeros(1)) if rank == 0 else time.sleep(4)
+    except ConnectionError as error:
+        return str(error), time.monotonic() - started_s
+
+
+def test_who_waits_for_any_source_in_vain_is_told_in_time(tmp_path):
+    outcomes = plain(tmp_path, waits_for_anybody, world_size=3, timeout_s=2)
+    text, seconds = outcomes[0][1]
+    assert "nothing from rank" in text
+    assert seconds < 5
+
+
+# The profiler
+
+
+def profiled(rank):
+    x, size = torch.ones(2, 3), dist.get_world_size()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.broadcast(x, 0)
+        dist.reduce(x, 0)
+        dist.all_gather([torch.ones(4) for _ in range(size)], torch.ones(4))
+        dist.all_gather_into_tensor(torch.ones(4 * size), torch.ones(4))
+        dist.all_reduce_coalesced([torch.ones(4), torch.ones(3)])
+        dist.gather(torch.ones(4), [torch.ones(4) for _ in range(size)] if rank == 0 else None)
+        dist.scatter(torch.ones(4), [torch.ones(4) for _ in range(size)] if rank == 0 else None)
+        dist.all_to_all_single(torch.ones(size), torch.ones(size))
+        dist.all_reduce(torch.eye(3).to_sparse())
+        dist.barrier()
+        if rank == 0:
+            dist.send(torch.ones(5), 1)
+            dist.send(torch.ones(6), 1)
+        else:
+            dist.recv(torch.ones(5), 0)
+            dist.recv(torch.ones(6))
+    dist.barrier()
+    name = dist.get_backend() + ":"
+    events = [event for event in recorded.events() if event.name.startswith(name)]
+    return {
+        "events": [(e.name.removeprefix(name), e.input_shapes) for e in events],
+        "took time": all(e.cpu_time_total > 0 for e in events),
+    }
+
+
+def test_the_profiler_shows_the_operations_that_it_shows_on_gloo_with_their_shapes(tmp_path):
+    for found, expected in zip(*on_both(tmp_path, profiled)):
+        assert len(found["events"]) == 14
+        assert found == expected
 
 
 def in_inference_mode(rank, size=2):

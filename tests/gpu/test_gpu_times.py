@@ -11,7 +11,6 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, train_with
-from labkit.training.measured import measure_split
 
 travel_by_value(__name__)
 pytestmark = [needs.gpus(1), needs.real]
@@ -96,12 +95,3 @@ def test_a_hop_does_not_contain_the_queue_of_its_target(kernel_s):
         placed = train_with("model_parallel", model=model, devices=devices, **settings)
         for kind in ("hop", "hop back"):
             assert all(h.duration_s < 0.3 * kernel_s for h in placed.trace.of(0, kind)[1:])
-
-
-def test_hops_between_stages_are_shorter_than_their_steps():
-    found = measure_split("small_cnn", (3,), batch_size=64, input_shape=(1, 8, 8), device="cuda")
-    assert found.hop_bytes == [64 * 32 * 16 * 4]
-    for hops in (*found.forward_hop_s, *found.backward_hop_s):
-        assert len(hops) == len(found.step_s)
-        for hop_s, step_s in zip(hops, found.step_s):
-            assert 0 < hop_s < step_s < 10

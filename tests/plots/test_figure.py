@@ -44,6 +44,9 @@ MAKE_FIGURE = {
     "pipeline_timetable": lambda: plots.pipeline_timetable(predicted_slots([STREAM], [1], [2])),
     "pipeline_timeline": lambda: plots.pipeline_timeline(STAGE, [STREAM]),
     "step_by_micro_batches": lambda: plots.step_by_micro_batches(MICRO),
+    "communication_time": lambda: plots.communication_time(
+        {"cut 5, forward": {1: [1e-3], 4: [4e-3]}}
+    ),
     "size_curves": lambda: plots.size_curves(CURVES, {"ring": {2**10: 1e-4}}, crossover=2**15),
 }
 

@@ -76,3 +76,13 @@ def test_a_step_by_micro_batches_has_a_curve_for_each_schedule():
     assert lines["1f1b"] == [[1, 8.5], [4, 9.5]]
     assert lines["gpipe model"] == [[1, 5], [4, 5]]
     assert "gpipe is fastest with 4 micro-batches, 7 s." in figure.caption
+
+
+def test_communication_by_batch_is_measured_beside_its_model():
+    hops = {
+        "cut 5, forward": {1: [2e-3, 1e-3, 3e-3], 4: [8e-3]},
+        "cut 5, backward": {1: 1e-3, 4: 4e-3},
+    }
+    figure = plots.communication_time(hops, {"cut 5, forward": {1: 1e-3, 4: 4e-3}})
+    assert "cut 5, forward 2 ms to 8 ms; cut 5, backward 1 ms to 4 ms" in figure.alt
+    assert "2 times the model" in figure.caption

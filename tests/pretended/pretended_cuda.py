@@ -16,10 +16,10 @@ _peak = defaultdict(int)
 class Held:
     """A storage's device; it counts the GPU's memory in use as long as it lives."""
 
-    __slots__ = ("device", "num_bytes", "pinned")
+    __slots__ = ("device", "num_bytes")
 
-    def __init__(self, device, num_bytes, pinned=False):
-        self.device, self.num_bytes, self.pinned = device, num_bytes, pinned
+    def __init__(self, device, num_bytes):
+        self.device, self.num_bytes = device, num_bytes
         if device.type == "cuda":
             # The allocator hands out multiples of 512 bytes.
             self.num_bytes = -(-num_bytes // 512) * 512
@@ -34,10 +34,9 @@ class Held:
 class Stream:
     """A stream on which everything has been done."""
 
-    def __init__(self, device=None, priority=0, **options):
+    def __init__(self, device=None, **options):
         self.device = gpus.resolved("cuda" if device is None else device)
-        self.device_index, self.priority = self.device.index, priority
-        self.stream_id = self.cuda_stream = 0
+        self.device_index, self.stream_id, self.cuda_stream = self.device.index, 0, 0
 
     def wait_event(self, event):
         assert isinstance(event, Event), event
@@ -52,17 +51,6 @@ class Stream:
 
     def synchronize(self):
         gpus.initialise()
-
-    def query(self):
-        return True
-
-    def __enter__(self):
-        self._context = torch.cuda.stream(self)
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self._context.__exit__(*error)
 
 
 class Event:
@@ -179,10 +167,6 @@ def reset_peak_memory_stats(device=None):
     _peak[_index(device)] = _allocated[_index(device)]
 
 
-def _sleep(cycles):
-    time.sleep(cycles / 1.5e9)
-
-
 def install():
     """Put these names into ``torch.cuda``, its submodules that took some, and ``accelerator``."""
     cuda = torch.cuda
@@ -230,6 +214,6 @@ def _current_accelerator(check_available=False):
 
 _PUBLIC = (
     *("Stream", "Event", "StreamContext", "default_stream", "current_stream", "set_stream"),
-    *("get_device_properties", "set_device", "current_device", "synchronize", "_sleep"),
+    *("get_device_properties", "set_device", "current_device", "synchronize"),
     *("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"),
 )

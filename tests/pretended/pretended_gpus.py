@@ -9,8 +9,7 @@ What holds, so that the code for GPUs runs as it would:
   on a GPU, or a GPU that does not exist.
 * ``init_process_group("nccl")`` and ``new_group`` are gloo underneath, and say nccl. On nccl a
   tensor on the CPU raises, on gloo a GPU's tensor in ``send`` and ``recv`` does.
-* ``autocast("cuda")``, ``GradScaler``, ``pin_memory``, DDP with ``device_ids``, and
-  ``nn.DataParallel`` work.
+* ``autocast("cuda")``, ``GradScaler``, DDP with ``device_ids``, and ``nn.DataParallel`` work.
 * CUDA is initialised by the first use, and a fork after that cannot use it. A notebook's kernel
   that initialises CUDA ends in an error: labkit promises that it never does.
 

@@ -36,11 +36,11 @@ def label(tensor):
     return None if in_backward() or storage is None else CPU
 
 
-def set_label(tensor, device, pinned=False):
+def set_label(tensor, device):
     """Label a tensor whose storage has no label yet."""
     storage = storage_of(tensor)
     if storage is not None and "held" not in storage.__dict__:
-        storage.held = Held(device, storage.nbytes(), pinned)
+        storage.held = Held(device, storage.nbytes())
     return tensor
 
 
@@ -133,10 +133,6 @@ def _cpu(func, args, kwargs):
     return moved(args[0], CPU, memory_format=kwargs.get("memory_format"))
 
 
-def _type_as(func, args, kwargs):
-    return moved(args[0], shown(args[1]), args[1].dtype)
-
-
 def _as_tensor(func, args, kwargs):
     device = kwargs.get("device")
     kwargs = {name: value for name, value in kwargs.items() if name != "device"}
@@ -162,15 +158,7 @@ def _pin_memory(func, args, kwargs):
         raise RuntimeError(
             "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned"
         )
-    if not gpus.num_gpus():
-        raise RuntimeError("Cannot access accelerator device when none is available.")
-    return tensor if _is_pinned(func, args, kwargs) else set_label(tensor.clone(), CPU, True)
-
-
-def _is_pinned(func, args, kwargs):
-    storage = storage_of(args[0])
-    held = None if storage is None else storage.__dict__.get("held")
-    return bool(held and held.pinned)
+    return set_label(tensor.clone(), CPU)
 
 
 def _grad(func, args, kwargs):
@@ -230,45 +218,22 @@ SPECIAL = {
     T.to: _to,
     T.cuda: _cuda,
     T.cpu: _cpu,
-    T.type_as: _type_as,
     T.numpy: _only_on_cpu,
     T.__array__: _only_on_cpu,
     T.pin_memory: _pin_memory,
-    T.is_pinned: _is_pinned,
     T.__getitem__: _get_item,
     torch.as_tensor: _as_tensor,
     torch.autograd.grad: _gradients,
 }
-# They read no numbers, or may take operands from several devices.
-FREE = (
-    T.copy_,
-    T.backward,
-    torch.autograd.backward,
-    T.register_hook,
-    T.is_shared,
-    T.share_memory_,
-)
-FREE += (T.data.__set__, T.requires_grad_, T.size, T.dim, T.stride, T.numel, T.data_ptr, T.set_)
-FREE += (T.untyped_storage, T.is_contiguous, T.is_floating_point, T.element_size, T.__hash__)
-FREE += (torch._has_compatible_shallow_copy_type, torch.is_same_size, T.is_same_size)
-FREE += (
-    T.__setitem__,
-    T.__repr__,
-    T.grad.__set__,
-    torch.result_type,
-    T.is_set_to,
-    T.__len__,
-    T.__format__,
-    torch.is_floating_point,
-)
-READ = ("shape", "dtype", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout", "_version")
-READ += ("nbytes", "itemsize", "is_meta", "is_sparse", "is_quantized", "names", "output_nr")
+# They may take operands from several devices.
+FREE = (T.copy_, T.backward, torch.autograd.backward, T.register_hook, T.data.__set__, T.set_)
+FREE += (torch._has_compatible_shallow_copy_type, torch.is_same_size, T.is_same_size, T.is_set_to)
+FREE += (T.__setitem__, T.grad.__set__, torch.result_type)
+FREE += (torch._amp_foreach_non_finite_check_and_unscale_,)
 SPECIAL |= {func: _unchanged for func in FREE}
-SPECIAL |= {getattr(T, name).__get__: _unchanged for name in READ if hasattr(T, name)}
 SPECIAL |= {
     getattr(torch, name): _one_by_one for name in dir(torch) if name.startswith("_foreach")
 }
-SPECIAL[torch._amp_foreach_non_finite_check_and_unscale_] = _unchanged
 
 
 class Pretend(TorchFunctionMode):
@@ -280,7 +245,7 @@ class Pretend(TorchFunctionMode):
         special = SPECIAL.get(func) or SPECIAL.get(getattr(func, "__wrapped__", None))
         if special is not None:
             return special(func, args, kwargs)
-        device, pinned, kwargs = _without_device(kwargs)
+        device, kwargs = _without_device(kwargs)
         if device is not None and device.type not in ("cpu", "cuda"):
             return func(*args, **kwargs)
         if device is None:
@@ -292,23 +257,17 @@ class Pretend(TorchFunctionMode):
         out = func(*args, **kwargs)
         if device is not None:
             for tensor in tensors_in((out,)):
-                set_label(tensor, device, pinned)
+                set_label(tensor, device)
         return out
 
 
 def _without_device(kwargs):
-    """(device or None, whether in pinned memory, the other options)."""
-    if "device" not in kwargs and "pin_memory" not in kwargs:
-        return None, False, kwargs
-    kwargs = dict(kwargs)
-    device, pinned = kwargs.pop("device", None), bool(kwargs.pop("pin_memory", False))
-    if pinned and not gpus.num_gpus():
-        raise RuntimeError("Cannot access accelerator device when none is available.")
-    if device is None:
-        return None, pinned, kwargs
-    device = gpus.resolved(device)
+    """(device or None, the other options)."""
+    if kwargs.get("device") is None:
+        return None, kwargs
+    device = gpus.resolved(kwargs["device"])
     # An operand may be on another device (``empty_like`` of a tensor without memory).
-    return device, pinned, kwargs | {"device": CPU if device.type == "cuda" else device}
+    return device, kwargs | {"device": CPU if device.type == "cuda" else device}
 
 
 MODE = Pretend()

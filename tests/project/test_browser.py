@@ -9,19 +9,6 @@ from browser import NOTEBOOK, ROOT
 pytestmark = pytest.mark.browser
 
 
-def test_a_page_is_opened_unchanged_without_outputs(lab):
-    before = (lab.notebooks / "08_layer_placement.ipynb").read_bytes()
-    page = lab.open("08_layer_placement.ipynb")
-    # The status bar says so once the kernel has answered; then its description is in the page.
-    page.wait_until_idle()
-    page.window.wait_for_timeout(2000)
-    assert page.window.locator(".lm-TabBar-tab.jp-mod-dirty").count() == 0
-    assert not any(cell["images"] or cell["text"].strip() for cell in page.cells())
-    assert not page.problems()
-    page.close()
-    assert page.path.read_bytes() == before
-
-
 # As in the solution, but every rank sends before it receives.
 WRONG = """
 def my_share_only(comm, chunks):
@@ -121,37 +108,30 @@ LANES = 'svg[aria-label^="Live timeline of 2 ranks"]'
 
 
 def test_lanes_fill_while_ranks_run_end_as_the_timeline_and_stop_at_the_button(lab):
-    runs = [f"labkit.run(work, {steps}, world_size=2).values" for steps in (40, 4000)]
+    runs = [f"labkit.run(work, {steps}, world_size=2).values" for steps in (5, 4000)]
     lab.add("live.ipynb", LIVE, *runs)
     page = lab.open("live.ipynb")
     page.start_all()
-    lanes = page.cell(1).locator(LANES)
-    lanes.wait_for(timeout=60_000)
+    page.cell(1).locator('img[alt*="Timeline of 2 ranks"]').wait_for(timeout=60_000)
+    assert page.cell(1).locator(LANES).count() == 0
+    lanes = page.cell(2).locator(LANES)
+    lanes.wait_for(timeout=20_000)
     early = lanes.inner_html()
-    page.window.wait_for_timeout(1000)
-    assert lanes.inner_html() != early
+    changed = "([lanes, early]) => document.querySelector(lanes).innerHTML != early"
+    page.window.wait_for_function(changed, arg=[LANES, early])
     words = lanes.text_content()
-    assert all(part in words for part in ("rank 1", "loss", "samples/s", "of 40 steps"))
-    page.cell(1).locator('img[alt*="Timeline of 2 ranks"]').wait_for(timeout=20_000)
-    assert lanes.count() == 0
-    page.cell(2).locator(LANES).wait_for(timeout=20_000)
+    assert all(part in words for part in ("rank 1", "loss", "samples/s", "of 4,000 steps"))
     page.window.get_by_role("button", name="Interrupt the kernel").first.click()
     page.finish()
     assert "KeyboardInterrupt" in page.cells()[2]["text"]
-    assert "stopped" in page.cell(2).locator(LANES).text_content()
+    assert "stopped" in lanes.text_content()
     page.close()
-
-
-CHECKS = """
-from workbook import check
-check.answers(lambda x: 2 * x, {(1,): 2, (3,): 6}, name="double")
-"""
 
 
 def test_a_prediction_is_locked_and_kept_over_a_restart_of_the_kernel(lab):
     predicts = 'import workbook\nsent = workbook.predict("sent by one rank", "bytes")'
     measures = 'workbook.predict_row("sent by one rank", "bytes", sent, 6_000_000, 6_000_000)'
-    lab.add("predicts.ipynb", predicts, measures, CHECKS, "workbook.progress()")
+    lab.add("predicts.ipynb", predicts, measures, "workbook.progress()")
     page = lab.open("predicts.ipynb")
     page.run_cell(0)
     field = page.cell(0).get_by_label("Your prediction of sent by one rank (bytes)")
@@ -164,17 +144,15 @@ def test_a_prediction_is_locked_and_kept_over_a_restart_of_the_kernel(lab):
     page.run_cell(1)
     page.wait_for_text("Locked since it was measured")
     assert field.is_disabled()
-    page.run_cell(2)
     page.menu("Kernel", "Restart Kernel and Clear Outputs of All Cells…")
     page.window.locator(".jp-Dialog .jp-mod-accept").click()
     page.window.locator(".jp-Dialog").wait_for(state="detached")
     page.run_cell(0)
     page.wait_for_text("Locked since it was measured")
     assert field.input_value() == "5976883.2 bytes"
-    page.run_cell(3)
-    shown = page.cells()[3]["text"]
+    page.run_cell(2)
+    shown = page.cells()[2]["text"]
     assert re.search(r"\d of \d\d exercises passed", shown)
-    assert "passed: double" in shown
     assert "predicts\tsent by one rank\t5.7 MiB\t5.72 MiB" in shown
     page.window.locator(".widget-button", has_text="Predict again").click()
     page.wait_for_text("Type it, press Enter")

@@ -36,19 +36,6 @@ def test_readme_page_00_and_every_page_s_neighbours_are_made_from_it(tool):
         assert path.read_text() == text, f"{path.name}: python tools/course_map.py"
 
 
-def test_a_new_page_is_linked_from_the_maps_and_from_its_neighbours(tool):
-    there = tool.existing()
-    more = sorted([*there, "10_tensor_parallel"])
-    before = tool.course_map(there, folder="notebooks/")
-    assert "| 10 tensor parallel | How is one layer split over devices? | coming |" in before
-    after = tool.course_map(more, folder="notebooks/")
-    assert "| [10 tensor parallel](notebooks/10_tensor_parallel.ipynb) |" in after
-    assert tool.neighbours(more, "10_tensor_parallel") == (
-        "| Previous | [09 pipeline](09_pipeline.ipynb) |\n"
-        "| Next | [12 many machines](12_many_machines.ipynb) |\n"
-    )
-
-
 def headings(path):
     text = path.read_text() if path.suffix == ".md" else markdown(path)
     return re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)

@@ -45,25 +45,3 @@ def test_a_cell_that_raises_keeps_the_old_file(tool, tmp_path, capfd):
     assert tool.main([str(path)]) == 1
     assert path.read_bytes() == before
     assert "ZeroDivisionError" in capfd.readouterr().err
-
-
-def test_a_cell_between_two_others_leaves_their_ids(tool):
-    def ids(*sources):
-        v4 = tool.nbformat.v4
-        notebook = v4.new_notebook(cells=[v4.new_markdown_cell(source) for source in sources])
-        tool.tidy(notebook)
-        return [cell["id"] for cell in notebook.cells]
-
-    first, last = ids("one", "three")
-    assert ids("one", "two", "three") == [first, ids("two")[0], last]
-    assert len(set(ids("same", "same"))) == 2
-
-
-def test_what_changes_by_itself_is_left_out(tool):
-    v4 = tool.nbformat.v4
-    notebook = v4.new_notebook(cells=[v4.new_code_cell("1", metadata={"ExecuteTime": {}})])
-    notebook.metadata.update(widgets={"state": {}}, language_info={"version": "3.11.2"})
-    tool.tidy(notebook)
-    assert "widgets" not in notebook.metadata
-    assert notebook.metadata.language_info == {}
-    assert notebook.cells[0].metadata == {}

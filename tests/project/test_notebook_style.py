@@ -87,6 +87,17 @@ def test_predictions_are_made_in_their_field_and_warnings_are_shown(path):
         assert not re.search(r"filterwarnings\(\s*[\"']ignore", cell.source), f"cell {index}"
 
 
+def test_one_choice_at_the_top_decides_on_which_device_the_page_runs(path):
+    """A run without a device goes to GPUs where there are any, and meets tensors on the CPU."""
+    (_, first), *others = code_cells(path)
+    assert re.search('^DEVICE = "(auto|cpu)"  # ', first.source, re.MULTILINE)
+    assert "labkit.warm_up(device=DEVICE" in first.source
+    # On a GPU server it may say that ranks share a GPU.
+    assert "nbval-ignore-output" in first.metadata.tags
+    elsewhere = "\n".join(cell.source for _, cell in others)
+    assert not re.findall(r'device="(?:auto|cuda\b[^"]*)"', elsewhere), "DEVICE decides"
+
+
 def exercises(path):
     """The exercises: lists of cells, each from its heading to the next heading."""
     found = []

@@ -1,31 +1,17 @@
-"""A short storm of signals (see storm.py); the long one is ``make storm``."""
+"""Short storms (see storm.py); the long ones are ``make storm`` and ``make storm-resume``."""
 
-import os
 import random
-import signal
 
 import pytest
 import storm
-from ranks import leftovers, running_ranks
 
 
 @pytest.mark.fresh
-def test_every_run_ends_whole_or_with_the_cause_named(light_server):
+def test_every_run_ends_whole_or_with_the_cause_named():
     """Ctrl-C twice, each signal three times to a rank, three to the forkserver."""
-    before = leftovers()
-    seen = storm.weather(runs=17, programs=0, seed=12)
+    seen = storm.strike_runs(runs=17, seed=12)
     assert sum(count for (*_, outcome), count in seen.items() if outcome == "named") > 4
-    assert not running_ranks()
-    assert leftovers() <= before
 
 
-@pytest.mark.fresh
-@pytest.mark.parametrize(
-    ("number", "seed", "send"),
-    [
-        (signal.SIGSTOP, 16, os.kill),  # goes on, and is killed
-        (signal.SIGHUP, 11, os.killpg),  # a terminal that closes
-    ],
-)
-def test_what_a_program_has_started_ends_with_it(number, seed, send):
-    assert storm.strike_program(number, random.Random(seed), send) == "gone"
+def test_a_run_whose_rank_is_killed_goes_on_to_the_bit():
+    assert storm.kill_and_resume("ring_all_reduce", 1, random.Random(0))

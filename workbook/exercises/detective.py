@@ -31,7 +31,7 @@ _DEFAULT_GROUP = "0"
 # Of an entry of the recorder: what says when, on which thread and in which process is left out.
 _KEPT = ("collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "state", "retired")
 # labkit tells the cause on every host, and in each rank that it ends that it does so.
-_EXPLAINS = re.compile(r"(labkit: |labkit\.errors\.\w+: )(?!rank \d+ ends with)")
+_EXPLAINS = re.compile(r"(labkit: |labkit\.errors\.\w+: )")
 _PROGRAM = Path(__file__).parent / "programs" / "early_stop.py"
 
 # By rank, the entries of its flight recorder.

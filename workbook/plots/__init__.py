@@ -8,6 +8,7 @@
     bars              one quantity, measured beside model
     bucket_overlap    a backward pass with DDP's buckets, on paper
     size_curves       time over the tensor's size (crossings: the sizes at which two curves cross)
+    communication_time   what crosses each cut, by direction and batch size
     staleness_histogram, staleness_model   staleness of the updates, measured or predicted
     split_costs       a model cut into stages: bytes, memory, time of stages and hops
     split_scatter     many splits, predicted against measured
@@ -35,7 +36,7 @@ from workbook.plots.pipeline import (
     step_by_micro_batches,
 )
 from workbook.plots.ring import ring_states, ring_step, ring_steps
-from workbook.plots.size_curves import crossings, size_curves
+from workbook.plots.size_curves import communication_time, crossings, size_curves
 from workbook.plots.split_costs import split_costs, split_scatter
 from workbook.plots.timeline import phases, timeline
 
@@ -47,6 +48,7 @@ __all__ = [
     "Style",
     "bars",
     "bucket_overlap",
+    "communication_time",
     "crossings",
     "learning_curves",
     "measured_slots",

@@ -85,6 +85,41 @@ def size_curves(
     )
 
 
+@drawn
+def communication_time(
+    measured: Mapping[str, Points],
+    model: Mapping[str, Mapping[int, float]] | None = None,
+    *,
+    title: str = "Communication time by batch size",
+) -> CaptionedFigure:
+    """Draw the time of what crosses each cut, by direction, over the batch size.
+
+    Args:
+        measured, model: ``{"cut 5, forward": {batch size: seconds}}``, as in ``size_curves``.
+        title: above the figure.
+    """
+    seconds = {name: _repeats(points) for name, points in measured.items()}
+    batches = sorted(set().union(*seconds.values()))
+    figure, axes = new_axes(4.6, title)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    lines, words = draw_curves(axes, seconds, model or {})
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.set(xlabel="batch (samples, log scale)", ylabel="time (seconds, log scale)")
+    add_legend(figure, lines)
+    ends = [
+        f"{name} {format_seconds(median(points[batches[0]]))} to "
+        f"{format_seconds(median(points[batches[-1]]))}"
+        for name, points in seconds.items()
+    ]
+    extent = f"batches of {batches[0]} to {batches[-1]}"
+    alt = f"Curves of communication time, {extent}, on logarithmic axes. {'; '.join(ends)}."
+    longest = max(seconds, key=lambda name: median(seconds[name][batches[-1]]))
+    caption = f"Longest in a batch of {batches[-1]}: {longest}."
+    return CaptionedFigure(figure, alt=alt, caption=joined(caption, words))
+
+
 def draw_curves(
     axes: Axes, measured: Mapping[str, Repeats], predicted: Mapping[str, Mapping[int, float]]
 ) -> tuple[list[Line2D], str]:
