@@ -52,6 +52,9 @@ class Stream:
     def synchronize(self):
         gpus.initialise()
 
+    def is_capturing(self):
+        return False
+
     def __enter__(self):
         self._context = StreamContext(self)
         self._context.__enter__()
