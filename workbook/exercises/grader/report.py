@@ -55,7 +55,8 @@ class Verdict:
         """Sentences above a table, and under it; without empty ones."""
         table = text_table(["", *self.columns], self._table) if self.rows else ""
         title = f"{self.status}: {self.name}"
-        return "\n\n".join(filter(None, [title, *self.notes, table, self.caption, self._next]))
+        parts = [title, *self.notes, table, self.caption, self._next]
+        return "\n\n".join(part for part in parts if part)
 
     def _repr_html_(self) -> str:
         """The same in a page; the lines of a long note are in a fold."""
