@@ -116,7 +116,7 @@ def _explain(arguments: Namespace) -> int:
     from labkit.tracing.limits import what_limited
 
     read = read_traces(arguments.files)
-    print(f"{what_limited(read.trace, gap=read.gap)} {read.note}".rstrip())
+    print(what_limited(read.trace, gap=read.gap))
     return 0
 
 
@@ -145,9 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGTERM
     # Under torchrun this process is a rank: lost peers and mismatches reach it as they are.
     except (WorkerError, OutputError, ConnectionError, MismatchError) as error:
-        # (is_told: what torchrun's ranks have in common is told once on each host.)
-        if not getattr(error, "is_told", False):
-            print(f"labkit: {error}", file=sys.stderr)
+        print(f"labkit: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         _refuse(str(error))

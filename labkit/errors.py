@@ -8,10 +8,7 @@ class WorkerError(RuntimeError):
         rank: the rank that failed first; None when no single rank did.
         location: the learner's own line, as ``file, line N: source``; empty when unknown.
         worker_traceback: the rank's traceback as text; may be empty.
-        is_told: whether the message is on stderr already (under torchrun, once on each host).
     """
-
-    is_told = False
 
     def __init__(
         self,

@@ -13,7 +13,6 @@ MOST = 2**31 - 1
 MOST_RANKS = 4096
 # Eleven days; poll(2) can wait for at most 24 days.
 MOST_SECONDS = 1e6
-MOST_BYTES = 2**40
 
 _BYTES_IN = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 

@@ -194,7 +194,7 @@ def model_parallel_cost(
     """One training step of a model that is cut into stages, on one rank.
 
     A cut of S bytes per sample carries M messages and B x S bytes forward, and the same backward
-    unless nothing before it is trained. Left out: parameters tied across stages, clipping, fp16.
+    unless nothing before it is trained. Left out: clipping, fp16.
 
     Args:
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.

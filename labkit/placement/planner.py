@@ -20,7 +20,7 @@ from labkit.costs.link import Link
 from labkit.costs.pipeline_timeline import Slot, bubble, predicted_slots
 from labkit.schedules.pipeline import in_flight, pipeline_streams
 from labkit.schedules.split_points import check_split_points, stage_bounds
-from labkit.units import check_choice, check_integer, format_count
+from labkit.units import format_count
 
 # Split points of labkit's vgg16, to compare. Layers 0 to 30 are the features (4, 9, 16, 23 and 30
 # are pools), 31 averages, 32 flattens, 33 classifies. The first four splits are those of the
@@ -137,7 +137,6 @@ def predict_split(
     *,
     micro_batches: int = 1,
     schedule: str = "gpipe",
-    frozen: int = 0,
 ) -> SplitModel:
     """One training step of a split model; its hops follow the alpha-beta model.
 
@@ -148,11 +147,9 @@ def predict_split(
         split_points: layers that begin stages 1 to P - 1; empty for one stage.
         link: between two stages.
         micro_batches: M, at most one per sample.
-        frozen: the number of layers, from the first on, that are not trained. Layers before the
-            first trained parameter have no backward, and a cut before it carries no gradient.
     """
     points = check_split_points(split_points, len(profile.layers))
-    layers, first, count = _in_training(profile, frozen, micro_batches)
+    layers, first, count = _in_training(profile, micro_batches)
     stages = [layers[start:end] for start, end in stage_bounds(points, len(layers))]
     held = map(in_flight, pipeline_streams(schedule, len(stages), count))
     sizes = tuple(layers[cut - 1].output_bytes for cut in points)
@@ -169,21 +166,18 @@ def predict_split(
     )
 
 
-def _in_training(
-    profile: Profile, frozen: int, micro_batches: int
-) -> tuple[list[LayerCost], int, int]:
+def _in_training(profile: Profile, micro_batches: int) -> tuple[list[LayerCost], int, int]:
     """The layers with the bytes of parameters in training, the first trained layer, and M.
 
     The layers before that one have no backward, and hold nothing for it.
     """
-    check_integer(f"frozen of {profile.model}", frozen, 0, len(profile.layers))
-    trained = [i for i, x in enumerate(profile.layers) if i >= frozen and x.parameter_bytes]
+    trained = [index for index, layer in enumerate(profile.layers) if layer.parameter_bytes]
     first = trained[0] if trained else len(profile.layers)
     layers = [
         replace(
             layer,
             backward_s=layer.backward_s if index >= first else 0.0,
-            parameter_bytes=layer.parameter_bytes * (_TRAINED_VALUES if index >= frozen else 1),
+            parameter_bytes=layer.parameter_bytes * _TRAINED_VALUES,
             held_bytes=layer.held_bytes if index >= first else 0,
         )
         for index, layer in enumerate(profile.layers)
@@ -206,21 +200,18 @@ def best_split(
     num_stages: int,
     link: Link,
     *,
-    objective: str = "step",
     micro_batches: int = 1,
     schedule: str = "gpipe",
     memory_cap_bytes: float | None = None,
-    frozen: int = 0,
 ) -> SplitModel:
     """The best of all splits by ``predict_split``, whose other arguments it takes.
 
-    "largest_stage", and "step" with one micro-batch (the fewest seconds of hops), are dynamic
-    programs. The step of a pipeline is no sum over its stages: of all splits, those are predicted
-    whose largest stage takes no longer than the best step so far. ``memory_cap_bytes`` is the
-    limit for every stage: ValueError if no split keeps it.
+    With one micro-batch it is the one with the fewest seconds of hops, by a dynamic program. The
+    step of a pipeline is no sum over its stages: of all splits, those are predicted whose largest
+    stage takes no longer than the best step so far. ``memory_cap_bytes`` is the limit for every
+    stage: ValueError if no split keeps it.
     """
-    check_choice("objective", objective, ("step", "largest_stage"))
-    layers, first, count = _in_training(profile, frozen, micro_batches)
+    layers, first, count = _in_training(profile, micro_batches)
     held = [in_flight(stream) / count for stream in pipeline_streams(schedule, num_stages, count)]
     cap_bytes = memory_cap_bytes or math.inf
 
@@ -245,13 +236,11 @@ def best_split(
         one_way_s = link.message_seconds(layers[start - 1].output_bytes)
         return one_way_s * ((stage > 0) + (start > first)) if fits else math.inf
 
-    settings = {"micro_batches": count, "schedule": schedule, "frozen": frozen}
+    settings = {"micro_batches": count, "schedule": schedule}
     predict = functools.partial(predict_split, profile, link=link, **settings)
-    if objective == "step" and count == 1:
+    if count == 1:
         return predict(cheapest_cuts(hops_s, len(layers), num_stages, operator.add)[1])
     best = predict(cheapest_cuts(compute_s, len(layers), num_stages, max)[1])
-    if objective == "largest_stage":
-        return best
     for points in itertools.combinations(range(1, len(layers)), num_stages - 1):
         stages = enumerate(stage_bounds(points, len(layers)))
         if max(compute_s(stage, *bound) for stage, bound in stages) <= best.step_s:

@@ -14,14 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labkit import gpus
 from labkit.placement.planner import LayerCost, Profile, cheapest_cuts
-from labkit.workload.layers import (
-    HeldBytes,
-    NonLeaf,
-    Shape,
-    input_dtype,
-    layer_outputs,
-    layers_of,
-)
+from labkit.workload.layers import HeldBytes, NonLeaf, Shape, input_dtype, layer_outputs, layers_of
 
 
 def profile_layers(
@@ -38,11 +31,8 @@ def profile_layers(
     The model is a chain of layers; it is copied, and only its shapes matter. One more pass through
     it comes before, to warm up. ``input_shape`` is that of one sample.
     """
-    dtype = input_dtype(model)
     layers = layers_of(copy.deepcopy(model).to(device).train())
-    # Integer samples are zeros: every nn.Embedding has a row 0.
-    make = torch.randn if dtype.is_floating_point else torch.zeros
-    inputs = make((batch_size, *input_shape), dtype=dtype, device=device)
+    inputs = torch.randn((batch_size, *input_shape), dtype=input_dtype(model), device=device)
     passes = [list(_one_pass(layers, inputs)) for _ in range(repeats + 1)][1:]
     costs = tuple(
         replace(
@@ -59,7 +49,7 @@ def profile_layers(
 def _one_pass(layers: list[nn.Module], value: Tensor) -> Iterator[LayerCost]:
     held = HeldBytes(nn.ModuleList(layers))
     for index, layer in enumerate(layers):
-        entering = value.detach().requires_grad_(index > 0 and value.is_floating_point())
+        entering = value.detach().requires_grad_(index > 0)
         before = held.num_bytes
         with held:
             forward_s, value = _timed(layer, NonLeaf.apply(entering))

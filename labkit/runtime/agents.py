@@ -48,11 +48,6 @@ class Agents:
             self._lines.put((host, line.rstrip("\r\n")))
         self._lines.put((host, None))
 
-    @property
-    def returncodes(self) -> list[int | None]:
-        """Of the agents, by host; None for one that still runs."""
-        return [process.poll() for process in self._processes]
-
     def follow(
         self,
         limit_s: float = 120.0,

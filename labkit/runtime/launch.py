@@ -1,6 +1,7 @@
 """``labkit.run``: call a function on P real processes, and gather what they return."""
 
 import multiprocessing
+import pickle
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import check_world_size, plan, print_once
-from labkit.runtime.messages import Report, dump_call, load_value, trace_of
+from labkit.runtime.messages import Report, dump_call, trace_of
 from labkit.runtime.plain import load_plain
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
@@ -111,13 +112,14 @@ def _check_not_nested() -> None:
         )
 
 
+def _value(report: Report) -> Any:
+    return load_plain(report.payload) if report.is_plain else pickle.loads(report.payload)
+
+
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
     there = [report for report in reports if report]
     return RunResult(
-        values=[
-            report and (load_plain(report.payload) if report.is_plain else load_value(report))
-            for report in reports
-        ],
+        values=[report and _value(report) for report in reports],
         trace=trace_of(there),
         duration_s=max((report.duration_s for report in there), default=0.0),
         messages=[report.messages if report else 0 for report in reports],

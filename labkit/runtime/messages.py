@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.peak_memory import PeakMemory
-from labkit.errors import WorkerError
 from labkit.tracing import Span, Trace
 from labkit.tracing.recorder import with_waits
 
@@ -90,12 +89,6 @@ def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if not callable(fn):
         raise ValueError(f"fn must be a function of a comm, got {type(fn).__name__}")
     name = getattr(fn, "__name__", "fn")
-    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
-    if any(is_kind(fn) for is_kind in kinds):
-        raise ValueError(
-            f"{name} is an async or a generator function, whose call does nothing by itself: give "
-            "run a function that calls it, with asyncio.run or list, and returns the result"
-        )
     try:
         return dumps((fn, args))
     except _FAILURES as error:
@@ -124,21 +117,6 @@ def dump_value(value: Any) -> bytes:
             f"the result cannot be sent back: {culprit} cannot be pickled ({error}). Return "
             "tensors, numbers, or containers of them"
         ) from None
-
-
-def load_value(report: Report) -> Any:
-    """The value that a rank returned, pickled.
-
-    WorkerError if unpickling runs code of the value's class that raises or calls sys.exit.
-    """
-    try:
-        return pickle.loads(report.payload)
-    except _FAILURES as error:
-        raise WorkerError(
-            f"rank {report.rank} returned a value that cannot be unpickled here: "
-            f"{type(error).__name__}: {error}. Return tensors, numbers, or containers of them",
-            rank=report.rank,
-        ) from error
 
 
 def find_unpicklable(name: str, value: Any, dump: Callable[[Any], object] = dumps) -> str:

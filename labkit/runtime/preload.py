@@ -26,12 +26,7 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def warm_up(
-    *,
-    device: str | None = None,
-    world_size: int = 4,
-    training: bool = True,
-) -> None:
+def warm_up(*, device: str | None = None, world_size: int = 4, training: bool = True) -> None:
     """Start the process that all ranks are forked from, in the background; return at once.
 
     It needs some seconds to import torch; otherwise the first run starts it. With ``device`` this

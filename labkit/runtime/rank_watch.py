@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from labkit.comm.board import LEFT, RETURNED, RUNNING, Board
 from labkit.comm.comm import Comm
 from labkit.comm.deadlock import find_mismatch, stuck_ranks
-from labkit.comm.shared_memory import is_running
 from labkit.comm.source_lines import readable
 from labkit.comm.torch_transport import cut, first_line
 from labkit.errors import DeadlockError, PreemptedError, WorkerError
@@ -34,9 +33,9 @@ _TICK_S = 0.5
 # After the loss of a peer: a rank of which nothing is heard for so long is lost, and so long its
 # peer waits to hear the explanation.
 _SILENT_S, _EXPLAINED_S = 3.0, 10.0
-# From the explanation on: when a rank ends that is busy elsewhere; how long the others wait for
-# one more to come to its end, and for the one that has raised to be the first.
-_BUSY_S, _NOBODY_S, _FIRST_S = 5.0, 2.0, 5.0
+# From the explanation on: when a rank ends that is busy elsewhere, and how long the others wait
+# for one more to come to its end.
+_BUSY_S, _NOBODY_S = 5.0, 2.0
 _ERROR, _LOOKS, _ENDING = "error", "looks", "ending"
 
 
@@ -70,14 +69,13 @@ class Rows:
 class Watch:
     """The watch over one run, in one rank, with a connection of its own to the run's store.
 
-    ``error`` says why the run ends, and is None while it goes on; with ``prints`` it is printed on
-    stderr, once for each host.
+    ``error`` says why the run ends, and is None while it goes on; each host prints it once.
     """
 
-    def __init__(self, comm: Comm, store: Any, prints: bool = True):
+    def __init__(self, comm: Comm, store: Any):
         self._rank, self._size, self._hosts = comm.rank, comm.world_size, comm.session.hosts
         self._host = next(host for host, ranks in enumerate(self._hosts) if comm.rank in ranks)
-        self._board, self._store, self._prints = comm.session.board, store, prints
+        self._board, self._store = comm.session.board, store
         self._rows = Rows(store, comm.world_size)
         self._looks, self._looked_s = 0, time.monotonic()
         self._candidate: object = None
@@ -106,16 +104,12 @@ class Watch:
         if is_own:
             # Before the others hear of it, since torchrun ends all with the first that ends.
             _record(mine)
-            if is_first:
-                self._print(mine, always=True)
-                with contextlib.suppress(AttributeError):
-                    vars(error)["is_told"] = True
         if is_first:
             self._conclude(mine)
         assert self.error is not None
         if not is_own:
             _record(self.error)
-        self._end_together(self.error)
+        self._end_together()
         return error if is_own else self.error
 
     def close(self) -> None:
@@ -128,10 +122,8 @@ class Watch:
             if self.error is None and not self._thread.is_alive():
                 self._rows.post(self._board, self._rank)
 
-    def _end_together(self, error: WorkerError) -> None:
-        """Wait until all have heard, and until a near rank that has raised has ended: with the
-        first that ends torchrun ends the others of its host, and shows that one.
-        """
+    def _end_together(self) -> None:
+        """Wait until all have heard: with the first that ends torchrun ends others of its host."""
         self._board.ranks[self._rank]["state"] = LEFT
         with contextlib.suppress(RuntimeError):
             count, came_s = self._store.add(_ENDING, 1), time.monotonic()
@@ -139,11 +131,6 @@ class Watch:
                 time.sleep(_TICK_S / 10)
                 if (now := self._store.add(_ENDING, 0)) != count:
                     count, came_s = now, time.monotonic()
-        near, until_s = self._hosts[self._host], time.monotonic() + _FIRST_S
-        if error.worker_traceback and error.rank in near and error.rank != self._rank:
-            pid = int(self._board.ranks[error.rank]["pid"])
-            while is_running(pid) and time.monotonic() < until_s:
-                time.sleep(_TICK_S / 10)
 
     # In the thread
 
@@ -215,27 +202,22 @@ class Watch:
         self._take(error)
 
     def _take(self, error: WorkerError) -> None:
-        error.is_told = self._prints
         self.error = self.error or error
         self._over.set()
 
     def _end(self, error: WorkerError) -> None:
         """Let this rank's function raise an error; end the process if it does not."""
-        self._print(error)
+        count = 1
+        with contextlib.suppress(RuntimeError):
+            count = self._store.add(f"printed/{self._host}", 1)
+        if count == 1:
+            tell(str(error))
         self._board.give_up(self._rank, str(error).splitlines()[0])
         cut(group_connections)
         dist.distributed_c10d._get_default_group().abort()
         if not self._at_end.wait(_BUSY_S):
             _record(error)
             os._exit(1)
-
-    def _print(self, error: WorkerError, always: bool = False) -> None:
-        """Print the explanation, where no rank of this host has."""
-        count = 1
-        with contextlib.suppress(RuntimeError):
-            count = self._store.add(f"printed/{self._host}", 1)
-        if self._prints and (always or count == 1):
-            tell(str(error))
 
 
 def with_hosts(

@@ -80,7 +80,7 @@ class RankActor:
         watch = None
         try:
             comm = connect(self._plan, timeout_s, meeting=self, link=link)
-            watch = Watch(comm, dist.PrefixStore("watch", self.store(0)), prints=False)
+            watch = Watch(comm, dist.PrefixStore("watch", self.store(0)))
             with watched(watch):
                 install_sources(sources)
                 fn, args = cloudpickle.loads(call)

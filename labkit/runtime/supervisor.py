@@ -50,12 +50,7 @@ class Supervisor:
         self.lost: dict[int, str] = {}
         self.exit_codes: dict[int, int | None] = {}
         self._processes: list[BaseProcess] = []
-        try:
-            self._arena, self._output = Arena(job.world_size), Output()
-        except OSError as error:
-            # A limit of the sizes of files (ulimit -f) holds for it, too.
-            error.filename = "the memory that ranks share"
-            raise
+        self._arena, self._output = Arena(job.world_size), Output()
         self._seen = Evidence(self._arena.board, job.may_lose, exit_codes=self.exit_codes)
         # Where the ranks meet: in the forkserver's folder, which it removes if its caller cannot.
         self._meeting = f"{multiprocessing.util.get_temp_dir()}/store-{secrets.token_hex(8)}"

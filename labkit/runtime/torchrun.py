@@ -30,7 +30,7 @@ from labkit.runtime import rounds
 from labkit.runtime.messages import Report
 from labkit.runtime.plain import dump_plain, dump_report, load_report
 from labkit.runtime.preload import under_torchrun
-from labkit.runtime.rank_watch import Watch, tell
+from labkit.runtime.rank_watch import Watch
 from labkit.runtime.worker import call, connect, open_comm
 from labkit.units import MOST_SECONDS, format_count
 
@@ -74,27 +74,12 @@ def watched(watch: Watch) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        raised = watch.failed(error)
-        print_briefly()
-        if raised is error:
+        if (raised := watch.failed(error)) is error:
             raise
         # The explanation names the cause; what this rank ran into is a consequence.
         raise raised from None
     finally:
         watch.close()
-
-
-def print_briefly() -> None:
-    """Print no traceback of an error that is on stderr already, once for each host."""
-    print_error = sys.excepthook
-
-    def print_once(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if getattr(error, "is_told", False):
-            tell(f"rank {os.environ['RANK']} ends with this {kind.__name__}")
-        else:
-            print_error(kind, error, trace)
-
-    sys.excepthook = print_once
 
 
 def _own_store(run: int) -> dist.Store:
@@ -150,7 +135,6 @@ class Opened:
         self.has_failed = True
         if self._watch is not None and self.is_mine():
             error = self._watch.failed(error)
-            print_briefly()
         sys.excepthook(type(error), error, error.__traceback__)
 
     def is_mine(self) -> bool:

@@ -51,12 +51,7 @@ def parse_lr_schedule(text: str) -> LrSchedule:
 
 
 def lr_factor(
-    update: int,
-    *,
-    schedule: LrSchedule,
-    warmup_epochs: float,
-    epochs: int,
-    updates_per_epoch: int,
+    update: int, *, schedule: LrSchedule, warmup_epochs: float, epochs: int, updates_per_epoch: int
 ) -> float:
     """The factor of the learning rate for the update with this number, from 0.
 

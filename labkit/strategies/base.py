@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from labkit.comm.comm import Comm
+from labkit.collectives import naive_all_reduce
+from labkit.comm.comm import Comm, SubComm
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 from labkit.workload.samples import share
 
@@ -90,7 +91,6 @@ class Strategy:
         loss: (outputs, targets) -> the sum over the samples. The loop sets it, and ``clip_norm``.
         optimizer, trained: of this rank (None where it makes no updates), and what it changes.
         norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
-        counted_elsewhere: by ``id``, the parameters whose norm another of these ranks counts.
         model: this rank's whole model, on ``comm.device``. A technique that does not hold it there
             overrides ``run`` or ``predict``, ``full_state`` and ``held``.
     """
@@ -108,7 +108,6 @@ class Strategy:
     devices: Sequence[torch.device] = ()
     optimizer: Any = None
     norm_ranks: Sequence[int] = ()
-    counted_elsewhere: Iterable[int] = ()
     trained: list[nn.Parameter]
     comm: Comm
     model: nn.Module
@@ -165,11 +164,10 @@ class Strategy:
             norm = torch.zeros(())
             if self.clip_norm is not None or self.scaler.enabled:
                 self.scaler.unscale(gradients)
-                mine = [p.grad for p in self.trained if id(p) not in self.counted_elsewhere]
-                norm = get_total_norm([g for g in mine if g is not None and g.numel()]).double()
+                norm = get_total_norm([g for g in gradients if g.numel()]).double()
                 if self.norm_ranks:
                     square = norm.square().to(self.comm.device)
-                    norm = sum_over(self.comm, self.norm_ranks, square).sqrt()
+                    norm = naive_all_reduce(SubComm(self.comm, self.norm_ranks), square).sqrt()
             if self.scaler.enabled:
                 self.scaler.update(overflowed := not bool(norm.isfinite()))
                 if overflowed:
@@ -277,22 +275,6 @@ class Strategy:
 
     def close(self) -> None:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
-
-
-def sum_over(comm: Comm, ranks: Sequence[int], tensor: Tensor) -> Tensor:
-    """Sum a tensor over some ranks, in place: on the first of them, which sends it to the others.
-
-    (A ring all-reduce needs all ranks of the Comm.)
-    """
-    first, *others = ranks
-    if comm.rank != first:
-        comm.send(tensor, first)
-        return comm.recv(tensor, first)
-    for other in others:
-        comm.recv_add(tensor, other)
-    for other in others:
-        comm.send(tensor, other)
-    return tensor
 
 
 def named(kind: str, tensors: Mapping[str, Tensor]) -> State:

@@ -108,8 +108,8 @@ class ModelParallel(StagedModel):
     """Rank s holds the layers from split point s to the next one.
 
     Every layer sees the whole batch, so the result equals that of one device, BatchNorm included.
-    Parameters may be tied across stages. With ``accumulate`` each micro-batch passes through all
-    stages, forward and backward, before the next one begins; as ``OnShares`` on one device.
+    With ``accumulate`` each micro-batch passes through all stages, forward and backward, before
+    the next one begins; as ``OnShares`` on one device.
     """
 
     accumulate: int = 1

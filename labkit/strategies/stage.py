@@ -18,7 +18,7 @@ from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop
 from labkit.schedules.split_points import check_split_points, stage_bounds
-from labkit.strategies.base import MakeOptimizer, State, Strategy, sum_over
+from labkit.strategies.base import MakeOptimizer, State, Strategy
 from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, output_shapes
 
 
@@ -26,10 +26,8 @@ from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, 
 class StagedModel(Strategy):
     """The base of the techniques that cut a model into stages; they add ``step``.
 
-    Every rank is given the same seeded model and keeps its own layers. A tied parameter that
-    belongs to layers on several stages is on each of these stages: ``update`` sums its gradients
-    first. No gradient crosses a cut if nothing before the cut is trained. With ``amp``, float32
-    crosses a cut in the half dtype.
+    Every rank is given the same seeded model and keeps its own layers. No gradient crosses a cut
+    if nothing before it is trained. With ``amp``, float32 crosses a cut in the half dtype.
 
     Attributes:
         split_points: layers that begin a stage, one fewer than there are ranks.
@@ -54,8 +52,7 @@ class StagedModel(Strategy):
         stages = [nn.ModuleList(layer for _, layer in layers[a:b]) for a, b in self.bounds]
         trains = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         self.first_trained = trains.index(True)
-        self.tied = tied_parameters(stages)
-        self.counted_elsewhere = {id(p) for p, places in self.tied if self.index != places[0]}
+        check_untied(stages)
         # By name of a parameter or buffer, its stage.
         self.stage_of = {
             f"{name}.{key}": stage
@@ -68,9 +65,7 @@ class StagedModel(Strategy):
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
         state = model.state_dict(keep_vars=True)
         self.tensors = {key: state[key] for key, s in self.stage_of.items() if s == self.index}
-        names = {id(p): name for name, p in model.named_parameters()}
-        mine = [value for value in self.tensors.values() if isinstance(value, nn.Parameter)]
-        self.parameters = {names[id(p)]: p for p in mine}
+        self.parameters = {n: p for n, p in model.named_parameters() if n in self.tensors}
         self.trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained) if self.trained else None
         self.norm_ranks = range(self.num_stages)
@@ -165,13 +160,7 @@ class StagedModel(Strategy):
         carry_out(self.comm, hop, outgoing, landing)
 
     def update(self) -> bool:
-        """Sum the gradients of tied parameters over their stages, then make one step."""
         self._measures = False
-        for parameter, stages in self.tied:
-            if self.index in stages:
-                gradient = parameter.grad
-                total = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
-                parameter.grad = sum_over(self.comm, stages, total)
         return super().update()
 
     @torch.no_grad()
@@ -248,17 +237,13 @@ def carry_out(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:
         comm.recv(landing, hop.recv.peer)
 
 
-def tied_parameters(stages: Sequence[nn.Module]) -> list[tuple[nn.Parameter, list[int]]]:
-    """The trained parameters that are on several stages, each with the list of its stages."""
-    homes: dict[Tensor, list[int]] = {}
+def check_untied(stages: Sequence[nn.Module]) -> None:
+    """ValueError if a parameter or a buffer belongs to layers on two stages."""
+    homes: dict[Tensor, int] = {}
     for index, stage in enumerate(stages):
-        for tensor in dict.fromkeys((*stage.parameters(), *stage.buffers())):
-            homes.setdefault(tensor, []).append(index)
-    tied = [(tensor, places) for tensor, places in homes.items() if len(places) > 1]
-    for tensor, places in tied:
-        if not isinstance(tensor, nn.Parameter):
-            raise ValueError(
-                f"a buffer {list(tensor.shape)} belongs to layers on stages {places}: a layer "
-                "with statistics cannot be on two stages; move a split point"
-            )
-    return [(p, places) for p, places in tied if isinstance(p, nn.Parameter) and p.requires_grad]
+        for tensor in (*stage.parameters(), *stage.buffers()):
+            if (home := homes.setdefault(tensor, index)) != index:
+                raise ValueError(
+                    f"a tensor {list(tensor.shape)} belongs to layers on stages {home} and "
+                    f"{index}: move a split point, so that one stage has both"
+                )

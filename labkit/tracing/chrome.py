@@ -25,24 +25,22 @@ from typing import Any, NamedTuple
 from labkit.files import check_regular
 from labkit.tracing.recorder import with_waits
 from labkit.tracing.spans import Span, Trace
-from labkit.units import format_count
 
 _COLLECTIVE = re.compile(r"^(?:gloo|nccl|mpi|ucc|xccl|labkit):|^nccl(?:Dev)?Kernel|^c10d::")
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 class ReadTrace(NamedTuple):
-    """A trace from files; what a rank does where it has no span; which ranks are missing."""
+    """A trace from files, and what a rank does where it has no span."""
 
     trace: Trace
     gap: str
-    note: str = ""
 
 
 def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
     """Read the trace of all ranks from one or more files; ValueError for any other file."""
     spans: dict[int, list[Span]] = {}
-    world_size, gap = 1, "code between PyTorch's operators"
+    gap = "code between PyTorch's operators"
     for path in paths:
         check_regular(path)
         try:
@@ -53,8 +51,7 @@ def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
             head = head if isinstance(head, dict) else {"traceEvents": head}
             if len(paths) == 1 and (ours := _ours(head["traceEvents"])):
                 return ReadTrace(Trace.merge([ours]), "code outside all spans")
-            info = head.get("distributedInfo", {})
-            rank, world_size = info.get("rank", len(spans)), info.get("world_size", world_size)
+            rank = head.get("distributedInfo", {}).get("rank", len(spans))
             mine, on_gpu = _profiled(rank, head["traceEvents"])
         except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
             raise ValueError(f"cannot read {path} as a Chrome trace: {error!r}") from None
@@ -71,11 +68,7 @@ def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
                 replace(s, meets=((-1, -1, next(numbers)),)) if s.kind == "communicate" else s
                 for s in mine
             ]
-    note = ""
-    if len(spans) < world_size:
-        note = f"The files have {format_count(len(spans), 'rank')} of {world_size}: waiting for "
-        note += "the others counts as messages."
-    return ReadTrace(Trace.merge([with_waits(spans.values())]), gap, note)
+    return ReadTrace(Trace.merge([with_waits(spans.values())]), gap)
 
 
 def _ours(events: list[dict[str, Any]]) -> list[Span]:

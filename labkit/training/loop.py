@@ -6,7 +6,6 @@ the ranks. So the runs of two techniques differ only in the technique.
 
 import itertools
 import math
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -294,15 +293,10 @@ class _Run:
         rows = self.progress.rows
         rows.append(row)
         if self.events is not None:
-            try:
-                for name, value in row.items():
-                    if math.isfinite(value):
-                        self.events.add_scalar(name, value, len(rows))
-                self.events.flush()
-            except OSError as error:
-                # It costs the log alone. (After an error, to close it would never end.)
-                self.events = None
-                print(f"no more logs in {self.config.log_dir}: {error}", file=sys.stderr)
+            for name, value in row.items():
+                if math.isfinite(value):
+                    self.events.add_scalar(name, value, len(rows))
+            self.events.flush()
         if self.tells:
             words = {"training": accuracy, "held-out": row["test_accuracy"]}
             known = [f"{of} accuracy {a:.2%}, " for of, a in words.items() if not math.isnan(a)]

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit.comm.comm import Comm
-from labkit.comm.peak_memory import PeakMemory
 from labkit.costs.link import Link, fit_link
 from labkit.devices import num_cores
 from labkit.gpus import synchronize
@@ -31,8 +30,8 @@ from labkit.strategies.stage import StagedModel
 from labkit.tracing import Span, Trace
 from labkit.tracing.limits import Limit, what_limited
 from labkit.units import check_choice, format_bytes
-from labkit.workload.layers import input_dtype, layer_outputs, layers_of
-from labkit.workload.models import MODELS, build_model
+from labkit.workload.layers import layers_of, output_shapes
+from labkit.workload.models import build_model
 
 PATTERNS = {"ping_pong": "ping-pong between", "exchange": "exchange of"}
 MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
@@ -158,7 +157,6 @@ class MeasuredSplit:
         memory_bytes: by stage, of parameters, buffers, gradients, momentum and ``held_bytes``.
         held_bytes: by stage, the most bytes of activations held at one time.
         trace: of the counted steps.
-        peak_memory: by stage, also of what torch and the messages need.
     """
 
     split_points: tuple[int, ...]
@@ -174,7 +172,6 @@ class MeasuredSplit:
     memory_bytes: list[int]
     held_bytes: list[int]
     trace: Trace = field(repr=False)
-    peak_memory: list[PeakMemory | None] = field(repr=False, default_factory=list)
 
     def explain(self) -> Limit:
         """What limited the steps: a stage, the bubble, or the hops."""
@@ -195,19 +192,17 @@ def measure_split(
     input_shape: tuple[int, ...] = (3, 32, 32),
     micro_batches: int = 1,
     schedule: str = "gpipe",
-    frozen: int = 0,
     steps: int = 7,
     **where: Any,
 ) -> MeasuredSplit:
     """Train ``model`` for some steps, one process per stage, and measure time and memory.
 
     Args:
-        model: one of ``labkit``'s, or a chain of layers that ends with logits [n, classes, ...].
+        model: one of ``labkit``'s, or a chain of layers that ends with logits [n, classes].
         split_points: layers that begin a stage; P - 1 of them for P ranks.
         batch_size, input_shape: random samples per step, and the shape of one.
         micro_batches: M, at most one per sample; 1 is model parallelism without a pipeline.
         schedule: ``gpipe`` or ``1f1b``.
-        frozen: how many of the first layers are not trained.
         steps: how many are measured, after one that warms up.
         where: ``device``, ``devices`` and ``transport``, see ``labkit.run``.
     """
@@ -216,9 +211,9 @@ def measure_split(
     strategy: StagedModel = Pipeline(points, micro_batches, schedule)
     if micro_batches == 1:
         strategy = ModelParallel(points)
-    work = strategy, partial(_build, model, input_shape, frozen), (batch_size, *input_shape), steps
+    work = strategy, partial(_build, model, input_shape), (batch_size, *input_shape), steps
     result = run(_train, *work, world_size=len(points) + 1, timeout_s=_TIMEOUT_S, **where)
-    held, parameters, peaks = zip(*result.values)
+    held, parameters = zip(*result.values)
     # The first step warms up.
     traces = _by_step(result.trace)[1:]
     stages, cuts = range(len(held)), range(len(points))
@@ -233,19 +228,13 @@ def measure_split(
         memory_bytes=[one + other for one, other in zip(held, parameters)],
         held_bytes=list(held),
         trace=Trace.merge((trace.spans for trace in traces), result.trace.devices),
-        peak_memory=list(peaks),
     )
 
 
-def _build(model: str | nn.Module, input_shape: tuple[int, ...], frozen: int = 0) -> nn.Module:
+def _build(model: str | nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
     if isinstance(model, nn.Module):
-        built = copy.deepcopy(model)
-    else:
-        check_choice("model", model, MODELS)
-        built = build_model(model, num_classes=10, input_shape=input_shape, seed=0)  # type: ignore
-    for layer in layers_of(built)[:frozen]:
-        layer.requires_grad_(False)
-    return built
+        return copy.deepcopy(model)
+    return build_model(model, num_classes=10, input_shape=input_shape, seed=0)  # type: ignore
 
 
 def measure_profile(
@@ -270,36 +259,26 @@ def measure_profile(
 
 def _train(
     comm: Comm, strategy: StagedModel, build: Callable, shape: tuple[int, ...], steps: int
-) -> tuple[int, int, PeakMemory | None]:
-    """Take the steps on this rank; return bytes of activations, of all else, and the peak."""
-    memory = comm.session.memory_of_part()
+) -> tuple[int, int]:
+    """Take the steps on this rank; return bytes of activations, and of all else."""
     model = build()
-    dtype = input_dtype(model)
-    # Integer samples are zeros: every nn.Embedding has a row 0.
-    make = torch.randn if dtype.is_floating_point else torch.zeros
-    *_, logits = layer_outputs(copy.deepcopy(model), make((1, *shape[1:]), dtype=dtype))
-    classes, *places = logits.shape[1:]
+    (_, classes), _ = output_shapes(model, shape[1:])[-1]
     strategy.setup(comm, model, partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
     torch.manual_seed(0)
-    inputs = make(shape, dtype=dtype, device=comm.device)
-    targets = torch.randint(classes, (shape[0], *places), device=comm.device)
+    inputs = torch.randn(shape, device=comm.device)
+    targets = torch.randint(classes, shape[:1], device=comm.device)
     # The layers of the other stages are freed: they are no part of this stage's memory.
-    del model, logits
+    del model
 
-    def step() -> None:
+    for _ in range(steps + 1):
         comm.barrier()
         with comm.span(_MARK):
             pass
         strategy.step(inputs, targets, len(targets))
-
-    step()
-    with memory.counted():
-        for _ in range(steps):
-            step()
     stage = strategy.module
     trained = sum(p.nbytes for p in stage.parameters() if p.requires_grad)
     kept = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
-    return strategy.held_bytes, kept + 2 * trained, memory.peak
+    return strategy.held_bytes, kept + 2 * trained
 
 
 def _by_step(trace: Trace) -> list[Trace]:

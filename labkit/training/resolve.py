@@ -235,13 +235,7 @@ def _own_model(part: Any, seed: int) -> nn.Module:
     """The learner's own model; in the caller's process a copy."""
     part = nn.Sequential(*part) if isinstance(part, list | tuple) else part
     if isinstance(part, nn.Module) and not parent_process():
-        try:
-            part = copy.deepcopy(part).cpu()
-        except (Exception, SystemExit) as error:
-            raise ValueError(
-                f"model {type(part).__name__} cannot be copied ({error}): give a function that "
-                "makes it, which each rank calls"
-            ) from None
+        part = copy.deepcopy(part).cpu()
     part = _made(part, "model", seed)
     if not isinstance(part, nn.Module):
         raise ValueError(

@@ -122,12 +122,6 @@ def _begin(
     config: RunConfig, own: Own, download: bool, timeout_s: float
 ) -> tuple[Strategy, Start]:
     """The technique, and where the run begins."""
-    logs = Path(config.log_dir).glob("events.out.*") if config.log_dir else ()
-    if any(logs) and not config.resume:
-        raise ValueError(
-            f"log_dir {config.log_dir} has the logs of another run: give another folder, or "
-            "continue that run with resume"
-        )
     strategy, work = resolve(config, own, download)
     return strategy, find_start(config, own, strategy, work)
 

@@ -203,13 +203,7 @@ class Samples:
 
 
 def _collated(items: list[Any]) -> list[Tensor]:
-    try:
-        parts = default_collate(items)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"the samples of dataset do not fit in one batch ({error}): bring them to one shape, "
-            "or scale images with resize"
-        ) from None
+    parts = default_collate(items)
     for part in parts:
         if not isinstance(part, Tensor):
             raise ValueError(

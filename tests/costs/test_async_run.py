@@ -5,13 +5,6 @@ import pytest
 from labkit.costs.async_run import simulate
 
 
-def test_in_rounds_all_go_at_the_stragglers_pace():
-    run = simulate(2, factor=3, duration_s=31.5, synchronous=True)
-    # A round takes 3 s, and 0.1 s for the straggler's push.
-    assert run.updates == ((1, 0), (2, 0)) * 10
-    assert run.waiting_share() == pytest.approx((10 * 2.2 + 0.5) / 63, rel=0.05)
-
-
 @pytest.mark.parametrize("factor", [1, 4])
 def test_mean_staleness_is_the_number_of_other_workers_with_or_without_a_straggler(factor):
     # Each update falls between one pull and push of every other worker.

@@ -22,17 +22,6 @@ def test_a_fit_finds_the_line_it_was_made_from(alpha_s, beta):
     assert link.beta_s_per_byte == pytest.approx(beta, rel=1e-6)
 
 
-def test_a_fit_is_never_negative():
-    down = fit_link([1e3, 1e6], [2e-3, 1e-3])
-    assert down.beta_s_per_byte == 0
-    assert 1e-3 <= down.alpha_s <= 2e-3
-    below_zero = fit_link([1e3, 1e6, 2e6], [1e-6, 3e-3, 9e-3])
-    assert below_zero.alpha_s == 0
-    assert below_zero.beta_s_per_byte > 0
-    with pytest.raises(ValueError, match="finite and 0 or more"):
-        Link(-1, 0)
-
-
 def test_predicted_seconds_are_the_papers():
     a, b, g = 1e-5, 1e-9, 2e-10
     link = Link(a, b, g)

@@ -24,7 +24,7 @@ def test_an_all_reduce_over_hosts_is_drawn():
 
 
 def test_a_rendezvous_is_drawn_with_its_waits():
-    figure = check.rendezvous.meet(meets, world_sizes=(2,)).own_run(3)
+    figure = check.rendezvous.meet(meets, world_sizes=(2,)).own_run(3).figure
     assert all(word in figure.alt for word in ("add", "set", "wait")), figure.alt
     failed = check.rendezvous.meet(reads_the_environment, world_sizes=(2,)).own_run(2)
     assert failed.sentence.startswith("it did not finish")

@@ -55,14 +55,6 @@ def one_never_comes(comm):
         comm.barrier()  # not the last rank
 
 
-def other_shapes(comm):
-    last = comm.world_size - 1
-    if comm.rank == 0:
-        comm.send(torch.zeros(4), last)  # sends 4
-    if comm.rank == last:
-        comm.recv(torch.zeros(5), 0)  # receives 5
-
-
 def other_collectives(comm):
     op = "max" if comm.rank == comm.world_size - 1 else "sum"
     ring_all_reduce(comm, torch.zeros(6), op)  # sum and maximum
@@ -84,7 +76,7 @@ def told_on(hosts, *expected):
     """Checks that every host tells the same once, with all of ``expected``."""
     first_lines = set()
     for host in hosts:
-        told = re.findall(r"^labkit: (?!rank \d+ ends with)(.*)", host.text, re.M)
+        told = re.findall(r"^labkit: (.*)", host.text, re.M)
         assert len(told) == 1, host.text
         first_lines.add(told[0])
         for part in expected:
@@ -120,11 +112,6 @@ class TestFaults:
         hosts = self.told(one_never_comes, found, where("not the last rank"))
         self.raised(hosts, "DeadlockError", 0, 1, 2)
 
-    def test_a_shape(self):
-        lines = where("sends 4"), where("receives 5")
-        hosts = self.told(other_shapes, "message 1 from rank 0 (host 0) to rank 3", *lines)
-        self.raised(hosts, "DeadlockError", 0, 3)
-
     def test_collectives(self):
         self.told(other_collectives, "call different collectives", where("sum and maximum"))
 
@@ -139,5 +126,3 @@ class TestFaults:
         hosts = self.told(raises, "rank 3 (host 1) raised KeyError", where("the mistake"))
         self.raised(hosts[:1], "WorkerError", 0, 1)
         self.raised(hosts[1:], "KeyError", 3)
-        # The first process that ends is that of the rank which has raised: torchrun shows it.
-        assert hosts[1].codes == {3: 1, 2: -signal.SIGTERM}

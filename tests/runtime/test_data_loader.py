@@ -10,7 +10,7 @@ import torch
 from ranks import travel_by_value, wait_until
 from torch.utils.data import DataLoader, Dataset
 
-from labkit import WorkerError, run
+from labkit import run
 from labkit.comm.shared_memory import is_running
 
 travel_by_value(__name__)
@@ -55,12 +55,3 @@ def test_workers_serve_a_data_set_that_no_process_could_import():
         assert values[0].tolist() == values[1].tolist() == [n**2 for n in range(24)]
         assert len(children) == 2
         assert wait_until(lambda pids=children: not any(map(is_running, pids)), 5)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [("raises", "sample 13 is missing"), ("dies", r"worker \(pid\(s\) \d+\) exited unexpectedly")],
-)
-def test_a_worker_that_fails_is_named(bad, message):
-    with pytest.raises(WorkerError, match=message):
-        run(use_workers, bad, world_size=2)

@@ -1,14 +1,11 @@
 """What the caller sees of the ranks' output."""
 
 import os
-import sys
-import time
 from multiprocessing import Pipe
 
 import pytest
 from ranks import travel_by_value
 
-from labkit import run
 from labkit.runtime.output import Output
 
 travel_by_value(__name__)
@@ -38,33 +35,3 @@ def test_the_last_state_of_each_line_is_left_however_the_pipe_cuts_it(text, line
     output.close()
     shown = [f"[rank {rank}] {line}" for rank in (0, 1) for line in lines]
     assert capsys.readouterr().out.splitlines() == shown
-
-
-@pytest.mark.slow
-def test_output_arrives_while_the_run_goes_on(tmp_path):
-    gate = tmp_path / "gate"
-
-    def waits(comm, path):
-        print("hello from", comm.rank)
-        while not os.path.exists(path):
-            time.sleep(0.02)
-
-    seen = []
-
-    class Gate:
-        """A stdout that opens the gate once both ranks have been heard."""
-
-        def write(self, text):
-            seen.append(text)
-            if all(f"hello from {rank}" in "".join(seen) for rank in (0, 1)):
-                gate.touch()
-
-        def flush(self):
-            pass
-
-    keep, sys.stdout = sys.stdout, Gate()
-    try:
-        run(waits, str(gate), world_size=2, timeout_s=30)
-    finally:
-        sys.stdout = keep
-    assert gate.exists()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import is_alive, travel_by_value, wait_until
 
-from labkit import DeadlockError, WorkerError, run, train_with
+from labkit import WorkerError, run
 from labkit.collectives import ring_all_reduce
 
 # Ray reads it when it is imported.
@@ -90,40 +90,6 @@ def test_the_ranks_of_two_nodes_are_one_run(nodes, monkeypatch, tmp_path, capfd)
         return all(re.search(rf"\(rank {rank} pid=.* line of {rank}", said) for rank in range(3))
 
     assert wait_until(says_all, 30), said
-
-
-def test_a_deadlock_across_hosts_is_explained_with_its_lines(nodes):
-    def both(comm):
-        comm.recv(torch.empty(2), 1 - comm.rank)
-
-    with pytest.raises(DeadlockError, match=r"rank 0 .*-> rank 1") as error:
-        run(both, world_size=2, hosts=2)
-    assert "waiting for rank 1 to send float32 [2]" in str(error.value)
-    assert "comm.recv(torch.empty(2), 1 - comm.rank)" in str(error.value)
-
-
-def test_what_a_rank_raises_is_raised_here(nodes):
-    def fails(comm):
-        if comm.rank == 1:
-            raise KeyError("of the learner")
-        comm.barrier()
-
-    with pytest.raises(WorkerError, match=r"rank 1 \(host 1\) raised KeyError: 'of the learner'"):
-        run(fails, world_size=2, hosts=2)
-
-
-def test_training_over_two_nodes_equals_one_device(nodes):
-    same = {"train_size": 50, "batch_size": 14, "dtype": "float64"}
-    there = train_with("ring_all_reduce", world_size=3, hosts=2, **same)
-    one = train_with("single", **same)
-    assert len(set(there.checksums)) == 1
-    for name, value in one.state.items():
-        torch.testing.assert_close(there.state[name], value, rtol=1e-10, atol=1e-10)
-
-
-def test_nodes_that_the_cluster_does_not_have_are_refused(nodes):
-    with pytest.raises(ValueError, match=r"hosts=3: the cluster has 2 nodes, .*use fewer hosts"):
-        run(who, world_size=3, hosts=3)
 
 
 def test_the_stop_button_ends_the_ranks(nodes, tmp_path):

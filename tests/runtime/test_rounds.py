@@ -44,18 +44,3 @@ def test_what_no_rank_has_written_is_refused(forged):
     store.set("x/all", forged)
     with pytest.raises(ConnectionError, match="which labkit does not write"):
         rounds.agree(store, 1, 2, 5.0)
-
-
-def test_texts_of_all_ranks_in_the_order_of_the_calls(monkeypatch):
-    store = dist.HashStore()
-    found = [rounds.Round(r, 2, ["a", "b"], store) for r in range(2)]
-
-    def rank(one):
-        return [one.exchange(f"{call} of {one.rank}", "a call") for call in range(3)]
-
-    with ThreadPoolExecutor(2) as pool:
-        told = list(pool.map(rank, found, timeout=240))
-    assert told == [[[f"{call} of 0", f"{call} of 1"] for call in range(3)]] * 2
-    monkeypatch.setattr(rounds, "_CHECKS_S", 0.2)
-    with pytest.raises(ConnectionError, match=r"rank 0 waited 0.2 s for rank 1 on b to come"):
-        found[0].exchange("", "the checks")

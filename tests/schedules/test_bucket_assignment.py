@@ -13,11 +13,6 @@ def test_buckets_run_from_the_last_parameter_to_the_first():
     assert assign_buckets([2 * MIB, 4, MIB], cap_bytes=10**9) == [[2], [1, 0]]
 
 
-def test_a_bucket_holds_one_kind():
-    kinds = ["half", "half", "full", "half"]
-    assert assign_buckets([1] * 4, cap_bytes=9, kinds=kinds) == [[3], [2], [1, 0]]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_parameters_below_the_cap_are_assigned_as_pytorch_does(seed):
     """Its function goes forward through a list, so it gets the reversed one."""

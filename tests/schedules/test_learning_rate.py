@@ -44,9 +44,3 @@ def pytorchs(schedule, warmup):
 def test_equals_pytorchs_schedulers(schedule, warmup):
     ours = factors(schedule, warmup_epochs=warmup / UPDATES)
     assert ours == pytest.approx(pytorchs(schedule, warmup), abs=1e-12)
-
-
-def test_a_step_is_counted_from_the_end_of_the_warm_up_to_the_very_update():
-    # 2.2 * 25 is a little more than 55.
-    found = factors("step:1:0.001", warmup_epochs=2.2, epochs=5, updates_per_epoch=25)
-    assert [found.index(0.001**power) for power in range(3)] == [55, 80, 105]

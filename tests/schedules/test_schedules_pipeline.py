@@ -4,15 +4,7 @@ import itertools
 
 import pytest
 
-from labkit.schedules.pipeline import (
-    PIPELINES,
-    Hop,
-    gpipe,
-    in_flight,
-    one_f_one_b,
-    pipeline_streams,
-    with_hops,
-)
+from labkit.schedules.pipeline import PIPELINES, Hop, in_flight, one_f_one_b, with_hops
 
 
 def words(actions):
@@ -73,13 +65,3 @@ def test_no_cycle_of_stages_waits_though_a_send_waits_for_its_receive(name, num_
             for s in range(num_stages)
         ]
         assert finishes([step for step in row if isinstance(step, Hop)] for row in programs)
-
-
-def test_stages_that_are_not_trained_have_no_backward_and_get_no_gradient():
-    streams = pipeline_streams("1f1b", 3, 2, first_trained=1)
-    assert list(map(words, streams)) == ["F0 F1", "F0 F1 B0 B1", "F0 B0 F1 B1"]
-    for stage, sends in ((0, 0), (1, 0), (2, 4)):
-        steps = list(with_hops(gpipe(stage, 3, 4), stage, 3, first_trained=1))
-        hops = [step for step in steps if isinstance(step, Hop)]
-        assert sum(hop.send is not None and hop.send.kind == "gradient" for hop in hops) == sends
-        assert any(step[0] == "backward" for step in steps) == (stage >= 1)

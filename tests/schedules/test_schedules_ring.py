@@ -20,16 +20,8 @@ def table(schedule, world_size):
 
 
 def test_the_textbooks_schedule_for_four_ranks():
-    assert table(ring_share_reduce, 4) == [
-        "0:0 1:1 2:2 3:3",
-        "0:3 1:0 2:1 3:2",
-        "0:2 1:3 2:0 3:1",
-    ]
-    assert table(ring_share_only, 4) == [
-        "0:1 1:2 2:3 3:0",
-        "0:0 1:1 2:2 3:3",
-        "0:3 1:0 2:1 3:2",
-    ]
+    assert table(ring_share_reduce, 4) == ["0:0 1:1 2:2 3:3", "0:3 1:0 2:1 3:2", "0:2 1:3 2:0 3:1"]
+    assert table(ring_share_only, 4) == ["0:1 1:2 2:3 3:0", "0:0 1:1 2:2 3:3", "0:3 1:0 2:1 3:2"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])

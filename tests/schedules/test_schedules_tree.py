@@ -70,19 +70,3 @@ def test_a_binomial_tree_reaches_everyone_and_backwards_collects_everyone(world_
         assert play(binomial_broadcast, world_size, start, root) == [{root}] * world_size
         assert play(binomial_reduce, world_size, alone(world_size), root)[root] == everyone
         assert len(by_step(binomial_broadcast, world_size, root)) == rounds(world_size)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_recursive_doubling_adds_every_rank_exactly_once(world_size):
-    inner = 2 ** (world_size.bit_length() - 1)
-    held = [{rank: 1} for rank in range(world_size)]
-    for row in by_step(recursive_doubling, world_size):
-        before = [dict(counts) for counts in held]
-        for rank, transfer in row.items():
-            for value, times in before[transfer.src].items() if transfer.src is not None else ():
-                held[rank][value] = held[rank].get(value, 0) + times
-    assert held[:inner] == [dict.fromkeys(range(world_size), 1)] * inner
-    complete = [frozenset(counts) for counts in held]
-    everyone = [frozenset(range(world_size))] * world_size
-    assert play(recursive_doubling_return, world_size, complete) == everyone
-    assert len(by_step(recursive_doubling, world_size)) == rounds(inner) + (inner < world_size)

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import torch
 from odd_models import seeded, sgd, some_batches
 from ranks import travel_by_value
 from torch import nn
@@ -50,36 +49,6 @@ def test_equals_pytorchs_ddp_with_batch_norm():
         assert largest_difference(mine, theirs) < 1e-10
         # Ours has rank 0's statistics after each step, PyTorch's before the next one.
         assert largest_difference(mine, other) == 0
-
-
-def gradients(model):
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def without_samples(comm):
-    """Messages under no_sync, and how far the gradients are from the mean over ranks."""
-    inputs = torch.full((2, 6), comm.rank + 1.0, dtype=torch.float64)
-    make = partial(seeded, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)))
-    replica, alone = BucketedDDP(comm, make(), bucket_mb=0), make()
-    before = comm.messages
-    with replica.no_sync():
-        if comm.rank == 0:
-            replica(inputs).square().sum().backward()
-    sent = comm.messages - before
-    if comm.rank == 0:
-        replica.end_backward()
-    else:
-        replica(inputs).square().sum().backward()
-    for value in (1.0, 2.0):
-        (alone(torch.full_like(inputs, value)).square().sum() / 2).backward()
-    pairs = zip(gradients(replica), gradients(alone), strict=True)
-    return sent, max((mine - other).abs().max().item() for mine, other in pairs)
-
-
-def test_a_rank_without_samples_takes_part_when_backward_ends_and_not_under_no_sync():
-    for sent, furthest in run(without_samples, world_size=2).values:
-        assert sent == 0
-        assert furthest < 1e-10
 
 
 def counted(comm):

@@ -45,10 +45,17 @@ def odd():
     return nn.Sequential(first, nn.Tanh(), frozen, tied, nn.Tanh(), Spare(), nn.Linear(6, 6))
 
 
-def all_used():
-    """PyTorch's DDP refuses missing gradients, and one process has no tied stages."""
+def untied():
+    """No two stages share a parameter."""
     model = odd()
-    model[3], model[5] = nn.Linear(6, 6), nn.Linear(6, 6)
+    model[3] = nn.Linear(6, 6)
+    return model
+
+
+def all_used():
+    """PyTorch's DDP refuses missing gradients."""
+    model = untied()
+    model[5] = nn.Linear(6, 6)
     return model
 
 
@@ -70,7 +77,7 @@ class Turned(nn.Module):
         return inputs.flatten(1).t().flip(0).t()
 
 
-STAGED = (odd, frozen_first, in_place)
+STAGED = (untied, frozen_first, in_place)
 
 
 CUTS = {1: (), 2: (3,), 3: (3, 5), 4: (1, 4, 5)}
@@ -187,11 +194,6 @@ def check(ranks, world_size):
         torch.testing.assert_close(found[-1][2], logits, rtol=1e-6, atol=furthest)
 
 
-def test_some_batches_are_clipped():
-    norms = plainly(odd, CLIP_NORM)[3]
-    assert min(norms) < 0.9 * CLIP_NORM < 1.1 * CLIP_NORM < max(norms)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_on_ranks(world_size):
@@ -201,23 +203,3 @@ def test_on_ranks(world_size):
 @pytest.mark.parametrize("devices", [2, 3])
 def test_in_one_process(devices):
     check(1, devices)
-
-
-class Picky(nn.Linear):
-    def forward(self, inputs):
-        if (inputs == 7).any():
-            raise IndexError("seven is not for me")
-        return super().forward(inputs)
-
-
-@pytest.mark.parametrize("place", [0, 5])
-def test_what_a_thread_of_data_parallel_raises_reaches_the_caller(place):
-    def raised(comm):
-        strategy = strategies.get("data_parallel")(devices=["cpu"] * 3)
-        strategy.setup(comm, Picky(6, 6), sgd)
-        inputs = torch.zeros(6, 6)
-        inputs[place] = 7
-        with pytest.raises(IndexError, match="seven is not for me"):
-            strategy.step(inputs, torch.zeros(6, dtype=torch.int64), 6)
-
-    run(raised, world_size=1, device="cpu")

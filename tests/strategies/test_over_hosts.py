@@ -94,3 +94,17 @@ def test_batch_norm_and_checkpoints(tmp_path):
     assert largest_difference(found["whole"]["state"], alone.state) < 1e-10
     same = zip(found["whole"]["state"].values(), found["continued"]["state"].values())
     assert all(torch.equal(one, other) for one, other in same)
+
+
+def differs():
+    """A program: what each rank is told that trains with a rate of its own."""
+    try:
+        labkit.train_with("ddp", world_size=2, lr=0.1 + int(os.environ["RANK"]))
+    except ValueError as error:
+        print(f"told: {error}", flush=True)
+
+
+def test_ranks_that_differ_are_told_so_on_all_hosts():
+    for host in on_hosts(differs, [1, 1]):
+        assert "is not of the same run as rank 0" in host.text
+        assert "lr 0.1 on rank 0 and 1.1 on rank 1" in host.text

@@ -1,11 +1,10 @@
 """A model cut into stages: batch statistics, messages, held activations, and the trace."""
 
-import pytest
 from odd_models import seeded, sgd, some_batches
 from ranks import travel_by_value
 from torch import nn
 
-from labkit import run, strategies, train_with
+from labkit import run, strategies
 from labkit.costs.traffic import Cost, model_parallel_cost
 from labkit.training.result import largest_difference
 
@@ -46,30 +45,24 @@ def trained(comm, strategy, model, sizes):
     return strategy.full_state()
 
 
-def train_batch_norm(comm):
-    points = {2: (2,), 3: (1, 4)}[comm.world_size]
+def train_batch_norm(comm, strategies_by_name):
     return {
-        (technique, builtin): trained(
-            comm, made(technique, points, builtin), with_batch_norm, (6, 9)
-        )
-        for technique in TECHNIQUES
-        for builtin in (False, True)
+        name: trained(comm, strategy, with_batch_norm, (6, 9))
+        for name, strategy in strategies_by_name.items()
     }
 
 
-def batch_norm_alone(comm):
-    single = strategies.get("single")
-    return [trained(comm, single(accumulate=n), with_batch_norm, (6, 9)) for n in (1, 3)]
-
-
 def test_batch_norm_sees_the_whole_batch_or_each_micro_batch():
-    whole, by_micro_batch = run(batch_norm_alone, world_size=1).values[0]
-    assert largest_difference(whole, by_micro_batch) > 1e-3
-    for world_size in (2, 3):
-        for states in run(train_batch_norm, world_size=world_size).values:
-            for (technique, builtin), state in states.items():
-                due = whole if technique == "model_parallel" else by_micro_batch
-                assert largest_difference(state, due) < 1e-10, (technique, builtin)
+    alone = {n: strategies.get("single")(accumulate=n) for n in (1, 3)}
+    alone = run(train_batch_norm, alone, world_size=1).values[0]
+    assert largest_difference(alone[1], alone[3]) > 1e-3
+    both = {
+        (name, builtin): made(name, (1, 4), builtin) for name in TECHNIQUES for builtin in (0, 1)
+    }
+    for states in run(train_batch_norm, both, world_size=3).values:
+        for (name, builtin), state in states.items():
+            due = alone[1 if name == "model_parallel" else 3]
+            assert largest_difference(state, due) < 1e-10, (name, builtin)
 
 
 def spent(comm):
@@ -117,14 +110,3 @@ def test_fill_and_drain_holds_all_micro_batches_and_1f1b_no_more_than_stages_are
         assert found["1f1b", 6] / found["1f1b", 2] == (1.5, 1, 1)[rank]
     # Stage 0 keeps its input (6 numbers a sample), and what Linear hands Tanh, which keeps it.
     assert ranks[0]["gpipe", 2] == 8 * 8 * (6 + 6)
-
-
-@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu,cpu"])
-def test_hops_between_devices_of_one_process_are_in_the_trace(devices):
-    settings = {"model": "mlp", "train_size": 64, "batch_size": 32}
-    placed = train_with("model_parallel", devices=devices, **settings)
-    assert placed.difference_from(train_with("single", device="cpu", **settings)) == 0
-    # Two steps, and an evaluation.
-    hops = [count * devices.count(",") for count in (3, 2)]
-    assert [len(placed.trace.of(0, kind)) for kind in ("hop", "hop back")] == hops
-    assert placed.bytes_sent is None

@@ -11,23 +11,12 @@ from torch import nn
 
 from labkit import run, strategies
 from labkit.collectives import ring_all_reduce
-from labkit.costs.traffic import (
-    Cost,
-    broadcast_cost,
-    parameter_server_cost,
-    ring_all_reduce_cost,
-    share_only_cost,
-)
+from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost
 from labkit.strategies.on_shares import Single
 from labkit.strategies.sync_batch_norm import convert
 from labkit.training.result import checksum, largest_difference
 
 travel_by_value(__name__)
-
-
-class OnItsOwn(nn.BatchNorm2d):
-    def forward(self, inputs):
-        return nn.functional.batch_norm(inputs, None, None, self.weight, self.bias, True)
 
 
 def frozen_weight():
@@ -42,7 +31,6 @@ def channels_last(inputs):
 
 # name -> (makes a layer, the shape of a sample, what is done to the inputs)
 LAYERS = {
-    "1d": (partial(nn.BatchNorm1d, 5), (5,), None),
     "3d": (partial(nn.BatchNorm3d, 2), (2, 2, 3, 2), None),
     "not affine": (partial(nn.BatchNorm2d, 4, affine=False), (4, 3, 2), None),
     "cumulative": (partial(nn.BatchNorm2d, 4, momentum=None, eps=0.1), (4, 3, 2), None),
@@ -106,33 +94,17 @@ def test_far_means_do_not_cancel():
         assert messages == 1  # inputs without a gradient need no message backward
 
 
-def conv_norm(inputs, outputs, size=3, **options):
-    conv = nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(outputs, **options))
+def normed():
+    """It takes [n, 6] as images of 2 x 3 pixels."""
+    layers = [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3)]
+    layers += [nn.ReLU(), nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(24, 6))
 
 
-class Residual(nn.Module):
-    """A small ResNet on [n, 6]."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = conv_norm(1, 3)
-        self.first, self.second = conv_norm(3, 4), conv_norm(4, 4)
-        self.skip, self.last = conv_norm(3, 4, size=1), nn.Linear(24, 6)
-
-    def forward(self, inputs):
-        hidden = self.stem(inputs.view(-1, 1, 2, 3)).relu()
-        hidden = self.block(hidden)
-        return self.last(hidden.flatten(1))
-
-    def block(self, hidden):
-        return (self.second(self.first(hidden).relu()) + self.skip(hidden)).relu()
-
-
-def trained(comm, make_strategy, make_model, sizes=(7, 5, 2)):
-    """State after some steps, bytes and messages of the steps."""
+def trained(comm, make_strategy, sizes=(7, 5, 2)):
+    """State after some steps, messages and bytes of the steps."""
     strategy = make_strategy()
-    strategy.setup(comm, seeded(make_model), sgd)
+    strategy.setup(comm, seeded(normed), sgd)
     before = strategy.sent() or (0, 0)
     for inputs, targets in some_batches(sizes):
         mine = strategy.part_of(torch.arange(len(targets)))
@@ -145,40 +117,32 @@ def trained(comm, make_strategy, make_model, sizes=(7, 5, 2)):
 
 
 def made(name, builtin=False, **options):
-    technique = strategies.get(name, builtin=builtin)
-    return partial(technique, sync_batch_norm=True, **options)
+    return partial(strategies.get(name, builtin=builtin), sync_batch_norm=True, **options)
 
 
 RING, DDP, SERVER = "ring_all_reduce", "ddp", "parameter_server"
 # The jobs of one run for each number of ranks.
 JOBS = {
-    1: {
-        "Residual": (Single, Residual),
-        "in three": (partial(Single, accumulate=3, sync_batch_norm=True), Residual),
-    },
-    2: {
-        "ring": (made(RING), Residual),
-        "ddp": (made(DDP, bucket_mb=0), Residual),
-        "server": (made(SERVER), Residual),
-    },
+    1: {"": Single, "in three": partial(Single, accumulate=3, sync_batch_norm=True)},
+    2: {"ring": made(RING), "ddp": made(DDP, bucket_mb=0), "server": made(SERVER)},
     3: {
-        "ring": (made(RING), Residual),
-        "ring in three": (made(RING, accumulate=3), Residual),
-        "torch in three": (made(DDP, True, bucket_mb=0.0001, accumulate=3), Residual),
-        "torch": (made(DDP, True, backend="labkit"), Residual),
-        "rpc in three": (made(SERVER, True, accumulate=3), Residual),
+        "ring": made(RING),
+        "ring in three": made(RING, accumulate=3),
+        "torch in three": made(DDP, True, bucket_mb=0.0001, accumulate=3),
+        "torch": made(DDP, True, backend="labkit"),
+        "rpc in three": made(SERVER, True, accumulate=3),
     },
     4: {
-        "ddp": (made(DDP), Residual),
-        "two servers": (made(SERVER, servers=2), Residual),
-        "server in three": (made(SERVER, accumulate=3), Residual),
-        "torch": (made(DDP, True), Residual),
+        "ddp": made(DDP),
+        "two servers": made(SERVER, servers=2),
+        "server in three": made(SERVER, accumulate=3),
+        "torch": made(DDP, True),
     },
 }
 
 
 def all_trained(comm, jobs):
-    return {name: trained(comm, *job) for name, job in jobs.items()}
+    return {name: trained(comm, job) for name, job in jobs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -193,40 +157,19 @@ def by_job():
 
 def test_every_technique_equals_one_device(by_job):
     for (_, name), ranks in by_job.items():
-        ((alone, _),) = by_job[1, "in three" if "in three" in name else "Residual"]
+        ((alone, _),) = by_job[1, "in three" if "in three" in name else ""]
         assert largest_difference(ranks[0][0], alone) < 1e-10, name
         assert len({checksum(rank[0]) for rank in ranks}) == 1, name
 
 
-def expected(name, world_size, rank, elements):
-    """Of three steps of ``Residual``; its buffers are 30 numbers and four counters."""
-    # Batches of 7, 5 and 2 samples: the last has two micro-batches.
-    micro_batches = 8 if "three" in name else 3
-    if "ring" in name:
-        steps = [ring_all_reduce_cost(elements, 8, world_size, rank)] * 3
-    elif name == "ddp":
-        steps = [ring_all_reduce_cost(elements, 8, world_size, rank)] * 3
-        # The running averages and the counter of each layer.
-        sizes = [size for channels in (3, 4, 4, 4) for size in (channels, channels, 1)]
-        steps += [broadcast_cost(n * 8, 1, world_size, rank) for n in sizes] * 3
-    else:
-        servers = 2 if "two" in name else 1
-        steps = [parameter_server_cost(elements, 8, world_size, rank, servers)] * 3
-        if rank < servers:
-            return sum(steps, Cost(0, 0, 0))
-        rank, world_size = rank - servers, world_size - servers
+@pytest.mark.parametrize(("name", "micro_batches"), [("ring", 3), ("ring in three", 8)])
+def test_bytes_and_messages_are_those_of_the_formula(by_job, name, micro_batches):
+    """Of batches of 7, 5 and 2 samples: the last has two micro-batches."""
+    elements = sum(p.numel() for p in normed().parameters())
     # Of C channels: means, sums of squared deviations and the count forward, two sums backward.
-    rows = [row for channels in (3, 4, 4, 4) for row in (2 * channels + 1, 2 * channels)]
-    norms = [share_only_cost(world_size * row, 8, world_size, rank) for row in rows]
-    return sum([*steps, *norms * micro_batches], Cost(0, 0, 0))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "name"),
-    [(2, "ring"), (3, "ring"), (4, "ddp"), (4, "two servers"), (4, "server in three")],
-)
-def test_bytes_and_messages_are_those_of_the_formula(by_job, world_size, name):
-    elements = sum(p.numel() for p in Residual().parameters())
-    for rank, (_, sent) in enumerate(by_job[world_size, name]):
-        cost = expected(name, world_size, rank, elements)
+    rows = [row for channels in (3, 4) for row in (2 * channels + 1, 2 * channels)]
+    for rank, (_, sent) in enumerate(by_job[3, name]):
+        norms = [share_only_cost(3 * row, 8, 3, rank) for row in rows]
+        steps = [ring_all_reduce_cost(elements, 8, 3, rank)] * 3
+        cost = sum([*steps, *norms * micro_batches], Cost(0, 0, 0))
         assert sent == (cost.messages, cost.num_bytes)

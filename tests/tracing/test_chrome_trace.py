@@ -2,15 +2,12 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
 from labkit.__main__ import main
 from labkit.tracing import Span, Trace
 from labkit.tracing.chrome import read_traces
-
-RECORDED = Path(__file__).parent / "recorded"
 
 
 def written(folder, events, name="trace.json", **head):
@@ -40,22 +37,6 @@ def test_a_saved_trace_comes_back(tmp_path):
     assert read_traces([path]).trace == Trace(spans)
 
 
-def test_operators_and_collectives_of_a_cpu_profile(tmp_path):
-    path = written(
-        tmp_path,
-        [
-            event("aten::mm", 10, 5),
-            event("gloo:all_reduce", 12, 6, "user_annotation", tid=2),
-            event("Optimizer.step", 10, 9, "user_annotation"),
-            event("ProfilerStep#3", 10, 20, "user_annotation"),
-            {"ph": "s", "name": "fwdbwd"},
-        ],
-    )
-    trace = read_traces([path]).trace
-    kinds = {(span.kind, span.lane) for span in trace.spans}
-    assert kinds == {("compute", 0), ("communicate", 1), ("data", 0)}
-
-
 def test_on_a_gpu_kernels_count_and_their_launches_do_not(tmp_path):
     path = written(
         tmp_path,
@@ -80,11 +61,6 @@ def test_until_the_last_rank_has_begun_a_collective_the_others_wait(tmp_path):
     (wait,) = trace.of(kind="wait")
     assert (wait.rank, wait.peer, wait.duration_s) == (0, 1, pytest.approx(20e-6))
     assert [span.rank for span in trace.of(kind="communicate")] == [0, 1]
-
-
-def test_the_command_says_which_ranks_are_missing(capsys):
-    assert main(["explain", str(RECORDED / "profiler_rank0.json.gz")]) == 0
-    assert "The files have 1 rank of 2: waiting" in capsys.readouterr().out
 
 
 GOOD = json.dumps({"traceEvents": [event("aten::mm", 1, 2)]})

@@ -68,33 +68,3 @@ def test_folders_of_images_train_as_on_one_device(pictures, monkeypatch):
     assert ranks.difference_from(single) < 1e-10
     assert single.config.dataset == "pictures"
     assert single.test_accuracy > 0.3
-
-
-def test_saved_parameters_are_the_start_of_another_run(tmp_path):
-    path = tmp_path / "first.safetensors"
-    first = train_with("single", train_size=64)
-    first.save_state(path)
-    # Frozen but for the last layer, and with a learning rate that changes nothing.
-    again = train_with(
-        "ddp", world_size=2, train_size=64, weights=str(path), freeze="features", lr=1e-30
-    )
-    assert again.difference_from(first) < 1e-6
-    assert "note" not in again.notes
-    with pytest.raises(ValueError, match="does not fit the model mlp"):
-        train_with("single", model="mlp", weights=str(path))
-    with pytest.raises(ValueError, match="there is no file"):
-        train_with("single", weights=str(tmp_path / "absent.pt"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"augment": "crop,flop"}, "unknown augment 'flop'.*did you mean 'flip'"),
-        ({"dataset": "no/such/folder"}, r"there is no folder .*no/such/folder.*train and val"),
-        ({"freeze": "feature"}, "no layer 'feature'.*did you mean 'features'"),
-        ({"freeze": "0,3,6"}, "no parameter to train"),
-    ],
-)
-def test_mistakes_are_named(settings, words):
-    with pytest.raises(ValueError, match=words):
-        train_with("single", **settings)

@@ -2,9 +2,8 @@
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_files import at_most
 
-from labkit import run, train_with
+from labkit import train_with
 
 SETTINGS = {"model": "mlp", "train_size": 64, "batch_size": 32, "device": "cpu"}
 
@@ -19,18 +18,3 @@ def test_tensorboard_reads_each_epoch_once_also_after_a_resumption(tmp_path):
         events = found.Scalars(name)
         assert [event.step for event in events] == [1, 2, 3]
         assert [event.value for event in events] == pytest.approx([e[name] for e in after.epochs])
-    with pytest.raises(ValueError, match="has the logs of another run"):
-        train_with("single", log_dir=folders["log_dir"])
-
-
-def test_a_full_disk_is_said_once_and_costs_the_log_alone(tmp_path):
-    def train(comm):
-        from labkit.config import RunConfig
-        from labkit.training.loop import fit
-        from labkit.training.resolve import make_strategy
-
-        config = RunConfig(**SETTINGS, epochs=4, log_dir=str(tmp_path))
-        with at_most(300):
-            return len(fit(comm, config, make_strategy(config), False).epochs)
-
-    assert run(train, world_size=1).values == [4]

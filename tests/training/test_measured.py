@@ -1,10 +1,7 @@
 """Links and split models measured on real processes: what is counted is exact."""
 
-import torch
-from torch import nn
-
 from labkit.costs.link import Link
-from labkit.training.measured import measure_link, measure_profile, measure_split
+from labkit.training.measured import measure_link, measure_split
 
 SIZES = (2**10, 2**20)
 SMALL = {"batch_size": 6, "input_shape": (1, 8, 8), "steps": 2}
@@ -25,12 +22,6 @@ def test_a_ping_pong_between_two_ranks():
     )
 
 
-def test_an_exchange_of_three_ranks_that_add_what_comes():
-    link = link_of(world_size=3, pattern="exchange", gamma=True)
-    assert link.gamma_s_per_byte > 0
-    assert "GB/s added (exchange of 3 ranks, medians of 3 repeats" in str(link)
-
-
 def test_bytes_and_hops_of_a_pipeline():
     found = measure_split("small_cnn", (3, 5), micro_batches=4, schedule="1f1b", **SMALL)
     # What layers 2 and 4 hand on: 32 and 64 channels of 4x4 pixels.
@@ -46,28 +37,3 @@ def test_bytes_and_hops_of_a_pipeline():
     step = found.typical_step()
     assert {*step.kinds} == {"forward", "backward", "communicate", "wait", "update"}
     assert len(step.of(kind="update")) == 3
-
-
-def test_a_frozen_backbone_sends_nothing_back():
-    found = measure_split("small_cnn", (3, 5), frozen=3, micro_batches=9, **SMALL)
-    assert found.micro_batches == 6  # there are no more samples
-    assert found.backward_hop_s[0] == []
-    assert len(found.backward_hop_s[1]) == 2
-    assert found.backward_s[0] == 0 < found.backward_s[1]
-    # Parameters of layers 0 to 2, once; of layers 3 and 4 with gradient and momentum.
-    assert found.memory_bytes[0] == (9 * 32 + 32) * 4
-    assert found.memory_bytes[1] == 3 * (32 * 64 * 9 + 64) * 4 + found.held_bytes[1]
-
-
-def test_a_profile_of_this_machine():
-    profile = measure_profile("mlp", batch_size=4, input_shape=(1, 8, 8), repeats=1)
-    floats = [64, 64, 64, 64, 64, 10]
-    assert [layer.output_bytes for layer in profile.layers] == [4 * 4 * n for n in floats]
-
-
-def test_ones_own_chain_of_layers_is_run_and_not_changed():
-    model = nn.Sequential(nn.Embedding(5, 6), nn.Flatten(), nn.Linear(18, 3))
-    before = [parameter.clone() for parameter in model.parameters()]
-    found = measure_split(model, (1,), batch_size=4, input_shape=(3,), steps=1)
-    assert (len(found.step_s), found.hop_bytes) == (1, [4 * 18 * 4])
-    assert all(map(torch.equal, model.parameters(), before))

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import torch
 from ranks import travel_by_value
 from torch import nn
@@ -10,50 +9,13 @@ from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
 from labkit.training.loop import fit
-from labkit.training.resolve import (
-    OPTIMIZERS,
-    Own,
-    make_strategy,
-    optimizer_maker,
-    schedule_of,
-)
+from labkit.training.resolve import Own, make_strategy, optimizer_maker, schedule_of
 from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
 
 SMALL = {"train_size": 23, "batch_size": 9, "epochs": 4, "model": "mlp", "dtype": "float64"}
 SCHEDULED = SMALL | {"lr_schedule": "cosine", "warmup_epochs": 0.5}
-
-
-@pytest.fixture(autouse=True)
-def _sgd_without_momentum(monkeypatch):
-    """So that an update is the rate times the gradient."""
-    monkeypatch.setitem(OPTIMIZERS, "sgd", torch.optim.SGD)
-
-
-def make(strategy="single", own=None, num_samples=23, **settings):
-    """An optimizer of one parameter, as a rank of this run would get it."""
-    settings = SCHEDULED | settings
-    config = RunConfig(strategy, optimizer="own" if own else "sgd", **settings)
-    technique = strategies.get(strategy)()
-    maker = optimizer_maker(config, own, technique, num_samples)
-    return maker([nn.Parameter(torch.ones(2, dtype=torch.float64))])
-
-
-def rates(optimizer, updates):
-    """By how much each update moves a parameter of the last group whose gradient is one."""
-    parameter, found = optimizer.param_groups[-1]["params"][0], []
-    for _ in range(updates):
-        before, parameter.grad = parameter.detach().clone(), torch.ones_like(parameter)
-        optimizer.step()
-        found.append((before - parameter).max().item())
-    return found
-
-
-def test_epochs_are_counted_in_updates():
-    # 23 samples in batches of 9 are three updates.
-    found = rates(make(lr_schedule="step:1:0.1", warmup_epochs=0), 7)
-    assert found == pytest.approx([0.05] * 3 + [0.005] * 3 + [0.0005])
 
 
 def updates_made(comm, jobs):

@@ -9,10 +9,9 @@ import pytest
 import torch
 from ranks import travel_by_value
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from labkit import WorkerError, train_with
+from labkit import train_with
 from labkit.training.result import largest_difference
 
 travel_by_value(__name__)
@@ -95,17 +94,11 @@ LOADER = DataLoader(TensorDataset(INPUTS, TARGETS))
 WEIGHTS = torch.tensor([1.0, 5.0, 0.1])
 REFUSED = {
     "of type DataLoader.* such as a DataLoader's dataset": {"dataset": LOADER},
-    "is a tuple, not a pair": {"dataset": Points(lambda x, y, i: (x, y, i))},
     "uses args.*Own.* cannot be pickled .*Create": {"dataset": Points(lock=threading.Lock())},
     r"do not take torch.float32 inputs \[4, 6\] and": {"model": net(inputs=5)},
-    r"Linear\(\) raised .*Give a function without arguments": {"model": nn.Linear},
-    "model is of type int: give an nn.Module": {"model": 5},
-    "Target 2 is out of bounds": {"model": net(outputs=2)},
-    "the loss is not one number, the mean": {"loss": functional.mse_loss},
     "return the mean over samples": {"loss": nn.CrossEntropyLoss(reduction="sum")},
     "so that shares add up": {"loss": nn.CrossEntropyLoss(weight=WEIGHTS)},
     "takes no lr and no weight_decay here: leave them": {"optimizer": adam, "lr": 0.1},
-    "labkit's models take images": {"model": "mlp"},
 }
 
 
@@ -114,9 +107,3 @@ def test_what_cannot_be_trained_is_refused_before_any_rank_starts(message):
     parts = {"model": net(), "dataset": (INPUTS, TARGETS)} | REFUSED[message]
     with pytest.raises(ValueError, match=message):
         train_with("ddp", world_size=2, **parts)
-
-
-def test_a_late_sample_of_another_shape_is_named_by_the_rank():
-    late = Points(lambda x, y, i: (x[i == 7 :], y))
-    with pytest.raises(WorkerError, match=r"do not fit in one batch .*\[6\] at entry 0"):
-        train_with("single", model=net(), dataset=late)

@@ -14,10 +14,9 @@ from torch import nn
 
 from labkit import RunConfig, run, train_with
 from labkit.runtime.worker import seed_random_numbers
-from labkit.training.checkpoint import find_start, newest
+from labkit.training.checkpoint import newest
 from labkit.training.loop import fit
-from labkit.training.resolve import NOTHING, Own, make_strategy, work_of
-from labkit.training.result import largest_difference
+from labkit.training.resolve import Own, make_strategy
 
 travel_by_value(__name__)
 
@@ -122,90 +121,44 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
 
 EXACT = {"model": "mlp", "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
 # Where a run has been saved, and where it goes on.
-MOVES = {
-    "ring": [("ring_all_reduce", 3), ("ddp", 2)],
-    "servers": [("parameter_server", 3), ("model_parallel", 2)],
-    "stages": [("pipeline", 3), ("parameter_server", 2)],
-    "alone": [("ddp", 3), ("single", 1)],
-}
-# Further runs, which cannot go on with other ranks.
-BOUND = {
-    "dropout": ("ring_all_reduce", 3, {"model": "Net (own)"}),
-    "topk": ("ring_all_reduce", 3, {"compress": "topk"}),
-}
-OWN = {"dropout": Own(model=make_model)}
+MOVES = [
+    (("ring_all_reduce", 3), ("ddp", 2)),
+    (("parameter_server", 3), ("model_parallel", 2)),
+    (("pipeline", 3), ("parameter_server", 2)),
+    (("ddp", 3), ("single", 1)),
+]
 
 
-def arranged(move, folder, name, **settings):
-    strategy, world_size, *options = move
-    options = SMALL | EXACT | settings | (options[0] if options else {})
-    place = {"checkpoint_dir": f"{folder}/{name}", "checkpoint_every": 4}
-    return RunConfig(strategy, world_size=world_size, **options, **place)
+def trained(folder, technique, **settings):
+    place = {"checkpoint_dir": str(folder), "checkpoint_every": 4}
+    return train_with(technique[0], world_size=technique[1], **SMALL | settings | place)
 
 
-def moved_in_turn(comm, configs, step=None):
-    """The states with which these runs end; from one of their checkpoints if ``step`` is given."""
-    found = {}
-    for name, config in configs.items():
-        spoil_random_numbers()
-        start = step and Path(config.checkpoint_dir, f"step-{step:08d}")
-        own = OWN.get(name, NOTHING)
-        report = fit(comm, config, make_strategy(config, own=own), False, own, start)
-        found[name] = report.state, report.epochs, report.checksum
-    return found
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A folder with the checkpoints of all ``MOVES`` and ``BOUND``; read only."""
-    folder = tmp_path_factory.mktemp("saved")
-    moves = {name: moves[0] for name, moves in MOVES.items()} | BOUND
-    configs = {name: arranged(move, folder, name) for name, move in moves.items()}
-    run(moved_in_turn, configs, world_size=3)
-    return folder
-
-
-def test_other_ranks_and_techniques_end_where_one_device_ends(saved, tmp_path):
-    shutil.copytree(saved, tmp_path, symlinks=True, dirs_exist_ok=True)
-    ends = {name: moves[1] for name, moves in MOVES.items()}
-    on_two = {n: arranged(m, tmp_path, n, resume=True) for n, m in ends.items() if m[1] == 2}
-    values = run(moved_in_turn, on_two, 8, world_size=2).values
-    on_one = {"alone": arranged(ends["alone"], tmp_path, "alone", resume=True)}
-    (alone,) = run(moved_in_turn, on_one, 8, world_size=1).values
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_other_ranks_and_techniques_end_where_one_device_ends(tmp_path, before, after):
+    trained(tmp_path, before, **EXACT)
+    # So that it goes on within the second epoch, after 8 of 12 steps.
+    shutil.rmtree(tmp_path / "step-00000012")
+    result = trained(tmp_path, after, resume=True, **EXACT)
     due = train_with("single", **SMALL | EXACT)
-    for name, (state, epochs, _) in (values[0] | alone).items():
-        assert largest_difference(state, due.state) < 1e-10, name
-        assert [row["loss"] for row in epochs] == pytest.approx(
-            [row["loss"] for row in due.epochs], rel=1e-10
-        ), name
-    for name in on_two:
-        assert values[0][name][2] == values[1][name][2], name
-
-
-def start_of(saved, name, step=None, **changes):
-    """Where a run starts that resumes one of ``saved`` with other settings."""
-    strategy, world_size, *options = BOUND.get(name) or MOVES[name][0]
-    settings = SMALL | EXACT | dict(*options) | {"strategy": strategy, "world_size": world_size}
-    settings |= {"checkpoint_dir": str(saved / name), "resume": True} | changes
-    settings = {key: value for key, value in settings.items() if value is not None}
-    config, own = RunConfig(**settings), OWN.get(name, NOTHING)
-    ready = make_strategy(config, own=own), work_of(config, own)
-    return find_start(config, own, *ready)
+    assert "step-00000008" in result.notes["note"]
+    assert result.replicas_agree
+    assert result.difference_from(due) < 1e-10
+    losses = [[row["loss"] for row in one.epochs] for one in (result, due)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("settings", "why"),
     [
-        ("dropout", "has drawn random numbers in its steps"),
-        ("topk", "gradients that compress topk has not sent yet"),
+        ({"model": make_model}, "has drawn random numbers in its steps"),
+        ({"compress": "topk"}, "gradients that compress topk has not sent yet"),
     ],
 )
-def test_what_cannot_be_divided_anew_is_refused(saved, tmp_path, name, why):
-    shutil.copytree(saved / name, tmp_path / name, symlinks=True)
-    shutil.rmtree(tmp_path / name / "step-00000012")
-    assert start_of(tmp_path, name)[0].name == "step-00000008"
+def test_what_cannot_be_divided_anew_is_refused(tmp_path, settings, why):
+    trained(tmp_path, ("ring_all_reduce", 3), **settings)
     with pytest.raises(ValueError, match=f"world_size 3 there, 2 here.*{why}"):
-        start_of(tmp_path, name, world_size=2)
+        trained(tmp_path, ("ring_all_reduce", 2), resume=True, **settings)
 
 
 def test_sigterm_ends_all_ranks_after_a_step_with_a_checkpoint(tmp_path):

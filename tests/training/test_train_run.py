@@ -4,36 +4,10 @@ import torch
 from ranks import travel_by_value
 from torch import nn
 
-from labkit import run, strategies, train_with
-from labkit.costs.traffic import ring_all_reduce_cost
+from labkit import run, strategies
 from labkit.workload.samples import share
 
 travel_by_value(__name__)
-
-# 107 = 3 x 35 + 2: batches that do not divide, and a last one of fewer samples than ranks.
-SMALL = {"epochs": 1, "train_size": 107, "lr": 0.02}
-
-
-def test_named_devices_are_those_of_the_ranks():
-    settings = SMALL | {"model": "mlp"}
-    named = train_with("ring_all_reduce", devices=["cpu", "cpu"], **settings)
-    assert (named.config.world_size, named.config.devices) == (2, "cpu,cpu")
-    plain = train_with("ring_all_reduce", world_size=2, device="cpu", **settings)
-    assert named.bytes_sent == plain.bytes_sent
-    assert named.difference_from(plain) == 0.0
-
-
-def test_bytes_and_messages_of_a_run_equal_the_formula():
-    result = train_with("ring_all_reduce", world_size=3, batch_size=35, **SMALL)
-    parameters = sum(tensor.numel() for tensor in result.state.values())
-    costs = [ring_all_reduce_cost(parameters, 4, 3, rank) for rank in range(3)]
-    steps = 4
-    assert result.bytes_sent == [steps * cost.num_bytes for cost in costs]
-    assert result.messages == [steps * cost.messages for cost in costs]
-    assert result.replicas_agree
-    alone = train_with("single", batch_size=35, **SMALL)
-    assert result.difference_from(alone) < result.tolerance(alone)
-    assert result.test_accuracy == alone.test_accuracy
 
 
 RING = strategies.get("ring_all_reduce")

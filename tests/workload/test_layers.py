@@ -6,35 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.workload.layers import (
-    HeldBytes,
-    layers_of,
-    named_layers,
-    output_shapes,
-)
+from labkit.workload.layers import HeldBytes, layers_of, output_shapes
 from labkit.workload.models import MODELS, build_model
-
-
-class Residual(nn.Sequential):
-    def forward(self, inputs):
-        return inputs + super().forward(inputs)
-
-
-def test_nested_chains_are_opened_and_blocks_and_repetitions_are_not():
-    block, tanh = Residual(nn.Linear(2, 2)), nn.Tanh()
-    inner = nn.Sequential(tanh, nn.Sequential(nn.Linear(2, 2)), tanh)
-    model = nn.Sequential(nn.Linear(2, 2), inner, block)
-    assert [name for name, _ in named_layers(model)] == ["0", "1.0", "1.1.0", "1.2", "2"]
-    assert layers_of(model) == [model[0], tanh, inner[1][0], tanh, block]
-
-
-def test_what_is_no_chain_is_refused_by_its_name_and_hooks_keep_a_chain_whole():
-    inner = nn.Sequential(nn.Tanh(), nn.Tanh())
-    inner.register_full_backward_hook(lambda *_: None)
-    assert layers_of(nn.Sequential(inner, nn.Tanh()))[0] is inner
-    for model in (nn.Linear(2, 2), Residual(nn.Linear(2, 2)), nn.Sequential(), inner):
-        with pytest.raises(ValueError, match=f"{type(model).__name__} cannot be cut into layers"):
-            layers_of(model)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,15 +5,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from labkit.config import AUGMENTATIONS
-from labkit.workload.losses import CountedLoss, sum_cross_entropy
-from labkit.workload.samples import (
-    Samples,
-    Standard,
-    Transform,
-    batch_slices,
-    epoch_order,
-    share,
-)
+from labkit.workload.samples import Samples, Standard, Transform, share
 
 NUMBERS = [torch.tensor([4, 0, 4]), torch.tensor([], dtype=torch.int64), torch.tensor([2])]
 
@@ -55,33 +47,6 @@ def test_each_augmentation_depends_on_seed_epoch_and_sample_alone(name, dtype):
     assert samples.read(torch.arange(0), 0)[0].shape == (0, 3, 20, 20)
 
 
-def test_right_predictions_are_counted_where_the_loss_is_computed():
-    counted = CountedLoss(sum_cross_entropy)
-    generator, right = torch.Generator().manual_seed(0), 0
-    for count in (3, 0, 4):
-        outputs = torch.randn(count, 3, generator=generator)
-        targets = torch.arange(count) % 3
-        right += int((outputs.argmax(dim=1) == targets).sum())
-        mine = outputs.clone().requires_grad_()
-        counted(mine, targets).backward()
-        theirs = outputs.clone().requires_grad_()
-        sum_cross_entropy(theirs, targets).backward()
-        assert torch.equal(mine.grad, theirs.grad)
-    assert tuple(map(int, counted.take())) == (right, 7)
-    assert counted.take() == (0, 0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(12, 4), (13, 5), (7, 3), (3, 8), (1, 1)])
-def test_over_an_epoch_every_sample_is_used_exactly_once(world_size, num_samples, batch_size):
-    used = []
-    for rank in range(world_size):
-        order = epoch_order(num_samples, epoch=2, seed=9)  # each rank computes it for itself
-        for batch in batch_slices(order, batch_size):
-            used += share(batch, rank, world_size).tolist()
-    assert sorted(used) == list(range(num_samples))
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 8, 13])
 def test_shares_are_contiguous_and_differ_by_one_at_most(size, count):
@@ -91,11 +56,3 @@ def test_shares_are_contiguous_and_differ_by_one_at_most(size, count):
     assert torch.equal(torch.cat(shares), batch)
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
-
-
-def test_the_order_depends_on_epoch_and_seed_alone():
-    first = epoch_order(100, epoch=1, seed=0)
-    torch.manual_seed(77)
-    assert torch.equal(first, epoch_order(100, epoch=1, seed=0))
-    for epoch, seed in ((0, 0), (0, 1)):
-        assert not torch.equal(first, epoch_order(100, epoch=epoch, seed=seed))

@@ -59,21 +59,6 @@ def test_torchvision_s_parameters_find_their_layers(name, old, path):
     assert len(mine) == len(expected)
 
 
-@pytest.mark.parametrize(
-    ("channels", "pixels", "num_classes", "changed"),
-    [(3, 75, 7, "14"), (3, 32, 10, "0"), (1, 75, 10, "0")],
-)
-def test_what_is_made_for_other_data_stays_as_initialised(
-    path, channels, pixels, num_classes, changed
-):
-    torch.save(theirs("resnet18"), path)
-    size = {"channels": channels, "pixels": pixels, "num_classes": num_classes}
-    model, before = ours(**size), counted(ours(**size).state_dict())
-    assert f"as initialised: {changed}.weight" in load_weights(model, path, "resnet18")
-    same = {key for key, value in before.items() if torch.equal(model.state_dict()[key], value)}
-    assert {key.split(".")[0] for key in same} == {changed}
-
-
 def test_own_models_take_their_own_names_alone(path):
     model, other = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 2))
     torch.save({f"module.{key}": value for key, value in model.state_dict().items()}, path)
@@ -124,15 +109,13 @@ def layered():
     [
         (["features"], {"4"}, set()),
         (["0", "1"], {"3.0", "4"}, {"3.1"}),
-        (["3"], {"0", "1", "4"}, {"1"}),
         (["1", "4.bias"], {"0", "3.0", "4"}, {"3.1"}),
     ],
 )
-@pytest.mark.parametrize("how", [lambda m: m, copy.deepcopy])
-def test_what_is_named_is_frozen_with_all_that_is_in_it(how, names, trained, changed):
+def test_what_is_named_is_frozen_with_all_that_is_in_it(names, trained, changed):
     made = layered()
     freeze(made, names)
-    made = how(made).train()
+    made = copy.deepcopy(made).train()
     found = {name.rpartition(".")[0] for name, p in made.named_parameters() if p.requires_grad}
     assert found == trained
     before = {name: buffer.clone() for name, buffer in made.named_buffers()}

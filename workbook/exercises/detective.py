@@ -4,6 +4,7 @@ The program is ``exercises/programs/early_stop.py``: which rank is to blame depe
 """
 
 import json
+import random
 import re
 import socket
 import time
@@ -11,13 +12,12 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from labkit.runtime.agents import show_line, start_agents
-from workbook.exercises.grader import Verdict, ask, grader
-from workbook.exercises.grader.compare import plain, short
-from workbook.exercises.grader.in_process import Question, differs
+from workbook.exercises.grader import Verdict, Wrong, judged
+from workbook.exercises.grader.compare import agree, plain, short
+from workbook.exercises.grader.exercise import new_seed
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
 from workbook.exercises.programs.early_stop import losses_of
 
@@ -31,7 +31,7 @@ _DEFAULT_GROUP = "0"
 # Of an entry of the recorder: what says when, on which thread and in which process is left out.
 _KEPT = ("collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "state", "retired")
 # labkit tells the cause on every host, and in each rank that it ends that it does so.
-_EXPLAINS = re.compile(r"(labkit: |labkit\.errors\.\w+: )(?!rank \d+ ends with)")
+_EXPLAINS = re.compile(r"(labkit: |labkit\.errors\.\w+: )")
 _PROGRAM = Path(__file__).parent / "programs" / "early_stop.py"
 
 # By rank, the entries of its flight recorder.
@@ -69,31 +69,18 @@ def named(
     run: HungRun, rank: int | None = None, host: int | None = None, line: int | None = None
 ) -> Verdict:
     """Judge which rank of a run does not do what the others do, its host, and where it stands."""
-
-    def judge() -> Verdict:
-        found, status = [plain(one) for one in (rank, host, line)], NOT_YET
-        if found == [None] * 3:
-            return Verdict("detective.named", NOT_ATTEMPTED)
-        if found[0] != run.due[0]:
-            text = (
-                f"rank {short(found[0])} is not the one that does something else than the others"
-            )
-        elif found[1] != run.due[1]:
-            text = f"the rank is right, but it is not on host {short(found[1])}, counted from 0"
-        elif found[2] != run.due[2]:
-            text = (
-                f"rank and host are right, but it does not stand at line {short(found[2])}: take "
-            )
-            text += "the newest line of the program itself, not of PyTorch"
-        else:
-            status, text = (
-                PASSED,
-                f"rank {rank} on host {host} waits at line {line}, in a barrier, ",
-            )
-            text += "and the others in an all-reduce"
-        return Verdict("detective.named", status, notes=[text])
-
-    return told("detective.named", judge)
+    found = [plain(one) for one in (rank, host, line)]
+    texts = (
+        f"rank {short(found[0])} is not the one that does something else than the others",
+        f"the rank is right, but it is not on host {short(found[1])}, counted from 0",
+        f"rank and host are right, but it does not stand at line {short(found[2])}: take the "
+        "newest line of the program itself, not of PyTorch",
+    )
+    wrong = [text for text, one, due in zip(texts, found, run.due) if one != due]
+    right = f"rank {rank} on host {host} waits at line {line}, and the others in an all-reduce"
+    status = NOT_ATTEMPTED if found == [None] * 3 else NOT_YET if wrong else PASSED
+    notes = [] if status == NOT_ATTEMPTED else [*wrong, right][:1]
+    return told("detective.named", lambda: Verdict("detective.named", status, notes=notes))
 
 
 def hang(seed: int | None = None) -> HungRun:
@@ -106,7 +93,7 @@ def hang(seed: int | None = None) -> HungRun:
         RuntimeError: the program has ended instead.
         OSError: the debug server does not answer.
     """
-    seed = grader.new_seed() if seed is None else seed
+    seed = new_seed() if seed is None else seed
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
@@ -190,85 +177,55 @@ def explanation_in(lines: Sequence[str]) -> list[str]:
     return [*lines[first : next(ends, len(lines))]]
 
 
-class Fault(NamedTuple):
-    """What goes wrong after ``before`` collectives that go well, and ``after`` more.
-
-    ``kept`` of the newest entries are in the dumps, as in a small buffer; that of ``lost`` is
-    missing.
-    """
-
-    kind: str
-    culprit: int
-    before: int
-    after: int = 0
-    kept: int = 2000
-    lost: int | None = None
-
-    @property
-    def due(self) -> tuple[int, int] | None:
-        """The culprit, and the number of the collective at which it differs first."""
-        return None if self.kind == "all agree" else (self.culprit, self.before + 1)
-
-    def dumps(self, rng: Random) -> Dumps:
-        """What PyTorch 2.10's recorders hold with gloo while the others wait, by rank."""
-        dumps, calls = Dumps(), self.before + 1 + self.after
-        names = rng.choices(["all_reduce", "broadcast"], [3, 2], k=calls)
-        sizes = [rng.randint(20, 90) for _ in range(calls)]
-        for rank in rng.sample(range(WORLD_SIZE), WORLD_SIZE):
-            own, entries = rank == self.culprit, []
-            for number, (name, size) in enumerate(zip(names, sizes), start=1):
-                kind = self.kind if number == self.before + 1 else ""
-                comes = {"all agree": False, "comes alone": own, "does not come": not own}
-                if not comes.get(kind, True):
-                    continue
-                if kind == "calls another collective":
-                    name = "broadcast" if own else "all_reduce"
-                # A root that sends too little: nobody notices.
-                if kind == "brings another size":
-                    name, size = "broadcast", size - 7 * own
-                done = kind in ("", "brings another size")
-                values = number, f"gloo:{name}", [[size]], ["Float"], "scheduled", done
-                entries.append(dict(zip(_KEPT, values)))
-            if rank != self.lost:
-                dumps[rank] = entries[-self.kept :]
-        return dumps
+def _dumps(kind: str, culprit: int, before: int, after: int, kept: int, lost: int | None) -> Dumps:
+    """What PyTorch 2.10's recorders hold with gloo while the others wait, by rank."""
+    dumps, calls = Dumps(), before + 1 + after
+    names = random.choices(["all_reduce", "broadcast"], [3, 2], k=calls)
+    sizes = [random.randint(20, 90) for _ in range(calls)]
+    for rank in random.sample(range(WORLD_SIZE), WORLD_SIZE):
+        own, entries = rank == culprit, []
+        for number, (name, size) in enumerate(zip(names, sizes), start=1):
+            fault = kind if number == before + 1 else ""
+            comes = {"all agree": False, "comes alone": own, "does not come": not own}
+            if not comes.get(fault, True):
+                continue
+            if fault == "calls another collective":
+                name = "broadcast" if own else "all_reduce"
+            # A root that sends too little: nobody notices.
+            if fault == "brings another size":
+                name, size = "broadcast", size - 7 * own
+            done = fault in ("", "brings another size")
+            values = number, f"gloo:{name}", [[size]], ["Float"], "scheduled", done
+            entries.append(dict(zip(_KEPT, values)))
+        if rank != lost:
+            dumps[rank] = entries[-kept:]
+    return dumps
 
 
-def faults(rng: Random) -> list[Fault]:
-    """The cases of one check: each rank is the culprit at least once."""
-    ranks = [0, *rng.sample(range(1, WORLD_SIZE), WORLD_SIZE - 1)]
-    before = [rng.randint(3, 7) for _ in range(9)]
-    return [
-        Fault("does not come", ranks[1], before[0]),
-        Fault("all agree", 0, before[1]),
-        Fault("calls another collective", ranks[0], before[2]),
-        Fault("brings another size", ranks[2], before[3], after=2),
-        Fault("comes alone", ranks[3], before[4]),
-        Fault("does not come", ranks[0], before[5], kept=3),
-        Fault("calls another collective", ranks[2], before[6], kept=2, lost=ranks[1]),
-        Fault("brings another size", ranks[0], before[7]),
-        Fault("all agree", 0, before[8], kept=2),
-    ]
-
-
-def culprit(fn: Callable) -> Verdict:
+# What goes wrong, with which rank, after so many collectives that go well, and how many more come;
+# so many of the newest entries are kept, as in a small buffer; whose dump is lost.
+@judged(
+    "dumps",
+    ("does not come", 1, 4, 0, 99, None),
+    ("all agree", 0, 6, 0, 99, None),
+    ("calls another collective", 0, 5, 0, 99, None),
+    ("brings another size", 2, 3, 2, 99, None),
+    ("comes alone", 3, 7, 0, 99, None),
+    ("does not come", 0, 5, 0, 3, None),
+    ("calls another collective", 2, 6, 0, 2, 1),
+    ("brings another size", 0, 4, 0, 99, None),
+    ("all agree", 0, 7, 0, 2, None),
+)
+def culprit(
+    fn: Callable, kind: str, rank: int, before: int, after: int, kept: int, lost: int | None
+) -> Wrong | None:
     """Grade ``fn(dumps)``: who is the first to do something else, by flight recorder dumps.
 
     ``dumps``: {rank: list of entries}. Expected is (rank, ``collective_seq_id``), or None where
     all ranks agree. One rank differs; the others are the majority.
     """
-
-    def first_that_waits(dumps: Dumps) -> tuple[int, int] | None:
-        waits = ((r, one) for r in sorted(dumps) for one in dumps[r] if not one["retired"])
-        return next(((rank, entry["collective_seq_id"]) for rank, entry in waits), None)
-
-    rng = Random(grader.new_seed())
-    questions = []
-    for number, fault in enumerate(faults(rng), start=1):
-        who = f"rank {fault.culprit} {fault.kind}" if fault.due else "all ranks agree"
-        few = f", and only the newest {fault.kept} entries are there" if fault.kept < 9 else ""
-        words = f"in case {number} ({who}{few}) the function"
-        questions.append(Question((fault.dumps(rng),), words, fault.due))
-    why = "a rank that waits (retired is False) has done what it should: the one it waits for not"
-    mistakes = {why: first_that_waits}
-    return ask("detective.culprit", fn, questions, differs, mistakes=mistakes, signature="dumps")
+    found = fn(_dumps(kind, rank, before, after, kept, lost))
+    expected = None if kind == "all agree" else (rank, before + 1)
+    if agree(found, expected):
+        return None
+    return Wrong(f"the function returned {short(found)}, expected {expected}")

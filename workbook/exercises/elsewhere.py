@@ -9,8 +9,10 @@ import contextlib
 import copy
 import inspect
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
-from random import Random
+from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 from unittest import mock
@@ -23,15 +25,13 @@ from labkit import horovod as hvd
 from labkit.comm.comm import Comm
 from labkit.horovod import negotiator
 from workbook.exercises.elsewhere_training import Setting, Trained, wrong_training
-from workbook.exercises.grader import Case, Verdict, Wrong, ask, grader, returns
-from workbook.exercises.grader.compare import fit, plain
+from workbook.exercises.grader import Case, Check, Verdict, Wrong, judged
+from workbook.exercises.grader.compare import fit, plain, short
 from workbook.exercises.grader.exercise import Found
-from workbook.exercises.grader.in_process import Question, differs
 from workbook.exercises.grader.watched import Watched
 
 # Longer than anything between a gradient and the wait for it.
 _LAZY_S = 2.0
-_WORLD_SIZES = (1, 2, 3, 4)
 # A sentence -> a mistake of ``elsewhere_training.played``; the passes of an update -> those named.
 _UNSCALED = "the learning rate is not scaled: the script multiplies it by the number of ranks"
 _OWN = "the ranks begin with models of their own: they have to begin with that of rank 0"
@@ -43,57 +43,27 @@ _MISTAKES = {
 }
 
 
-def to_ddp(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
-    """Grade ``fn``, a port of ``programs.with_horovod.train`` to torch.distributed.
+def _ported(passes: int, fn: Watched, comm: Comm, case: Case) -> list[Trained] | Wrong:
+    """Call a port: to DDP with one pass of backward per update, to Horovod with two."""
+    found = []
+    for setting in settings(case, passes):
+        with _made_already(), _as_by_horovod(comm) if passes > 1 else contextlib.nullcontext():
+            found.append(trained(fn, setting, comm.rank))
+        by_horovod = sorted(one for one in fn.called if not one.startswith("torch."))
+        if passes == 1 and by_horovod:
+            hvd.shutdown()
+            return Wrong(f"the function calls {by_horovod[0]}, so it is not ported yet")
+        if passes == 2 and "labkit.horovod.negotiator.init" not in by_horovod:
+            return Wrong("the function never calls hvd.init()")
+    return found
 
-    It is called twice: to begin, and to go on from a checkpoint that rank 0 has.
-    """
-    return _port("elsewhere.to_ddp", fn, "lr", 1, world_sizes)
 
-
-def to_horovod(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
-    """Grade ``fn``, a port of ``programs.with_ddp.train`` to Horovod.
-
-    It is called twice, to begin and to go on from a checkpoint, without a process group.
-    """
-    return _port("elsewhere.to_horovod", fn, "lr, max_norm", 2, world_sizes)
-
-
-def _port(
-    name: str, fn: Callable, rates: str, passes: int, world_sizes: tuple[int, ...]
-) -> Verdict:
-    """Grade a port: to DDP with one pass of backward per update, to Horovod with two."""
-
-    def call(fn: Watched, comm: Comm, case: Case) -> list[Trained] | Wrong:
-        found = []
-        for setting in settings(case, passes):
-            with _made_already(), _as_by_horovod(comm) if passes > 1 else contextlib.nullcontext():
-                found.append(trained(fn, setting, comm.rank))
-            by_horovod = sorted(one for one in fn.called if not one.startswith("torch."))
-            if passes == 1 and by_horovod:
-                hvd.shutdown()
-                return Wrong(f"the function calls {by_horovod[0]}, so it is not ported yet")
-            if passes == 2 and "labkit.horovod.negotiator.init" not in by_horovod:
-                return Wrong("the function never calls hvd.init()")
-        return found
-
-    def judge(case: Case, values: list[Any]) -> Found:
-        trainings = [
-            (setting, [Trained(*one) for one in ranks])
-            for setting, ranks in zip(settings(case, passes), zip(*values))
-        ]
-        return wrong_training(trainings, _MISTAKES[passes]) if trainings else None
-
-    return returns(
-        fn,
-        name=name,
-        signature=f"model, dataset, batch_size, {rates}, epochs, start, save",
-        call=call,
-        inputs=lambda rank, case: (case,),
-        judge=judge,
-        may_call=frozenset({"torch", "labkit", "workbook"}),
-        world_sizes=world_sizes,
-    )
+def _wrong_port(passes: int, case: Case, values: list[Any]) -> Found:
+    trainings = [
+        (setting, [Trained(*one) for one in ranks])
+        for setting, ranks in zip(settings(case, passes), zip(*values))
+    ]
+    return wrong_training(trainings, _MISTAKES[passes]) if trainings else None
 
 
 def settings(case: Case, passes: int) -> list[Setting]:
@@ -153,6 +123,35 @@ def _as_by_horovod(comm: Comm) -> Iterator[None]:
     hvd.shutdown()
 
 
+@dataclass(frozen=True, eq=False)
+class _Port(Check):
+    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = (1, 2, 3, 4)) -> Verdict:
+        return super().__call__(fn, world_sizes=world_sizes)
+
+
+_check = partial(
+    _Port,
+    inputs=lambda rank, case: (case,),
+    written=None,
+    sizes=(),
+    may_call=frozenset({"torch", "labkit", "workbook"}),
+)
+# A port of ``programs.with_horovod.train`` to torch.distributed. It is called twice: to begin, and
+# to go on from a checkpoint that rank 0 has.
+to_ddp = _check(
+    "elsewhere.to_ddp",
+    signature="model, dataset, batch_size, lr, epochs, start, save",
+    call=partial(_ported, 1),
+    judge=partial(_wrong_port, 1),
+)
+# A port of ``programs.with_ddp.train`` to Horovod. It is called twice, without a process group.
+to_horovod = _check(
+    "elsewhere.to_horovod",
+    signature="model, dataset, batch_size, lr, max_norm, epochs, start, save",
+    call=partial(_ported, 2),
+    judge=partial(_wrong_port, 2),
+)
+
 # What an update means: the conventions of Horovod and DDP (the mean of the replicas' means, or
 # with ``op=Sum`` their sum; statistics of the rank's own, or of rank 0), of TensorFlow's
 # strategies (a mean over the batch; the mean of the replicas' statistics), and of SyncBatchNorm.
@@ -162,29 +161,19 @@ STATISTICS = ("own", "rank 0", "mean of replicas", "whole batch")
 Step = Callable[[Sequence[Sequence[float]]], tuple[float, list[float]]]
 
 
-def semantics(fn: Callable) -> Verdict:
+@judged("step", *itertools.product(GRADIENTS, STATISTICS))
+def semantics(fn: Callable, gradients: str, statistics: str) -> Wrong | None:
     """Grade ``fn(step)``: (what becomes of the gradients, whose batch statistics are kept).
 
     ``step(shares)`` makes one update on ``len(shares)`` replicas, from the same start each time;
     a share is a list of samples, numbers, each of which is its own gradient. It returns how far
-    the weight has moved, and each replica's running mean. Runs in another process.
+    the weight has moved, and each replica's running mean.
     """
-    random = Random(grader.new_seed())
-    pairs = list(itertools.product(GRADIENTS, STATISTICS))
-    random.shuffle(pairs)
-    questions = []
-    for pair in pairs:
-        step = step_of(*pair, random.uniform(0.1, 0.9), random.uniform(0.1, 0.9))
-        words = f"where a step is {' and '.join(map(repr, pair))}, the function"
-        questions.append(Question((step,), words, pair))
-
-    def call(fn: Callable, step: Step) -> Any:
-        found = plain(fn(step))
-        if not isinstance(found, list):
-            return found
-        return [" ".join(x.lower().split()) if isinstance(x, str) else x for x in found]
-
-    return ask("elsewhere.semantics", fn, questions, differs, call=call, signature="step")
+    lr, momentum = random.uniform(0.1, 0.9), random.uniform(0.1, 0.9)
+    found = plain(fn(step_of(gradients, statistics, lr, momentum)))
+    if isinstance(found, list):
+        found = [" ".join(x.lower().split()) if isinstance(x, str) else x for x in found]
+    return None if found == [gradients, statistics] else Wrong(f"it returned {short(found)}")
 
 
 def step_of(gradients: str, statistics: str, lr: float = 1.0, momentum: float = 1.0) -> Step:
@@ -192,8 +181,6 @@ def step_of(gradients: str, statistics: str, lr: float = 1.0, momentum: float = 
 
     def step(shares: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
         numbers = [[float(sample) for sample in share] for share in shares]
-        if not numbers or not all(numbers):
-            raise ValueError(f"step({shares!r}): a replica needs a share of one sample or more")
         means = [fmean(share) for share in numbers]
         of_batch = fmean(itertools.chain(*numbers))
         moved = dict(zip(GRADIENTS, (fmean(means), of_batch, sum(means))))

@@ -8,6 +8,7 @@ Symbols: P ranks on H hosts, S bytes of a rank's tensor.
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,34 +21,31 @@ from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs import card_bytes
 from labkit.units import format_bytes
-from workbook.exercises.grader import Case, Exercise, Target, Verdict, answers, grade
+from workbook.exercises.grader import Case, Check, Target, Verdict, answers
 from workbook.exercises.grader.exercise import DRAWN, Found, Ranks, same_bits
-from workbook.exercises.grader.own_run import own_run
 from workbook.exercises.ring import ring_target
 
 Hosts = tuple[tuple[int, ...], ...]
 
 # P -> the number of ranks on each host.
 _RANKS = {4: (2, 2), 5: (3, 2), 6: (1, 3, 2)}
-_WORLD_SIZES = tuple(_RANKS)
 
-# The card of each host in a run that is drawn: 1 MB takes 25 ms.
-_LINK = EmulatedLink(0.001, 40e6, ranks_per_host=2)
 
-_exercise = partial(
-    Exercise,
+@dataclass(frozen=True, eq=False)
+class _OnHosts(Check):
+    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = tuple(_RANKS)) -> Verdict:
+        return super().__call__(fn, world_sizes=world_sizes)
+
+
+_check = partial(
+    _OnHosts,
     # Divisible by 1, 2 and 3 parts of 2 and 3 pieces, and large beside the rounding of the others.
     sizes=(240, 50, 7, 1, 0),
     drawn_size=DRAWN,
     special=lambda case: f"hosts of {' + '.join(map(str, _RANKS[case.world_size]))} ranks",
 )
-
-
-def _over_a_card(fn: Callable, exercise: Exercise, world_sizes: tuple[int, ...]) -> Verdict:
-    """Grade; the learner's own run is drawn over the hosts' cards."""
-    verdict = grade(fn, exercise, world_sizes)
-    verdict.run_again = partial(own_run, fn, exercise, link=_LINK)
-    return verdict
+# The card of each host in a run that is drawn: 1 MB takes 25 ms.
+_CARD = EmulatedLink(0.001, 40e6, ranks_per_host=2)
 
 
 def hosts_of(case: Case) -> Hosts:
@@ -61,7 +59,6 @@ def _host(rank: int, case: Case) -> tuple[int, ...]:
 
 
 def _chunks(rank: int, case: Case) -> list[Tensor]:
-    """As many as the smallest host has ranks."""
     return split_chunks(case.tensor(rank), min(_RANKS[case.world_size]))
 
 
@@ -69,108 +66,99 @@ def _sum(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([tensor.double() for tensor in tensors]).sum(0).float()
 
 
-def inside(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, chunks, host)``: the host's sum of chunk i on rank ``host[i]``, in place.
-
-    There are as many chunks as the smallest host has ranks. Target per rank: one message for each
-    chunk that it does not keep, to a rank of its own host.
-    """
-
-    def target(rank: int, case: Case) -> Target:
-        host = _host(rank, case)
-        sent = [4 * len(c) for owner, c in zip(host, _chunks(rank, case)) if owner != rank]
-        return Target(len(sent), sum(sent), peers=frozenset(host) - {rank})
-
-    def expected(rank: int, case: Case) -> list[Tensor | None]:
-        """The host's sum of the chunk that ``rank`` keeps; None for the others."""
-        host = _host(rank, case)
-        columns = zip(*(_chunks(peer, case) for peer in host))
-        return [_sum(one) if host[i] == rank else None for i, one in enumerate(columns)]
-
-    exercise = _exercise(
-        "hosts.inside",
-        expected,
-        signature="comm, chunks, host",
-        inputs=lambda rank, case: (_chunks(rank, case), _host(rank, case)),
-        chunked=True,
-        target=target,
-    )
-    return grade(fn, exercise, world_sizes)
+def _kept(rank: int, case: Case) -> list[Tensor | None]:
+    """The host's sum of the chunk that ``rank`` keeps; None for the others."""
+    host = _host(rank, case)
+    columns = zip(*(_chunks(peer, case) for peer in host))
+    return [_sum(one) if host[i] == rank else None for i, one in enumerate(columns)]
 
 
-def between(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, chunk, peers)``: the sum over ``peers``, one rank per host, in place.
-
-    It is called on these ranks only. Target per rank: the ring of H ranks, 2 (H - 1) messages of
-    one piece of the chunk each, to others of ``peers``.
-    """
-
-    def peers_of(rank: int, case: Case) -> tuple[int, ...]:
-        """The ranks at this rank's place on each host; place 0 if not every host has it."""
-        place = _host(rank, case).index(rank)
-        return tuple(host[place % min(_RANKS[case.world_size])] for host in hosts_of(case))
-
-    def call(fn: Callable, comm: Comm, chunk: Tensor, peers: tuple[int, ...]) -> Any:
-        return fn(comm, chunk, peers) if comm.rank in peers else None
-
-    def expected(rank: int, case: Case) -> Tensor | None:
-        peers = peers_of(rank, case)
-        return _sum(map(case.tensor, peers)) if rank in peers else None
-
-    def target(rank: int, case: Case) -> Target:
-        peers = peers_of(rank, case)
-        if rank not in peers:
-            return Target(0, 0, peers=frozenset())
-        ring = ring_target(case.size, 4, peers.index(rank), Case(len(peers), case.size))
-        return ring._replace(peers=frozenset(peers) - {rank})
-
-    exercise = _exercise(
-        "hosts.between",
-        expected,
-        signature="comm, chunk, peers",
-        inputs=lambda rank, case: (case.tensor(rank), peers_of(rank, case)),
-        call=call,
-        target=target,
-    )
-    return _over_a_card(fn, exercise, world_sizes)
+def _to_its_host(rank: int, case: Case) -> Target:
+    host = _host(rank, case)
+    sent = [4 * len(c) for owner, c in zip(host, _chunks(rank, case)) if owner != rank]
+    return Target(len(sent), sum(sent), peers=frozenset(host) - {rank})
 
 
-def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, tensor, hosts)``: the sum over all ranks in place, over several hosts.
+# fn(comm, chunks, host): the host's sum of chunk i on rank ``host[i]``, in place. There are as
+# many chunks as the smallest host has ranks. Target per rank: one message for each chunk that it
+# does not keep, to a rank of its own host.
+inside = _check(
+    "hosts.inside",
+    _kept,
+    signature="comm, chunks, host",
+    inputs=lambda rank, case: (_chunks(rank, case), _host(rank, case)),
+    chunked=True,
+    target=_to_its_host,
+)
 
-    ``hosts`` are the ranks of each host. Target: 2 (H - 1) / H x S bytes leave each host. Inside
-    of the hosts any traffic is right. The results must be equal to the bit.
-    """
 
-    def leaves_too_much(case: Case, ranks: Ranks) -> Found:
-        hosts = hosts_of(case)
-        targets, rings = (card_bytes(n, case.size, 4, hosts) for n in ("hierarchical", "ring"))
-        # Ranks may cut a tensor into up to P pieces before the ring of hosts cuts them into H.
-        slack = 4 * 2 * (len(hosts) - 1) * case.world_size
-        for number, host in enumerate(hosts):
-            sent = [pair for rank in host for pair in ranks[rank].bytes_to.items()]
-            leaving = sum(count for peer, count in sent if peer not in host)
-            if leaving > targets[number] + slack:
-                text = f"{format_bytes(leaving)} leave host {number} by its card, where the target"
-                text += f" is {format_bytes(targets[number])}; one ring through all ranks has "
-                return f"{text}{format_bytes(rings[number])}: add up inside each host first"
-        return same_bits(case, ranks)
+def _peers(rank: int, case: Case) -> tuple[int, ...]:
+    """The ranks at this rank's place on each host; place 0 if not every host has it."""
+    place = _host(rank, case).index(rank)
+    return tuple(host[place % min(_RANKS[case.world_size])] for host in hosts_of(case))
 
-    def labkits(comm: Comm, tensor: Tensor, hosts: Hosts) -> None:
-        comm.hosts = hosts
-        hierarchical_all_reduce(comm, tensor)
 
-    exercise = _exercise(
-        "hosts.all_reduce",
-        lambda rank, case: case.total(),
-        signature="comm, tensor, hosts",
-        inputs=lambda rank, case: (case.tensor(rank), hosts_of(case)),
-        chunked=True,
-        rule=leaves_too_much,
-        library=labkits,
-    )
-    return _over_a_card(fn, exercise, world_sizes)
+def _of_peers(fn: Callable, comm: Comm, chunk: Tensor, peers: tuple[int, ...]) -> Any:
+    return fn(comm, chunk, peers) if comm.rank in peers else None
 
+
+def _sum_of_peers(rank: int, case: Case) -> Tensor | None:
+    peers = _peers(rank, case)
+    return _sum(map(case.tensor, peers)) if rank in peers else None
+
+
+def _ring_of_peers(rank: int, case: Case) -> Target:
+    peers = _peers(rank, case)
+    if rank not in peers:
+        return Target(0, 0, peers=frozenset())
+    ring = ring_target(case.size, 4, peers.index(rank), Case(len(peers), case.size))
+    return ring._replace(peers=frozenset(peers) - {rank})
+
+
+# fn(comm, chunk, peers): the sum over ``peers``, one rank per host, in place; called on these
+# ranks only. Target per rank: the ring of H ranks, 2 (H - 1) messages of one piece of the chunk
+# each, to others of ``peers``.
+between = _check(
+    "hosts.between",
+    _sum_of_peers,
+    signature="comm, chunk, peers",
+    inputs=lambda rank, case: (case.tensor(rank), _peers(rank, case)),
+    call=_of_peers,
+    target=_ring_of_peers,
+    link=_CARD,
+)
+
+
+def _leaves_too_much(case: Case, ranks: Ranks) -> Found:
+    hosts = hosts_of(case)
+    # Ranks may cut a tensor into up to P pieces before the ring of hosts cuts them into H.
+    slack = 4 * 2 * (len(hosts) - 1) * case.world_size
+    for number, target in enumerate(card_bytes("hierarchical", case.size, 4, hosts)):
+        sent = [pair for rank in hosts[number] for pair in ranks[rank].bytes_to.items()]
+        leaving = sum(count for peer, count in sent if peer not in hosts[number])
+        if leaving > target + slack:
+            text = f"{format_bytes(leaving)} leave host {number} by its card, where the target is "
+            return f"{text}{format_bytes(target)}: add up inside each host first"
+    return same_bits(case, ranks)
+
+
+def _by_labkit(comm: Comm, tensor: Tensor, hosts: Hosts) -> None:
+    comm.hosts = hosts
+    hierarchical_all_reduce(comm, tensor)
+
+
+# fn(comm, tensor, hosts): the sum over all ranks in place, equal to the bit. ``hosts`` are the
+# ranks of each host. Target: 2 (H - 1) / H x S bytes leave each host; inside, all traffic is fine.
+all_reduce = _check(
+    "hosts.all_reduce",
+    lambda rank, case: case.total(),
+    signature="comm, tensor, hosts",
+    inputs=lambda rank, case: (case.tensor(rank), hosts_of(case)),
+    chunked=True,
+    rule=_leaves_too_much,
+    library=_by_labkit,
+    link=_CARD,
+)
 
 # Rank, local rank and host of processes of torchrun, with 4 and 2 on its nodes; the third was
 # started by Slurm, too.
@@ -189,7 +177,7 @@ def place(fn: Callable) -> Verdict:
 
     ``environment`` is a dict of texts. Under Slurm the local rank and the host follow from
     SLURM_PROCID and SLURM_TASKS_PER_NODE. Under a torchrun that Slurm has started, torchrun's
-    variables are right. Runs in another process.
+    variables are right.
     """
     asked = []
     for where, slurms in _TORCHRUN.items():

@@ -5,7 +5,6 @@ Symbols: L layers, P stages, one device per stage.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -13,51 +12,50 @@ from labkit.costs.link import Link
 from labkit.placement.planner import LayerCost, Profile, predict_split
 from labkit.schedules.split_points import check_split_points
 from labkit.units import format_bytes, format_seconds
-from workbook.exercises.grader import Verdict, answers, ask
+from workbook.exercises.grader import Verdict, ask, solved
 from workbook.exercises.grader.compare import fit, short
 from workbook.exercises.grader.exercise import Found
-from workbook.exercises.grader.in_process import Question, differs
+from workbook.exercises.grader.in_process import Question
 
 Points = tuple[int, ...]
 
 _SHAPES = ((24, 16, 16), (24, 8, 8), (40, 8, 8), (40, 4, 4), (96,), (10,))
 # (shapes, batch size, split points, frozen layers)
 _BYTE_CASES: tuple[tuple[tuple, int, Points, int], ...] = (
-    (_SHAPES, 4, (2,), 0),
-    (_SHAPES, 7, (1, 3, 5), 0),
-    (_SHAPES, 1, (4,), 0),
-    (_SHAPES, 4, (1, 3, 5), 3),
-    (_SHAPES, 3, (2, 4), 1),
-    (_SHAPES[::-1], 5, (2, 4), 5),
-    (_SHAPES, 4, (), 0),
+    *((_SHAPES, 4, (2,), 0), (_SHAPES, 7, (1, 3, 5), 0), (_SHAPES, 1, (4,), 0)),
+    *((_SHAPES, 4, (1, 3, 5), 3), (_SHAPES, 3, (2, 4), 1)),
+    *((_SHAPES[::-1], 5, (2, 4), 5), (_SHAPES, 4, (), 0)),
 )
 
 
-def bytes_over_cuts(fn: Callable) -> Verdict:
+@solved(
+    *_BYTE_CASES,
+    mistakes={
+        "over the cut before layer k goes the output of layer k - 1": (
+            lambda crossing, shapes, *rest: crossing(shapes[1:], *rest)
+        ),
+        "no gradient crosses where all layers before the cut are frozen": (
+            lambda crossing, shapes, n, points, frozen: crossing(shapes, n, points, 0)
+        ),
+    },
+)
+def bytes_over_cuts(
+    shapes: tuple, batch_size: int, split_points: Points, frozen: int
+) -> list[int]:
     """Grade ``fn(shapes, batch_size, split_points, frozen)``: by cut, the bytes of one step.
 
     ``shapes`` holds what each layer makes of one sample, a tuple of sizes; numbers are float32,
-    and layers 0 to ``frozen`` - 1 are not trained. Runs in another process.
+    and layers 0 to ``frozen`` - 1 are not trained.
     """
+    one_way = [4 * batch_size * math.prod(shapes[cut - 1]) for cut in split_points]
+    return [n * (1 + (cut > frozen)) for cut, n in zip(split_points, one_way)]
 
-    def crossing(
-        shapes: tuple, batch_size: int, points: Points, frozen: int, of: int = -1
-    ) -> list:
-        one_way = [4 * batch_size * math.prod(shapes[cut + of]) for cut in points]
-        return [n * (1 + (cut > frozen)) for cut, n in zip(points, one_way)]
 
-    return answers(
-        fn,
-        [(case, crossing(*case)) for case in _BYTE_CASES],
-        name="placement.bytes_over_cuts",
-        signature="shapes, batch_size, split_points, frozen",
-        mistakes={
-            "over the cut before layer k goes the output of layer k - 1": partial(crossing, of=0),
-            "no gradient crosses where all layers before the cut are frozen": (
-                lambda shapes, n, points, frozen: crossing(shapes, n, points, 0)
-            ),
-        },
-    )
+class _Model(Profile):
+    """A profile that is shown by its name."""
+
+    def __repr__(self) -> str:
+        return f"the {self.model}"
 
 
 def _profile(name: str, *layers: tuple[int, int, int, int]) -> Profile:
@@ -66,7 +64,7 @@ def _profile(name: str, *layers: tuple[int, int, int, int]) -> Profile:
         LayerCost(f"layer {i}", ms / 1000, 2 * ms / 1000, out * 1024, own * 1024, held * 1024)
         for i, (ms, out, own, held) in enumerate(layers)
     )
-    return Profile(name, 8, 16 * 1024, tuple(costs))
+    return _Model(name, 8, 16 * 1024, tuple(costs))
 
 
 # As in a network for images: activations shrink, parameters grow.
@@ -80,113 +78,70 @@ _DUMBBELL = _profile(
     *((3, 220, 12, 60), (1, 12, 8, 70), (2, 70, 16, 50), (1, 8, 4, 60), (1, 2, 8, 60)),
 )
 _NEAR, _FAR = Link(1e-4, 1e-8), Link(2e-2, 1e-7)
-_STEP_CASES: tuple[tuple[Profile, Points, Link], ...] = (
-    (_FUNNEL, (4,), _FAR),
-    (_DUMBBELL, (2, 6), _FAR),
-    (_DUMBBELL, (1, 3, 5, 8), _NEAR),
-    (_FUNNEL, (7, 8), _NEAR),
-    (_FUNNEL, (), _FAR),
+
+
+@solved(
+    *((_FUNNEL, (4,), _FAR), (_DUMBBELL, (2, 6), _FAR), (_DUMBBELL, (1, 3, 5, 8), _NEAR)),
+    *((_FUNNEL, (7, 8), _NEAR), (_FUNNEL, (), _FAR)),
+    mistakes={
+        "an activation and its gradient are two messages, and each costs alpha": (
+            lambda step, profile, points, link: (
+                step(profile, points, link) - len(points) * link.alpha_s
+            )
+        ),
+    },
 )
-
-
-def step_seconds(fn: Callable) -> Verdict:
+def step_seconds(profile: Profile, split_points: Points, link: Link) -> float:
     """Grade ``fn(profile, split_points, link)``: seconds of a training step without a pipeline.
 
-    All parameters are trained. Runs in another process.
+    All parameters are trained.
     """
-
-    def step(profile: Profile, points: Points, link: Link, messages: int = 2) -> float:
-        compute_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
-        sizes = [profile.layers[cut - 1].output_bytes for cut in points]
-        return compute_s + messages * sum(link.message_seconds(2 * n / messages) for n in sizes)
-
-    return ask(
-        "placement.step_seconds",
-        fn,
-        [
-            Question(case, f"step_seconds(the {case[0].model}, {case[1]}, link)", step(*case))
-            for case in _STEP_CASES
-        ],
-        differs,
-        mistakes={
-            "an activation and its gradient are two messages, and each costs alpha": partial(
-                step, messages=1
-            )
-        },
-        signature="profile, split_points, link",
-    )
+    compute_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
+    sizes = [profile.layers[cut - 1].output_bytes for cut in split_points]
+    return compute_s + 2 * sum(map(link.message_seconds, sizes))
 
 
 # profile, most stages, link, cap; in the fourth a third device would be of use.
 _CASES = (
-    (_FUNNEL, 2, _NEAR, 887 * 1024),
-    (_FUNNEL, 3, _NEAR, 640 * 1024),
-    (_DUMBBELL, 3, _NEAR, 460 * 1024),
-    (_DUMBBELL, 2, _NEAR, 460 * 1024),
-    (_DUMBBELL, 4, _FAR, 460 * 1024),
-    (_DUMBBELL, 3, _NEAR, math.inf),
+    *((_FUNNEL, 2, _NEAR, 887 * 1024), (_FUNNEL, 3, _NEAR, 640 * 1024)),
+    *((_DUMBBELL, 3, _NEAR, 460 * 1024), (_DUMBBELL, 2, _NEAR, 460 * 1024)),
+    *((_DUMBBELL, 4, _FAR, 460 * 1024), (_DUMBBELL, 3, _NEAR, math.inf)),
 )
 
 
-def _search(
-    profile: Profile, stages: int, link: Link, cap: float, least: int = 1
-) -> tuple[float, Points]:
-    """(seconds, points) of the shortest step of all splits that keep the cap."""
+def _wrong_cuts(question: Question, answer: Any) -> Found:
+    profile, most_stages, link, cap = question.args
+    answer, text = fit(answer, []), f"{question.words}: {short(answer)}"
+    if not isinstance(answer, list):
+        return f"{text} is no sequence of split points"
+    try:
+        points = check_split_points(answer, len(profile.layers))
+    except ValueError as error:
+        return f"{text}: {error}"
+    if len(points) >= most_stages:
+        return f"{text} makes {len(points) + 1} stages"
+    split = predict_split(profile, points, link)
+    for stage, needed in enumerate(split.memory_bytes):
+        if needed > cap:
+            return f"{text}: stage {stage} needs {format_bytes(needed)}"
     layers = range(1, len(profile.layers))
-    tried = [points for cuts in range(least - 1, stages) for points in combinations(layers, cuts)]
-    splits = [predict_split(profile, points, link) for points in tried]
-    return min((s.step_s, s.split_points) for s in splits if max(s.memory_bytes) <= cap)
+    tried = (cuts for count in range(most_stages) for cuts in combinations(layers, count))
+    splits = [predict_split(profile, cuts, link) for cuts in tried]
+    best_s = min(one.step_s for one in splits if max(one.memory_bytes) <= cap)
+    # A learner may add up in another order than the planner.
+    if split.step_s <= best_s * (1 + 1e-9):
+        return None
+    step_s, best = format_seconds(split.step_s), format_seconds(best_s)
+    return f"{text}: its step takes {step_s}, {best} is possible"
 
 
 def best_cuts(fn: Callable) -> Verdict:
     """Grade ``fn(profile, max_stages, link, cap_bytes)``: the split points of the shortest step.
 
     No stage may need more than ``cap_bytes``. Any split that is as quick as the best of all is
-    right. Runs in another process.
+    right.
     """
-
-    def call(fn: Callable, *case: Any) -> Any:
-        answer = fit(fn(*case), [])
-        return tuple(answer) if isinstance(answer, list) else answer
-
-    def wrong(question: Question, answer: Any) -> Found:
-        profile, stages, link, cap = question.args
-        text = f"for {question.words}, {short(answer)}"
-        if not isinstance(answer, tuple):
-            return f"{text} is no sequence of split points"
-        try:
-            points = check_split_points(answer, len(profile.layers))
-        except ValueError as error:
-            return f"{text}: {error}"
-        if len(points) >= stages:
-            return f"{text} makes {len(points) + 1} stages"
-        split = predict_split(profile, points, link)
-        for stage, needed in enumerate(split.memory_bytes):
-            if needed > cap:
-                return f"{text}: stage {stage} needs {format_bytes(needed)}"
-        best_s, _ = _search(*question.args)
-        # A learner may add up in another order than the planner.
-        if split.step_s <= best_s * (1 + 1e-9):
-            return None
-        step_s, best_s = format_seconds(split.step_s), format_seconds(best_s)
-        return f"{text}: its step takes {step_s}, {best_s} is possible"
-
-    questions = []
-    for case in _CASES:
-        profile, stages, _, cap = case
-        words = "no cap" if math.isinf(cap) else f"a cap of {format_bytes(cap)}"
-        questions.append(Question(case, f"the {profile.model}, up to {stages} stages, {words}"))
-    return ask(
-        "placement.best_cuts",
-        fn,
-        questions,
-        wrong,
-        mistakes={
-            "fewer cuts than devices allow may be better, and here all are used": (
-                lambda profile, n, link, cap: _search(profile, n, link, cap, least=n)[1]
-            ),
-        },
-        call=call,
-        signature="profile, max_stages, link, cap_bytes",
-        may_call=("predict_split",),
-    )
+    signature = "profile, max_stages, link, cap_bytes"
+    questions = [Question(case, f"with {signature} = {short([*case])}") for case in _CASES]
+    options = {"signature": signature, "may_call": ("predict_split",)}
+    return ask("placement.best_cuts", fn, questions, _wrong_cuts, **options)

@@ -10,119 +10,92 @@ Symbols: P ranks, S bytes of a rank's tensor, N its elements.
 import math
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from labkit import collectives
 from labkit.comm.comm import Comm
-from labkit.units import format_bytes, format_count, format_seconds, html_table, text_table
-from workbook.exercises.grader import Case, Exercise, Target, Verdict, grader
+from labkit.units import format_bytes, format_count, format_seconds, text_table
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Target, Verdict
 from workbook.exercises.grader.critical_path import seconds_in_a_row, steps_in_a_row
 from workbook.exercises.grader.exercise import Found, Ranks
 from workbook.exercises.grader.held_memory import PeakBytes
-from workbook.exercises.grader.own_run import own_run
-from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, told
+from workbook.exercises.grader.report import NOT_YOURS
 
 # Odd and even, powers of two and others; the last is shown on the scoreboard.
-WORLD_SIZES, WITH_SIX = (3, 8), (3, 6, 8)
+WORLD_SIZES = (3, 6, 8)
 # Puzzle 3: the messages that a rank may send, and what calls of comm leave behind; 8: the link.
 MESSAGES, _SMALL_BYTES = 8, 48 * 2**10
 LATENCY_S, BYTES_PER_S = 1e-3, 1e6
 
+# By puzzle: the best score of this session, and how it and the best known are shown.
+_SCORES: dict[str, tuple[float, str, str]] = {}
 
-class Score(NamedTuple):
-    """One number, the less the better: ``of`` a run, and the ``best`` known, by ``source``.
 
-    None is for what cannot be told, or is not scored. ``slack``: by which part of the best a
-    number may be larger and still be as good.
+@dataclass(frozen=True, eq=False)
+class Puzzle(Check):
+    """An exercise with a score, the less the better, which has to be as good as the best known.
+
+    Attributes:
+        score: (case, outcomes by rank) -> a number; None if it cannot be told.
+        best: case -> the best known; None if the case is not scored.
+        shown: a score in words.
+        slack: by which part of the best a score may be larger and still be as good.
     """
 
-    of: Callable[[Case, Ranks], float | None]
-    best: Callable[[Case], float | None]
-    shown: Callable[[float], str]
-    source: str
+    score: Callable[[Case, Ranks], float | None] = lambda case, ranks: None
+    best: Callable[[Case], float | None] = lambda case: None
+    shown: Callable[[float], str] = str
     slack: float = 0.0
 
-
-# The puzzles in their order; status, score, its text and the best known, of this session's best.
-_PUZZLES: list[str] = []
-_TRIED: dict[str, tuple[str, float, str, str]] = {}
-
-
-def _puzzle(
-    name: str,
-    asks: str,
-    expected: Callable[[int, Case], Any] = lambda rank, case: None,
-    on: tuple[int, ...] = WORLD_SIZES,
-    *,
-    score: Score,
-    rule: Callable[[Case, Ranks], Found] = lambda case, ranks: None,
-    **fields: Any,
-) -> Callable[..., Verdict]:
-    """The check of a puzzle: of a function that returns its result, unless ``fields`` differ."""
-    usual: dict[str, Any] = {"written": None, "sizes": (24, 7), "drawn_size": 100_000}
-
-    def check(fn: Callable, *, world_sizes: tuple[int, ...] = on) -> Verdict:
-        scored, last = dict[int, tuple[float, str, str]](), world_sizes[-1]
+    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+        scored: dict[int, tuple[float, str, str]] = {}
 
         def as_good_as_the_best(case: Case, ranks: Ranks) -> Found:
-            best, number = score.best(case), score.of(case, ranks)
-            if (broken := rule(case, ranks)) or best is None:
+            best, score = self.best(case), self.score(case, ranks)
+            if (broken := self.rule(case, ranks)) or best is None:
                 return broken
-            if number is None:
+            if score is None:
                 return "with recv_any no rounds can be counted: receive from a rank that you name"
-            yours, best_known = score.shown(number), score.shown(best)
-            scored.setdefault(case.world_size, (number, yours, best_known))
-            if number > best * (1 + score.slack):
-                return f"the score is {yours}; the best known is {best_known} ({score.source})"
-            return None
+            row = score, self.shown(score), self.shown(best)
+            scored.setdefault(case.world_size, row)
+            too_much = score > best * (1 + self.slack)
+            return "the score is {1}; the best known is {2}".format(*row) if too_much else None
 
-        def judge() -> Verdict:
-            verdict = grader.grade_on_ranks(fn, exercise, world_sizes)
-            if verdict and last in scored:
-                _, yours, best_known = scored[last]
-                verdict.notes = [f"score {yours}, best known {best_known} ({score.source})"]
-            return verdict
-
-        more = usual | fields | {"rule": as_good_as_the_best}
-        exercise = Exercise(f"puzzles.{name}", expected, **more)
-        verdict = told(exercise.name, judge)
-        verdict.run_again = partial(own_run, fn, exercise)
-        result = verdict.status, *scored.get(last, (math.inf, "-", "-"))
-        _TRIED[name] = min(result, _TRIED.get(name, result), key=lambda tried: tried[1])
+        judged = replace(self, rule=as_good_as_the_best)
+        verdict = super(Puzzle, judged).__call__(fn, world_sizes=world_sizes)
+        if len(scored) == len(world_sizes) and verdict.status != NOT_YOURS:
+            row = scored[world_sizes[-1]]
+            _SCORES[self.name] = min(row, _SCORES.get(self.name, row))
         return verdict
 
-    check.__doc__ = f"Grade a function that {asks}."
-    _PUZZLES.append(name)
-    return check
+
+def scoreboard() -> None:
+    """Print the best scores of this session beside the best known, on the most ranks."""
+    rows = []
+    for puzzle in PUZZLES:
+        _, *shown = _SCORES.get(puzzle.name, (0, "-", "-"))
+        rows.append([puzzle.name.removeprefix("puzzles."), *shown])
+    print(text_table(["puzzle", "yours", "best known"], rows))
 
 
-def _in_rounds(best: Callable[[int], int], source: str) -> Score:
-    """``best``: P -> the fewest rounds that are known."""
-    return Score(
-        lambda case, ranks: steps_in_a_row([outcome.steps for outcome in ranks]),
-        lambda case: best(case.world_size),
-        partial(format_count, noun="round"),
-        source,
-    )
-
-
-# In a round, at most twice as many ranks can know something.
-_in_log_rounds = partial(_in_rounds, lambda P: math.ceil(math.log2(P)))
-
-
-def _in_bytes(of_one: int, source: str) -> Score:
-    """Each rank but one sends and is sent to once: ``of_one`` bytes in all."""
-    return Score(
-        lambda case, ranks: sum(outcome.num_bytes for outcome in ranks),
-        lambda case: of_one * (case.world_size - 1),
-        partial(format_count, noun="byte"),
-        source,
-    )
+_puzzle = partial(Puzzle, written=None, sizes=(24, 7), drawn_size=100_000)
+_in_rounds = partial(
+    _puzzle,
+    score=lambda case, ranks: steps_in_a_row([outcome.steps for outcome in ranks]),
+    # In a round, at most twice as many ranks can know something.
+    best=lambda case: math.ceil(math.log2(case.world_size)),
+    shown=partial(format_count, noun="round"),
+)
+_in_bytes = partial(
+    _puzzle,
+    score=lambda case, ranks: sum(outcome.num_bytes for outcome in ranks),
+    shown=partial(format_count, noun="byte"),
+    may_call=COLLECTIVES,
+)
 
 
 def _to_all_others(rank: int, case: Case) -> Target:
@@ -145,13 +118,13 @@ def _below_zero(rank: int, case: Case) -> Tensor:
     return -1 - case.tensor(rank).abs()
 
 
-largest = _puzzle(
-    "largest",
-    "returns the largest number of all ranks' tensors, all below -1; best 8 (P - 1) bytes",
+# fn(comm, tensor) returns the largest number of all ranks' tensors, all below -1: one number from
+# each rank but one, and one to each.
+largest = _in_bytes(
+    "puzzles.largest",
     lambda rank, case: max(_below_zero(r, case).max().item() for r in range(case.world_size)),
     inputs=lambda rank, case: (_below_zero(rank, case),),
-    score=_in_bytes(8, "one number from each rank but one, and one to each"),
-    may_call=frozenset(dir(collectives)),
+    best=lambda case: 8 * (case.world_size - 1),
 )
 
 
@@ -160,16 +133,14 @@ def _no_exchange(case: Case, ranks: Ranks) -> Found:
     return "comm.exchange is not allowed in this puzzle: use send and recv" if used else None
 
 
-pass_on = _puzzle(
-    "pass_on",
-    "returns the left neighbour's tensor, without exchange; best 2 or 3 rounds",
+# fn(comm, tensor) returns the left neighbour's tensor, without exchange. Every rank is in two
+# messages, and an odd ring cannot pair all of its ranks at once.
+pass_on = _in_rounds(
+    "puzzles.pass_on",
     _left_neighbours,
     drawn_size=0,
     rule=_no_exchange,
-    score=_in_rounds(
-        lambda P: 2 + P % 2,
-        "every rank is in two messages, and an odd ring cannot pair all of its ranks at once",
-    ),
+    best=lambda case: 2 + case.world_size % 2,
 )
 
 
@@ -183,24 +154,21 @@ def _with_held_bytes(fn: Callable, comm: Comm, tensor: Tensor) -> list:
     return [tensor, held.num_bytes + (others if others > _SMALL_BYTES else 0)]
 
 
+# fn(comm, tensor): the left neighbour's tensor in place, by 8 messages, with a spare tensor of an
+# eighth.
 pass_in_place = _puzzle(
-    "pass_in_place",
-    "has the left neighbour's tensor in place, by 8 messages; best S / 8 held",
+    "puzzles.pass_in_place",
     lambda rank, case: [_left_neighbours(rank, case), None],
-    (3, 6),
     call=_with_held_bytes,
     target=lambda rank, case: Target(messages=MESSAGES),
     sizes=(80_003, 10),
     drawn_size=0,
-    score=Score(
-        lambda case, ranks: max(outcome.value[1] for outcome in ranks),
-        # Of a long tensor; what the first call imports, and Python's own, are not scored.
-        lambda case: 4.0 * -(-case.size // MESSAGES) if case.size > 1000 and case.call else None,
-        format_bytes,
-        "one of eight segments waits in a spare tensor",
-        # An array in place of the spare tensor is counted with the rest of Python.
-        slack=0.8,
-    ),
+    score=lambda case, ranks: max(outcome.value[1] for outcome in ranks),
+    # Of a long tensor; what the first call imports, and Python's own, are not scored.
+    best=lambda case: 4.0 * -(-case.size // MESSAGES) if case.size > 1000 and case.call else None,
+    shown=format_bytes,
+    # An array in place of the spare tensor is counted with the rest of Python.
+    slack=0.8,
 )
 
 
@@ -225,36 +193,24 @@ def _not_rounded_once(case: Case, values: list[Any]) -> Found:
     return None
 
 
-same_bits = _puzzle(
-    "same_bits",
-    "returns the sum of all numbers, rounded once; best 12 (P - 1) bytes",
+# fn(comm, tensor) returns the sum of all numbers, rounded once: exact partial sums in 8 bytes, the
+# rounded result in 4.
+same_bits = _in_bytes(
+    "puzzles.same_bits",
     inputs=lambda rank, case: (_on_a_grid(rank, case),),
     judge=_not_rounded_once,
-    score=_in_bytes(12, "exact partial sums in 8 bytes, the rounded result in 4"),
-    may_call=frozenset(dir(collectives)),
+    best=lambda case: 12 * (case.world_size - 1),
 )
-
-broadcast = _puzzle(
-    "broadcast",
-    "returns rank 0's tensor on every rank; best log2 P rounds",
-    _first_tensor,
-    score=_in_log_rounds("a binomial tree; in a round, twice as many ranks know at most"),
-)
-
-prefix_sum = _puzzle(
-    "prefix_sum",
-    "returns the sum of the tensors of ranks 0 to its own; best log2 P rounds",
+# fn(comm, tensor) returns rank 0's tensor on every rank: a binomial tree.
+broadcast = _in_rounds("puzzles.broadcast", _first_tensor)
+# fn(comm, tensor) returns the sum of the tensors of ranks 0 to its own: Hillis and Steele, 1986.
+prefix_sum = _in_rounds(
+    "puzzles.prefix_sum",
     lambda rank, case: torch.stack(_tensors(case)[: rank + 1]).double().sum(0).float(),
-    score=_in_log_rounds("Hillis and Steele, 1986"),
 )
-
-all_gather = _puzzle(
-    "all_gather",
-    "returns the list of all tensors, for (P - 1) S bytes; best log2 P rounds",
-    lambda rank, case: _tensors(case),
-    WITH_SIX,
-    target=_to_all_others,
-    score=_in_log_rounds("Bruck and others, 1997"),
+# fn(comm, tensor) returns the list of all tensors, for (P - 1) S bytes: Bruck and others, 1997.
+all_gather = _in_rounds(
+    "puzzles.all_gather", lambda rank, case: _tensors(case), target=_to_all_others
 )
 
 
@@ -265,20 +221,18 @@ def _chain_s(case: Case) -> float | None:
     return min(times_s) if case.size >= 1000 else None
 
 
+# fn(comm, tensor): rank 0's long tensor in place, in the time of a chain in segments of the best
+# size; cleverer schedules are known.
 long_broadcast = _puzzle(
-    "long_broadcast",
-    "has rank 0's long tensor in place; best the time of a chain in segments",
+    "puzzles.long_broadcast",
     _first_tensor,
     written=0,
     sizes=(8_000, 7),
     drawn_size=0,
-    score=Score(
-        lambda case, ranks: seconds_in_a_row([o.steps for o in ranks], LATENCY_S, BYTES_PER_S),
-        _chain_s,
-        format_seconds,
-        "a chain in segments of the best size; cleverer schedules are known",
-        slack=0.05,
-    ),
+    score=lambda case, ranks: seconds_in_a_row([o.steps for o in ranks], LATENCY_S, BYTES_PER_S),
+    best=_chain_s,
+    shown=format_seconds,
+    slack=0.05,
 )
 
 
@@ -286,45 +240,17 @@ def _blocks(rank: int, case: Case) -> Tensor:
     return case.random(50 * rank + case.size, case.world_size, case.size)
 
 
-reduce_blocks = _puzzle(
-    "reduce_blocks",
-    "sums row comm.rank of all blocks [P, N], at P - 1 rows; best log2 P rounds",
+# fn(comm, blocks) returns the sum of row comm.rank of all blocks [P, N], for P - 1 rows: Träff,
+# 2024.
+reduce_blocks = _in_rounds(
+    "puzzles.reduce_blocks",
     lambda rank, case: case.over_ranks(lambda r: _blocks(r, case)[rank]),
-    WITH_SIX,
     signature="comm, blocks",
     inputs=lambda rank, case: (_blocks(rank, case),),
     target=_to_all_others,
-    score=_in_log_rounds("Träff, 2024"),
 )
+# fn(comm, tensor) returns the sum over the ranks, for any P: Bar-Noy, Kipnis and Schieber, 1993.
+all_reduce = _in_rounds("puzzles.all_reduce", lambda rank, case: case.total())
 
-all_reduce = _puzzle(
-    "all_reduce",
-    "returns the sum over the ranks, for any P; best log2 P rounds",
-    lambda rank, case: case.total(),
-    WITH_SIX,
-    score=_in_log_rounds("Bar-Noy, Kipnis and Schieber, 1993"),
-)
-
-
-@dataclass(frozen=True)
-class Scoreboard:
-    """Puzzle, yours and the best known: the best that this session has checked."""
-
-    rows: list[list[str]]
-
-    def __repr__(self) -> str:
-        return text_table(self.rows[0], self.rows[1:])
-
-    def _repr_html_(self) -> str:
-        return html_table(self.rows[0], self.rows[1:], of_words=True)
-
-
-def scoreboard() -> Scoreboard:
-    """The ten puzzles, with the verdicts of this session."""
-    rows = [["puzzle", "yours", "best known", "state"]]
-    for name in _PUZZLES:
-        status, number, *both = _TRIED.get(name, (NOT_ATTEMPTED, math.inf, "-", "-"))
-        if status == NOT_YET and number < math.inf:
-            status = "right, and not the best yet"
-        rows.append([name, *both, status])
-    return Scoreboard(rows)
+PUZZLES = (largest, pass_on, pass_in_place, same_bits, broadcast, prefix_sum, all_gather)
+PUZZLES += (long_broadcast, reduce_blocks, all_reduce)

@@ -22,7 +22,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from labkit.comm.comm import Comm
-from workbook.exercises.grader import WORLD_SIZES, Case, Verdict, returns
+from workbook.exercises.grader import Case, Check
 from workbook.exercises.grader.compare import plain, short
 from workbook.exercises.grader.exercise import Found
 
@@ -37,28 +37,6 @@ _PATIENCE_S = 1.0
 _TOLD = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 _calls = itertools.count()
-
-
-def meet(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(store, address, world_size, attempt)``: returns (rank, addresses by rank).
-
-    Every process has an address and the same store, a ``torch.distributed`` store. Any order of
-    ranks is right, if every process finds the same one. Its own run draws the third attempt.
-    """
-    verdict = returns(
-        fn,
-        name="rendezvous.meet",
-        signature="store, address, world_size, attempt",
-        inputs=lambda rank, case: (case,),
-        call=_meet,
-        judge=_judge,
-        nouns=("process", ""),
-        world_sizes=world_sizes,
-    )
-    if again := verdict.run_again:
-        # No message of labkit is sent, so only the figure says something.
-        verdict.run_again = lambda status, P: (run := again(status, P)).figure or run
-    return verdict
 
 
 class SharedStore(dist.Store):
@@ -167,16 +145,6 @@ def _until(is_so: Callable[[], bool], limit_s: float) -> None:
         time.sleep(0.001)
 
 
-def _judge(case: Case, values: list[Any]) -> Found:
-    """What is wrong in the first attempt that went wrong. ``values``: by process and attempt."""
-    for attempt, processes in enumerate(zip(*values)):
-        if found := _wrong_meeting(processes):
-            later = "in a later attempt, with a store that holds the keys of those before (is the "
-            later += "number of the attempt in every key?): "
-            return later + found if attempt else found
-    return None
-
-
 def _wrong_meeting(processes: Sequence[list]) -> Found:
     setters, race = Counter(key for one in processes for key in one[2]), ""
     if shared := [key for key, count in setters.items() if count > 1]:
@@ -201,3 +169,28 @@ def _wrong_meeting(processes: Sequence[list]) -> Found:
             text = f"the process at {address}, rank {rank}, returned {short(addresses)}, expected "
             return f"{text}the addresses of all processes by their ranks, {short(expected)}"
     return None
+
+
+def _judge(case: Case, values: list[Any]) -> Found:
+    """What is wrong in the first attempt that went wrong. ``values``: by process and attempt."""
+    for attempt, processes in enumerate(zip(*values)):
+        if found := _wrong_meeting(processes):
+            later = "in a later attempt, with a store that holds the keys of those before (is the "
+            later += "number of the attempt in every key?): "
+            return later + found if attempt else found
+    return None
+
+
+# fn(store, address, world_size, attempt): returns (rank, addresses by rank). Every process has an
+# address and the same ``torch.distributed`` store. Any order of ranks is right, if every process
+# finds the same one. Its own run draws the third attempt.
+meet = Check(
+    "rendezvous.meet",
+    signature="store, address, world_size, attempt",
+    inputs=lambda rank, case: (case,),
+    written=None,
+    call=_meet,
+    judge=_judge,
+    sizes=(),
+    nouns=("process", ""),
+)

@@ -22,7 +22,6 @@ _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 class TorchPipeline(StagedModel):
     """``ScheduleGPipe`` or ``Schedule1F1B``, the counterpart of ``Pipeline``.
 
-    PyTorch leaves tied parameters to the user: their gradients are summed as in ``Pipeline``.
     The evaluation uses our own hops. The bytes that PyTorch sends are not counted; in the trace
     ``communicate`` is everything in a step except forward, backward and update, waiting included.
 

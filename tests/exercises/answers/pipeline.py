@@ -7,7 +7,7 @@ from graded import Answers, ends
 from ranks import travel_by_value
 
 from labkit.costs.pipeline_timeline import bubble, bubble_formula
-from labkit.schedules.pipeline import Action, gpipe
+from labkit.schedules.pipeline import Action
 from workbook import check
 
 travel_by_value(__name__)
@@ -36,14 +36,6 @@ def weighted(weight, split=torch.tensor_split):
 def empty_ones(inputs, targets, count):
     parts = zip(inputs.tensor_split(count), targets.tensor_split(count))
     return [(x, y, len(y) / len(targets)) for x, y in parts]
-
-
-# GPipe's stream
-
-
-def one_at_a_time(stage, P, M):
-    """Each micro-batch comes back before the next begins: one stage works at a time."""
-    return [f"{kind}{m}" for m in range(M) for kind in "FB"]
 
 
 # The bubble of a timetable
@@ -175,11 +167,6 @@ ANSWERS = [
         check.pipeline.micro_batches,
         [cut],
         [weighted(lambda size, n, M: 1), empty_ones, lambda inputs, targets, count: None],
-    ),
-    Answers(
-        check.pipeline.gpipe,
-        [gpipe],
-        [one_at_a_time, lambda stage, P, M: [f"F{m}" for m in range(M)], lambda stage, P, M: None],
     ),
     Answers(check.pipeline.bubble, [bubble], [*WRONG_BUBBLES, idle_of_the_first_stage]),
     Answers(
