@@ -176,9 +176,6 @@ class HostsTransport(Transport):
     def recv(self, tensor: Tensor, src: int) -> None:
         self.to(src).recv(tensor, src)
 
-    def recv_add(self, tensor: Tensor, src: int) -> None:
-        self.to(src).recv_add(tensor, src)
-
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         # What goes over the network moves by itself once it has begun.
         if self.to(dst) is self.to(src):

@@ -51,10 +51,7 @@ class PeakMemory:
 
 
 class MemoryMeter:
-    """Measures the peak memory of this process since the meter was made, and in laps.
-
-    The system and the allocator keep one peak each. A lap reads it and sets it back.
-    """
+    """Measures this process's peak memory, in laps: each reads the system's and sets it back."""
 
     def __init__(self) -> None:
         self._peaks = Peaks()
@@ -81,10 +78,7 @@ class MemoryMeter:
 
 
 class Part:
-    """The peak of those stretches of a run that are under ``counted``; None before the first.
-
-    ``arrived_bytes`` is what the rank holds already and should count, too.
-    """
+    """The peak of what is ``counted``, with ``arrived_bytes`` that the rank holds already."""
 
     def __init__(self, meter: MemoryMeter, arrived_bytes: int = 0):
         self._meter, self._start_bytes = meter, own_bytes(_status()) - arrived_bytes

@@ -246,7 +246,6 @@ class Session:
             self.board.ranks[self.rank]["loss"] = float(loss)
 
     def memory_of_part(self, arrived_bytes: int = 0) -> Part:
-        """Measures the peak memory of some stretches of the run."""
         assert self.memory is not None, "the run has started"
         return Part(self.memory, arrived_bytes)
 

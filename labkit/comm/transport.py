@@ -107,7 +107,7 @@ class Transport(ABC):
         """
         raise ValueError("between machines, recv_any needs gloo")
 
-    # With ``shares_memory``: the slots in which a rank reads what this one writes, and the others.
+    # With ``shares_memory``: the slots of an edge, for its sender and its receiver.
     channel_to: Any = None
     channel_from: Any = None
 
