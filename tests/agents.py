@@ -31,23 +31,18 @@ class Agents:
     """
 
     def __init__(self, folder: Path, pace_s: float = 0.0, **variables: str):
-        self.folder = folder
-        path = os.pathsep.join([str(self._programs()), os.environ["PATH"]])
-        python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        self.folder, programs = folder, folder / "programs"
+        programs.mkdir()
+        for name, words in {"python": "", "torchrun": "-m torch.distributed.run"}.items():
+            text = f'#!/bin/sh\nexec "{warm_python.command()}" {words} "$@"\n'
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
         self.variables = os.environ | {
-            "PATH": path, "PYTHONPATH": python_path, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1",
-            "TESTS_PACE_S": str(pace_s), **variables,
+            "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+            "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "TESTS_PACE_S": str(pace_s),
+            **variables,
         }  # fmt: skip
         self.started: dict[str, subprocess.Popen] = {}
-
-    def _programs(self) -> Path:
-        """A folder with what the scripts call."""
-        folder = self.folder / "programs"
-        folder.mkdir()
-        for name, words in {"python": "", "torchrun": "-m torch.distributed.run"}.items():
-            (folder / name).write_text(f'#!/bin/sh\nexec "{warm_python.command()}" {words} "$@"\n')
-            (folder / name).chmod(0o755)
-        return folder
 
     def start(self, name: str, script: str, *words: str, **variables: str) -> subprocess.Popen:
         """Run ``script`` with its output in the file ``name``."""

@@ -49,15 +49,13 @@ SETTINGS = {
 }
 
 NOTEBOOK = ".jp-NotebookPanel:not(.lm-mod-hidden)"
-READ_PROMPTS = """notebook => [...document.querySelectorAll(notebook + ' .jp-InputPrompt')]
-  .map(prompt => prompt.textContent).join(' ')
-"""
-# Whether a cell has run since, none is running or waits, and the images are there.
-HAS_RUN = f"""([notebook, before]) => {{
-  const shown = ({READ_PROMPTS})(notebook);
-  return shown != before && /[0-9]/.test(shown) && !shown.includes('*')
+# Whether cells have run, none is running or waits, and the images are there.
+HAS_RUN = """notebook => {
+  const prompts = [...document.querySelectorAll(notebook + ' .jp-InputPrompt')];
+  const shown = prompts.map(prompt => prompt.textContent).join(' ');
+  return /[0-9]/.test(shown) && !shown.includes('*')
     && [...document.images].every(image => image.complete);
-}}"""
+}"""
 # One entry per cell, in the order of the notebook.
 READ_CELLS = """
 notebook => [...document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell')].map(cell => ({
@@ -227,18 +225,10 @@ class Page:
         self.start_all()
         self.finish()
 
-    def finish(self, before: str = "") -> None:
-        """Wait until cells have run since the prompts read so, or have raised."""
-        self.window.wait_for_function(HAS_RUN, arg=[NOTEBOOK, before], timeout=120_000)
+    def finish(self) -> None:
+        """Wait until all cells are done, or one has raised."""
+        self.window.wait_for_function(HAS_RUN, arg=NOTEBOOK, timeout=120_000)
         self.wait_until_idle()
-
-    def run_cell(self, index: int) -> None:
-        """Run one cell by the keyboard, and wait until it is done."""
-        self.wait_until_idle()
-        before = self.window.evaluate(READ_PROMPTS, NOTEBOOK)
-        self.cell(index).locator(".cm-content").click()
-        self.window.keyboard.press("Control+Enter")
-        self.finish(before)
 
     def type_cell(self, index: int, source: str) -> None:
         """Replace what a code cell holds, as a learner does."""
@@ -267,11 +257,6 @@ class Page:
     def cell(self, index: int):
         """Playwright's locator of a cell."""
         return self.window.locator(f"{NOTEBOOK} .jp-Notebook .jp-Cell").nth(index)
-
-    def wait_for_text(self, text: str, timeout_s: float = 20.0) -> None:
-        """Wait until the text is on the page."""
-        outputs = self.window.locator(f"{NOTEBOOK} .jp-Cell-outputWrapper", has_text=text)
-        outputs.first.wait_for(timeout=timeout_s * 1000)
 
     def close(self) -> None:
         """Close the tab, which ends its kernel."""

@@ -8,8 +8,8 @@ the next kernel on the same stream would; all else runs ahead.
 
 import contextlib
 import functools
-import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_iter
 from labkit import gpus
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import Transport
-from labkit.comm.work import Work
 from labkit.runtime import launch
 
 travel_by_value(__name__)
+
+STREAM = "fifo-stream"
 
 
 class FifoTransport(Transport):
@@ -32,58 +33,41 @@ class FifoTransport(Transport):
     def __init__(self, inner):
         super().__init__()
         self._inner = inner
-        self._operations = queue.SimpleQueue()
+        settings = {"thread_name_prefix": STREAM, "initializer": torch.set_grad_enabled}
+        self._stream = ThreadPoolExecutor(1, **settings, initargs=(False,))
         # By the address of its memory, the latest operation on a tensor, and that tensor.
         self._latest = {}
-        self.thread = threading.Thread(target=self._carry_out, name="fifo-stream", daemon=True)
-        self.thread.start()
 
-    def _add(self, name, tensors, *args):
-        return self._do(tensors, functools.partial(getattr(self._inner, name), *args))
-
-    def _do(self, tensors, operation):
-        work = Work("", [], list(tensors))
+    def do(self, tensors, operation, *args):
+        work = self._stream.submit(operation, *args)
+        for address in [at for at, (one, _) in list(self._latest.items()) if one.done()]:
+            self._latest.pop(address, None)
         for tensor in tensors:
             self._latest[tensor.untyped_storage().data_ptr()] = work, tensor
-        self._operations.put((work, operation))
-        if len(self._latest) > 50:
-            ended = [at for at, (one, _) in list(self._latest.items()) if one.is_completed()]
-            for address in ended:
-                self._latest.pop(address)
         return work
 
-    def _carry_out(self):
-        torch.set_grad_enabled(False)
-        while item := self._operations.get():
-            work, operation = item
-            error = None
-            try:
-                operation()
-            except Exception as raised:
-                error = raised
-            work.finish(error)
-
     def send(self, tensor, dst):
-        self._add("send", [tensor], tensor, dst)
+        self.do([tensor], self._inner.send, tensor, dst)
         self.sent.to[dst].count(tensor.nbytes)
 
     def recv(self, tensor, src):
-        self._add("recv", [tensor], tensor, src)
+        self.do([tensor], self._inner.recv, tensor, src)
 
     def exchange(self, send, dst, recv, src):
-        self._add("exchange", [send, recv], send, dst, recv, src)
+        self.do([send, recv], self._inner.exchange, send, dst, recv, src)
         self.sent.to[dst].count(send.nbytes)
 
     def barrier(self):
-        self._add("barrier", []).wait()
+        self.do([], self._inner.barrier).result()
 
-    def pending(self, tensors):
-        """The operations on these tensors' memory that have not ended."""
+    def wait_for(self, tensors):
+        """Wait for the operations on these tensors' memory."""
         found = []
         for tensor in tensors:
             with contextlib.suppress(RuntimeError):  # a tensor without memory of its own
                 found.append(self._latest.get(tensor.untyped_storage().data_ptr()))
-        return [one[0] for one in found if one and not one[0].is_completed()]
+        for work, _ in filter(None, found):
+            work.result()
 
     def set_timeout(self, timeout_s):
         self._inner.set_timeout(timeout_s)
@@ -92,7 +76,7 @@ class FifoTransport(Transport):
         self._inner.abandon()
 
     def close(self):
-        self._operations.put(None)
+        self._stream.shutdown(wait=False)
         self._inner.close()
 
 
@@ -106,8 +90,7 @@ class AfterTheStream(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not getattr(func, "is_view", False):
             tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)]
-            for work in self._session.transport.pending(tensors):
-                work.wait()
+            self._session.transport.wait_for(tensors)
         return func(*args, **(kwargs or {}))
 
 
@@ -118,7 +101,7 @@ def over_stream(comm):
     comm.__init__(comm.rank, comm.world_size, comm.device, FifoTransport(inner), board)
     comm.session.start_together()
     # As a CUDA device is waited for.
-    gpus.synchronize = lambda device: comm.transport._do([], lambda: None).wait()
+    gpus.synchronize = lambda device: comm.transport.do([], int).result()
     # They read the memory without an operation of PyTorch.
     for name in ("tolist", "numpy"):
         read = getattr(torch.Tensor, name)
@@ -126,7 +109,7 @@ def over_stream(comm):
     really_begin = threading.Thread._bootstrap_inner
 
     def begin(thread):
-        if thread.name == "fifo-stream":
+        if thread.name.startswith(STREAM):
             really_begin(thread)
         else:
             with AfterTheStream(comm.session):
@@ -141,21 +124,12 @@ def call_over_stream(fn, comm, *args):
         return fn(comm, *args)
 
 
-@contextlib.contextmanager
-def streamed(patch):
-    """In this block, the ranks of all runs talk over a FifoTransport."""
+@pytest.fixture
+def over_streams(monkeypatch):
+    """The ranks of all runs of a test talk over a FifoTransport."""
     really_dump = launch.dump_call
 
     def dump(fn, args):
         return really_dump(functools.partial(call_over_stream, fn), args)
 
-    with patch.context() as inner:
-        inner.setattr(launch, "dump_call", dump)
-        yield
-
-
-@pytest.fixture
-def over_streams(monkeypatch):
-    """The ranks of all runs of a test talk over a FifoTransport."""
-    with streamed(monkeypatch):
-        yield
+    monkeypatch.setattr(launch, "dump_call", dump)

@@ -1,22 +1,18 @@
 """Ranks as torchrun starts them, on several hosts of one machine, without torchrun's imports.
 
-Each host is a process that forks its ranks, as torchrun's agent starts its own: it looks at them
-ten times a second, and ends all of them when one has failed. The store is in the test's process.
-Forked from the tests' forkserver, which has torch, a run takes half a second; a real torchrun
-takes ten.
+They are forked from the tests' forkserver, which has torch: a run takes half a second, and under
+a real torchrun ten. As its agents do, the test ends all ranks of a host when one has failed.
 """
 
 import atexit
 import contextlib
 import io
-import json
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import cloudpickle
@@ -38,9 +34,9 @@ class Host:
         files: by rank, the error file that torchrun would show; empty if there is none.
     """
 
-    codes: dict[int, int]
-    text: str
-    files: dict[int, str]
+    codes: dict[int, int] = field(default_factory=dict)
+    text: str = ""
+    files: dict[int, str] = field(default_factory=dict)
 
 
 def on_hosts(program, sizes, *args) -> list[Host]:
@@ -48,64 +44,47 @@ def on_hosts(program, sizes, *args) -> list[Host]:
     warm_up()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     packed, context = cloudpickle.dumps((program, args)), multiprocessing.get_context("forkserver")
+    common = {"WORLD_SIZE": str(sum(sizes)), "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "test"}
+    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    hosts, running = [Host() for _ in sizes], [{} for _ in sizes]
     with tempfile.TemporaryDirectory() as folder:
-        common = {"WORLD_SIZE": str(sum(sizes)), "MASTER_ADDR": "127.0.0.1"}
-        common |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "test"}
-        common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-        agents = [
-            context.Process(target=_agent, args=(packed, number, sizes, common, Path(folder)))
-            for number in range(len(sizes))
-        ]
-        for agent in agents:
-            agent.start()
-        for agent in agents:
-            agent.join(_PATIENCE_S)
-            agent.kill()
-        return [_host(Path(folder), number) for number in range(len(sizes))]
+        for number, size in enumerate(sizes):
+            for local in range(size):
+                rank = sum(sizes[:number]) + local
+                variables = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+                variables |= {"LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": str(number)}
+                variables |= {"TORCHELASTIC_ERROR_FILE": f"{folder}/error-{rank}"}
+                options = packed, variables, f"{folder}/out-{number}"
+                running[number][rank] = context.Process(target=_be_rank, args=options)
+                running[number][rank].start()
+        kill_s = time.monotonic() + _PATIENCE_S / 2
+        while any(running):
+            time.sleep(_LOOK_S)
+            for host, ranks in zip(hosts, running):
+                had_failed = any(host.codes.values())
+                ended = [rank for rank, process in ranks.items() if process.exitcode is not None]
+                host.codes |= {rank: ranks.pop(rank).exitcode for rank in ended}
+                for process in ranks.values():
+                    if any(host.codes.values()) and not had_failed:
+                        process.terminate()
+                    if time.monotonic() > kill_s:
+                        process.kill()
+        for number, host in enumerate(hosts):
+            host.text = Path(folder, f"out-{number}").read_text()
+            paths = {rank: Path(folder, f"error-{rank}") for rank in host.codes}
+            host.files = {rank: p.read_text() if p.exists() else "" for rank, p in paths.items()}
+    return hosts
 
 
-def _host(folder: Path, number: int) -> Host:
-    codes = {
-        int(rank): code for rank, code in json.loads((folder / f"codes-{number}").read_text())
-    }
-    errors = {rank: folder / f"error-{rank}" for rank in codes}
-    files = {rank: path.read_text() if path.exists() else "" for rank, path in errors.items()}
-    return Host(codes, (folder / f"out-{number}").read_text(), files)
-
-
-def _agent(packed: bytes, number: int, sizes, common, folder: Path) -> None:
-    out = os.open(folder / f"out-{number}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    pids, codes, kill_s = {}, {}, time.monotonic() + _PATIENCE_S / 2
-    for local in range(sizes[number]):
-        rank = sum(sizes[:number]) + local
-        variables = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
-        variables |= {"LOCAL_WORLD_SIZE": str(sizes[number]), "GROUP_RANK": str(number)}
-        variables |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"error-{rank}")}
-        if (pid := os.fork()) == 0:
-            _be_rank(packed, variables, out)
-        pids[rank] = pid
-    while len(codes) < len(pids):
-        time.sleep(_LOOK_S)
-        have_failed = any(codes.values())
-        for rank in pids.keys() - codes.keys():
-            if (found := os.waitpid(pids[rank], os.WNOHANG))[0]:
-                codes[rank] = os.waitstatus_to_exitcode(found[1])
-        is_first = any(codes.values()) and not have_failed
-        for rank in pids.keys() - codes.keys():
-            if is_first:
-                os.kill(pids[rank], signal.SIGTERM)
-            if time.monotonic() > kill_s:
-                os.kill(pids[rank], signal.SIGKILL)
-    (folder / f"codes-{number}").write_text(json.dumps(list(codes.items())))
-
-
-def _be_rank(packed: bytes, variables, out: int) -> None:
+def _be_rank(packed: bytes, variables: dict[str, str], out: str) -> None:
     """The rest of the life of a forked process: that of a program under torchrun."""
     code = 1
     try:
+        file = os.open(out, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(out, descriptor)
+            os.dup2(file, descriptor)
             # By line, as a terminal's: several ranks share the file.
             raw = os.fdopen(descriptor, "wb", closefd=False)
             setattr(sys, name, io.TextIOWrapper(raw, line_buffering=True))

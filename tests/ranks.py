@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import cloudpickle
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -31,16 +32,11 @@ def server_pid() -> int | None:
 
 def running_ranks() -> list[int]:
     """Process ids of the ranks that are alive: the children of this process's forkserver."""
-    server = server_pid()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError, IndexError):
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if server and int(fields[1]) == server and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+    try:
+        children = psutil.Process(server_pid()).children() if server_pid() else []
+    except psutil.NoSuchProcess:
+        return []
+    return [child.pid for child in children if is_alive(child.pid)]
 
 
 def leftovers() -> set[str]:
@@ -74,17 +70,17 @@ def until_they_wait(comm, ranks) -> None:
 def session_of(leader: int) -> list[int]:
     """Process ids of a session: those of a program started with ``start_new_session``."""
     found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getsid(int(pid)) == leader:
-                found.append(int(pid))
+            if os.getsid(pid) == leader:
+                found.append(pid)
     return found
 
 
 def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
@@ -92,11 +88,11 @@ def open_descriptors(of: str = "") -> int:
     """The number of open files of this process whose names contain ``of``."""
     # Otherwise garbage of an earlier test could be collected between two counts.
     gc.collect()
-    found = 0
+    links = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found += of in os.readlink(f"/proc/self/fd/{number}")
-    return found
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(of in link for link in links)
 
 
 def equal(one, other):

@@ -88,13 +88,6 @@ def meets_often(comm):
     return comm.rank if total.sum().item() == 1000 else "wrong"
 
 
-def computes_alone(comm):
-    until_s = time.monotonic() + 0.15
-    while time.monotonic() < until_s:
-        pass
-    return comm.rank
-
-
 def returns_much(comm):
     return comm.rank, torch.zeros(2_000_000)
 
@@ -103,7 +96,7 @@ def fails_everywhere(comm):
     raise ValueError(f"the fault of rank {comm.rank}")
 
 
-FUNCTIONS = (returns_at_once, meets_often, computes_alone, returns_much, fails_everywhere)
+FUNCTIONS = (returns_at_once, meets_often, returns_much, fails_everywhere)
 # (target, signal) of the strikes, in turn.
 KINDS = [("caller", signal.SIGINT)] * 2
 KINDS += itertools.product(["rank"] * 3, SIGNALS)

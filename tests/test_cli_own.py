@@ -67,14 +67,7 @@ def work(tmp_path, monkeypatch):
     sys.modules.pop("my_work", None)
 
 
-def test_own_work_from_the_current_directory(work, capsys):
-    assert main(["train", *WORDS, *words_of(**OWN), "--json", "out.json"]) == 0
-    assert "replicas agree: True" in capsys.readouterr().out
-    found = json.loads((work / "out.json").read_text())
-    assert {name: found["config"][name] for name in OWN} == OWN
-
-
-def test_own_work_under_torchrun(work):
+def test_own_work_from_the_current_directory_under_torchrun(work):
     torchrun = [warm_python.command(), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     torchrun += ["-m", "labkit", "train"]

@@ -55,14 +55,6 @@ def test_the_learners_copy_follows_the_course_and_keeps_what_the_learner_wrote(w
         main(["reset", "0"])
 
 
-def test_a_copy_that_cannot_be_read_is_the_learners(workbook):
-    write(workbook / "notebooks" / "06_ring.ipynb", "print(42)")
-    (workbook / "my_course").mkdir()
-    (workbook / "my_course" / "06_ring.ipynb").write_text("{")
-    assert lab.renew_course(workbook) == ["06_ring.ipynb"]
-    assert (workbook / "my_course" / "06_ring.ipynb").read_text() == "{"
-
-
 def test_where_no_browser_can_open_none_does(workbook, monkeypatch):
     monkeypatch.setattr(lab.sys, "platform", "linux")
     monkeypatch.setattr(lab, "CONTAINER_MARKS", ())

@@ -93,10 +93,3 @@ class RayCluster:
             starting = hosts.popen(host, words, settings, **pipes)
             said, _ = starting.communicate(timeout=240)
             assert starting.returncode == 0, said
-
-
-def end_session(process: subprocess.Popen) -> None:
-    """Kill a program that was started in a session of its own, with its children."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

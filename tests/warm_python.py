@@ -17,7 +17,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 
 # The variable with the server's folder.
@@ -79,9 +78,10 @@ def be_client(words: list[str]) -> None:
     request["mask"] = [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
     request["ignores"] = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     request["leads_session"] = os.getsid(0) == os.getpid()
-    data = json.dumps(request).encode()
-    socket.send_fds(connection, [struct.pack("q", len(data))], fds)
-    connection.sendall(data)
+    with os.fdopen(os.memfd_create("request"), "w") as note:
+        json.dump(request, note)
+        note.flush()
+        socket.send_fds(connection, [b"!"], [note.fileno(), *fds])
     try:
         pid = number_from(connection)
         for number in FORWARDED:
@@ -92,7 +92,7 @@ def be_client(words: list[str]) -> None:
             os.dup2(nothing, fd)
         status = number_from(connection)
     except OSError:
-        os._exit(1)  # the server has ended, and the fork with it
+        os._exit(1)  # and the fork has ended with the server
     if os.WIFSIGNALED(status):
         end_by(os.WTERMSIG(status))
     os._exit(os.WEXITSTATUS(status))
@@ -115,16 +115,9 @@ def open_files() -> list[int]:
 
 
 def number_from(connection: socket.socket) -> int:
-    return struct.unpack("q", read(connection, 8))[0]
-
-
-def read(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        if not (more := connection.recv(count - len(data))):
-            raise ConnectionError("the other end is closed")
-        data += more
-    return data
+    if not (data := connection.recv(8)):
+        raise ConnectionError("the server has ended")
+    return int.from_bytes(data, "little")
 
 
 # The server
@@ -167,22 +160,24 @@ def serve(folder: str) -> dict:
 def fork_for(connection: socket.socket) -> dict:
     """Fork what the client asks for, where this returns; and wait until it or the client ends."""
     try:
-        head, received, *_ = socket.recv_fds(connection, 8, 200)
-        request = json.loads(read(connection, struct.unpack("q", head)[0]))
-    except (OSError, struct.error):
+        _, (note, *received), *_ = socket.recv_fds(connection, 1, 200)
+    except (OSError, ValueError):
         os._exit(0)  # it asks for nothing, or was killed meanwhile
+    os.lseek(note, 0, os.SEEK_SET)
+    with os.fdopen(note) as file:
+        request = json.load(file)
     if (pid := os.fork()) == 0:
         return request | {"received": received}
     for fd in received:
         os.close(fd)
     ended = os.pidfd_open(pid)
     with contextlib.suppress(OSError):
-        connection.sendall(struct.pack("q", pid))
+        connection.sendall(pid.to_bytes(8, "little"))
     if ended not in select.select([ended, connection, 0], [], [])[0]:
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(OSError):
-        connection.sendall(struct.pack("q", status))
+        connection.sendall(status.to_bytes(8, "little"))
     os._exit(0)
 
 

@@ -3,9 +3,7 @@
 The exercises are in ``workbook.exercises``, a module a topic. A check takes a learner's function
 with the signature of its counterpart in labkit: ``check.ring.share_reduce(my_share_reduce)``.
 
-A page's own exercise, graded by what each rank returns, is ``returns(fn, expected, ...)``;
-anything else is an ``Exercise`` for ``grade(fn, exercise)``. A function that needs no ranks is
-graded with ``answers(fn, {arguments: result})``.
+An exercise of one's own is an ``Exercise`` for ``grade(fn, exercise)``.
 
 Each check prints one table, returns it as a ``Verdict`` and never raises, so that a notebook
 continues after an exercise that is not done yet.
@@ -35,9 +33,9 @@ from workbook.exercises import (
     step,
     tree,
 )
-from workbook.exercises.grader import Case, Exercise, Target, Verdict, answers, grade, returns
+from workbook.exercises.grader import Case, Exercise, Target, Verdict, grade
 
-__all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
+__all__ = ["Case", "Exercise", "Target", "Verdict", "grade"]
 __all__ += ["backend", "collectives", "compressed", "coordinator", "data_parallel", "ddp"]
 __all__ += ["detective", "elsewhere", "fairness", "hops", "hosts", "messages", "overlap"]
 __all__ += ["parameter_server", "pipeline", "placement", "puzzles", "rendezvous", "ring"]

@@ -11,7 +11,7 @@ from ranks import travel_by_value
 from labkit import collectives
 from labkit.collectives.ring import split_chunks
 from workbook import check
-from workbook.exercises.grader import grader, on_ranks
+from workbook.exercises.grader import grader, on_ranks, solved
 from workbook.exercises.grader.exercise import Case
 from workbook.exercises.grader.judge_values import in_words, made_of
 
@@ -19,15 +19,15 @@ travel_by_value(__name__)
 
 
 def test_a_function_without_ranks_is_graded_by_its_answers():
-    sums = {(1, 2): 3, (2, 2): 4}
-    assert check.answers(lambda a, b: a + b, sums).passed
-    larger = check.answers(max, sums, mistakes={"it is the larger one": max})
-    assert "returned 2: it is the larger one" in repr(larger)
-    assert not check.answers(lambda a, b: a[b], sums)
-    assert check.answers(torch.ones, {(2,): torch.ones(2)}).passed
+    mistakes = {"it is the larger one": lambda solution, a, b: max(a, b)}
+    adds = solved((1, 2), (2, 1), mistakes=mistakes)(lambda a, b: a + b)
+    assert adds(lambda x, y: x + y).passed
+    assert "returned 2: it is the larger one" in repr(adds(max))
     # A mistake has to explain all answers.
-    squares = {"mistakes": {"square": lambda a: a**2}}
-    assert "square" not in repr(check.answers(lambda a: 2 * a, {(2,): 5, (3,): 7}, **squares))
+    assert "larger" not in repr(adds(lambda a, b: b))
+    assert not adds(lambda a, b: a[b])
+    ones = solved((2,), mistakes={})(lambda size: torch.ones(size))
+    assert ones(lambda size: [1.0] * size).passed
 
 
 def test_what_is_printed_is_what_is_returned(capsys):
@@ -113,7 +113,6 @@ class Begun(NotBegun):
 
 def test_a_stub_is_told_from_an_error_and_from_what_is_half_written(monkeypatch):
     assert all_reduce(flips_bits_of_floats).status == "not yet"
-    assert check.answers(lambda a: torch.ones(a) ^ 1, {(2,): 3}).status == "not yet"
     assert all_reduce(a_wordy_stub).status == "not attempted yet"
     assert check.backend.work(NotBegun).status == "not attempted yet"
     assert check.backend.work(Begun).status == "not yet"

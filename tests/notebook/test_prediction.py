@@ -1,7 +1,4 @@
-"""A prediction is open until it is measured, then locked, also after a restart.
-
-Its field in a browser: tests/project/test_browser.py.
-"""
+"""A prediction is open until it is measured, then locked, also after a restart."""
 
 import json
 

@@ -10,7 +10,7 @@ import pytest
 
 import workbook
 from labkit.__main__ import main
-from workbook import check
+from workbook.exercises.grader import answers
 from workbook.notebook import pages, record
 from workbook.notebook.pages import Page, workbook_pages
 from workbook.notebook.progress import Progress
@@ -100,10 +100,11 @@ def test_a_check_records_its_verdict_but_not_that_nothing_is_written_yet(monkeyp
     def weighted_mean(x):
         raise NotImplementedError
 
-    check.answers(weighted_mean, {(1,): 2})
+    asked = {"expected": [((1,), 2)], "name": "ring.weighted_mean", "signature": "x"}
+    answers(weighted_mean, **asked)
     assert record.read().exercises == {}
-    check.answers(lambda x: 1, {(1,): 2}, name="ring.weighted_mean")
-    check.answers(lambda x: 2, {(1,): 2}, name="ring.weighted_mean")
+    answers(lambda x: 1, **asked)
+    answers(lambda x: 2, **asked)
     one = record.read().exercises["06_ring_all_reduce"]["ring.weighted_mean"]
     assert (one.status, one.attempts) == ("passed", 2)
     assert "passed: ring.weighted_mean" in repr(workbook.progress())

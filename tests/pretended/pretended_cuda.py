@@ -52,6 +52,17 @@ class Stream:
     def synchronize(self):
         gpus.initialise()
 
+    def is_capturing(self):
+        return False
+
+    def __enter__(self):
+        self._context = StreamContext(self)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._context.__exit__()
+
 
 class Event:
     """An event: when it was recorded, by the host's clock, and of which GPU."""

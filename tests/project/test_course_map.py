@@ -1,24 +1,18 @@
 """One table says which pages there are; what shows it, and every link, agrees with the folder."""
 
-import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
+import course_map  # noqa: E402
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"\]\((?:notebooks/)?(\d\d_\w+)\.ipynb(?:#([^)]*))?\)")
-
-
-@pytest.fixture(scope="module")
-def tool():
-    path = ROOT / "tools" / "course_map.py"
-    spec = importlib.util.spec_from_file_location("course_map", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def markdown(path):
@@ -26,13 +20,13 @@ def markdown(path):
     return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
 
 
-def test_the_table_has_every_page_in_the_folder_in_reading_order(tool):
-    assert [path.stem for path in NOTEBOOKS] == tool.existing()
-    assert list(tool.PAGES) == sorted(tool.PAGES)
+def test_the_table_has_every_page_in_the_folder_in_reading_order():
+    assert [path.stem for path in NOTEBOOKS] == course_map.existing()
+    assert list(course_map.PAGES) == sorted(course_map.PAGES)
 
 
-def test_readme_page_00_and_every_page_s_neighbours_are_made_from_it(tool):
-    for path, text in tool.files().items():
+def test_readme_page_00_and_every_page_s_neighbours_are_made_from_it():
+    for path, text in course_map.files().items():
         assert path.read_text() == text, f"{path.name}: python tools/course_map.py"
 
 

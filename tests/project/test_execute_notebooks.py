@@ -1,22 +1,15 @@
 """The tool behind make notebooks: what it stores, and what it refuses to store."""
 
-import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "execute_notebooks.py"
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+import execute_notebooks as tool
 
 
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("execute_notebooks", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def write(tool, path, *sources, tags=()):
+def write(path, *sources, tags=()):
     v4 = tool.nbformat.v4
     cells = [v4.new_code_cell(source, metadata={"tags": list(tags)}) for source in sources]
     tool.nbformat.write(v4.new_notebook(cells=cells), path)
@@ -24,10 +17,8 @@ def write(tool, path, *sources, tags=()):
 
 
 @pytest.mark.slow
-def test_it_stores_outputs_and_running_again_changes_nothing(tool, tmp_path):
-    path = write(
-        tool, tmp_path / "a.ipynb", "import ipywidgets", "print(6 * 7)", "ipywidgets.HTML('x')"
-    )
+def test_it_stores_outputs_and_running_again_changes_nothing(tmp_path):
+    path = write(tmp_path / "a.ipynb", "import ipywidgets", "print(6 * 7)", "ipywidgets.HTML('x')")
     assert tool.main([str(path)]) == 0
     first = path.read_bytes()
     cells = tool.nbformat.read(path, as_version=4).cells
@@ -39,8 +30,8 @@ def test_it_stores_outputs_and_running_again_changes_nothing(tool, tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_cell_that_raises_keeps_the_old_file(tool, tmp_path, capfd):
-    path = write(tool, tmp_path / "a.ipynb", "print(1)", "1 / 0")
+def test_a_cell_that_raises_keeps_the_old_file(tmp_path, capfd):
+    path = write(tmp_path / "a.ipynb", "print(1)", "1 / 0")
     before = path.read_bytes()
     assert tool.main([str(path)]) == 1
     assert path.read_bytes() == before

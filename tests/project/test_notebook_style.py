@@ -3,8 +3,7 @@
 import ast
 import json
 import re
-import symtable
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 
 import nbformat
@@ -80,13 +79,6 @@ def test_figures_have_alt_text_and_bars_start_at_zero(path):
                 assert options.get("log", "False") == "False", f"cell {index}"
 
 
-def test_predictions_are_made_in_their_field_and_warnings_are_shown(path):
-    for index, cell in code_cells(path):
-        by_hand = re.search(r"^\w*predict\w*\s*=\s*(None|\.\.\.)", cell.source, re.MULTILINE)
-        assert not by_hand, f"cell {index}: {by_hand[0]}; use workbook.predict"
-        assert not re.search(r"filterwarnings\(\s*[\"']ignore", cell.source), f"cell {index}"
-
-
 def test_one_choice_at_the_top_decides_on_which_device_the_page_runs(path):
     """A run without a device goes to GPUs where there are any, and meets tensors on the CPU."""
     (_, first), *others = code_cells(path)
@@ -147,33 +139,19 @@ def python_of(cell):
     return "\n".join(line for line in cell.source.splitlines() if line.lstrip()[:1] not in "%!")
 
 
-def reads(table, inside=False):
-    """The module-level names that a cell reads, also inside its functions."""
-    for symbol in table.get_symbols():
-        if symbol.is_referenced() and (not inside or symbol.is_global()):
-            yield symbol.get_name()
-    for child in table.get_children():
-        yield from reads(child, inside=True)
+def bound_in(cell):
+    """The names that a cell defines, imports or assigns; a loop's variable may come again."""
+    for node in ast.parse(python_of(cell)).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            targets = (one for target in node.targets for one in ast.walk(target))
+            names = (one for one in targets if isinstance(one, ast.Name))
+            yield from (one.id for one in names if isinstance(one.ctx, ast.Store))
 
 
 def test_a_name_means_one_thing_so_that_a_page_can_be_run_in_any_order(path):
-    """A loop's variable may come again, if each cell that reads the name also binds it."""
-    binds, loops, readers = defaultdict(set), defaultdict(set), defaultdict(set)
-    for index, cell in code_cells(path):
-        source = python_of(cell)
-        table = symtable.symtable(source, f"cell {index}", "exec")
-        for symbol in table.get_symbols():
-            if symbol.is_assigned() or symbol.is_imported():
-                binds[symbol.get_name()].add(index)
-        for name in reads(table):
-            readers[name].add(index)
-        for node in ast.walk(ast.parse(source)):
-            target = node.target if isinstance(node, ast.For) else None
-            target = node.optional_vars if isinstance(node, ast.withitem) else target
-            names = [getattr(one, "id", "") for one in ast.walk(target)] if target else []
-            names += [node.name] if isinstance(node, ast.ExceptHandler) else []
-            for name in names:
-                loops[name].add(index)
-    several = {name: sorted(cells) for name, cells in binds.items() if len(cells) > 1}
-    of_loops = [name for name in several if readers[name] <= binds[name] <= loops[name]]
-    assert [name for name in several if name not in of_loops] == []
+    cells = Counter(name for _, cell in code_cells(path) for name in {*bound_in(cell)})
+    assert [name for name, count in cells.items() if count > 1] == []

@@ -141,15 +141,10 @@ def test_what_is_installed_is_one_exact_version_whose_files_are_known(name):
 
 def test_conda_users_get_the_same_versions():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-    python, pip, through_pip = environment["dependencies"]
-    assert Requirement(python).specifier.contains("3.11")
-    assert str(Requirement(python).specifier).count(PROJECT["requires-python"]) == 1
-    assert pip == "pip"
+    python, _, through_pip = environment["dependencies"]
+    assert PROJECT["requires-python"] in str(Requirement(python).specifier)
     # Among files that have hashes pip takes no folder: labkit has a command of its own.
     assert through_pip == {"pip": ["-r requirements.txt"]}
-    own = "pip install --no-deps --no-build-isolation -e ."
-    for guide in ("environment.yml", "README.md"):
-        assert own in (ROOT / guide).read_text(), f"{guide} does not say how labkit is installed"
 
 
 def test_the_readme_names_the_two_commands_and_no_unknown_one():

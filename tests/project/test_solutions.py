@@ -3,21 +3,20 @@
 import ast
 import contextlib
 import io
+import itertools
 import re
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import nbformat
 import pytest
-from graded import in_shared_runs, in_turn
+from graded import in_turn
 
-from workbook.check import Verdict
 from workbook.exercises.grader import grader
-from workbook.exercises.grader.report import PASSED
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
+NUMBERS = itertools.count()
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
@@ -69,33 +68,18 @@ def solution_of(section):
     return solution
 
 
-class Solved:
-    """An exercise's cells, run with the solution in the place of the stub.
+@pytest.mark.slow
+@pytest.mark.parametrize(("parts", "section"), list(exercises()))
+def test_the_solution_passes_its_check(parts, section):
+    """On one world size in turn: it is close to the library's own, which is tested on all."""
+    names, solution = namespace_for(parts), solution_of(section)
+    on_ranks = grader.grade_on_ranks
 
-    Attributes:
-        said: what they printed.
-        asked: (function, exercise, world sizes) of what is to be graded on ranks, which passes
-            for the time being.
-        error: what was raised instead.
-    """
+    def in_turns(fn, exercise, world_sizes):
+        return on_ranks(fn, exercise, in_turn(world_sizes, next(NUMBERS)))
 
-    def __init__(self, parts, section):
-        self.asked, self.error = [], None
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            try:
-                with mock.patch.object(grader, "grade_on_ranks", self.note):
-                    self.run(parts, section)
-            except Exception as error:
-                self.error = error
-        self.said = out.getvalue()
-
-    def note(self, *asked):
-        self.asked.append(asked)
-        return Verdict(asked[1].name, PASSED)
-
-    def run(self, parts, section):
-        solution = solution_of(section)
-        names = namespace_for(parts)
+    out = contextlib.redirect_stdout(io.StringIO())
+    with out as said, mock.patch.object(grader, "grade_on_ranks", in_turns):
         # An exercise may be built on those before it.
         for before in filter(is_exercise, parts[: parts.index(section)]):
             exec(solution_of(before), names)
@@ -104,37 +88,4 @@ class Solved:
         assert solved in [getattr(node, "name", "") for node in ast.parse(stub).body]
         for source in (stub, solution, *rest):
             exec(source, names)
-
-
-@pytest.fixture(scope="module")
-def solved(request):
-    """By exercise, of those that are to be tested: the cells' run, and the ranks' verdicts.
-
-    The solutions take turns with the world sizes: a solution is close to the library's own
-    version, which is tested on all of them.
-    """
-    found, gradings = {}, {}
-    for item in request.session.items:
-        if item.fspath == request.fspath and "section" in getattr(item, "fixturenames", ()):
-            one = found[item.callspec.id] = Solved(*item.callspec.params.values())
-            for number, (fn, exercise, world_sizes) in enumerate(one.asked):
-                for size in in_turn(world_sizes, len(gradings)):
-                    key = item.callspec.id, number, size
-                    gradings[key] = partial(grader.grade_on_ranks, fn, exercise, (size,))
-    verdicts = in_shared_runs(gradings)
-    return {
-        name: (one, [verdict for key, verdict in verdicts.items() if key[0] == name])
-        for name, one in found.items()
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("parts", "section"), list(exercises()))
-def test_the_solution_passes_its_check(parts, section, solved, request):
-    one, verdicts = solved[request.node.callspec.id]
-    if one.error:
-        raise one.error
-    assert one.said.startswith(("solved", "passed")), one.said
-    assert len(verdicts) >= len(one.asked)
-    for verdict in verdicts:
-        assert verdict.passed, verdict
+    assert said.getvalue().startswith(("solved", "passed")), said.getvalue()

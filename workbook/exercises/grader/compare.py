@@ -26,12 +26,10 @@ _IN_ORDER = (list, tuple, range, deque, KeysView, ValuesView, ItemsView, Iterato
 
 def plain(value: Any) -> Any:
     """``value`` as a tensor, number, list, set, dict or whatever else it is, also inside."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        value = torch.from_numpy(np.ascontiguousarray(value).copy().reshape(value.shape))
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value.copy()) if value.dtype.kind in "biuf" else value.tolist()
     if isinstance(value, Tensor):
         return value.item() if value.dim() == 0 else value.detach()
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist())
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, (Fraction, Decimal)):
@@ -61,11 +59,8 @@ def fit(value: Any, expected: Any) -> Any:
 def same(value: Any, expected: Any, summands: Sequence[Tensor] = (), *, gaps: bool = True) -> bool:
     """Whether two values, or lists, are equal up to the rounding of float32.
 
-    Args:
-        value: what was found.
-        expected: what it should be.
-        summands: tensors of which the expected one may be a sum, see ``close``.
-        gaps: an expected None fits any entry of a list.
+    ``summands``: tensors of which the expected one may be a sum, see ``close``; with ``gaps`` an
+    expected None fits any entry of a list.
     """
     expected = plain(expected)
     value = fit(value, expected)

@@ -28,33 +28,28 @@ def seconds_in_a_row(calls: Calls, latency_s: float, bytes_per_s: float) -> floa
 def _longest(calls: Calls, cost: Callable[[int], float]) -> float | None:
     if any(name == "recv_any" for row in calls for name, *_ in row):
         return None
+    # By rank: its next call, when that began, what of it has ended, and when the latest ended.
+    P = len(calls)
+    at, began, done, ended = [0] * P, [0.0] * P, [set[int]() for _ in calls], [0.0] * P
 
-    def halves(rank: int) -> set[tuple[str, int]]:
-        """The peers of the rank's next call."""
-        _, dst, src, *_ = calls[rank][next_[rank]] if next_[rank] < len(calls[rank]) else _NONE
-        return {(kind, peer) for kind, peer in (("send", dst), ("recv", src)) if peer is not None}
+    def peer(rank: int, way: int) -> int | None:
+        """To which (way 1) or from which (2) the rank's next call still has a message."""
+        here = at[rank] < len(calls[rank]) and way not in done[rank]
+        return calls[rank][at[rank]][way] if here else None
 
-    # By rank: its next call, when that began, what of it is still open, and when the latest ended.
-    next_, began, ended = [0] * len(calls), [0.0] * len(calls), [0.0] * len(calls)
-    opened = [halves(rank) for rank in range(len(calls))]
     moved = True
     while moved:
         moved = False
-        for rank in range(len(calls)):
-            for kind, peer in list(opened[rank]):
-                if kind != "send" or ("recv", rank) not in opened[peer]:
-                    continue
-                moved = True
-                end_s = max(began[rank], began[peer]) + cost(calls[rank][next_[rank]][3])
-                opened[rank].remove((kind, peer))
-                opened[peer].remove(("recv", rank))
-                for one in {rank, peer}:
-                    ended[one] = max(ended[one], end_s)
-                    if not opened[one]:
-                        next_[one], began[one] = next_[one] + 1, ended[one]
-                        opened[one] = halves(one)
-    at_the_end = all(at == len(row) for at, row in zip(next_, calls))
-    return max(ended, default=0) if at_the_end else None
-
-
-_NONE = ("", None, None)
+        for rank in range(P):
+            dst = peer(rank, 1)
+            if dst is None or peer(dst, 2) != rank:
+                continue
+            moved = True
+            end_s = max(began[rank], began[dst]) + cost(calls[rank][at[rank]][3])
+            for one, way in ((rank, 1), (dst, 2)):
+                done[one].add(way)
+                ended[one] = max(ended[one], end_s)
+            for one in {rank, dst}:
+                if peer(one, 1) is None and peer(one, 2) is None:
+                    at[one], began[one], done[one] = at[one] + 1, ended[one], set()
+    return max(ended, default=0) if at == list(map(len, calls)) else None

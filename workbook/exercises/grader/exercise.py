@@ -79,7 +79,7 @@ class Case:
 
     def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
         """The sum of ``of(rank)`` over the ranks."""
-        return torch.stack([of(rank) for rank in range(self.world_size)]).sum(0)
+        return torch.stack(list(map(of, range(self.world_size)))).sum(0)
 
     def total(self) -> Tensor:
         """The sum over the ranks, float32 [size], added up in float64."""
@@ -94,7 +94,7 @@ class Case:
 class Outcome(NamedTuple):
     """What one rank's call left behind."""
 
-    value: Any  # what is graded
+    value: Any
     stand_in: Any  # what may be meant instead: a returned tensor, a list with other entries
     messages: int
     num_bytes: int
@@ -118,11 +118,9 @@ Ranks = tuple[Outcome, ...]
 
 def same_bits(case: Case, ranks: Ranks) -> Found:
     """A rule: all ranks end with the same bits."""
-    for rank, outcome in enumerate(ranks):
-        if not torch.equal(outcome.value, ranks[0].value):
-            text = f"the sums on ranks 0 and {rank} differ in the last bits: the ranks add in "
-            return f"{text}different orders, so replicas would drift apart"
-    return None
+    other = [r for r, one in enumerate(ranks) if not torch.equal(one.value, ranks[0].value)]
+    text = "the sums on ranks 0 and {} differ in the last bits: the ranks add in different "
+    return f"{text}orders, so replicas would drift apart".format(other[0]) if other else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +133,7 @@ class Exercise:
             "anything" for a value written in place, and for an entry of a list.
         inputs: (rank, case) -> the arguments after ``comm``, made on the rank.
         signature: the names of all arguments, in one string.
-        written: the position of the argument after ``comm`` that is written in place and graded;
-            None if the returned value is graded.
+        written: which argument after ``comm`` is written in place and graded; None: the result.
         chunked: judge the tensor as P chunks, and name the first wrong one.
         parts: case -> name -> what a wrong value may be made of; by default all ranks' tensors.
         mistakes: at most three sentences -> (rank, case) -> the wrong value it leads to.
@@ -186,7 +183,6 @@ class Exercise:
     def where(self, case: Case) -> str:
         """The case in words: ``with 4 ranks and 10 elements``, and what is special about it."""
         ranks, elements = self.nouns
-        parts = [format_count(case.world_size, ranks)] if ranks else []
-        parts += [format_count(case.size, elements)] if self.sizes and elements else []
-        counts = f"with {' and '.join(parts)}" if parts else ""
+        counts = f"with {format_count(case.world_size, ranks)}" if ranks else ""
+        counts += f" and {format_count(case.size, elements)}" if self.sizes and elements else ""
         return ", ".join(filter(None, [counts, self.special(case)])) or "here"

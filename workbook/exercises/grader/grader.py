@@ -6,13 +6,14 @@ traffic, shows one verdict, and never raises.
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from labkit import collectives
 from labkit.comm.emulated_link import EmulatedLink
-from labkit.runtime.messages import dumps
+from labkit.runtime.messages import dumps, find_unpicklable
 from labkit.units import format_count
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, new_seed
 from workbook.exercises.grader.judge_traffic import (
@@ -49,42 +50,35 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
     """
     # By its name in the module, which tests replace.
     verdict = told(exercise.name, lambda: grade_on_ranks(fn, exercise, world_sizes))
-    verdict.run_again = partial(own_run, fn, exercise)
+    link = exercise.link if isinstance(exercise, Check) else None
+    verdict.run_again = partial(own_run, fn, exercise, link=link)
     return verdict
 
 
 @dataclass(frozen=True, eq=False)
 class Check(Exercise):
-    """An exercise that grades the function with which it is called, on real ranks.
-
-    Attributes:
-        link: over which the learner's own run is drawn.
-    """
+    """An exercise that grades the function with which it is called, and draws it over ``link``."""
 
     link: EmulatedLink | None = None
 
     def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-        verdict = grade(fn, self, world_sizes)
-        verdict.run_again = partial(own_run, fn, self, link=self.link)
-        return verdict
+        return grade(fn, self, world_sizes)
 
 
 def returns(
     fn: Callable,
     expected: Callable[[int, Case], Any] = lambda rank, case: None,
     *,
-    name: str = "",
+    name: str,
     world_sizes: Iterable[int] = WORLD_SIZES,
     **more: Any,
 ) -> Verdict:
     """Grade a function by what each rank returns: an ``Exercise`` in one call.
 
     ``fn(comm)`` has to return ``expected(rank, case)``; ``more`` are other fields of ``Exercise``.
-    By default it may call ``labkit.collectives``, but not the function of its own name.
     """
-    name = name or getattr(fn, "__name__", type(fn).__name__)
     fields: dict[str, Any] = {"inputs": lambda rank, case: (), "signature": "comm", "sizes": ()}
-    fields |= {"written": None, "may_call": COLLECTIVES - {name}} | more
+    fields |= {"written": None, "may_call": COLLECTIVES} | more
     return grade(fn, Exercise(name, expected, **fields), world_sizes)
 
 
@@ -106,8 +100,13 @@ def _misuse(fn: Callable, signature: str) -> Found:
     try:
         dumps(fn)
     except Exception as error:
-        why = f"because of an object from outside that it uses ({error})"
-        return f"the function cannot be sent to other processes, {why}: create it inside"
+        outside: dict[str, Any] = {}
+        with suppress(TypeError):
+            names_in = inspect.getclosurevars(fn)
+            outside = {**names_in.globals, **names_in.nonlocals}
+        culprits = filter(None, map(find_unpicklable, outside, outside.values()))
+        text = f"the function uses {next(culprits, f'an object ({error})')} from outside, which "
+        return f"{text}cannot go to the process that calls it: make it inside the function"
     return None
 
 
@@ -117,7 +116,6 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         return Verdict(exercise.name, NOT_YET, notes=[misuse])
     if is_untouched(fn):
         return Verdict(exercise.name, NOT_ATTEMPTED)
-    # By world size: the rows of the table.
     columns: dict[int, dict[str, str]] = {}
     problems: dict[str, str] = {}
     library, seed = "", new_seed()
@@ -131,7 +129,7 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
             problems.setdefault("finished", text)
             break
         found = _problems(exercise, tried)
-        # Where two world sizes have the same problem, the larger one shows more of it.
+        # Of the same problem, the larger world size shows more.
         problems |= found
         columns[world_size] = _column(exercise, tried, found)
         library = library or next((o.library for r in tried.values() for o in r if o.library), "")

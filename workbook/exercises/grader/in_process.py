@@ -6,7 +6,7 @@ function does.
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,34 +37,24 @@ class _Answer:
 
 def answers(
     fn: Callable,
-    expected: Mapping[tuple, Any] | Sequence[tuple[tuple, Any]],
+    expected: Iterable[tuple[tuple, Any]],
     *,
-    name: str = "",
-    signature: str = "",
+    name: str,
+    signature: str,
     mistakes: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Verdict:
-    """Grade a function by what it returns, print the verdict and return it.
-
-    Args:
-        fn: the learner's function.
-        expected: the arguments, a tuple -> the expected result; or a list of such pairs.
-        name: the name of the exercise, by default that of the function.
-        signature: the names of the arguments, in one string.
-        mistakes: a sentence -> a function that makes this mistake, as all answers do.
-    """
+    """Grade a function by pairs of its arguments, a tuple, and the expected result."""
     own_name = getattr(fn, "__name__", type(fn).__name__)
-    names = [f"{name}=" for name in signature.split(", ")] if signature else []
-    questions = []
-    for args, wanted in expected.items() if isinstance(expected, Mapping) else expected:
-        # As one would write it: bubble(num_stages=4, micro_batches=8).
-        given = [f"{name}{arg!r}" for name, arg in zip(names or [""] * len(args), args)]
-        questions.append(Question(args, f"{own_name}({', '.join(given)})", wanted))
-    options = {"mistakes": mistakes or {}, "signature": signature}
-    return ask(name or own_name, fn, questions, differs, call=_plainly, **options)
+    names = signature.split(", ")
+    # As one would write it: bubble(num_stages=4, micro_batches=8).
+    questions = [
+        Question(args, f"{own_name}({_written(names, args)})", due) for args, due in expected
+    ]
+    return ask(name, fn, questions, differs, mistakes=mistakes, signature=signature)
 
 
-def _plainly(fn: Callable, *args: Any) -> Any:
-    return plain(fn(*args))
+def _written(names: Iterable[str], args: tuple) -> str:
+    return ", ".join(map("{}={!r}".format, names, args))
 
 
 def differs(question: Question, answer: Any) -> Found:
@@ -75,11 +65,6 @@ def differs(question: Question, answer: Any) -> Found:
         return f"{question.words}: the function returned nothing (None): return the answer"
     wanted = short(question.expected)
     return f"{question.words} should return {wanted}, but it returned {short(answer)}"
-
-
-def ask(name: str, fn: Callable, *args: Any, **options: Any) -> Verdict:
-    """``verdict_of``, printed."""
-    return told(name, partial(verdict_of, name, fn, *args, **options))
 
 
 Grades = Callable[[Callable], Verdict]
@@ -94,8 +79,7 @@ def judged(signature: str, *cases: tuple) -> Callable[[Callable], Grades]:
 
     def check_of(judge: Callable[..., Wrong | None]) -> Grades:
         _, *names = inspect.signature(judge).parameters
-        shown = [", ".join(map("{}={!r}".format, names, case)) for case in cases]
-        words = [f"with {case}" if case else "here" for case in shown]
+        words = [f"with {_written(names, case)}" if case else "here" for case in cases]
         questions = list(map(Question, cases, words))
         options = {"call": judge, "signature": signature}
         return _check(judge, lambda name, fn: ask(name, fn, questions, differs, **options))
@@ -127,30 +111,27 @@ def _check(of: Callable, grade: Callable[[str, Callable], Verdict]) -> Grades:
     return check
 
 
-def verdict_of(
+def ask(
     name: str,
     fn: Callable,
     questions: Sequence[Question],
     problem: Callable[[Question, Any], Found],
     *,
     mistakes: Mapping[str, Callable[..., Any]] | None = None,
-    call: Callable[..., Any] = lambda fn, *args: fn(*args),
+    call: Callable[..., Any] = lambda fn, *args: plain(fn(*args)),
     right: Callable[[list], str] = lambda answers: f"all {len(answers)} answers are right",
     signature: str = "",
     may_call: Collection[str] = (),
 ) -> Verdict:
-    """Return the verdict on ``fn``'s answers, without printing it.
+    """Ask ``fn`` each question twice, print the verdict on its answers and return it.
 
     Args:
         name, fn: the exercise and the learner's function.
-        questions: the calls to make, in this order, each twice.
+        questions: the calls to make, in this order.
         problem: (question, answer) -> what is wrong with it, or None.
-        mistakes: a sentence -> function that makes this mistake; the first whose answers all
-            equal the learner's explains the first wrong answer.
+        mistakes, signature, may_call: as in ``Exercise``; a mistake gets a question's arguments.
         call: how the function is called: (fn, arguments) -> its answer, or a ``Wrong``.
         right: the answers -> the sentence to show if none is wrong.
-        signature: the names of the arguments with which ``call`` calls the function.
-        may_call: as in ``Watched``.
     """
     answered: dict[int, Any] = {}
 
@@ -172,9 +153,7 @@ def verdict_of(
         inputs=lambda rank, case: copy.deepcopy(questions[case.size].args),
         signature=signature,
         written=None,
-        mistakes={
-            sentence: partial(mistaken, rule) for sentence, rule in (mistakes or {}).items()
-        },
+        mistakes={words: partial(mistaken, rule) for words, rule in (mistakes or {}).items()},
         judge=judge,
         call=answer,
         sizes=tuple(range(len(questions))),
@@ -182,7 +161,11 @@ def verdict_of(
         special=lambda case: questions[case.size].words,
         may_call=frozenset(may_call),
     )
-    verdict = grader.grade_on_ranks(fn, exercise, (1,))
-    if verdict and answered:
-        verdict.notes = [right(list(answered.values()))]
-    return verdict
+
+    def verdict() -> Verdict:
+        found = grader.grade_on_ranks(fn, exercise, (1,))
+        if found and answered:
+            found.notes = [right(list(answered.values()))]
+        return found
+
+    return told(name, verdict)

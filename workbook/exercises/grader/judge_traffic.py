@@ -85,8 +85,5 @@ def _stray_peers(ranks: Ranks, targets: list[Target]) -> str:
     for rank, peers in enumerate(allowed):
         if peers is not None and (stray := sent_to[rank] - peers):
             text = f"rank {rank} sends to rank {', '.join(map(str, sorted(stray)))}; allowed: "
-            text += ", ".join(map(str, sorted(peers))) or "none"
-            others = [sent_to[r] for r in range(P) if r not in stray]
-            hub = P > 2 and len(stray) == 1 and all(peers == stray for peers in others)
-            return f"{text} (all ranks send to it, the bottleneck)" if hub else text
+            return text + (", ".join(map(str, sorted(peers))) or "none")
     return ""

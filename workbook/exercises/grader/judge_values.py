@@ -1,7 +1,6 @@
 """Judge the values: name the first wrong rank and part, and say of what the value is made.
 
-The inputs are random, so a linear fit tells how a value was put together: "it is 0.5 x rank 0 +
-rank 2, expected rank 0 + rank 1 + rank 2".
+The inputs are random, so a linear fit tells how a value was put together: "0.5 x rank 0 + rank 2".
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,18 +26,16 @@ def value_problem(exercise: Exercise, tried: Tried) -> Found:
     """Return the first problem with the values, over the cases in order."""
     for case, ranks in tried.items():
         values, place, found = [outcome.value for outcome in ranks], exercise.where(case), None
-        noticed = [rank for rank, value in enumerate(values) if isinstance(value, Wrong)]
-        if noticed:
+        if noticed := [rank for rank, value in enumerate(values) if isinstance(value, Wrong)]:
             rank = f", rank {noticed[0]}" if len(ranks) > 1 else ""
             found = f"{place}{rank}: {values[noticed[0]]}"
         elif exercise.judge is None:
             found = _first_wrong(exercise, tried, case)
         elif found := exercise.judge(case, values):
             found = found if place in found else f"{place}: {found}"
-            why = _named(exercise, tried, 0, range(len(ranks)))
+            why = _named(exercise, tried, range(len(ranks)))
             found += f": {why}" if why else ""
-        changed = next((outcome.changed for outcome in ranks if outcome.changed), "")
-        if not found and changed:
+        if not found and (changed := max(outcome.changed for outcome in ranks)):
             found = f"{place}: {changed}"
         if found:
             return found + (". The first call went right" if case.call else "")
@@ -54,13 +51,12 @@ def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Found:
         text += f", rank {rank} is the first with a wrong result" if case.world_size > 1 else ""
         if kind := other_kind(value, expected):
             return f"{text}: {kind}"
-        why = _named(exercise, tried, rank, range(case.world_size))
-        why = why or _named(exercise, tried, rank, [rank]) or _meant(exercise, case, rank, outcome)
+        why = _named(exercise, tried, [rank]) or _meant(exercise, case, rank, outcome)
         if not why:
             parts = _parts(exercise, case, value, expected)
             wrong = next((one for one in parts if not one.right), parts[0])
             text += f", in {wrong.name} {wrong.index}" if wrong.name else ""
-            why = _look(exercise, case, wrong, parts)
+            why = _look(exercise, case, wrong)
         return f"{text}: {why}"
     return None
 
@@ -74,15 +70,11 @@ def _is_right(exercise: Exercise, case: Case, rank: int, value: Any) -> bool:
     return all(part.right for part in _parts(exercise, case, value, expected))
 
 
-def _named(exercise: Exercise, tried: Tried, rank: int, of: Sequence[int]) -> str:
-    """A mistake that explains all values of ``rank``, and all wrong ones of these ranks."""
+def _named(exercise: Exercise, tried: Tried, ranks: Sequence[int]) -> str:
+    """A mistake that explains all values of these ranks."""
     for sentence, wrong in exercise.mistakes.items():
-        if all(
-            same(outcomes[r].value, wrong(r, one))
-            or (r != rank and _is_right(exercise, one, r, outcomes[r].value))
-            for one, outcomes in tried.items()
-            for r in of
-        ):
+        by_case = ((case, rank, of[rank].value) for case, of in tried.items() for rank in ranks)
+        if all(same(value, wrong(rank, case)) for case, rank, value in by_case):
             return sentence
     return ""
 
@@ -93,23 +85,18 @@ def _meant(exercise: Exercise, case: Case, rank: int, outcome: Outcome) -> str:
         return "it is the result of the first call, although the values are others now"
     if outcome.stand_in is None or not _is_right(exercise, case, rank, outcome.stand_in):
         return ""
-    return (
-        "the right values are in a new tensor, and the given one has not changed: write into it "
-        "(+=, copy_, recv), because a = a + b makes a new tensor"
-    )
+    text = "the right values are in a new tensor, and the given one has not changed: write into "
+    return text + "it (+=, copy_, recv), because a = a + b makes a new tensor"
 
 
 class _Part(NamedTuple):
-    """What is compared separately: an entry of a list, a chunk, or the whole value (no name).
-
-    ``given`` are the inputs of the ranks that may have been added up in it.
-    """
+    """What is compared separately: an entry of a list, a chunk, or the whole value (no name)."""
 
     name: str
     index: int
     value: Any
     expected: Any
-    given: list[Tensor]
+    given: list[Tensor]  # the inputs of the ranks that may have been added up in it
 
     @property
     def right(self) -> bool:
@@ -143,7 +130,7 @@ def _given(exercise: Exercise, case: Case, rank: int) -> list:
     return [piece for one in given for piece in _pieces(exercise, case, one)]
 
 
-def _look(exercise: Exercise, case: Case, wrong: _Part, parts: list[_Part]) -> str:
+def _look(exercise: Exercise, case: Case, wrong: _Part) -> str:
     """What a wrong part looks like."""
     value, expected = wrong.value, wrong.expected
     if kind := other_kind(value, expected):
@@ -152,20 +139,13 @@ def _look(exercise: Exercise, case: Case, wrong: _Part, parts: list[_Part]) -> s
     if flat is None or wanted is None or flat.shape != wanted.shape:
         return f"it is {short(value)}, expected {short(expected)}"
     if not torch.isfinite(flat).all():
-        return (
-            "it holds NaN or infinity (was a tensor from torch.empty read before it was filled?)"
-        )
-    for other in parts:
-        if other.expected is not None and other is not wrong and same(value, other.expected):
-            return f"it holds the values that belong in {other.name} {other.index}"
-    if exercise.parts:
-        basis = {name: _flat(one) for name, one in exercise.parts(case).items()}
-    else:
-        basis = {}
-        for r in range(case.world_size):
-            for i, piece in enumerate(_given(exercise, case, r)):
-                here = i == wrong.index or not exercise.chunked
-                basis.setdefault(f"rank {r}" if here else f"chunk {i} of rank {r}", _flat(piece))
+        return "it holds NaN or infinity (is a tensor from torch.empty read before it is filled?)"
+    basis = dict(exercise.parts(case)) if exercise.parts else {}
+    for r in range(case.world_size if not exercise.parts else 0):
+        for i, piece in enumerate(_given(exercise, case, r)):
+            here = i == wrong.index or not exercise.chunked
+            basis.setdefault(f"rank {r}" if here else f"chunk {i} of rank {r}", piece)
+    basis = {name: _flat(one) for name, one in basis.items()}
     made, should = made_of(flat, basis), made_of(wanted, basis)
     if made and should and made != should:
         return f"it is {in_words(made)}, expected {in_words(should)}"

@@ -3,10 +3,9 @@
 import contextlib
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from labkit.comm.comm import Comm
 from labkit.errors import DeadlineError, WorkerError
@@ -18,9 +17,10 @@ from workbook.exercises.grader.watched import Watched
 
 # A correct attempt takes milliseconds: these limits end endless loops, in the run of all cases and
 # then in runs of one case each. After a deadlock the second runs get the longer limit, too: a
-# busy machine may start its ranks late.
+# busy machine may start its ranks late. One rank waits for none, so its first limit is its last.
 TIMEOUT_S = 10.0
 AGAIN_S = 3.0
+ALONE_S = 6.0
 # What a function may take on top of what its process holds; then it gets a MemoryError.
 _MOST_BYTES = 2**30
 # A note in the traceback of a rank that has raised.
@@ -58,16 +58,19 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Cas
         by_rank = run(_attempt, fn, exercise.to_run(), cases, **options).values
         return dict(zip(cases, zip(*by_rank)))
 
+    alone = cases[0].world_size == 1
     try:
-        return outcomes(cases, TIMEOUT_S)
+        return outcomes(cases, ALONE_S if alone else TIMEOUT_S)
     except WorkerError as error:
+        if alone and isinstance(error, DeadlineError):
+            raise DidNotFinish(error, "in one of the calls", cases[0]) from None
         if raised_in := re.search(rf"^{_IN_CASE}(\d+)$", error.worker_traceback, re.MULTILINE):
             case = cases[int(raised_in[1])]
             raise DidNotFinish(error, exercise.where(case), case) from None
         failure = DidNotFinish(error, "in a call whose first of two went well", cases[0])
         again_s = AGAIN_S if isinstance(error, DeadlineError) else TIMEOUT_S
-    # Find the case that failed. With one call per run, no rank is in the next case, or in the
-    # barrier before it, so the explanation names only the learner's lines.
+    # With one call per run, no rank is in the next case, or in the barrier before it, so the
+    # explanation names only the learner's lines.
     for case in cases:
         try:
             if case.call == 0:
@@ -77,40 +80,29 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Cas
     raise failure
 
 
-def in_one_process(fn: Callable, *args: Any, timeout_s: float) -> Any:
-    """Return ``fn(comm, *args)`` of a run with one rank."""
-    return run(fn, *args, world_size=1, device="cpu", timeout_s=timeout_s).values[0]
-
-
-@contextlib.contextmanager
-def limited_memory() -> Iterator[None]:
+def _limit_memory() -> None:
     """In a rank: an endless list ends in a MemoryError, and not the machine."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
     # Linux tells how much the process holds; other systems do not.
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + _MOST_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) -> list[Outcome]:
     """On a rank: call ``fn`` for each case, the ranks together."""
     outcomes = []
-    with limited_memory():
-        for number, case in enumerate(cases):
-            if number:
-                # A message that one call left unreceived must not be received by the next call.
-                comm.barrier()
-            args = exercise.inputs(comm.rank, case)
-            try:
-                outcomes.append(call_once(comm, fn, exercise, args))
-            except Exception as error:
-                error.add_note(f"{_IN_CASE}{number}")
-                raise
+    _limit_memory()
+    for number, case in enumerate(cases):
+        if number:
+            # A message that one call left unreceived must not be received by the next call.
+            comm.barrier()
+        args = exercise.inputs(comm.rank, case)
+        try:
+            outcomes.append(call_once(comm, fn, exercise, args))
+        except Exception as error:
+            error.add_note(f"{_IN_CASE}{number}")
+            raise
     return outcomes
 
 
@@ -127,11 +119,12 @@ def call_once(
         return comm.messages, comm.bytes_sent, comm.operations, comm.session.barriers
 
     given = None if exercise.written is None else args[exercise.written]
-    before_it = list(given) if isinstance(given, list) else given
+    # The entries of a list are written, not the list.
+    in_place = list(given) if isinstance(given, list) else given
     watched = Watched(fn, exercise.signature, exercise.may_call, given, around)
     before, sent_before = spent(), comm.bytes_to.copy()
     returned = exercise.call(watched, comm, *args)
-    value, meant = (before_it, given) if isinstance(given, list) else (given, returned)
+    value, meant = in_place, given if isinstance(given, list) else returned
     if exercise.written is None or isinstance(returned, Wrong):
         # Made plain here, because generators cannot travel, and run only now.
         value, meant = plain(returned), None

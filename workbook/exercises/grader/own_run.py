@@ -1,8 +1,4 @@
-"""The learner's own run, drawn: what a function did on real ranks, beside its target and labkit's.
-
-Each function is called twice on every rank: first to count what it sends and the memory it holds,
-then, without the counting, for the timeline.
-"""
+"""The learner's own run, drawn: what a function does on real ranks, and what labkit's does."""
 
 import html
 import math
@@ -16,49 +12,37 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
 from labkit.runtime.output import undrawn
-from labkit.units import format_bytes, format_count
 from workbook.exercises.grader.exercise import Case, Exercise
-from workbook.exercises.grader.held_memory import PeakBytes
-from workbook.exercises.grader.judge_traffic import ROWS, by_rank, targets_of
 from workbook.exercises.grader.on_ranks import TIMEOUT_S, call_once
-from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, card_html, card_text
+from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET
 
 if TYPE_CHECKING:
     from workbook.plots import CaptionedFigure
 
-WORLD_SIZE = 4
-HELD = "memory held"
-
 
 @dataclass(frozen=True)
 class OwnRun:
-    """A learner's run: a sentence and a table (yours, target, labkit) above the timelines."""
+    """A learner's run: a sentence above its timeline, and labkit's in a fold."""
 
     name: str
     sentence: str
-    columns: list[str] = field(default_factory=list)
-    rows: dict[str, list[str]] = field(default_factory=dict)
-    caption: str = ""
     figure: "CaptionedFigure | None" = field(default=None, repr=False)
     library_figure: "CaptionedFigure | None" = field(default=None, repr=False)
 
     @staticmethod
     def failed(name: str, status: str) -> "OwnRun":
         """Without a run; the check has told why, if it was attempted."""
-        why = "it did not finish, as the check says"
-        if status == NOT_ATTEMPTED:
-            why = "not attempted yet"
+        did_not = "it did not finish, as the check says"
+        why = "not attempted yet" if status == NOT_ATTEMPTED else did_not
         return OwnRun(name, f"{why}, so there is nothing to draw.")
 
     def __repr__(self) -> str:
         title = f"your run of {self.name}: {self.sentence}"
-        figure = repr(self.figure) if self.figure else ""
-        return card_text(title, [], self.columns, self.rows, self.caption, figure)
+        return f"{title}\n\n{self.figure!r}" if self.figure else title
 
     def _repr_html_(self) -> str:
-        title = f"<strong>Your run of {html.escape(self.name)}</strong>: "
-        title += html.escape(self.sentence)
-        page = card_html(title, [], self.columns, self.rows, self.caption)
+        page = f"<p><strong>Your run of {html.escape(self.name)}</strong>: "
+        page += f"{html.escape(self.sentence)}</p>"
         page += self.figure.html() if self.figure else ""
         if self.library_figure:
             page += "<details><summary>The same by labkit</summary>"
@@ -70,7 +54,7 @@ def own_run(
     fn: Callable,
     exercise: Exercise,
     status: str,
-    world_size: int = WORLD_SIZE,
+    world_size: int = 4,
     link: EmulatedLink | None = None,
 ) -> OwnRun:
     """Run a learner's function once more, for its timeline; nothing is raised.
@@ -92,40 +76,25 @@ def own_run(
             result = run(_spend, fns, exercise.to_run(), case, timeout_s=TIMEOUT_S, **options)
     except (WorkerError, ValueError):
         return OwnRun.failed(name, status)
-    targets = targets_of(exercise, case) if exercise.target else []
-    columns = ["yours", *(["target"] if targets else []), *("labkit" for _ in fns[1:])]
-    rows: dict[str, list[str]] = {row: [] for row in ("messages", "bytes", "rounds", HELD)}
     figures = []
-    for whose, by_fn in zip(("your function", "labkit's"), zip(*result.values)):
-        counts, starts_s, ends_s = zip(*by_fn)
-        for row, cells in rows.items():
-            cells.append(_cell(row, [one[row] for one in counts]))
-            if targets and not figures:
-                allowed = by_rank(row, targets) if row in ROWS else [None]
-                cells.append("-" if None in allowed else _cell(row, allowed))
+    for whose, spans in zip(("your function", "labkit's"), zip(*result.values)):
+        starts_s, ends_s = zip(*spans)
         span = {"start_s": min(starts_s), "end_s": max(ends_s)}
         figures.append(timeline(result.trace, title=f"{name}, {whose}", **span))
-    ranks, elements = exercise.nouns
-    what = format_count(world_size, ranks or "rank")
-    what += f" and {format_count(case.size, elements)}" if exercise.sizes and elements else ""
-    caption = f"With {what}. Where ranks differ, the numbers are by rank. Rounds are a rank's "
-    caption += "calls of send, recv and exchange; memory held is the most that its new tensors "
-    caption += "took at one time."
-    sentence = "not right yet." if status == NOT_YET else f"{status}."
-    return OwnRun(name, sentence, columns, rows, caption, *figures)
+    return OwnRun(name, "not right yet." if status == NOT_YET else f"{status}.", *figures)
 
 
 def _spend(
     comm: Comm, fns: list[Callable], exercise: Exercise, case: Case
-) -> list[tuple[dict[str, int], float, float]]:
-    """On a rank: counts by row, start and end in seconds of its trace, of each function."""
+) -> list[tuple[float, float]]:
+    """On a rank: start and end of each function, in seconds of the trace."""
     recorder, found = comm.session.recorder, []
 
     def now_s() -> float:
         return recorder.timer.seconds(recorder.timer.mark(), recorder.origin)
 
     for fn in fns:
-        held, seconds = PeakBytes(), list[float]()
+        seconds = list[float]()
 
         @contextmanager
         def noted(seconds: list[float] = seconds) -> Iterator[None]:
@@ -135,21 +104,10 @@ def _spend(
                 yield
             seconds.append(now_s())
 
-        comm.barrier()
-        args = exercise.inputs(comm.rank, case)
-        outcome = call_once(comm, fn, exercise, args, lambda held=held: held)
         # The ranks make their arguments before they start together.
         args = exercise.inputs(comm.rank, case)
         comm.barrier()
         call_once(comm, fn, exercise, args, noted)
-        counts = {row: getattr(outcome, ROWS[row]) for row in ROWS} | {HELD: held.num_bytes}
         # On a rank whose part the check plays, the function is not called.
-        found.append((counts, min(seconds, default=math.inf), max(seconds, default=-math.inf)))
+        found.append((min(seconds, default=math.inf), max(seconds, default=-math.inf)))
     return found
-
-
-def _cell(row: str, numbers: list[int]) -> str:
-    """One number if all ranks have the same, else the numbers by rank."""
-    in_bytes = row in ("bytes", HELD)
-    shown = [format_bytes(n) if in_bytes else f"{n:,}" for n in numbers]
-    return shown[0] if len(set(shown)) == 1 else "  ".join(shown)

@@ -1,7 +1,7 @@
 """The verdict of a check: a card in a notebook, and the same as text."""
 
 import html
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,7 @@ class Verdict:
 
     Attributes:
         name: the exercise.
-        status: ``passed``, ``works, but not yours yet`` (an existing function was called),
-            ``not yet`` or ``not attempted yet``.
+        status: ``passed``, ``works, but not yours yet``, ``not yet`` or ``not attempted yet``.
         columns: the world sizes in words, one per column.
         rows: what was judged -> one cell per column; ``caption`` says what the numbers are.
         notes: the first thing that is wrong; or what is right.
@@ -49,25 +48,37 @@ class Verdict:
     def passed(self) -> bool:
         return self.status == PASSED
 
-    @property
-    def works(self) -> bool:
-        """Whether all results are right, be they the learner's work or not."""
-        return self.status in (PASSED, NOT_YOURS)
-
     def __bool__(self) -> bool:
         return self.passed
 
     def __repr__(self) -> str:
+        """Sentences above a table, and under it; without empty ones."""
+        table = text_table(["", *self.columns], self._table) if self.rows else ""
         title = f"{self.status}: {self.name}"
-        return card_text(title, self.notes, self.columns, self.rows, self.caption, self._next)
+        parts = [title, *self.notes, table, self.caption, self._next]
+        return "\n\n".join(part for part in parts if part)
 
     def _repr_html_(self) -> str:
+        """The same in a page; the lines of a long note are in a fold."""
         colour = _COLOURS[self.status]
         title = f'<strong style="color: {colour}">{self.status}</strong>: {html.escape(self.name)}'
-        ends = self.caption, self._next
-        body = card_html(title, self.notes, self.columns, self.rows, *ends)
+        body = f"<p>{title}</p>"
+        for note in self.notes:
+            first, *rest = html.escape(note).split("\n")
+            shown, folded = (
+                f"<pre style='white-space: pre-wrap'>{lines}</pre>" if lines else ""
+                for lines in ("\n".join(rest[:_MOST_LINES]), "\n".join(rest[_MOST_LINES:]))
+            )
+            body += f"<p>{first}</p>{shown}"
+            body += f"<details><summary>more</summary>{folded}</details>" if folded else ""
+        body += html_table(["", *self.columns], self._table) if self.rows else ""
+        body += "".join(f"<p>{html.escape(end)}</p>" for end in (self.caption, self._next) if end)
         style = f"border-left: 4px solid {colour}; padding: 0 1em; overflow-wrap: break-word"
         return f'<div style="{style}">{body}</div>'
+
+    @property
+    def _table(self) -> list[list[str]]:
+        return [[name, *cells] for name, cells in self.rows.items()]
 
     @property
     def _next(self) -> str:
@@ -78,11 +89,9 @@ class Verdict:
         """Show the card, unless the check has just shown it: a cell often ends with a check."""
         from IPython.display import display
 
-        if self.shown:
-            self.shown = False
-        else:
-            data: dict[str, Any] = {"text/plain": repr(self), "text/html": self._repr_html_()}
-            display(data, raw=True)
+        if not self.shown:
+            display({"text/plain": repr(self), "text/html": self._repr_html_()}, raw=True)
+        self.shown = False
 
     def own_run(self, world_size: int = 4) -> Any:
         """Run the function once more and show its timeline beside the target and labkit's.
@@ -93,32 +102,6 @@ class Verdict:
         if self.run_again is None:
             raise ValueError(f"{self.name} is graded without ranks, so there is no run to draw")
         return self.run_again(self.status, world_size)
-
-
-def card_text(
-    title: str, notes: list[str], columns: list[str], rows: Mapping[str, list[str]], *ends: str
-) -> str:
-    """Sentences above a table, and under it; without empty ones."""
-    table = text_table(["", *columns], [[name, *cells] for name, cells in rows.items()])
-    parts = [title, *notes, table if rows else "", *ends]
-    return "\n\n".join(part for part in parts if part)
-
-
-def card_html(
-    title: str, notes: list[str], columns: list[str], rows: Mapping[str, list[str]], *ends: str
-) -> str:
-    """The same in a page; ``title`` is HTML. The lines of a long note are in a fold."""
-    body = f"<p>{title}</p>"
-    for note in notes:
-        first, *rest = html.escape(note).split("\n")
-        lines = "<pre style='white-space: pre-wrap'>{}</pre>"
-        shown, folded = "\n".join(rest[:_MOST_LINES]), "\n".join(rest[_MOST_LINES:])
-        body += f"<p>{first}</p>" + (lines.format(shown) if rest else "")
-        if folded:
-            body += f"<details><summary>more</summary>{lines.format(folded)}</details>"
-    if rows:
-        body += html_table(["", *columns], [[name, *cells] for name, cells in rows.items()])
-    return body + "".join(f"<p>{html.escape(end)}</p>" for end in ends if end)
 
 
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:

@@ -48,12 +48,8 @@ _STEPS = {
 class Watched:
     """A learner's function, called by its parameters' names if it has those of ``signature``.
 
-    Args:
-        fn: the function.
-        signature: the names of the arguments with which it is called, in one string.
-        may_call: names of library functions, or of modules, that do not count.
-        written: the argument that the function has to change.
-        around: makes what each call runs in.
+    ``may_call``: names of library functions, or of modules, that do not count; ``written``: the
+    argument that the function has to change; ``around``: makes what each call runs in.
 
     Attributes:
         library, changed, steps: see ``Outcome``.
@@ -90,9 +86,8 @@ class Watched:
             threading.setprofile(profile)
         after = _state(given)
         if changed := [name for name in before if before[name] != after[name]]:
-            self.changed = (
-                self.changed or f"the function changes {changed[0]}, which it should not"
-            )
+            found_now = f"the function changes {changed[0]}, which it should not"
+            self.changed = self.changed or found_now
             torch.set_grad_enabled(before[_GRAD_MODE])
             torch.set_default_dtype(before[_DTYPE])
         return found
