@@ -178,8 +178,7 @@ def wrong_training(trainings: Trainings) -> Found:
                 return f"ranks 0 and {rank} differ in the last bits, so replicas drift apart"
         savers = [rank for rank, one in enumerate(ranks) if one.saved]
         if savers != [0]:
-            text = f"the checkpoint is saved by the ranks {savers}, expected rank 0 alone"
-            return f"{text}: on one disk they would write the same file at the same time"
+            return f"the checkpoint is saved by the ranks {savers}, expected rank 0 alone"
         saved, right = ranks[0].saved[-1], played(setting)[0].saved[0]
         try:
             kept = saved["model"], momentum_of(saved["optimizer"])

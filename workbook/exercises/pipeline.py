@@ -209,16 +209,13 @@ def _landed(rank: int, case: Case) -> dict[str, Tensor]:
     return dict(zip(names, (_payload(message, message.peer, case) for message in came)))
 
 
-def _carried_out(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong:
-    found, own, before = [], _hops(comm.rank, comm.world_size), comm.operations
-    for one in own:
+def _carried_out(fn: Callable, comm: Comm, case: Case) -> list[Tensor]:
+    found = []
+    for one in _hops(comm.rank, comm.world_size):
         outgoing = _payload(one.send, comm.rank, case) if one.send else None
         landing = torch.zeros(64) if one.recv else None
         fn(comm, one, outgoing, landing)
         found += [] if landing is None else [landing]
-    if (calls := comm.operations - before) != len(own):
-        text = f"{calls} calls of comm for {len(own)} hops: a hop that sends and receives is "
-        return Wrong(f"{text}one comm.exchange")
     return found
 
 
