@@ -66,6 +66,10 @@ class EmulatedLink:
         starts = range(0, world_size, size)
         return tuple(tuple(range(at, min(at + size, world_size))) for at in starts)
 
+    def message_seconds(self, num_bytes: float) -> float:
+        """Seconds that one message of ``num_bytes`` takes."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
 
 class Card:
     """A network card: until when each of its two sides is busy.
