@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from labkit import collectives
 from labkit.backend.mailbox import Mailbox
-from labkit.collectives.common import Reduction, check_fits, check_one_per_rank, in_place
+from labkit.collectives.common import COMBINE, Reduction, check_fits, check_one_per_rank, in_place
 from labkit.comm.comm import Comm
 from labkit.comm.meeting import separate_comm
 from labkit.comm.transport import Traffic
@@ -43,9 +43,8 @@ ProcessGroup: Any = dist.ProcessGroup
 
 Tensors = list[Tensor]
 
-# What PyTorch calls a reduction, and what ``Reduction`` does.
-NAMES = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")
-OPERATIONS = {"AVG": "mean"} | {name: name.lower() for name in NAMES if name != "AVG"}
+# What ``Reduction`` does, and what PyTorch calls it.
+OPERATIONS = {op: op.upper() for op in COMBINE} | {"mean": "AVG"}
 
 # How long the end of the program waits for a thread that is inside a learner's function.
 _LAST_PATIENCE_S = 2.0
@@ -223,14 +222,13 @@ class LabkitGroup(ProcessGroup):
         """
         is_waited_for = not getattr(opts, "asyncOp", True)
         result = inputs if result is None else result
+        name = f"sparse_{name}" if any(one.is_sparse for one in inputs) else name
         return self._queue_of("collectives").add(name, operation, inputs, result, is_waited_for)
 
     def allreduce(self, tensors, opts=None):
         op = reduction_of(opts)
-        is_dense = all(tensor.layout == torch.strided for tensor in tensors)
-        name = "all_reduce" if is_dense else "sparse_all_reduce"
         return self._queue(
-            name, lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
+            "all_reduce", lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
         )
 
     allreduce_coalesced = allreduce
@@ -384,10 +382,11 @@ class LabkitGroup(ProcessGroup):
 def reduction_of(opts: Any) -> str:
     """The name, in ``Reduction``, of the reduction that ``opts`` asks for; by default the sum."""
     asked = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-    for name, op in OPERATIONS.items():
+    for op, name in OPERATIONS.items():
         if asked == getattr(dist.ReduceOp, name):
             return op
-    raise ValueError(f'the "labkit" backend has the reductions {", ".join(NAMES)}, not {asked}')
+    names = ", ".join(OPERATIONS.values())
+    raise ValueError(f'the "labkit" backend has the reductions {names}, not {asked}')
 
 
 _live: weakref.WeakSet[LabkitGroup] = weakref.WeakSet()

@@ -7,6 +7,7 @@ Symbols: P ranks, N elements, k of them kept.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from labkit.collectives.ring import (
     split_chunks,
 )
 from labkit.comm.comm import Comm, SubComm
-from labkit.schedules.ring import Blocks, num_blocks, ring_share_reduce
+from labkit.schedules.ring import ring_share_reduce
 
 AllReduce = Callable[[Comm, Tensor], Tensor]
 
@@ -35,13 +36,13 @@ AllReduce = Callable[[Comm, Tensor], Tensor]
 def all_reduce_of(compress: str | None, hierarchical: bool = False) -> AllReduce:
     """The all-reduce behind ``--compress``: ``fp16``, ``bf16``, ``topk``; None is the exact ring.
 
-    ``hierarchical`` is the same inside and between hosts, where only what travels between hosts
-    is compressed. Each call makes a new object, since ``topk`` keeps what it has not sent yet.
+    ``hierarchical`` compresses what travels between hosts, not ``topk``: inside them, sums are
+    exact. Each call makes a new object, since ``topk`` keeps what it has not sent yet.
     """
     if compress is None:
         return fast_hierarchical_all_reduce if hierarchical else ring_all_reduce
     if hierarchical:
-        return CompressedBetween(compress)
+        return partial(half_between_hosts, HalfRing(compress))
     return TopK() if compress == "topk" else HalfRing(compress)
 
 
@@ -96,8 +97,8 @@ class TopK:
         residual: [N], the values not sent yet; None before the first call.
     """
 
-    def __init__(self, residual: Tensor | None = None):
-        self.residual = residual
+    def __init__(self) -> None:
+        self.residual: Tensor | None = None
 
     @torch.no_grad()
     def __call__(self, comm: Comm, flat: Tensor) -> Tensor:
@@ -123,46 +124,16 @@ class TopK:
         return flat
 
 
-class CompressedBetween:
-    """Hierarchical all-reduce whose messages between hosts are compressed.
-
-    Inside a host the sums are exact. Between hosts, ``HalfRing`` rounds each sum once per host.
-    ``TopK`` takes the largest elements of a host's sum, as if each host were one worker: what it
-    does not send stays with the rank that has this part of the sum, which adds it to its own next
-    gradient. With one host, or one rank per host, it is ``HalfRing`` or ``TopK`` over all ranks.
-
-    Attributes:
-        residual: [N], with ``topk``, the values not sent yet, elsewhere 0; None before the first
-            call.
-    """
-
-    def __init__(self, compress: str):
-        self.compress = compress
-        self.residual: Tensor | None = None
-
-    @torch.no_grad()
-    def __call__(self, comm: Comm, flat: Tensor) -> Tensor:
-        """Sum ``flat`` [N] over the ranks, in place, and return it."""
-        if self.compress == "topk" and self.residual is None:
-            self.residual = torch.zeros_like(flat)
-        everything = 0, num_blocks(comm.hosts)
-        if len(comm.hosts) in (1, comm.world_size):
-            return self._between(comm, comm, flat, everything)
-        with comm.collective("hierarchical_all_reduce", flat, f"as {self.compress}"):
-            if self.residual is not None:
-                flat += self.residual
-                self.residual.zero_()
-            inside = SubComm(comm, comm.hosts[comm.host])
-            share_reduce(inside, parts_of(comm, flat))
-            for ring, blocks in rings_of(comm):
-                self._between(comm, ring, flat, blocks)
-            share_only(inside, parts_of(comm, flat))
-        return flat
-
-    def _between(self, comm: Comm, ring: Comm, flat: Tensor, blocks: Blocks) -> Tensor:
-        if self.residual is None:
-            return HalfRing(self.compress)(ring, cut(comm, flat, blocks))
-        return TopK(cut(comm, self.residual, blocks))(ring, cut(comm, flat, blocks))
+@torch.no_grad()
+def half_between_hosts(half_ring: HalfRing, comm: Comm, flat: Tensor) -> Tensor:
+    """Hierarchical all-reduce of ``flat`` [N] that rounds each sum once per host."""
+    inside = SubComm(comm, comm.hosts[comm.host])
+    with comm.collective("hierarchical_all_reduce", flat, f"as {half_ring.dtype}"):
+        share_reduce(inside, parts_of(comm, flat))
+        for ring, blocks in rings_of(comm):
+            half_ring(ring, cut(comm, flat, blocks))
+        share_only(inside, parts_of(comm, flat))
+    return flat
 
 
 def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:

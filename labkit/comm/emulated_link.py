@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,10 +66,6 @@ class EmulatedLink:
         starts = range(0, world_size, size)
         return tuple(tuple(range(at, min(at + size, world_size))) for at in starts)
 
-    def message_seconds(self, num_bytes: float) -> float:
-        """Seconds that one message of ``num_bytes`` takes."""
-        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
-
 
 class Card:
     """A network card: until when each of its two sides is busy.
@@ -108,28 +104,21 @@ class Card:
                 lock.post()
         return end_s
 
-
-class Link(NamedTuple):
-    """The link of a transport's messages: the card, and the ranks that are reached without it."""
-
-    card: Card
-    near: frozenset[int]
-
     def carry(
-        self, sent: tuple[int, Tensor] | None, received: tuple[int, Tensor] | None, now_s: float
+        self,
+        near: frozenset[int],
+        sent: tuple[int, Tensor] | None,
+        received: tuple[int, Tensor] | None,
+        now_s: float,
     ) -> None:
-        """Wait for the end of what has been sent to and received from a peer at ``now_s``."""
-        sizes = [
-            None if end is None or end[0] in self.near else end[1].nbytes
-            for end in (sent, received)
-        ]
+        """Wait for the end of messages that began at ``now_s``, but not with ``near`` ranks."""
+        sizes = [None if not end or end[0] in near else end[1].nbytes for end in (sent, received)]
         if sizes != [None, None]:
-            end_s = self.card.book(now_s, *sizes)
-            time.sleep(max(0.0, end_s - time.monotonic()))
+            time.sleep(max(0.0, self.book(now_s, *sizes) - time.monotonic()))
 
 
-# This process's link, with the ranks of the run on its emulated host; and all these hosts.
-_link: Link | None = None
+# This process's card, and the emulated hosts of its run.
+_card: Card | None = None
 _hosts: Hosts | None = None
 
 
@@ -141,12 +130,9 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
     Raises:
         ValueError: hosts cannot be emulated here.
     """
-    global _link, _hosts
-    _link, _hosts = None, None
-    if link is None:
-        return
-    if link.ranks_per_host is None:
-        _link = Link(Card(link), frozenset())
+    global _card, _hosts
+    _card, _hosts = None if link is None else Card(link), None
+    if link is None or link.ranks_per_host is None:
         return
     if arena is None or not HAS_SEMAPHORES:
         raise ValueError(
@@ -154,8 +140,7 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
             "a lock in memory (on Linux). On several machines leave it out: they are hosts already"
         )
     _hosts = link.hosts(arena.world_size)
-    host = host_of(rank, _hosts)
-    _link = Link(Card(link, arena.card(host)), frozenset(_hosts[host]))
+    _card = Card(link, arena.card(host_of(rank, _hosts)))
 
 
 def over_link(comm: Comm, ranks: Sequence[int] | None = None) -> Comm:
@@ -166,11 +151,12 @@ def over_link(comm: Comm, ranks: Sequence[int] | None = None) -> Comm:
     Args:
         ranks: those of ``comm``, as they are numbered in the run; by default all.
     """
-    if _link is not None:
-        ranks = ranks or range(comm.world_size)
-        near = frozenset(n for n, rank in enumerate(ranks) if rank in _link.near)
-        comm.transport.link, comm.transport.shares_memory = Link(_link.card, near), False
-    if _hosts is not None and ranks:
-        places = ([n for n, rank in enumerate(ranks) if rank in host] for host in _hosts)
-        comm.hosts = tuple(tuple(host) for host in places if host)
+    near: frozenset[int] = frozenset()
+    if _hosts is not None:
+        numbered = list(enumerate(ranks or range(comm.world_size)))
+        places = (tuple(n for n, rank in numbered if rank in host) for host in _hosts)
+        comm.hosts = tuple(filter(None, places))
+        near = frozenset(comm.hosts[comm.host])
+    if _card is not None:
+        comm.transport.carry, comm.transport.shares_memory = partial(_card.carry, near), False
     return comm

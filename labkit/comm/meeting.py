@@ -19,7 +19,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,26 +31,16 @@ from labkit.comm.shared_memory import Arena, loopback
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import Transport
+from labkit.schedules.ring import Hosts, host_of
 
 # How many spans a separate Comm keeps: training for days must not fill the memory with them.
 _KEPT_SPANS = 10_000
 
 
-class Hosts(NamedTuple):
-    """The hosts of a run, in the order of their first ranks: the ranks of each, and its name."""
-
-    ranks: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
-
-    def neighbours(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the host of ``rank``."""
-        return next(ranks for ranks in self.ranks if rank in ranks)
-
-
-def find_hosts(store: Any, rank: int, world_size: int) -> Hosts:
-    """The hosts of these ranks, who share the ``torch.distributed`` store."""
+def find_hosts(store: Any, rank: int, world_size: int) -> tuple[Hosts, tuple[str, ...]]:
+    """The hosts of these ranks, in the order of their first ranks, and their names."""
     if _is_one_host():
-        return Hosts((tuple(range(world_size)),), (socket.gethostname(),))
+        return (tuple(range(world_size)),), (socket.gethostname(),)
     place = f"labkit/host/{store.add(f'labkit/hosts/{rank}', 1)}"
     store.set(f"{place}/{rank}", f"{os.environ.get('GROUP_RANK', '0')} {socket.gethostname()}")
     hosts: dict[str, list[int]] = {}
@@ -59,7 +49,7 @@ def find_hosts(store: Any, rank: int, world_size: int) -> Hosts:
         host, _, name = store.get(f"{place}/{other}").decode(errors="replace").partition(" ")
         hosts.setdefault(host, []).append(other)
         names.setdefault(host, "".join(filter(str.isprintable, name[:64])))
-    return Hosts(tuple(map(tuple, hosts.values())), tuple(names.values()))
+    return tuple(map(tuple, hosts.values())), tuple(names.values())
 
 
 def meet(
@@ -150,8 +140,8 @@ def separate_comm(
     """
     cpu = torch.device("cpu")
     store = dist.PrefixStore(f"labkit/{purpose}", store)
-    hosts = find_hosts(store, rank, size)
-    arena = meet(store, rank, size, neighbours := hosts.neighbours(rank))
+    hosts, _ = find_hosts(store, rank, size)
+    arena = meet(store, rank, size, neighbours := hosts[host_of(rank, hosts)])
     near = None if arena is None else SharedTransport(arena, rank, timeout.total_seconds())
     if near is not None and len(neighbours) == size:
         transport: Transport = near
@@ -160,7 +150,7 @@ def separate_comm(
         far = TorchTransport("gloo", cpu, dist.ProcessGroupGloo(store, rank, size, timeout))
         transport = far if near is None else HostsTransport(near, far, neighbours)
     board = None if arena is None else arena.board
-    comm = Comm(rank, size, cpu, transport, board, keep_spans=_KEPT_SPANS, hosts=hosts.ranks)
+    comm = Comm(rank, size, cpu, transport, board, keep_spans=_KEPT_SPANS, hosts=hosts)
     return over_link(comm, ranks)
 
 
@@ -185,9 +175,6 @@ class HostsTransport(Transport):
 
     def recv(self, tensor: Tensor, src: int) -> None:
         self.to(src).recv(tensor, src)
-
-    def recv_add(self, tensor: Tensor, src: int) -> None:
-        self.to(src).recv_add(tensor, src)
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         # What goes over the network moves by itself once it has begun.

@@ -9,6 +9,7 @@ code of torch into memory; pages shared with other ranks, such as those of its m
 Source: Linux, proc_pid_status(5) and proc_pid_clear_refs(5).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -19,8 +20,8 @@ import torch
 
 from labkit.units import format_bytes
 
-# Bytes by device: the tensors on each GPU, or the process on ``cpu``.
-Peaks = dict[str, int]
+# Bytes by device: the tensors on each GPU, or the process on ``cpu``. ``|`` takes the larger.
+Peaks = Counter[str]
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,13 @@ class PeakMemory:
     """
 
     process_bytes: int | None
-    devices: Peaks = field(default_factory=dict)
+    devices: dict[str, int] = field(default_factory=dict)
 
     @property
-    def by_device(self) -> Peaks:
+    def by_device(self) -> dict[str, int]:
         """Bytes by the device that computed: tensors on each GPU, or the process on ``cpu``."""
         known = {} if self.process_bytes is None else {"cpu": self.process_bytes}
         return self.devices or known
-
-    @property
-    def largest_bytes(self) -> int | None:
-        """Of the device on which the rank took most; None where that is not known."""
-        return max(self.by_device.values(), default=None)
 
     def __str__(self) -> str:
         parts = [f"{name} {format_bytes(size)}" for name, size in self.devices.items()]
@@ -55,54 +51,45 @@ class PeakMemory:
 
 
 class MemoryMeter:
-    """Measures the peak memory of this process since the meter was made, and in laps.
+    """Measures this process's peak memory, in laps: each reads the system's and sets it back."""
 
-    The system and the allocator keep one peak each. A lap reads it and sets it back. The rank's
-    ``device`` is reported even if nothing was allocated on it.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device, self._total = str(device), Peaks()
+    def __init__(self) -> None:
+        self._peaks = Peaks()
         self.lap()
-        self._start_bytes, self._total = own_bytes(), Peaks()
+        self._start_bytes, self._peaks = own_bytes(_status()), Peaks()
 
     def lap(self) -> Peaks:
         """The peaks since the last lap, of which the process's is not relative to any start."""
         status, found = _status(), Peaks()
         for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-            peak = torch.cuda.max_memory_allocated(index)
+            found[f"cuda:{index}"] = torch.cuda.max_memory_allocated(index)
             torch.cuda.reset_peak_memory_stats(index)
-            if peak or f"cuda:{index}" == self._device:
-                found[f"cuda:{index}"] = peak
         with suppress(OSError, KeyError):
             Path("/proc/self/clear_refs").write_text("5")
             # Of the pages of files there are more by now than at the peak.
             found["cpu"] = max(own_bytes(status), status["VmHWM"] - status["RssFile"])
-        self._total = _most(self._total, found)
+        self._peaks |= found
         return found
 
     def total(self) -> PeakMemory:
         """The peak since this meter was made."""
         self.lap()
-        return _above(self._total, self._start_bytes)
+        return _above(self._peaks, self._start_bytes)
 
 
 class Part:
-    """The peak of those stretches of a run that are under ``counted``; None before the first.
-
-    ``arrived_bytes`` is what the rank holds already and should count, too.
-    """
+    """The peak of what is ``counted``, with ``arrived_bytes`` that the rank holds already."""
 
     def __init__(self, meter: MemoryMeter, arrived_bytes: int = 0):
-        self._meter, self._start_bytes = meter, own_bytes() - arrived_bytes
-        self._peaks: Peaks = {}
+        self._meter, self._start_bytes = meter, own_bytes(_status()) - arrived_bytes
+        self._peaks = Peaks()
         self.peak: PeakMemory | None = None
 
     @contextmanager
     def counted(self) -> Iterator[None]:
         self._meter.lap()
         yield
-        self._peaks = _most(self._peaks, self._meter.lap())
+        self._peaks |= self._meter.lap()
         self.peak = _above(self._peaks, self._start_bytes)
 
 
@@ -111,14 +98,9 @@ def as_dicts(peaks: list[PeakMemory | None]) -> list[dict[str, Any] | None]:
     return [None if peak is None else asdict(peak) for peak in peaks]
 
 
-def own_bytes(status: Mapping[str, int] | None = None) -> int:
+def own_bytes(status: Mapping[str, int]) -> int:
     """Resident memory without the pages of files; 0 where the system does not say."""
-    status = _status() if status is None else status
     return status.get("RssAnon", 0) + status.get("RssShmem", 0)
-
-
-def _most(one: Peaks, other: Peaks) -> Peaks:
-    return {name: max(one.get(name, 0), other.get(name, 0)) for name in one | other}
 
 
 def _above(peaks: Peaks, start_bytes: int) -> PeakMemory:

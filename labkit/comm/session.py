@@ -42,13 +42,8 @@ class Session:
         keep_spans: keep only this many spans, the latest; None keeps all.
         hosts: the ranks of each host; an emulated link may show others (``Comm.hosts``).
 
-    Attributes:
-        operations: calls of send, recv, recv_any and exchange so far, and the messages inside
-            ``streaming``.
-        barriers: calls of barrier so far.
-        recorder: collects this rank's spans.
-        memory: measures this rank's peak memory; None before ``start_together``.
-        at_close: called first when the session is closed.
+    ``operations`` counts the calls of send, recv, recv_any and exchange, and the messages inside
+    ``streaming``; ``memory`` is None before ``start_together``; ``at_close`` is called at the end.
     """
 
     def __init__(
@@ -147,8 +142,8 @@ class Session:
 
         try:
             yield again
-            if (link := self.transport.link) is not None:
-                link.carry(sent, expected, began_s or time.monotonic())
+            if self.transport.carry is not None:
+                self.transport.carry(sent, expected, began_s or time.monotonic())
         except PeerLostError as error:
             peers = [peer for peer in dict.fromkeys((dst, src)) if peer is not None]
             names = " and ".join(f"rank {peer}" for peer in peers)
@@ -222,7 +217,7 @@ class Session:
     def start_together(self) -> None:
         """Wait for the other ranks, then make this moment second 0 of the trace on all ranks."""
         # Before the barrier: it takes some 0.1 ms, which is no part of the run.
-        self.memory = MemoryMeter(self.device)
+        self.memory = MemoryMeter()
         row, origins_s = self.board.ranks[self.rank], self.board.ranks["origin_s"]
         row["origin_s"] = time.perf_counter()
         self.transport.barrier()
@@ -251,7 +246,6 @@ class Session:
             self.board.ranks[self.rank]["loss"] = float(loss)
 
     def memory_of_part(self, arrived_bytes: int = 0) -> Part:
-        """Measures the peak memory of some stretches of the run."""
         assert self.memory is not None, "the run has started"
         return Part(self.memory, arrived_bytes)
 

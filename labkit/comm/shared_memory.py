@@ -128,10 +128,6 @@ def _unnamed_file(num_bytes: int) -> int:
     return descriptor
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
 class Semaphore:
     """A POSIX semaphore in shared memory: a counter that a process can sleep on.
 
@@ -155,7 +151,8 @@ class Semaphore:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until the counter is above 0, and take one; False after ``timeout_s``."""
         until_s = time.time() + timeout_s
-        timespec = _Timespec(int(until_s), int(until_s % 1 * 1e9))
+        # Seconds and nanoseconds.
+        timespec = (ctypes.c_long * 2)(int(until_s), int(until_s % 1 * 1e9))
         return not _LIBC.sem_timedwait(self._address, ctypes.byref(timespec))
 
 

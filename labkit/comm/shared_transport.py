@@ -124,7 +124,6 @@ class Channel:
         self._peer = source if sent is None else destination
         self._wait, self._sent = wait, sent or Sent()
         self._slots = arena.slots(source, destination)
-        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._next = self._slot_bytes = 0
 
     def reserve(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -151,12 +150,7 @@ class Channel:
     def slot(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """The current slot, for a sender with ``free`` or a receiver with ``filled`` in hand."""
         self._slot_bytes = num_elements * dtype.itemsize
-        key = self._next, num_elements, dtype
-        if key not in self._views:
-            if len(self._views) > 64:
-                self._views.clear()
-            self._views[key] = self._slots[self._next].view(dtype)[:num_elements]
-        return self._views[key]
+        return self._slots[self._next].view(dtype)[:num_elements]
 
 
 class SharedTransport(Transport):
@@ -227,12 +221,10 @@ class SharedTransport(Transport):
     def _sending(self, flat: Tensor, dst: int) -> Half:
         channel = self.channel_to(dst)
         yield channel.ready, dst
-        begins_message = True
-        for segment in split_segments(flat, channel.segment_bytes):
+        for number, segment in enumerate(split_segments(flat, channel.segment_bytes)):
             yield channel.free, dst
             channel.slot(segment.numel(), flat.dtype).copy_(segment)
-            channel.commit(begins_message)
-            begins_message = False
+            channel.commit(begins_message=number == 0)
 
     def _receiving(self, flat: Tensor, src: int, take: Callable[[Tensor, Tensor], object]) -> Half:
         """Receive in segments; ``take(segment, slot)`` copies or adds the slot's values."""

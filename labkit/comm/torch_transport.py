@@ -125,8 +125,8 @@ class TorchTransport(Transport):
     @contextmanager
     def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
         if self._queues:
-            with super().exchanging(send, dst, recv, src):
-                yield
+            self.exchange(send, dst, recv, src)
+            yield
             return
         # The receive first: gloo tells a peer that it may send on the same connection as the data,
         # behind a message to that peer, so the two directions would take turns.

@@ -63,13 +63,13 @@ class Transport(ABC):
         sent: counts what was sent. A message is one send, or one chunk that a collective writes
             directly into a channel, however many segments it has.
         shares_memory: whether there are channels between all ranks.
-        link: the emulated link that the messages take; None for no emulation.
+        carry: waits as long as messages take on an emulated link; None without one.
 
     Raises (every operation): PeerLostError if the peer has ended, or the timeout has passed.
     """
 
     shares_memory = False
-    link: Any = None
+    carry: Any = None
 
     def __init__(self):
         self.sent = Traffic()
@@ -107,13 +107,9 @@ class Transport(ABC):
         """
         raise ValueError("between machines, recv_any needs gloo")
 
-    def channel_to(self, dst: int) -> Any:
-        """The slots in which rank ``dst`` reads what this rank writes."""
-        raise NotImplementedError
-
-    def channel_from(self, src: int) -> Any:
-        """The slots that rank ``src`` writes and this rank reads."""
-        raise NotImplementedError
+    # With ``shares_memory``: the slots of an edge, for its sender and its receiver.
+    channel_to: Any = None
+    channel_from: Any = None
 
     def set_timeout(self, timeout_s: float) -> None:  # noqa: B027
         """Set the longest wait of operations from now on, where waits have a limit."""

@@ -26,7 +26,7 @@ Average, Sum = "mean", "sum"
 
 
 class WrongOrder(ValueError, AssertionError):
-    """Calls in an order in which wrong gradients would be reduced (Horovod: AssertionError)."""
+    """Calls that would reduce wrong gradients (Horovod: AssertionError)."""
 
 
 class Compression:

@@ -39,6 +39,7 @@ from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
 from labkit.runtime.failures import report_of_failure
 from labkit.runtime.messages import Report, dump_value
+from labkit.schedules.ring import host_of
 
 # What the launcher writes to let a rank exit.
 GO = b"g"
@@ -237,11 +238,11 @@ def connect(
         group_connections.update(connections() - before)
         keep_alive(group_connections)
     group_store = dist.distributed_c10d._get_default_store()
-    hosts = find_hosts(group_store, rank, world_size)
-    neighbours, host_names[:] = hosts.neighbours(rank), hosts.names
+    hosts, host_names[:] = find_hosts(group_store, rank, world_size)
+    neighbours = hosts[host_of(rank, hosts)]
     if arena is None:
         arena = meet(group_store, rank, world_size, neighbours)
-    plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
+    plug_in(link, rank, arena if len(hosts) == 1 else None)
     transport: Transport = (far := TorchTransport(plan.backend, device))
     if arena and plan.transport == "shared":
         near = SharedTransport(arena, rank, timeout_s + PATIENCE_S)
@@ -250,7 +251,7 @@ def connect(
         elif len(neighbours) > 1:
             transport = HostsTransport(near, far, neighbours)
     board = arena.board if arena else None
-    comm = over_link(Comm(rank, world_size, device, transport, board, hosts=hosts.ranks))
+    comm = over_link(Comm(rank, world_size, device, transport, board, hosts=hosts))
     _latest[:] = [comm]
     return comm
 

@@ -4,7 +4,6 @@ A **split point** k means that a stage begins with layer k; P - 1 of them make P
 Symbols: L layers, P stages.
 """
 
-import itertools
 from collections.abc import Sequence
 
 from labkit.units import format_count
@@ -20,16 +19,13 @@ def check_split_points(
     """
     points = tuple(split_points)
     shown = ", ".join(map(str, points)) or "none"
-    for point in points:
-        if isinstance(point, bool) or not isinstance(point, int):
-            raise ValueError(f"split point {point!r} is not an integer: give a layer's number")
-        if not 1 <= point < num_layers:
+    for before, point in zip((0, *points), points):
+        if not isinstance(point, int) or not before < point < num_layers:
             raise ValueError(
                 f"split point {point} leaves a stage without layers: with "
-                f"{format_count(num_layers, 'layer')} it is 1 to {num_layers - 1}"
+                f"{format_count(num_layers, 'layer')} they are integers from 1 to "
+                f"{num_layers - 1}, each greater than the one before"
             )
-    if any(before >= after for before, after in itertools.pairwise(points)):
-        raise ValueError(f"split points {shown} are out of order: give each once, from the first")
     if num_stages is not None and len(points) != num_stages - 1:
         raise ValueError(
             f"{format_count(len(points), 'split point')} ({shown}) for "

@@ -91,6 +91,7 @@ class Strategy:
         loss: (outputs, targets) -> the sum over the samples. The loop sets it, and ``clip_norm``.
         optimizer, trained: of this rank (None where it makes no updates), and what it changes.
         norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
+        counted_elsewhere: by ``id``, the parameters whose norm another of these ranks counts.
         model: this rank's whole model, on ``comm.device``. A technique that does not hold it there
             overrides ``run`` or ``predict``, ``full_state`` and ``held``.
     """
@@ -108,6 +109,7 @@ class Strategy:
     devices: Sequence[torch.device] = ()
     optimizer: Any = None
     norm_ranks: Sequence[int] = ()
+    counted_elsewhere: Iterable[int] = ()
     trained: list[nn.Parameter]
     comm: Comm
     model: nn.Module
@@ -164,7 +166,8 @@ class Strategy:
             norm = torch.zeros(())
             if self.clip_norm is not None or self.scaler.enabled:
                 self.scaler.unscale(gradients)
-                norm = get_total_norm([g for g in gradients if g.numel()]).double()
+                mine = [p.grad for p in self.trained if id(p) not in self.counted_elsewhere]
+                norm = get_total_norm([g for g in mine if g is not None and g.numel()]).double()
                 if self.norm_ranks:
                     square = norm.square().to(self.comm.device)
                     norm = naive_all_reduce(SubComm(self.comm, self.norm_ranks), square).sqrt()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives.compressed import CompressedBetween, TopK, all_reduce_of
+from labkit.collectives.compressed import TopK, all_reduce_of
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.on_shares import OnShares
@@ -42,6 +42,8 @@ class RingAllReduce(OnShares):
                 "topk keeps the values that it does not send for the next update, which fp16 may "
                 "scale differently or skip: choose amp bf16, or compress fp16"
             )
+        if self.compress == "topk" and self.hierarchical:
+            raise ValueError("hierarchical compresses as fp16 or bf16, not as topk")
         self.all_reduce = all_reduce_of(self.compress, self.hierarchical)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -69,5 +71,5 @@ class RingAllReduce(OnShares):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         super().load_state(state)
-        if isinstance(self.all_reduce, TopK | CompressedBetween) and "own/residual" in state:
+        if isinstance(self.all_reduce, TopK) and "own/residual" in state:
             self.all_reduce.residual = state["own/residual"].to(self.comm.device)

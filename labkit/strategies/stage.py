@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives import broadcast
-from labkit.comm.comm import Comm
+from labkit.collectives import broadcast, naive_all_reduce
+from labkit.comm.comm import Comm, SubComm
 from labkit.schedules.pipeline import Action, Hop
 from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, State, Strategy
@@ -26,8 +26,10 @@ from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, 
 class StagedModel(Strategy):
     """The base of the techniques that cut a model into stages; they add ``step``.
 
-    Every rank is given the same seeded model and keeps its own layers. No gradient crosses a cut
-    if nothing before it is trained. With ``amp``, float32 crosses a cut in the half dtype.
+    Every rank is given the same seeded model and keeps its own layers. A parameter that layers on
+    several stages share is on each of them; ``update`` sums its gradients first. No gradient
+    crosses a cut if nothing before it is trained. With ``amp``, float32 crosses a cut in the half
+    dtype.
 
     Attributes:
         split_points: layers that begin a stage, one fewer than there are ranks.
@@ -52,7 +54,8 @@ class StagedModel(Strategy):
         stages = [nn.ModuleList(layer for _, layer in layers[a:b]) for a, b in self.bounds]
         trains = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         self.first_trained = trains.index(True)
-        check_untied(stages)
+        self.tied = tied_parameters(stages)
+        self.counted_elsewhere = {id(p) for p, places in self.tied if self.index != places[0]}
         # By name of a parameter or buffer, its stage.
         self.stage_of = {
             f"{name}.{key}": stage
@@ -65,7 +68,9 @@ class StagedModel(Strategy):
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
         state = model.state_dict(keep_vars=True)
         self.tensors = {key: state[key] for key, s in self.stage_of.items() if s == self.index}
-        self.parameters = {n: p for n, p in model.named_parameters() if n in self.tensors}
+        names = {id(p): name for name, p in model.named_parameters()}
+        mine = [value for value in self.tensors.values() if isinstance(value, nn.Parameter)]
+        self.parameters = {names[id(p)]: p for p in mine}
         self.trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained) if self.trained else None
         self.norm_ranks = range(self.num_stages)
@@ -161,6 +166,11 @@ class StagedModel(Strategy):
 
     def update(self) -> bool:
         self._measures = False
+        for parameter, stages in self.tied:
+            if self.index in stages:
+                gradient = parameter.grad
+                total = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+                parameter.grad = naive_all_reduce(SubComm(self.comm, stages), total)
         return super().update()
 
     @torch.no_grad()
@@ -237,13 +247,21 @@ def carry_out(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:
         comm.recv(landing, hop.recv.peer)
 
 
-def check_untied(stages: Sequence[nn.Module]) -> None:
-    """ValueError if a parameter or a buffer belongs to layers on two stages."""
-    homes: dict[Tensor, int] = {}
+def tied_parameters(stages: Sequence[nn.Module]) -> list[tuple[nn.Parameter, list[int]]]:
+    """The trained parameters that are on several stages, each with the list of its stages.
+
+    Raises:
+        ValueError: two stages share a buffer, whose statistics they cannot both keep.
+    """
+    homes: dict[Tensor, list[int]] = {}
     for index, stage in enumerate(stages):
-        for tensor in (*stage.parameters(), *stage.buffers()):
-            if (home := homes.setdefault(tensor, index)) != index:
-                raise ValueError(
-                    f"a tensor {list(tensor.shape)} belongs to layers on stages {home} and "
-                    f"{index}: move a split point, so that one stage has both"
-                )
+        for tensor in dict.fromkeys((*stage.parameters(), *stage.buffers())):
+            homes.setdefault(tensor, []).append(index)
+    tied = [(tensor, places) for tensor, places in homes.items() if len(places) > 1]
+    for tensor, places in tied:
+        if not isinstance(tensor, nn.Parameter):
+            raise ValueError(
+                f"a buffer {list(tensor.shape)} belongs to layers on stages {places}: move a "
+                "split point, so that one stage has both"
+            )
+    return [(p, places) for p, places in tied if isinstance(p, nn.Parameter) and p.requires_grad]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import travel_by_value
 
 from labkit import EmulatedLink, collectives, run, train_with
+from labkit.comm import emulated_link
 from labkit.comm.emulated_link import Card
 from labkit.costs import Link, all_reduce_seconds
 
@@ -70,7 +71,7 @@ def test_every_message_takes_at_least_its_time_on_both_ends(transport):
         spans = trace.of(rank, "communicate")
         assert len(spans) == 3
         # The message begins when both have come: a span may begin a little later than that.
-        assert all(span.duration_s > 0.9 * link.message_seconds(1000) for span in spans)
+        assert all(span.duration_s > 0.9 * 0.02 for span in spans)
 
 
 def least_seconds(comm, names, num_elements, repeats=3):
@@ -102,12 +103,11 @@ def on_hosts(comm):
 
     After messages inside hosts, and then after one message from each rank to the other host.
     """
-    transport = comm.transport
     group = dist.new_group([1, 2, 3], backend="labkit")
     found = [comm.hosts, comm.host]
     if comm.rank:
         found.append(group._comms["collectives"].hosts)
-    state = transport.link.card.free_s
+    state = emulated_link._card.free_s
     beside, across = comm.rank ^ 1, (comm.rank + 2) % 4
     tensor, landing = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
     comm.exchange(tensor, beside, landing, beside)

@@ -12,7 +12,13 @@ import labkit
 import labkit.horovod as hvd
 from workbook.exercises import elsewhere
 from workbook.exercises.elsewhere import GRADIENTS, STATISTICS, step_of
-from workbook.exercises.elsewhere_training import Setting, differs, played, wrong_training
+from workbook.exercises.elsewhere_training import (
+    MISTAKES,
+    Setting,
+    differs,
+    played,
+    wrong_training,
+)
 from workbook.exercises.grader import Case
 from workbook.exercises.programs import with_ddp, with_horovod
 
@@ -109,7 +115,7 @@ def test_the_pages_scripts_are_what_ports_are_compared_with(ran):
         settings = Setting(case, resumed), Setting(case, resumed, 2)
         for which, setting in enumerate(settings):
             ranks = [scripts[number][which] for _, scripts in ran]
-            assert wrong_training([(setting, ranks)], {}) is None
+            assert wrong_training([(setting, ranks)]) is None
 
 
 def test_no_two_pairs_of_semantics_do_the_same():
@@ -121,7 +127,7 @@ def test_no_two_pairs_of_semantics_do_the_same():
 @pytest.mark.parametrize("passes", [1, 2])
 def test_every_named_mistake_changes_the_model(passes):
     settings = elsewhere.settings(Case(3, 0, seed=7), passes)
-    for mistake in elsewhere._MISTAKES[passes].values():
+    for mistake in MISTAKES.values():
         pairs = [pair for s in settings for pair in zip(played(s, mistake), played(s))]
         assert any(differs("a state", one.state, other.state) for one, other in pairs), mistake
 

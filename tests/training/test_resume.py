@@ -112,7 +112,7 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
         "ring": job("ring_all_reduce", 3, **SCHEDULED),
         "ddp": job("ddp", 3, bucket_mb=0.001),
         "ddp_builtin": job("ddp", 3, builtin=True, bucket_mb=0.001),
-        "topk_over_hosts": job("ring_all_reduce", 3, compress="topk", hierarchical=True),
+        "over_hosts": job("ring_all_reduce", 3, compress="bf16", hierarchical=True),
         "one_server": job("parameter_server", 3),
         "pipeline": job("pipeline", 3, schedule="1f1b", micro_batches=3),
     }

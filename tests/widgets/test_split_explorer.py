@@ -136,7 +136,7 @@ class TestSplitPicture:
 
     def test_what_cannot_be_is_refused(self, picture):
         for points, message in (
-            ([4, 2], "out of order"),
+            ([4, 2], "split point 2 leaves a stage without layers"),
             ([6], "split point 6 leaves a stage without layers"),
             ([], "shows 2 to 4 stages, got 1"),
             ([1, 2, 3, 4], "shows 2 to 4 stages, got 5"),

@@ -117,8 +117,7 @@ def hang(seed: int | None = None) -> HungRun:
     ) as agents:
         while not any(": step " in line for _, line in lines):
             if agents.follow(quiet_s=_QUIET_S, show=show_steps):
-                said = "\n".join(line for _, line in lines[-20:])
-                raise RuntimeError(f"the program has ended, and was to stand still:\n{said}")
+                raise RuntimeError(f"the program has ended, and was to stand still: {lines[-20:]}")
         print(f"... nothing for {_QUIET_S:g} s", flush=True)
         before, dumps = None, Dumps()
         while dumps != before:
@@ -177,13 +176,30 @@ def explanation_in(lines: Sequence[str]) -> list[str]:
     return [*lines[first : next(ends, len(lines))]]
 
 
-def _dumps(kind: str, culprit: int, before: int, after: int, kept: int, lost: int | None) -> Dumps:
-    """What PyTorch 2.10's recorders hold with gloo while the others wait, by rank."""
+# What goes wrong, with which rank, after so many collectives that go well, and how many more come;
+# so many of the newest entries are kept, as in a small buffer; whose dump is lost.
+@judged(
+    "dumps",
+    *(("does not come", 1, 4, 0, 99, None), ("all agree", 0, 6, 0, 99, None)),
+    *(("calls another collective", 0, 5, 0, 99, None), ("brings another size", 2, 3, 2, 99, None)),
+    *(("comes alone", 3, 7, 0, 99, None), ("does not come", 0, 5, 0, 3, None)),
+    *(("calls another collective", 2, 6, 0, 2, 1), ("brings another size", 0, 4, 0, 99, None)),
+    ("all agree", 0, 7, 0, 2, None),
+)
+def culprit(
+    fn: Callable, kind: str, rank: int, before: int, after: int, kept: int, lost: int | None
+) -> Wrong | None:
+    """Grade ``fn(dumps)``: who is the first to do something else, by flight recorder dumps.
+
+    ``dumps``: {rank: list of entries}. Expected is (rank, ``collective_seq_id``), or None where
+    all ranks agree. One rank differs; the others are the majority.
+    """
+    # What PyTorch 2.10's recorders hold with gloo while the others wait, by rank.
     dumps, calls = Dumps(), before + 1 + after
     names = random.choices(["all_reduce", "broadcast"], [3, 2], k=calls)
     sizes = [random.randint(20, 90) for _ in range(calls)]
-    for rank in random.sample(range(WORLD_SIZE), WORLD_SIZE):
-        own, entries = rank == culprit, []
+    for each in random.sample(range(WORLD_SIZE), WORLD_SIZE):
+        own, entries = each == rank, []
         for number, (name, size) in enumerate(zip(names, sizes), start=1):
             fault = kind if number == before + 1 else ""
             comes = {"all agree": False, "comes alone": own, "does not come": not own}
@@ -197,34 +213,9 @@ def _dumps(kind: str, culprit: int, before: int, after: int, kept: int, lost: in
             done = fault in ("", "brings another size")
             values = number, f"gloo:{name}", [[size]], ["Float"], "scheduled", done
             entries.append(dict(zip(_KEPT, values)))
-        if rank != lost:
-            dumps[rank] = entries[-kept:]
-    return dumps
-
-
-# What goes wrong, with which rank, after so many collectives that go well, and how many more come;
-# so many of the newest entries are kept, as in a small buffer; whose dump is lost.
-@judged(
-    "dumps",
-    ("does not come", 1, 4, 0, 99, None),
-    ("all agree", 0, 6, 0, 99, None),
-    ("calls another collective", 0, 5, 0, 99, None),
-    ("brings another size", 2, 3, 2, 99, None),
-    ("comes alone", 3, 7, 0, 99, None),
-    ("does not come", 0, 5, 0, 3, None),
-    ("calls another collective", 2, 6, 0, 2, 1),
-    ("brings another size", 0, 4, 0, 99, None),
-    ("all agree", 0, 7, 0, 2, None),
-)
-def culprit(
-    fn: Callable, kind: str, rank: int, before: int, after: int, kept: int, lost: int | None
-) -> Wrong | None:
-    """Grade ``fn(dumps)``: who is the first to do something else, by flight recorder dumps.
-
-    ``dumps``: {rank: list of entries}. Expected is (rank, ``collective_seq_id``), or None where
-    all ranks agree. One rank differs; the others are the majority.
-    """
-    found = fn(_dumps(kind, rank, before, after, kept, lost))
+        if each != lost:
+            dumps[each] = entries[-kept:]
+    found = fn(dumps)
     expected = None if kind == "all agree" else (rank, before + 1)
     if agree(found, expected):
         return None

@@ -17,9 +17,7 @@ from statistics import fmean
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from labkit import horovod as hvd
 from labkit.comm.comm import Comm
@@ -32,15 +30,6 @@ from workbook.exercises.grader.watched import Watched
 
 # Longer than anything between a gradient and the wait for it.
 _LAZY_S = 2.0
-# A sentence -> a mistake of ``elsewhere_training.played``; the passes of an update -> those named.
-_UNSCALED = "the learning rate is not scaled: the script multiplies it by the number of ranks"
-_OWN = "the ranks begin with models of their own: they have to begin with that of rank 0"
-_APART = "each rank updates with its own gradient, so the replicas drift apart"
-_CLIPS = "each rank clips its own gradient before the exchange: to clip is for the average"
-_MISTAKES = {
-    1: {_UNSCALED: "not scaled", _OWN: "own models", _APART: "not averaged"},
-    2: {_OWN: "own models", _APART: "not averaged", _CLIPS: "clipped before"},
-}
 
 
 def _ported(passes: int, fn: Watched, comm: Comm, case: Case) -> list[Trained] | Wrong:
@@ -63,7 +52,7 @@ def _wrong_port(passes: int, case: Case, values: list[Any]) -> Found:
         (setting, [Trained(*one) for one in ranks])
         for setting, ranks in zip(settings(case, passes), zip(*values))
     ]
-    return wrong_training(trainings, _MISTAKES[passes]) if trainings else None
+    return wrong_training(trainings) if trainings else None
 
 
 def settings(case: Case, passes: int) -> list[Setting]:
@@ -73,24 +62,14 @@ def settings(case: Case, passes: int) -> list[Setting]:
 
 def trained(fn: Callable, setting: Setting, rank: int) -> Trained:
     """Call a port on a rank, and note what it does."""
-    model, seen, saved = setting.model(rank), [], []
-    names = {row: i for i, row in enumerate(setting.samples.tensors[0][:, 0].tolist())}
-
-    def note(module: nn.Module, inputs: tuple) -> None:
-        if torch.is_grad_enabled():
-            try:
-                seen.append([names.get(row, -1) for row in inputs[0][:, 0].tolist()])
-            except (IndexError, RuntimeError):  # not in order, or a tensor of torch.func.vmap
-                seen.append([-1])
-
-    model.register_forward_pre_hook(note)
+    model, saved = setting.model(rank), []
     # Horovod's script reads its checkpoint on rank 0, and DDP's on every rank.
     start = setting.checkpoint() if rank == 0 or setting.passes > 1 else None
     rates = [setting.lr, setting.max_norm][: setting.passes]
     rest = setting.epochs, start, lambda state: saved.append(copy.deepcopy(state))
     losses = fn(model, setting.samples, setting.batch_size, *rates, *rest)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return Trained(state, fit(losses, [0.0]), saved, seen)
+    return Trained(state, fit(losses, [0.0]), saved)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ All ranks are played here, one after another, in float64: the right training, an
 mistake. Symbols: P ranks, N samples.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -91,21 +91,24 @@ class Trained(NamedTuple):
         state: of the model.
         losses: what the function returned.
         saved: what it has saved, in this order.
-        seen: the samples of each forward with gradients; -1 for one that is not of the data set.
     """
 
     state: State
     losses: Any
     saved: list[dict[str, Any]]
-    seen: list[list[int]]
+
+
+# What a port may miss -> the name of the mistake in ``played``.
+MISTAKES = {
+    "the learning rate is not multiplied by the number of ranks": "not scaled",
+    "the ranks begin with models of their own: they have to begin with rank 0's": "own models",
+    "each rank updates with its own gradient, so the replicas drift apart": "not averaged",
+}
 
 
 @lru_cache(maxsize=64)
 def played(setting: Setting, mistake: str = "") -> list[Trained]:
-    """The training by rank, as one device plays it: right, or with one of these mistakes.
-
-    ``own models``, ``not scaled``, ``not averaged``, ``clipped before`` the average.
-    """
+    """The training by rank, as one device plays it: right, or with one of the ``MISTAKES``."""
     P = setting.case.world_size
     models = [setting.model(rank) for rank in range(P)]
     factor = 1 if mistake == "not scaled" else P
@@ -128,23 +131,20 @@ def played(setting: Setting, mistake: str = "") -> list[Trained]:
                 losses[epoch] += loss.item() / len(by_rank[0]) / P
             if number % setting.passes:
                 continue
-            clipped = models if setting.passes > 1 else []
-            for model in clipped if mistake == "clipped before" else []:
-                clip_grad_norm_(model.parameters(), setting.max_norm)
             if mistake != "not averaged":
                 for replicas in zip(*(model.parameters() for model in models)):
                     mean = torch.stack([parameter.grad for parameter in replicas]).mean(0)
                     for parameter in replicas:
                         parameter.grad = mean.clone()
-            for model in clipped if mistake != "clipped before" else []:
-                clip_grad_norm_(model.parameters(), setting.max_norm)
-            for optimizer in optimizers:
+            for model, optimizer in zip(models, optimizers):
+                if setting.passes > 1:
+                    clip_grad_norm_(model.parameters(), setting.max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
     saved = [
         {"model": m.state_dict(), "optimizer": o.state_dict()} for m, o in zip(models, optimizers)
     ]
-    return [Trained(one["model"], losses, [one], []) for one in saved]
+    return [Trained(one["model"], losses, [one]) for one in saved]
 
 
 def momentum_of(state: dict[str, Any]) -> list[Tensor]:
@@ -157,22 +157,18 @@ def momentum_of(state: dict[str, Any]) -> list[Tensor]:
 Trainings = Sequence[tuple[Setting, Sequence[Trained]]]
 
 
-def wrong_training(trainings: Trainings, mistakes: Mapping[str, str]) -> Found:
-    """The first thing that is wrong. ``mistakes``: a sentence -> a mistake of ``played``."""
+def wrong_training(trainings: Trainings) -> Found:
+    """The first thing that is wrong, or the one of the ``MISTAKES`` that explains it."""
     everyone = [(s, rank, one) for s, ranks in trainings for rank, one in enumerate(ranks)]
-    if len(trainings[0][1]) > 1 and all(_sees_all(s, one) for s, _, one in everyone):
-        return "every rank trains on all samples in every epoch, not on its share of them"
     for setting, rank, one in everyone:
         start = "from a checkpoint" if setting.resumed else "from the beginning"
         place, right = f"{start}, rank {rank}: ", played(setting)[rank]
         if found := differs("the model's state", one.state, right.state):
-            for sentence, name in mistakes.items():
+            for sentence, name in MISTAKES.items():
                 pairs = ((one, played(s, name)[rank]) for s, rank, one in everyone)
                 if not any(differs("", own.state, made.state) for own, made in pairs):
                     return sentence
-            most = max(map(len, one.seen), default=0)
-            text = f"; its largest batch has {most} samples, and that of the script "
-            return f"{place}{found}{text}{setting.batch_size}"
+            return place + found
         # The loss of an epoch travels in float32.
         if found := differs("the mean loss of all ranks", one.losses, right.losses, 1e-5, 0.0):
             return place + found
@@ -182,8 +178,7 @@ def wrong_training(trainings: Trainings, mistakes: Mapping[str, str]) -> Found:
                 return f"ranks 0 and {rank} differ in the last bits, so replicas drift apart"
         savers = [rank for rank, one in enumerate(ranks) if one.saved]
         if savers != [0]:
-            text = f"the checkpoint is saved by the ranks {savers}, expected rank 0 alone"
-            return f"{text}: on one disk they would write the same file at the same time"
+            return f"the checkpoint is saved by the ranks {savers}, expected rank 0 alone"
         saved, right = ranks[0].saved[-1], played(setting)[0].saved[0]
         try:
             kept = saved["model"], momentum_of(saved["optimizer"])
@@ -205,11 +200,3 @@ def differs(
     except (AssertionError, TypeError) as error:
         return f"{what} is not the expected one: {' '.join(str(error).split())}"
     return None
-
-
-def _sees_all(setting: Setting, one: Trained) -> bool:
-    """Whether a rank has trained on all samples in each epoch: wrong with any result."""
-    rows = [row for rows in one.seen for row in rows]
-    length = len(rows) // setting.epochs
-    epochs = [{*rows[e * length : (e + 1) * length]} for e in range(setting.epochs)]
-    return epochs == [{*range(len(setting.samples))}] * setting.epochs

@@ -36,9 +36,8 @@ def _after(num_stages: int, case: Case) -> Tensor:
 
 
 def _parts(case: Case) -> dict[str, Tensor]:
-    stages = range(case.world_size)
-    made = {f"the output of stage {rank}": _after(rank + 1, case) for rank in stages}
-    return made | {f"inputs on rank {rank}": _given(rank, case) for rank in stages}
+    ranks = range(case.world_size)
+    return {f"the output of stage {rank}": _after(rank + 1, case) for rank in ranks}
 
 
 def _target(step: int, rank: int, case: Case) -> Target:
@@ -66,9 +65,7 @@ def _forward(
     if any(parameter.grad is None for parameter in layers.parameters()):
         return Wrong("a backward from leaving gives the parameters of the layers no gradient")
     if comm.rank and not (entering.is_leaf and entering.grad is not None):
-        return Wrong(
-            "entering gets no gradient: it has to be the received tensor, with requires_grad_()"
-        )
+        return Wrong("entering, the received tensor, gets no gradient: call its requires_grad_()")
     return entering, leaving
 
 

@@ -160,15 +160,14 @@ all_reduce = _check(
     link=_CARD,
 )
 
-# Rank, local rank and host of processes of torchrun, with 4 and 2 on its nodes; the third was
-# started by Slurm, too.
-_TORCHRUN = {(5, 1, 1): {}, (3, 3, 0): {}, (4, 0, 1): {"SLURM_PROCID": "1"}}
-# The tasks of each node as Slurm writes them, their number -> rank, local rank and host.
+# Rank, local rank and host of torchrun's processes, with 4 and 2 on its nodes.
+_TORCHRUN = ((5, 1, 1), (3, 3, 0), (4, 0, 1))
+# The tasks of each node as Slurm writes them -> rank, local rank and host.
 _SLURM = {
-    ("2,2", 2): ((0, 0, 0), (3, 1, 1)),
-    ("2(x3),1", 4): ((1, 1, 0), (4, 0, 2), (6, 0, 3)),
-    ("3,1(x2),4", 4): ((2, 2, 0), (3, 0, 1), (4, 0, 2), (5, 0, 3), (8, 3, 3)),
-    ("12(x2)", 2): ((13, 1, 1),),
+    "2,2": ((0, 0, 0), (3, 1, 1)),
+    "2(x3),1": ((1, 1, 0), (4, 0, 2), (6, 0, 3)),
+    "3,1(x2),4": ((2, 2, 0), (3, 0, 1), (4, 0, 2), (5, 0, 3), (8, 3, 3)),
+    "12(x2)": ((13, 1, 1),),
 }
 
 
@@ -180,13 +179,13 @@ def place(fn: Callable) -> Verdict:
     variables are right.
     """
     asked = []
-    for where, slurms in _TORCHRUN.items():
+    for where in _TORCHRUN:
         own = dict(zip(("RANK", "LOCAL_RANK", "GROUP_RANK"), map(str, where)))
-        tasks = {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NNODES": "2"} if slurms else {}
-        own |= {"MASTER_ADDR": "node01", "MASTER_PORT": "29400"} | slurms | tasks
-        asked.append(((own,), where))
-    for (tasks, nodes), places in _SLURM.items():
+        # The last one was started by Slurm, too.
+        slurms = {"SLURM_PROCID": "1", "SLURM_TASKS_PER_NODE": "1(x2)"} if where[0] == 4 else {}
+        asked.append(((own | slurms,), where))
+    for tasks, places in _SLURM.items():
         for where in places:
             own = {"SLURM_PROCID": str(where[0]), "SLURM_TASKS_PER_NODE": tasks}
-            asked.append(((own | {"SLURM_NNODES": str(nodes)},), where))
+            asked.append(((own,), where))
     return answers(fn, asked, name="hosts.place", signature="environment")

@@ -121,9 +121,8 @@ def _wrong_cuts(question: Question, answer: Any) -> Found:
     if len(points) >= most_stages:
         return f"{text} makes {len(points) + 1} stages"
     split = predict_split(profile, points, link)
-    for stage, needed in enumerate(split.memory_bytes):
-        if needed > cap:
-            return f"{text}: stage {stage} needs {format_bytes(needed)}"
+    if (largest := max(split.memory_bytes)) > cap:
+        return f"{text}: a stage needs {format_bytes(largest)}"
     layers = range(1, len(profile.layers))
     tried = (cuts for count in range(most_stages) for cuts in combinations(layers, count))
     splits = [predict_split(profile, cuts, link) for cuts in tried]

@@ -165,7 +165,7 @@ def _row(record: Record, contender: dict) -> tuple[str, ...]:
     apart = "not finite" if None in far else "-" if "unknown" in far else f"{max(far):.1g}"
     sent = [max(run["bytes_sent"]) for run in runs if run["bytes_sent"]]
     ranks = [[PeakMemory(**one) for one in run.get("peak_memory", ()) if one] for run in runs]
-    peaks = [max(rank.largest_bytes or 0 for rank in own) for own in ranks if own]
+    peaks = [max(max(rank.by_device.values(), default=0) for rank in own) for own in ranks if own]
     accuracy = statistics.median(run["epochs"][-1]["test_accuracy"] for run in runs)
     return (
         name,
