@@ -1,7 +1,6 @@
 """Answers to ``check.data_parallel``."""
 
 import copy
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -29,10 +28,6 @@ def drops_the_rest(inputs, num_devices):
     return list(inputs.split(max(1, len(inputs) // num_devices)))[:num_devices]
 
 
-def gives_one_each(inputs, num_devices):
-    return list(inputs.split(1))
-
-
 # replicate(model, num_devices)
 
 
@@ -46,13 +41,6 @@ def by_recursion_over_devices(model, num_devices):
 
 def repeats_the_model(model, num_devices):
     return [model] * num_devices
-
-
-def zeroes_the_model(model, num_devices):
-    replicas = copies(model, num_devices)
-    with torch.no_grad():
-        model[2].bias.zero_()
-    return replicas
 
 
 # gather(outputs, targets)
@@ -98,27 +86,6 @@ def uses_no_threads(functions, inputs):
     return [function(argument) for function, argument in zip(functions, inputs)]
 
 
-def in_threads(functions, inputs, wait):
-    results = {}
-
-    def work(place):
-        results[place] = functions[place](inputs[place])
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-        if wait == "at once":
-            thread.join()
-    for thread in threads if wait == "at the end" else ():
-        thread.join()
-    return results
-
-
-def never_waits(functions, inputs):
-    results = in_threads(functions, inputs, "never")
-    return [results.get(place) for place in range(len(functions))]
-
-
 def raises_its_own(functions, inputs):
     try:
         return runs(functions, inputs)
@@ -141,22 +108,16 @@ def takes_means(gradients):
     return [total if total is None else total / len(gradients) for total in adds(gradients)]
 
 
-def leaves_the_first_out(gradients):
-    return adds(gradients[1:])
-
-
 def returns_one(gradients):
     return adds(gradients)[0]
 
 
 ANSWERS = [
-    Answers(
-        check.data_parallel.scatter, [splits], [keeps_empty_parts, drops_the_rest, gives_one_each]
-    ),
+    Answers(check.data_parallel.scatter, [splits], [keeps_empty_parts, drops_the_rest]),
     Answers(
         check.data_parallel.replicate,
         [by_recursion_over_devices],
-        [repeats_the_model, lambda model, num_devices: model, zeroes_the_model],
+        [repeats_the_model, lambda model, num_devices: model],
         on=1,
     ),
     Answers(
@@ -165,8 +126,6 @@ ANSWERS = [
         [with_means, runs_on, lambda outputs, targets: None],
         on=1,
     ),
-    Answers(
-        check.data_parallel.parallel_apply, [runs], [uses_no_threads, never_waits, raises_its_own]
-    ),
-    Answers(check.data_parallel.reduce, [adds], [takes_means, leaves_the_first_out, returns_one]),
+    Answers(check.data_parallel.parallel_apply, [runs], [uses_no_threads, raises_its_own]),
+    Answers(check.data_parallel.reduce, [adds], [takes_means, returns_one]),
 ]

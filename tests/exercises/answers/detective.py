@@ -33,47 +33,12 @@ def by_number(dumps):
     return None
 
 
-def all_of(entry):
-    return [entry[key] for key in ("profiling_name", "input_sizes", "input_dtypes")]
-
-
-def variant(what=all_of, by_place=False, who=None, shift=0):
-    def fn(dumps):
-        columns = {
-            rank: {
-                place if by_place else entry["collective_seq_id"]: what(entry)
-                for place, entry in enumerate(entries, start=1)
-            }
-            for rank, entries in dumps.items()
-        }
-        begin, end = max(map(min, columns.values())), max(map(max, columns.values()))
-        for number in range(begin, end + 1):
-            called = {rank: str(columns[rank].get(number)) for rank in sorted(columns)}
-            counts = Counter(called.values())
-            if len(counts) > 1:
-                rank = min(called, key=lambda r: counts[called[r]])
-                return (who(called) if who else rank), number + shift
-        return None
-
-    return fn
-
-
 def blames_who_waits(dumps):
     for rank in sorted(dumps):
         for entry in dumps[rank]:
             if not entry["retired"]:
                 return rank, entry["collective_seq_id"]
     return None
-
-
-def trusts_the_first(called):
-    first = called[min(called)]
-    return next(rank for rank, what in called.items() if what != first)
-
-
-def blames_the_next(dumps):
-    found = by_number(dumps)
-    return found and ((found[0] + 1) % 4, found[1])
 
 
 # named(run, rank, host, line)
@@ -107,7 +72,7 @@ ANSWERS = [
     Answers(
         check.detective.culprit,
         [by_number],
-        [blames_who_waits, variant(who=trusts_the_first), blames_the_next],
+        [blames_who_waits, lambda dumps: (found := by_number(dumps)) and (0, found[1])],
     ),
     Answers(named, [right_numpy], [says(rank=4), says(host=2), says(line=1)]),
 ]

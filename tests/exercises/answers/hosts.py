@@ -1,7 +1,6 @@
 """Answers to ``check.hosts``."""
 
 import re
-from collections import Counter
 
 import torch
 from graded import Answers, ends
@@ -48,33 +47,21 @@ def inside_all_send_first(comm, chunks, host):
             chunk += comm.recv(torch.empty_like(chunk), host[0])
 
 
-def inside_adds_its_own_twice(comm, chunks, host):
-    own = [chunk.clone() for chunk in chunks]
-    inside(comm, chunks, host)
-    for owner, chunk, mine in zip(host, chunks, own):
-        chunk += mine if comm.rank == owner else 0
-
-
 # between(comm, chunk, peers)
 
 
-def between(comm, chunk, peers, to=1):
+def between(comm, chunk, peers):
     H, place = len(peers), peers.index(comm.rank)
-    dst, src = peers[(place + to) % H], peers[(place - to) % H]
+    dst, src = peers[(place + 1) % H], peers[place - 1]
     pieces = chunk.tensor_split(H)
     for step in range(H - 1):
-        target = pieces[(place - to * (step + 1)) % H]
+        target = pieces[(place - step - 1) % H]
         incoming = torch.empty_like(target)
-        comm.exchange(pieces[(place - to * step) % H], dst, incoming, src)
+        comm.exchange(pieces[(place - step) % H], dst, incoming, src)
         target += incoming
     for step in range(H - 1):
-        sent, received = (place + to - to * step) % H, (place - to * step) % H
+        sent, received = (place + 1 - step) % H, (place - step) % H
         comm.exchange(pieces[sent], dst, pieces[received], src)
-
-
-class Between:
-    def __call__(self, comm, chunk, peers):
-        between(comm, chunk, list(peers))
 
 
 def between_with_all(comm, chunk, peers):
@@ -83,11 +70,6 @@ def between_with_all(comm, chunk, peers):
     for turn in range(1, H):
         to, source = peers[(place + turn) % H], peers[(place - turn) % H]
         chunk += comm.exchange(own, to, torch.empty_like(own), source)
-
-
-def between_takes_the_mean(comm, chunk, peers):
-    between(comm, chunk, peers)
-    chunk /= len(peers)
 
 
 def between_its_rank_in_all(comm, chunk, peers):
@@ -116,10 +98,10 @@ def share_inside(comm, chunks, host):
                 comm.send(chunk, other)
 
 
-def over_hosts(comm, tensor, hosts, steps=(inside, between, share_inside), parts=None):
+def over_hosts(comm, tensor, hosts, steps=(inside, between, share_inside)):
     first, second, last = steps
     host = next(host for host in hosts if comm.rank in host)
-    chunks = tensor.view(-1).tensor_split(parts or min(map(len, hosts)))
+    chunks = tensor.view(-1).tensor_split(min(map(len, hosts)))
     place = host.index(comm.rank)
     first(comm, chunks, host)
     if place < len(chunks):
@@ -139,40 +121,20 @@ def forgets_the_others_at_home(comm, tensor, hosts):
     over_hosts(comm, tensor, hosts, (lambda *args: None, between, share_inside))
 
 
-def leaves_the_rest_out(comm, tensor, hosts):
-    size = len(tensor) // min(map(len, hosts)) * min(map(len, hosts))
-    over_hosts(comm, tensor[: size - 1], hosts)
-
-
 # place(environment)
 
 
 def place(environment):
     if "RANK" in environment:
         return tuple(int(environment[n]) for n in ("RANK", "LOCAL_RANK", "GROUP_RANK"))
-    rank, nodes = int(environment["SLURM_PROCID"]), []
-    for part in environment["SLURM_TASKS_PER_NODE"].split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        nodes += [int(count)] * int(times or 1)
-    local_rank, host = rank, 0
-    while local_rank >= nodes[host]:
-        local_rank -= nodes[host]
-        host += 1
-    return rank, local_rank, host
+    tasks, rank = tasks_of(environment["SLURM_TASKS_PER_NODE"]), int(environment["SLURM_PROCID"])
+    by_rank = [host for host, count in enumerate(tasks) for _ in range(count)]
+    return rank, rank - by_rank.index(by_rank[rank]), by_rank[rank]
 
 
 def tasks_of(text):
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in found for _ in range(int(times or 1))]
-
-
-def place_by_counting(environment):
-    if "RANK" in environment:
-        return place(environment)
-    hosts = Counter(dict(enumerate(tasks_of(environment["SLURM_TASKS_PER_NODE"]))))
-    by_rank = sorted(hosts.elements())
-    rank = int(environment["SLURM_PROCID"])
-    return rank, rank - by_rank.index(by_rank[rank]), by_rank[rank]
 
 
 def as_if(count):
@@ -195,32 +157,28 @@ def local_rank_is_rank(environment):
     return rank, rank, host
 
 
-def returns_nothing(environment):
-    place(environment)
-
-
 ANSWERS = [
     Answers(
         check.hosts.inside,
         [inside_by_keyword],
-        [inside_overwrites, ends(inside_all_send_first), inside_adds_its_own_twice],
+        [inside_overwrites, ends(inside_all_send_first)],
         on=4,
     ),
     Answers(
         check.hosts.between,
-        [Between()],
-        [between_with_all, between_takes_the_mean, ends(between_its_rank_in_all)],
+        [between],
+        [between_with_all, ends(between_its_rank_in_all)],
         on=6,
     ),
     Answers(
         check.hosts.all_reduce,
         [as_on_the_page],
-        [around_all_ranks, forgets_the_others_at_home, leaves_the_rest_out],
+        [around_all_ranks, forgets_the_others_at_home],
         on=4,
     ),
     Answers(
         check.hosts.place,
-        [place_by_counting],
-        [as_if(lambda tasks: tasks[0]), local_rank_is_rank, returns_nothing],
+        [place],
+        [as_if(lambda tasks: tasks[0]), local_rank_is_rank],
     ),
 ]

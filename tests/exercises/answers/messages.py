@@ -39,18 +39,6 @@ def rank_1_forgets_to_add(comm, mine):
     return None
 
 
-def rank_1_sends_its_own_back(comm, mine):
-    theirs = torch.empty_like(mine)
-    if comm.rank == 0:
-        comm.send(mine, 1)
-        return comm.recv(theirs, 1)
-    if comm.rank == 1:
-        comm.recv(theirs, 0)
-        comm.send(mine, 0)
-        return mine + theirs
-    return None
-
-
 def everyone_but_0_is_rank_1(comm, mine):
     theirs = torch.empty_like(mine)
     if comm.rank == 0:
@@ -64,31 +52,12 @@ def everyone_but_0_is_rank_1(comm, mine):
 # round_trip(comm, mine)
 
 
-def rank_0_begins(comm, mine):
-    right, left = neighbours(comm)
-    if comm.rank == 0:
-        comm.send(mine, right)
-        return comm.recv(torch.empty_like(mine), left)
-    total = comm.recv(torch.empty_like(mine), left) + mine
-    comm.send(total, right)
-    return total
-
-
 def in_place(comm, mine):
     right, left = neighbours(comm)
     if comm.rank:
         mine += comm.recv(torch.empty_like(mine), left)
     comm.send(mine, right)
     return mine if comm.rank else comm.recv(mine, left)
-
-
-def trip_by_keyword(*, comm, mine):
-    return in_place(comm, mine)
-
-
-def adds_at_home(comm, mine):
-    found = rank_0_begins(comm, mine)
-    return found if comm.rank else found + mine
 
 
 def sends_its_own(comm, mine):
@@ -132,11 +101,6 @@ def others_alone(comm, mine):
     return [one for rank, one in enumerate(steps_apart(comm, mine)) if rank != comm.rank]
 
 
-def through_rank_0(comm, mine):
-    found = collectives.gather(comm, mine, 0) or [torch.empty_like(mine)] * comm.world_size
-    return [collectives.broadcast(comm, tensor.clone(), 0) for tensor in found]
-
-
 def by_the_library(comm, mine):
     return collectives.all_gather(comm, mine)
 
@@ -152,33 +116,25 @@ def proportional(small, large, num_bytes):
     return large[1] / large[0] * num_bytes
 
 
-def without_alpha(small, large, num_bytes):
-    return (large[1] - small[1]) / (large[0] - small[0]) * num_bytes
-
-
-def upside_down(small, large, num_bytes):
-    return num_bytes / without_alpha(small, large, 1)
-
-
 ANSWERS = [
     Answers(
         check.messages.there_and_back,
         [as_a_list],
-        [rank_1_forgets_to_add, rank_1_sends_its_own_back, ends(everyone_but_0_is_rank_1)],
+        [rank_1_forgets_to_add, ends(everyone_but_0_is_rank_1)],
     ),
     Answers(
         check.messages.round_trip,
-        [trip_by_keyword],
-        [adds_at_home, sends_its_own, ends(all_receive_first)],
+        [in_place],
+        [sends_its_own, ends(all_receive_first)],
     ),
     Answers(
         check.messages.all_gather,
         [by_the_library],
-        [ends(as_it_stands), others_alone, through_rank_0],
+        [ends(as_it_stands), others_alone],
     ),
     Answers(
         check.messages.message_time,
         [with_the_library_s_fit],
-        [proportional, upside_down, lambda small, large, num_bytes: None],
+        [proportional, lambda small, large, num_bytes: None],
     ),
 ]

@@ -1,6 +1,5 @@
 """Answers to ``check.overlap``."""
 
-import itertools
 import time
 
 import torch
@@ -42,17 +41,6 @@ def as_they_fill(buckets, start):
     return ready
 
 
-def counts_gradients(buckets, start):
-    so_far, ends = [0], [*itertools.accumulate(map(len, buckets))]
-
-    def ready(index):
-        so_far[0] += 1
-        if so_far[0] in ends:
-            start(ends.index(so_far[0]))
-
-    return ready
-
-
 def returns_nothing(buckets, start):
     in_order(buckets, start)
 
@@ -76,21 +64,7 @@ def bucket_by_bucket(parameters, buckets, flats, handles, batch_size):
 
 def waits_for_the_first(parameters, buckets, flats, handles, batch_size):
     handles[0].wait()
-    copies(parameters, buckets, flats, batch_size)
-
-
-def copies(parameters, buckets, flats, divisor, order=iter):
-    for bucket, flat in zip(buckets, flats):
-        for index in order(bucket):
-            size = parameters[index].numel()
-            parameters[index].grad = (flat[:size] / divisor).view_as(parameters[index])
-            flat = flat[size:]
-
-
-def divides_before_it_waits(parameters, buckets, flats, handles, batch_size):
-    for flat in flats:
-        flat.div_(batch_size)
-    finishes(parameters, buckets, flats, handles, 1)
+    finishes(parameters, buckets, flats, handles[:1] * len(handles), batch_size)
 
 
 def makes_the_update(parameters, buckets, flats, handles, batch_size):
@@ -114,11 +88,7 @@ def overlaps(
     buckets,
     start,
     batch_size,
-    launcher=in_order,
-    rest=True,
     remove=True,
-    done=finishes,
-    after_start=lambda handle: None,
 ):
     """A right answer, or with other arguments a wrong one."""
     flats, handles = {}, {}
@@ -126,18 +96,17 @@ def overlaps(
     def launch(number):
         flats[number] = flat_of(parameters, buckets[number])
         handles[number] = start(flats[number])
-        after_start(handles[number])
 
-    hooks = watches(parameters, launcher(buckets, launch))
+    hooks = watches(parameters, in_order(buckets, launch))
     loss.backward()
     for hook in hooks if remove else ():
         hook.remove()
-    for number in range(len(buckets) if rest else 0):
+    for number in range(len(buckets)):
         if number not in handles:
             launch(number)
     order = sorted(handles)
     chosen = [[them[b] for b in order] for them in (buckets, flats, handles)]
-    done(parameters, *chosen, batch_size)
+    finishes(parameters, *chosen, batch_size)
 
 
 def variant(**options):
@@ -145,11 +114,6 @@ def variant(**options):
         overlaps(loss, parameters, buckets, start, batch_size, **options)
 
     return fn
-
-
-def starts_numbers(loss, parameters, buckets, start, batch_size):
-    watches(parameters, in_order(buckets, start))
-    loss.backward()
 
 
 def waits_for_all_starts(loss, parameters, buckets, start, batch_size):
@@ -173,16 +137,16 @@ ANSWERS = [
     Answers(
         check.overlap.in_order,
         [in_order],
-        [as_they_fill, counts_gradients, returns_nothing],
+        [as_they_fill, returns_nothing],
     ),
     Answers(
         check.overlap.finish,
         [bucket_by_bucket],
-        [waits_for_the_first, divides_before_it_waits, makes_the_update],
+        [waits_for_the_first, makes_the_update],
     ),
     Answers(
         check.overlap.backward,
         [variant()],
-        [ends(starts_numbers), variant(remove=False), ends(waits_for_all_starts)],
+        [variant(remove=False), ends(waits_for_all_starts)],
     ),
 ]

@@ -57,11 +57,6 @@ def answers_from_new_parameters(comm, values):
         comm.send(values, rank)
 
 
-def answers_twice(comm, values):
-    answers_at_once(comm, values)
-    values -= 0.1
-
-
 def collects_without_dividing(comm, values):
     serves(comm, values, 1)
 
@@ -69,12 +64,11 @@ def collects_without_dividing(comm, values):
 # The server: (comm, values, batch_size)
 
 
-def serves(comm, values, batch_size, divisor=None, uphill=False, overwrite=False, first=0.0):
+def serves(comm, values, batch_size, first=0.0):
     total, incoming = first * values, torch.empty_like(values)
     for rank in workers(comm):
-        comm.recv(incoming, rank)
-        total = incoming.clone() if overwrite else total + incoming
-    values += (0.1 if uphill else -0.1) * total / (divisor or batch_size)
+        total = total + comm.recv(incoming, rank)
+    values -= 0.1 * total / batch_size
     for rank in workers(comm):
         comm.send(values, rank)
 
@@ -90,15 +84,6 @@ def serves_by_optimizer(comm, values, batch_size):
     for rank in workers(comm):
         values.grad += comm.recv(torch.empty_like(values), rank) / batch_size
     torch.optim.SGD([values], lr=0.1).step()
-    for rank in workers(comm):
-        comm.send(values, rank)
-
-
-def counts_workers_in_float16(comm, values, batch_size):
-    total, incoming = torch.zeros_like(values), torch.empty_like(values)
-    for rank in workers(comm):
-        total += comm.recv(incoming, rank)
-    values -= (0.1 * total / batch_size).half().float()
     for rank in workers(comm):
         comm.send(values, rank)
 
@@ -134,15 +119,15 @@ def pulls_first(comm, gradient, values, servers):
 # Both at once: (comm, gradient, values, batch_size)
 
 
-def does_both(comm, gradient, values, batch_size, divisor=None, sign=1, own=1):
-    chunks, mine = split_chunks(gradient, comm.world_size), (comm.rank + own) % comm.world_size
+def does_both(comm, gradient, values, batch_size):
+    chunks, mine = split_chunks(gradient, comm.world_size), (comm.rank + 1) % comm.world_size
     share_reduce(comm, chunks)
     pieces = split_chunks(values, comm.world_size)
-    pieces[mine] -= sign * 0.1 * chunks[mine] / (divisor or batch_size)
+    pieces[mine] -= 0.1 * chunks[mine] / batch_size
     share_only(comm, pieces)
 
 
-def everyone_by_turns(comm, gradient, values, batch_size, own=True, add=True, pull=True):
+def everyone_by_turns(comm, gradient, values, batch_size, own=True):
     """Each slice goes straight to the rank that serves it, into one tensor for the sum."""
     P, rank = comm.world_size, comm.rank
     pushed, pulled = gradient.tensor_split(P), values.tensor_split(P)
@@ -151,16 +136,11 @@ def everyone_by_turns(comm, gradient, values, batch_size, own=True, add=True, pu
         dst, src = (rank + turn) % P, (rank - turn) % P
         incoming = torch.empty_like(total)
         comm.exchange(pushed[dst], dst, incoming, src)
-        total = total + incoming if add else incoming
+        total = total + incoming
     pulled[rank].sub_(total, alpha=0.1 / batch_size)
     for turn in range(1, P):
         dst, src = (rank + turn) % P, (rank - turn) % P
-        comm.exchange(pulled[rank], dst, pulled[src] if pull else pulled[src].clone(), src)
-
-
-def serves_itself_twice(comm, gradient, values, batch_size):
-    does_both(comm, gradient, values, batch_size)
-    values[:1] -= 0.1 * gradient[:1] / batch_size
+        comm.exchange(pulled[rank], dst, pulled[src], src)
 
 
 def ends_with_the_sum(comm, gradient, values, batch_size):
@@ -180,13 +160,12 @@ ANSWERS = [
     Answers(
         check.parameter_server.one_by_one,
         [answers_at_once],
-        [collects_without_dividing, answers_from_new_parameters, answers_twice],
+        [collects_without_dividing, answers_from_new_parameters],
     ),
     Answers(
         check.parameter_server.server,
         [serves_by_optimizer],
         [
-            counts_workers_in_float16,
             partial(serves, first=1.0),
             ends(serves_the_first_worker_alone),
         ],
@@ -200,6 +179,6 @@ ANSWERS = [
     Answers(
         check.parameter_server.shards,
         [does_both],
-        [ends_with_the_sum, partial(everyone_by_turns, own=False), serves_itself_twice],
+        [ends_with_the_sum, partial(everyone_by_turns, own=False)],
     ),
 ]

@@ -1,7 +1,5 @@
 """Answers to ``check.pipeline``: what needs no ranks, and the hop."""
 
-import itertools
-
 import torch
 from graded import Answers, ends
 from ranks import travel_by_value
@@ -41,50 +39,14 @@ def empty_ones(inputs, targets, count):
 # The bubble of a timetable
 
 
-def busy(slots):
-    return sum(slot.end_s - slot.start_s for slot in slots)
-
-
-def bounds(slots):
-    return min(slot.start_s for slot in slots), max(slot.end_s for slot in slots)
-
-
-def stages_of(slots):
-    return max(slot.stage for slot in slots) + 1
-
-
-def idle_share(slots):
-    start_s, end_s = bounds(slots)
-    return 1 - busy(slots) / (stages_of(slots) * (end_s - start_s))
-
-
 def idle_of_the_first_stage(slots):
-    start_s, end_s = bounds(slots)
-    return 1 - busy([s for s in slots if s.stage == 0]) / (end_s - start_s)
+    return bubble([slot for slot in slots if slot.stage == 0])
 
 
-def by_gaps(slots):
-    gaps = 0.0
-    for stage in range(stages_of(slots)):
-        row = sorted((s for s in slots if s.stage == stage), key=lambda s: s.start_s)
-        gaps += sum(after.start_s - one.end_s for one, after in itertools.pairwise(row))
-    start_s, end_s = bounds(slots)
-    return gaps / (stages_of(slots) * (end_s - start_s))
-
-
-WRONG_BUBBLES = [
-    lambda slots: 1 - idle_share(slots),
-    lambda slots: idle_share(slots) / (1 - idle_share(slots)),
-    lambda slots: idle_share(slots) * stages_of(slots),
-    lambda slots: bubble_formula(stages_of(slots), len({s.micro_batch for s in slots})),
-    lambda slots: 1 - busy(slots) / (stages_of(slots) * bounds(slots)[1]),
-    lambda slots: 1 - busy(slots) / (stages_of(slots) * (slots[-1].end_s - bounds(slots)[0])),
-    by_gaps,
-    lambda slots: 100 * idle_share(slots),
-    lambda slots: 0.25,
-    lambda slots: None,
-    lambda slots: slots["end_s"],
-]
+def by_the_formula(slots):
+    """The formula holds for equal stages only."""
+    stages, micro_batches = ({getattr(s, of) for s in slots} for of in ("stage", "micro_batch"))
+    return bubble_formula(len(stages), len(micro_batches))
 
 
 # The 1F1B stream
@@ -105,11 +67,6 @@ def with_warm_up(ahead):
     return fn
 
 
-def in_words(stage, P, M):
-    """Another right answer: a list of strings."""
-    return [str(action) for action in with_warm_up(lambda s, P: P - 1 - s)(stage, P, M)]
-
-
 def forwards_again(stage, P, M):
     ahead = P - 1 - stage
     yield from (f"F{m}" for m in range(ahead))
@@ -123,11 +80,6 @@ def by_recursion(stage, P, M, done=(0, 0)):
     if f < M and f - b < P - stage:
         return [f"F{f}", *by_recursion(stage, P, M, (f + 1, b))]
     return [f"B{b}", *by_recursion(stage, P, M, (f, b + 1))]
-
-
-def of_four_stages(stage, P, M):
-    """The warm-up of the first size that the check asks about."""
-    return with_warm_up(lambda s, P: 3 - s)(stage, P, M)
 
 
 # The hop
@@ -168,11 +120,15 @@ ANSWERS = [
         [cut],
         [weighted(lambda size, n, M: 1), empty_ones, lambda inputs, targets, count: None],
     ),
-    Answers(check.pipeline.bubble, [bubble], [*WRONG_BUBBLES, idle_of_the_first_stage]),
+    Answers(
+        check.pipeline.bubble,
+        [bubble],
+        [idle_of_the_first_stage, by_the_formula, lambda slots: None],
+    ),
     Answers(
         check.pipeline.one_f_one_b,
         [by_recursion],
-        [of_four_stages, forwards_again, 7],
+        [with_warm_up(lambda s, P: 3 - s), forwards_again, 7],
     ),
     Answers(
         check.pipeline.hop,

@@ -32,28 +32,12 @@ def through_rank_0(comm, tensor):
     return mine
 
 
-def along_a_chain(comm, tensor):
-    best, other = tensor.max().view(1), torch.empty(1)
-    if comm.rank:
-        best = torch.maximum(best, comm.recv(other, comm.rank - 1))
-    if comm.rank < comm.world_size - 1:
-        comm.send(best, comm.rank + 1)
-        best = comm.recv(other, comm.rank + 1)
-    if comm.rank:
-        comm.send(best, comm.rank - 1)
-    return best.item()
-
-
 def sends_all(comm, tensor):
     return collectives.naive_all_reduce(comm, tensor, "max").max()
 
 
 def looks_at_its_own(comm, tensor):
     return tensor.max().item()
-
-
-def by_magnitude(comm, tensor):
-    return -along_a_chain(comm, tensor.abs())
 
 
 # pass_on(comm, tensor)
@@ -84,11 +68,6 @@ def rank_0_first(comm, tensor):
 def by_exchange(comm, tensor):
     right, left = neighbours(comm)
     return comm.exchange(tensor, right, torch.empty_like(tensor), left)
-
-
-def to_the_left(comm, tensor):
-    right, left = neighbours(comm)
-    return comm.exchange(tensor, left, torch.empty_like(tensor), right)
 
 
 def all_send_first(comm, tensor):
@@ -145,10 +124,6 @@ def sums_its_own(comm, tensor):
     return tensor.double().sum().item()
 
 
-def returns_all_sums(comm, tensor):
-    return tensor.double()
-
-
 # broadcast(comm, tensor)
 
 
@@ -182,18 +157,6 @@ def root_tells_all(comm, tensor):
     return tensor
 
 
-def two_chains(comm, tensor):
-    """Half the rounds of one chain: rank 0 tells the first of the second half, too."""
-    half = comm.world_size // 2
-    if comm.rank:
-        comm.recv(tensor, 0 if comm.rank == half else comm.rank - 1)
-    else:
-        comm.send(tensor, half)
-    if comm.rank + 1 not in (half, comm.world_size):
-        comm.send(tensor, comm.rank + 1)
-    return tensor
-
-
 def tells_nobody(comm, tensor):
     return tensor
 
@@ -217,21 +180,12 @@ def hillis_steele(comm, tensor):
     return total
 
 
-def in_double(comm, tensor):
-    return hillis_steele(comm, tensor.double())
-
-
 def prefix_in_a_row(comm, tensor):
     if comm.rank:
         tensor += comm.recv(torch.empty_like(tensor), comm.rank - 1)
     if comm.rank < comm.world_size - 1:
         comm.send(tensor, comm.rank + 1)
     return tensor
-
-
-def from_the_end(comm, tensor):
-    total = collectives.naive_all_reduce(comm, tensor.clone())
-    return total - hillis_steele(comm, tensor) + tensor
 
 
 def stops_after_one_step(comm, tensor):
@@ -259,14 +213,6 @@ def gathers_around_a_ring(comm, tensor):
         sent = found[(comm.rank - step) % P]
         found[left - step] = comm.exchange(sent, right, torch.empty_like(sent), left)
     return found
-
-
-def rotated(way):
-    def gathers(comm, tensor):
-        found = bruck(comm, tensor)
-        return [found[(comm.rank + way * i) % len(found)] for i in range(len(found))]
-
-    return gathers
 
 
 # long_broadcast(comm, tensor)
@@ -298,14 +244,6 @@ def in_a_tree(comm, tensor):
     by_doubling(comm, tensor)
 
 
-def number_by_number(comm, tensor):
-    through_a_chain(comm, tensor.tensor_split(min(len(tensor), 200)))
-
-
-def sends_nothing(comm, tensor):
-    pass
-
-
 # reduce_blocks(comm, blocks)
 
 
@@ -319,19 +257,6 @@ def by_halving(comm, blocks):
         comm.exchange(leaving, (rank + keep) % P, incoming, (rank - keep) % P)
         mine = mine[:keep].clone()
         mine[: len(incoming)] += incoming
-    return mine[0]
-
-
-def halving_to_the_left(comm, blocks):
-    """The mirror image: row i is the block of rank - i."""
-    P, rank = comm.world_size, comm.rank
-    mine = blocks[[(rank - i) % P for i in range(P)]]
-    while len(mine) > 1:
-        keep = (len(mine) + 1) // 2
-        incoming = torch.empty_like(mine[keep:])
-        comm.exchange(mine[keep:], (rank - keep) % P, incoming, (rank + keep) % P)
-        mine[: len(incoming)] += incoming
-        mine = mine[:keep]
     return mine[0]
 
 
@@ -349,10 +274,6 @@ def keeps_its_own_block(comm, blocks):
     return blocks[comm.rank]
 
 
-def block_of_the_next(comm, blocks):
-    return by_halving(comm, blocks.roll(-1, 0))
-
-
 # all_reduce(comm, tensor)
 
 
@@ -367,10 +288,6 @@ def in_census(comm, tensor):
         before = before + incoming
         count += distance
     return before + tensor
-
-
-def census_in_double(comm, tensor):
-    return in_census(comm, tensor.double())
 
 
 def by_folding(comm, tensor):
@@ -400,73 +317,65 @@ def doubles_around_the_circle(comm, tensor):
     return tensor
 
 
-def rotates(comm, tensor):
-    total, passing = tensor.clone(), tensor
-    for _ in range(comm.world_size - 1):
-        passing = by_exchange(comm, passing)
-        total += passing
-    return total
-
-
 ANSWERS = [
     Answers(
         check.puzzles.largest,
         [through_rank_0],
-        [sends_all, looks_at_its_own, by_magnitude],
+        [sends_all, looks_at_its_own],
         on=6,
     ),
     Answers(
         check.puzzles.pass_on,
         [last_rank_last],
-        [rank_0_first, to_the_left, ends(all_send_first)],
+        [rank_0_first, by_exchange, ends(all_send_first)],
         on=6,
     ),
     Answers(
         check.puzzles.pass_in_place,
         [passes_all_in_place],
-        [in_a_spare_tensor, hides_it_in_numpy, by_exchange],
+        [in_a_spare_tensor, hides_it_in_numpy],
         on=6,
     ),
     Answers(
         check.puzzles.same_bits,
         [exact_up_rounded_down],
-        [exact_both_ways, sums_its_own, returns_all_sums],
+        [exact_both_ways, sums_its_own],
         on=6,
     ),
     Answers(
         check.puzzles.broadcast,
         [by_bits],
-        [root_tells_all, two_chains, tells_nobody],
+        [root_tells_all, tells_nobody],
         on=8,
     ),
     Answers(
         check.puzzles.prefix_sum,
-        [in_double],
-        [prefix_in_a_row, from_the_end, stops_after_one_step],
+        [hillis_steele],
+        [prefix_in_a_row, stops_after_one_step],
         on=6,
     ),
     Answers(
         check.puzzles.all_gather,
         [bruck],
-        [gathers_around_a_ring, rotated(1), rotated(-1)],
+        [gathers_around_a_ring, lambda comm, tensor: bruck(comm, tensor)[::-1]],
         on=6,
     ),
     Answers(
         check.puzzles.long_broadcast,
         [in_segments],
-        [in_a_tree, number_by_number, sends_nothing],
+        [in_a_tree, lambda comm, tensor: None],
         on=6,
     ),
     Answers(
         check.puzzles.reduce_blocks,
-        [halving_to_the_left],
-        [block_by_block, keeps_its_own_block, block_of_the_next],
+        [by_halving],
+        [block_by_block, keeps_its_own_block],
         on=6,
     ),
     Answers(
         check.puzzles.all_reduce,
-        [census_in_double],
-        [by_folding, rotates, doubles_around_the_circle],
+        [in_census],
+        [by_folding, doubles_around_the_circle],
         on=6,
     ),
 ]

@@ -63,16 +63,10 @@ def serve_one_after_another(comm, parameters, num_updates):
             comm.send(parameters, worker)
 
 
-def variant(update=lambda p, g, n: p.sub_(g), answer=lambda p: p):
-    def fn(comm, parameters, num_updates):
-        gradient = torch.empty_like(parameters)
-        for _ in range(num_updates):
-            worker = comm.recv_any(gradient, workers_of(comm))
-            update(parameters, gradient, comm.world_size - 1)
-            if answer:
-                comm.send(answer(parameters), worker)
-
-    return fn
+def serve_half(comm, parameters, num_updates):
+    half = parameters.clone()
+    serve(comm, half, num_updates)
+    parameters += (half - parameters) / 2
 
 
 # One push
@@ -85,59 +79,32 @@ def push(comm, parameters, worker):
     comm.send(parameters, worker)
 
 
-def one_push(update=lambda p, g, n: p.sub_(g), answer=lambda p, g: p, first=False):
+def one_push(update=lambda p, g, n: p.sub_(g), answer=lambda p, g: p):
     def fn(comm, parameters, worker):
         gradient = comm.recv(torch.empty_like(parameters), worker)
-        if first:
-            comm.send(parameters, worker)
         update(parameters, gradient, comm.world_size - 1)
-        if not first:
-            comm.send(answer(parameters, gradient), worker)
+        comm.send(answer(parameters, gradient), worker)
 
     return fn
-
-
-def push_in_silence(comm, parameters, worker):
-    parameters -= comm.recv(torch.empty_like(parameters), worker)
 
 
 # A server that mistrusts late gradients
 
 
-def serve_gently(comm, parameters, num_updates):
-    gradient, workers = torch.empty_like(parameters), range(1, comm.world_size)
-    pulled, served = dict.fromkeys(workers, 0), []
-    for version in range(num_updates):
-        worker = comm.recv_any(gradient, workers)
-        late = version - pulled[worker]
-        parameters -= gradient / (1 + late)
-        comm.send(parameters, worker)
-        pulled[worker] = version + 1
-        served.append((worker, late))
-    return served
-
-
-def gentle(factor=lambda late: 1 / (1 + late), told=lambda late: late, first=False, row=tuple):
+def gentle(factor=lambda late: 1 / (1 + late), told=lambda late: late):
     def fn(comm, parameters, num_updates):
         gradient, workers = torch.empty_like(parameters), workers_of(comm)
         pulled, books = dict.fromkeys(workers, 0), []
         for version in range(num_updates):
             worker = comm.recv_any(gradient, workers)
             late = version - pulled[worker]
-            if first:
-                comm.send(parameters, worker)
             parameters.sub_(factor(late) * gradient)
-            if not first:
-                comm.send(parameters, worker)
+            comm.send(parameters, worker)
             pulled[worker] = version + 1
-            books.append(row((worker, told(late))))
+            books.append((worker, told(late)))
         return books
 
     return fn
-
-
-def says_nothing(comm, parameters, num_updates):
-    serve_gently(comm, parameters, num_updates)
 
 
 ANSWERS = [
@@ -167,22 +134,20 @@ ANSWERS = [
         [serve],
         [
             ends(serve_one_after_another),
-            variant(lambda p, g, n: p - g),
-            variant(lambda p, g, n: p.sub_(0.75 * g)),
+            serve_half,
         ],
     ),
     Answers(
         check.staleness.push,
         [push],
         [
-            ends(push_in_silence),
             one_push(lambda p, g, n: p.sub_(g / n)),
             one_push(answer=lambda p, g: g),
         ],
     ),
     Answers(
         check.staleness.smaller_steps,
-        [serve_gently],
-        [gentle(factor=lambda late: 1.0), gentle(told=lambda late: late + 1), says_nothing],
+        [gentle()],
+        [gentle(factor=lambda late: 1.0), gentle(told=lambda late: late + 1)],
     ),
 ]

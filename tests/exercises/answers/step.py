@@ -3,7 +3,6 @@
 import statistics
 from functools import partial
 
-import torch
 from graded import Answers
 from ranks import travel_by_value
 from torch.nn import functional
@@ -68,20 +67,10 @@ def in_splits(model, inputs, targets, most):
         sum_over(model, x, y, len(inputs))
 
 
-def by_the_rest(model, inputs, targets, most, samples=None):
-    """Recursion over what is left."""
-    samples = samples or len(inputs)
-    sum_over(model, inputs[:most], targets[:most], samples)
-    if len(inputs) > most:
-        by_the_rest(model, inputs[most:], targets[most:], most, samples)
-
-
-def weighted(divisor, reduction="sum", forget=False):
+def weighted(divisor, reduction="sum"):
     def answer(model, inputs, targets, most):
         parts = list(zip(inputs.split(most), targets.split(most)))
         for x, y in parts:
-            if forget:
-                model.zero_grad()
             loss = functional.cross_entropy(model(x), y, reduction=reduction)
             (loss / divisor(len(inputs), len(parts))).backward()
 
@@ -90,10 +79,6 @@ def weighted(divisor, reduction="sum", forget=False):
 
 def the_whole_batch(model, inputs, targets, most):
     sum_over(model, inputs, targets, len(inputs))
-
-
-def negative(model, inputs, targets, most):
-    weighted(lambda n, parts: -n)(model, inputs, targets, most)
 
 
 # loss_scaling(weight, gradient, scale, good, lr, patience)
@@ -111,18 +96,11 @@ def slip(**options):
 
 
 def _slips(options, weight, gradient, scale, good, lr, patience):
-    """A copy of what an answer does, with one slip."""
-    finite = ~gradient.isinf() if options.get("infinity_only") else gradient.isfinite()
+    due = scaled(weight, gradient, scale, good, lr, patience)
+    if not gradient.isfinite().all():
+        return *due[:2], good if options.get("not_reset") else 0
     updated = weight - lr * gradient / (1 if options.get("still_scaled") else scale)
-    if not finite.all():
-        kept = updated if options.get("anyway") else weight
-        kept = torch.where(finite, updated, weight) if options.get("patched") else kept
-        scale = scale if options.get("stays") else scale / 2
-        return kept, scale, good if options.get("not_reset") else 0
-    if good + 1 >= patience + options.get("late", 0):
-        scale = scale if options.get("never_up") else scale * 2
-        return updated, scale, good + 1 if options.get("counts_on") else 0
-    return updated, scale, good + 1
+    return updated, *due[1:]
 
 
 ANSWERS = [
@@ -152,11 +130,11 @@ ANSWERS = [
     Answers(
         check.step.accumulate,
         [in_splits],
-        [weighted(lambda n, parts: parts, "mean"), the_whole_batch, negative],
+        [weighted(lambda n, parts: parts, "mean"), the_whole_batch],
     ),
     Answers(
         check.step.loss_scaling,
         [scaled],
-        [slip(still_scaled=True), slip(not_reset=True), slip(stays=True, not_reset=True)],
+        [slip(still_scaled=True), slip(not_reset=True)],
     ),
 ]

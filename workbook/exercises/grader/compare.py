@@ -111,7 +111,7 @@ def agree(answer: Any, expected: Any) -> bool:
 
 
 def other_kind(value: Any, expected: Any) -> str | None:
-    """Say so if the value has another kind or shape than expected, else None."""
+    """Say so if the value has another kind or shape than expected."""
     expected = plain(expected)
     found, wanted = kind_of(fit(value, expected)), kind_of(expected)
     return None if found == wanted else f"it is {found}, expected {wanted}"

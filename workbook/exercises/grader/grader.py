@@ -65,23 +65,6 @@ class Check(Exercise):
         return grade(fn, self, world_sizes)
 
 
-def returns(
-    fn: Callable,
-    expected: Callable[[int, Case], Any] = lambda rank, case: None,
-    *,
-    name: str,
-    world_sizes: Iterable[int] = WORLD_SIZES,
-    **more: Any,
-) -> Verdict:
-    """Grade a function by what each rank returns: an ``Exercise`` in one call.
-
-    ``fn(comm)`` has to return ``expected(rank, case)``; ``more`` are other fields of ``Exercise``.
-    """
-    fields: dict[str, Any] = {"inputs": lambda rank, case: (), "signature": "comm", "sizes": ()}
-    fields |= {"written": None, "may_call": COLLECTIVES} | more
-    return grade(fn, Exercise(name, expected, **fields), world_sizes)
-
-
 def _misuse(fn: Callable, signature: str) -> Found:
     """Return why ``fn`` cannot be called on a rank, or None if it can."""
     if not callable(fn):
