@@ -28,7 +28,7 @@ from workbook.exercises.grader.report import NOT_YOURS
 # Odd and even, powers of two and others; the last is shown on the scoreboard.
 WORLD_SIZES = (3, 6, 8)
 # Puzzle 3: the messages that a rank may send, and what calls of comm leave behind; 8: the link.
-MESSAGES, _SMALL_BYTES = 8, 48 * 2**10
+MESSAGES, _SMALL_BYTES = 8, 192 * 2**10
 LATENCY_S, BYTES_PER_S = 1e-3, 1e6
 
 # By puzzle: the best score of this session, and how it and the best known are shown.
@@ -161,7 +161,7 @@ pass_in_place = _puzzle(
     lambda rank, case: [_left_neighbours(rank, case), None],
     call=_with_held_bytes,
     target=lambda rank, case: Target(messages=MESSAGES),
-    sizes=(80_003, 10),
+    sizes=(320_003, 10),
     drawn_size=0,
     score=lambda case, ranks: max(outcome.value[1] for outcome in ranks),
     # Of a long tensor; what the first call imports, and Python's own, are not scored.
