@@ -103,9 +103,10 @@ class Output:
             self._add(rank, part)
 
     def _print(self, rank: int) -> None:
-        if self._lines[rank]:
-            print("\n".join(f"[rank {rank}] {line}" for line in self._lines[rank]), flush=True)
-            self._lines[rank].clear()
+        # Taken first: an interrupt while they are printed must not print them twice.
+        lines, self._lines[rank] = self._lines[rank], []
+        if lines:
+            print("\n".join(f"[rank {rank}] {line}" for line in lines), flush=True)
 
     def close(self) -> None:
         for connection in self._open:

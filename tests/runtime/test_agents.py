@@ -20,8 +20,13 @@ TELL = """
 import os, sys, time
 print(*(os.environ[name] for name in ("GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE")), flush=True)
 print("to stderr", sys.argv[1], file=sys.stderr)
-if os.environ["RANK"] == "2":
-    sys.exit(3)
+has_told = os.path.join(os.path.dirname(__file__), "told")
+if os.environ["RANK"] == "3":
+    open(has_told, "w").close()
+while os.environ["RANK"] == "2":
+    if os.path.exists(has_told):  # or its agent would end rank 3 before it has told
+        sys.exit(3)
+    time.sleep(0.05)
 time.sleep(600)
 """
 CALL = """
