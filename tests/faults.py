@@ -183,7 +183,9 @@ class Kernel:
             assert self.line() == "ready\n"
 
     def _popen(self, command: list, folder: Path) -> subprocess.Popen:
-        environment = {k: v for k, v in os.environ.items() if "VISIBLE_DEVICES" not in k}
+        # (The Makefile turns live output off for notebooks.)
+        hidden = ("VISIBLE_DEVICES", "LABKIT_LIVE")
+        environment = {k: v for k, v in os.environ.items() if not k.endswith(hidden)}
         paths = os.pathsep.join(map(str, (ROOT / "tests" / "pretended", ROOT)))
         own = {"LABKIT_PRETEND_GPUS": "1", "PYTHONPATH": paths, "TMPDIR": str(folder)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
