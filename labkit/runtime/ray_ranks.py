@@ -3,9 +3,11 @@
 An actor's process is a rank as torchrun would have started it: it joins the others in a store,
 and a ``Watch`` explains what goes wrong. The store is the driver's, which so shows what the ranks
 are doing. Ray prints what they print, notices when one is gone, and ends all with their driver.
+They stay for the driver's next run of the same kind; a run that fails or is interrupted ends them.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -74,13 +76,13 @@ class RankActor:
         return dist.TCPStore(address, port, is_master=False)
 
     def call(
-        self, call: bytes, sources: Any, timeout_s: float, link: EmulatedLink | None
+        self, run: int, call: bytes, sources: Any, timeout_s: float, link: EmulatedLink | None
     ) -> tuple[bytes, str]:
         """Run a function as this rank: its report, or an error."""
         watch = None
         try:
             comm = connect(self._plan, timeout_s, meeting=self, link=link)
-            watch = Watch(comm, dist.PrefixStore("watch", self.store(0)))
+            watch = Watch(comm, dist.PrefixStore(f"watch/{run}", self.store(0)))
             with watched(watch):
                 install_sources(sources)
                 fn, args = cloudpickle.loads(call)
@@ -96,7 +98,7 @@ class _Ranks:
     def __init__(self, ray: Any, nodes: list[Any], world_size: int, where: Where):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.ray, self.nodes, self.actors = ray, nodes, list[Any]()
+        self.ray, self.runs, self.actors = ray, itertools.count(), list[Any]()
         # It listens on the address by which the nodes know this one, and on no other.
         address = ray.util.get_node_ip_address()
         listener = socket.create_server((address, 0))
@@ -143,6 +145,10 @@ class _Ranks:
                 self.ray.kill(actor)
 
 
+# Those of this process's latest run, with what they are for.
+_kept: tuple[Any, _Ranks] | None = None
+
+
 def run_on(
     hosts: int,
     fn: Callable[..., Any],
@@ -153,28 +159,38 @@ def run_on(
     link: EmulatedLink | None,
 ) -> list[Report]:
     """Run ``fn`` on the nodes of the cluster to which this process is connected; see ``run``."""
+    global _kept
     ray = connected(hosts)
     nodes = _nodes_for(ray, hosts, world_size)
     job = dump_call(fn, args), cell_sources(), timeout_s, link
-    ranks = _Ranks(ray, nodes, world_size, where)
+    places = [ray.get_runtime_context().get_job_id(), *(node["NodeID"] for node in nodes)]
+    key = places, world_size, where, os.getcwd()
+    known, _kept = _kept, None
+    ranks = known[1] if known else None
+    if known and known[0] != key:
+        ranks = known[1].end()
     try:
-        ranks.join(where)
-        return _watch(ranks, job, timeout_s)
-    except ray.exceptions.RayError as error:
+        if ranks is None:
+            ranks = _Ranks(ray, nodes, world_size, where)
+            ranks.join(where)
+        found = _watch(ranks, job, timeout_s)
+    except BaseException as error:
+        if ranks is not None:
+            ranks.end()
         # What a rank's own check has refused is a ValueError, too.
-        if isinstance(error, ValueError):
-            raise
-        raise WorkerError(f"Ray could not run the ranks: {first_line(error)}") from None
-    finally:
-        ranks.end()
+        if isinstance(error, ray.exceptions.RayError) and not isinstance(error, ValueError):
+            raise WorkerError(f"Ray could not run the ranks: {first_line(error)}") from None
+        raise
+    _kept = key, ranks
+    return found
 
 
 def _watch(ranks: _Ranks, job: tuple[Any, ...], timeout_s: float) -> list[Report]:
     """Start the function on all ranks, and show them until all have returned."""
-    ray, world_size = ranks.ray, len(ranks.actors)
-    rows = Rows(dist.PrefixStore("watch", ranks.store), world_size)
+    ray, run, world_size = ranks.ray, next(ranks.runs), len(ranks.actors)
+    rows = Rows(dist.PrefixStore(f"watch/{run}", ranks.store), world_size)
     board, watcher = rows.board, Watcher(rows.board)
-    waiting = {actor.call.remote(*job): rank for rank, actor in enumerate(ranks.actors)}
+    waiting = {actor.call.remote(run, *job): rank for rank, actor in enumerate(ranks.actors)}
     reports: dict[int, Report] = {}
     end_s, trace = time.monotonic() + timeout_s, None
     try:

@@ -27,7 +27,7 @@ LIMITS = {
     "labkit/costs": (661, 3427),
     "labkit/horovod": (1097, 7043),
     "labkit/placement": (371, 2130),
-    "labkit/runtime": (2419, 15065),
+    "labkit/runtime": (2435, 15200),
     "labkit/schedules": (701, 3113),
     "labkit/strategies": (2235, 14244),
     "labkit/tracing": (793, 5171),
