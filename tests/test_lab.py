@@ -53,6 +53,8 @@ def test_the_learners_copy_follows_the_course_and_keeps_what_the_learner_wrote(w
     assert sources(mine / "07_yours-before-1.ipynb") == ["print(6 * 7)"]
     with pytest.raises(SystemExit):
         main(["reset", "0"])
+    assert main(["reset", "00"]) == 0
+    assert lab.first_page(workbook) == "lab/tree/my_course/00_start_here.ipynb"
 
 
 def test_where_no_browser_can_open_none_does(workbook, monkeypatch):

@@ -137,8 +137,9 @@ def _version(page: dict[str, Any]) -> str:
 
 def first_page(root: Path) -> str:
     """The page to open, as a path below JupyterLab's address."""
-    first = min((root / "my_course").glob("*.ipynb"), default=None)
-    return f"lab/tree/{first.relative_to(root).as_posix()}" if first else "lab"
+    # By the course's names: a page kept by ``labkit reset`` may come before its fresh copy.
+    first = min((path.name for path in (root / "notebooks").glob("*.ipynb")), default=None)
+    return f"lab/tree/my_course/{first}" if first else "lab"
 
 
 def launch_options(root: Path) -> list[str]:

@@ -16,7 +16,7 @@ STACK = """Thread 0x00007e (most recent call first):
 def test_one_rank_stops_early_and_never_at_the_beginning_or_the_end():
     source = detective._PROGRAM.read_text().splitlines()
     for seed in range(20):
-        rank, host, line = HungRun({}, {}, seed).due
+        rank, host, line = HungRun({}, {}, seed).expected
         losses = early_stop.losses_of(seed, 4)
         ((step, lowest),) = (losses < 0.1).nonzero().tolist()
         assert 3 <= step < early_stop.STEPS - 3

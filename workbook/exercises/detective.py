@@ -49,7 +49,7 @@ class HungRun:
     seed: int
 
     @property
-    def due(self) -> tuple[int, int, int]:
+    def expected(self) -> tuple[int, int, int]:
         """The culprit, its host, and the line at which it stands."""
         losses, lines = losses_of(self.seed, WORLD_SIZE), _PROGRAM.read_text("utf-8")
         rank = int(losses.min(0).values.argmin())
@@ -76,7 +76,7 @@ def named(
         f"rank and host are right, but it does not stand at line {short(found[2])}: take the "
         "newest line of the program itself, not of PyTorch",
     )
-    wrong = [text for text, one, due in zip(texts, found, run.due) if one != due]
+    wrong = [text for text, one, right in zip(texts, found, run.expected) if one != right]
     right = f"rank {rank} on host {host} waits at line {line}, and the others in an all-reduce"
     status = NOT_ATTEMPTED if found == [None] * 3 else NOT_YET if wrong else PASSED
     notes = [] if status == NOT_ATTEMPTED else [*wrong, right][:1]

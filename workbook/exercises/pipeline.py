@@ -260,8 +260,8 @@ def _step(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None] | Wrong:
     layers[1].register_forward_pre_hook(lambda *_: ran.append("F"))
     layers[1].register_full_backward_hook(lambda *_: ran.append("B"))
     fn(comm, layers, stream, _micro_batches(case))
-    if ran != (due := [str(one)[0] for one in stream if isinstance(one, Action)]):
-        return Wrong(f"the layers ran {' '.join(ran)}, the stream says {' '.join(due)}")
+    if ran != (expected := [str(one)[0] for one in stream if isinstance(one, Action)]):
+        return Wrong(f"the layers ran {' '.join(ran)}, the stream says {' '.join(expected)}")
     return [parameter.grad for parameter in layers[0].parameters()]
 
 

@@ -44,7 +44,7 @@ def blames_who_waits(dumps):
 # named(run, rank, host, line)
 
 # Not the first rank of the second host, so that it differs from its number there.
-RUN_ON_HOST_1 = next(run for seed in range(99) if (run := HungRun({}, {}, seed)).due[0] == 3)
+RUN_ON_HOST_1 = next(run for seed in range(99) if (run := HungRun({}, {}, seed)).expected[0] == 3)
 
 
 def named(answer):
@@ -55,13 +55,13 @@ def named(answer):
 
 def says(**wrong):
     def answer():
-        return tuple((dict(zip(("rank", "host", "line"), RUN_ON_HOST_1.due)) | wrong).values())
+        return tuple((dict(zip(("rank", "host", "line"), RUN_ON_HOST_1.expected)) | wrong).values())
 
     return answer
 
 
 def right_numbers():
-    return RUN_ON_HOST_1.due
+    return RUN_ON_HOST_1.expected
 
 
 def right_numpy():

@@ -48,7 +48,7 @@ def answers(
     names = signature.split(", ")
     # As one would write it: bubble(num_stages=4, micro_batches=8).
     questions = [
-        Question(args, f"{own_name}({_written(names, args)})", due) for args, due in expected
+        Question(args, f"{own_name}({_written(names, args)})", result) for args, result in expected
     ]
     return ask(name, fn, questions, differs, mistakes=mistakes, signature=signature)
 
