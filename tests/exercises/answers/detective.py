@@ -55,7 +55,9 @@ def named(answer):
 
 def says(**wrong):
     def answer():
-        return tuple((dict(zip(("rank", "host", "line"), RUN_ON_HOST_1.expected)) | wrong).values())
+        return tuple(
+            (dict(zip(("rank", "host", "line"), RUN_ON_HOST_1.expected)) | wrong).values()
+        )
 
     return answer
 
