@@ -150,7 +150,7 @@ def test_phases_fill_the_epoch(record):
 
 def test_the_figures_say_what_the_numbers_say(record):
     drawn = figures.draw(record)
-    names = {"curves", "curves_pytorch", "phases", "loading", "time_to_accuracy", "ranks"}
+    names = {"curves", "curves_pytorch", "loading", "time_to_accuracy", "ranks"}
     assert set(drawn) == names | {"train_size", "batch_size"}
     assert "ring 1.1 s at 2, 3.3 s at 4" in drawn["ranks"].caption
     # Three epochs, the first 1 s longer: 3 x 1.1 + 1.
@@ -159,7 +159,7 @@ def test_the_figures_say_what_the_numbers_say(record):
     assert "50 samples: load, once per rank 7.5 s" in drawn["loading"].alt
     for figure in drawn.values():
         assert figure.png()
-    assert "ring: server wait" in figures.breakdown(record, ["ring"]).alt
+    assert "ring: server, epoch 2 1.1 s: wait 1.1 s" in figures.breakdown(record, ["ring"]).alt
     record["runs"][0]["epochs"][-1]["loss"] = None  # diverged: JSON has no NaN
     record["runs"][0]["difference_from_single"] = None
     assert figures.draw(record).keys() == drawn.keys()
@@ -184,7 +184,7 @@ def test_a_run_is_recorded_and_drawn(tmp_path, capsys):
         assert run["epoch_phases_s"]["worker"][0]["compute"] > 0
     assert "share_reduce" in found["runs"][1]["epoch_phases_s"]["worker"][0]
     assert summary.report(found) in capsys.readouterr().out
-    expected = {"curves", "curves_pytorch", "time_to_accuracy", "phases", "loading"}
+    expected = {"curves", "curves_pytorch", "time_to_accuracy", "loading"}
     assert {file.stem for file in tmp_path.glob("*.png")} == {f"compare_{n}" for n in expected}
 
 

@@ -13,8 +13,10 @@ import torch
 from ranks import is_alive, session_of, wait_until
 from torch.nn.functional import cross_entropy
 
-from workbook.measure.elsewhere.environments import python_of, why_not
-from workbook.measure.elsewhere.run import SCRIPTS, initial_model, prepare
+from workbook.measure.environments import REPOSITORY, environment_of, why_not
+
+sys.path.append(str(REPOSITORY / "tools"))
+from elsewhere import SCRIPTS, initial_model, prepare
 
 STEPS = 8
 
@@ -23,7 +25,11 @@ STEPS = 8
 @pytest.mark.slow
 def test_an_asynchronous_parameter_server_counts_its_staleness(tmp_path):
     prepare(tmp_path, STEPS)
-    words = [python_of("tensorflow"), tmp_path / "parameter_server.py", "--asynchronous"]
+    words = [
+        environment_of("tensorflow") / "bin/python",
+        tmp_path / "parameter_server.py",
+        "--asynchronous",
+    ]
     files = ["--experiment", tmp_path / "experiment.npz", "--report", tmp_path / "report.json"]
     subprocess.run([*words, *files], check=True, timeout=300, env=os.environ | {"PYTHONPATH": ""})
     report = json.loads((tmp_path / "report.json").read_text())

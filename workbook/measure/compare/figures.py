@@ -4,15 +4,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from labkit.units import format_count, format_number, format_seconds, second_unit
+from labkit.units import format_count, format_number, format_seconds
 from workbook.measure.compare import summary
 from workbook.measure.compare.summary import SINGLE, VARIED, Record, present, runs_of, series
-from workbook.measure.spread import Spread
-from workbook.plots import bars, learning_curves, phases as draw_phases
+from workbook.measure.record import Spread
+from workbook.plots import bars, learning_curves, phases
 from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
-from workbook.plots.palette import DARK, SERIES, Style, styles_of, swatch
+from workbook.plots.palette import DARK, SERIES, Style, swatch
 
 OURS, THEIRS, THEIRS_ON_OURS, ONE = "labkit", "PyTorch", "PyTorch on labkit", "one device"
 LOOKS = {look: style for look, (style, *_) in zip((OURS, THEIRS, THEIRS_ON_OURS), SERIES)}
@@ -28,8 +27,6 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
             found[name] = curves(record, builtin=builtin)
     if found:
         found["time_to_accuracy"] = time_to_accuracy(record)
-    if summary.epoch_phases(record):
-        found["phases"] = phases(record)
     if record.get("loading") and SINGLE in present(record):
         found["loading"] = loading(record)
     for field in summary.varied(record) if found else ():
@@ -116,50 +113,20 @@ def _draw_rows(
     return CaptionedFigure(figure, alt=f"{title}. {told}", caption=f"{told} Bars are {_REPEATS}")
 
 
-def phases(record: Record) -> CaptionedFigure:
-    """Where the last epoch of each contender goes, a bar for each role of its ranks."""
-    found = {name: epochs[-1] for name, epochs in summary.epoch_phases(record).items()}
-    figure = draw_phases(found, title=f"Where the last epoch goes: {_where(record)}")
-    more = "Messages of PyTorch's own, where they have no span, are part of compute."
-    return CaptionedFigure(figure.figure, alt=figure.alt, caption=f"{figure.caption} {more}")
-
-
-@drawn
 def breakdown(record: Record, names: Sequence[str]) -> CaptionedFigure:
-    """Every epoch of some contenders as a stacked bar, a panel per contender and role."""
-    found = summary.epoch_phases(record, tuple(names))
-    styles = styles_of(kind for rows in found.values() for row in rows for kind in row)
-    longest = max(sum(row.values()) for rows in found.values() for row in rows)
-    scale, unit = second_unit(longest / 2)
-    figure = Figure(figsize=(WIDTH_IN, 3.5))
-    grid = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
-    shares, factors = [], []
-    for axes, (name, epochs) in zip(grid, found.items()):
-        for number, row in enumerate(epochs, start=1):
-            below = 0.0
-            for kind, style in styles.items():
-                axes.bar(number, row.get(kind, 0.0) / scale, 0.8, below, **style.fill)
-                below += row.get(kind, 0.0) / scale
-        axes.set_title(name, fontsize=10)
-        axes.set_xlabel("epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        last = epochs[-1]
-        kinds = sorted(last, key=last.__getitem__, reverse=True)[:3]
-        whole = sum(last.values())
-        shares.append(f"{name} {', '.join(f'{kind} {last[kind] / whole:.0%}' for kind in kinds)}")
+    """Every epoch of some contenders as a stacked bar, those of each role together."""
+    rows, factors = {}, []
+    for name, epochs in summary.epoch_phases(record, tuple(names)).items():
+        rows |= {f"{name}, epoch {number}": row for number, row in enumerate(epochs, start=1)}
         first, *others = (sum(row.values()) for row in epochs)
         factors += [first / statistics.median(others)] if others else []
-    grid[0].set_ylabel(f"time ({unit})")
-    title = f"Where each epoch goes: {_where(record)}"
-    add_title(figure, title)
-    add_legend(figure, [swatch(kind, style) for kind, style in styles.items()])
+    figure = phases(rows, title=f"Where each epoch goes: {_where(record)}")
     least, most = (format_number(end(factors, default=1.0)) for end in (min, max))
-    return CaptionedFigure(
-        figure,
-        alt=f"{title}: a panel per contender. In the last epoch: {'; '.join(shares)}.",
-        caption=f"First epoch / median of the others: {least} to {most}. Means over the ranks of "
-        "a panel, medians of the repeats; evaluation is outside the epochs.",
+    caption = (
+        f"{figure.caption} First epoch / median of the others: {least} to {most}. Means over "
     )
+    caption += "the ranks of a role, medians of the repeats; evaluation is outside the epochs."
+    return CaptionedFigure(figure.figure, alt=figure.alt, caption=caption)
 
 
 def loading(record: Record) -> CaptionedFigure:

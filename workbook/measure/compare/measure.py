@@ -1,4 +1,4 @@
-"""Run the contenders of a comparison in turns.
+"""The command ``labkit compare``, which runs the contenders of a comparison in turns.
 
 Contenders are the techniques that split the batch over the ranks, and PyTorch's counterparts.
 There is one main setting; each of the others differs from it in one value. A repeat runs all
@@ -9,25 +9,27 @@ within a repeat. Repeat r of every contender uses seed r.
 
 import itertools
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from labkit import devices, strategies
 from labkit.config import STAGED, RunConfig
 from labkit.errors import WorkerError
+from labkit.files import check_writable
 from labkit.runtime.preload import warm_up
 from labkit.tracing import Span, Trace
 from labkit.training.resolve import NOTHING, resolve, samples_for
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import check_above_zero, check_integer
 from labkit.workload.datasets import load_dataset
-from workbook.measure.compare.summary import SINGLE
-from workbook.measure.record import machine
-from workbook.measure.spread import rounded
-from workbook.measure.turns import take_turns
+from workbook.measure.compare.summary import SINGLE, Record, report
+from workbook.measure.record import machine, rounded, write
+from workbook.measure.turns import in_turn, take_turns
 
 # Without a number of repeats, no setting begins later than this.
 BUDGET_S, MOST_REPEATS = 480.0, 5
@@ -38,6 +40,37 @@ _LOADS = 5
 _TIMEOUT_S = 300
 
 Row = dict[str, Any]
+
+
+def main(
+    json_path: str | None = None,
+    figures_dir: str | None = None,
+    words: Sequence[str] = (),
+    **settings: Any,
+) -> int:
+    """Run the comparison; print its tables, write the record and the figures.
+
+    Figures go to an existing folder, ``compare_NAME.png`` each. ``words`` are the command line,
+    for the record, and ``settings`` those arguments of ``compare`` that it gives.
+
+    Returns:
+        The exit status: 1 if a contender started and failed, else 0.
+
+    Raises:
+        ValueError, OSError: before anything runs, for settings or files that are impossible.
+        OutputError: after the run, a file could not be written.
+    """
+    if figures_dir is not None:
+        check_writable(Path(figures_dir, "compare"))
+    record: Record = {"command": shlex.join(["labkit", *words])} | compare(**settings)
+    print(report(record))
+    paths = {}
+    if figures_dir is not None:
+        from workbook.measure.compare.figures import draw
+
+        paths = {f"{figures_dir}/compare_{name}.png": one for name, one in draw(record).items()}
+    write(record, json_path, paths)
+    return int(any(row["failed"] for row in record["skipped"]))
 
 
 def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[Row]:
@@ -59,22 +92,21 @@ def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[R
         ValueError: a name that is not registered.
     """
 
-    def contender(name: str, strategy: str, counterpart: str = "", backend: str = "auto") -> Row:
-        is_ours = bool(counterpart) or name == SINGLE
-        row = {"name": name, "strategy": strategy, "builtin": not is_ours, "backend": backend}
-        return row | {"counterpart": counterpart or None}
+    def contender(name: str, **more: Any) -> Row:
+        common = {"strategy": name, "builtin": False, "backend": "auto", "counterpart": None}
+        return {"name": name} | common | more
 
-    found = {SINGLE: contender(SINGLE, SINGLE)}
+    found = {SINGLE: contender(SINGLE)}
     for name in names or [one for one in strategies.STRATEGIES if one not in STAGED]:
         ours, theirs = strategies.get(name), strategies.get(name, builtin=True)
         if ours is theirs:  # one device
             continue
-        their = theirs.__name__
-        found[name] = contender(name, name, their)
-        found.setdefault(their, contender(their, name))
+        their, how = theirs.__name__, {"strategy": name, "builtin": True}
+        found[name] = contender(name, counterpart=their)
+        found.setdefault(their, contender(their, **how))
         if "backend" in theirs.options() and devices.plan(1, device).backend == "gloo":
             on_ours = f"{their} (labkit)"
-            found.setdefault(on_ours, contender(on_ours, name, backend="labkit"))
+            found.setdefault(on_ours, contender(on_ours, **how, backend="labkit"))
     return list(found.values())
 
 
@@ -183,21 +215,22 @@ def run_all(
     size, so it runs only at that of the main setting.
     """
     setting, results = settings[number], dict[str, TrainResult]()
-    out = {(row["contender"], row["world_size"]) for row in found["skipped"]}
+    out = {
+        row["contender"] for row in found["skipped"] if row["world_size"] == setting["world_size"]
+    }
     if setting["world_size"] != settings[0]["world_size"]:
-        out.add((SINGLE, setting["world_size"]))
-    names = [one for one in contenders if (one["name"], setting["world_size"]) not in out]
-    first = repeat % max(1, len(names))
-    for one in names[first:] + names[:first]:
+        out.add(SINGLE)
+    left = {one["name"]: one for one in contenders if one["name"] not in out}
+    for name in in_turn(left, repeat):
         config = common | setting | {"seed": repeat}
-        config |= {key: one[key] for key in ("strategy", "builtin", "backend")}
-        config |= {"world_size": 1} if one["name"] == SINGLE else {}
+        config |= {key: left[name][key] for key in ("strategy", "builtin", "backend")}
+        config |= {"world_size": 1} if name == SINGLE else {}
         try:
-            results[one["name"]] = train_run(RunConfig(**config), timeout_s=_TIMEOUT_S)
+            results[name] = train_run(RunConfig(**config), timeout_s=_TIMEOUT_S)
         except (ValueError, WorkerError) as error:
             # A technique refuses what it cannot do by ValueError, before a rank starts.
             reason = str(error).strip().splitlines()[0]
-            row = {"contender": one["name"], **setting, "reason": reason}
+            row = {"contender": name, **setting, "reason": reason}
             found["skipped"].append(row | {"failed": isinstance(error, WorkerError)})
     for name, result in results.items():
         told, row = result.as_dict(), Row(contender=name, setting=number, repeat=repeat)

@@ -13,7 +13,7 @@ from typing import Any
 
 from labkit.comm.peak_memory import PeakMemory
 from labkit.units import format_bytes, format_count, format_number, format_seconds
-from workbook.measure.spread import Spread, Table, ratios
+from workbook.measure.record import Spread, Table, ratios
 
 SINGLE = "single"
 Record = dict[str, Any]
