@@ -99,7 +99,6 @@ def test_every_contender_of_a_step_trains_the_same_model(bench, names, tmp_path)
     assert names <= rows.keys()
     for name, row in rows.items():
         assert row["difference"] < 1e-5
-        assert len(row["seconds"]) == 2
         assert row["ratio_to"].keys() >= {one for one in rows if one.startswith("torch")} - {name}
 
 
@@ -146,13 +145,10 @@ def test_what_is_measured_is_written_when_a_bench_is_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["speed"], "unknown bench 'speed'"),
         (["all-reduce", "--sizes", "10"], "10 bytes do not divide into float32"),
         (["ddp", "--world-size", "1"], "the world size of a bench must be an integer from 2 up"),
-        (["all-reduce", "--device", "tpu"], "unknown device 'tpu'"),
         (["all-reduce", "--figure", "x.gif"], "a figure is saved as .png or .svg"),
         (["launch", "--sizes", "4KiB"], "bench launch has no sizes_bytes"),
-        (["ddp", "--models", "gpt"], "unknown model 'gpt'"),
         (["--json", "x.json"], "--json and --figure are for one bench"),
     ],
 )

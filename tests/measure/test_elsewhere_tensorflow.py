@@ -91,18 +91,7 @@ def ended(process):
     return process.returncode, out, err
 
 
-def test_all_processes_of_a_cluster_find_each_other_and_end_together(start):
-    tell = "print(json.dumps([config, processes.sent_bytes()]), flush=True)"
-    code, out, err = ended(start(first=tell))
-    assert (code, err) == (0, "")
-    config, sent = json.loads(out)
-    cluster = config["cluster"]
-    assert {job: len(at) for job, at in cluster.items()} == {"chief": 1, "ps": 1, "worker": 2}
-    assert len({address for at in cluster.values() for address in at}) == 4
-    assert sent == {"coordinator": 0, "server": 0, "worker 0": 0, "worker 1": 0}
-
-
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_all_end_with_the_first_however_it_ends(start, sign):
     process = start(others="time.sleep(600)")
     assert wait_until(lambda: len(session_of(process.pid)) == 4, 60)
@@ -110,12 +99,6 @@ def test_all_end_with_the_first_however_it_ends(start, sign):
     process.send_signal(sign)
     assert ended(process) == (-sign, "", "")
     assert not any(map(is_alive, copies))
-
-
-def test_all_end_when_another_process_is_killed(start):
-    die = 'os.kill(os.getpid(), signal.SIGKILL) if task["type"] == "ps" else processes.finish()'
-    code, _, err = ended(start(others=die))
-    assert (code, err) == (1, "server ended with -9: all processes end\n")
 
 
 @pytest.mark.parametrize("who", ["first", "others"])

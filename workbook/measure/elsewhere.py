@@ -41,10 +41,7 @@ def run_elsewhere(contenders: Sequence[str], steps: int) -> dict[str, Any]:
 
 
 def side_by_side(live: Row) -> dict[str, Any]:
-    """A record in which contenders that have not run here are taken from the stored one, marked.
-
-    ``live`` is what ``run_elsewhere`` returned: some contenders, or some that cannot run here.
-    """
+    """A record in which who has not run here is taken from the stored one, marked."""
     stored = json.loads(RECORD.read_text(encoding="utf-8"))["contenders"]
     old = {row["contender"]: row | {"recorded": True} for row in stored if "losses" in row}
     rows = []
@@ -58,9 +55,6 @@ def elsewhere_table(record: Row) -> Table:
     """One row per contender that has trained; below, why others have not, and the versions.
 
     The largest difference is that of a loss from one device's; bytes are per process and step.
-
-    Args:
-        record: of ``make elsewhere``, ``run_elsewhere`` or ``side_by_side``.
     """
     cells, users = [], dict[str, list[str]]()
     for row in _trained(record):

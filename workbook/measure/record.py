@@ -35,11 +35,6 @@ class Spread:
         low, median, high = np.quantile(list(repeats), (0.25, 0.5, 0.75)).tolist()
         return cls(median, low, high)
 
-    @property
-    def whiskers(self) -> tuple[float, float]:
-        """How far the quartiles are below and above the median, as error bars need it."""
-        return self.median - self.low, self.high - self.median
-
     def text(self, format_one: Callable[[float], str]) -> str:
         low, high = format_one(self.low), format_one(self.high)
         return f"{format_one(self.median)} ({low} to {high})"

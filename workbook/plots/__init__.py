@@ -1,19 +1,5 @@
 """Results as figures: pure functions from data to a figure with alt text and a caption.
 
-    timeline          what each rank did when
-    phases            seconds by kind, stacked
-    ring_steps        an all-reduce worked out on paper, state by state (ring_states: the states)
-    ring_step         one step of a ring all-reduce, in numbers and words
-    learning_curves   loss and held-out accuracy, by epoch and by second
-    bars              one quantity, measured beside model
-    bucket_overlap    a backward pass with DDP's buckets, on paper
-    size_curves       time over the tensor's size (crossings: the sizes at which two curves cross)
-    communication_time   what crosses each cut, by direction and batch size
-    staleness_histogram, staleness_model   staleness of the updates, measured or predicted
-    split_costs       a model cut into stages: bytes, memory, time of stages and hops
-    pipeline_timetable, pipeline_timeline   a pipeline's step on paper, and as it ran
-    step_by_micro_batches   a step's time over the number of micro-batches
-
 Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 """
 

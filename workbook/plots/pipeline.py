@@ -20,7 +20,7 @@ from workbook.plots.figure import (
     label_lanes,
     new_axes,
 )
-from workbook.plots.size_curves import draw_curves, ends_words
+from workbook.plots.size_curves import draw_curves
 from workbook.plots.timeline import draw_spans, tag
 
 
@@ -133,14 +133,10 @@ def step_by_micro_batches(
         name, count = row["schedule"], row["micro_batches"]
         measured.setdefault(name, {})[count] = as_repeats(row["step_s"])
         predicted.setdefault(name, {})[count] = row["model_s"]
-    figure, _, lines, words = draw_curves(measured, predicted, title, "micro-batches", False)
-    add_legend(figure, lines)
     best = []
     for name, steps in measured.items():
         steps_s = {count: median(repeats) for count, repeats in steps.items()}
         fastest = min(steps_s, key=steps_s.__getitem__)
         count = format_count(fastest, "micro-batch")
         best.append(f"{name} is fastest with {count}, {format_seconds(steps_s[fastest])}.")
-    alt = "Curves of a step's time by number of micro-batches. "
-    alt += f"{ends_words(measured, str)}."
-    return CaptionedFigure(figure, alt=alt, caption=joined(*best, words))
+    return draw_curves(measured, predicted, title, "micro-batches", joined(*best), log_time=False)

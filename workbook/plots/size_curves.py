@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
 
 from labkit.units import as_repeats, format_bytes, format_number, format_seconds
@@ -51,30 +48,19 @@ def size_curves(
     """
     seconds = {name: _repeats(points) for name, points in measured.items()}
     sizes = sorted(set().union(*seconds.values()))
-    figure, axes, lines, words = draw_curves(seconds, model or {}, title, "bytes")
-    axes.set_xlabel("size of the tensor (bytes, log scale)")
-    axes.xaxis.set_major_locator(LogLocator(2, numticks=10))
-    axes.xaxis.set_major_formatter(lambda size, _: format_bytes(size))
-    change = ""
+    marks, change = [], ""
     if crossover is not None:
         first, second = list(seconds)[:2]
         found = crossings(seconds[first], seconds[second])
         in_view = [crossover] if sizes[0] <= crossover <= sizes[-1] else []
-        for source, at, dashes in (("model", in_view, _DASHED), ("measured", found, "-")):
-            for size in at:
-                label = f"crossover, {source}: {format_bytes(size)}"
-                lines.append(axes.axvline(size, color=DARK, linestyle=dashes, label=label))
+        marks = [("model", size, _DASHED) for size in in_view]
+        marks += [("measured", size, "-") for size in found]
         change = (
             f"{first} and {second} cross at {', '.join(map(format_bytes, found)) or 'no size'}, "
             f"in the model at {format_bytes(crossover) if crossover < math.inf else 'no size'}."
         )
-    add_legend(figure, lines)
-    extent = f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
-    return CaptionedFigure(
-        figure,
-        alt=f"Curves of time by size, {extent}, on logarithmic axes. {ends_words(seconds)}.",
-        caption=joined(_takeaway(seconds), change, words),
-    )
+    label, told = "size of the tensor (bytes)", joined(_takeaway(seconds), change)
+    return draw_curves(seconds, model or {}, title, label, told, marks, format_bytes)
 
 
 @drawn
@@ -91,16 +77,10 @@ def communication_time(
         title: above the figure.
     """
     seconds = {name: _repeats(points) for name, points in measured.items()}
-    figure, _, lines, words = draw_curves(seconds, model or {}, title, "batch (samples)")
-    add_legend(figure, lines)
     most = max(set().union(*seconds.values()))
     longest = max(seconds, key=lambda name: median(seconds[name][most]))
-    return CaptionedFigure(
-        figure,
-        alt="Curves of communication time by batch size, on logarithmic axes. "
-        f"{ends_words(seconds, str)}.",
-        caption=joined(f"Longest in a batch of {most}: {longest}.", words),
-    )
+    told = f"Longest in a batch of {most}: {longest}."
+    return draw_curves(seconds, model or {}, title, "batch (samples)", told)
 
 
 def draw_curves(
@@ -108,12 +88,20 @@ def draw_curves(
     predicted: Model,
     title: str,
     label: str,
+    told: str,
+    marks: Iterable[tuple[str, float, Any]] = (),
+    format_size: Callable[[float], str] = str,
     log_time: bool = True,
-) -> tuple[Figure, Axes, list[Line2D], str]:
+) -> CaptionedFigure:
     """Draw medians of seconds with a band over all repeats, and predictions as dashed lines.
 
-    Returns:
-        The figure, its axes, the legend's entries, and words on the model and the repeats.
+    Args:
+        measured, predicted: the curves by name.
+        title, label: above the figure, and of the axis of the sizes.
+        told: the caption's first sentences.
+        marks: vertical lines at a crossover: (whose, size, line style).
+        format_size: a size in words.
+        log_time: the axis of the seconds is logarithmic, else it begins at 0.
     """
     figure, axes = new_axes(4.6, title)
     looks = dict(zip(dict.fromkeys([*measured, *predicted]), itertools.cycle(SERIES)))
@@ -128,9 +116,13 @@ def draw_curves(
     for name, curve in predicted.items():
         look = {"color": looks[name][0].model.ink, "linestyle": _DASHED, "zorder": 3}
         lines += axes.plot(list(curve), list(curve.values()), label=f"{name} model", **look)
+    for whose, size, dashes in marks:
+        name = f"crossover, {whose}: {format_size(size)}"
+        lines.append(axes.axvline(size, color=DARK, linestyle=dashes, label=name))
     axes.set_xscale("log", base=2)
     sizes = sorted(set().union(*measured.values()))
-    axes.set_xticks(sizes, list(map(str, sizes)))
+    ticks = sizes[:: math.ceil(len(sizes) / 10)]
+    axes.set_xticks(ticks, list(map(format_size, ticks)))
     if log_time:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
@@ -140,6 +132,7 @@ def draw_curves(
     axes.minorticks_off()
     axes.set(xlabel=f"{label}, log scale", ylabel=f"time (seconds{', log scale' * log_time})")
     axes.grid()
+    add_legend(figure, lines)
     ratios = [
         median(measured[name][x]) / model_s
         for name, curve in predicted.items()
@@ -147,9 +140,18 @@ def draw_curves(
         if x in measured.get(name, ())
     ]
     repeats = [each for points in measured.values() for each in points.values()]
-    spread = "Points are medians of {} repeats; bands span all of them."
-    words = joined(ratio_words(ratios, "dashed"), repeats_words(repeats, spread))
-    return figure, axes, lines, words
+    spread = repeats_words(repeats, "Points are medians of {} repeats; bands span all of them.")
+    ends = []
+    for name, points in measured.items():
+        own = list(points)
+        few = dict.fromkeys([own[0], own[len(own) // 2], own[-1]])
+        each = (f"{format_seconds(median(points[x]))} at {format_size(x)}" for x in few)
+        ends.append(f"{name} {', '.join(each)}")
+    return CaptionedFigure(
+        figure,
+        alt=f"Curves of time by {label}. {'; '.join(ends)}.",
+        caption=joined(told, ratio_words(ratios, "dashed"), spread),
+    )
 
 
 def crossings(first: Points, second: Points) -> list[float]:
@@ -188,16 +190,3 @@ def _takeaway(seconds: dict[str, Repeats]) -> str:
         ratio = format_number(next_s / best_s)
         said.append(f"{best} at {format_bytes(size)}, {ratio} times as fast as the next")
     return f"Fastest: {'; '.join(said)}."
-
-
-def ends_words(
-    seconds: Mapping[str, Repeats], format_size: Callable[[int], str] = format_bytes
-) -> str:
-    """The curves in words: each at its first, its middle and its last size."""
-    told = []
-    for name, points in seconds.items():
-        sizes = list(points)
-        few = dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]])
-        each = (f"{format_seconds(median(points[x]))} at {format_size(x)}" for x in few)
-        told.append(f"{name} {', '.join(each)}")
-    return "; ".join(told)

@@ -92,7 +92,7 @@ def split_caption(predicted: SplitModel, measured: "MeasuredSplit | None" = None
     step_s = median(measured.step_s)
     return (
         f"{text} Measured: {format_seconds(step_s)}, {step_s / predicted.step_s:.2f} times the "
-        f"model (median of {len(measured.step_s)} steps; whiskers span the middle half)."
+        f"model (median of {len(measured.step_s)} steps)."
     )
 
 

@@ -11,12 +11,10 @@ from workbook.measure.compare.summary import SINGLE, VARIED, Record, present, ru
 from workbook.measure.record import Spread
 from workbook.plots import bars, learning_curves, phases
 from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
-from workbook.plots.palette import DARK, SERIES, Style, swatch
+from workbook.plots.palette import DARK, SERIES, swatch
 
-OURS, THEIRS, THEIRS_ON_OURS, ONE = "labkit", "PyTorch", "PyTorch on labkit", "one device"
-LOOKS = {look: style for look, (style, *_) in zip((OURS, THEIRS, THEIRS_ON_OURS), SERIES)}
-LOOKS[ONE] = Style(DARK)
-_REPEATS = "medians of the repeats, whiskers their quartiles."
+LOOKS = {whose: style for whose, (style, *_) in zip(("labkit", "PyTorch"), SERIES)}
+_REPEATS = "Bars are medians of the repeats, whiskers their quartiles."
 
 
 def draw(record: Record) -> dict[str, CaptionedFigure]:
@@ -67,10 +65,11 @@ def time_to_accuracy(record: Record) -> CaptionedFigure:
         for at, what in enumerate(("epochs", "training time (s)"))
     }
     seconds = {name: statistics.median(s) for name, s in columns["training time (s)"].items()}
-    told = []
-    for which, end in {"First": min, "Last": max}.items() if seconds else ():
-        name = end(seconds, key=seconds.__getitem__)
-        told.append(f"{which} at {target:.0%}: {name}, after {format_seconds(seconds[name])}.")
+    order = sorted(seconds, key=seconds.__getitem__)
+    told = [
+        f"{which} at {target:.0%}: {name}, after {format_seconds(seconds[name])}."
+        for which, name in zip(("First", "Last"), order[:1] + order[-1:])
+    ]
     if never := [name for name, pairs in found.items() if pairs is None]:
         told.append(f"Not reached in every repeat within {budget} epochs: {', '.join(never)}.")
     told.append("Every epoch counts here, the first too.")
@@ -87,7 +86,7 @@ def _draw_rows(
     told: str,
 ) -> CaptionedFigure:
     """Horizontal bars: a row per contender, and axes per quantity ``{contender: repeats}``."""
-    looks = {name: _look(one) for name, one in present(record).items()}
+    looks = {n: "PyTorch" if one["builtin"] else "labkit" for n, one in present(record).items()}
     figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(looks)))
     grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     beside = {"textcoords": "offset points", "va": "center", "ha": "left"}
@@ -99,7 +98,7 @@ def _draw_rows(
                 continue
             spread = Spread.of(repeats)
             axes.barh(place, spread.median, 0.72, **LOOKS[look].fill)
-            whiskers = [[one] for one in spread.whiskers]
+            whiskers = [[spread.median - spread.low], [spread.high - spread.median]]
             axes.errorbar(spread.median, place, xerr=whiskers, color=DARK, capsize=3)
             axes.annotate(f"{spread.median:.3g}", (spread.high, place), (5, 0), **beside)
             most = max(most, spread.high)
@@ -109,14 +108,14 @@ def _draw_rows(
     grid[0].set_yticks(range(len(looks)), list(looks))
     grid[0].set_ylim(len(looks) - 0.5, -0.5)
     add_title(figure, title)
-    add_legend(figure, [swatch(look, LOOKS[look]) for look in LOOKS if look in looks.values()])
-    return CaptionedFigure(figure, alt=f"{title}. {told}", caption=f"{told} Bars are {_REPEATS}")
+    add_legend(figure, [swatch(whose, look) for whose, look in LOOKS.items()])
+    return CaptionedFigure(figure, alt=f"{title}. {told}", caption=f"{told} {_REPEATS}")
 
 
 def breakdown(record: Record, names: Sequence[str]) -> CaptionedFigure:
     """Every epoch of some contenders as a stacked bar, those of each role together."""
     rows, factors = {}, []
-    for name, epochs in summary.epoch_phases(record, tuple(names)).items():
+    for name, epochs in summary.epoch_phases(record, names).items():
         rows |= {f"{name}, epoch {number}": row for number, row in enumerate(epochs, start=1)}
         first, *others = (sum(row.values()) for row in epochs)
         factors += [first / statistics.median(others)] if others else []
@@ -144,14 +143,6 @@ def loading(record: Record) -> CaptionedFigure:
                 read.append(statistics.median(data_s[1:] or data_s))
     named = {f"{size:,} samples": groups[size] for size in sorted(groups)}
     return bars(named, quantity="time", unit="s", title="Loading, and one device's batches")
-
-
-def _look(contender: dict) -> str:
-    if contender["name"] == SINGLE:
-        return ONE
-    if not contender["builtin"]:
-        return OURS
-    return THEIRS_ON_OURS if contender["backend"] == "labkit" else THEIRS
 
 
 def _where(record: Record) -> str:

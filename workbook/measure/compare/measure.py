@@ -22,7 +22,7 @@ from labkit.config import STAGED, RunConfig
 from labkit.errors import WorkerError
 from labkit.files import check_writable
 from labkit.runtime.preload import warm_up
-from labkit.tracing import Span, Trace
+from labkit.tracing import Trace
 from labkit.training.resolve import NOTHING, resolve, samples_for
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import check_above_zero, check_integer
@@ -50,15 +50,9 @@ def main(
 ) -> int:
     """Run the comparison; print its tables, write the record and the figures.
 
-    Figures go to an existing folder, ``compare_NAME.png`` each. ``words`` are the command line,
-    for the record, and ``settings`` those arguments of ``compare`` that it gives.
-
-    Returns:
-        The exit status: 1 if a contender started and failed, else 0.
-
-    Raises:
-        ValueError, OSError: before anything runs, for settings or files that are impossible.
-        OutputError: after the run, a file could not be written.
+    Figures go to an existing folder. ``words`` are the command line, for the record, and
+    ``settings`` those arguments of ``compare`` that it gives. Returns the exit status: 1 if a
+    contender started and failed, else 0.
     """
     if figures_dir is not None:
         check_writable(Path(figures_dir, "compare"))
@@ -76,20 +70,10 @@ def main(
 def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[Row]:
     """The contenders of these techniques, ours and PyTorch's; ``single``, the baseline, is first.
 
-    A class of PyTorch that is the counterpart of several techniques takes part once. If it has an
-    option for the backend and the ranks are on the CPU, it takes part on our backend as well.
-
-    Args:
-        names: the techniques; by default all that split the batch. Those that split the model,
-            which are for models that do not fit one device, take part only if they are named.
-        device: as in ``RunConfig``.
-
-    Returns:
-        Of each its ``name``; ``strategy``, ``builtin`` and ``backend`` as in ``RunConfig``; of
-        ours the name of its ``counterpart``.
-
-    Raises:
-        ValueError: a name that is not registered.
+    By default all techniques that split the batch; those that split the model, which are for
+    models that do not fit one device, take part only if they are named. A class of PyTorch that
+    is the counterpart of several techniques takes part once; if it has an option for the backend
+    and the ranks are on the CPU, on our backend as well.
     """
 
     def contender(name: str, **more: Any) -> Row:
@@ -149,17 +133,12 @@ def compare(
     """Run the comparison and return its record; what has run is printed.
 
     Args:
-        strategies: techniques out of ``labkit.strategies.STRATEGIES``, by default all that share
-            out the batch; PyTorch's counterparts and ``single`` always take part.
+        strategies: see ``find_contenders``.
         world_sizes, train_sizes, batch_sizes: what to vary, one at a time, see ``settings_of``.
             Train sizes are by default a quarter, a half and all of the data.
         repeats: of everything; None takes as many as fit into eight minutes, 5 at most.
         epochs, target: of the main setting, and the held-out accuracy to reach, 0 to 1.
         model, dataset, device: as in ``RunConfig``.
-
-    Raises:
-        ValueError: unknown names, impossible numbers.
-        FileNotFoundError: the data set is not there.
     """
     check_above_zero("the target, an accuracy,", target, 1)
     check_integer("epochs", epochs)
@@ -247,16 +226,17 @@ def epoch_phases(trace: Trace, seconds: list[float]) -> dict[str, list[dict[str,
     """``{role: [{kind of span: seconds} of each epoch]}``, means over the ranks of a role.
 
     A ``worker`` computes a share of the batch, a ``stage`` a part of the model, a ``server``
-    nothing. Evaluation is outside the epochs. Where ranks do not wait for each other, no
-    evaluation parts the epochs, and ``seconds`` of the server's do.
+    nothing. An epoch begins when a rank reads data, and takes its ``seconds``; evaluation is
+    outside.
     """
-    by_rank = {rank: Trace(tuple(trace.of(rank))) for rank in trace.ranks}
-    windows = training_windows(trace.of(next(span.rank for span in trace.of(kind="data"))))
-    if len(windows) != len(seconds):
-        ends_s = itertools.accumulate(seconds, initial=trace.spans[0].start_s)
-        windows = list(itertools.pairwise(ends_s))
+    begins_s, windows, end_s = [span.start_s for span in trace.of(kind="data")], [], -math.inf
+    for took_s in seconds:
+        start_s = min((one for one in begins_s if one >= end_s), default=end_s)
+        end_s = start_s + took_s
+        windows.append((start_s, end_s))
     by_role: dict[str, list[list[dict[str, float]]]] = {}
-    for own in by_rank.values():
+    for rank in trace.ranks:
+        own = Trace(tuple(span for span in trace.of(rank) if span.kind != "evaluate"))
         role = "stage" if {"forward", "backward"} & {*own.kinds} else "server"
         role = "worker" if "compute" in own.kinds else role
         epochs = [own.between(*window).seconds_by_kind() for window in windows]
@@ -267,15 +247,3 @@ def epoch_phases(trace: Trace, seconds: list[float]) -> dict[str, list[dict[str,
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     kinds = sorted(set().union(*rows))
     return {kind: statistics.fmean(row.get(kind, 0.0) for row in rows) for kind in kinds}
-
-
-def training_windows(spans: list[Span]) -> list[tuple[float, float]]:
-    """(start, end) of each stretch of training in the spans of a rank that loads data."""
-    windows, start_s = [], None
-    for span in spans:
-        if span.kind == "data" and start_s is None:
-            start_s = span.start_s
-        elif span.kind == "evaluate" and start_s is not None:
-            windows.append((start_s, span.start_s))
-            start_s = None
-    return windows
