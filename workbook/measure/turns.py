@@ -37,7 +37,7 @@ def on_ranks(
     Returns:
         The seconds of the slowest rank in each turn, and the facts of rank 0.
     """
-    settings = {"world_size": world_size, "timeout_s": _TIMEOUT_S, **where}
+    settings: dict[str, Any] = {"world_size": world_size, "timeout_s": _TIMEOUT_S, **where}
     by_rank = run(function, *arguments, **settings).values
     return slowest([seconds for seconds, _ in by_rank]), by_rank[0][1]
 

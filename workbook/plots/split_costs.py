@@ -1,6 +1,6 @@
 """What it costs to cut a network into stages, by the model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ def split_caption(predicted: SplitModel, measured: "MeasuredSplit | None" = None
     )
 
 
-def _draw_bars(axes: Axes, title: str, bars: dict[str, dict[str, float]]) -> None:
+def _draw_bars(axes: Axes, title: str, bars: Mapping[str, Mapping[str, float]]) -> None:
     """Draw a stacked bar per name: its parts by kind."""
     highest = max(sum(parts.values()) for parts in bars.values())
     scale, unit = byte_unit(highest) if title == "Memory" else second_unit(highest)
