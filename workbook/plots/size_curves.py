@@ -95,13 +95,8 @@ def draw_curves(
 ) -> CaptionedFigure:
     """Draw medians of seconds with a band over all repeats, and predictions as dashed lines.
 
-    Args:
-        measured, predicted: the curves by name.
-        title, label: above the figure, and of the axis of the sizes.
-        told: the caption's first sentences.
-        marks: vertical lines at a crossover: (whose, size, line style).
-        format_size: a size in words.
-        log_time: the axis of the seconds is logarithmic, else it begins at 0.
+    ``label`` is that of the axis of the sizes, ``told`` begins the caption, and ``marks`` are
+    vertical lines at a crossover: (whose, size, line style).
     """
     figure, axes = new_axes(4.6, title)
     looks = dict(zip(dict.fromkeys([*measured, *predicted]), itertools.cycle(SERIES)))
@@ -141,17 +136,19 @@ def draw_curves(
     ]
     repeats = [each for points in measured.values() for each in points.values()]
     spread = repeats_words(repeats, "Points are medians of {} repeats; bands span all of them.")
-    ends = []
-    for name, points in measured.items():
-        own = list(points)
-        few = dict.fromkeys([own[0], own[len(own) // 2], own[-1]])
-        each = (f"{format_seconds(median(points[x]))} at {format_size(x)}" for x in few)
-        ends.append(f"{name} {', '.join(each)}")
+    ends = [f"{name} {_ends_of(points, format_size)}" for name, points in measured.items()]
     return CaptionedFigure(
         figure,
         alt=f"Curves of time by {label}. {'; '.join(ends)}.",
         caption=joined(told, ratio_words(ratios, "dashed"), spread),
     )
+
+
+def _ends_of(points: Repeats, format_size: Callable[[float], str]) -> str:
+    """The curve in words: its first, its middle and its last size."""
+    sizes = list(points)
+    few = dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]])
+    return ", ".join(f"{format_seconds(median(points[x]))} at {format_size(x)}" for x in few)
 
 
 def crossings(first: Points, second: Points) -> list[float]:
