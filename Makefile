@@ -170,7 +170,7 @@ PRETENDED ?= 1 2 8
 test-pretended: env
 	@for gpus in $(PRETENDED); do echo "$$gpus pretended GPUs"; \
 	  LABKIT_PRETEND_GPUS=$$gpus PYTHONPATH=$(CURDIR)/tests/pretended LABKIT_LIVE=0 \
-	  $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS) || exit 1; done
+	  $(BIN)/python -m pytest $(SPREAD) $(NBVAL) $(NOTEBOOKS) $(ARGS) || exit 1; done
 
 faults: env
 	$(BIN)/python -m pytest -p no:nbval tests/runtime/test_fault_table.py -v --durations=0 $(ARGS)
