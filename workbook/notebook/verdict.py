@@ -7,7 +7,7 @@ than the spread of the repeats is not called one.
 
 import html
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -96,12 +96,15 @@ def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
     if ratio.is_larger is None:
         text += ": this measurement cannot tell them apart"
     elif isinstance(one, TrainResult) and isinstance(many, TrainResult):
-        alone, mine = Counter(), Counter()  # seconds by state, the mean of the ranks
+        alone, mine = (
+            defaultdict(float),
+            defaultdict(float),
+        )  # seconds by state, the mean of the ranks
         for result, seconds in ((one, alone), (many, mine)):
             for kind, spent_s in result.phases_s.items():
                 if state_of(kind) != EVALUATE:
                     seconds[state_of(kind)] += spent_s
-        talked, waited = (mine[state] / mine.total() for state in (COMMUNICATE, WAIT))
+        talked, waited = (mine[state] / sum(mine.values()) for state in (COMMUNICATE, WAIT))
         text += f": on average, {its} computed {mine[COMPUTE] / alone[COMPUTE]:.0%} as long as one"
         text += f" device; communication took {talked:.0%} of its time, and waiting {waited:.0%}"
     return Verdict(f"{text}.", ratio)
