@@ -851,7 +851,7 @@ def test_30_sliders(case):
     slow.join()
     assert 'alt="of size 2"' in explorer.view.value
     explorer.close()
-    splits = widgets.split_explorer(PROFILE, LINK, split_points=(2,))
+    splits = widgets.split_explorer(PROFILE, LINK, split_points=(2,)).picture
     for point in (0, 6, 99):
         says = f"split point {point} leaves a stage without layers"
         case.refused(partial(setattr, splits, "points", [point]), says)
