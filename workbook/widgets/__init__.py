@@ -17,7 +17,7 @@ from workbook.widgets.explorers import (
     ring_stepper,
     staleness_explorer,
 )
-from workbook.widgets.split_explorer import split_explorer
+from workbook.widgets.split_explorer import SplitExplorer as split_explorer
 
 __all__ = [
     "bucket_explorer",

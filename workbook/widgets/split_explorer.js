@@ -150,8 +150,13 @@ class LayerRow {
 
   place({ group, line, grip, mark, hit, label }, cut, width) {
     const point = this.points[cut];
-    const [x, y, bottom] = [this.edges[point], cut * ROW, this.top + HEIGHT];
     const { name } = this.all[point];
+    label.textContent = `cut before ${point}: ${name} · ${this.all[point - 1].sends}`;
+    const isLeft = this.edges[point] + 7 * label.textContent.length > width;
+    // The words are on the side, and the rows in the order, where no other cut's line crosses them.
+    if (!cut) this.isFlipped = isLeft;
+    const row = this.isFlipped ? this.points.length - 1 - cut : cut;
+    const [x, y, bottom] = [this.edges[point], row * ROW, this.top + HEIGHT];
     set(group, {
       transform: `translate(${x} 0)`,
       "aria-valuenow": point,
@@ -162,9 +167,6 @@ class LayerRow {
     set(grip, { y: y + 2 });
     set(mark, { d: `M-4 ${y + 8}l-4 4l4 4M4 ${y + 8}l4 4l-4 4` });
     set(hit, { y: y + 2, height: bottom - y });
-    label.textContent = `cut before ${point}: ${name} · ${this.all[point - 1].sends}`;
-    // On the right no other cut's line crosses the words.
-    const isLeft = x + 7 * label.textContent.length > width;
     set(label, { x: isLeft ? -19 : 19, y: y + 16, "text-anchor": isLeft ? "end" : "start" });
   }
 
@@ -212,7 +214,7 @@ function drawLanes(group, { stages, hops, ends, ticks, end_s }, width, top) {
     svg("text", { x: left + BAR + 6, y: y + height - 4, class: "row" }, words)];
   let y = top + 18 + (ends.length - 1) * LINE;
   const parts = [svg("text", { x: 0, y: top + 12, class: "quiet" }, "one step"),
-    svg("text", { x: left, y: y - 6, class: "quiet" }, "memory of a stage, traffic of a cut")];
+    svg("text", { x: left, y: y - 6, class: "quiet" }, "memory; over each cut")];
   for (const [stage, { range, model, measured }] of stages.entries()) {
     parts.push(svg("text", { x: 0, y: y + 14, class: "row" }, `stage ${stage}`));
     parts.push(svg("text", { x: 52, y: y + 14, class: "quiet" }, range));

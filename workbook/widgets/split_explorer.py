@@ -40,36 +40,6 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 _HERE = Path(__file__).parent
 
 
-def split_explorer(
-    profile: Profile,
-    link: Link,
-    *,
-    split_points: Sequence[int],
-    micro_batches: int = 1,
-    schedule: str = "gpipe",
-    measure: Callable[..., MeasuredSplit] = measure_split,
-) -> "SplitExplorer":
-    """Explore where to cut a model: drag the cuts, see the predicted step, and measure it.
-
-    Its static twin is ``plots.split_costs``.
-
-    Args:
-        profile: the model's layers.
-        link: between two stages on this machine; ``LINKS`` can be chosen as well.
-        split_points: to start with, 1 to 3.
-        micro_batches: to start with, one of ``MICRO_BATCHES``, at most the batch size.
-        schedule: to start with, ``gpipe`` or ``1f1b``.
-        measure: what Run calls, with the arguments of ``training.measured.measure_split``.
-
-    Raises:
-        ValueError: a split that is not possible.
-    """
-    start = {"points": list(split_points), "micro_batches": micro_batches, "schedule": schedule}
-    # Of another model, what was measured of this one must not be shown.
-    state = cell_state(profile.model, profile.batch_size, len(profile.layers), str(start))
-    return SplitExplorer(profile, {HERE: link} | LINKS, measure, start, state)
-
-
 class CutPicture(anywidget.AnyWidget):
     """Layers in a row, cuts that are dragged, and the step that the model predicts.
 
@@ -97,7 +67,9 @@ class CutPicture(anywidget.AnyWidget):
 
 
 class SplitExplorer(VBox):
-    """Controls, numbers and buttons around a ``CutPicture``.
+    """Explore where to cut a model: drag the cuts, see the predicted step, and measure it.
+
+    Its static twin is ``plots.split_costs``.
 
     Attributes:
         picture, stages, link, micro_batches, schedule, mode: what can be chosen.
@@ -108,22 +80,40 @@ class SplitExplorer(VBox):
     def __init__(
         self,
         profile: Profile,
-        links: dict[str, Link],
-        measure: Callable[..., MeasuredSplit],
-        start: dict[str, Any],
-        state: dict[str, Any],
+        link: Link,
+        *,
+        split_points: Sequence[int],
+        micro_batches: int = 1,
+        schedule: str = "gpipe",
+        measure: Callable[..., MeasuredSplit] = measure_split,
     ):
-        self._profile, self._links, self._measure, self._state = profile, links, measure, state
-        self.runs: dict[tuple, MeasuredSplit] = state.setdefault("runs", {})
+        """Show a model's layers with ``link`` between two stages; ``LINKS`` can be chosen as well.
+
+        Args:
+            split_points: to start with, 1 to 3.
+            micro_batches: to start with, one of ``MICRO_BATCHES``, at most the batch size.
+            schedule: to start with, ``gpipe`` or ``1f1b``.
+            measure: what Run calls, with the arguments of ``training.measured.measure_split``.
+
+        Raises:
+            ValueError: a split that is not possible.
+        """
+        self._profile, self._links, self._measure = profile, {HERE: link} | LINKS, measure
+        start = {"points": list(split_points), "micro_batches": micro_batches}
+        start |= {"schedule": schedule, "link": HERE, "mode": "compute"}
+        # Of another model, what was measured of this one must not be shown.
+        model = profile.model, profile.batch_size, len(profile.layers)
+        self._state = cell_state(*model, str(start))
+        start |= self._state.get("chosen", {})
+        self.runs: dict[tuple, MeasuredSplit] = self._state.setdefault("runs", {})
         self.job = Job(self._say)
         self._axis: tuple[tuple, float] = (), 0.0
-        start = {"link": HERE, "mode": "compute"} | start | state.get("chosen", {})
         layers = len(profile.layers)
         self.picture = CutPicture(layers, points=start["points"])
         most = min(MAX_STAGES, layers)
         self.stages = IntSlider(len(self.picture.points) + 1, 2, most, description="stages")
         counts = [count for count in MICRO_BATCHES if count <= profile.batch_size]
-        self.link = Dropdown(options=list(links), description="link")
+        self.link = Dropdown(options=list(self._links), description="link")
         self.micro_batches = SelectionSlider(options=counts, description="micro-batches")
         self.schedule = Dropdown(options=list(PIPELINES), description="schedule")
         self.mode = Dropdown(options=["compute", "bytes"], description="layers by")
