@@ -209,14 +209,17 @@ def _landed(rank: int, case: Case) -> dict[str, Tensor]:
     return dict(zip(names, (_payload(message, message.peer, case) for message in came)))
 
 
-def _carried_out(fn: Callable, comm: Comm, case: Case) -> list[Tensor]:
-    found = []
+def _carried_out(fn: Any, comm: Comm, case: Case) -> list[Tensor] | Wrong:
+    found, most = [], 0
     for one in _hops(comm.rank, comm.world_size):
         outgoing = _payload(one.send, comm.rank, case) if one.send else None
-        landing = torch.zeros(64) if one.recv else None
+        landing, before = torch.zeros(64) if one.recv else None, comm.operations
+        fn.written = landing
         fn(comm, one, outgoing, landing)
+        most = max(most, comm.operations - before)
         found += [] if landing is None else [landing]
-    return found
+    too_many = f"a hop took {most} calls of comm, where the target is 1"
+    return Wrong(too_many) if most > 1 else found
 
 
 _check = partial(Check, inputs=lambda rank, case: (case,), written=None, target=_target)
