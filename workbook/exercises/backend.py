@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm.comm import Comm
-from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong, judged
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong
 from workbook.exercises.grader.compare import kind_of, same, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
 from workbook.exercises.ring import ring_target
@@ -58,81 +57,16 @@ bucket = Check(
 )
 
 
-@judged("operation, tensors", ("wait()",), ("get_future() alone",), ("an operation that fails",))
-def work(fn: Any, tried: str) -> Wrong | None:
-    """Grade ``fn(operation, tensors)``, a class: the ``dist.Work`` of ``operation()``.
-
-    ``wait`` returns True, or raises the operation's error; ``get_future`` returns a future of
-    ``tensors``, or of the error, in a way that PyTorch's C++ side notices.
-    """
-    fn.written = tensors = [torch.zeros(2), torch.zeros(3)]
-    calls = list[int]()
-
-    def operation() -> None:
-        calls.append(1)
-        if "fails" in tried:
-            raise ConnectionError("the operation failed")
-        for tensor in tensors:
-            tensor += 7
-
-    if "fails" in tried:
-        return _wrong_error(fn, operation, tensors)
-    made = fn(operation, tensors)
-    if not isinstance(made, dist.Work):
-        return Wrong(f"the class must be derived from dist.Work, but a call gave {kind_of(made)}")
-    if not _soon(lambda: bool(calls)):
-        return Wrong("the operation was not begun: call it when the Work is made")
-    if tried == "wait()" and made.wait() is not True:
-        return Wrong("wait() must return True once the operation is done")
-    if wrong := _wrong_future(made, tensors):
-        return Wrong(wrong)
-    times = f"the operation was carried out {len(calls)} times, expected once"
-    return None if len(calls) == 1 else Wrong(times)
-
-
-def _wrong_error(fn: Callable, operation: Callable, tensors: list[Tensor]) -> Wrong | None:
-    """What is wrong with a Work whose operation fails."""
-    future_class = torch.futures.Future
-    known = {"autospec": True, "side_effect": future_class.set_exception}
-    with mock.patch.object(future_class, "set_exception", **known) as python_only:
-        try:
-            made = fn(operation, tensors)
-        except ConnectionError:
-            return Wrong("the operation's error was raised by the class: raise it in wait()")
-        try:
-            made.wait()
-            return Wrong("the operation failed, but wait() did not raise its error")
-        except ConnectionError:
-            pass
-        except Exception as error:
-            named = type(error).__name__
-            return Wrong(f"wait() raised {named}, expected the operation's own ConnectionError")
-        try:
-            future = made.get_future()
-        except ConnectionError:
-            return None
-    if any(call.args[0] is future for call in python_only.call_args_list):
-        return Wrong("set_exception is known to Python only: DDP's C++ code would see no error")
-    wrong = _wrong_future(made, tensors)
-    if wrong is None:
-        return Wrong("the operation failed, but the future does not: training would go on")
-    return None if "the future raises" in wrong else Wrong(wrong)
-
-
-def _soon(happens: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while not (happened := happens()) and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    return happened
-
-
 def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
     """What is wrong with the future of a Work, whose value is ``tensors``."""
     future = made.get_future()
     if not isinstance(future, torch._C.Future):
         return f"get_future() must return a torch.futures.Future, it returned {kind_of(future)}"
-    if not _soon(future.done):
-        return "the future was not completed within a second: DDP would wait forever"
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not future.done():
+        if time.monotonic() > deadline_s:
+            return "the future was not completed within a second: DDP would wait forever"
+        time.sleep(0.001)
     try:
         value = future.wait()
     except Exception as error:
