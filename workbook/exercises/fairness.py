@@ -24,9 +24,6 @@ from workbook.exercises.grader.compare import fit, short
         "an all-reduce takes P - 1 steps to add and P - 1 more to spread the sum": (
             lambda count, messages: messages[0] / (len(messages) - 1)
         ),
-        "an all-reduce takes 2 (P - 1) messages per rank, not 2 P": (
-            lambda count, messages: messages[0] / (2 * len(messages))
-        ),
     },
 )
 def synchronisations(messages: Sequence[int]) -> int:
@@ -49,9 +46,6 @@ _EPOCHS = (
     mistakes={
         "samples that several ranks went through count several times": (
             lambda rate, size, by_rank, seconds: rate(sum(by_rank), by_rank, seconds)
-        ),
-        "the first epoch is in the median: it is warm-up": (
-            lambda rate, size, by_rank, seconds: rate(size, by_rank, (0.0, *seconds))
         ),
     },
 )
@@ -78,7 +72,6 @@ _REPLICAS: dict[int, tuple[int, str, Callable[[Tensor], object]] | None] = {
     9: (1, "by 1 in every number", lambda mine: mine.add_(1)),
     10: (2, "by 1 in every number", lambda mine: mine.add_(1)),
     11: (1, "by 1 in its first number", lambda mine: mine[:1].add_(1)),
-    12: (0, "by 1 in its last number", lambda mine: mine[-1:].add_(1)),
     13: (-1, "in the last bit of its number 4", lambda mine: _next_bit(mine[4:5])),
     14: (0, "in the last bit of its number 2", lambda mine: _next_bit(mine[2:3])),
     # Neither the first nor the last number moves.

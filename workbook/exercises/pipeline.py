@@ -45,10 +45,8 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
     # All targets of a batch differ, so that each sample can be told.
     inputs, targets = random_tensor(count, n, *shape), torch.randperm(n)
     found = fn(inputs.clone(), targets.clone(), count)
-    if not isinstance(found, Iterable):
-        return Wrong(f"the function returned {short(found)}: expected triples")
-    found = [one.values() if isinstance(one, dict) else one for one in plain(iter(found))]
     try:
+        found = [one.values() if isinstance(one, dict) else one for one in plain(iter(found))]
         parts = [(x, y, weight) for x, y, weight in found]
         rows = [[targets.tolist().index(int(one)) for one in y] for _, y, _ in parts]
     except (TypeError, ValueError):
@@ -129,9 +127,6 @@ def _wrong_streams(streams: Streams, M: int) -> Found:
             text = f"stage {stage} has to run each of F0 to F{M - 1} and B0 to B{M - 1} once; "
             missing, more = wanted - Counter(stream), Counter(stream) - wanted
             return f"{text}missing: {_listed(missing)}, too many: {_listed(more)}"
-        for i, (kind, m) in enumerate(stream):
-            if kind == "backward" and Action("forward", m) not in stream[:i]:
-                return f"stage {stage} runs B{m} before F{m}"
     for kind in KINDS.values():
         first, *others = [[a.micro_batch for a in row if a.kind == kind] for row in streams]
         for stage, order in enumerate(others, start=1):
