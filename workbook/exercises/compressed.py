@@ -77,6 +77,7 @@ top_k = Check(
     inputs=lambda rank, case: (case.tensor(rank), _residual(rank, case), _K),
     signature="comm, gradient, residual, k",
     written=None,
+    keeps=("gradient", "residual"),
     # Of each element a float32 and an int64.
     target=lambda rank, case: Target(num_bytes=12 * _K * (case.world_size - 1)),
     mistakes={"the old residual was not added to the gradient": _forgetful},

@@ -103,6 +103,7 @@ replicas_agree = Check(
     lambda rank, case: _REPLICAS[case.size] is None,
     inputs=_replica,
     written=None,
+    keeps=("tensor",),
     sizes=tuple(_REPLICAS),
     special=_told,
     may_call=COLLECTIVES,

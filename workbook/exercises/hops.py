@@ -96,6 +96,7 @@ forward = _check(
     "hops.forward",
     lambda rank, case: [_after(rank, case), _after(rank + 1, case)],
     signature="comm, layers, inputs",
+    keeps=("inputs",),
     inputs=lambda rank, case: (_stage(rank), _given(rank, case)),
     call=_forward,
     parts=_parts,

@@ -146,9 +146,8 @@ pass_on = _in_rounds(
 )
 
 
-def _with_held_bytes(fn: Any, comm: Comm, tensor: Tensor) -> list:
+def _with_held_bytes(fn: Callable, comm: Comm, tensor: Tensor) -> list:
     """The tensor, and the most that tensors and arrays of Python held."""
-    fn.written = tensor
     tracemalloc.start()
     with PeakBytes() as held:
         fn(comm, tensor)

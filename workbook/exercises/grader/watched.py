@@ -49,7 +49,8 @@ class Watched:
     """A learner's function, called by its parameters' names if it has those of ``signature``.
 
     ``may_call``: names of library functions, or of modules, that do not count; ``written``: the
-    argument that the function has to change; ``around``: makes what each call runs in.
+    argument that the function has to change; ``keeps``: the names of those whose values it may
+    not change; ``around``: makes what each call runs in.
 
     Attributes:
         library, changed, steps: see ``Outcome``.
@@ -62,16 +63,18 @@ class Watched:
         signature: str,
         may_call: Collection[str],
         written: Any = None,
+        keeps: Collection[str] = (),
         around: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        self._fn, self._may_call, self.written, self._around = fn, may_call, written, around
+        self._fn, self._may_call, self._written, self._around = fn, may_call, written, around
         self._names = names_to_call_by(fn, signature)
         self._all_names = signature.split(", ") if signature else []
+        self._keeps = keeps
         self.library, self.called, self.steps = "", set[str](), []
         self.changed = ""
 
     def __call__(self, *args: Any) -> Any:
-        before, profile = _state(self._all_names, args, self.written), sys.getprofile()
+        before, profile = self._state(args), sys.getprofile()
         named = dict(zip(self._names, args))
         threading.setprofile(self._look)
         sys.setprofile(self._look)
@@ -84,12 +87,38 @@ class Watched:
         finally:
             sys.setprofile(profile)
             threading.setprofile(profile)
-        after = _state(self._all_names, args, self.written)
+        after = self._state(args)
         if changed := [name for name in before if before[name] != after[name]]:
             found_now = f"the function changes {changed[0]}, which it should not"
             self.changed = self.changed or found_now
             torch.set_grad_enabled(before[_GRAD_MODE])
             torch.set_default_dtype(before[_DTYPE])
+        return found
+
+    def _state(self, args: tuple) -> dict[str, Any]:
+        """What a call must leave as it is: of what it writes the memory, of the others all."""
+        found: dict[str, Any] = {_GRAD_MODE: torch.is_grad_enabled()}
+        found[_DTYPE] = torch.get_default_dtype()
+        for name, arg in zip([*self._all_names, *repeat("an argument", len(args))], args):
+            inside = list(_inside([arg]))
+            tensors = [one for one in inside if isinstance(one, Tensor)]
+            dense = [one for one in tensors if one.layout is torch.strided]
+            found[f"the memory of {name}"] = [(one.data_ptr(), one.shape) for one in dense]
+            if arg is self._written:
+                continue
+            modules = [
+                part for one in inside if isinstance(one, nn.Module) for part in one.modules()
+            ]
+            parameters = [one for module in modules for one in module.parameters(recurse=False)]
+            states = {
+                "values": [one._version for one in tensors if name in self._keeps],
+                "graph": [one.grad_fn is None for one in tensors],
+                "entries": [[*map(id, _entries(one))] for one in inside],
+                "mode": [module.training for module in modules],
+                "hooks": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
+                "parameters": [(one.data_ptr(), one.requires_grad) for one in parameters],
+            }
+            found |= {f"the {what} of {name}": state for what, state in states.items()}
         return found
 
     def _look(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -120,30 +149,6 @@ def _inside(arguments: Iterable[Any]) -> Iterator[Any]:
     for one in arguments:
         yield one
         yield from _inside(_entries(one))
-
-
-def _state(names: Iterable[str], args: tuple, written: Any) -> dict[str, Any]:
-    """What a call must leave as it is: of what it writes the memory, of the others all."""
-    found = {_GRAD_MODE: torch.is_grad_enabled(), _DTYPE: torch.get_default_dtype()}
-    for name, arg in zip([*names, *repeat("an argument", len(args))], args):
-        inside = list(_inside([arg]))
-        tensors = [one for one in inside if isinstance(one, Tensor)]
-        dense = [one for one in tensors if one.layout is torch.strided]
-        found[f"the memory of {name}"] = [(one.data_ptr(), one.shape) for one in dense]
-        if arg is written:
-            continue
-        modules = [part for one in inside if isinstance(one, nn.Module) for part in one.modules()]
-        parameters = [one for module in modules for one in module.parameters(recurse=False)]
-        states = {
-            "values": [one._version for one in tensors],
-            "graph": [one.grad_fn is None for one in tensors],
-            "entries": [[*map(id, _entries(one))] for one in inside],
-            "mode": [module.training for module in modules],
-            "hooks": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
-            "parameters": [(one.data_ptr(), one.requires_grad) for one in parameters],
-        }
-        found |= {f"the {what} of {name}": state for what, state in states.items()}
-    return found
 
 
 def names_to_call_by(fn: Callable, signature: str) -> list[str]:
