@@ -177,8 +177,9 @@ pass_in_place = _puzzle(
 def _on_a_grid(rank: int, case: Case) -> Tensor:
     """[case.size]: multiples of 1/256, which float32 holds exactly, unlike their sums."""
     numbers = (case.tensor(rank) * 2**21).round().clamp(-(2**24) + 1, 2**24 - 1) / 256
-    # The large sums of the first and the last rank nearly cancel, and their roundings remain.
-    ends = {0: 1, case.world_size - 1: -1}
+    # The large sums of the first and the last rank nearly cancel, and their roundings remain; in
+    # the second call they add up to more than an int32 holds.
+    ends = {0: 1, case.world_size - 1: 2 * case.call - 1}
     return numbers.abs() * ends[rank] if rank in ends else numbers
 
 
@@ -201,7 +202,6 @@ same_bits = _in_bytes(
     "puzzles.same_bits",
     inputs=lambda rank, case: (_on_a_grid(rank, case),),
     judge=_not_rounded_once,
-    # So many that the sum of one rank overflows int32.
     sizes=(5_000, 7),
     best=lambda case: 12 * (case.world_size - 1),
 )
