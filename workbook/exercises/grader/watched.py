@@ -7,6 +7,7 @@ function is noticed under any name, in any wrapper, and in a copy of its source,
 import inspect
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -116,12 +117,15 @@ class Watched:
                 "entries": [[*map(id, _entries(one))] for one in inside],
                 "mode": [module.training for module in modules],
                 "hooks": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
+                "parameters' hooks": list(map(num_hooks, parameters)),
                 "parameters": [(one.data_ptr(), one.requires_grad) for one in parameters],
             }
             found |= {f"the {what} of {name}": state for what, state in states.items()}
         return found
 
     def _look(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "c_call" and arg is time.sleep and not _inside_library(frame):
+            self.changed = self.changed or "the function sleeps: wait for an event, not for a time"
         if event != "call":
             return
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
@@ -149,6 +153,12 @@ def _inside(arguments: Iterable[Any]) -> Iterator[Any]:
     for one in arguments:
         yield one
         yield from _inside(_entries(one))
+
+
+def num_hooks(parameter: Tensor) -> int:
+    """PyTorch has no public way to ask."""
+    kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
+    return sum(len(getattr(parameter, kind, None) or ()) for kind in kinds)
 
 
 def names_to_call_by(fn: Callable, signature: str) -> list[str]:
