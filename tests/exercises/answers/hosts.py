@@ -165,10 +165,7 @@ ANSWERS = [
         on=4,
     ),
     Answers(
-        check.hosts.between,
-        [between],
-        [between_with_all, ends(between_its_rank_in_all)],
-        on=6,
+        check.hosts.between, [between], [between_with_all, ends(between_its_rank_in_all)], on=6
     ),
     Answers(
         check.hosts.all_reduce,
@@ -176,9 +173,5 @@ ANSWERS = [
         [around_all_ranks, forgets_the_others_at_home],
         on=4,
     ),
-    Answers(
-        check.hosts.place,
-        [place],
-        [as_if(lambda tasks: tasks[0]), local_rank_is_rank],
-    ),
+    Answers(check.hosts.place, [place], [as_if(lambda tasks: tasks[0]), local_rank_is_rank]),
 ]
