@@ -143,16 +143,13 @@ def entries_in(dump: str) -> list[dict[str, Any]]:
 
 
 def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Of what ranks and agents print at the end: the errors, and whom torchrun calls the cause."""
-    found, asked = [], set()
-    for host, line in lines:
-        is_cause = host in asked and line.startswith("  rank ")
+    """By host, of what is printed at the end: the errors, and whom torchrun calls the cause."""
+    found: list[tuple[int, str]] = []
+    for host, line in sorted(lines, key=lambda one: one[0]):
+        is_cause = line.startswith("  rank ") and found and found[-1][1].startswith("Root Cause")
         if "Error: " in line or line.startswith("Root Cause") or is_cause:
             # Without the place in gloo's sources.
             found.append((host, re.sub(r"\[/\S+\] ", "", line)))
-            asked = asked - {host} if is_cause else asked
-        if line.startswith("Root Cause"):
-            asked.add(host)
     return found
 
 

@@ -342,7 +342,10 @@ def from_the_start(comm, forward, backward, first, gradient):
 
 ANSWERS = [
     Answers(
-        check.puzzles.all_to_all, [by_binary_digits], [pair_by_pair, lambda comm, blocks: blocks]
+        check.puzzles.all_to_all,
+        [by_binary_digits],
+        [pair_by_pair, lambda comm, blocks: blocks],
+        on=6,
     ),
     Answers(
         check.puzzles.recompute,
