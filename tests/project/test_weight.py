@@ -30,7 +30,7 @@ LIMITS = {
     "labkit/runtime": (2435, 15200),
     "labkit/schedules": (701, 3113),
     "labkit/strategies": (2235, 14244),
-    "labkit/tracing": (794, 5185),
+    "labkit/tracing": (795, 5185),
     "labkit/training": (1729, 12089),
     "labkit/workload": (1064, 6582),
     "notebooks/scripts": (815, 4598),
@@ -39,7 +39,7 @@ LIMITS = {
     "tests/collectives": (704, 6844),
     "tests/comm": (1290, 10124),
     "tests/costs": (251, 2576),
-    "tests/exercises": (3808, 23751),
+    "tests/exercises": (3809, 23755),
     "tests/gpu": (459, 3626),
     "tests/measure": (925, 7448),
     "tests/notebook": (784, 5992),
@@ -59,7 +59,7 @@ LIMITS = {
     "workbook/exercises": (5494, 41604),
     "workbook/measure": (2301, 17010),
     "workbook/notebook": (1302, 7725),
-    "workbook/plots": (1810, 12846),
+    "workbook/plots": (1810, 12868),
     "workbook/widgets": (601, 3998),
 }
 # A room that has become lighter by more than this has its new weight written down here.
