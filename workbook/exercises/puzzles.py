@@ -25,8 +25,6 @@ from workbook.exercises.grader.exercise import Found, Ranks
 from workbook.exercises.grader.held_memory import PeakBytes
 from workbook.exercises.grader.report import NOT_YOURS
 
-# Odd and even, powers of two and others; the last is shown on the scoreboard.
-WORLD_SIZES = (3, 6, 8)
 # Puzzle 3: the messages that a rank may send, and what calls of comm leave behind; 8: the link.
 MESSAGES, _SMALL_BYTES = 8, 192 * 2**10
 LATENCY_S, BYTES_PER_S = 1e-3, 1e6
@@ -53,7 +51,11 @@ class Puzzle(Check):
     shown: Callable[[float], str] = str
     slack: float = 0.0
 
-    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    # Odd and even, powers of two and others; the last is shown on the scoreboard.
+    world_sizes: tuple[int, ...] = (3, 6, 8)
+
+    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = ()) -> Verdict:
+        world_sizes = world_sizes or self.world_sizes
         scored: dict[int, tuple[float, str, str]] = {}
 
         def as_good_as_the_best(case: Case, ranks: Ranks) -> Found:
