@@ -65,53 +65,45 @@ def useful_rate(
     return min(train_size, sum(samples_by_rank)) / statistics.median(epoch_seconds[1:])
 
 
-def _next_bit(numbers: Tensor) -> None:
-    numbers.copy_(torch.nextafter(numbers, torch.tensor(torch.inf)))
-
-
-# By number of elements: the rank (mod P) whose tensor differs from the others', how, and what
-# makes it differ. Every rank differs once, so that an answer that does not look at one is noticed.
-_REPLICAS: dict[int, tuple[int, str, Callable[[Tensor], object]] | None] = {
-    6: (-1, "by 1 in every number", lambda mine: mine.add_(1)),
-    7: None,
-    8: (0, "by 1 in every number", lambda mine: mine.add_(1)),
-    9: (1, "by 1 in every number", lambda mine: mine.add_(1)),
-    10: (2, "by 1 in every number", lambda mine: mine.add_(1)),
-    11: (1, "by 1 in its first number", lambda mine: mine[:1].add_(1)),
-    12: (0, "by 1 in its last number", lambda mine: mine[-1:].add_(1)),
-    13: (-1, "in the last bit of its number 4", lambda mine: _next_bit(mine[4:5])),
-    14: (0, "in the last bit of its number 2", lambda mine: _next_bit(mine[2:3])),
+# How the parameters of one rank differ from those of the others.
+_DIFFERENCES: dict[str, Callable[[Tensor], object]] = {
+    "not at all": lambda mine: None,
+    "by 1 in every number": lambda mine: mine.add_(1),
+    "by 1 in its first number": lambda mine: mine[:1].add_(1),
+    "by 1 in its last number": lambda mine: mine[-1:].add_(1),
+    "in the last bit of its number 4": (
+        lambda mine: mine[4:5].copy_(torch.nextafter(mine[4:5], torch.tensor(torch.inf)))
+    ),
     # Neither the first nor the last number moves.
-    15: (1, "in the order of its numbers", lambda mine: mine[3:5].copy_(mine[3:5].flip(0))),
-    1: None,
+    "in the order of its numbers": lambda mine: mine[3:5].copy_(mine[3:5].flip(0)),
 }
 # In a sum with the other numbers, or with an absolute tolerance, its last bit is lost.
 _TINY = 1e-30
 
 
+def _difference(case: Case) -> tuple[int, str]:
+    """The rank that differs, another one each time, and how."""
+    turn, kind = divmod(case.size, len(_DIFFERENCES))
+    return (turn + case.call) % case.world_size, [*_DIFFERENCES][kind]
+
+
 def _replica(rank: int, case: Case) -> tuple[Tensor]:
     """[case.size], this rank's parameters."""
-    mine = case.random(0, case.size)
+    mine, (other, how) = case.random(0, case.size), _difference(case)
     mine[case.size // 3 :: 3] = _TINY
-    if (differs := _REPLICAS[case.size]) and rank == differs[0] % case.world_size:
-        differs[2](mine)
+    if rank == other:
+        _DIFFERENCES[how](mine)
     return (mine,)
-
-
-def _told(case: Case) -> str:
-    if (differs := _REPLICAS[case.size]) is None:
-        return "all equal to the bit"
-    return f"of which those of rank {differs[0] % case.world_size} differ {differs[1]}"
 
 
 # fn(comm, tensor): on all ranks, whether all tensors are equal to the bit.
 replicas_agree = Check(
     "fairness.replicas_agree",
-    lambda rank, case: _REPLICAS[case.size] is None,
+    lambda rank, case: _difference(case)[1] == "not at all",
     inputs=_replica,
     written=None,
-    sizes=tuple(_REPLICAS),
-    special=_told,
+    sizes=tuple(range(7, 19)),
+    special=lambda case: "of which those of rank {} differ {}".format(*_difference(case)),
     may_call=COLLECTIVES,
 )
 

@@ -44,15 +44,12 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
     """
     # All targets of a batch differ, so that each sample can be told.
     inputs, targets = random_tensor(count, n, *shape), torch.randperm(n)
-    found = fn(inputs.clone(), targets.clone(), count)
-    if not isinstance(found, Iterable):
-        return Wrong(f"the function returned {short(found)}: expected triples")
-    found = [one.values() if isinstance(one, dict) else one for one in plain(iter(found))]
+    found = plain(fn(inputs.clone(), targets.clone(), count))
     try:
         parts = [(x, y, weight) for x, y, weight in found]
         rows = [[targets.tolist().index(int(one)) for one in y] for _, y, _ in parts]
     except (TypeError, ValueError):
-        return Wrong(f"{short(found)} are no triples (inputs, targets of the batch, weight)")
+        return Wrong(f"{short(found)}: expected triples (inputs, targets of the batch, weight)")
     sizes = [len(row) for row in rows]
     text = f"the micro-batches have {sizes} samples"
     if len(rows) != min(count, n) or max(sizes) - min(sizes) > 1 or 0 in sizes:

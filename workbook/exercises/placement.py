@@ -6,16 +6,13 @@ Symbols: L layers, P stages, one device per stage.
 import math
 from collections.abc import Callable
 from itertools import combinations
-from typing import Any
 
 from labkit.costs.link import Link
 from labkit.placement.planner import LayerCost, Profile, predict_split
 from labkit.schedules.split_points import check_split_points
 from labkit.units import format_bytes, format_seconds
-from workbook.exercises.grader import Verdict, ask, solved
+from workbook.exercises.grader import Wrong, judged, solved
 from workbook.exercises.grader.compare import fit, short
-from workbook.exercises.grader.exercise import Found
-from workbook.exercises.grader.in_process import Question
 
 Points = tuple[int, ...]
 
@@ -109,38 +106,34 @@ _CASES = (
 )
 
 
-def _wrong_cuts(question: Question, answer: Any) -> Found:
-    profile, most_stages, link, cap = question.args
-    answer, text = fit(answer, []), f"{question.words}: {short(answer)}"
-    if not isinstance(answer, list):
-        return f"{text} is no sequence of split points"
-    try:
-        points = check_split_points(answer, len(profile.layers))
-    except ValueError as error:
-        return f"{text}: {error}"
-    if len(points) >= most_stages:
-        return f"{text} makes {len(points) + 1} stages"
-    split = predict_split(profile, points, link)
-    if (largest := max(split.memory_bytes)) > cap:
-        return f"{text}: a stage needs {format_bytes(largest)}"
-    layers = range(1, len(profile.layers))
-    tried = (cuts for count in range(most_stages) for cuts in combinations(layers, count))
-    splits = [predict_split(profile, cuts, link) for cuts in tried]
-    best_s = min(one.step_s for one in splits if max(one.memory_bytes) <= cap)
-    # A learner may add up in another order than the planner.
-    if split.step_s <= best_s * (1 + 1e-9):
-        return None
-    step_s, best = format_seconds(split.step_s), format_seconds(best_s)
-    return f"{text}: its step takes {step_s}, {best} is possible"
-
-
-def best_cuts(fn: Callable) -> Verdict:
+@judged("profile, max_stages, link, cap_bytes", *_CASES, may_call=("predict_split",))
+def best_cuts(
+    fn: Callable, profile: Profile, max_stages: int, link: Link, cap_bytes: float
+) -> Wrong | None:
     """Grade ``fn(profile, max_stages, link, cap_bytes)``: the split points of the shortest step.
 
     No stage may need more than ``cap_bytes``. Any split that is as quick as the best of all is
     right.
     """
-    signature = "profile, max_stages, link, cap_bytes"
-    questions = [Question(case, f"with {signature} = {short([*case])}") for case in _CASES]
-    options = {"signature": signature, "may_call": ("predict_split",)}
-    return ask("placement.best_cuts", fn, questions, _wrong_cuts, **options)
+    answer = fit(fn(profile, max_stages, link, cap_bytes), [])
+    text = f"it returned {short(answer)}"
+    if not isinstance(answer, list):
+        return Wrong(f"{text}, no sequence of split points")
+    try:
+        points = check_split_points(answer, len(profile.layers))
+    except ValueError as error:
+        return Wrong(f"{text}: {error}")
+    if len(points) >= max_stages:
+        return Wrong(f"{text}, which makes {len(points) + 1} stages")
+    split = predict_split(profile, points, link)
+    if (largest := max(split.memory_bytes)) > cap_bytes:
+        return Wrong(f"{text}: a stage needs {format_bytes(largest)}")
+    layers = range(1, len(profile.layers))
+    tried = (cuts for count in range(max_stages) for cuts in combinations(layers, count))
+    splits = [predict_split(profile, cuts, link) for cuts in tried]
+    best_s = min(one.step_s for one in splits if max(one.memory_bytes) <= cap_bytes)
+    # A learner may add up in another order than the planner.
+    if split.step_s <= best_s * (1 + 1e-9):
+        return None
+    step_s, best = format_seconds(split.step_s), format_seconds(best_s)
+    return Wrong(f"{text}: its step takes {step_s}, {best} is possible")

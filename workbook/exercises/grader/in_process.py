@@ -70,7 +70,9 @@ def differs(question: Question, answer: Any) -> Found:
 Grades = Callable[[Callable], Verdict]
 
 
-def judged(signature: str, *cases: tuple) -> Callable[[Callable], Grades]:
+def judged(
+    signature: str, *cases: tuple, may_call: Collection[str] = ()
+) -> Callable[[Callable], Grades]:
     """Make the check of an exercise, with its name, from its judge, ``judge(fn, *case)``.
 
     The judge calls the learner's function with the arguments of ``signature``, and returns a
@@ -81,7 +83,7 @@ def judged(signature: str, *cases: tuple) -> Callable[[Callable], Grades]:
         _, *names = inspect.signature(judge).parameters
         words = [f"with {_written(names, case)}" if case else "here" for case in cases]
         questions = list(map(Question, cases, words))
-        options = {"call": judge, "signature": signature}
+        options = {"call": judge, "signature": signature, "may_call": may_call}
         return _check(judge, lambda name, fn: ask(name, fn, questions, differs, **options))
 
     return check_of
