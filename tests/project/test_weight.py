@@ -59,7 +59,7 @@ LIMITS = {
     "workbook/exercises": (5505, 41752),
     "workbook/measure": (2301, 17010),
     "workbook/notebook": (1302, 7725),
-    "workbook/plots": (1810, 12868),
+    "workbook/plots": (1810, 12866),
     "workbook/widgets": (601, 3998),
 }
 # A room that has become lighter by more than this has its new weight written down here.
