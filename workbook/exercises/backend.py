@@ -3,10 +3,10 @@
 Symbols: P ranks.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm.comm import Comm
-from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong, judged
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong
 from workbook.exercises.grader.compare import kind_of, same, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
 from workbook.exercises.ring import ring_target
@@ -57,61 +57,6 @@ bucket = Check(
 )
 
 
-@judged("operation, tensors", ("wait",), ("get_future",), ("error",))
-def work(fn: Callable, tried: str) -> Wrong | None:
-    """Grade ``fn(operation, tensors)``, a class: the ``dist.Work`` of ``operation()``.
-
-    ``wait`` returns True, or raises the operation's error; ``get_future`` returns a future of
-    ``tensors``, or of the error, in a way that PyTorch's C++ side notices.
-    """
-    tensors, calls = [torch.zeros(2), torch.zeros(3)], []
-
-    def operation() -> None:
-        calls.append(1)
-        if tried == "error":
-            raise ConnectionError("the operation failed")
-        for tensor in tensors:
-            tensor += 7
-
-    if tried == "error":
-        return _wrong_error(fn, operation, tensors)
-    made = fn(operation, tensors)
-    if not isinstance(made, dist.Work):
-        return Wrong(f"the class must be derived from dist.Work, but a call gave {kind_of(made)}")
-    if tried == "wait" and made.wait() is not True:
-        return Wrong("wait() must return True once the operation is done")
-    if wrong := _wrong_future(made, tensors):
-        return Wrong(wrong)
-    times = f"the operation was carried out {len(calls)} times, expected once"
-    return None if len(calls) == 1 else Wrong(times)
-
-
-def _wrong_error(fn: Callable, operation: Callable, tensors: list[Tensor]) -> Wrong | None:
-    """What is wrong with a Work whose operation fails."""
-    future_class = torch.futures.Future
-    known = {"autospec": True, "side_effect": future_class.set_exception}
-    with mock.patch.object(future_class, "set_exception", **known) as python_only:
-        try:
-            made = fn(operation, tensors)
-        except ConnectionError:
-            return Wrong("the operation's error was raised by the class: raise it in wait()")
-        try:
-            made.wait()
-            return Wrong("the operation failed, but wait() did not raise its error")
-        except ConnectionError:
-            pass
-        try:
-            future = made.get_future()
-        except ConnectionError:
-            return None
-    if any(call.args[0] is future for call in python_only.call_args_list):
-        return Wrong("set_exception is known to Python only: DDP's C++ code would see no error")
-    wrong = _wrong_future(made, tensors)
-    if wrong is None:
-        return Wrong("the operation failed, but the future does not: training would go on")
-    return None if "the future raises" in wrong else Wrong(wrong)
-
-
 def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
     """What is wrong with the future of a Work, whose value is ``tensors``."""
     future = made.get_future()
@@ -137,31 +82,33 @@ def _hosted(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong | None
     made, P, rank = fn(comm), case.world_size, comm.rank
     if not isinstance(made, dist.ProcessGroup):
         return Wrong(f"the class must be derived from dist.ProcessGroup: {kind_of(made)}")
-    summed = [[case.random(key + r, 5) for key in (100, 200)] for r in range(P)]
-    sums = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*summed)]
+    by_rank = [[case.random(key + r, 5) for key in (100, 200)] for r in range(P)]
+    sums = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
+    summed, sent, own = ([one.clone() for one in by_rank[rank]] for _ in range(3))
     from_last = dist.BroadcastOptions()
     from_last.rootRank = P - 1
-    sent = [case.random(300 + rank, 5)]
-    numbers = [torch.arange(3) + 10 * r + case.integer(1, 0, 9) for r in range(P)]
     # There are other values in the outputs before the call.
-    outputs = [torch.full((3,), -1) for _ in range(P)]
-    gathered = [outputs], [numbers[rank]], dist.distributed_c10d.AllgatherOptions()
+    outputs = [[torch.full((5,), -1.0) for _ in by_rank] for _ in own]
+    gathered = [row[:] for row in outputs], own, dist.distributed_c10d.AllgatherOptions()
     wrong = None
     # All are called: on another rank the first may be right, and go on to the second.
     for name, args, tensors, expected in (
-        ("allreduce", (summed[rank], dist.AllreduceOptions()), list(summed[rank]), sums),
-        ("broadcast", (sent, from_last), list(sent), [case.random(300 + P - 1, 5)]),
-        ("allgather", gathered, list(outputs), numbers),
+        ("allreduce", (summed, dist.AllreduceOptions()), summed[:], sums),
+        ("broadcast", (sent, from_last), sent[:], by_rank[-1]),
+        ("allgather", gathered, outputs[0] + outputs[1], [*itertools.chain(*zip(*by_rank))]),
     ):
-        returned = getattr(made, name)(*args)
+        returned, gathers = getattr(made, name)(*args), name == "allgather"
         if not isinstance(returned, dist.Work):
             wrong = wrong or f"{name} must return a Work, but it returned {kind_of(returned)}"
             continue
         returned.wait()
-        if not same(tensors, expected):
-            wrong = wrong or f"{name} leaves {short(tensors)}, expected {short(expected)}"
-        elif found := _wrong_future(returned, tensors):
-            wrong = wrong or f"{name} returns a Work that DDP cannot use: {found}"
+        for i, (left, wanted) in enumerate(zip(tensors, expected)):
+            if not same(left, wanted):
+                where = f"outputs[{i // P}][{i % P}]" if gathers else f"tensors[{i}]"
+                text = f"{name} leaves {short(left)} in {where}, expected {short(wanted)}"
+                wrong = wrong or text
+        if not wrong and (found := _wrong_future(returned, tensors[:P] if gathers else tensors)):
+            wrong = f"{name} returns a Work that DDP cannot use: {found}"
     # Not through comm, where a wrong method may have left a message.
     any_found = torch.tensor(int(wrong is not None))
     dist.all_reduce(any_found)

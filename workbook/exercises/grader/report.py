@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.runtime.output import kernel, undrawn
+from labkit.runtime.output import is_live, kernel, undrawn
 from labkit.units import html_table, text_table
 from workbook.notebook.record import note_verdict
 
@@ -16,7 +16,9 @@ CALLS_LIBRARY = (
     "it works, and it is not yours yet: the function calls {name}, which already does what this "
     "exercise asks for. Write it yourself"
 )
-_COLOURS = {PASSED: "#1a7f37", NOT_YOURS: "#9a6700", NOT_YET: "#b42318", NOT_ATTEMPTED: "#57606a"}
+_COLOURS = {PASSED: "#2da44e", NOT_YOURS: "#bf8700", NOT_YET: "#d1242f", NOT_ATTEMPTED: "#6e7781"}
+# JupyterLab would break lines in the middle of a word.
+_WRAPPED = "white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere"
 # Longer stories are folded.
 _MOST_LINES = 6
 
@@ -60,20 +62,19 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         """The same in a page; the lines of a long note are in a fold."""
-        colour = _COLOURS[self.status]
-        title = f'<strong style="color: {colour}">{self.status}</strong>: {html.escape(self.name)}'
-        body = f"<p>{title}</p>"
+        mark = {PASSED: "✓ ", NOT_YET: "✗ "}.get(self.status, "")
+        body = f"<p><strong>{mark}{self.status}</strong>: {html.escape(self.name)}</p>"
         for note in self.notes:
             first, *rest = html.escape(note).split("\n")
             shown, folded = (
-                f"<pre style='white-space: pre-wrap'>{lines}</pre>" if lines else ""
+                f"<pre style='{_WRAPPED}'>{lines}</pre>" if lines else ""
                 for lines in ("\n".join(rest[:_MOST_LINES]), "\n".join(rest[_MOST_LINES:]))
             )
             body += f"<p>{first}</p>{shown}"
             body += f"<details><summary>more</summary>{folded}</details>" if folded else ""
         body += html_table(["", *self.columns], self._table) if self.rows else ""
         body += "".join(f"<p>{html.escape(end)}</p>" for end in (self.caption, self._next) if end)
-        style = f"border-left: 4px solid {colour}; padding: 0 1em; overflow-wrap: break-word"
+        style = f"border-left: 6px solid {_COLOURS[self.status]}; padding: 0 1em"
         return f'<div style="{style}">{body}</div>'
 
     @property
@@ -90,8 +91,12 @@ class Verdict:
         from IPython.display import display
 
         if not self.shown:
-            display({"text/plain": repr(self), "text/html": self._repr_html_()}, raw=True)
+            display(self.as_data(), raw=True)
         self.shown = False
+
+    def as_data(self) -> dict[str, str]:
+        """The verdict as text and as a card, by MIME type."""
+        return {"text/plain": repr(self), "text/html": self._repr_html_()}
 
     def own_run(self, world_size: int = 4) -> Any:
         """Run the function once more and show its timeline beside the target and labkit's.
@@ -106,6 +111,12 @@ class Verdict:
 
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     """Show and return the verdict of ``judge``, or one that says which error it raised."""
+    sign = None
+    if kernel() is not None and is_live():
+        # Judging may take seconds: the page says at once that it has begun.
+        from IPython.display import display
+
+        sign = display({"text/plain": f"checking {name} ..."}, raw=True, display_id=True)
     try:
         with undrawn():
             verdict = judge()
@@ -115,8 +126,11 @@ def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     except Exception as error:
         note = f"the check itself failed with {type(error).__name__}: {error}"
         verdict = Verdict(name, NOT_YET, notes=[note])
-    a_card = kernel() is not None and verdict.status != NOT_ATTEMPTED
-    verdict._ipython_display_() if a_card else print(verdict)
+    if sign is not None:
+        sign.update(verdict.as_data(), raw=True)
+    else:
+        a_card = kernel() is not None and verdict.status != NOT_ATTEMPTED
+        verdict._ipython_display_() if a_card else print(verdict)
     verdict.shown = True
     if verdict.status != NOT_ATTEMPTED:
         note_verdict(verdict.name, verdict.status, verdict.passed)
