@@ -238,7 +238,7 @@ def main() -> None:
         found = measure(hosts, given.repeats)
     from workbook.measure import two_hosts
 
-    print(two_hosts.cable_table(found), two_hosts.two_hosts_table(found), sep="\n\n")
+    print(two_hosts.two_hosts_table(found))
     how = {"command": "make two-hosts", "config": {"repeats": given.repeats}}
     write(how | found | machine(), f"{given.out}.json", {})
 

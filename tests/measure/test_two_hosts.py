@@ -73,7 +73,6 @@ def test_nothing_is_left_when_the_program_is_killed():
 
 
 def test_the_tables_of_the_record():
-    assert len(two_hosts.cable_table(RECORD).rows) == len(RECORD["links"])
     slow = two_hosts.two_hosts_table(RECORD, ["1 Gb/s"])
     assert 0 < len(slow.rows) < len(RECORD["steps"])
 

@@ -8,7 +8,7 @@ shows why, and what a hierarchical all-reduce and compression win back.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from labkit.units import format_number, format_seconds
+from labkit.units import format_seconds
 from workbook.measure.record import Spread, Table
 
 Record = Mapping[str, Any]
@@ -41,23 +41,3 @@ def two_hosts_table(record: Record, rates: Iterable[str] | None = None) -> Table
         )
     heads = ("cable, workers", "step", "model", "speed-up", "model", "efficiency", "published")
     return Table(heads, tuple(rows))
-
-
-def cable_table(record: Record) -> Table:
-    """What the cable really carried: plain TCP, and messages of labkit's ranks."""
-
-    def link(found: Mapping[str, float]) -> str:
-        beta = found["beta_s_per_byte"]
-        speed = f"{format_number(1e-6 / beta)} MB/s" if beta else "bytes at no cost"
-        return f"{format_seconds(found['alpha_s'])} per message, {speed}"
-
-    rows = [
-        (
-            row["rate"],
-            f"{format_number(8 * row['raw_bytes_per_s'] / 1e9)} Gb/s",
-            link(row["between"]),
-            link(row["inside"]),
-        )
-        for row in record["links"]
-    ]
-    return Table(("cable", "plain TCP", "labkit's messages", "inside a host"), tuple(rows))

@@ -1,15 +1,15 @@
 """The figures of a record: pure functions from the recorded dict to a captioned figure."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from labkit.units import format_count, format_number, format_seconds
+from labkit.units import format_count, format_seconds
 from workbook.measure.compare import summary
 from workbook.measure.compare.summary import SINGLE, VARIED, Record, present, runs_of, series
 from workbook.measure.record import Spread
-from workbook.plots import bars, learning_curves, phases
+from workbook.plots import learning_curves
 from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
 from workbook.plots.palette import DARK, SERIES, swatch
 
@@ -25,8 +25,6 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
             found[name] = curves(record, builtin=builtin)
     if found:
         found["time_to_accuracy"] = time_to_accuracy(record)
-    if record.get("loading") and SINGLE in present(record):
-        found["loading"] = loading(record)
     for field in summary.varied(record) if found else ():
         found["ranks" if field == "world_size" else field] = epoch_time(record, field)
     return found
@@ -110,39 +108,6 @@ def _draw_rows(
     add_title(figure, title)
     add_legend(figure, [swatch(whose, look) for whose, look in LOOKS.items()])
     return CaptionedFigure(figure, alt=f"{title}. {told}", caption=f"{told} {_REPEATS}")
-
-
-def breakdown(record: Record, names: Sequence[str]) -> CaptionedFigure:
-    """Every epoch of some contenders as a stacked bar, those of each role together."""
-    rows, factors = {}, []
-    for name, epochs in summary.epoch_phases(record, names).items():
-        rows |= {f"{name}, epoch {number}": row for number, row in enumerate(epochs, start=1)}
-        first, *others = (sum(row.values()) for row in epochs)
-        factors += [first / statistics.median(others)] if others else []
-    figure = phases(rows, title=f"Where each epoch goes: {_where(record)}")
-    least, most = (format_number(end(factors, default=1.0)) for end in (min, max))
-    caption = (
-        f"{figure.caption} First epoch / median of the others: {least} to {most}. Means over "
-    )
-    caption += "the ranks of a role, medians of the repeats; evaluation is outside the epochs."
-    return CaptionedFigure(figure.figure, alt=figure.alt, caption=caption)
-
-
-def loading(record: Record) -> CaptionedFigure:
-    """Seconds to load the data set once, and to read all its batches in an epoch, by its size."""
-    groups: dict[int, dict[str, list[float]]] = {
-        row["train_size"]: {"load, once per rank": row["seconds"]} for row in record["loading"]
-    }
-    for index, setting in enumerate(record["settings"]):
-        if setting["batch_size"] != record["settings"][0]["batch_size"]:
-            continue
-        for run in runs_of(record, SINGLE, index):
-            for epochs in run.get("epoch_phases_s", {}).values():
-                data_s = [epoch.get("data", 0.0) for epoch in epochs]
-                read = groups[setting["train_size"]].setdefault("read an epoch's batches", [])
-                read.append(statistics.median(data_s[1:] or data_s))
-    named = {f"{size:,} samples": groups[size] for size in sorted(groups)}
-    return bars(named, quantity="time", unit="s", title="Loading, and one device's batches")
 
 
 def _where(record: Record) -> str:

@@ -13,7 +13,6 @@ import shlex
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,18 @@ from labkit.config import STAGED, RunConfig
 from labkit.errors import WorkerError
 from labkit.files import check_writable
 from labkit.runtime.preload import warm_up
-from labkit.tracing import Trace
-from labkit.training.resolve import NOTHING, resolve, samples_for
+from labkit.training.resolve import NOTHING, resolve
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import check_above_zero, check_integer
 from labkit.workload.datasets import load_dataset
 from workbook.measure.compare.summary import SINGLE, Record, report
-from workbook.measure.record import machine, rounded, write
-from workbook.measure.turns import in_turn, take_turns
+from workbook.measure.record import machine, write
+from workbook.measure.turns import in_turn
 
 # Without a number of repeats, no setting begins later than this.
 BUDGET_S, MOST_REPEATS = 480.0, 5
 # The first epoch is warm-up, and two more give an epoch's time.
 _EPOCHS_FOR_TIME = 3
-_LOADS = 5
 # A run that takes longer is not going to end.
 _TIMEOUT_S = 300
 
@@ -156,8 +153,7 @@ def compare(
     resolve(RunConfig(**common), NOTHING)
     print("contenders:", *(one["name"] for one in contenders), flush=True)
     warm_up()
-    found: dict[str, list[Row]] = {"loading": time_loading(common, settings)}
-    found |= {"runs": [], "skipped": []}
+    found: dict[str, list[Row]] = {"runs": [], "skipped": []}
     deadline_s = time.monotonic() + BUDGET_S if repeats is None else math.inf
     for repeat, number in itertools.product(range(repeats or MOST_REPEATS), range(len(settings))):
         if time.monotonic() < deadline_s:
@@ -165,19 +161,6 @@ def compare(
             print(f"repeat {repeat + 1}, {settings[number]}", flush=True)
     config = common | {"target": target, "repeats": repeats}
     return {"config": config, "contenders": contenders, "settings": settings, **found, **machine()}
-
-
-def time_loading(common: Row, settings: list[Row]) -> list[Row]:
-    """Time in turns how long a rank takes to load each number of training samples."""
-
-    def load(size: int) -> float:
-        begun_s = time.perf_counter()
-        samples_for(RunConfig(**common, train_size=size), NOTHING)
-        return time.perf_counter() - begun_s
-
-    sizes = sorted({setting["train_size"] for setting in settings})
-    seconds = take_turns({size: partial(load, size) for size in sizes}, _LOADS)
-    return [{"train_size": size, "seconds": rounded(each)} for size, each in seconds.items()]
 
 
 def run_all(
@@ -215,35 +198,7 @@ def run_all(
         told, row = result.as_dict(), Row(contender=name, setting=number, repeat=repeat)
         kept = ("epochs", "bytes_sent", "messages", "peak_memory", "replicas_agree")
         row |= {key: told[key] for key in kept} | {"note": told.get("note")}
-        row["epoch_phases_s"] = epoch_phases(result.trace, [e["seconds"] for e in result.epochs])
         if SINGLE in results:
             far = result.difference_from(results[SINGLE])
             row["difference_from_single"] = far if math.isfinite(far) else None
         found["runs"].append(row)
-
-
-def epoch_phases(trace: Trace, seconds: list[float]) -> dict[str, list[dict[str, float]]]:
-    """``{role: [{kind of span: seconds} of each epoch]}``, means over the ranks of a role.
-
-    A ``worker`` computes a share of the batch, a ``stage`` a part of the model, a ``server``
-    nothing. An epoch begins when a rank reads data, and takes its ``seconds``; evaluation is
-    outside.
-    """
-    begins_s, windows, end_s = [span.start_s for span in trace.of(kind="data")], [], -math.inf
-    for took_s in seconds:
-        start_s = min((one for one in begins_s if one >= end_s), default=end_s)
-        end_s = start_s + took_s
-        windows.append((start_s, end_s))
-    by_role: dict[str, list[list[dict[str, float]]]] = {}
-    for rank in trace.ranks:
-        own = Trace(tuple(span for span in trace.of(rank) if span.kind != "evaluate"))
-        role = "stage" if {"forward", "backward"} & {*own.kinds} else "server"
-        role = "worker" if "compute" in own.kinds else role
-        epochs = [own.between(*window).seconds_by_kind() for window in windows]
-        by_role.setdefault(role, []).append(epochs)
-    return {role: [_means(rows) for rows in zip(*ranks)] for role, ranks in by_role.items()}
-
-
-def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    kinds = sorted(set().union(*rows))
-    return {kind: statistics.fmean(row.get(kind, 0.0) for row in rows) for kind in kinds}

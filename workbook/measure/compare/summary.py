@@ -7,7 +7,7 @@ contains launch or evaluation.
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,26 +90,6 @@ def series(record: Record, contender: str, field: str) -> dict[int, list[float]]
 def times_faster(record: Record, contender: str, other: str | None) -> list[float]:
     """The other's epoch / this one's, repeat by repeat: above 1 this one is faster."""
     return ratios(epoch_times(record, other or ""), epoch_times(record, contender))
-
-
-def epoch_phases(record: Record, names: Iterable[str]) -> dict[str, list[dict[str, float]]]:
-    """Of these contenders and each role in the main setting: ``{kind: seconds}`` of every epoch.
-
-    Medians over the repeats of the mean over the ranks. What no span covers is ``other``.
-    """
-    found = {}
-    for name in names:
-        runs = [run for run in runs_of(record, name) if run.get("epoch_phases_s")]
-        roles = runs[0]["epoch_phases_s"] if runs else {}
-        for role in roles:
-            label, epochs = name if len(roles) == 1 else f"{name}: {role}", []
-            for number, rows in enumerate(zip(*(run["epoch_phases_s"][role] for run in runs))):
-                whole = statistics.median(run["epochs"][number]["seconds"] for run in runs)
-                kinds = sorted(set().union(*rows))
-                medians = {k: statistics.median(row.get(k, 0.0) for row in rows) for k in kinds}
-                epochs.append(medians | {"other": max(0.0, whole - sum(medians.values()))})
-            found[label] = epochs
-    return found
 
 
 def report(record: Record) -> str:
