@@ -145,7 +145,8 @@ class Exercise:
         nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
         special: case -> what is special about it, in words, or "".
         library: labkit's own function with the same arguments, shown beside the learner's run.
-        drawn_size: the elements of a rank's tensor in that run; by default the first of ``sizes``.
+        drawn_size: the elements of a rank's tensor in that run; 0 for 4 MB where ``sizes`` are
+            the usual ones, else for the first of them.
         may_call: names of functions that solve exercises, or of modules, which may be called.
     """
 
@@ -170,10 +171,18 @@ class Exercise:
 
     def cases(self, world_size: int, seed: int = 0) -> list[Case]:
         """The calls to make on ``world_size`` ranks, all in one run: two of each kind in a row."""
-        sizes = self.sizes or (0,)
-        if self.sizes[: len(SIZES)] == SIZES:
-            sizes += (Random(seed).choice(_FURTHER_SIZES),)
+        further = (Random(seed).choice(_FURTHER_SIZES),) if self._usual_sizes else ()
+        sizes = (*(self.sizes or (0,)), *further)
         return [Case(world_size, size, seed, call) for size in sizes for call in (0, 1)]
+
+    def drawn_case(self, world_size: int) -> Case:
+        """The call whose run is drawn."""
+        usual = DRAWN if self._usual_sizes else (self.sizes or (0,))[0]
+        return Case(world_size, self.drawn_size or usual)
+
+    @property
+    def _usual_sizes(self) -> bool:
+        return self.sizes[: len(SIZES)] == SIZES
 
     def to_run(self) -> "Exercise":
         """The same without its judging fields, whose functions may not be picklable."""

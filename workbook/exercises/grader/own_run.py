@@ -41,12 +41,12 @@ class OwnRun:
         return f"{title}\n\n{self.figure!r}" if self.figure else title
 
     def _repr_html_(self) -> str:
-        page = f"<p><strong>Your run of {html.escape(self.name)}</strong>: "
-        page += f"{html.escape(self.sentence)}</p>"
+        title = f"<strong>Your run of {html.escape(self.name)}</strong>"
+        page = f"<p>{title}: {html.escape(self.sentence)}</p>"
         page += self.figure.html() if self.figure else ""
         if self.library_figure:
-            page += "<details><summary>The same by labkit</summary>"
-            page += f"{self.library_figure.html()}</details>"
+            fold = f"<summary>The same by labkit</summary>{self.library_figure.html()}"
+            page += f"<details>{fold}</details>"
         return page
 
 
@@ -67,10 +67,10 @@ def own_run(
     name = exercise.name
     if status == NOT_ATTEMPTED:
         return OwnRun.failed(name, status)
-    case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
     fns = [fn, exercise.library] if exercise.library else [fn]
     link = None if link and world_size % (link.ranks_per_host or 1) else link
     options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
+    case = exercise.drawn_case(world_size)
     try:
         with undrawn():
             result = run(_spend, fns, exercise.to_run(), case, timeout_s=TIMEOUT_S, **options)

@@ -14,7 +14,7 @@ _GIVEN_LINES = 2
 
 
 def is_stub(fn: Callable) -> bool:
-    """Whether nothing of ``fn``, or of a class's methods, is written: docstrings, and the raise."""
+    """Whether nothing of a function or class is written: docstrings, and the raise."""
     own = _plain_function(fn)
     bodies = [_body(own)]
     if inspect.isclass(own):
