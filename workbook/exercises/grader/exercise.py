@@ -128,7 +128,6 @@ class Exercise:
     """What a function has to do on P ranks.
 
     Attributes:
-        name: its name in the verdict.
         expected: (rank, case) -> what the rank must end with, a tensor, number or list; None is
             "anything" for a value written in place, and for an entry of a list.
         inputs: (rank, case) -> the arguments after ``comm``, made on the rank.

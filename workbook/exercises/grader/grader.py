@@ -135,21 +135,18 @@ def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, str]:
     found |= traffic_problems(exercise, tried)
     for case, ranks in tried.items() if not found else ():
         if broken := exercise.rule(case, ranks):
-            return {"rules": f"all results are right, but {exercise.where(case)}: {broken}"}
+            return {"rule": f"all results are right, but {exercise.where(case)}: {broken}"}
     return found
 
 
 def _column(exercise: Exercise, tried: dict[Case, Ranks], found: dict[str, str]) -> dict[str, str]:
     """The cells of one world size: yours, beside the target where it is another."""
     case, ranks = next(iter(tried.items()))
-    cells = {"values": "right"}
+    cells = {"values": "wrong" if "values" in found else "right"}
     targets = targets_of(exercise, case) if exercise.target else []
     for row in ROWS if targets else ():
         spent, target = by_rank(row, ranks), by_rank(row, targets)
         if None not in target and (row != "barriers" or any(spent)):
             beside = "" if spent == target else f" (target {counts(target)})"
             cells[row] = f"{counts(spent)}{beside}"
-    if targets and targets[0].peers is not None:
-        cells["peers"] = "right"
-    wrong = {row: "wrong" for row in found if row not in ROWS}
-    return cells | wrong
+    return cells

@@ -49,11 +49,8 @@ class Watched:
     """A learner's function, called by its parameters' names if it has those of ``signature``.
 
     ``may_call``: names of library functions, or of modules, that do not count; ``written``: the
-    argument that the function has to change; ``around``: makes what each call runs in.
-
-    Attributes:
-        library, changed, steps: see ``Outcome``.
-        called: all library functions that solve exercises, those in ``may_call``, too.
+    argument that the function has to change; ``around``: makes what each call runs in. What is
+    seen of the calls is in ``library``, ``changed`` and ``steps``: see ``Outcome``.
     """
 
     def __init__(
