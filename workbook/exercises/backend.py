@@ -35,11 +35,6 @@ def _sums(rank: int, case: Case) -> list[Tensor]:
     return [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
 
 
-def _without_the_matrix(rank: int, case: Case) -> list[Tensor]:
-    one, _, number = _sums(rank, case)
-    return [one, _tensors(rank, case)[1], number]
-
-
 # fn(comm, tensors): the sum over the ranks in each of a list, in place, in one all-reduce.
 bucket = Check(
     "backend.bucket",
@@ -49,7 +44,10 @@ bucket = Check(
     target=lambda rank, case: ring_target(7 + case.size, 4, rank, case),
     mistakes={
         "the transposed tensor is unchanged: flatten() and reshape() copy a tensor that is not "
-        "contiguous, so the sum must be copied back": _without_the_matrix
+        "contiguous, so the sum must be copied back": lambda rank, case: [
+            own if own.dim() == 2 else total
+            for own, total in zip(_tensors(rank, case), _sums(rank, case))
+        ],
     },
     sizes=(9, 4),
     drawn_size=DRAWN,
@@ -73,21 +71,6 @@ def work(fn: Callable, tried: str) -> Wrong | None:
         for tensor in tensors:
             tensor += 7
 
-    if tried == "error":
-        return _wrong_error(fn, operation, tensors)
-    made = fn(operation, tensors)
-    if not isinstance(made, dist.Work):
-        return Wrong(f"the class must be derived from dist.Work, but a call gave {kind_of(made)}")
-    if tried == "wait" and made.wait() is not True:
-        return Wrong("wait() must return True once the operation is done")
-    if wrong := _wrong_future(made, tensors):
-        return Wrong(wrong)
-    times = f"the operation was carried out {len(calls)} times, expected once"
-    return None if len(calls) == 1 else Wrong(times)
-
-
-def _wrong_error(fn: Callable, operation: Callable, tensors: list[Tensor]) -> Wrong | None:
-    """What is wrong with a Work whose operation fails."""
     future_class = torch.futures.Future
     known = {"autospec": True, "side_effect": future_class.set_exception}
     with mock.patch.object(future_class, "set_exception", **known) as python_only:
@@ -95,26 +78,33 @@ def _wrong_error(fn: Callable, operation: Callable, tensors: list[Tensor]) -> Wr
             made = fn(operation, tensors)
         except ConnectionError:
             return Wrong("the operation's error was raised by the class: raise it in wait()")
+        if not isinstance(made, dist.Work):
+            return Wrong(f"the class must be derived from dist.Work: {kind_of(made)}")
         try:
-            made.wait()
-            return Wrong("the operation failed, but wait() did not raise its error")
+            waited = made.wait() if tried != "get_future" else True
         except ConnectionError:
-            pass
+            waited = "raised"
+        if waited != ("raised" if tried == "error" else True):
+            return Wrong(
+                "wait() must return True when all is done, or raise the operation's error"
+            )
         try:
             future = made.get_future()
         except ConnectionError:
             return None
     if any(call.args[0] is future for call in python_only.call_args_list):
         return Wrong("set_exception is known to Python only: DDP's C++ code would see no error")
-    wrong = _wrong_future(made, tensors)
-    if wrong is None:
-        return Wrong("the operation failed, but the future does not: training would go on")
-    return None if "the future raises" in wrong else Wrong(wrong)
+    wrong = _wrong_future(future, tensors)
+    if tried == "error":
+        no_error = "the operation failed, but the future does not: training would go on"
+        return None if "the future raises" in (wrong or "") else Wrong(wrong or no_error)
+    times = f"the operation was carried out {len(calls)} times, expected once"
+    wrong = wrong or (times if len(calls) != 1 else None)
+    return Wrong(wrong) if wrong else None
 
 
-def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
+def _wrong_future(future: Any, tensors: list[Tensor]) -> Found:
     """What is wrong with the future of a Work, whose value is ``tensors``."""
-    future = made.get_future()
     if not isinstance(future, torch._C.Future):
         return f"get_future() must return a torch.futures.Future, it returned {kind_of(future)}"
     deadline_s = time.monotonic() + _PATIENCE_S
@@ -132,7 +122,7 @@ def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
     return f"the future's value must be the list of tensors that was given; it is {short(value)}"
 
 
-def _hosted(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong | None:
+def _hosted(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong | None:
     """On a rank: the parameters after DDP's updates; not tried if any rank found a mistake."""
     made, P, rank = fn(comm), case.world_size, comm.rank
     if not isinstance(made, dist.ProcessGroup):
@@ -188,24 +178,22 @@ def _inputs(rank: int, step: int) -> Tensor:
     return random_tensor(50 * step + rank, 6, 4)
 
 
-def _updated(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    """The parameters after an update on each of the inputs."""
+def _updated(model: nn.Module, inputs: list[Tensor]) -> Tensor:
+    """The parameters, in one row, after an update on each of the inputs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for one in inputs:
         optimizer.zero_grad()
         model(one).square().mean().backward()
         optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def _trained(case: Case, values: list[list[Tensor]]) -> Found:
-    for rank, value in enumerate(values):
-        if not all(map(torch.equal, value, values[0])):
-            return f"after two updates by DDP the parameters of ranks 0 and {rank} differ"
+def _trained(case: Case, values: list[Tensor]) -> Found:
+    if not all(torch.equal(value, values[0]) for value in values):
+        return "after two updates by DDP the ranks hold different parameters"
     inputs = [torch.cat([_inputs(r, s) for r in range(case.world_size)]) for s in range(2)]
-    if same(values[0], _updated(_network(0), inputs)):
-        return None
-    return "two updates by DDP give other parameters than one device with all samples"
+    right = same(values[0], _updated(_network(0), inputs))
+    return None if right else "two updates by DDP give other parameters than one device"
 
 
 # fn(comm), a class: a ``dist.ProcessGroup`` that DDP can train on. Its methods ``allreduce``,

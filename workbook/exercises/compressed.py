@@ -8,7 +8,7 @@ from torch import Tensor
 
 from labkit.collectives.compressed import HalfRing
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Target
-from workbook.exercises.grader.exercise import DRAWN, Found
+from workbook.exercises.grader.exercise import Found
 from workbook.exercises.ring import ring_target
 
 
@@ -32,7 +32,6 @@ half_the_bytes = Check(
     judge=_near_the_sum,
     target=lambda rank, case: ring_target(case.size, 2, rank, case),
     library=HalfRing("fp16"),
-    drawn_size=DRAWN,
     may_call=frozenset({"share_only"}),
 )
 

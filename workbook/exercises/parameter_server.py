@@ -20,7 +20,7 @@ from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.parameter_server import answer_one_by_one
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Target, Wrong
 from workbook.exercises.grader.compare import same, short
-from workbook.exercises.grader.exercise import DRAWN, Found, same_bits
+from workbook.exercises.grader.exercise import Found, same_bits
 from workbook.exercises.ring import ring_target
 
 LR = 0.1
@@ -78,7 +78,6 @@ def _of_a_worker(name: str, takes: str, servers_of: Callable[[int], int]) -> Che
         call=call,
         target=lambda rank, case: _sends(rank, case, servers_of(case.world_size)),
         parts=lambda case: _parts(servers_of(case.world_size), case),
-        drawn_size=DRAWN,
     )
 
 
@@ -123,7 +122,6 @@ one_by_one = Check(
     judge=_in_some_order,
     target=_sends,
     library=answer_one_by_one,
-    drawn_size=DRAWN,
 )
 
 
@@ -158,12 +156,6 @@ server = Check(
     call=_in_both_orders,
     target=lambda rank, case: _sends(rank, case, calls=_num_calls(case.size, case.world_size)),
     parts=partial(_parts, 1),
-    mistakes={
-        "every worker gets only the pushes received so far: wait for the last one": (
-            lambda r, case: _updated(case, range(1, (r or case.world_size - 1) + 1))
-        ),
-    },
-    drawn_size=DRAWN,
 )
 # fn(comm, gradient, values, batch_size), every rank is server and worker: all must end with
 # ``values - 0.1 * (sum of all gradients) / batch_size``, in place and equal to the bit, and none
@@ -177,6 +169,5 @@ shards = Check(
     target=lambda rank, case: ring_target(case.size, 4, rank, case),
     rule=same_bits,
     parts=partial(_parts, 0),
-    drawn_size=DRAWN,
     may_call=COLLECTIVES,
 )
