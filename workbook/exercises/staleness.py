@@ -126,9 +126,8 @@ def _judge_server(case: Case, values: list[Any]) -> Found:
     (_, ended), workers = values[0], range(1, case.world_size)
     expected = [-float(worker) for worker in workers]
     if ended != expected:
-        in_place = " (in place?)" if not any(ended) else ""
-        text = f"the parameters end as {ended}{in_place}, expected {expected}: "
-        return f"{text}each push subtracts its gradient, once"
+        text = f"the parameters end as {ended}, expected {expected}: each push subtracts its "
+        return f"{text}gradient once, in place"
     for worker in workers:
         own = [-pulled[worker - 1] for pulled in values[worker]]
         if own != [*range(1, worker + 1)]:
@@ -185,21 +184,20 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
         tracker.push(worker)
         tracker.apply(worker)
         tracker.pull(worker)
-    if not same(books, [list(update) for update in tracker.updates]):
-        late = [update.staleness for update in tracker.updates]
-        text = f"by the order {served} the pushes were {late} updates late, the list says "
-        return text + short([late for _, late in books])
     # The parameters [W] after each update, and by worker those after its own.
     now, pulls = [0.0] * len(workers), [[] for _ in range(case.world_size)]
     for worker, late in tracker.updates:
         now[worker - 1] -= 1 / (1 + late)
         pulls[worker].append([*now])
-    if not same(ended, now):
-        return f"the parameters end as {short(ended)}, expected {short(now)}"
-    for worker in workers:
-        if not same(values[worker], pulls[worker]):
-            text = f"worker {worker} pulls {short(values[worker])}, expected "
-            return f"{text}{short(pulls[worker])}: those right after its own update"
+    compared = {
+        "the list says": (books, [list(update) for update in tracker.updates]),
+        "the parameters end as": (ended, now),
+        **{f"after its pushes worker {w} pulls": (values[w], pulls[w]) for w in workers},
+    }
+    for what, (found, expected) in compared.items():
+        if not same(found, expected):
+            text = f"{what} {short(found)}, expected {short(expected)}"
+            return f"{text} for the order of pushes {served}"
     return None
 
 
