@@ -61,9 +61,8 @@ def _forgetful(rank: int, case: Case) -> list[Tensor]:
     return [case.over_ranks(lambda r: _largest(case.tensor(r))), own - _largest(own)]
 
 
-# fn(comm, gradient, residual, k), a sparse all-reduce with error feedback: each rank sends the k
-# elements of gradient + residual that are largest in magnitude. Expected is [sum over the ranks of
-# what they send, this rank's new residual], both [N].
+# fn(comm, gradient, residual, k): each rank sends the k largest elements of gradient + residual.
+# Expected is [sum over the ranks of what they send, this rank's new residual], both [N].
 top_k = Check(
     "compressed.top_k",
     lambda rank, case: [

@@ -20,7 +20,6 @@ from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.transport import check_tensor
 from labkit.comm.work import work_queue_of
-from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from workbook.exercises.ddp import gradients_left
 from workbook.exercises.grader import Case, Check, Wrong, judged
 from workbook.exercises.grader.compare import agree, plain, short
@@ -145,11 +144,10 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
     return None
 
 
-# Samples of the global batch: with so many every rank uses every parameter, or some do not. So
-# many per rank has a step that is drawn, of layers whose backward takes about as long as their
-# gradients on the link, Gigabit Ethernet.
-_ALL_USED, _SOME_UNUSED, _DRAWN = 11, 7, 256
-_WIDTH, _LAYERS, _LINK = 512, 6, EmulatedLink(0.001, 125e6)
+# Samples of the global batch: with so many some ranks do not use some parameters; so many are drawn,
+# since their backward takes about as long as the gradients on a link like Gigabit Ethernet.
+_ALL_USED, _SOME_UNUSED, _DRAWN = 11, 7, 400_000
+_LINK = EmulatedLink(0.001, 125e6)
 _FEATURES, _CLASSES = 4, 3
 # No two buckets have equally many elements, so a start tells which bucket it is.
 _ELEMENTS = [sum(torch.Size(_SHAPES[i]).numel() for i in bucket) for bucket in _BUCKETS]
@@ -165,9 +163,9 @@ def _loss(parameters: list[nn.Parameter], rank: int, case: Case) -> Tensor:
     branches = [lambda: hidden @ left.T, lambda: (hidden @ right.sum(2).T).sin()]
     first, second = branches if rank % 2 == 0 else reversed(branches)
     out = first() + second()
-    if case.size == _ALL_USED or rank == 0:
+    if case.size != _SOME_UNUSED or rank == 0:
         out = out * rare.exp().sum()
-    if case.size == _ALL_USED:
+    if case.size != _SOME_UNUSED:
         out = out + never.sum()
     return functional.cross_entropy(out @ last.T + last_bias, targets, reduction="sum")
 
@@ -185,7 +183,7 @@ def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
     Each rank plays the others, too, to know what they put into their all-reduces.
     """
     if case.size == _DRAWN:
-        return _drawn_step(fn, comm)
+        return _drawn_step(fn, comm, case)
     ranks = [rank for rank in range(case.world_size) if rank != comm.rank]
     others = [_played(fn, rank, case)[2] for rank in ranks]
     parameters, came, starts, hooks = _played(fn, comm.rank, case, others)
@@ -248,12 +246,10 @@ def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
     return None
 
 
-def _drawn_step(fn: Callable, comm: Comm) -> Tensor:
+def _drawn_step(fn: Callable, comm: Comm, case: Case) -> Tensor:
     """A backward that takes its time, with real all-reduces in a thread beside it."""
     torch.set_num_threads(1)
-    layers = [part for _ in range(_LAYERS) for part in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
-    model = nn.Sequential(*layers, nn.Linear(_WIDTH, 10))
-    parameters = list(model.parameters())
+    parameters = _parameters()
 
     def start(flat: Tensor) -> SimpleNamespace:
         all_reduce = partial(fast_ring_all_reduce, tensor=flat)
@@ -265,10 +261,8 @@ def _drawn_step(fn: Callable, comm: Comm) -> Tensor:
 
         return SimpleNamespace(wait=wait)
 
-    buckets = assign_buckets([4 * parameter.numel() for parameter in parameters], MIB)
-    inputs, targets = torch.randn(_DRAWN, _WIDTH), torch.randint(10, (_DRAWN,))
-    loss = functional.cross_entropy(model(inputs), targets, reduction="sum")
-    fn(loss, parameters, buckets, start, _DRAWN * comm.world_size)
+    buckets = [list(bucket) for bucket in _BUCKETS]
+    fn(_loss(parameters, comm.rank, case), parameters, buckets, start, case.size)
     return _flat(_left(parameters), range(len(parameters)))
 
 
@@ -276,9 +270,8 @@ def _of_rank(rank: int, case: Case) -> Tensor:
     return _flat(_gradients(rank, case), range(len(_SHAPES)))
 
 
-# fn(loss, parameters, buckets, start, batch_size): ``start(flat)`` begins an all-reduce
-# and returns a handle. At the end each parameter has the gradient of the mean loss over
-# the B samples of all ranks. Ranks get theirs in different orders, and some get none.
+# fn(loss, parameters, buckets, start, batch_size): ``start(flat)`` begins an all-reduce and returns
+# a handle. The gradients of all B samples come in another order on each rank, and some never do.
 backward = Check(
     "overlap.backward",
     lambda rank, case: case.over_ranks(lambda r: _of_rank(r, case)) / case.size,
@@ -291,7 +284,7 @@ backward = Check(
     },
     sizes=(_ALL_USED, _SOME_UNUSED),
     nouns=("rank", "sample"),
-    special=lambda case: "all parameters used" if case.size == _ALL_USED else "some not used",
+    special=lambda case: "some not used" if case.size == _SOME_UNUSED else "all parameters used",
     drawn_size=_DRAWN,
     link=_LINK,
 )

@@ -81,12 +81,10 @@ def _of_a_worker(name: str, takes: str, servers_of: Callable[[int], int]) -> Che
     )
 
 
-# fn(comm, gradient, values), one step of a worker; rank 0 is the only server. It must send
-# ``gradient`` to rank 0, and receive rank 0's answer into ``values``.
+# fn(comm, gradient, values), one step of a worker; rank 0 is the only server.
 push_and_pull = _of_a_worker("push_and_pull", "gradient, values", lambda P: 1)
-# fn(comm, gradient, values, servers), one step of the ranks from ``servers`` on: slice k of
-# ``gradient`` goes to server k, which is rank k, and its answer comes into slice k of ``values``.
-# The slices are ``chunk_bounds(N, servers)``.
+# fn(comm, gradient, values, servers), one step of the ranks from ``servers`` on, by the slices
+# ``chunk_bounds(N, servers)``: slice k goes to server k, which is rank k, and comes from there.
 worker = _of_a_worker("worker", "gradient, values, servers", lambda P: P - P // 2)
 
 
@@ -145,9 +143,8 @@ def _in_both_orders(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) 
     return None
 
 
-# fn(comm, values, batch_size), one step of rank 0, which serves all other ranks: it must receive a
-# gradient [N] from each, make the update ``values -= 0.1 * sum / batch_size`` in place, once, and
-# send ``values`` to each. In whatever order they come, the result must have the same bits.
+# fn(comm, values, batch_size), one step of rank 0: ``values -= 0.1 * sum / batch_size``, in place,
+# once, from and for all other ranks, with the same bits in whatever order they come.
 server = Check(
     "parameter_server.server",
     lambda rank, case: _updated(case, range(1, case.world_size)),
@@ -157,9 +154,8 @@ server = Check(
     target=lambda rank, case: _sends(rank, case, calls=_num_calls(case.size, case.world_size)),
     parts=partial(_parts, 1),
 )
-# fn(comm, gradient, values, batch_size), every rank is server and worker: all must end with
-# ``values - 0.1 * (sum of all gradients) / batch_size``, in place and equal to the bit, and none
-# may send more than in a ring all-reduce.
+# fn(comm, gradient, values, batch_size), every rank is server and worker: the same update, equal to
+# the bit on all, and none sends more than in a ring all-reduce.
 shards = Check(
     "parameter_server.shards",
     lambda rank, case: _updated(case, range(case.world_size)),

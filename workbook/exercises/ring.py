@@ -27,8 +27,7 @@ def _target(cost_of: Callable[..., Cost], rank: int, case: Case) -> Target:
     return case.target(cost_of, rank, peers={(rank + 1) % case.world_size})
 
 
-# fn(comm, tensor): the sum over the ranks in place, by whole tensors in a ring. The ranks add in
-# different orders, so their results may differ in the last bits.
+# fn(comm, tensor): the sum over the ranks in place, by whole tensors in a ring. Last bits may differ.
 rotate_and_add = Check(
     "ring.rotate_and_add",
     lambda rank, case: case.total(),
@@ -55,8 +54,7 @@ def _one_complete(rank: int, case: Case) -> tuple[list[Tensor]]:
 
 
 _in_chunks = partial(Check, signature="comm, chunks", chunked=True)
-# fn(comm, chunks), the first half of the ring (reduce-scatter): at the end chunk (rank + 1) mod P
-# holds the sum over the ranks, written in place.
+# fn(comm, chunks), in place: chunk (rank + 1) mod P becomes the sum over the ranks (reduce-scatter).
 share_reduce = _in_chunks(
     "ring.share_reduce",
     _owned_sum,
@@ -64,8 +62,7 @@ share_reduce = _in_chunks(
     target=partial(_target, share_reduce_cost),
     library=collectives.share_reduce,
 )
-# fn(comm, chunks), the second half (all-gather): chunk (rank + 1) mod P is complete, the others
-# hold the rank's own values.
+# fn(comm, chunks), the second half (all-gather): only chunk (rank + 1) mod P is complete before it.
 share_only = _in_chunks(
     "ring.share_only",
     lambda rank, case: _sums(case),

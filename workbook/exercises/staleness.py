@@ -159,14 +159,12 @@ def _by_turns(fn: Callable, comm: Comm, *args: Any) -> list:
     return _serve_and_work(serve, comm, *args)
 
 
-# fn(comm, parameters, worker), one push of ``worker``, on rank 0: receive a gradient [W], change
-# ``parameters`` [W] in place to parameters - gradient, and send them to the worker.
+# fn(comm, parameters, worker), on rank 0: receive a gradient [W] of ``worker``, subtract it in
+# place, and send it ``parameters``.
 push = _check(
     "staleness.push", signature="comm, parameters, worker", call=_by_turns, judge=_judge_server
 )
-# fn(comm, parameters, num_updates), rank 0 of an asynchronous parameter server: worker w sends a
-# gradient [W] and receives the parameters [W], w times. Each push has to change ``parameters`` in
-# place to parameters - gradient.
+# fn(comm, parameters, num_updates), the same for any worker that comes; worker w pushes w times.
 server = _check("staleness.server", judge=_judge_server, drawn_size=1)
 
 
@@ -201,7 +199,6 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
     return None
 
 
-# fn(comm, parameters, num_updates), a server that mistrusts late gradients: as in ``server``, but
-# each push changes ``parameters`` to parameters - gradient / (1 + its staleness), and expected is
-# the list of (worker, staleness), by push.
+# fn(comm, parameters, num_updates): as ``server``, but each push subtracts gradient / (1 + its
+# staleness), and expected is the list of (worker, staleness), by push.
 smaller_steps = _check("staleness.smaller_steps", judge=_judge_smaller_steps)
