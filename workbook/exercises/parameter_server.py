@@ -154,8 +154,8 @@ server = Check(
     target=lambda rank, case: _sends(rank, case, calls=_num_calls(case.size, case.world_size)),
     parts=partial(_parts, 1),
 )
-# fn(comm, gradient, values, batch_size), every rank is server and worker: the same update, equal to
-# the bit on all, and none sends more than in a ring all-reduce.
+# fn(comm, gradient, values, batch_size), every rank is server and worker: the same update, with
+# the same bits on all, and no more bytes than in a ring all-reduce.
 shards = Check(
     "parameter_server.shards",
     lambda rank, case: _updated(case, range(case.world_size)),

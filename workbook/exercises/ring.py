@@ -27,7 +27,7 @@ def _target(cost_of: Callable[..., Cost], rank: int, case: Case) -> Target:
     return case.target(cost_of, rank, peers={(rank + 1) % case.world_size})
 
 
-# fn(comm, tensor): the sum over the ranks in place, by whole tensors in a ring. Last bits may differ.
+# fn(comm, tensor): the sum over the ranks in place, by whole tensors in a ring. Bits may differ.
 rotate_and_add = Check(
     "ring.rotate_and_add",
     lambda rank, case: case.total(),
@@ -54,7 +54,7 @@ def _one_complete(rank: int, case: Case) -> tuple[list[Tensor]]:
 
 
 _in_chunks = partial(Check, signature="comm, chunks", chunked=True)
-# fn(comm, chunks), in place: chunk (rank + 1) mod P becomes the sum over the ranks (reduce-scatter).
+# fn(comm, chunks), in place: chunk (rank + 1) mod P becomes the sum (reduce-scatter).
 share_reduce = _in_chunks(
     "ring.share_reduce",
     _owned_sum,
@@ -62,7 +62,7 @@ share_reduce = _in_chunks(
     target=partial(_target, share_reduce_cost),
     library=collectives.share_reduce,
 )
-# fn(comm, chunks), the second half (all-gather): only chunk (rank + 1) mod P is complete before it.
+# fn(comm, chunks), the second half (all-gather): only chunk (rank + 1) mod P is complete.
 share_only = _in_chunks(
     "ring.share_only",
     lambda rank, case: _sums(case),
