@@ -144,8 +144,8 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
     return None
 
 
-# Samples of the global batch. With the second number ranks leave parameters unused; the backward of
-# the last takes about as long as the messages on the link.
+# Samples of the global batch. With the second number some parameters are not used; the backward
+# of the last takes about as long as the messages on the link.
 _ALL_USED, _SOME_UNUSED, _DRAWN = 11, 7, 400_000
 _LINK = EmulatedLink(0.001, 125e6)
 _FEATURES, _CLASSES = 4, 3
@@ -270,8 +270,8 @@ def _of_rank(rank: int, case: Case) -> Tensor:
     return _flat(_gradients(rank, case), range(len(_SHAPES)))
 
 
-# fn(loss, parameters, buckets, start, batch_size): ``start(flat)`` begins an all-reduce and gives a
-# handle. The gradients of all B samples come in another order on each rank, and some never do.
+# fn(loss, parameters, buckets, start, batch_size): ``start(flat)`` begins an all-reduce, and gives
+# a handle. The gradients of all B samples come in another order on each rank, and some never do.
 backward = Check(
     "overlap.backward",
     lambda rank, case: case.over_ranks(lambda r: _of_rank(r, case)) / case.size,
