@@ -20,6 +20,7 @@ from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.transport import check_tensor
 from labkit.comm.work import work_queue_of
+from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from workbook.exercises.ddp import gradients_left
 from workbook.exercises.grader import Case, Check, Wrong, judged
 from workbook.exercises.grader.compare import agree, plain, short
@@ -144,10 +145,10 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
     return None
 
 
-# Samples of the global batch. With the second number some parameters are not used; the backward
-# of the last takes about as long as the messages on the link.
-_ALL_USED, _SOME_UNUSED, _DRAWN = 11, 7, 400_000
-_LINK = EmulatedLink(0.001, 125e6)
+# Samples of the global batch: with the second number some parameters are not used. So many per rank
+# are drawn, through layers whose backward takes about as long as their gradients on the link.
+_ALL_USED, _SOME_UNUSED, _DRAWN = 11, 7, 256
+_WIDTH, _LAYERS, _LINK = 512, 6, EmulatedLink(0.001, 125e6)
 _FEATURES, _CLASSES = 4, 3
 # No two buckets have equally many elements, so a start tells which bucket it is.
 _ELEMENTS = [sum(torch.Size(_SHAPES[i]).numel() for i in bucket) for bucket in _BUCKETS]
@@ -183,7 +184,7 @@ def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
     Each rank plays the others, too, to know what they put into their all-reduces.
     """
     if case.size == _DRAWN:
-        return _drawn_step(fn, comm, case)
+        return _drawn_step(fn, comm)
     ranks = [rank for rank in range(case.world_size) if rank != comm.rank]
     others = [_played(fn, rank, case)[2] for rank in ranks]
     parameters, came, starts, hooks = _played(fn, comm.rank, case, others)
@@ -246,10 +247,12 @@ def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
     return None
 
 
-def _drawn_step(fn: Callable, comm: Comm, case: Case) -> Tensor:
+def _drawn_step(fn: Callable, comm: Comm) -> Tensor:
     """A backward that takes its time, with real all-reduces in a thread beside it."""
     torch.set_num_threads(1)
-    parameters = _parameters()
+    layers = [part for _ in range(_LAYERS) for part in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(_WIDTH, 10))
+    parameters = list(model.parameters())
 
     def start(flat: Tensor) -> SimpleNamespace:
         all_reduce = partial(fast_ring_all_reduce, tensor=flat)
@@ -261,8 +264,9 @@ def _drawn_step(fn: Callable, comm: Comm, case: Case) -> Tensor:
 
         return SimpleNamespace(wait=wait)
 
-    buckets = [list(bucket) for bucket in _BUCKETS]
-    fn(_loss(parameters, comm.rank, case), parameters, buckets, start, case.size)
+    buckets = assign_buckets([4 * parameter.numel() for parameter in parameters], MIB)
+    loss = model(torch.randn(_DRAWN, _WIDTH)).square().sum()
+    fn(loss, parameters, buckets, start, _DRAWN * comm.world_size)
     return _flat(_left(parameters), range(len(parameters)))
 
 
