@@ -6,7 +6,6 @@ Symbols: P ranks.
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm.comm import Comm
-from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong, judged
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong
 from workbook.exercises.grader.compare import kind_of, same, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
 from workbook.exercises.ring import ring_target
@@ -55,56 +54,9 @@ bucket = Check(
 )
 
 
-@judged("operation, tensors", ("wait",), ("get_future",), ("error",))
-def work(fn: Callable, tried: str) -> Wrong | None:
-    """Grade ``fn(operation, tensors)``, a class: the ``dist.Work`` of ``operation()``.
-
-    ``wait`` returns True, or raises the operation's error; ``get_future`` returns a future of
-    ``tensors``, or of the error, in a way that PyTorch's C++ side notices.
-    """
-    tensors, calls = [torch.zeros(2), torch.zeros(3)], []
-
-    def operation() -> None:
-        calls.append(1)
-        if tried == "error":
-            raise ConnectionError("the operation failed")
-        for tensor in tensors:
-            tensor += 7
-
-    future_class = torch.futures.Future
-    known = {"autospec": True, "side_effect": future_class.set_exception}
-    with mock.patch.object(future_class, "set_exception", **known) as python_only:
-        try:
-            made = fn(operation, tensors)
-        except ConnectionError:
-            return Wrong("the operation's error was raised by the class: raise it in wait()")
-        if not isinstance(made, dist.Work):
-            return Wrong(f"the class must be derived from dist.Work: {kind_of(made)}")
-        try:
-            waited = made.wait() if tried != "get_future" else True
-        except ConnectionError:
-            waited = "raised"
-        if waited != ("raised" if tried == "error" else True):
-            return Wrong(
-                "wait() must return True when all is done, or raise the operation's error"
-            )
-        try:
-            future = made.get_future()
-        except ConnectionError:
-            return None
-    if any(call.args[0] is future for call in python_only.call_args_list):
-        return Wrong("set_exception is known to Python only: DDP's C++ code would see no error")
-    wrong = _wrong_future(future, tensors)
-    if tried == "error":
-        no_error = "the operation failed, but the future does not: training would go on"
-        return None if "the future raises" in (wrong or "") else Wrong(wrong or no_error)
-    times = f"the operation was carried out {len(calls)} times, expected once"
-    wrong = wrong or (times if len(calls) != 1 else None)
-    return Wrong(wrong) if wrong else None
-
-
-def _wrong_future(future: Any, tensors: list[Tensor]) -> Found:
+def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
     """What is wrong with the future of a Work, whose value is ``tensors``."""
+    future = made.get_future()
     if not isinstance(future, torch._C.Future):
         return f"get_future() must return a torch.futures.Future, it returned {kind_of(future)}"
     deadline_s = time.monotonic() + _PATIENCE_S

@@ -145,7 +145,7 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
     return None
 
 
-# Samples of the global batch: with the second number some parameters are not used. So many per rank
+# Samples of the global batch: with the second number some parameters are not used. As many a rank
 # are drawn, through layers whose backward takes about as long as their gradients on the link.
 _ALL_USED, _SOME_UNUSED, _DRAWN = 11, 7, 256
 _WIDTH, _LAYERS, _LINK = 512, 6, EmulatedLink(0.001, 125e6)

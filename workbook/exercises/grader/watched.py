@@ -63,7 +63,7 @@ class Watched:
     ):
         self._fn, self._may_call, self._written, self._around = fn, may_call, written, around
         self._names = names_to_call_by(fn, signature)
-        self.library, self.called, self.steps = "", set[str](), []
+        self.library, self.steps = "", []
         self.changed = ""
 
     def __call__(self, *args: Any) -> Any:
@@ -99,7 +99,6 @@ class Watched:
             num_bytes = getattr(given.get(sent), "nbytes", 0)
             self.steps.append((step, given.get(dst), given.get(src), num_bytes))
         elif (name := _solution(code, module)) and not _inside_library(frame.f_back):
-            self.called.add(name)
             module, _, function = name.rpartition(".")
             allowed = function in self._may_call or module.startswith(tuple(self._may_call))
             if not self.library and not allowed:
