@@ -34,7 +34,7 @@ from workbook.exercises.grader.report import (
     Verdict,
     told,
 )
-from workbook.exercises.grader.stub import about_stub, is_stub
+from workbook.exercises.grader.stub import is_stub
 from workbook.exercises.grader.watched import names_to_call_by
 
 WORLD_SIZES = (2, 3, 4)
@@ -103,8 +103,7 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         except DidNotFinish as error:
             if problems:
                 break
-            text = about_stub(fn, error.unwritten) if error.unwritten else str(error)
-            return Verdict(exercise.name, NOT_YET, notes=[text])
+            return Verdict(exercise.name, NOT_YET, notes=[str(error)])
         found = _problems(exercise, tried)
         # Of the same problem, the larger world size shows more.
         problems |= found

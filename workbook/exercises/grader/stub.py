@@ -1,4 +1,4 @@
-"""Stubs: whether the learner has begun, and whether the raise is still in a finished answer."""
+"""Stubs: whether the learner has begun."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import chain
 
 # A stub is told by this line, not by the type: PyTorch raises NotImplementedError, too.
-STUB = "raise NotImplementedError"
+_STUB = "raise NotImplementedError"
 # A stub's ``__init__`` may have as many lines.
 _GIVEN_LINES = 2
 
@@ -25,13 +25,6 @@ def is_stub(fn: Callable) -> bool:
         bodies = list(methods.values())
     lines = list(chain(*bodies))
     return any(isinstance(line, ast.Raise) for line in lines) and all(map(_is_filler, lines))
-
-
-def about_stub(fn: Callable, raised_in: str) -> str:
-    """What to say where a written function came to the raise of the stub ``raised_in``."""
-    if raised_in == getattr(_plain_function(fn), "__name__", raised_in):
-        return f"the function is written, but the stub's line {STUB} is still in it: delete it"
-    return f"the function calls {raised_in}, which is not written yet: it is still a stub"
 
 
 def _plain_function(fn: Callable) -> Callable:
@@ -56,5 +49,5 @@ def _is_filler(line: ast.stmt) -> bool:
     """A docstring, ``...``, ``pass`` or the stub's raise."""
     if isinstance(line, ast.Expr):
         return isinstance(line.value, ast.Constant)
-    is_raise = isinstance(line, ast.Raise) and STUB in ast.unparse(line)
+    is_raise = isinstance(line, ast.Raise) and _STUB in ast.unparse(line)
     return is_raise or isinstance(line, ast.Pass)
