@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm.comm import Comm
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong
-from workbook.exercises.grader.compare import kind_of, same, short
+from workbook.exercises.grader.compare import agree, kind_of, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
 from workbook.exercises.ring import ring_target
 
@@ -69,7 +69,7 @@ def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
     except Exception as error:
         return f"the future raises {type(error).__name__}"
     is_list = isinstance(value, list) and all(isinstance(entry, Tensor) for entry in value)
-    if is_list and same(value, tensors):
+    if is_list and agree(value, tensors):
         return None
     return f"the future's value must be the list of tensors that was given; it is {short(value)}"
 
@@ -100,7 +100,7 @@ def _hosted(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong | None:
             wrong = wrong or f"{name} must return a Work, but it returned {kind_of(returned)}"
             continue
         returned.wait()
-        if not same(tensors, expected):
+        if not agree(tensors, expected):
             wrong = wrong or f"{name} leaves {short(tensors)}, expected {short(expected)}"
         elif found := _wrong_future(returned, tensors):
             wrong = wrong or f"{name} returns a Work that DDP cannot use: {found}"
@@ -144,7 +144,7 @@ def _trained(case: Case, values: list[Tensor]) -> Found:
     if not all(torch.equal(value, values[0]) for value in values):
         return "after two updates by DDP the ranks hold different parameters"
     inputs = [torch.cat([_inputs(r, s) for r in range(case.world_size)]) for s in range(2)]
-    right = same(values[0], _updated(_network(0), inputs))
+    right = agree(values[0], _updated(_network(0), inputs))
     return None if right else "two updates by DDP give other parameters than one device"
 
 

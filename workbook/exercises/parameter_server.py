@@ -19,7 +19,7 @@ from labkit.costs.traffic import parameter_server_cost
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.parameter_server import answer_one_by_one
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Target, Wrong
-from workbook.exercises.grader.compare import same, short
+from workbook.exercises.grader.compare import agree, short
 from workbook.exercises.grader.exercise import Found, same_bits
 from workbook.exercises.ring import ring_target
 
@@ -101,7 +101,7 @@ def _in_some_order(case: Case, values: list[Tensor]) -> Found:
     for order in itertools.permutations(range(1, case.world_size)):
         after = [order, *(order[: order.index(r) + 1] for r in sorted(order))]
         by_order.append([_updated(case, workers, 1) for workers in after])
-    if any(same(values, expected) for expected in by_order):
+    if any(agree(values, expected) for expected in by_order):
         return None
     found, expected = ([short(one[:3]) for one in each] for each in (values, by_order[0]))
     text = f"the ranks hold {', '.join(found)}, which fits no order of the workers in which "
@@ -135,7 +135,7 @@ def _in_both_orders(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) 
         values.copy_(before)
         time.sleep(_APART_S * (place % comm.world_size))
         _with_workers(fn, comm, values, gradient, BATCH_SIZE)
-        if first is not None and same(first, values) and not torch.equal(first, values):
+        if first is not None and agree(first, values) and not torch.equal(first, values):
             why = "add the pushes in a fixed order"
             return Wrong(f"the last bits depend on which worker comes first: {why}")
         first = values.clone()

@@ -18,7 +18,7 @@ from torch import Tensor
 from labkit.comm.comm import Comm
 from labkit.schedules.servers import StalenessTracker, in_time
 from workbook.exercises.grader import Case, Check, Target, solved
-from workbook.exercises.grader.compare import plain, same, short
+from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import Found
 
 Event = tuple[str, int]
@@ -193,7 +193,7 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
         **{f"after its pushes worker {w} pulls": (values[w], pulls[w]) for w in workers},
     }
     for what, (found, expected) in compared.items():
-        if not same(found, expected):
+        if not agree(found, expected):
             text = f"{what} {short(found)}, expected {short(expected)}"
             return f"{text} for the order of pushes {served}"
     return None

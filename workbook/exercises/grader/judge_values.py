@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from labkit.collectives.ring import split_chunks
-from workbook.exercises.grader.compare import close, fit, other_kind, plain, same, short
+from workbook.exercises.grader.compare import agree, close, fit, other_kind, plain, short
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Outcome, Ranks, Wrong
 
 # Values that were rounded to bfloat16 after every addition are still recognised.
@@ -63,14 +63,14 @@ def _named(exercise: Exercise, tried: Tried, ranks: Sequence[int]) -> str:
     """A mistake that explains all values of these ranks."""
     for sentence, wrong in exercise.mistakes.items():
         by_case = ((case, rank, of[rank].value) for case, of in tried.items() for rank in ranks)
-        if all(same(value, wrong(rank, case)) for case, rank, value in by_case):
+        if all(agree(value, wrong(rank, case)) for case, rank, value in by_case):
             return sentence
     return ""
 
 
 def _meant(exercise: Exercise, case: Case, rank: int, outcome: Outcome) -> str:
     """What to say of a value that is right in another place, or was right in the first call."""
-    if case.call and same(outcome.value, exercise.expected(rank, replace(case, call=0))):
+    if case.call and not _wrong_part(exercise, replace(case, call=0), rank, outcome.value):
         return "it is the result of the first call, although the values are others now"
     if outcome.stand_in is None or _wrong_part(exercise, case, rank, outcome.stand_in):
         return ""
@@ -95,7 +95,7 @@ def _wrong_part(exercise: Exercise, case: Case, rank: int, value: Any) -> _Part 
         right = exercise.written is not None or value is None
         return None if right else _Part("", 0, value, None, [])
     if other_kind(value, expected):
-        return None if same(value, expected) else _Part("", 0, value, expected, [])
+        return None if agree(value, expected) else _Part("", 0, value, expected, [])
     value, name = fit(value, expected), "chunk" if exercise.chunked else "entry"
     if not isinstance(expected, list):
         value, expected = _pieces(exercise, case, value), _pieces(exercise, case, expected)
@@ -104,7 +104,7 @@ def _wrong_part(exercise: Exercise, case: Case, rank: int, value: Any) -> _Part 
     for i, (v, e) in enumerate(zip(value, expected)):
         given = [row[i] for row in rows if i < len(row)] if exercise.chunked else chain(*rows)
         summands = [one for one in given if isinstance(one, Tensor)]
-        if e is not None and not same(v, e, summands):
+        if e is not None and not agree(v, e, summands):
             return _Part(name, i, v, e, summands)
     return None
 
