@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.traffic import Cost
 from labkit.units import format_count
 
@@ -146,6 +147,7 @@ class Exercise:
         library: labkit's own function with the same arguments, shown beside the learner's run.
         drawn_size: the elements of a rank's tensor in that run; 0 for 4 MB where ``sizes`` are
             the usual ones, else for the first of them.
+        link: over which that run goes.
         may_call: names of functions that solve exercises, or of modules, which may be called.
     """
 
@@ -166,6 +168,7 @@ class Exercise:
     special: Callable[[Case], str] = lambda case: ""
     library: Callable | None = None
     drawn_size: int = 0
+    link: EmulatedLink | None = None
     may_call: frozenset[str] = frozenset()
 
     def cases(self, world_size: int, seed: int = 0) -> list[Case]:

@@ -7,11 +7,9 @@ traffic, shows one verdict, and never raises.
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 from labkit import collectives
-from labkit.comm.emulated_link import EmulatedLink
 from labkit.runtime.messages import UnpicklableError, dump_call
 from labkit.units import format_count
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, new_seed
@@ -51,16 +49,12 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
     # By its name in the module, which tests replace.
     verdict = told(exercise.name, lambda: grade_on_ranks(fn, exercise, sizes))
     if sizes != (1,):
-        link = exercise.link if isinstance(exercise, Check) else None
-        verdict.run_again = partial(own_run, fn, exercise, link=link)
+        verdict.run_again = partial(own_run, fn, exercise)
     return verdict
 
 
-@dataclass(frozen=True, eq=False)
 class Check(Exercise):
-    """An exercise that grades the function with which it is called, and draws it over ``link``."""
-
-    link: EmulatedLink | None = None
+    """An exercise that grades the function with which it is called."""
 
     def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
         return grade(fn, self, world_sizes)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import EmulatedLink
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
 from labkit.runtime.output import undrawn
@@ -50,16 +49,11 @@ class OwnRun:
         return page
 
 
-def own_run(
-    fn: Callable,
-    exercise: Exercise,
-    status: str,
-    world_size: int = 4,
-    link: EmulatedLink | None = None,
-) -> OwnRun:
+def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = 4) -> OwnRun:
     """Run a learner's function once more, for its timeline; nothing is raised.
 
-    ``status`` is that of its verdict; they run over ``link`` where as many ranks fill its hosts.
+    ``status`` is that of its verdict. Where so many ranks do not fill a link's hosts, it runs
+    without.
     """
     # Imported here: ranks load the checks, but draw nothing.
     from workbook.plots.timeline import timeline
@@ -68,6 +62,7 @@ def own_run(
     if status == NOT_ATTEMPTED:
         return OwnRun.failed(name, status)
     fns = [fn, exercise.library] if exercise.library else [fn]
+    link = exercise.link
     link = None if link and world_size % (link.ranks_per_host or 1) else link
     options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
     case = exercise.drawn_case(world_size)

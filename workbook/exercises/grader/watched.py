@@ -35,7 +35,6 @@ _OF_DATA = ("labkit.schedules", "labkit.costs", "labkit.placement", "labkit.work
 _PASSES_ON = "torch.utils._contextlib"
 # A shorter function may be the same by chance.
 _LONG_CODE = 100
-_GRAD_MODE, _DTYPE = "autograd's mode", "the default dtype"
 _STEPS = {
     Comm.send.__code__: ("send", "dst", "", "tensor"),
     Comm.recv.__code__: ("recv", "", "src", ""),
@@ -83,10 +82,7 @@ class Watched:
             threading.setprofile(profile)
         after = _state(given)
         if changed := [name for name in before if before[name] != after[name]]:
-            found_now = f"the function changes {changed[0]}, which it should not"
-            self.changed = self.changed or found_now
-            torch.set_grad_enabled(before[_GRAD_MODE])
-            torch.set_default_dtype(before[_DTYPE])
+            self.changed = f"the function changes {changed[0]}, which it should not"
         return found
 
     def _look(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -125,8 +121,8 @@ def _state(given: list) -> dict[str, Any]:
         "the mode of a module": [module.training for module in modules],
         "the hooks of a module": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
         "the parameters of a module": [one.data_ptr() for one in parameters],
-        _GRAD_MODE: torch.is_grad_enabled(),
-        _DTYPE: torch.get_default_dtype(),
+        "autograd's mode": torch.is_grad_enabled(),
+        "the default dtype": torch.get_default_dtype(),
     }
 
 
