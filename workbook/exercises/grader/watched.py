@@ -83,6 +83,9 @@ class Watched:
         after = _state(given)
         if changed := [name for name in before if before[name] != after[name]]:
             self.changed = f"the function changes {changed[0]}, which it should not"
+            # The next call is not to fail for it.
+            torch.set_grad_enabled(before["autograd's mode"])
+            torch.set_default_dtype(before["the default dtype"])
         return found
 
     def _look(self, frame: FrameType, event: str, arg: Any) -> None:
