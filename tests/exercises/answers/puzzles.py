@@ -376,6 +376,7 @@ ANSWERS = [
         check.puzzles.all_to_all,
         [by_binary_digits],
         [pair_by_pair, lambda comm, blocks: blocks],
+        on=4,
     ),
     Answers(
         check.puzzles.recompute,
