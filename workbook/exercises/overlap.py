@@ -25,6 +25,7 @@ from workbook.exercises.ddp import gradients_left
 from workbook.exercises.grader import Case, Check, Wrong, judged
 from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import Found, random_tensor
+from workbook.exercises.grader.watched import num_hooks
 
 # Buckets, and by rank the order in which the gradients get ready; one may never get ready.
 _ORDERS = (
@@ -212,14 +213,9 @@ def _played(
         )
         return starts[-1]
 
-    def num_hooks() -> int:
-        # PyTorch has no public way to ask.
-        kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
-        return sum(len(getattr(p, kind, None) or ()) for p in parameters for kind in kinds)
-
-    own, loss = num_hooks(), _loss(parameters, rank, case)
+    own, loss = sum(map(num_hooks, parameters)), _loss(parameters, rank, case)
     fn(loss, list(parameters), [list(bucket) for bucket in _BUCKETS], start, case.size)
-    return parameters, came, starts, num_hooks() - own
+    return parameters, came, starts, sum(map(num_hooks, parameters)) - own
 
 
 def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:

@@ -7,6 +7,7 @@ traffic, shows one verdict, and never raises.
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from labkit import collectives
@@ -53,11 +54,14 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
     return verdict
 
 
+@dataclass(frozen=True, eq=False)
 class Check(Exercise):
     """An exercise that grades the function with which it is called."""
 
-    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-        return grade(fn, self, world_sizes)
+    world_sizes: tuple[int, ...] = WORLD_SIZES
+
+    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = ()) -> Verdict:
+        return grade(fn, self, world_sizes or self.world_sizes)
 
 
 def _misuse(fn: Callable, signature: str) -> Found:
