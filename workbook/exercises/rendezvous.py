@@ -163,8 +163,7 @@ def _judge(case: Case, values: list[Any]) -> Found:
     """What is wrong in the first attempt that went wrong. ``values``: by process and attempt."""
     for attempt, processes in enumerate(zip(*values)):
         if found := _wrong_meeting(processes):
-            later = "in a later attempt, with a store that holds the keys of those before (is the "
-            later += "number of the attempt in every key?): "
+            later = "in a later attempt, with a store that holds the keys of those before: "
             return later + found if attempt else found
     return None
 

@@ -90,7 +90,7 @@ def judged(
 
 
 def solved(
-    *cases: tuple, mistakes: Mapping[str, Callable[..., Any]]
+    *cases: tuple, mistakes: Mapping[str, Callable[..., Any]] | None = None
 ) -> Callable[[Callable], Grades]:
     """Make the check of an exercise, with its name, from its solution: ``answers`` to the cases.
 
@@ -98,7 +98,7 @@ def solved(
     """
 
     def check_of(solution: Callable) -> Grades:
-        rules = {words: partial(rule, solution) for words, rule in mistakes.items()}
+        rules = {words: partial(rule, solution) for words, rule in (mistakes or {}).items()}
         names = ", ".join(inspect.signature(solution).parameters)
         options: dict[str, Any] = {"signature": names, "mistakes": rules}
         expected = [(case, solution(*case)) for case in cases]
