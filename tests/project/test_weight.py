@@ -58,7 +58,7 @@ LIMITS = {
     "workbook": (406, 2310),
     "workbook/exercises": (5330, 40787),
     "workbook/measure": (2301, 17010),
-    "workbook/notebook": (1260, 7703),
+    "workbook/notebook": (1260, 7707),
     "workbook/plots": (1810, 12866),
     "workbook/widgets": (679, 4705),
 }
