@@ -46,7 +46,7 @@ LIMITS = {
     "tests/placement": (121, 1167),
     "tests/plots": (688, 7530),
     "tests/pretended": (861, 4842),
-    "tests/project": (1618, 11346),
+    "tests/project": (1618, 11348),
     "tests/runtime": (1482, 9534),
     "tests/schedules": (354, 2961),
     "tests/strategies": (982, 8784),
