@@ -29,7 +29,7 @@ def gradients_left(parameters: Sequence[nn.Parameter], before: Sequence[Tensor])
         return Wrong("the parameters have changed; this function only sets their gradients")
     found = [p.grad.flatten() for p in parameters if p.grad is not None]
     if missing := [i for i, p in enumerate(parameters) if p.grad is None]:
-        return Wrong(f"parameters {missing} have no gradient: other ranks may have used them")
+        return Wrong(f"parameters {missing} have no gradient")
     return torch.cat(found)
 
 

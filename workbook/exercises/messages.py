@@ -61,7 +61,7 @@ all_gather = _check(
 # (bytes, µs) of a small message, of a large one, bytes of a third. The small message is not always
 # so small that its bytes cost nothing.
 _MESSAGES = (
-    *(((1_000, 12.0), (101_000, 212.0), 51_000), ((4_000, 58.0), (1_004_000, 308.0), 2_004_000)),
+    *(((1_000, 12.0), (101_000, 212.0), 51_750), ((4_000, 58.0), (1_004_000, 308.0), 2_004_000)),
     *(((0, 30.0), (1_000, 30.5), 0), ((500, 25.0), (2_500, 105.0), 250)),
 )
 

@@ -25,6 +25,8 @@ from workbook.exercises.ddp import gradients_left
 from workbook.exercises.grader import Case, Check, Wrong, judged
 from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import Found, random_tensor
+from workbook.exercises.grader.judge_values import in_words, made_of
+from workbook.exercises.grader.watched import num_hooks
 
 # Buckets, and by rank the order in which the gradients get ready; one may never get ready.
 _ORDERS = (
@@ -128,7 +130,7 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
         parameter.grad = torch.randn_like(parameter)
     flats = [_flat(_left(parameters), bucket) for bucket in buckets]
     of_others = [torch.randn_like(flat) for flat in flats]
-    totals = list(map(torch.add, flats, of_others))
+    totals, own = list(map(torch.add, flats, of_others)), [flat.clone() for flat in flats]
     handles = [_AllReduce(flat, [of_other]) for flat, of_other in zip(flats, of_others)]
     fn(parameters, buckets, flats, handles, batch_size)
     for b, handle in enumerate(handles):
@@ -136,10 +138,12 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
             return Wrong(f"handles[{b}].wait() was not called: flats[{b}] may be this rank's own")
     if isinstance(found := gradients_left(parameters, before), Wrong):
         return found
-    for bucket, total in zip(buckets, totals):
+    for bucket, total, mine in zip(buckets, totals, own):
         found, expected = _flat(_left(parameters), bucket), total / batch_size
         if not agree(found, expected):
-            like = ": it is the sum, not divided by batch_size" if agree(found, total) else ""
+            parts = {"the sum over the ranks": total, "this rank's own gradients": mine}
+            like = in_words({k: x * batch_size for k, x in made_of(found, parts).items()})
+            like = f": they are ({like}) / {batch_size}" if like else ""
             text = f"the gradients of parameters {bucket} are {short(found)}"
             return Wrong(f"{text}, expected {short(expected)}{like}")
     return None
@@ -213,14 +217,9 @@ def _played(
         )
         return starts[-1]
 
-    def num_hooks() -> int:
-        # PyTorch has no public way to ask.
-        kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
-        return sum(len(getattr(p, kind, None) or ()) for p in parameters for kind in kinds)
-
-    own, loss = num_hooks(), _loss(parameters, rank, case)
+    own, loss = len(parameters), _loss(parameters, rank, case)
     fn(loss, list(parameters), [list(bucket) for bucket in _BUCKETS], start, case.size)
-    return parameters, came, starts, num_hooks() - own
+    return parameters, came, starts, sum(map(num_hooks, parameters)) - own
 
 
 def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:

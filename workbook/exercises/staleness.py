@@ -130,10 +130,10 @@ def _judge_server(case: Case, values: list[Any]) -> Found:
         text = f"the parameters end as {ended}{in_place}, expected {expected}: "
         return f"{text}each push subtracts its gradient, once"
     for worker in workers:
-        own = [-pulled[worker - 1] for pulled in values[worker]]
-        if own != [*range(1, worker + 1)]:
-            text = f"worker {worker} pulls parameters with {own} of its own updates in them, "
-            return f"{text}expected 1, 2, ...: update first, then answer"
+        own = [pulled[worker - 1] for pulled in values[worker]]
+        if own != (counted := [-float(number) for number in range(1, worker + 1)]):
+            text = f"worker {worker} pulls {own} in its place, expected {counted}"
+            return f"{text}: each answer holds the update before it"
     return None
 
 

@@ -23,13 +23,16 @@ def traffic_problems(exercise: Exercise, tried: Mapping[Case, Ranks]) -> dict[st
         steps = [outcome.steps for outcome in ranks]
         for row in ROWS:
             spent, target = by_rank(row, ranks), by_rank(row, targets)
+            # Whose chunk is the longer one depends on the ring's direction.
+            in_all = row == "bytes" and None not in target
+            most = [max(target)] * len(target) if in_all else target
             text = f"{exercise.where(case)}: {counts(spent)} {row}, where the target is "
             text += counts(target)
             if row == "messages" and not any(spent) and any(target):
                 # A right value is a guess, unless there is nothing to send.
                 if case.size > 0 or not exercise.sizes:
                     problems.setdefault(row, f"{text}: nothing was sent")
-            elif any(t is not None and s > t for s, t in zip(spent, target)):
+            elif any(t is not None and s > t for s, t in zip(spent, most)):
                 chain = steps_in_a_row(steps)
                 whole = [4 * case.size * count for count in by_rank("messages", ranks)]
                 if row == "barriers":

@@ -7,6 +7,7 @@ function is noticed under any name, in any wrapper, and in a copy of its source,
 import inspect
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -30,7 +31,7 @@ _PYTORCHS += ("torch.utils.data.distributed",)
 _HELPERS = {"split_chunks", "chunk_bounds", "owned_chunk", "check_split_points", "stage_bounds"}
 _HELPERS |= {"predicted_slots", "in_flight", "with_hops"}
 # The classes in these rooms hold data.
-_OF_DATA = ("labkit.schedules", "labkit.costs", "labkit.placement", "labkit.workload.samples")
+_OF_DATA = ("labkit.costs", "labkit.placement", "labkit.workload.samples")
 # A decorator such as torch.no_grad.
 _PASSES_ON = "torch.utils._contextlib"
 # A shorter function may be the same by chance.
@@ -93,6 +94,8 @@ class Watched:
         return found
 
     def _look(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "c_call" and arg is time.sleep and not _inside_library(frame):
+            self.changed = self.changed or "the function sleeps: wait for an event, not for a time"
         if event != "call":
             return
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
@@ -125,13 +128,21 @@ def _state(given: list) -> dict[str, Any]:
     return {
         "the memory of a tensor": [(one.data_ptr(), one.shape) for one in dense],
         "the graph behind a tensor": [one.grad_fn is None for one in tensors],
-        "the length of a list": [len(one) for one in given if isinstance(one, list)],
+        "a list": [list(map(id, one)) for one in given if isinstance(one, list)],
+        "a dict": [list(one.items()) for one in given if isinstance(one, dict)],
         "the mode of a module": [module.training for module in modules],
         "the hooks of a module": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
-        "the parameters of a module": [one.data_ptr() for one in parameters],
+        "a parameter": [(p.data_ptr(), p.requires_grad) for p in parameters],
+        "the hooks of a parameter": list(map(num_hooks, parameters)),
         _GRAD_MODE: torch.is_grad_enabled(),
         _DTYPE: torch.get_default_dtype(),
     }
+
+
+def num_hooks(parameter: Tensor) -> int:
+    """PyTorch has no public way to ask."""
+    kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
+    return sum(len(getattr(parameter, kind, None) or ()) for kind in kinds)
 
 
 def names_to_call_by(fn: Callable, signature: str) -> list[str]:
