@@ -124,12 +124,12 @@ def test_when_the_peer_arrived():
     board = board_of(2)
     board.enter(0, "send", 5.0, "", sent=(1, WHAT))
     board.enter(1, "recv", 7.0, "", expected=(0, WHAT))
-    assert board.arrived_s(0, 1, None) == 7.0
-    assert board.arrived_s(1, None, 0) == 5.0
+    assert board.arrived(0, 1, None) == (7.0, 1)
+    assert board.arrived(1, None, 0) == (5.0, 0)
     # The peer may be at its next operation already: the right one is still meant.
     board.leave(0)
     board.enter(0, "send", 9.0, "", sent=(1, WHAT))
-    assert board.arrived_s(1, None, 0) == 5.0
+    assert board.arrived(1, None, 0) == (5.0, 0)
 
 
 def recv_any(board, rank, sources):

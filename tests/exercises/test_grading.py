@@ -88,34 +88,9 @@ def a_wordy_stub(comm, tensor):
     raise NotImplementedError("all ranks send to rank 0, which adds, and sends the sum back")
 
 
-class NotBegun(torch.distributed.Work):
-    def __init__(self, operation, tensors):
-        super().__init__()
-        self.tensors = tensors
-
-    def wait(self, timeout=None):
-        raise NotImplementedError
-
-    get_future = wait
-
-
-class Begun(NotBegun):
-    def __init__(self, operation, tensors):
-        super().__init__(operation, tensors)
-        try:
-            operation()
-        except Exception as error:
-            self.error = error
-
-    def wait(self, timeout=None):
-        raise NotImplementedError
-
-
 def test_a_stub_is_told_from_an_error_and_from_what_is_half_written(monkeypatch):
     assert all_reduce(flips_bits_of_floats).status == "not yet"
     assert all_reduce(a_wordy_stub).status == "not attempted yet"
-    assert check.backend.work(NotBegun).status == "not attempted yet"
-    assert check.backend.work(Begun).status == "not yet"
 
     def untouched(comm, tensor):
         """tensor: [N]."""

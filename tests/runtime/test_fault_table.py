@@ -647,7 +647,7 @@ ON_A_GPU = {
     # The choice and its consequence in one line.
     "22 more ranks than GPUs": (
         "print(labkit.run(lambda comm: str(comm.device), world_size=2).values)",
-        "2 ranks share 1 GPU: they talk over gloo through host memory, .*"
+        "ranks share a GPU: they talk over gloo through host memory, .*"
         r"times are not those of more GPUs.*\n\['cuda:0', 'cuda:0'\]",
     ),
     # Never a fork after CUDA; before its function begins, labkit sets a rank's GPU.

@@ -6,7 +6,6 @@ Symbols: P ranks.
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm.comm import Comm
-from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong, judged
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong
 from workbook.exercises.grader.compare import kind_of, same, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
 from workbook.exercises.ring import ring_target
@@ -55,61 +54,6 @@ bucket = Check(
     drawn_size=DRAWN,
     may_call=COLLECTIVES,
 )
-
-
-@judged("operation, tensors", ("wait",), ("get_future",), ("error",))
-def work(fn: Callable, tried: str) -> Wrong | None:
-    """Grade ``fn(operation, tensors)``, a class: the ``dist.Work`` of ``operation()``.
-
-    ``wait`` returns True, or raises the operation's error; ``get_future`` returns a future of
-    ``tensors``, or of the error, in a way that PyTorch's C++ side notices.
-    """
-    tensors, calls = [torch.zeros(2), torch.zeros(3)], []
-
-    def operation() -> None:
-        calls.append(1)
-        if tried == "error":
-            raise ConnectionError("the operation failed")
-        for tensor in tensors:
-            tensor += 7
-
-    if tried == "error":
-        return _wrong_error(fn, operation, tensors)
-    made = fn(operation, tensors)
-    if not isinstance(made, dist.Work):
-        return Wrong(f"the class must be derived from dist.Work, but a call gave {kind_of(made)}")
-    if tried == "wait" and made.wait() is not True:
-        return Wrong("wait() must return True once the operation is done")
-    if wrong := _wrong_future(made, tensors):
-        return Wrong(wrong)
-    times = f"the operation was carried out {len(calls)} times, expected once"
-    return None if len(calls) == 1 else Wrong(times)
-
-
-def _wrong_error(fn: Callable, operation: Callable, tensors: list[Tensor]) -> Wrong | None:
-    """What is wrong with a Work whose operation fails."""
-    future_class = torch.futures.Future
-    known = {"autospec": True, "side_effect": future_class.set_exception}
-    with mock.patch.object(future_class, "set_exception", **known) as python_only:
-        try:
-            made = fn(operation, tensors)
-        except ConnectionError:
-            return Wrong("the operation's error was raised by the class: raise it in wait()")
-        try:
-            made.wait()
-            return Wrong("the operation failed, but wait() did not raise its error")
-        except ConnectionError:
-            pass
-        try:
-            future = made.get_future()
-        except ConnectionError:
-            return None
-    if any(call.args[0] is future for call in python_only.call_args_list):
-        return Wrong("set_exception is known to Python only: DDP's C++ code would see no error")
-    wrong = _wrong_future(made, tensors)
-    if wrong is None:
-        return Wrong("the operation failed, but the future does not: training would go on")
-    return None if "the future raises" in wrong else Wrong(wrong)
 
 
 def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:

@@ -51,44 +51,42 @@ def _parts(first: int, case: Case) -> dict[str, Tensor]:
     return {"v": _start(case), **scaled}
 
 
-def _of_a_worker(name: str, takes: str, servers_of: Callable[[int], int]) -> Check:
-    """Ranks from ``servers_of(P)`` on run the learner's function, the others this module's."""
-
-    def workers(case: Case) -> range:
-        return range(servers_of(case.world_size), case.world_size)
-
-    def call(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) -> None:
-        servers = servers_of(comm.world_size)
-        if comm.rank >= servers:
-            fn(comm, gradient, values, *([servers] if "servers" in takes else []))
-            return
-        start, end = chunk_bounds(len(values), servers)[comm.rank]
-        mine, total = values[start:end], torch.zeros(end - start)
-        for worker in range(servers, comm.world_size):
-            comm.recv_add(total, worker)
-        mine -= LR * total / BATCH_SIZE
-        for worker in range(servers, comm.world_size):
-            comm.send(mine, worker)
-
-    return Check(
-        f"parameter_server.{name}",
-        lambda rank, case: _updated(case, workers(case)) if rank in workers(case) else None,
-        inputs=lambda rank, case: (_start(case), case.tensor(rank)),
-        signature=f"comm, {takes}",
-        call=call,
-        target=lambda rank, case: _sends(rank, case, servers_of(case.world_size)),
-        parts=lambda case: _parts(servers_of(case.world_size), case),
-        drawn_size=DRAWN,
-    )
+def _servers_of(world_size: int) -> int:
+    return world_size - world_size // 2
 
 
-# fn(comm, gradient, values), one step of a worker; rank 0 is the only server. It must send
-# ``gradient`` to rank 0, and receive rank 0's answer into ``values``.
-push_and_pull = _of_a_worker("push_and_pull", "gradient, values", lambda P: 1)
+def _workers(case: Case) -> range:
+    return range(_servers_of(case.world_size), case.world_size)
+
+
+def _beside_servers(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) -> None:
+    """The learner's function on the workers, a server's part on the other ranks."""
+    servers = _servers_of(comm.world_size)
+    if comm.rank >= servers:
+        fn(comm, gradient, values, servers)
+        return
+    start, end = chunk_bounds(len(values), servers)[comm.rank]
+    mine, total = values[start:end], torch.zeros(end - start)
+    for worker in range(servers, comm.world_size):
+        comm.recv_add(total, worker)
+    mine -= LR * total / BATCH_SIZE
+    for worker in range(servers, comm.world_size):
+        comm.send(mine, worker)
+
+
 # fn(comm, gradient, values, servers), one step of the ranks from ``servers`` on: slice k of
 # ``gradient`` goes to server k, which is rank k, and its answer comes into slice k of ``values``.
 # The slices are ``chunk_bounds(N, servers)``.
-worker = _of_a_worker("worker", "gradient, values, servers", lambda P: P - P // 2)
+worker = Check(
+    "parameter_server.worker",
+    lambda rank, case: _updated(case, _workers(case)) if rank in _workers(case) else None,
+    inputs=lambda rank, case: (_start(case), case.tensor(rank)),
+    signature="comm, gradient, values, servers",
+    call=_beside_servers,
+    target=lambda rank, case: _sends(rank, case, _servers_of(case.world_size)),
+    parts=lambda case: _parts(_servers_of(case.world_size), case),
+    drawn_size=DRAWN,
+)
 
 
 def _with_workers(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor, *more: int) -> None:

@@ -1,4 +1,4 @@
-"""Page 17: ten puzzles, first right, then scored against the best that is known.
+"""Page 17: twelve puzzles, first right, then scored against the best that is known.
 
 A puzzle is passed when its score is as good as the best known. Rounds are counted along the
 longest chain of messages that wait for each other; an exchange takes one round, as a send with its
@@ -30,6 +30,8 @@ WORLD_SIZES = (3, 6, 8)
 # Puzzle 3: the messages that a rank may send, and what calls of comm leave behind; 8: the link.
 MESSAGES, _SMALL_BYTES = 8, 192 * 2**10
 LATENCY_S, BYTES_PER_S = 1e-3, 1e6
+# Puzzle 12.
+LAYERS = 64
 
 # By puzzle: the best score of this session, and how it and the best known are shown.
 _SCORES: dict[str, tuple[float, str, str]] = {}
@@ -251,6 +253,60 @@ reduce_blocks = _in_rounds(
 )
 # fn(comm, tensor) returns the sum over the ranks, for any P: Bar-Noy, Kipnis and Schieber, 1993.
 all_reduce = _in_rounds("puzzles.all_reduce", lambda rank, case: case.total())
+# fn(comm, blocks) returns row comm.rank of all blocks [P, N], by rank: Bruck and others, 1997.
+all_to_all = _in_rounds(
+    "puzzles.all_to_all",
+    lambda rank, case: torch.stack([_blocks(r, case)[rank] for r in range(case.world_size)]),
+    signature="comm, blocks",
+    inputs=lambda rank, case: (_blocks(rank, case),),
+)
+
+
+def _forward(layer: int, x: Tensor) -> Tensor:
+    return (x + layer).sin_().mul_(0.1).add_(x)
+
+
+def _input_gradient(rank: int, case: Case) -> list:
+    x = first = case.tensor(rank).requires_grad_()
+    for layer in range(LAYERS):
+        x = _forward(layer, x)
+    (found,) = torch.autograd.grad(x, first, case.tensor(rank + 1))
+    return [found, None]
+
+
+def _with_few_forwards(fn: Callable, comm: Comm, first: Tensor, gradient: Tensor) -> list:
+    """The gradient of ``first``, and the most that new tensors held."""
+    calls = []
+
+    def forward(layer: int, x: Tensor) -> Tensor:
+        if len(calls) == 2 * LAYERS:
+            raise ValueError(f"forward was called more than {2 * LAYERS} times, twice per layer")
+        calls.append(layer)
+        return _forward(layer, x)
+
+    def backward(layer: int, x: Tensor, of_output: Tensor) -> Tensor:
+        return (x + layer).cos_().mul_(0.1).add_(1).mul_(of_output)
+
+    with PeakBytes() as held:
+        found = fn(comm, forward, backward, first, gradient)
+    return [found, held.num_bytes]
+
+
+# fn(comm, forward, backward, first, gradient) returns the gradient of ``first`` through all
+# layers, with at most two forwards of each: Chen and others, 2016.
+recompute = _puzzle(
+    "puzzles.recompute",
+    _input_gradient,
+    signature="comm, forward, backward, first, gradient",
+    inputs=lambda rank, case: (case.tensor(rank), case.tensor(rank + 1)),
+    call=_with_few_forwards,
+    sizes=(10_000, 7),
+    drawn_size=0,
+    score=lambda case, ranks: max(outcome.value[1] for outcome in ranks),
+    # Segments of sqrt(L) layers: their inputs, the activations of one, and two gradients.
+    best=lambda case: 4.0 * case.size * (2 * math.isqrt(LAYERS) + 2),
+    shown=format_bytes,
+)
 
 PUZZLES = (largest, pass_on, pass_in_place, same_bits, broadcast, prefix_sum, all_gather)
-PUZZLES += (long_broadcast, reduce_blocks, all_reduce)
+PUZZLES += (long_broadcast, reduce_blocks, all_reduce, all_to_all, recompute)

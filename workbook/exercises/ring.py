@@ -1,4 +1,4 @@
-"""Page 06: ring all-reduce, its halves, and a mean that is built on it.
+"""Page 06: naive all-reduce, the ring and its halves, and a mean that is built on it.
 
 Symbols: P ranks, S bytes of a rank's tensor.
 """
@@ -10,7 +10,13 @@ from torch import Tensor
 
 from labkit import collectives
 from labkit.collectives.ring import split_chunks
-from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost, share_reduce_cost
+from labkit.costs.traffic import (
+    Cost,
+    naive_all_reduce_cost,
+    ring_all_reduce_cost,
+    share_only_cost,
+    share_reduce_cost,
+)
 from labkit.schedules.ring import owned_chunk
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Target
 from workbook.exercises.grader.exercise import DRAWN, SIZES, same_bits
@@ -32,6 +38,19 @@ def _cost_of_rotating(num_elements: int, element_bytes: int, world_size: int, ra
     return Cost(steps, steps, steps * num_elements * element_bytes)
 
 
+def _through_rank_0(rank: int, case: Case) -> Target:
+    peers = {0} if rank else range(1, case.world_size)
+    return case.target(naive_all_reduce_cost, rank, peers=peers)
+
+
+# fn(comm, tensor): the sum over the ranks in place; all send to rank 0, which sends it back.
+naive_all_reduce = Check(
+    "ring.naive_all_reduce",
+    lambda rank, case: case.total(),
+    target=_through_rank_0,
+    library=collectives.naive_all_reduce,
+    drawn_size=DRAWN,
+)
 # fn(comm, tensor): the sum over the ranks in place, by whole tensors in a ring. The ranks add in
 # different orders, so their results may differ in the last bits.
 rotate_and_add = Check(

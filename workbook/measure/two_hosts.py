@@ -5,7 +5,6 @@ saw four workers on two hosts train no faster than one worker (speed-ups 1.84, 1
 shows why, and what a hierarchical all-reduce and compression win back.
 """
 
-import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -66,21 +65,6 @@ def cable_table(record: Record) -> Table:
         for row in record["links"]
     ]
     return Table(("cable", "plain TCP", "labkit's messages", "inside a host"), tuple(rows))
-
-
-def slow_downs(record: Record, rate: str = "1 Gb/s") -> dict[str, tuple[float, float]]:
-    """By contender on two hosts, its step against that at the unlimited cable: (measured, model).
-
-    Measured is the median over the repeats of the ratio within a repeat.
-    """
-    rows = {(row["rate"], row["contender"]): row for row in record["steps"]}
-    found = {}
-    for (at, name), row in rows.items():
-        if (at, row["hosts"]) == (rate, 2):
-            free = rows["unlimited", name]
-            slower = statistics.median(ratios(row["seconds"], free["seconds"]))
-            found[name] = slower, row["model_s"] / free["model_s"]
-    return found
 
 
 def two_hosts_figure(record: Record) -> CaptionedFigure:

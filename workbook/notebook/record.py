@@ -58,10 +58,7 @@ class Predicted:
 
     @property
     def factor(self) -> float | None:
-        """By how much it was off, in either direction: 2 for half and for twice the measurement.
-
-        None without a measurement, or if one of the two is not above 0.
-        """
+        """By how much it was off, in either direction; None where no factor can say it."""
         if self.measured is None or not 0 < self.value * self.measured < math.inf:
             return None
         return max(self.measured / self.value, self.value / self.measured)

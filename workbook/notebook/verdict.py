@@ -49,10 +49,6 @@ class Ratio:
         """Whether the ratio is above 1; None if the spread includes 1, or there is no spread."""
         return None if self.low <= 1 <= self.high or not self.repeats else self.low > 1
 
-    @property
-    def inverse(self) -> "Ratio":
-        return Ratio(1 / self.high, 1 / self.median, 1 / self.low, self.repeats)
-
     def __str__(self) -> str:
         return f"{format_number(self.median)} times"
 
@@ -76,10 +72,8 @@ class Verdict:
     text: str
     ratio: Ratio | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.text
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(self.text)}</p>"
@@ -97,26 +91,23 @@ def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
             who, its = "replicas", "the main thread"
     text = f"{ranks} {who} were {ratio} as fast as one device ({ratio.spread})"
     if ratio.is_larger is False:
-        text = f"{ranks} {who} took {ratio.inverse} as long as one device ({ratio.inverse.spread})"
+        slower = Ratio(1 / ratio.high, 1 / ratio.median, 1 / ratio.low, ratio.repeats)
+        text = f"{ranks} {who} took {slower} as long as one device ({slower.spread})"
     if ratio.is_larger is None:
         text += ": this measurement cannot tell them apart"
     elif isinstance(one, TrainResult) and isinstance(many, TrainResult):
-        alone, mine = _seconds_by_state(one), _seconds_by_state(many)
+        alone, mine = (
+            defaultdict(float),
+            defaultdict(float),
+        )  # seconds by state, the mean of the ranks
+        for result, seconds in ((one, alone), (many, mine)):
+            for kind, spent_s in result.phases_s.items():
+                if state_of(kind) != EVALUATE:
+                    seconds[state_of(kind)] += spent_s
         talked, waited = (mine[state] / sum(mine.values()) for state in (COMMUNICATE, WAIT))
-        text += f": on average, {its} computed {mine[COMPUTE] / alone[COMPUTE]:.0%} as long as "
-        text += (
-            f"one device; communication took {talked:.0%} of its time, and waiting {waited:.0%}"
-        )
+        text += f": on average, {its} computed {mine[COMPUTE] / alone[COMPUTE]:.0%} as long as one"
+        text += f" device; communication took {talked:.0%} of its time, and waiting {waited:.0%}"
     return Verdict(f"{text}.", ratio)
-
-
-def _seconds_by_state(result: TrainResult) -> defaultdict[str, float]:
-    """The mean of the ranks, without evaluation."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for kind, spent_s in result.phases_s.items():
-        if state_of(kind) != EVALUATE:
-            seconds[state_of(kind)] += spent_s
-    return seconds
 
 
 def faster(times: Mapping[str, Times]) -> Verdict:
@@ -198,35 +189,22 @@ def overlap(run: TrainResult | RunResult) -> Verdict:
     return Verdict(f"{limit.hidden:.0%} of the communication was hidden behind computing.")
 
 
-def communication(run: TrainResult | RunResult) -> Verdict:
-    """The share of messages in the ranks' time, and what was sent."""
-    shares = run.explain().shares
-    text = f"Messages that no computing hid took {shares.get(COMMUNICATE, 0):.0%} of the ranks' "
-    text += f"time, waiting for each other {shares.get(WAIT, 0):.0%}"
-    if run.bytes_sent and run.messages:
-        rank = run.bytes_sent.index(max(run.bytes_sent))
-        text += f"; rank {rank} sent most, {format_value(run.bytes_sent[rank], 'bytes')} in "
-        text += format_count(run.messages[rank], "message")
-    return Verdict(f"{text}.")
-
-
 def staleness(result: TrainResult) -> Verdict:
     """How many updates late the gradients of an asynchronous run were, and whose were latest.
 
     Raises:
         ValueError: the run was not an asynchronous one.
     """
-    by_worker: dict[int, list[int]] = {}
-    for worker, late in result.notes.get("staleness", ()):
-        by_worker.setdefault(worker, []).append(late)
-    if not by_worker:
+    updates = result.notes.get("staleness", ())
+    if not updates:
         raise ValueError(f"{result.config.strategy} counts no staleness: run an asynchronous one")
-    every = [late for of_worker in by_worker.values() for late in of_worker]
-    largest, latest = max((statistics.fmean(late), worker) for worker, late in by_worker.items())
+    every, workers = [late for _, late in updates], {worker for worker, _ in updates}
+    means = ((statistics.fmean(late for who, late in updates if who == w), w) for w in workers)
+    largest, latest = max(means)
     return Verdict(
         f"A gradient missed {format_number(statistics.fmean(every))} updates on average, of "
         f"{len(every):,} (at most {max(every)}); the rule for long runs with "
-        f"{format_count(len(by_worker), 'worker')} says {len(by_worker) - 1}. Rank {latest}'s "
+        f"{format_count(len(workers), 'worker')} says {len(workers) - 1}. Rank {latest}'s "
         f"were the latest, {format_number(largest)} on average."
     )
 

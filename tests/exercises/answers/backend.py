@@ -40,52 +40,6 @@ def forgets_the_copy(comm, tensors):
     packs(comm, [tensors[0], tensors[1].contiguous(), tensors[2]])
 
 
-# work(operation, tensors)
-
-
-class MyWork(dist.Work):
-    def __init__(self, operation, tensors):
-        super().__init__()
-        self.tensors, self.error = tensors, None
-        try:
-            operation()
-        except Exception as error:
-            self.error = error
-
-    def wait(self, timeout=None):
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def get_future(self):
-        done = torch.futures.Future()
-        done.set_result(None)
-        return done.then(self.deliver)
-
-    def deliver(self, done):
-        self.wait()
-        return self.tensors
-
-
-def work_like(**methods):
-    """MyWork with other methods."""
-    return type("Variant", (MyWork,), methods)
-
-
-class NoWork:
-    def __init__(self, operation, tensors):
-        operation()
-
-
-def set_exception(self):
-    future = torch.futures.Future()
-    if self.error is None:
-        future.set_result(self.tensors)
-    else:
-        future.set_exception(self.error)
-    return future
-
-
 # group(comm)
 
 
@@ -159,16 +113,6 @@ class UnwrittenBroadcast(dist.ProcessGroup):
 
 ANSWERS = [
     Answers(check.backend.bucket, [by_torchs_own], [divides, forgets_the_copy]),
-    Answers(
-        check.backend.work,
-        [carried_out],
-        [
-            NoWork,
-            work_like(get_future=lambda self: torch.futures.Future()),
-            work_like(get_future=set_exception),
-        ],
-        on=1,
-    ),
     Answers(
         check.backend.group,
         [BySums],

@@ -19,29 +19,6 @@ def workers(comm):
     return range(1, comm.world_size)
 
 
-# A worker of one server: (comm, gradient, values)
-
-
-def pushes_and_pulls(comm, gradient, values, pushed=1.0):
-    comm.send(pushed * gradient, 0)
-    comm.recv(values, 0)
-
-
-def takes_both_ways_as_one(comm, gradient, values):
-    for way, tensor in ((comm.send, gradient), (comm.recv, values)):
-        way(tensor, 0)
-
-
-def waits_before_it_pushes(comm, gradient, values):
-    comm.recv(values, 0)
-    comm.send(gradient, 0)
-
-
-def as_only_worker(fn):
-    """A wrong worker of several servers, as one of a single server."""
-    return lambda comm, gradient, values: fn(comm, gradient, values, 1)
-
-
 # The server that answers one by one: (comm, values)
 
 
@@ -148,15 +125,6 @@ def ends_with_the_sum(comm, gradient, values, batch_size):
 
 
 ANSWERS = [
-    Answers(
-        check.parameter_server.push_and_pull,
-        [takes_both_ways_as_one],
-        [
-            partial(pushes_and_pulls, pushed=0.1),
-            as_only_worker(pushes_parameters),
-            ends(waits_before_it_pushes),
-        ],
-    ),
     Answers(
         check.parameter_server.one_by_one,
         [answers_at_once],

@@ -1,6 +1,7 @@
 """Answers to ``check.puzzles``."""
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -317,7 +318,70 @@ def doubles_around_the_circle(comm, tensor):
     return tensor
 
 
+# all_to_all(comm, blocks)
+
+
+def by_binary_digits(comm, blocks):
+    """Bruck's: a block travels by the binary digits of its way."""
+    P, rank = comm.world_size, comm.rank
+    held, distance = blocks.roll(-rank, 0), 1
+    while distance < P:
+        rows = [row for row in range(P) if row & distance]
+        incoming = torch.empty_like(held[rows])
+        comm.exchange(held[rows], (rank + distance) % P, incoming, (rank - distance) % P)
+        held[rows] = incoming
+        distance *= 2
+    return held.flip(0).roll(rank + 1, 0)
+
+
+def pair_by_pair(comm, blocks):
+    P, rank, found = comm.world_size, comm.rank, torch.empty_like(blocks)
+    found[rank] = blocks[rank]
+    for step in range(1, P):
+        dst, src = (rank + step) % P, (rank - step) % P
+        comm.exchange(blocks[dst], dst, found[src], src)
+    return found
+
+
+# recompute(comm, forward, backward, first, gradient)
+
+
+def recomputes(comm, forward, backward, first, gradient, length=8):
+    x, starts = first, [first]
+    for layer in range(64 - length):
+        x = forward(layer, x)
+        if (layer + 1) % length == 0:
+            starts.append(x)
+    del x
+    while starts:
+        begin, inputs = length * (len(starts) - 1), [starts.pop()]
+        for layer in range(begin, begin + length - 1):
+            inputs.append(forward(layer, inputs[-1]))
+        for layer in reversed(range(begin, begin + length)):
+            gradient = backward(layer, inputs.pop(), gradient)
+    return gradient
+
+
+def from_the_start(comm, forward, backward, first, gradient):
+    for layer in reversed(range(64)):
+        x = first
+        for before in range(layer):
+            x = forward(before, x)
+        gradient = backward(layer, x, gradient)
+    return gradient
+
+
 ANSWERS = [
+    Answers(
+        check.puzzles.all_to_all,
+        [by_binary_digits],
+        [pair_by_pair, lambda comm, blocks: blocks],
+    ),
+    Answers(
+        check.puzzles.recompute,
+        [recomputes],
+        [partial(recomputes, length=2), from_the_start, lambda comm, f, b, first, g: g],
+    ),
     Answers(
         check.puzzles.largest,
         [through_rank_0],

@@ -16,7 +16,9 @@ CALLS_LIBRARY = (
     "it works, and it is not yours yet: the function calls {name}, which already does what this "
     "exercise asks for. Write it yourself"
 )
-_COLOURS = {PASSED: "#1a7f37", NOT_YOURS: "#9a6700", NOT_YET: "#b42318", NOT_ATTEMPTED: "#57606a"}
+_COLOURS = {PASSED: "#2da44e", NOT_YOURS: "#bf8700", NOT_YET: "#d1242f", NOT_ATTEMPTED: "#6e7781"}
+# JupyterLab would break lines in the middle of a word.
+_WRAPPED = "white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere"
 # Longer stories are folded.
 _MOST_LINES = 6
 
@@ -60,20 +62,19 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         """The same in a page; the lines of a long note are in a fold."""
-        colour = _COLOURS[self.status]
-        title = f'<strong style="color: {colour}">{self.status}</strong>: {html.escape(self.name)}'
-        body = f"<p>{title}</p>"
+        mark = {PASSED: "✓ ", NOT_YET: "✗ "}.get(self.status, "")
+        body = f"<p><strong>{mark}{self.status}</strong>: {html.escape(self.name)}</p>"
         for note in self.notes:
             first, *rest = html.escape(note).split("\n")
             shown, folded = (
-                f"<pre style='white-space: pre-wrap'>{lines}</pre>" if lines else ""
+                f"<pre style='{_WRAPPED}'>{lines}</pre>" if lines else ""
                 for lines in ("\n".join(rest[:_MOST_LINES]), "\n".join(rest[_MOST_LINES:]))
             )
             body += f"<p>{first}</p>{shown}"
             body += f"<details><summary>more</summary>{folded}</details>" if folded else ""
         body += html_table(["", *self.columns], self._table) if self.rows else ""
         body += "".join(f"<p>{html.escape(end)}</p>" for end in (self.caption, self._next) if end)
-        style = f"border-left: 4px solid {colour}; padding: 0 1em; overflow-wrap: break-word"
+        style = f"border-left: 6px solid {_COLOURS[self.status]}; padding: 0 1em"
         return f'<div style="{style}">{body}</div>'
 
     @property
