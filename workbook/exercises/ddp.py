@@ -109,8 +109,7 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
     for i, parameter in enumerate(parameters):
         parameter.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
     returned = fn(list(parameters), ready)
-    handles = returned.values() if isinstance(returned, dict) else returned
-    handles = list(handles) if isinstance(handles, Iterable) else [handles]
+    handles = list(returned) if isinstance(returned, Iterable) else [returned]
     if not all(hasattr(handle, "remove") for handle in handles):
         return Wrong(f"the function returned {short(returned)}: return the list of the handles")
     first, bias, second, last_bias = parameters

@@ -197,8 +197,6 @@ def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
         return Wrong(wrong)
     if hooks:
         return Wrong(f"{hooks} hooks are still on the parameters: remove them after backward")
-    for parameter, gradient in zip(parameters, _left(parameters)):
-        parameter.grad = gradient
     return gradients_left(parameters, _parameters())
 
 

@@ -24,8 +24,7 @@ def traffic_problems(exercise: Exercise, tried: Mapping[Case, Ranks]) -> dict[st
         for row in ROWS:
             spent, target = by_rank(row, ranks), by_rank(row, targets)
             # Whose chunk is the longer one depends on the ring's direction.
-            in_all = row == "bytes" and None not in target
-            most = [max(target)] * len(target) if in_all else target
+            most = [max(target)] * len(ranks) if row == "bytes" and None not in target else target
             text = f"{exercise.where(case)}: {counts(spent)} {row}, where the target is "
             text += counts(target)
             if row == "messages" and not any(spent) and any(target):

@@ -58,6 +58,8 @@ def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Found:
             wrong = next((one for one in parts if not one.right), parts[0])
             text += f", in {wrong.name} {wrong.index}" if wrong.name else ""
             why = _look(exercise, case, wrong)
+            twins = [p.index for p in parts if p is not wrong and same(p.value, wrong.value)]
+            why += f"; {wrong.name} {twins[0]} holds the same numbers" if twins else ""
         return f"{text}: {why}"
     return None
 
