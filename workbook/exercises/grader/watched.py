@@ -71,7 +71,8 @@ class Watched:
         self.changed = ""
 
     def __call__(self, *args: Any) -> Any:
-        given = list(_inside([one for one in args if one is not self._written]))
+        # The list that is written gets other entries; no tensor gets another memory.
+        given = [one for one in _inside(args) if one is not self._written or torch.is_tensor(one)]
         before, profile = _state(given), sys.getprofile()
         named = dict(zip(self._names, args))
         threading.setprofile(self._look)
