@@ -26,6 +26,7 @@ MORE = (
     "measure/test_two_hosts_runs.py",
     "project/test_pretended.py",
     "project/test_scripts.py",
+    "runtime/test_agents.py",
     "runtime/test_ray.py",
     "runtime/test_storm.py",
 )

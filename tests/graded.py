@@ -41,7 +41,7 @@ class Answers(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         """The world sizes that the check tries; () if they cannot be chosen."""
         parameter = inspect.signature(self.check).parameters.get("world_sizes")
-        return parameter.default if parameter else ()
+        return (parameter.default or self.check.world_sizes) if parameter else ()
 
     def sizes_of(self, fn: Callable) -> tuple[int | None, ...]:
         """The world sizes on which a right answer is graded: the answers take turns."""

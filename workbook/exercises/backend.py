@@ -3,6 +3,7 @@
 Symbols: P ranks.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -81,31 +82,33 @@ def _hosted(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong | None
     made, P, rank = fn(comm), case.world_size, comm.rank
     if not isinstance(made, dist.ProcessGroup):
         return Wrong(f"the class must be derived from dist.ProcessGroup: {kind_of(made)}")
-    summed = [[case.random(key + r, 5) for key in (100, 200)] for r in range(P)]
-    sums = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*summed)]
+    by_rank = [[case.random(key + r, 5) for key in (100, 200)] for r in range(P)]
+    sums = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
+    summed, sent, own = ([one.clone() for one in by_rank[rank]] for _ in range(3))
     from_last = dist.BroadcastOptions()
     from_last.rootRank = P - 1
-    sent = [case.random(300 + rank, 5)]
-    numbers = [torch.arange(3) + 10 * r + case.integer(1, 0, 9) for r in range(P)]
     # There are other values in the outputs before the call.
-    outputs = [torch.full((3,), -1) for _ in range(P)]
-    gathered = [outputs], [numbers[rank]], dist.distributed_c10d.AllgatherOptions()
+    outputs = [[torch.full((5,), -1.0) for _ in by_rank] for _ in own]
+    gathered = [row[:] for row in outputs], own, dist.distributed_c10d.AllgatherOptions()
     wrong = None
     # All are called: on another rank the first may be right, and go on to the second.
     for name, args, tensors, expected in (
-        ("allreduce", (summed[rank], dist.AllreduceOptions()), list(summed[rank]), sums),
-        ("broadcast", (sent, from_last), list(sent), [case.random(300 + P - 1, 5)]),
-        ("allgather", gathered, list(outputs), numbers),
+        ("allreduce", (summed, dist.AllreduceOptions()), summed[:], sums),
+        ("broadcast", (sent, from_last), sent[:], by_rank[-1]),
+        ("allgather", gathered, outputs[0] + outputs[1], [*itertools.chain(*zip(*by_rank))]),
     ):
-        returned = getattr(made, name)(*args)
+        returned, gathers = getattr(made, name)(*args), name == "allgather"
         if not isinstance(returned, dist.Work):
             wrong = wrong or f"{name} must return a Work, but it returned {kind_of(returned)}"
             continue
         returned.wait()
-        if not same(tensors, expected):
-            wrong = wrong or f"{name} leaves {short(tensors)}, expected {short(expected)}"
-        elif found := _wrong_future(returned, tensors):
-            wrong = wrong or f"{name} returns a Work that DDP cannot use: {found}"
+        for i, (left, wanted) in enumerate(zip(tensors, expected)):
+            if not same(left, wanted):
+                where = f"outputs[{i // P}][{i % P}]" if gathers else f"tensors[{i}]"
+                text = f"{name} leaves {short(left)} in {where}, expected {short(wanted)}"
+                wrong = wrong or text
+        if not wrong and (found := _wrong_future(returned, tensors[:P] if gathers else tensors)):
+            wrong = f"{name} returns a Work that DDP cannot use: {found}"
     # Not through comm, where a wrong method may have left a message.
     any_found = torch.tensor(int(wrong is not None))
     dist.all_reduce(any_found)

@@ -9,6 +9,7 @@ from torch import Tensor
 from labkit.collectives.compressed import HalfRing
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Target
 from workbook.exercises.grader.exercise import DRAWN, Found
+from workbook.exercises.grader.judge_values import in_words, made_of
 from workbook.exercises.ring import ring_target
 
 
@@ -18,7 +19,9 @@ def _near_the_sum(case: Case, values: list[Tensor]) -> Found:
     for rank, value in enumerate(values):
         error = (value - total).abs().max().item() if value.numel() else 0.0
         if not error <= bound:
-            return f"rank {rank} is off by {error:.2g}, and may be off by {bound:.2g}"
+            made = made_of(value, {f"rank {r}": case.tensor(r) for r in range(case.world_size)})
+            holds = f", it holds {in_words(made)}" if made else ""
+            return f"rank {rank} is off by {error:.2g}, and may be off by {bound:.2g}{holds}"
         if not torch.equal(value, values[0]):
             why = "what a rank keeps must be rounded as what it sends"
             return f"ranks 0 and {rank} do not hold the same bits: {why}"
@@ -74,6 +77,7 @@ top_k = Check(
     inputs=lambda rank, case: (case.tensor(rank), _residual(rank, case), _K),
     signature="comm, gradient, residual, k",
     written=None,
+    keeps=("gradient", "residual"),
     # Of each element a float32 and an int64.
     target=lambda rank, case: Target(num_bytes=12 * _K * (case.world_size - 1)),
     mistakes={"the old residual was not added to the gradient": _forgetful},

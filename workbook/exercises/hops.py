@@ -37,7 +37,8 @@ def _after(num_stages: int, case: Case) -> Tensor:
 
 def _parts(case: Case) -> dict[str, Tensor]:
     ranks = range(case.world_size)
-    return {f"the output of stage {rank}": _after(rank + 1, case) for rank in ranks}
+    batches = {f"the inputs of rank {rank}": _given(rank, case) for rank in ranks}
+    return batches | {f"the output of stage {rank}": _after(rank + 1, case) for rank in ranks}
 
 
 def _target(step: int, rank: int, case: Case) -> Target:
@@ -95,6 +96,7 @@ forward = _check(
     "hops.forward",
     lambda rank, case: [_after(rank, case), _after(rank + 1, case)],
     signature="comm, layers, inputs",
+    keeps=("inputs",),
     inputs=lambda rank, case: (_stage(rank), _given(rank, case)),
     call=_forward,
     parts=_parts,

@@ -98,9 +98,9 @@ share_only = _in_chunks(
     library=collectives.share_only,
 )
 
-# One case of ``all_reduce`` is a matrix of this shape; it may be cut by rows as well.
-_MATRIX = (12, 9)
-_MATRIX_SIZE = 12 * 9
+# One case of ``all_reduce`` is a matrix of this shape, with fewer rows than ranks.
+_MATRIX = (3, 36)
+_MATRIX_SIZE = 3 * 36
 
 
 def _in_shape(flat: Tensor) -> Tensor:

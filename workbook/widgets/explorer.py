@@ -10,6 +10,7 @@ import traitlets
 from IPython.core.getipython import get_ipython
 
 from workbook.plots import CaptionedFigure
+from workbook.widgets.job import Job
 
 _STATES: dict[tuple[Hashable, ...], dict[str, Any]] = {}
 
@@ -25,11 +26,22 @@ def cell_state(*start: Hashable) -> dict[str, Any]:
     return _STATES.setdefault((cell, *start), {}) if cell else {}
 
 
+def as_page(figure: CaptionedFigure) -> str:
+    """A figure as HTML for a widget; screen readers read its caption aloud when it changes."""
+    spoken = '<figcaption role="status" aria-live="polite" '
+    page = figure.html().replace("<figcaption ", spoken, 1)
+    # Without this, lines in a widget are as high as buttons.
+    return f'<div style="line-height: 1.4">{page}</div>'
+
+
 class Explorer(ipywidgets.VBox):
     """Controls above a figure, drawn by a pure function of their values; each drawing is cached.
 
     ``view`` has the figure as HTML, ``caption`` its caption; each control is under its name.
+    ``job`` is what a button does in the background, if there is one.
     """
+
+    job: Job | None = None
 
     def __init__(
         self,
@@ -77,11 +89,7 @@ class Explorer(ipywidgets.VBox):
     def _page(self, *chosen: Any) -> tuple[str, str]:
         """The figure of these values as HTML, and its caption."""
         figure = self.draw(*chosen)
-        # With this, screen readers read the caption aloud whenever it changes.
-        spoken = '<figcaption role="status" aria-live="polite" '
-        page = figure.html().replace("<figcaption ", spoken, 1)
-        # Without this, lines in a widget are as high as buttons.
-        return f'<div style="line-height: 1.4">{page}</div>', figure.caption
+        return as_page(figure), figure.caption
 
     def __repr__(self) -> str:
         """The controls and the caption in words, for pages without a kernel."""

@@ -134,6 +134,7 @@ class Exercise:
         inputs: (rank, case) -> the arguments after ``comm``, made on the rank.
         signature: the names of all arguments, in one string.
         written: which argument after ``comm`` is written in place and graded; None: the result.
+        keeps: the names of arguments whose values must stay as they are.
         chunked: judge the tensor as P chunks, and name the first wrong one.
         parts: case -> name -> what a wrong value may be made of; by default all ranks' tensors.
         mistakes: at most three sentences -> (rank, case) -> the wrong value it leads to.
@@ -154,6 +155,7 @@ class Exercise:
     inputs: Callable[[int, Case], tuple] = lambda rank, case: (case.tensor(rank),)
     signature: str = "comm, tensor"
     written: int | None = 0
+    keeps: tuple[str, ...] = ()
     chunked: bool = False
     parts: Callable[[Case], Mapping[str, Any]] | None = None
     mistakes: Mapping[str, Callable[[int, Case], Any]] = field(default_factory=dict)

@@ -60,9 +60,10 @@ class Check(Exercise):
     """An exercise that grades the function with which it is called, and draws it over ``link``."""
 
     link: EmulatedLink | None = None
+    world_sizes: tuple[int, ...] = WORLD_SIZES
 
-    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-        return grade(fn, self, world_sizes)
+    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = ()) -> Verdict:
+        return grade(fn, self, world_sizes or self.world_sizes)
 
 
 def _misuse(fn: Callable, signature: str) -> Found:

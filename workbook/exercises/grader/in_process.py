@@ -70,7 +70,9 @@ def differs(question: Question, answer: Any) -> Found:
 Grades = Callable[[Callable], Verdict]
 
 
-def judged(signature: str, *cases: tuple) -> Callable[[Callable], Grades]:
+def judged(
+    signature: str, *cases: tuple, may_call: Collection[str] = ()
+) -> Callable[[Callable], Grades]:
     """Make the check of an exercise, with its name, from its judge, ``judge(fn, *case)``.
 
     The judge calls the learner's function with the arguments of ``signature``, and returns a
@@ -81,14 +83,14 @@ def judged(signature: str, *cases: tuple) -> Callable[[Callable], Grades]:
         _, *names = inspect.signature(judge).parameters
         words = [f"with {_written(names, case)}" if case else "here" for case in cases]
         questions = list(map(Question, cases, words))
-        options = {"call": judge, "signature": signature}
+        options = {"call": judge, "signature": signature, "may_call": may_call}
         return _check(judge, lambda name, fn: ask(name, fn, questions, differs, **options))
 
     return check_of
 
 
 def solved(
-    *cases: tuple, mistakes: Mapping[str, Callable[..., Any]]
+    *cases: tuple, mistakes: Mapping[str, Callable[..., Any]] | None = None
 ) -> Callable[[Callable], Grades]:
     """Make the check of an exercise, with its name, from its solution: ``answers`` to the cases.
 
@@ -96,7 +98,7 @@ def solved(
     """
 
     def check_of(solution: Callable) -> Grades:
-        rules = {words: partial(rule, solution) for words, rule in mistakes.items()}
+        rules = {words: partial(rule, solution) for words, rule in (mistakes or {}).items()}
         names = ", ".join(inspect.signature(solution).parameters)
         options: dict[str, Any] = {"signature": names, "mistakes": rules}
         expected = [(case, solution(*case)) for case in cases]

@@ -140,7 +140,8 @@ def _look(exercise: Exercise, case: Case, wrong: _Part) -> str:
         return kind
     flat, wanted = _flat(value), _flat(expected)
     if flat is None or wanted is None or flat.shape != wanted.shape:
-        return f"it is {short(value)}, expected {short(expected)}"
+        shown = short if short(value) != short(expected) else repr
+        return f"it is {shown(value)}, expected {shown(expected)}"
     if not torch.isfinite(flat).all():
         return "it holds NaN or infinity (is a tensor from torch.empty read before it is filled?)"
     basis = dict(exercise.parts(case)) if exercise.parts else {}
@@ -150,6 +151,8 @@ def _look(exercise: Exercise, case: Case, wrong: _Part) -> str:
             basis.setdefault(f"rank {r}" if here else f"chunk {i} of rank {r}", piece)
     basis = {name: _flat(one) for name, one in basis.items()}
     made, should = made_of(flat, basis), made_of(wanted, basis)
+    if not should and (times := made_of(flat, {"the expected values": wanted})):
+        return f"it is {in_words(times)}"
     if made and should and made != should:
         return f"it is {in_words(made)}, expected {in_words(should)}"
     first = 0
@@ -183,7 +186,7 @@ def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, floa
     found = torch.linalg.lstsq(matrix, target).solution
     # Multiples of 1 / 12 where they fit: whole numbers, also divided by 2, 3 or 4 ranks.
     for rounded in ((found * 12).round() / 12, (found * 1000).round() / 1000):
-        near = torch.allclose(matrix @ rounded, target, rtol=_ROUNDED, atol=_ROUNDED)
+        near = bool((matrix @ rounded - target).abs().max() <= _ROUNDED * target.abs().max())
         factors = {name: x for name, x in zip(parts, rounded.flatten().tolist()) if x}
         if near and 0 < len(factors) <= _MOST_PARTS:
             return factors if max(map(abs, factors.values())) < _LARGEST else {}

@@ -121,7 +121,8 @@ def call_once(
     given = None if exercise.written is None else args[exercise.written]
     # The entries of a list are written, not the list.
     in_place = list(given) if isinstance(given, list) else given
-    watched = Watched(fn, exercise.signature, exercise.may_call, given, around)
+    options = exercise.may_call, given, exercise.keeps, around
+    watched = Watched(fn, exercise.signature, *options)
     before, sent_before = spent(), comm.bytes_to.copy()
     returned = exercise.call(watched, comm, *args)
     value, meant = in_place, given if isinstance(given, list) else returned

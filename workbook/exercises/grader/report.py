@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.runtime.output import kernel, undrawn
+from labkit.runtime.output import is_live, kernel, undrawn
 from labkit.units import html_table, text_table
 from workbook.notebook.record import note_verdict
 
@@ -91,8 +91,12 @@ class Verdict:
         from IPython.display import display
 
         if not self.shown:
-            display({"text/plain": repr(self), "text/html": self._repr_html_()}, raw=True)
+            display(self.as_data(), raw=True)
         self.shown = False
+
+    def as_data(self) -> dict[str, str]:
+        """The verdict as text and as a card, by MIME type."""
+        return {"text/plain": repr(self), "text/html": self._repr_html_()}
 
     def own_run(self, world_size: int = 4) -> Any:
         """Run the function once more and show its timeline beside the target and labkit's.
@@ -107,6 +111,12 @@ class Verdict:
 
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     """Show and return the verdict of ``judge``, or one that says which error it raised."""
+    sign = None
+    if kernel() is not None and is_live():
+        # Judging may take seconds: the page says at once that it has begun.
+        from IPython.display import display
+
+        sign = display({"text/plain": f"checking {name} ..."}, raw=True, display_id=True)
     try:
         with undrawn():
             verdict = judge()
@@ -116,8 +126,11 @@ def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     except Exception as error:
         note = f"the check itself failed with {type(error).__name__}: {error}"
         verdict = Verdict(name, NOT_YET, notes=[note])
-    a_card = kernel() is not None and verdict.status != NOT_ATTEMPTED
-    verdict._ipython_display_() if a_card else print(verdict)
+    if sign is not None:
+        sign.update(verdict.as_data(), raw=True)
+    else:
+        a_card = kernel() is not None and verdict.status != NOT_ATTEMPTED
+        verdict._ipython_display_() if a_card else print(verdict)
     verdict.shown = True
     if verdict.status != NOT_ATTEMPTED:
         note_verdict(verdict.name, verdict.status, verdict.passed)

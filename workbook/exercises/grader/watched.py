@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from itertools import islice
+from itertools import islice, repeat
 from types import CodeType, FrameType
 from typing import Any
 
@@ -24,7 +24,7 @@ from workbook.exercises.grader.compare import MOST_ENTRIES
 
 # Where the functions are that an exercise asks for. Their helpers may be called.
 _OURS = ("labkit.collectives", "labkit.schedules", "labkit.strategies", "labkit.horovod")
-_OURS += ("labkit.placement.planner", "labkit.costs.pipeline_timeline", "labkit.comm.work")
+_OURS += ("labkit.placement.planner", "labkit.costs", "labkit.comm.work")
 _OURS += ("labkit.workload.samples", "workbook.exercises.programs.with_")
 _PYTORCHS = ("torch.distributed", "torch.nn.parallel", "torch.amp.grad_scaler")
 _PYTORCHS += ("torch.utils.data.distributed",)
@@ -50,7 +50,8 @@ class Watched:
     """A learner's function, called by its parameters' names if it has those of ``signature``.
 
     ``may_call``: names of library functions, or of modules, that do not count; ``written``: the
-    argument that the function has to change; ``around``: makes what each call runs in.
+    argument that the function has to change; ``keeps``: the names of those whose values it may
+    not change; ``around``: makes what each call runs in.
 
     Attributes:
         library, changed, steps: see ``Outcome``.
@@ -63,17 +64,24 @@ class Watched:
         signature: str,
         may_call: Collection[str],
         written: Any = None,
+        keeps: Collection[str] = (),
         around: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self._fn, self._may_call, self._written, self._around = fn, may_call, written, around
         self._names = names_to_call_by(fn, signature)
+        self._all_names = signature.split(", ") if signature else []
+        self._keeps = keeps
         self.library, self.called, self.steps = "", set[str](), []
         self.changed = ""
 
     def __call__(self, *args: Any) -> Any:
+<<<<<<< HEAD
         # The list that is written gets other entries; no tensor gets another memory.
         given = [one for one in _inside(args) if one is not self._written or torch.is_tensor(one)]
         before, profile = _state(given), sys.getprofile()
+=======
+        before, profile = self._state(args), sys.getprofile()
+>>>>>>> main
         named = dict(zip(self._names, args))
         threading.setprofile(self._look)
         sys.setprofile(self._look)
@@ -86,12 +94,39 @@ class Watched:
         finally:
             sys.setprofile(profile)
             threading.setprofile(profile)
-        after = _state(given)
+        after = self._state(args)
         if changed := [name for name in before if before[name] != after[name]]:
             found_now = f"the function changes {changed[0]}, which it should not"
             self.changed = self.changed or found_now
             torch.set_grad_enabled(before[_GRAD_MODE])
             torch.set_default_dtype(before[_DTYPE])
+        return found
+
+    def _state(self, args: tuple) -> dict[str, Any]:
+        """What a call must leave as it is: of what it writes the memory, of the others all."""
+        found: dict[str, Any] = {_GRAD_MODE: torch.is_grad_enabled()}
+        found[_DTYPE] = torch.get_default_dtype()
+        for name, arg in zip([*self._all_names, *repeat("an argument", len(args))], args):
+            inside = list(_inside([arg]))
+            tensors = [one for one in inside if isinstance(one, Tensor)]
+            dense = [one for one in tensors if one.layout is torch.strided]
+            found[f"the memory of {name}"] = [(one.data_ptr(), one.shape) for one in dense]
+            if arg is self._written:
+                continue
+            modules = [
+                part for one in inside if isinstance(one, nn.Module) for part in one.modules()
+            ]
+            parameters = [one for module in modules for one in module.parameters(recurse=False)]
+            states = {
+                "values": [one._version for one in tensors if name in self._keeps],
+                "graph": [one.grad_fn is None for one in tensors],
+                "entries": [[*map(id, _entries(one))] for one in inside],
+                "mode": [module.training for module in modules],
+                "hooks": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
+                "parameters' hooks": list(map(num_hooks, parameters)),
+                "parameters": [(one.data_ptr(), one.requires_grad) for one in parameters],
+            }
+            found |= {f"the {what} of {name}": state for what, state in states.items()}
         return found
 
     def _look(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -113,13 +148,20 @@ class Watched:
                 self.library = name
 
 
+def _entries(one: Any) -> list:
+    if isinstance(one, dict):
+        return [*one, *one.values()]
+    return [*one] if isinstance(one, (list, tuple)) else []
+
+
 def _inside(arguments: Iterable[Any]) -> Iterator[Any]:
-    """The arguments, and what is in them, if they are lists."""
+    """The arguments, and what is in them, if they are lists or dicts."""
     for one in arguments:
         yield one
-        yield from _inside(one) if isinstance(one, list) else ()
+        yield from _inside(_entries(one))
 
 
+<<<<<<< HEAD
 def _state(given: list) -> dict[str, Any]:
     """What a call must leave as it is: memory and graphs of tensors, lists, modules' modes."""
     tensors = [one for one in given if isinstance(one, Tensor)]
@@ -138,6 +180,12 @@ def _state(given: list) -> dict[str, Any]:
         _GRAD_MODE: torch.is_grad_enabled(),
         _DTYPE: torch.get_default_dtype(),
     }
+=======
+def num_hooks(parameter: Tensor) -> int:
+    """PyTorch has no public way to ask."""
+    kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
+    return sum(len(getattr(parameter, kind, None) or ()) for kind in kinds)
+>>>>>>> main
 
 
 def num_hooks(parameter: Tensor) -> int:
