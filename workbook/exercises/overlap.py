@@ -142,7 +142,7 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
         found, expected = _flat(_left(parameters), bucket), total / batch_size
         if not agree(found, expected):
             parts = {"the sum over the ranks": total, "this rank's own gradients": mine}
-            like = in_words({k: x * batch_size for k, x in made_of(found, parts).items()})
+            like = in_words(made_of(found * batch_size, parts))
             like = f": they are ({like}) / {batch_size}" if like else ""
             text = f"the gradients of parameters {bucket} are {short(found)}"
             return Wrong(f"{text}, expected {short(expected)}{like}")

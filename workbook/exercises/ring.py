@@ -146,6 +146,7 @@ weighted_mean = Check(
     signature="comm, gradient, num_samples",
     inputs=lambda rank, case: (case.tensor(rank), _samples(rank, case)),
     written=None,
+    keeps=("gradient",),
     target=lambda rank, case: Target(messages=2 * (case.world_size - 1)),
     sizes=(7, 1),
     drawn_size=DRAWN,

@@ -75,13 +75,7 @@ class Watched:
         self.changed = ""
 
     def __call__(self, *args: Any) -> Any:
-<<<<<<< HEAD
-        # The list that is written gets other entries; no tensor gets another memory.
-        given = [one for one in _inside(args) if one is not self._written or torch.is_tensor(one)]
-        before, profile = _state(given), sys.getprofile()
-=======
         before, profile = self._state(args), sys.getprofile()
->>>>>>> main
         named = dict(zip(self._names, args))
         threading.setprofile(self._look)
         sys.setprofile(self._look)
@@ -159,33 +153,6 @@ def _inside(arguments: Iterable[Any]) -> Iterator[Any]:
     for one in arguments:
         yield one
         yield from _inside(_entries(one))
-
-
-<<<<<<< HEAD
-def _state(given: list) -> dict[str, Any]:
-    """What a call must leave as it is: memory and graphs of tensors, lists, modules' modes."""
-    tensors = [one for one in given if isinstance(one, Tensor)]
-    modules = [part for one in given if isinstance(one, nn.Module) for part in one.modules()]
-    dense = [one for one in tensors if one.layout is torch.strided]
-    parameters = [one for module in modules for one in module.parameters(recurse=False)]
-    return {
-        "the memory of a tensor": [(one.data_ptr(), one.shape) for one in dense],
-        "the graph behind a tensor": [one.grad_fn is None for one in tensors],
-        "a list": [list(map(id, one)) for one in given if isinstance(one, list)],
-        "a dict": [list(one.items()) for one in given if isinstance(one, dict)],
-        "the mode of a module": [module.training for module in modules],
-        "the hooks of a module": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
-        "a parameter": [(p.data_ptr(), p.requires_grad) for p in parameters],
-        "the hooks of a parameter": list(map(num_hooks, parameters)),
-        _GRAD_MODE: torch.is_grad_enabled(),
-        _DTYPE: torch.get_default_dtype(),
-    }
-=======
-def num_hooks(parameter: Tensor) -> int:
-    """PyTorch has no public way to ask."""
-    kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
-    return sum(len(getattr(parameter, kind, None) or ()) for kind in kinds)
->>>>>>> main
 
 
 def num_hooks(parameter: Tensor) -> int:
