@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm.comm import Comm
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong
-from workbook.exercises.grader.compare import kind_of, same, short
+from workbook.exercises.grader.compare import agree, kind_of, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
 from workbook.exercises.ring import ring_target
 
@@ -35,11 +35,6 @@ def _sums(rank: int, case: Case) -> list[Tensor]:
     return [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
 
 
-def _without_the_matrix(rank: int, case: Case) -> list[Tensor]:
-    one, _, number = _sums(rank, case)
-    return [one, _tensors(rank, case)[1], number]
-
-
 # fn(comm, tensors): the sum over the ranks in each of a list, in place, in one all-reduce.
 bucket = Check(
     "backend.bucket",
@@ -49,7 +44,10 @@ bucket = Check(
     target=lambda rank, case: ring_target(7 + case.size, 4, rank, case),
     mistakes={
         "the transposed tensor is unchanged: flatten() and reshape() copy a tensor that is not "
-        "contiguous, so the sum must be copied back": _without_the_matrix
+        "contiguous, so the sum must be copied back": lambda rank, case: [
+            own if own.dim() == 2 else total
+            for own, total in zip(_tensors(rank, case), _sums(rank, case))
+        ],
     },
     sizes=(9, 4),
     drawn_size=DRAWN,
@@ -72,12 +70,12 @@ def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
     except Exception as error:
         return f"the future raises {type(error).__name__}"
     is_list = isinstance(value, list) and all(isinstance(entry, Tensor) for entry in value)
-    if is_list and same(value, tensors):
+    if is_list and agree(value, tensors):
         return None
     return f"the future's value must be the list of tensors that was given; it is {short(value)}"
 
 
-def _hosted(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong | None:
+def _hosted(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong | None:
     """On a rank: the parameters after DDP's updates; not tried if any rank found a mistake."""
     made, P, rank = fn(comm), case.world_size, comm.rank
     if not isinstance(made, dist.ProcessGroup):
@@ -103,7 +101,7 @@ def _hosted(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong | None
             continue
         returned.wait()
         for i, (left, wanted) in enumerate(zip(tensors, expected)):
-            if not same(left, wanted):
+            if not agree(left, wanted):
                 where = f"outputs[{i // P}][{i % P}]" if gathers else f"tensors[{i}]"
                 text = f"{name} leaves {short(left)} in {where}, expected {short(wanted)}"
                 wrong = wrong or text
@@ -135,24 +133,22 @@ def _inputs(rank: int, step: int) -> Tensor:
     return random_tensor(50 * step + rank, 6, 4)
 
 
-def _updated(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    """The parameters after an update on each of the inputs."""
+def _updated(model: nn.Module, inputs: list[Tensor]) -> Tensor:
+    """The parameters, in one row, after an update on each of the inputs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for one in inputs:
         optimizer.zero_grad()
         model(one).square().mean().backward()
         optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def _trained(case: Case, values: list[list[Tensor]]) -> Found:
-    for rank, value in enumerate(values):
-        if not all(map(torch.equal, value, values[0])):
-            return f"after two updates by DDP the parameters of ranks 0 and {rank} differ"
+def _trained(case: Case, values: list[Tensor]) -> Found:
+    if not all(torch.equal(value, values[0]) for value in values):
+        return "after two updates by DDP the ranks hold different parameters"
     inputs = [torch.cat([_inputs(r, s) for r in range(case.world_size)]) for s in range(2)]
-    if same(values[0], _updated(_network(0), inputs)):
-        return None
-    return "two updates by DDP give other parameters than one device with all samples"
+    right = agree(values[0], _updated(_network(0), inputs))
+    return None if right else "two updates by DDP give other parameters than one device"
 
 
 # fn(comm), a class: a ``dist.ProcessGroup`` that DDP can train on. Its methods ``allreduce``,

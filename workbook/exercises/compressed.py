@@ -8,7 +8,7 @@ from torch import Tensor
 
 from labkit.collectives.compressed import HalfRing
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Target
-from workbook.exercises.grader.exercise import DRAWN, Found
+from workbook.exercises.grader.exercise import Found
 from workbook.exercises.grader.judge_values import in_words, made_of
 from workbook.exercises.ring import ring_target
 
@@ -35,7 +35,6 @@ half_the_bytes = Check(
     judge=_near_the_sum,
     target=lambda rank, case: ring_target(case.size, 2, rank, case),
     library=HalfRing("fp16"),
-    drawn_size=DRAWN,
     may_call=frozenset({"share_only"}),
 )
 
@@ -65,9 +64,8 @@ def _forgetful(rank: int, case: Case) -> list[Tensor]:
     return [case.over_ranks(lambda r: _largest(case.tensor(r))), own - _largest(own)]
 
 
-# fn(comm, gradient, residual, k), a sparse all-reduce with error feedback: each rank sends the k
-# elements of gradient + residual that are largest in magnitude. Expected is [sum over the ranks of
-# what they send, this rank's new residual], both [N].
+# fn(comm, gradient, residual, k): each rank sends the k largest elements of gradient + residual.
+# Expected is [sum over the ranks of what they send, this rank's new residual], both [N].
 top_k = Check(
     "compressed.top_k",
     lambda rank, case: [

@@ -89,9 +89,8 @@ def _gradients(rank: int, case: Case) -> list[Tensor | None]:
 
 # So many samples are drawn that messages and computing can be seen.
 _check = partial(Check, written=None, sizes=(), drawn_size=50_000)
-# fn(comm, layers, inputs), the forward of one stage, with its hops: returns its input and output,
-# (entering, leaving), with autograd's graph between the two; on all stages but the first
-# ``entering`` can get a gradient.
+# fn(comm, layers, inputs), the forward of one stage, with its hops: (entering, leaving), its input
+# and output with autograd's graph between the two.
 forward = _check(
     "hops.forward",
     lambda rank, case: [_after(rank, case), _after(rank + 1, case)],

@@ -63,8 +63,8 @@ def _sum(tensors: Iterable[Tensor]) -> Tensor:
 def _kept(rank: int, case: Case) -> list[Tensor | None]:
     """The host's sum of the chunk that ``rank`` keeps; None for the others."""
     host = _host(rank, case)
-    columns = zip(*(_chunks(peer, case) for peer in host))
-    return [_sum(one) if host[i] == rank else None for i, one in enumerate(columns)]
+    sums = split_chunks(_sum(map(case.tensor, host)), min(_RANKS[case.world_size]))
+    return [one if owner == rank else None for owner, one in zip(host, sums)]
 
 
 def _to_its_host(rank: int, case: Case) -> Target:

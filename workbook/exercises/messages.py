@@ -32,8 +32,7 @@ there_and_back = _check(
     lambda rank, case: _sum(range(2), case) if rank < 2 else None,
     target=lambda rank, case: _messages({1 - rank} if rank < 2 else set(), case),
 )
-# fn(comm, mine): rank r returns the sum over ranks 0 to r, which it has sent on; rank 0 the sum
-# over all ranks, which has come home.
+# fn(comm, mine): rank r returns the sum over ranks 0 to r, which it sends on; rank 0 over all.
 round_trip = _check(
     "messages.round_trip",
     lambda rank, case: _sum(range(rank + 1 if rank else case.world_size), case),
@@ -50,8 +49,7 @@ all_gather = _check(
 )
 
 
-# (bytes, µs) of a small message, of a large one, bytes of a third. The small message is not always
-# so small that its bytes cost nothing.
+# (bytes, µs) of a small message, whose bytes may cost something, and of a large one; bytes.
 _MESSAGES = (
     *(((1_000, 12.0), (101_000, 212.0), 51_750), ((4_000, 58.0), (1_004_000, 308.0), 2_004_000)),
     *(((0, 30.0), (1_000, 30.5), 0), ((500, 25.0), (2_500, 105.0), 250)),

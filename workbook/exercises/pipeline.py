@@ -76,6 +76,7 @@ def one_f_one_b(fn: Callable) -> Verdict:
     seen: dict[int, Streams] = {}
 
     def wrong(question: Question, streams: Streams) -> Found:
+        streams = [[Action(*action) for action in stream] for stream in streams]
         seen.setdefault(question.args[0], streams)
         found = _wrong_streams(streams, question.args[1])
         return f"{question.words}, {found}" if found else None

@@ -89,10 +89,8 @@ def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
     if ratio.is_larger is None:
         text += ": this measurement cannot tell them apart"
     elif isinstance(one, TrainResult) and isinstance(many, TrainResult):
-        alone, mine = (
-            defaultdict(float),
-            defaultdict(float),
-        )  # seconds by state, the mean of the ranks
+        # Seconds by state, the mean of the ranks.
+        alone, mine = defaultdict(float), defaultdict(float)
         for result, seconds in ((one, alone), (many, mine)):
             for kind, spent_s in result.phases_s.items():
                 if state_of(kind) != EVALUATE:

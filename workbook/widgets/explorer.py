@@ -1,6 +1,5 @@
 """What the explorers share: controls above a figure that follows them, and their state."""
 
-import functools
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -35,7 +34,7 @@ def as_page(figure: CaptionedFigure) -> str:
 
 
 class Explorer(ipywidgets.VBox):
-    """Controls above a figure, drawn by a pure function of their values; each drawing is cached.
+    """Controls above a figure, drawn by a pure function of their values.
 
     ``view`` has the figure as HTML, ``caption`` its caption; each control is under its name.
     ``job`` is what a button does in the background, if there is one.
@@ -55,7 +54,6 @@ class Explorer(ipywidgets.VBox):
         self._controls: list[Any] = list(controls.values())
         vars(self).update(controls)
         super().__init__([*self._controls, self.view])
-        self._page = functools.cache(self._page)
         # JupyterLab may run the handlers of two changes in parallel: the drawing of an earlier
         # choice must not replace that of a later one.
         self._lock, self._is_adjusting = threading.RLock(), False
@@ -83,13 +81,9 @@ class Explorer(ipywidgets.VBox):
             self._is_adjusting = True
             self._adjust()
             self._is_adjusting = False
-            self.view.value, self.caption = self._page(*self.chosen())
+            figure = self.draw(*self.chosen())
+            self.view.value, self.caption = as_page(figure), figure.caption
             self._state["values"] = self.chosen()
-
-    def _page(self, *chosen: Any) -> tuple[str, str]:
-        """The figure of these values as HTML, and its caption."""
-        figure = self.draw(*chosen)
-        return as_page(figure), figure.caption
 
     def __repr__(self) -> str:
         """The controls and the caption in words, for pages without a kernel."""

@@ -36,7 +36,6 @@ _OF_DATA = ("labkit.costs", "labkit.placement", "labkit.workload.samples")
 _PASSES_ON = "torch.utils._contextlib"
 # A shorter function may be the same by chance.
 _LONG_CODE = 100
-_GRAD_MODE, _DTYPE = "autograd's mode", "the default dtype"
 _STEPS = {
     Comm.send.__code__: ("send", "dst", "", "tensor"),
     Comm.recv.__code__: ("recv", "", "src", ""),
@@ -51,11 +50,8 @@ class Watched:
 
     ``may_call``: names of library functions, or of modules, that do not count; ``written``: the
     argument that the function has to change; ``keeps``: the names of those whose values it may
-    not change; ``around``: makes what each call runs in.
-
-    Attributes:
-        library, changed, steps: see ``Outcome``.
-        called: all library functions that solve exercises, those in ``may_call``, too.
+    not change; ``around``: makes what each call runs in. What is seen of the calls is in
+    ``library``, ``changed`` and ``steps``: see ``Outcome``.
     """
 
     def __init__(
@@ -68,11 +64,9 @@ class Watched:
         around: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self._fn, self._may_call, self._written, self._around = fn, may_call, written, around
-        self._names = names_to_call_by(fn, signature)
+        self._names, self._keeps = names_to_call_by(fn, signature), keeps
         self._all_names = signature.split(", ") if signature else []
-        self._keeps = keeps
-        self.library, self.called, self.steps = "", set[str](), []
-        self.changed = ""
+        self.library, self.changed, self.steps = "", "", []
 
     def __call__(self, *args: Any) -> Any:
         before, profile = self._state(args), sys.getprofile()
@@ -92,14 +86,15 @@ class Watched:
         if changed := [name for name in before if before[name] != after[name]]:
             found_now = f"the function changes {changed[0]}, which it should not"
             self.changed = self.changed or found_now
-            torch.set_grad_enabled(before[_GRAD_MODE])
-            torch.set_default_dtype(before[_DTYPE])
+            # The next call is not to fail for it.
+            torch.set_grad_enabled(before["autograd's mode"])
+            torch.set_default_dtype(before["the default dtype"])
         return found
 
     def _state(self, args: tuple) -> dict[str, Any]:
         """What a call must leave as it is: of what it writes the memory, of the others all."""
-        found: dict[str, Any] = {_GRAD_MODE: torch.is_grad_enabled()}
-        found[_DTYPE] = torch.get_default_dtype()
+        found: dict[str, Any] = {"autograd's mode": torch.is_grad_enabled()}
+        found["the default dtype"] = torch.get_default_dtype()
         for name, arg in zip([*self._all_names, *repeat("an argument", len(args))], args):
             inside = list(_inside([arg]))
             tensors = [one for one in inside if isinstance(one, Tensor)]
@@ -107,9 +102,7 @@ class Watched:
             found[f"the memory of {name}"] = [(one.data_ptr(), one.shape) for one in dense]
             if arg is self._written:
                 continue
-            modules = [
-                part for one in inside if isinstance(one, nn.Module) for part in one.modules()
-            ]
+            modules = [m for one in inside if isinstance(one, nn.Module) for m in one.modules()]
             parameters = [one for module in modules for one in module.parameters(recurse=False)]
             states = {
                 "values": [one._version for one in tensors if name in self._keeps],
@@ -135,7 +128,6 @@ class Watched:
             num_bytes = getattr(given.get(sent), "nbytes", 0)
             self.steps.append((step, given.get(dst), given.get(src), num_bytes))
         elif (name := _solution(code, module)) and not _inside_library(frame.f_back):
-            self.called.add(name)
             module, _, function = name.rpartition(".")
             allowed = function in self._may_call or module.startswith(tuple(self._may_call))
             if not self.library and not allowed:
