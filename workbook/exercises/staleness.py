@@ -128,8 +128,8 @@ def _judge_server(case: Case, values: list[Any]) -> Found:
     for worker in workers:
         own = [pulled[worker - 1] for pulled in values[worker]]
         if own != (counted := [-float(number) for number in range(1, worker + 1)]):
-            text = f"worker {worker} pulls {own} in its place, expected {counted}"
-            return f"{text}: each answer holds the update before it"
+            text = f"element {worker - 1} of what worker {worker} pulls is {own}, expected "
+            return f"{text}{counted}: each answer holds the update before it"
     return None
 
 
