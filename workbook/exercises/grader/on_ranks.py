@@ -32,6 +32,8 @@ class DidNotFinish(Exception):
     def __init__(self, error: WorkerError, place: str, case: Case):
         story = str(error).partition("\n\nTraceback of rank")[0]
         story = story.replace(", or give the run a larger timeout_s", "")
+        # Of the check's own code the story knows only where its process began.
+        story = story.replace("at <string>, line 1", "in the part that the check plays")
         story = story.replace("rank 0", "the function") if case.world_size == 1 else story
         super().__init__(f"{place}: {story}")
 

@@ -69,8 +69,11 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = 4) 
     try:
         with undrawn():
             result = run(_spend, fns, exercise.to_run(), case, timeout_s=TIMEOUT_S, **options)
-    except (WorkerError, ValueError):
-        return OwnRun.failed(name, status)
+    except (WorkerError, ValueError) as error:
+        if status == NOT_YET:
+            return OwnRun.failed(name, status)
+        first_line = str(error).partition("\n")[0]
+        return OwnRun(name, f"{status}, but this run did not finish: {first_line}")
     figures = []
     for whose, spans in zip(("your function", "labkit's"), zip(*result.values)):
         starts_s, ends_s = zip(*spans)

@@ -102,9 +102,7 @@ class Watched:
             found[f"the memory of {name}"] = [(one.data_ptr(), one.shape) for one in dense]
             if arg is self._written:
                 continue
-            modules = [
-                part for one in inside if isinstance(one, nn.Module) for part in one.modules()
-            ]
+            modules = [m for one in inside if isinstance(one, nn.Module) for m in one.modules()]
             parameters = [one for module in modules for one in module.parameters(recurse=False)]
             states = {
                 "values": [one._version for one in tensors if name in self._keeps],
