@@ -26,9 +26,9 @@ def bucket_explorer(
     """Explore the model of a backward pass with buckets; ``plots.bucket_overlap`` draws it.
 
     Args:
-        bucket_mb: MiB to start with, one of ``plots.BUCKET_SIZES_MB``; the control ``size``.
+        bucket_mb: MiB to start with, one of ``BUCKET_SIZES_MB``; the control ``size``.
         world_size: ranks to start with, 2 to 16; the control ``ranks``.
-        link: to start with, one of ``plots.LINKS``; the control ``link``.
+        link: to start with, one of ``LINKS``; the control ``link``.
     """
     sizes = [(size_name(size), size) for size in BUCKET_SIZES_MB]
     return Explorer(
