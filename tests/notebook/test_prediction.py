@@ -13,7 +13,7 @@ SENT = ("sent by one rank", "bytes")
 
 
 def recorded():
-    return record.predictions("", SENT[0])
+    return record.read().predictions.get("", {}).get(SENT[0], [])
 
 
 def restart(monkeypatch):

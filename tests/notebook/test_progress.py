@@ -95,14 +95,8 @@ def test_predictions_are_shown_in_the_order_of_their_measurements():
     ratios = [row[-1] for row in shown.rows()]
     assert (ratios[0], ratios[-1]) == ("0.5", "0.000977")
     assert "factor of 1,024" in shown.sentences()[1]
-
-
-@pytest.mark.parametrize(
-    ("value", "measured", "factor"),
-    [(1, 2, 2), (2, 1, 2), (3, 3, 1), (0, 3, None), (3, 0, None), (-2, 1, None)],
-)
-def test_the_factor_counts_both_directions_alike(value, measured, factor):
-    assert predicted(value, measured).factor == factor
+    factors = [predicted(*numbers).factor for numbers in ((1, 2), (2, 1), (0, 3), (-2, 1))]
+    assert factors == [2, 2, None, None]
 
 
 def test_a_check_records_its_verdict_but_not_that_nothing_is_written_yet(monkeypatch):
@@ -118,7 +112,7 @@ def test_a_check_records_its_verdict_but_not_that_nothing_is_written_yet(monkeyp
     answers(lambda x: 2, **asked)
     one = record.read().exercises["06_ring_all_reduce"]["ring.weighted_mean"]
     assert (one.status, one.attempts) == ("passed", 2)
-    assert "Exercise 5: a weighted mean in one all-reduce ✓" in repr(workbook.progress())
+    assert "a weighted mean in one all-reduce ✓" in repr(workbook.progress())
 
 
 def test_the_command_prints_the_same(capsys, monkeypatch):

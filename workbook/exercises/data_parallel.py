@@ -81,24 +81,16 @@ def replicate(fn: Callable, num_devices: int) -> Wrong | None:
     return None
 
 
-@judged("functions, inputs", ())
-def parallel_apply(fn: Callable) -> Wrong | None:
+_THREADS = ((3, True, -1), (5, False, -1), (3, True, 1), (3, False, 0), (3, True, 2))
+
+
+@judged("functions, inputs", *_THREADS)
+def parallel_apply(fn: Callable, count: int, grad_mode: bool, failing: int) -> Wrong | None:
     """Grade ``fn(functions, inputs)``: ``functions[i](inputs[i])`` for all i, in threads.
 
     They run at the same time, with the caller's autograd mode. Expected are the results in the
     order of the functions; the exception of a thread is raised in the caller.
     """
-    return (
-        _wrong_threads(fn, 3, True)
-        or _wrong_threads(fn, 5, False)
-        or _wrong_threads(fn, 3, True, 1)
-        or _wrong_threads(fn, 3, False, 0)
-        or _wrong_threads(fn, 3, True, 2)
-    )
-
-
-def _wrong_threads(fn: Callable, count: int, mode: bool, failing: int = -1) -> Wrong | None:
-    """Let ``count`` functions wait for each other; one of them may fail after that."""
     error = (RuntimeError, KeyError, ZeroDivisionError)[failing]
     meeting, words = threading.Barrier(count, timeout=_MEET_S), f"part {failing} has failed"
     modes, expected = [], [10 * number for number in range(count)]
@@ -113,7 +105,7 @@ def _wrong_threads(fn: Callable, count: int, mode: bool, failing: int = -1) -> W
         return 10 * number
 
     try:
-        with torch.set_grad_enabled(mode), mock.patch.object(threading, "excepthook"):
+        with torch.set_grad_enabled(grad_mode), mock.patch.object(threading, "excepthook"):
             found = plain(fn([part] * count, list(range(count))))
     except Exception as raised:
         if failing < 0 and not meeting.broken:
@@ -126,8 +118,8 @@ def _wrong_threads(fn: Callable, count: int, mode: bool, failing: int = -1) -> W
         return None if type(found) is error and words in str(found) else Wrong(text)
     if not agree(found, expected):
         return Wrong(f"the function returned {short(found)}, expected {expected}")
-    text = f"is_grad_enabled() is {mode} in the caller, {modes} in the threads"
-    return None if modes == [mode] * count else Wrong(text)
+    text = f"is_grad_enabled() is {grad_mode} in the caller, {modes} in the threads"
+    return None if modes == [grad_mode] * count else Wrong(text)
 
 
 @judged("outputs, targets", ([1, 3, 2],), ([4, 3],), ([1, 1, 1, 1],), ([5],))

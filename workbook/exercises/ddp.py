@@ -67,9 +67,8 @@ def _one_ring_each(rank: int, case: Case) -> Target:
     return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
 
 
-# fn(comm, model, inputs, targets, batch_size), the backward of a naive DDP. At the end each
-# parameter's ``grad`` is the gradient of the mean loss over the B samples of all ranks. The last
-# rank has no sample.
+# fn(comm, model, inputs, targets, batch_size), the backward of a naive DDP: each ``grad`` becomes
+# that of the mean loss over the B samples of all ranks. The last rank has none.
 average = Check(
     "ddp.average",
     lambda rank, case: case.over_ranks(lambda r: _gradients(r, case)) / _batch_size(case),

@@ -170,7 +170,7 @@ def explanation_in(lines: Sequence[str]) -> list[str]:
     return found[0].splitlines() if found else []
 
 
-# What goes wrong, with which rank, after so many collectives that go well, and how many more come;
+# What goes wrong, with which rank, after so many collectives that go well, and how often again;
 # so many of the newest entries are kept, as in a small buffer; whose dump is lost.
 @judged(
     "dumps",
@@ -195,7 +195,7 @@ def culprit(
     for each in random.sample(range(WORLD_SIZE), WORLD_SIZE):
         own, entries = each == rank, []
         for number, (name, size) in enumerate(zip(names, sizes), start=1):
-            fault = kind if number == before + 1 else ""
+            fault = kind if number > before else ""
             comes = {"all agree": False, "comes alone": own, "does not come": not own}
             if not comes.get(fault, True):
                 continue

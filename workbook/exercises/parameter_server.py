@@ -19,8 +19,8 @@ from labkit.costs.traffic import parameter_server_cost
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.parameter_server import answer_one_by_one
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Target, Wrong
-from workbook.exercises.grader.compare import same, short
-from workbook.exercises.grader.exercise import DRAWN, Found, same_bits
+from workbook.exercises.grader.compare import agree, short
+from workbook.exercises.grader.exercise import Found, same_bits
 from workbook.exercises.ring import ring_target
 
 LR = 0.1
@@ -74,9 +74,8 @@ def _beside_servers(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) 
         comm.send(mine, worker)
 
 
-# fn(comm, gradient, values, servers), one step of the ranks from ``servers`` on: slice k of
-# ``gradient`` goes to server k, which is rank k, and its answer comes into slice k of ``values``.
-# The slices are ``chunk_bounds(N, servers)``.
+# fn(comm, gradient, values, servers), one step of the ranks from ``servers`` on, by the slices
+# ``chunk_bounds(N, servers)``: slice k goes to server k, which is rank k, and comes from there.
 worker = Check(
     "parameter_server.worker",
     lambda rank, case: _updated(case, _workers(case)) if rank in _workers(case) else None,
@@ -85,7 +84,6 @@ worker = Check(
     call=_beside_servers,
     target=lambda rank, case: _sends(rank, case, _servers_of(case.world_size)),
     parts=lambda case: _parts(_servers_of(case.world_size), case),
-    drawn_size=DRAWN,
 )
 
 
@@ -103,7 +101,7 @@ def _in_some_order(case: Case, values: list[Tensor]) -> Found:
     for order in itertools.permutations(range(1, case.world_size)):
         after = [order, *(order[: order.index(r) + 1] for r in sorted(order))]
         by_order.append([_updated(case, workers, 1) for workers in after])
-    if any(same(values, expected) for expected in by_order):
+    if any(agree(values, expected) for expected in by_order):
         return None
     found, expected = ([short(one[:3]) for one in each] for each in (values, by_order[0]))
     text = f"the ranks hold {', '.join(found)}, which fits no order of the workers in which "
@@ -121,7 +119,6 @@ one_by_one = Check(
     judge=_in_some_order,
     target=_sends,
     library=answer_one_by_one,
-    drawn_size=DRAWN,
 )
 
 
@@ -138,16 +135,15 @@ def _in_both_orders(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) 
         values.copy_(before)
         time.sleep(_APART_S * (place % comm.world_size))
         _with_workers(fn, comm, values, gradient, BATCH_SIZE)
-        if first is not None and same(first, values) and not torch.equal(first, values):
+        if first is not None and agree(first, values) and not torch.equal(first, values):
             why = "add the pushes in a fixed order"
             return Wrong(f"the last bits depend on which worker comes first: {why}")
         first = values.clone()
     return None
 
 
-# fn(comm, values, batch_size), one step of rank 0, which serves all other ranks: it must receive a
-# gradient [N] from each, make the update ``values -= 0.1 * sum / batch_size`` in place, once, and
-# send ``values`` to each. In whatever order they come, the result must have the same bits.
+# fn(comm, values, batch_size), one step of rank 0: ``values -= 0.1 * sum / batch_size``, in place,
+# once, from and for all other ranks, with the same bits in whatever order they come.
 server = Check(
     "parameter_server.server",
     lambda rank, case: _updated(case, range(1, case.world_size)),
@@ -156,16 +152,9 @@ server = Check(
     call=_in_both_orders,
     target=lambda rank, case: _sends(rank, case, calls=_num_calls(case.size, case.world_size)),
     parts=partial(_parts, 1),
-    mistakes={
-        "every worker gets only the pushes received so far: wait for the last one": (
-            lambda r, case: _updated(case, range(1, (r or case.world_size - 1) + 1))
-        ),
-    },
-    drawn_size=DRAWN,
 )
-# fn(comm, gradient, values, batch_size), every rank is server and worker: all must end with
-# ``values - 0.1 * (sum of all gradients) / batch_size``, in place and equal to the bit, and none
-# may send more than in a ring all-reduce.
+# fn(comm, gradient, values, batch_size), every rank is server and worker: the same update, with
+# the same bits on all, and no more bytes than in a ring all-reduce.
 shards = Check(
     "parameter_server.shards",
     lambda rank, case: _updated(case, range(case.world_size)),
@@ -175,6 +164,5 @@ shards = Check(
     target=lambda rank, case: ring_target(case.size, 4, rank, case),
     rule=same_bits,
     parts=partial(_parts, 0),
-    drawn_size=DRAWN,
     may_call=COLLECTIVES,
 )

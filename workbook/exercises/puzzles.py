@@ -179,8 +179,9 @@ pass_in_place = _puzzle(
 def _on_a_grid(rank: int, case: Case) -> Tensor:
     """[case.size]: multiples of 1/256, which float32 holds exactly, unlike their sums."""
     numbers = (case.tensor(rank) * 2**21).round().clamp(-(2**24) + 1, 2**24 - 1) / 256
-    # The large sums of the first and the last rank nearly cancel, and their roundings remain.
-    ends = {0: 1, case.world_size - 1: -1}
+    # The large sums of the first and the last rank nearly cancel, and their roundings remain; in
+    # the second call they add up to more than an int32 holds.
+    ends = {0: 1, case.world_size - 1: 2 * case.call - 1}
     return numbers.abs() * ends[rank] if rank in ends else numbers
 
 
@@ -188,8 +189,8 @@ def _not_rounded_once(case: Case, values: list[Any]) -> Found:
     exact = case.over_ranks(lambda rank: _on_a_grid(rank, case).double()).sum().float().item()
     for rank, value in enumerate(values):
         try:
-            found = torch.tensor(float(value), dtype=torch.float64).float().item()
-        except (TypeError, ValueError, RuntimeError):
+            found = float(value)
+        except (TypeError, ValueError):
             return f"rank {rank} returned a value of type {type(value).__name__}, no number"
         if found != exact:
             text = f"rank {rank} returned {found!r}, but the exact sum, rounded once to float32, "
@@ -203,6 +204,7 @@ same_bits = _in_bytes(
     "puzzles.same_bits",
     inputs=lambda rank, case: (_on_a_grid(rank, case),),
     judge=_not_rounded_once,
+    sizes=(5_000, 7),
     best=lambda case: 12 * (case.world_size - 1),
 )
 # fn(comm, tensor) returns rank 0's tensor on every rank: a binomial tree.
@@ -244,12 +246,19 @@ def _blocks(rank: int, case: Case) -> Tensor:
     return case.random(50 * rank + case.size, case.world_size, case.size)
 
 
+def _sum_of_row(row: int, case: Case) -> Tensor:
+    return case.over_ranks(lambda rank: _blocks(rank, case)[row])
+
+
 # fn(comm, blocks) returns the sum of row comm.rank of all blocks [P, N], for P - 1 rows: Träff,
 # 2024.
 reduce_blocks = _in_rounds(
     "puzzles.reduce_blocks",
-    lambda rank, case: case.over_ranks(lambda r: _blocks(r, case)[rank]),
+    _sum_of_row,
     signature="comm, blocks",
+    parts=lambda case: {
+        f"the sum of row {r}": _sum_of_row(r, case) for r in range(case.world_size)
+    },
     inputs=lambda rank, case: (_blocks(rank, case),),
     target=_to_all_others,
 )

@@ -73,13 +73,6 @@ class SharedStore(dist.Store):
     check, wait = partialmethod(_use, "check"), partialmethod(_use, "wait")
     delete_key, num_keys = partialmethod(_use, "delete_key"), partialmethod(_use, "num_keys")
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
 
 def _meet(fn: Callable, comm: Comm, case: Case) -> list[list]:
     """On a process: the first and the last attempt; no further one if somebody waited in vain."""
@@ -170,8 +163,7 @@ def _judge(case: Case, values: list[Any]) -> Found:
     """What is wrong in the first attempt that went wrong. ``values``: by process and attempt."""
     for attempt, processes in enumerate(zip(*values)):
         if found := _wrong_meeting(processes):
-            later = "in a later attempt, with a store that holds the keys of those before (is the "
-            later += "number of the attempt in every key?): "
+            later = "in a later attempt, with a store that holds the keys of those before: "
             return later + found if attempt else found
     return None
 

@@ -27,4 +27,4 @@ def show_source(thing: Callable[..., Any] | type) -> Source:
         OSError, TypeError: it has none, for example because it is written in C.
     """
     where = f"{thing.__module__}.{thing.__qualname__}"
-    return Source(inspect.getsource(thing), where)
+    return Source(inspect.getsource(thing).rstrip(), where)

@@ -30,13 +30,7 @@ class _GoOn(anywidget.AnyWidget):
 
 
 class PredictionForm(ipywidgets.VBox):
-    """A field with its quantity and unit until the measurement; then a button to predict again.
-
-    Attributes:
-        field: the text; Enter or leaving the field confirms it.
-        again: the button.
-        status: what is known about the prediction, as HTML that screen readers read aloud.
-    """
+    """A field until the measurement, and then a button to predict again."""
 
     def __init__(self, prediction: Any):
         self._prediction = prediction

@@ -53,12 +53,7 @@ class Cell:
 
 
 class LiveRun:
-    """Draws one run.
-
-    Args:
-        board: its status board.
-        cell: where to draw.
-    """
+    """Draws the run of a status board in a ``Cell``."""
 
     def __init__(self, board: Board, cell: Any):
         self._board, self._cell = board, cell

@@ -1,8 +1,4 @@
-"""Predict, run, explain: make a prediction, measure, and compare the two.
-
-A prediction is open until its first measurement, which locks it. A wrong one is never an error and
-is not marked: the ratio says how far it was off, and the text that follows it says why.
-"""
+"""Predict, run, explain: a prediction is open until its first measurement, which locks it."""
 
 import math
 import os
@@ -64,8 +60,7 @@ def predict_row(
 
     Args:
         quantity, unit: as in ``predict``; ``bytes`` and ``s`` are scaled when shown (MiB, ms).
-        prediction: what ``predict`` has returned, which this locks; or a number, which is not
-            recorded; None if none was made.
+        prediction: what ``predict`` has returned, which this locks; or a number.
         model: what the formula gives; None without a formula.
         measured: a number, or the list of repeats.
 
@@ -99,7 +94,8 @@ class Prediction:
         self._place = current_page(), key
         self._entered_at = ""
         # Continue with the newest one that is recorded, unless the page asked for another unit.
-        for last in record.predictions(*self._place)[-1:]:
+        recorded = record.read().predictions.get(self._place[0], {})
+        for last in recorded.get(key, [])[-1:]:
             if last.unit == unit:
                 self.value, self.locked_at = last.value, last.measured_at
                 self._entered_at = last.predicted_at

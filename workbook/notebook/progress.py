@@ -1,6 +1,7 @@
 """What is passed, and predictions against reality: ``workbook.progress()``."""
 
 import html
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from labkit.units import format_count, format_number, format_value, html_table, text_table
@@ -8,8 +9,6 @@ from workbook.notebook import record
 from workbook.notebook.pages import Page, workbook_pages
 from workbook.notebook.record import Predicted, Record, Tried
 
-# So many of the newest predictions are summed up in a sentence.
-LAST = 5
 _HEADS = ["page", "quantity", "prediction", "measured", "× prediction"]
 
 
@@ -54,7 +53,7 @@ class Progress:
         """What is passed in all, and how far the last predictions were off."""
         names = [name for page in self.pages for name in page.exercises]
         found = [f"{self._passed(names)} of {format_count(len(names), 'exercise')} passed."]
-        if last := [one.factor for _, one in self.predictions if one.factor is not None][-LAST:]:
+        if last := [one.factor for _, one in self.predictions if one.factor is not None][-5:]:
             text = f"Your last {format_count(len(last), 'prediction')}: within a factor of "
             found.append(f"{text}{format_number(max(last))} of the measurement.")
         return [*found, self.where]
@@ -69,13 +68,12 @@ class Progress:
             rows.append([page, one.quantity, *shown, ratio])
         return rows
 
-    def _passed(self, names: list[str]) -> int:
+    def _passed(self, names: Iterable[str]) -> int:
         return sum(bool(self.exercises[n].passed_at) for n in names if n in self.exercises)
 
     def _head(self, page: Page) -> str:
-        names = list(page.exercises)
-        title = f"{page.name[:2]} {page.title}".strip()
-        return f"{title}: {self._passed(names)} of {len(names)} passed"
+        passed = f"{self._passed(page.exercises)} of {len(page.exercises)} passed"
+        return f"{page.name[:2]} {page.title}: {passed}".strip()
 
     def _state(self, name: str) -> str:
         """The mark behind an exercise."""

@@ -8,12 +8,9 @@ from labkit.units import format_number, format_value, html_table
 
 @dataclass(frozen=True)
 class PredictionRow:
-    """One quantity: what was predicted, what a formula gives, what was measured.
+    """One quantity; ``prediction`` and ``model`` are None where there is no such number.
 
-    Attributes:
-        quantity, unit: what it is; ``bytes`` and ``s`` are scaled when shown, other units are not.
-        prediction, model: None for a number not given.
-        repeats: the measurements; their median is shown and compared.
+    The median of the ``repeats`` is shown and compared.
     """
 
     quantity: str

@@ -34,9 +34,7 @@ _TOLERANCE, _WIDE = 0.1, 3
 class Ratio:
     """How many times as large one measurement is as another; of seconds: how many times as fast.
 
-    Attributes:
-        low, median, high: the ratio and its spread, see ``_middle``.
-        repeats: their number and what they are, in words: ``5 pairs``; empty for a single one.
+    ``repeats`` says in words what the spread is of (``5 pairs``); empty for a single one.
     """
 
     low: float
@@ -62,12 +60,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A sentence made from a measurement; it prints as that sentence.
-
-    Attributes:
-        text: the sentence, or a few.
-        ratio: the comparison behind it, if there is one.
-    """
+    """A sentence made from a measurement, and the comparison behind it, if there is one."""
 
     text: str
     ratio: Ratio | None = None
@@ -96,10 +89,8 @@ def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
     if ratio.is_larger is None:
         text += ": this measurement cannot tell them apart"
     elif isinstance(one, TrainResult) and isinstance(many, TrainResult):
-        alone, mine = (
-            defaultdict(float),
-            defaultdict(float),
-        )  # seconds by state, the mean of the ranks
+        # Seconds by state, the mean of the ranks.
+        alone, mine = defaultdict(float), defaultdict(float)
         for result, seconds in ((one, alone), (many, mine)):
             for kind, spent_s in result.phases_s.items():
                 if state_of(kind) != EVALUATE:
@@ -128,10 +119,7 @@ def faster(times: Mapping[str, Times]) -> Verdict:
 
 
 def race(runs: Mapping[str, TrainResult], accuracy: float) -> Verdict:
-    """Which training run is first at an accuracy on held-out samples, by the clock of its epochs.
-
-    It is one run each, without a spread: repeat with other seeds before you rely on it.
-    """
+    """Which training run reaches an accuracy on held-out samples first, by its epochs' clock."""
     reached = {}
     for name, run in runs.items():
         ends_s = accumulate(epoch["seconds"] for epoch in run.epochs)
@@ -218,10 +206,9 @@ def _seconds(times: Times) -> list[float]:
 
 
 def _ratio(slower: Times, quicker: Times) -> Ratio:
-    """How many times as fast the second is.
+    """How many times as fast the second is, repeat by repeat: those of a pair were taken in turns.
 
-    Repeat k of both were taken in turns: the ratio of such a pair is not affected by what changes
-    on the machine in between. Epochs of two runs are no pairs.
+    Epochs of two runs are no pairs.
     """
     one, other = _seconds(slower), _seconds(quicker)
     are_runs = isinstance(slower, TrainResult) or isinstance(quicker, TrainResult)

@@ -58,8 +58,8 @@ def counts_the_warm_up(a, b, repeats):
     return statistics.median(y / x for x, y in in_turns(a, b, repeats))
 
 
-def returns_nothing(a, b, repeats):
-    in_turns(a, b, repeats)
+def takes_the_lower(a, b, repeats):
+    return statistics.median_low(y / x for x, y in in_turns(a, b, repeats)[1:])
 
 
 # useful_rate(train_size, samples_by_rank, epoch_seconds)
@@ -100,6 +100,6 @@ ANSWERS = [
     Answers(
         check.fairness.interleaved_ratio,
         [the_right_ratio],
-        [counts_the_warm_up, returns_nothing, lambda a, b, repeats: 1.5],
+        [counts_the_warm_up, takes_the_lower, lambda a, b, repeats: 1.5],
     ),
 ]
