@@ -54,7 +54,7 @@ LIMITS = {
     "tests/training": (977, 7694),
     "tests/widgets": (348, 2757),
     "tests/workload": (357, 3397),
-    "tools": (1479, 11023),
+    "tools": (1476, 11023),
     "workbook": (406, 2310),
     "workbook/exercises": (5332, 40888),
     "workbook/measure": (1577, 11627),
