@@ -1,7 +1,7 @@
 """Answers to ``check.step``."""
 
-import statistics
 from functools import partial
+from statistics import median, median_high
 
 from graded import Answers
 from ranks import travel_by_value
@@ -12,7 +12,7 @@ from workbook import check
 travel_by_value(__name__)
 
 
-def timed(step, clock, repeats, rule=statistics.median_high, warm_ups=1):
+def timed(step, clock, repeats, rule=median, warm_ups=1):
     for _ in range(warm_ups):
         step()
     seconds = []
@@ -49,7 +49,7 @@ ANSWERS = [
     Answers(
         check.step.timer,
         [timed],
-        [partial(timed, warm_ups=0), partial(timed, rule=min), partial(timed, rule=str)],
+        [partial(timed, warm_ups=0), partial(timed, rule=median_high), partial(timed, rule=str)],
     ),
     Answers(
         check.step.flops,
