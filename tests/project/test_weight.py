@@ -49,7 +49,7 @@ LIMITS = {
     "tests/project": (1604, 11162),
     "tests/runtime": (1482, 9534),
     "tests/schedules": (354, 2961),
-    "tests/strategies": (982, 8784),
+    "tests/strategies": (961, 8623),
     "tests/tracing": (231, 1657),
     "tests/training": (977, 7694),
     "tests/widgets": (348, 2757),
