@@ -38,10 +38,10 @@ def weighted(model, inputs, targets, most, divisor=lambda n, parts: n, reduction
         (loss / divisor(len(inputs), len(parts))).backward()
 
 
-def scaled(weight, gradient, scale, good, lr, patience, divisor=lambda scale: scale, reset=0):
+def scaled(weight, gradient, scale, good, lr, patience, reset=0):
     if not gradient.isfinite().all():
         return weight, scale / 2, good if reset is None else 0
-    weight = weight - lr * gradient / divisor(scale)
+    weight = weight - lr * gradient / scale
     return (weight, 2 * scale, 0) if good + 1 == patience else (weight, scale, good + 1)
 
 
@@ -82,7 +82,7 @@ ANSWERS = [
         check.step.loss_scaling,
         [scaled],
         [
-            partial(scaled, divisor=lambda scale: 1),
+            lambda w, g, *rest: scaled(w, g + 0 * g.sum(), *rest),
             partial(scaled, reset=None),
             lambda *given: scaled(*given[:-1], given[-1] + 1),
         ],
