@@ -224,10 +224,7 @@ def numbers(contender: Contender, taken: list[Turn], truth: list[float]) -> dict
 
 
 def formula_bytes(formula: str) -> dict[str, int]:
-    """What each role sends per step with two workers, if the gradients are S bytes.
-
-    By an all-reduce 2 (P - 1) / P S; a server sends the new parameters to each worker, W S.
-    """
+    """Sent per step by role, of gradients of S bytes: 2 (P - 1) / P S, or to a server and back."""
     size = 4 * sum(p.numel() for p in initial_model().parameters())
     by_role = {SUM: {"worker": size}, "server": {"worker": size, "server": 2 * size}}
     return by_role.get(formula, {})

@@ -81,15 +81,6 @@ def test_an_exchange_needs_both_ends():
     assert stuck_ranks(board) == [0]
 
 
-def test_a_barrier_waits_for_those_who_have_not_come():
-    board = board_of(3)
-    board.enter_meeting(0, "barrier", 0.0)
-    board.enter_meeting(2, "barrier", 0.0)
-    assert [wait.peer for wait in waits(board, 0)] == [1]
-    board.enter_meeting(1, "barrier", 0.0)
-    assert waits(board, 0) == []
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_misfit_is_refused_by_whoever_comes_second(first):
     board = board_of(2)

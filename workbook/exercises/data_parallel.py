@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from workbook.exercises.grader import Wrong, judged
-from workbook.exercises.grader.compare import agree, plain, short
+from workbook.exercises.grader.compare import agree, kind_of, other_kind, plain, short
 from workbook.exercises.grader.exercise import random_tensor, with_parameters
 
 _MEET_S = 1.0
@@ -67,7 +67,7 @@ def replicate(fn: Callable, num_devices: int) -> Wrong | None:
     many = isinstance(found, Iterable) and not isinstance(found, nn.Sequential)
     replicas, places = list(found) if many else [found], dict[int, int]()
     if len(replicas) != num_devices or not all(isinstance(r, nn.Module) for r in replicas):
-        return Wrong(f"expected a list of {num_devices} modules, got {short(found)}")
+        return Wrong(f"expected a list of {num_devices} modules, got {kind_of(replicas)}")
     if replicas[0] is not model:
         return Wrong("device 0 has to keep the model itself, which the optimizer updates")
     for index, replica in enumerate(replicas):
@@ -141,11 +141,16 @@ def gather(fn: Callable, samples: list[int]) -> Wrong | None:
         return Wrong("a gradient has run on into the replicas: detach the outputs first")
     own = torch.stack([*map(functional.cross_entropy, leaves, targets.split(samples))])
     losses = functional.cross_entropy(torch.cat(leaves), targets), own.mean()
-    expected, of_means = ([x.item(), [*torch.autograd.grad(x, leaves)]] for x in losses)
-    for what, one, right, mean in zip(("loss is", "gradients are"), found, expected, of_means):
+    expected, of_means = ([x.item(), *torch.autograd.grad(x, leaves)] for x in losses)
+    found = [found[0], *found[1]] if isinstance(found[1], list) else found
+    if kind := other_kind(found[1:], expected[1:]):
+        return Wrong(f"what the function returns beside the loss: {kind}")
+    for place, (one, right, mean) in enumerate(zip(found, expected, of_means)):
         if not agree(one, right):
-            like = ": those of the mean of the devices' own means" if agree(one, mean) else ""
-            return Wrong(f"the {what} {short(one)}, expected {short(right)}{like}")
+            what = f"the gradient of device {place - 1}" if place else "the loss"
+            like = ": that of the mean of the devices' own means" if agree(one, mean) else ""
+            difference = f"it is {short(one)}, expected {short(right)}{like}"
+            return Wrong(f"{what}: {other_kind(one, right) or difference}")
     return None
 
 

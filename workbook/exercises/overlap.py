@@ -25,6 +25,7 @@ from workbook.exercises.ddp import gradients_left
 from workbook.exercises.grader import Case, Check, Wrong, judged
 from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import Found, random_tensor
+from workbook.exercises.grader.judge_values import in_words, made_of
 from workbook.exercises.grader.watched import num_hooks
 
 # Buckets, and by rank the order in which the gradients get ready; one may never get ready.
@@ -129,7 +130,7 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
         parameter.grad = torch.randn_like(parameter)
     flats = [_flat(_left(parameters), bucket) for bucket in buckets]
     of_others = [torch.randn_like(flat) for flat in flats]
-    totals = list(map(torch.add, flats, of_others))
+    totals, own = list(map(torch.add, flats, of_others)), [flat.clone() for flat in flats]
     handles = [_AllReduce(flat, [of_other]) for flat, of_other in zip(flats, of_others)]
     fn(parameters, buckets, flats, handles, batch_size)
     for b, handle in enumerate(handles):
@@ -137,10 +138,12 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
             return Wrong(f"handles[{b}].wait() was not called: flats[{b}] may be this rank's own")
     if isinstance(found := gradients_left(parameters, before), Wrong):
         return found
-    for bucket, total in zip(buckets, totals):
+    for bucket, total, mine in zip(buckets, totals, own):
         found, expected = _flat(_left(parameters), bucket), total / batch_size
         if not agree(found, expected):
-            like = ": it is the sum, not divided by batch_size" if agree(found, total) else ""
+            parts = {"the sum over the ranks": total, "this rank's own gradients": mine}
+            like = in_words(made_of(found * batch_size, parts))
+            like = f": they are ({like}) / {batch_size}" if like else ""
             text = f"the gradients of parameters {bucket} are {short(found)}"
             return Wrong(f"{text}, expected {short(expected)}{like}")
     return None
@@ -193,8 +196,6 @@ def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
         return Wrong(wrong)
     if hooks:
         return Wrong(f"{hooks} hooks are still on the parameters: remove them after backward")
-    for parameter, gradient in zip(parameters, _left(parameters)):
-        parameter.grad = gradient
     return gradients_left(parameters, _parameters())
 
 

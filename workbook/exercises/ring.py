@@ -89,9 +89,9 @@ share_only = _in_chunks(
     library=collectives.share_only,
 )
 
-# One case of ``all_reduce`` is a matrix of this shape; it may be cut by rows as well.
-_MATRIX = (12, 9)
-_MATRIX_SIZE = 12 * 9
+# One case of ``all_reduce`` is a matrix of this shape, with fewer rows than ranks.
+_MATRIX = (3, 36)
+_MATRIX_SIZE = 3 * 36
 
 
 def _in_shape(flat: Tensor) -> Tensor:
@@ -136,6 +136,7 @@ weighted_mean = Check(
     signature="comm, gradient, num_samples",
     inputs=lambda rank, case: (case.tensor(rank), _samples(rank, case)),
     written=None,
+    keeps=("gradient",),
     target=lambda rank, case: Target(messages=2 * (case.world_size - 1)),
     sizes=(7, 1),
     drawn_size=DRAWN,

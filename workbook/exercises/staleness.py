@@ -101,9 +101,6 @@ def _serve_and_work(
     """Rank 0: what ``fn`` returns, and the parameters at the end. A worker: what it pulled."""
     if comm.rank == 0:
         books = plain(fn(comm, parameters, num_updates))
-        books = books.tolist() if isinstance(books, Tensor) else books
-        if isinstance(books, list):
-            books = [row.tolist() if isinstance(row, Tensor) else row for row in books]
         return [books, parameters.tolist()]
     token, pulled = torch.empty(0), []
     for other in range(2, comm.world_size if comm.rank == 1 and not pause_s else 2):
@@ -129,10 +126,10 @@ def _judge_server(case: Case, values: list[Any]) -> Found:
         text = f"the parameters end as {ended}, expected {expected}: each push subtracts its "
         return f"{text}gradient once, in place"
     for worker in workers:
-        own = [-pulled[worker - 1] for pulled in values[worker]]
-        if own != [*range(1, worker + 1)]:
-            text = f"worker {worker} pulls parameters with {own} of its own updates in them, "
-            return f"{text}expected 1, 2, ...: update first, then answer"
+        own = [pulled[worker - 1] for pulled in values[worker]]
+        if own != (counted := [-float(number) for number in range(1, worker + 1)]):
+            text = f"element {worker - 1} of what worker {worker} pulls is {own}, expected "
+            return f"{text}{counted}: each answer holds the update before it"
     return None
 
 

@@ -113,6 +113,7 @@ def pipeline_explorer(
     count = ipywidgets.SelectionSlider(
         options=MICRO_BATCHES, value=micro_batches, description="micro-batches"
     )
+    count.style.description_width = "initial"
     order = ipywidgets.Dropdown(options=list(PIPELINES), value=schedule, description="schedule")
     run, ran = ipywidgets.Button(description="Run"), ipywidgets.HTML()
 

@@ -115,6 +115,7 @@ class SplitExplorer(VBox):
         counts = [count for count in MICRO_BATCHES if count <= profile.batch_size]
         self.link = Dropdown(options=list(self._links), description="link")
         self.micro_batches = SelectionSlider(options=counts, description="micro-batches")
+        self.micro_batches.style.description_width = "initial"
         self.schedule = Dropdown(options=list(PIPELINES), description="schedule")
         self.mode = Dropdown(options=["compute", "bytes"], description="layers by")
         settings = [self.link, self.micro_batches, self.schedule, self.mode]

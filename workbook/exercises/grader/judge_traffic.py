@@ -22,12 +22,14 @@ def traffic_problems(exercise: Exercise, tried: Mapping[Case, Ranks]) -> dict[st
         targets, place = targets_of(exercise, case), exercise.where(case)
         for row in ROWS:
             spent, target = by_rank(row, ranks), by_rank(row, targets)
+            # Whose chunk is the longer one depends on the ring's direction.
+            most = [max(target)] * len(ranks) if row == "bytes" and None not in target else target
             text = f"{place}: {counts(spent)} {row}, where the target is {counts(target)}"
             if row == "messages" and not any(spent) and any(target):
                 # A right value is a guess, unless there is nothing to send.
                 if case.size > 0 or not exercise.sizes:
                     problems.setdefault(row, f"{text}: nothing was sent")
-            elif any(t is not None and s > t for s, t in zip(spent, target)):
+            elif any(t is not None and s > t for s, t in zip(spent, most)):
                 whole = [4 * case.size * count for count in by_rank("messages", ranks)]
                 if row == "barriers":
                     text += ": comm.barrier sends messages, too; send and recv wait by themselves"

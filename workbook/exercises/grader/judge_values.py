@@ -38,7 +38,8 @@ def value_problem(exercise: Exercise, tried: Tried) -> Found:
         if not found and (changed := max(outcome.changed for outcome in ranks)):
             found = f"{place}: {changed}"
         if found:
-            return found + (". The first call went right" if case.call else "")
+            again = case.call and place == exercise.where(replace(case, call=0))
+            return found + (". The first call went right" if again else "")
     return None
 
 

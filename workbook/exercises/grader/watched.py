@@ -29,9 +29,9 @@ _OURS += ("labkit.workload.samples", "workbook.exercises.programs.with_")
 _PYTORCHS = ("torch.distributed", "torch.nn.parallel", "torch.amp.grad_scaler")
 _PYTORCHS += ("torch.utils.data.distributed",)
 _HELPERS = {"split_chunks", "chunk_bounds", "owned_chunk", "check_split_points", "stage_bounds"}
-_HELPERS |= {"predicted_slots", "in_flight", "with_hops"}
+_HELPERS |= {"predicted_slots", "in_flight", "with_hops", "Action"}
 # The classes in these rooms hold data.
-_OF_DATA = ("labkit.schedules", "labkit.costs", "labkit.placement", "labkit.workload.samples")
+_OF_DATA = ("labkit.costs", "labkit.placement", "labkit.workload.samples")
 # A decorator such as torch.no_grad.
 _PASSES_ON = "torch.utils._contextlib"
 # A shorter function may be the same by chance.
