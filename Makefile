@@ -148,9 +148,10 @@ test: env
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none
 	LABKIT_LIVE=0 $(BIN)/python -m pytest $(SPREAD) $(NBVAL) -m "not more" tests $(NOTEBOOKS) $(ARGS)
 
-# What is not installed (make cluster, horovod, tensorflow; root for two hosts) is skipped and says so.
+# What is not installed (make cluster, horovod, tensorflow; root for two hosts) is skipped and says so. One by one: storms,
+# agents and clusters need the cores for themselves.
 test-more: env
-	$(BIN)/python -m pytest $(SPREAD) -p no:nbval -m more tests $(ARGS)
+	$(BIN)/python -m pytest -p no:nbval -m more tests $(ARGS)
 	LABKIT_EVERY_SIZE=1 $(BIN)/python -m pytest $(SPREAD) -p no:nbval tests/exercises/test_answers.py $(ARGS)
 	$(MAKE) test-pretended PRETENDED=2
 
@@ -170,7 +171,7 @@ PRETENDED ?= 1 2 8
 test-pretended: env
 	@for gpus in $(PRETENDED); do echo "$$gpus pretended GPUs"; \
 	  LABKIT_PRETEND_GPUS=$$gpus PYTHONPATH=$(CURDIR)/tests/pretended LABKIT_LIVE=0 \
-	  $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS) || exit 1; done
+	  $(BIN)/python -m pytest $(SPREAD) $(NBVAL) $(NOTEBOOKS) $(ARGS) || exit 1; done
 
 faults: env
 	$(BIN)/python -m pytest -p no:nbval tests/runtime/test_fault_table.py -v --durations=0 $(ARGS)

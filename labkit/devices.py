@@ -79,8 +79,8 @@ def plan(
     if len(set(chosen)) == len(chosen):
         return Plan("gloo" if transport == "gloo" else "nccl", chosen)
     note = (
-        f"{len(chosen)} ranks share {format_count(len(set(chosen)), 'GPU')}: they talk over gloo "
-        "through host memory, since NCCL takes one rank per GPU; times are not those of more GPUs"
+        "ranks share a GPU: they talk over gloo through host memory, since NCCL takes one rank "
+        "per GPU; times are not those of more GPUs"
     )
     return Plan("gloo", chosen, note=note)
 

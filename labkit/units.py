@@ -146,22 +146,15 @@ def text_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def html_table(
-    heads: Iterable[str], rows: Iterable[Iterable[str]], *, of_words: bool = False
-) -> str:
-    """A table as HTML; the first cell of each row is its head. Only ``of_words`` cells break."""
-    in_head, in_cell = "min-width: 9em", "white-space: nowrap"
-    if of_words:
-        in_head = in_cell = "text-align: left"
-    column = f'<th scope="col" style="{in_head}">' if of_words else '<th scope="col">'
-    head = "".join(f"{column}{html.escape(each)}</th>" for each in heads)
+def html_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table as HTML; the first cell of each row is its head."""
+    head = "".join(f'<th scope="col">{html.escape(each)}</th>' for each in heads)
     body = ""
     for name, *cells in rows:
-        parts = (html.escape(cell) for cell in cells)
-        data = "".join(
-            f'<td style="{in_cell}">{part.replace(" (", "<br>(")}</td>' for part in parts
-        )
-        body += f'<tr><th scope="row" style="{in_head}">{html.escape(name)}</th>{data}</tr>'
+        parts = (html.escape(cell).replace(" (", "<br>(") for cell in cells)
+        data = "".join(f'<td style="white-space: nowrap">{part}</td>' for part in parts)
+        row_head = f'<th scope="row" style="min-width: 9em">{html.escape(name)}</th>'
+        body += f"<tr>{row_head}{data}</tr>"
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div style="overflow-x: auto">{table}</div>'
 

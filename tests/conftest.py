@@ -20,12 +20,12 @@ _TESTS = itertools.count()
 # What takes minutes, or an environment that a fresh clone lacks: ``make test-more``.
 MORE = (
     "measure/test_elsewhere_tensorflow.py",
-    "measure/test_horovod_digits.py",
     "measure/test_ray_two_hosts.py",
     "measure/test_two_hosts.py",
     "measure/test_two_hosts_runs.py",
     "project/test_pretended.py",
     "project/test_scripts.py",
+    "runtime/test_agents.py",
     "runtime/test_ray.py",
     "runtime/test_storm.py",
 )

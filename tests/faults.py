@@ -102,7 +102,7 @@ class Case:
         before, threads, pipes = leftovers(), _threads(), _pipes()
         yield
         self.patch.undo()
-        assert wait_until(lambda: not running_ranks(), 2), f"ranks left: {running_ranks()}"
+        assert wait_until(lambda: not running_ranks(), 60), f"ranks left: {running_ranks()}"
         assert leftovers() <= before, f"left: {leftovers() - before}"
         assert wait_until(lambda: not _threads() - threads, WAIT_S), _threads() - threads
         assert wait_until(lambda: _pipes() <= pipes, WAIT_S), "pipes, sockets or memory were left"

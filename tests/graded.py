@@ -41,7 +41,7 @@ class Answers(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         """The world sizes that the check tries; () if they cannot be chosen."""
         parameter = inspect.signature(self.check).parameters.get("world_sizes")
-        return parameter.default if parameter else ()
+        return (parameter.default or self.check.world_sizes) if parameter else ()
 
     def sizes_of(self, fn: Callable) -> tuple[int | None, ...]:
         """The world sizes on which a right answer is graded: the answers take turns."""
@@ -49,7 +49,7 @@ class Answers(NamedTuple):
         return sizes if len(self.right) < len(sizes) else in_turn(sizes, self.right.index(fn))
 
     def gradings(self) -> tuple[dict, dict]:
-        """By (right answer, world size), by wrong answer, and ``a_stub``: what to grade.
+        """By (right answer, world size) and by wrong answer, what to grade.
 
         Those that may share a run, and those that end their run.
         """
@@ -58,7 +58,7 @@ class Answers(NamedTuple):
         }
         wrong = {fn: partial(self.grade, fn, self.on) for fn in self.wrong}
         alone = {fn: wrong.pop(fn) for fn in self.wrong if fn in _ENDING}
-        return shared | wrong, alone | {a_stub: partial(self.grade, a_stub)}
+        return shared | wrong, alone
 
 
 _ENDING: list[Callable] = []
@@ -76,10 +76,6 @@ def in_turn(sizes: tuple, number: int) -> tuple:
         return sizes
     turn = number % len(sizes)
     return sizes[turn : turn + 1]
-
-
-def a_stub(*args):
-    raise NotImplementedError
 
 
 def graded(checks: Mapping[str, Answers]) -> dict[tuple, Verdict]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from labkit.runtime.preload import warm_up
 
 _LOOK_S = 0.1
-_PATIENCE_S = 40.0
+_PATIENCE_S = 120.0
 
 
 @dataclass
@@ -59,7 +59,7 @@ def on_hosts(program, sizes, *args) -> list[Host]:
                 options = packed, variables, f"{folder}/out-{number}"
                 running[number][rank] = context.Process(target=_be_rank, args=options)
                 running[number][rank].start()
-        kill_s = time.monotonic() + _PATIENCE_S / 2
+        kill_s = time.monotonic() + _PATIENCE_S
         while any(running):
             time.sleep(_LOOK_S)
             for host, ranks in zip(hosts, running):

@@ -145,6 +145,13 @@ def _plain_rank(rank, folder, function, world_size, backend, timeout_s):
     dist.destroy_process_group()
 
 
+def stay():
+    """The last thing that the ranks of ``plain`` do where none may leave before the others."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("stay", 1)
+    assert wait_until(lambda: store.add("stay", 0) == dist.get_world_size(), 30)
+
+
 def _outcome_of(folder, rank):
     path = folder / str(rank)
     return pickle.loads(path.read_bytes()) if path.exists() else None

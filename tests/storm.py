@@ -61,7 +61,7 @@ def struck(target, number, after_s, draw):
             os.kill(pid, number)
             # Aborting takes a while: the next run must not find a server that is about to end.
             if number not in (signal.SIGSTOP, signal.SIGINT):
-                wait_until(lambda: not is_alive(pid), 10)
+                wait_until(lambda: not is_alive(pid), 60)
 
     striker = threading.Thread(target=strike)
     striker.start()
@@ -138,7 +138,7 @@ def strike_run(target: str, number: signal.Signals, draw: random.Random) -> str:
     took_s = time.monotonic() - started_s
     limit_s = TIMEOUT_S + PATIENCE_S + IMPORT_S * (target == "forkserver")
     assert took_s < limit_s, f"{told}: the run took {took_s:.1f} s"
-    assert wait_until(lambda: not running_ranks(), 2), f"{told} left ranks {running_ranks()}"
+    assert wait_until(lambda: not running_ranks(), 60), f"{told} left ranks {running_ranks()}"
     assert leftovers() <= before, f"{told} left {leftovers() - before}"
     return outcome
 

@@ -96,9 +96,9 @@ def test_ctrl_c_ends_all_ranks():
         group = session_of(training.pid)
         assert len(group) >= 4
         os.killpg(training.pid, 2)
-        _, stderr = training.communicate(timeout=20)
+        _, stderr = training.communicate(timeout=60)
     finally:
         training.kill()
     assert training.returncode == 130
     assert stderr.splitlines()[-1] == "labkit: stopped; all ranks have ended"
-    assert wait_until(lambda: not any(map(is_alive, group)), 5)
+    assert wait_until(lambda: not any(map(is_alive, group)), 60)

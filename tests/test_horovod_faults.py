@@ -23,7 +23,7 @@ travel_by_value(__name__)
 def nothing_is_left():
     before = leftovers()
     yield
-    assert wait_until(lambda: not running_ranks(), 10)
+    assert wait_until(lambda: not running_ranks(), 60)
     assert leftovers() == before
 
 

@@ -65,7 +65,7 @@ PAGES = {
     ),
     "17_puzzles": (
         "puzzles",
-        "In how few rounds, bytes or spare memory can you solve ten small puzzles?",
+        "In how few rounds, bytes or spare memory can you solve twelve small puzzles?",
     ),
 }
 _FIRST = "00_start_here"

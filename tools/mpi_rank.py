@@ -24,7 +24,7 @@ def serve(comm: MPI.Comm, path: str) -> None:
 
 
 def one_turn(comm: MPI.Comm, num_bytes: int) -> float:
-    # The same as ``Tensors`` in workbook/measure/all_reduce.py: the first fills the caches.
+    # The same as ``checked_turns`` in workbook/measure/all_reduce.py: the first fills the caches.
     pattern = (np.arange(num_bytes // 4) % 1021).astype(np.float32)
     mine, expected = pattern * (comm.rank + 1), pattern * (comm.size * (comm.size + 1) // 2)
     work = np.zeros_like(pattern)

@@ -33,8 +33,7 @@ from labkit.schedules.bucket_assignment import assign_buckets
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.ring_all_reduce import RingAllReduce
 from labkit.workload.layers import EmulatedLayer
-from workbook.measure.record import machine, write
-from workbook.measure.spread import Spread, ratios, rounded
+from workbook.measure.record import Spread, machine, ratios, rounded, write
 from workbook.measure.turns import timed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,10 +238,9 @@ def main() -> None:
         found = measure(hosts, given.repeats)
     from workbook.measure import two_hosts
 
-    print(two_hosts.cable_table(found), two_hosts.two_hosts_table(found), sep="\n\n")
+    print(two_hosts.two_hosts_table(found))
     how = {"command": "make two-hosts", "config": {"repeats": given.repeats}}
-    figures = {f"{given.out}.png": two_hosts.two_hosts_figure(found)}
-    write(how | found | machine(), f"{given.out}.json", figures)
+    write(how | found | machine(), f"{given.out}.json", {})
 
 
 if __name__ == "__main__":

@@ -234,15 +234,18 @@ class Board:
         posted_s = self.posted_s[SEND, :, rank]
         return {source: float(posted_s[source, received[source] % DEPTH]) for source in waiting}
 
-    def arrived_s(self, rank: int, sent_to: int | None, received_from: int | None) -> float:
-        """When the last peer came to the transfer that ``rank`` has just ended, in seconds."""
-        latest = 0.0
+    def arrived(
+        self, rank: int, sent_to: int | None, received_from: int | None
+    ) -> tuple[float, int | None]:
+        """When the last peer came to the transfer that ``rank`` has just ended (s), and which."""
+        latest, last = 0.0, None
         for side, source, destination in ((RECV, rank, sent_to), (SEND, received_from, rank)):
             if source is not None and destination is not None:
                 mine = int(self.counts[1 - side, source, destination]) - 1
-                came_s = self.posted_s[side, source, destination][mine % DEPTH]
-                latest = max(latest, float(came_s))
-        return latest
+                came_s = float(self.posted_s[side, source, destination][mine % DEPTH])
+                if came_s >= latest:
+                    latest, last = came_s, destination if side == RECV else source
+        return latest, last
 
     def meeting_arrived_s(self, rank: int) -> float:
         """When the last rank came to the meeting that ``rank`` is in or has just left, in s."""

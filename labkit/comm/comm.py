@@ -257,7 +257,7 @@ class Comm:
                 "a chain has ends)"
             )
         if peer == self.rank:
-            raise ValueError(f"rank {self.rank} cannot {verb} itself: copy the tensor instead")
+            raise ValueError(f"rank {self.rank} cannot {verb} itself: that needs no message")
         return peer
 
     def __reduce__(self) -> NoReturn:

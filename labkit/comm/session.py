@@ -153,11 +153,13 @@ class Session:
         self.operations += 1
         num_bytes = leaving.num_bytes - bytes_before if leaving else 0
         # On a GPU it is not known when the peer came: an operation is only queued.
-        came_s = None if self.device.type == "cuda" else board.arrived_s(rank, dst, src)
+        came_s, late = board.arrived(rank, dst, src)
+        if self.device.type == "cuda":
+            came_s = None
         ends = [(SEND, rank, dst), (RECV, src, rank)] if self._compares else []
         meets: Any = tuple((*end[1:], int(board.counts[end])) for end in ends if None not in end)
         peer = src if dst is None else dst
-        self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, meets)
+        self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, meets, late)
 
     @contextmanager
     def meeting(self, op: str) -> Iterator[None]:

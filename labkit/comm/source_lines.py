@@ -35,6 +35,8 @@ def caller_location() -> str:
     if frame.f_code.co_filename == threading.__file__:
         # A thread of labkit, with no learner's function on its stack.
         return getattr(_asked, "location", "a thread")
+    if is_internal(frame.f_code.co_filename):
+        return "a line that is not yours"
     return f'"{frame.f_code.co_filename}", line {frame.f_lineno}'
 
 

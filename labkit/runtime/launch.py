@@ -22,7 +22,7 @@ from labkit.units import MOST_SECONDS, check_above_zero
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a run: by rank what ``fn`` returned, and what it has sent.
+    """The result of a run: what ``fn`` returned and sent on each rank.
 
     ``duration_s`` is the longest time that ``fn`` took on any rank, without the launch; ``lost``
     is {rank: why} for the ranks in ``may_lose`` that ended early; ``peak_memory`` the most memory

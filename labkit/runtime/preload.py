@@ -30,8 +30,8 @@ def warm_up(*, device: str | None = None, world_size: int = 4, training: bool = 
     """Start the process that all ranks are forked from, in the background; return at once.
 
     It needs some seconds to import torch; otherwise the first run starts it. With ``device`` this
-    also says on stderr, once, what the later runs of up to ``world_size`` ranks would: that ranks
-    share a GPU, for example (ValueError for a device that this machine does not have). Only a
+    also says on stderr what a run of ``world_size`` ranks would, which later ones do not repeat:
+    that ranks share a GPU, for example (ValueError for a device that is not there). Only a
     first call may import what ``training`` needs; otherwise every rank spends seconds on it.
     """
     if under_torchrun():

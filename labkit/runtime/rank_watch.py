@@ -83,6 +83,7 @@ class Watch:
         self.error: WorkerError | None = None
         # It is known how the run ends; the rank's function has come to its end.
         self._over, self._at_end = threading.Event(), threading.Event()
+        self._telling, self._has_told = threading.Lock(), False
         self._thread = threading.Thread(target=self._work, name="labkit-watch", daemon=True)
         self.start = self._thread.start
 
@@ -109,6 +110,8 @@ class Watch:
         assert self.error is not None
         if not is_own:
             _record(self.error)
+        # Also before: this process may be ended as soon as all have come.
+        self._tell(self.error)
         self._end_together()
         return error if is_own else self.error
 
@@ -205,13 +208,19 @@ class Watch:
         self.error = self.error or error
         self._over.set()
 
+    def _tell(self, error: WorkerError) -> None:
+        """Print the error, unless another rank of this host does; return when it is printed."""
+        with self._telling:
+            if not self._has_told:
+                self._has_told, count = True, 1
+                with contextlib.suppress(RuntimeError):
+                    count = self._store.add(f"printed/{self._host}", 1)
+                if count == 1:
+                    tell(str(error))
+
     def _end(self, error: WorkerError) -> None:
         """Let this rank's function raise an error; end the process if it does not."""
-        count = 1
-        with contextlib.suppress(RuntimeError):
-            count = self._store.add(f"printed/{self._host}", 1)
-        if count == 1:
-            tell(str(error))
+        self._tell(error)
         self._board.give_up(self._rank, str(error).splitlines()[0])
         cut(group_connections)
         dist.distributed_c10d._get_default_group().abort()

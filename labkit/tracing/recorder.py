@@ -205,15 +205,16 @@ class Recorder:
         peer: int | None,
         arrived: Any = None,
         meets: tuple[Meeting, ...] = (),
+        late: int | None = None,
     ) -> None:
-        """Record a transfer: waiting until the peer ``arrived``, then moving ``num_bytes``.
+        """Record a transfer: waiting until ``late`` (or the peer) ``arrived``, then moving bytes.
 
         On a GPU ``meets`` tells with what the span is compared after the run (``with_waits``).
         """
         kind = self._between(start, end)
         if arrived is not None and arrived > start:
             begun = min(arrived, end)
-            self._add(self.timer, "wait", start, begun, 0, peer)
+            self._add(self.timer, "wait", start, begun, 0, peer if late is None else late)
             start = begun
         self._add(self.timer, kind, start, end, num_bytes, peer, meets)
 

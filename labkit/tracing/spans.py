@@ -28,7 +28,8 @@ class Span:
 
     ``kind`` is ``compute``, ``communicate``, ``wait``, ``update``, ``data``, ``evaluate`` or the
     name of a communication phase such as ``share_reduce``. ``num_bytes`` are the bytes this rank
-    sent in the span; ``peer`` is the rank they went to (or came from, when nothing was sent).
+    sent in the span; ``peer`` is the rank they went to (or came from, when nothing was
+    sent), and of a wait for a message the rank that came last.
     ``lane`` is the thread: 0 is the rank's main thread, 1 and up are other threads, such as DDP's
     communication thread.
     """

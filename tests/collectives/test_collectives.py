@@ -3,7 +3,6 @@
 import pytest
 import torch
 from cases import OPS, on_one_device, paid, reduced, ring_cost, values_of, wide_bytes
-from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from ranks import travel_by_value
 
 from labkit import run
@@ -220,14 +219,6 @@ def test_collectives_from_everyone_to_everyone(world_size):
             for name, (value, cost) in case.items():
                 torch.testing.assert_close(value, expected[name])
                 assert cost == prices[name], (name, size, rank)
-
-
-@pytest.mark.usefixtures("over_streams")
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_collectives_over_a_stream_that_queues(world_size):
-    test_share_reduce_leaves_one_complete_chunk_and_share_only_spreads_them(world_size)
-    test_collectives_with_a_root(world_size)
-    test_collectives_from_everyone_to_everyone(world_size)
 
 
 def test_shapes_strides_and_gradients_of_the_ones_that_return_new_tensors():  # rows 10, 11

@@ -81,15 +81,6 @@ def test_an_exchange_needs_both_ends():
     assert stuck_ranks(board) == [0]
 
 
-def test_a_barrier_waits_for_those_who_have_not_come():
-    board = board_of(3)
-    board.enter_meeting(0, "barrier", 0.0)
-    board.enter_meeting(2, "barrier", 0.0)
-    assert [wait.peer for wait in waits(board, 0)] == [1]
-    board.enter_meeting(1, "barrier", 0.0)
-    assert waits(board, 0) == []
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_misfit_is_refused_by_whoever_comes_second(first):
     board = board_of(2)
@@ -124,12 +115,12 @@ def test_when_the_peer_arrived():
     board = board_of(2)
     board.enter(0, "send", 5.0, "", sent=(1, WHAT))
     board.enter(1, "recv", 7.0, "", expected=(0, WHAT))
-    assert board.arrived_s(0, 1, None) == 7.0
-    assert board.arrived_s(1, None, 0) == 5.0
+    assert board.arrived(0, 1, None) == (7.0, 1)
+    assert board.arrived(1, None, 0) == (5.0, 0)
     # The peer may be at its next operation already: the right one is still meant.
     board.leave(0)
     board.enter(0, "send", 9.0, "", sent=(1, WHAT))
-    assert board.arrived_s(1, None, 0) == 5.0
+    assert board.arrived(1, None, 0) == (5.0, 0)
 
 
 def recv_any(board, rank, sources):

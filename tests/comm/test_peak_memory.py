@@ -1,13 +1,11 @@
 """Peak memory: what counts, what does not, and that nothing is told where nothing is known."""
 
-import json
-
 import pytest
 import torch
 from ranks import travel_by_value
 
 import labkit
-from labkit.comm.peak_memory import MemoryMeter, Part, PeakMemory, as_dicts
+from labkit.comm.peak_memory import MemoryMeter, Part
 
 travel_by_value(__name__)
 
@@ -90,12 +88,3 @@ def take_in_parts(comm):
 def test_a_part_has_its_own_peak_and_the_whole_has_the_largest():
     (found,) = labkit.run(take_in_parts, world_size=1, device="cpu").values
     assert found == (around(60), around(120))
-
-
-def test_it_prints_and_travels_as_numbers():
-    peak = PeakMemory(5, {"cuda:0": 3, "cuda:1": 4})
-    assert [PeakMemory(**one) for one in json.loads(json.dumps(as_dicts([peak])))] == [peak]
-    assert str(peak).startswith("cuda:0 3 B, cuda:1 4 B, process 5 B")
-    assert peak.by_device == peak.devices
-    unknown = PeakMemory(None)
-    assert (unknown.by_device, str(unknown)) == ({}, "unknown")

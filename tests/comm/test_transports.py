@@ -4,16 +4,13 @@ Each test runs on all transports, through a Comm, as everybody uses them. The ru
 stand below: nothing that counts asks a formula; a message or segment too few or too many shows.
 """
 
-import functools
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from fifo_transport import call_over_stream
 from ranks import travel_by_value
 
 from labkit import EmulatedLink, run
@@ -38,13 +35,10 @@ TRANSPORTS = [
     pytest.param("shared"),
     pytest.param("gloo"),
     pytest.param("linked", id="shared, over an emulated link"),
-    pytest.param("queued", id="gloo behind a stream"),
     pytest.param("group", id="gloo, a group of its own"),
     pytest.param("staged", id="gloo, staged through host memory", marks=needs_gpu),
     pytest.param("nccl", id="NCCL", marks=needs_two_gpus),
 ]
-# Their errors come later.
-QUEUED = [("nccl",), ("queued",)]
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -56,7 +50,6 @@ def on(transport: str, function: Callable, world_size: int, *args, **settings) -
     """Returns the values of ``function(comm, *args)`` by rank, with a Comm on that transport."""
     known = {
         "group": "gloo",
-        "queued": "gloo",
         "linked": "shared",
         "staged": "gloo",
         "nccl": "auto",
@@ -66,8 +59,6 @@ def on(transport: str, function: Callable, world_size: int, *args, **settings) -
     settings |= {"world_size": world_size, "device": device, "transport": asked}
     if transport == "linked":
         settings["link"] = EmulatedLink(1e-6, 1e11)
-    if transport == "queued":
-        function = functools.partial(call_over_stream, function)
     if transport != "group":
         return run(function, *args, **settings).values
     return run(in_a_group, function, args, **settings).values
@@ -191,22 +182,18 @@ def leaves_while_the_other(comm, operation):
         "exchange": lambda: comm.exchange(mine, 1, theirs, 1),
         "barrier": comm.barrier,
     }
-    started_s = time.monotonic()
     try:
         calls[operation]()
     except PeerLostError as error:
-        return type(error).__name__, time.monotonic() - started_s, str(error)
-    return "no error", 0.0, ""
+        return str(error)
 
 
 @pytest.mark.parametrize("operation", ["send", "recv", "recv_add", "exchange", "barrier"])
-@pytest.mark.parametrize("transport", [p for p in TRANSPORTS if p.values not in QUEUED])
+@pytest.mark.parametrize("transport", TRANSPORTS[:-1])  # NCCL's errors come later
 def test_a_peer_that_has_ended_is_a_lost_peer_in_every_operation(transport, operation):
     found = on(transport, leaves_while_the_other, 2, operation, may_lose=[1])
-    kind, seconds, text = found[0]
-    assert kind == "PeerLostError", text
-    assert seconds < 20
-    assert "Exception raised from" not in text  # PyTorch's C++ stack
+    assert found[0], "no error"
+    assert "Exception raised from" not in found[0]  # PyTorch's C++ stack
 
 
 def counted(comm, all_reduces, num_elements):

@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from graded import Answers, a_stub, graded
+from graded import Answers, graded
 
 from workbook.exercises.grader.report import NOT_YOURS, PASSED
 
@@ -58,9 +58,3 @@ def test_a_right_answer_passes(key, fn, verdicts):
 def test_a_wrong_answer_is_refused(key, fn, verdicts):
     found = verdicts[key, fn]
     assert repr(found).startswith("not yet: "), found
-
-
-@pytest.mark.parametrize("key", [key for key, answers in ALL.items() if answers.right])
-def test_a_stub_is_not_attempted_yet(key, verdicts):
-    found = verdicts[key, a_stub]
-    assert repr(found) == f"not attempted yet: {found.name}"

@@ -1,11 +1,10 @@
 """What all checks share: verdicts, a page's own exercises, and what is said of a wrong value."""
 
 import time
-from functools import partial
 
 import pytest
 import torch
-from answers.grading import ALL_REDUCE, all_reduce, through_rank_0
+from answers.ring import through_rank_0
 from ranks import travel_by_value
 
 from labkit import collectives
@@ -16,6 +15,8 @@ from workbook.exercises.grader.exercise import Case
 from workbook.exercises.grader.judge_values import in_words, made_of
 
 travel_by_value(__name__)
+
+NAIVE = check.ring.naive_all_reduce
 
 
 def test_a_function_without_ranks_is_graded_by_its_answers():
@@ -31,7 +32,7 @@ def test_a_function_without_ranks_is_graded_by_its_answers():
 
 
 def test_what_is_printed_is_what_is_returned(capsys):
-    verdict = all_reduce(collectives.naive_all_reduce)
+    verdict = NAIVE(collectives.naive_all_reduce)
     said = capsys.readouterr().out
     assert said == f"{verdict!r}\n"
     assert said.startswith("works, but not yours yet: ")
@@ -88,41 +89,16 @@ def a_wordy_stub(comm, tensor):
     raise NotImplementedError("all ranks send to rank 0, which adds, and sends the sum back")
 
 
-class NotBegun(torch.distributed.Work):
-    def __init__(self, operation, tensors):
-        super().__init__()
-        self.tensors = tensors
-
-    def wait(self, timeout=None):
-        raise NotImplementedError
-
-    get_future = wait
-
-
-class Begun(NotBegun):
-    def __init__(self, operation, tensors):
-        super().__init__(operation, tensors)
-        try:
-            operation()
-        except Exception as error:
-            self.error = error
-
-    def wait(self, timeout=None):
-        raise NotImplementedError
-
-
 def test_a_stub_is_told_from_an_error_and_from_what_is_half_written(monkeypatch):
-    assert all_reduce(flips_bits_of_floats).status == "not yet"
-    assert all_reduce(a_wordy_stub).status == "not attempted yet"
-    assert check.backend.work(NotBegun).status == "not attempted yet"
-    assert check.backend.work(Begun).status == "not yet"
+    assert NAIVE(flips_bits_of_floats).status == "not yet"
+    assert NAIVE(a_wordy_stub).status == "not attempted yet"
 
     def untouched(comm, tensor):
         """tensor: [N]."""
         raise NotImplementedError
 
     monkeypatch.setattr(grader, "outcomes_of", lambda *args: pytest.fail("ranks were started"))
-    assert all_reduce(untouched).status == "not attempted yet"
+    assert NAIVE(untouched).status == "not attempted yet"
 
 
 def stops_at_rank_1(comm, tensor):
@@ -135,13 +111,13 @@ def never_ends(comm, tensor):
 
 
 def test_an_error_is_told_with_its_case_and_line_and_without_a_traceback(monkeypatch):
-    said = repr(all_reduce(stops_at_rank_1))
+    said = repr(NAIVE(stops_at_rank_1))
     assert "with 2 ranks and 10 elements: rank 1 raised IndexError" in said
     assert "return tensor[comm.rank + 9 * (comm.rank == 1)]" in said
     assert "Traceback" not in said
     monkeypatch.setattr(on_ranks, "TIMEOUT_S", 1.0)
     monkeypatch.setattr(on_ranks, "AGAIN_S", 1.0)
-    assert "with 2 ranks and 96 elements: the run was still going" in repr(all_reduce(never_ends))
+    assert "with 2 ranks and 96 elements: the run was still going" in repr(NAIVE(never_ends))
 
 
 def test_a_verdict_is_a_card_in_a_notebook_and_shown_once(monkeypatch):
@@ -166,5 +142,5 @@ def test_a_fit_tells_how_often_each_part_is_in_a_value():
     assert in_words(made_of(value / 2, basis)) == "0.5 x rank 0 + rank 3"
     assert made_of(torch.rand(24), basis) == {}
     assert made_of(value[:2], basis) == {}
-    said = repr(check.grade(partial(through_rank_0, add=False), ALL_REDUCE, (3,)))
-    assert "it is rank 2, expected rank 0 + rank 1 + rank 2" in said
+    said = repr(NAIVE(lambda comm, tensor: comm.barrier(), world_sizes=(3,)))
+    assert "it is rank 0, expected rank 0 + rank 1 + rank 2" in said

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from workbook.exercises.grader.compare import agree, close, other_kind, same
+from workbook.exercises.grader.compare import agree, close, other_kind
 
 ROW = torch.tensor([1.0, 2.0, 3.0])
 
@@ -64,8 +64,8 @@ def test_the_tolerance_is_that_of_the_numbers_that_were_added():
     large, small = torch.tensor([1000.0, 1.0]), torch.tensor([-999.0, 1e-6])
     total = (large.double() + small.double()).float()
     off = total + torch.tensor([1e-4, 0.0])
-    assert same(off, total, [large, small])
-    assert not same(off, total)
+    assert agree(off, total, [large, small])
+    assert not agree(off, total)
     without_the_small = torch.tensor([total[0], 1.0])
     assert close(without_the_small, total, [large, small]).tolist() == [True, False]
 

@@ -10,10 +10,9 @@ from ranks import travel_by_value
 from labkit.__main__ import main
 from labkit.costs.link import Link, all_reduce_seconds
 from labkit.placement.planner import LayerCost, Profile
-from workbook.measure import all_reduce, checkpoint, launch, placement
+from workbook.measure import all_reduce, benches, placement
 from workbook.measure.command import show
 from workbook.measure.record import Result
-from workbook.measure.steps import build
 
 travel_by_value(__name__)
 CPU = {"device": "cpu"}
@@ -38,7 +37,7 @@ def by_contender(rows):
 @pytest.mark.fresh
 def test_both_sides_of_the_launch_bench_do_the_work(tmp_path):
     rows = rows_of(tmp_path, "launch", "--world-size", "2", "--repeats", "1")
-    assert [row["contender"] for row in rows] == [launch.OURS, launch.THEIRS]
+    assert [row["contender"] for row in rows] == ["labkit.run", benches.SPAWN]
 
 
 @pytest.mark.slow
@@ -83,7 +82,7 @@ def test_a_wrong_sum_ends_the_bench(monkeypatch):
 
     monkeypatch.setattr(all_reduce, "timed", lambda comm, action: action() or 1.0)
     with pytest.raises(AssertionError, match="lazy: 8 bytes have a wrong sum"):
-        all_reduce.Tensors(Alone, 8).turn("lazy", lambda tensor: None)
+        all_reduce.checked_turns(Alone, 8, {"lazy": lambda tensor: None})["lazy"]()
 
 
 @pytest.mark.slow
@@ -100,7 +99,6 @@ def test_every_contender_of_a_step_trains_the_same_model(bench, names, tmp_path)
     assert names <= rows.keys()
     for name, row in rows.items():
         assert row["difference"] < 1e-5
-        assert len(row["seconds"]) == 2
         assert row["ratio_to"].keys() >= {one for one in rows if one.startswith("torch")} - {name}
 
 
@@ -108,8 +106,8 @@ def test_a_checkpoint_is_timed_beside_a_plain_file(tmp_path):
     words = ["checkpoint", "--world-size", "2", "--models", "small_cnn", "--repeats", "2"]
     rows = by_contender(rows_of(tmp_path, *words))
     # Parameters and momenta.
-    parameters = sum(one.nbytes for one in build("small_cnn").parameters())
-    assert rows.keys() == {checkpoint.SAVE, checkpoint.PLAIN}
+    parameters = sum(one.nbytes for one in benches.build("small_cnn").parameters())
+    assert rows.keys() == {"checkpoint", benches.PLAIN_FILE}
     assert all(row["num_bytes"] == 2 * parameters for row in rows.values())
 
 
@@ -119,7 +117,6 @@ def test_all_cuts_take_turns_with_the_planner_s():
     assert list(result.seconds[""]) == [f"cut {cut}" for cut in (1, 2, 3, 4, 5)]
     # All layers are alike: the planner cuts in the middle.
     assert result.against == ("cut 3",)
-    assert result.figures["cuts_2_micro_batches"]().png()
 
 
 @pytest.mark.slow
@@ -132,7 +129,6 @@ def test_the_hops_of_a_placement_stand_beside_the_model(monkeypatch):
     assert case == "4 devices"
     assert sum("gradient" in hop for hop in hops) == len(hops) / 2 == 3
     assert all(row["model_s"] > 0 and row["num_bytes"] > 0 for row in result.rows())
-    assert result.figures["hops"]().png()
 
 
 def test_what_is_measured_is_written_when_a_bench_is_stopped(tmp_path):
@@ -149,13 +145,10 @@ def test_what_is_measured_is_written_when_a_bench_is_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["speed"], "unknown bench 'speed'"),
         (["all-reduce", "--sizes", "10"], "10 bytes do not divide into float32"),
         (["ddp", "--world-size", "1"], "the world size of a bench must be an integer from 2 up"),
-        (["all-reduce", "--device", "tpu"], "unknown device 'tpu'"),
         (["all-reduce", "--figure", "x.gif"], "a figure is saved as .png or .svg"),
         (["launch", "--sizes", "4KiB"], "bench launch has no sizes_bytes"),
-        (["ddp", "--models", "gpt"], "unknown model 'gpt'"),
         (["--json", "x.json"], "--json and --figure are for one bench"),
     ],
 )

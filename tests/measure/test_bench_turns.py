@@ -2,8 +2,8 @@
 
 import json
 
-from workbook.measure import spread, turns
-from workbook.measure.record import Result, dumped
+from workbook.measure import turns
+from workbook.measure.record import Result, Spread, dumped
 
 
 def test_each_repeat_begins_with_another_contender():
@@ -21,13 +21,15 @@ def test_a_turn_lasts_until_the_last_rank_has_ended():
 def test_ratios_are_of_pairs_so_drift_drops_out():
     """The machine is twice as slow in the second repeat: the ratio is not."""
     seconds = {4: {"ours": [1.0, 2.0], "gloo": [3.0, 6.0]}}
-    made = Result("T", {"P": 2}, seconds, ("gloo",), "size_bytes", {"twice_s": lambda *_: 0.002})
+    made = Result(
+        "T", {"P": 2}, seconds, ("gloo",), "size_bytes", {"twice_s": {4: {"ours": 0.002}}}
+    )
     ours, gloo = made.rows()
     assert ours["ratio_to"]["gloo"] == {"median": 3.0, "low": 3.0, "high": 3.0}
     assert gloo["ratio_to"]["gloo"]["median"] == 1.0
     assert (ours["P"], ours["size_bytes"], ours["twice_s"]) == (2, 4, 0.002)
     assert "2 ms" in str(made)
-    assert spread.Spread.of([5.0, 1.0, 2.0, 3.0, 4.0]) == spread.Spread(3.0, 2.0, 4.0)
+    assert Spread.of([5.0, 1.0, 2.0, 3.0, 4.0]) == Spread(3.0, 2.0, 4.0)
 
 
 def test_a_row_of_the_record_is_a_line():

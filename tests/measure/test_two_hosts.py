@@ -72,12 +72,9 @@ def test_nothing_is_left_when_the_program_is_killed():
     assert all(wait_until(lambda pid=pid: not is_alive(pid), 20) for pid in pids)
 
 
-def test_the_tables_and_the_figure_of_the_record():
-    assert len(two_hosts.cable_table(RECORD).rows) == len(RECORD["links"])
+def test_the_tables_of_the_record():
     slow = two_hosts.two_hosts_table(RECORD, ["1 Gb/s"])
     assert 0 < len(slow.rows) < len(RECORD["steps"])
-    assert min(two_hosts.slow_downs(RECORD)["ring"]) > 1.5
-    assert "1 Gb/s" in two_hosts.two_hosts_figure(RECORD).alt
 
 
 @pytest.mark.slow

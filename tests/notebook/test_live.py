@@ -91,11 +91,6 @@ def drawn(board, cell):
     return run
 
 
-def test_a_run_under_a_second_shows_nothing(cell):
-    drawn(board_of(2, 0.5), cell).close(Trace((Span(0, "compute", 0, 0.5),)))
-    assert cell.pages == []
-
-
 def test_lanes_losses_rates_and_the_bar_of_the_slowest_rank(cell):
     board = board_of(2, 2.0)
     run = drawn(board, cell)
@@ -125,9 +120,9 @@ def test_it_ends_as_the_timeline_of_the_trace_or_as_it_was(cell):
     assert "2 ranks, 2.0 s, stopped" in words_of(cell.pages[-1])
 
 
-def test_more_ranks_than_lanes(cell):
-    drawn(board_of(64, 2.0), cell)
-    assert "64 ranks, 2.0 s, of which 16 are drawn" in words_of(cell.pages[-1])
+def test_a_run_without_spans_has_no_empty_lanes(cell):
+    drawn(board_of(1, 2.0, ()), cell)
+    assert cell.pages == ["<div>1 rank, 2.0 s</div>"]
 
 
 class Shell:

@@ -19,7 +19,7 @@ from workbook.notebook.record import Predicted, Record, Tried
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 STATES = ("passed: ", "not yet: ", "not attempted yet: ", "works")
 AT = "2026-01-01T00:00:00+00:00"
-PAGES = [Page("06_ring", "The ring", ("ring.all_reduce", "mean")), Page("07_tree", "A tree", ())]
+PAGES = [Page("06_ring", "The ring", {"ring.all_reduce": "All of it", "mean": "A mean"})]
 
 
 def tried(status, attempts=1):
@@ -45,7 +45,7 @@ def test_the_notebooks_in_the_current_folder_come_first(tmp_path, monkeypatch):
     folder = tmp_path / "notebooks"
     folder.mkdir()
     cells = [
-        {"cell_type": "markdown", "source": ["# A page\n", "and text"]},
+        {"cell_type": "markdown", "source": ["# A page\n", "and\n### Exercise 1: all"]},
         {"cell_type": "code", "source": "check.ring.all_reduce(mine).own_run()"},
     ]
     (folder / "06_page.ipynb").write_text(json.dumps({"cells": cells}))
@@ -53,7 +53,9 @@ def test_the_notebooks_in_the_current_folder_come_first(tmp_path, monkeypatch):
     (folder / "08_half.ipynb").write_text("{")
     for place in (tmp_path, folder):
         monkeypatch.chdir(place)
-        assert workbook_pages() == [Page("06_page", "A page", ("ring.all_reduce",))]
+        assert workbook_pages() == [
+            Page("06_page", "A page", {"ring.all_reduce": "Exercise 1: all"})
+        ]
 
 
 def test_the_open_page_is_known_from_jupyter(monkeypatch):
@@ -63,35 +65,38 @@ def test_the_open_page_is_known_from_jupyter(monkeypatch):
 
 
 def test_exercises_are_passed_tried_or_open_and_others_have_rows():
+    """One that was passed on the page where it was before counts where it is now."""
     recorded = Record({"06_ring": {"mean": tried("not yet", 2)}, "<Untitled>": {}})
     recorded.exercises["<Untitled>"]["other"] = tried("works but not yours yet")
-    recorded.exercises[""] = {"ring.all_reduce": tried("passed"), "mine": tried("passed")}
+    recorded.exercises["05_before"] = {"ring.all_reduce": tried("passed")}
+    recorded.exercises[""] = {"ring.all_reduce": tried("not yet"), "mine": tried("passed")}
     shown = Progress.of(recorded, PAGES, "Kept here.")
-    assert shown.tables()[0][1:] == [
-        ["06 The ring", "1 of 2", "passed: ring.all_reduce; not yet (2 attempts): mean"],
-        ["07 A tree", "0 of 0", ""],
-        ["<Untitled>", "0 of 1", "works but not yours yet (1 attempt): other"],
-        ["elsewhere", "1 of 1", "passed: mine"],
+    assert repr(shown).splitlines() == [
+        "06 The ring: 1 of 2 passed",
+        "    All of it ✓",
+        "    A mean (not yet, 2 attempts)",
+        "<Untitled>: 0 of 1 passed",
+        "    other (works but not yours yet, 1 attempt)",
+        "elsewhere: 1 of 1 passed",
+        "    mine ✓",
+        "",
+        "2 of 4 exercises passed.",
+        "Kept here.",
     ]
-    assert shown.sentences() == ["2 of 4 exercises passed."]
-    assert "&lt;Untitled&gt;" in shown._repr_html_()
+    page = shown._repr_html_()
+    assert "&lt;Untitled&gt;" in page
+    assert '<a href="06_ring.ipynb#All-of-it">All of it</a> ✓' in page
 
 
 def test_predictions_are_shown_in_the_order_of_their_measurements():
     made = [predicted(1.0, 2.0**-day, day) for day in range(10, 0, -1)]
     made.append(Predicted("time", "s", 1.0, AT))  # not measured
     shown = Progress.of(Record({}, {"06_ring": {"time": made}}), PAGES, "")
-    ratios = [row[-1] for row in shown.tables()[1][1:]]
-    assert (ratios[0], ratios[-1]) == ("0.5 ×", "0.000977 ×")
+    ratios = [row[-1] for row in shown.rows()]
+    assert (ratios[0], ratios[-1]) == ("0.5", "0.000977")
     assert "factor of 1,024" in shown.sentences()[1]
-
-
-@pytest.mark.parametrize(
-    ("value", "measured", "factor"),
-    [(1, 2, 2), (2, 1, 2), (3, 3, 1), (0, 3, None), (3, 0, None), (-2, 1, None)],
-)
-def test_the_factor_counts_both_directions_alike(value, measured, factor):
-    assert predicted(value, measured).factor == factor
+    factors = [predicted(*numbers).factor for numbers in ((1, 2), (2, 1), (0, 3), (-2, 1))]
+    assert factors == [2, 2, None, None]
 
 
 def test_a_check_records_its_verdict_but_not_that_nothing_is_written_yet(monkeypatch):
@@ -107,7 +112,7 @@ def test_a_check_records_its_verdict_but_not_that_nothing_is_written_yet(monkeyp
     answers(lambda x: 2, **asked)
     one = record.read().exercises["06_ring_all_reduce"]["ring.weighted_mean"]
     assert (one.status, one.attempts) == ("passed", 2)
-    assert "passed: ring.weighted_mean" in repr(workbook.progress())
+    assert "a weighted mean in one all-reduce ✓" in repr(workbook.progress())
 
 
 def test_the_command_prints_the_same(capsys, monkeypatch):

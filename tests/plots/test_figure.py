@@ -21,7 +21,6 @@ from workbook import plots
 from workbook.plots.palette import styles_of
 
 CURVES = {"tree": {2**10: 1e-5, 2**20: 1e-2}, "ring": {2**10: 1e-4, 2**20: [1e-3, 2e-3]}}
-STEPS = [{"split_points": [k], "predicted_s": k, "measured_s": [k, k + 1]} for k in (1, 2)]
 STREAM = [Action("forward", 0), Action("backward", 0)]
 STAGE = Trace.merge([[Span(0, "forward", 0, 1), Span(0, "backward", 1, 3)]])
 MICRO = [{"schedule": "gpipe", "micro_batches": m, "step_s": [m, m + 1]} for m in (1, 2)]
@@ -40,7 +39,6 @@ MAKE_FIGURE = {
     "learning_curves": lambda: plots.learning_curves({"single": EPOCHS}),
     "bars": lambda: plots.bars({"ring": {"measured": 1, "model": 2}}, quantity="time", unit="s"),
     "split_costs": lambda: plots.split_costs(PROFILE, predict_split(PROFILE, (3,), LINK)),
-    "split_scatter": lambda: plots.split_scatter(STEPS),
     "pipeline_timetable": lambda: plots.pipeline_timetable(predicted_slots([STREAM], [1], [2])),
     "pipeline_timeline": lambda: plots.pipeline_timeline(STAGE, [STREAM]),
     "step_by_micro_batches": lambda: plots.step_by_micro_batches(MICRO),

@@ -11,6 +11,7 @@ from labkit.schedules.ring import ring_all_reduce
 from labkit.units import format_seconds
 from workbook import plots
 from workbook.plots.models import example_step
+from workbook.plots.palette import Style
 
 
 class TestBucketOverlap:
@@ -96,7 +97,7 @@ class TestBars:
         assert [bar.get_height() for bar in looks.values()] == pytest.approx([2, 4, 1.5])
         (whisker,) = [c for c in axes.collections if hasattr(c, "get_segments")]
         assert whisker.get_segments()[0][:, 1] == pytest.approx([1, 9])
-        model = plots.Style(to_hex(looks["ours"].get_facecolor())).model
+        model = Style(to_hex(looks["ours"].get_facecolor())).model
         assert looks["ours model"].get_hatch() == model.hatch
         assert to_hex(looks["ours model"].get_facecolor()) == model.color
         assert looks["ours"].get_facecolor() != looks["gloo"].get_facecolor()

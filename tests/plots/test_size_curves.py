@@ -55,8 +55,8 @@ def test_crossings_stand_beside_the_models(model, said):
     (found,) = plots.crossings(TREE, RING)
     assert found == pytest.approx(80 * KIB, rel=0.05)
     assert plots.crossings(repeated(RING), repeated(TREE)) == [pytest.approx(found)]
-    three = {"fast": {size: value / 9 for size, value in TREE.items()}} | BOTH
-    figure = plots.size_curves(three, crossover=model, between=("tree", "ring"))
+    three = BOTH | {"fast": {size: value / 9 for size, value in TREE.items()}}
+    figure = plots.size_curves(three, crossover=model)
     lines = {name: line for name, line in lines_of(figure).items() if "crossover" in name}
     marks = {line.get_linestyle(): line.get_xdata()[0] for line in lines.values()}
     assert marks == {"-": found} | ({"--": model} if model < math.inf else {})
@@ -84,5 +84,5 @@ def test_communication_by_batch_is_measured_beside_its_model():
         "cut 5, backward": {1: 1e-3, 4: 4e-3},
     }
     figure = plots.communication_time(hops, {"cut 5, forward": {1: 1e-3, 4: 4e-3}})
-    assert "cut 5, forward 2 ms to 8 ms; cut 5, backward 1 ms to 4 ms" in figure.alt
+    assert "cut 5, forward 2 ms at 1, 8 ms at 4; cut 5, backward 1 ms at 1" in figure.alt
     assert "2 times the model" in figure.caption

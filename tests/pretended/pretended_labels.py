@@ -250,8 +250,9 @@ class Pretend(TorchFunctionMode):
             return func(*args, **kwargs)
         if device is None:
             device = common(func, tensors_in((*args, *kwargs.values())))
-        if device is None and not in_backward():
-            device = CPU
+        if device is None:
+            # A gradient without a label: its result keeps what it shows, also in other threads.
+            device = next(map(shown, tensors_in(args)), CPU) if in_backward() else CPU
         if kwargs.get("generator") is not None and device is not None and device.type == "cuda":
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         out = func(*args, **kwargs)

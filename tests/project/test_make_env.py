@@ -4,7 +4,6 @@ The real Makefile runs in a folder of its own, with programs that note what they
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -108,19 +107,6 @@ def test_the_choice_is_handed_to_uv_and_kept_until_another_is_made(torch, build,
     os.utime(set_up.folder / "requirements.txt", (1, 1))
     assert set_up.make("default")[0] == asked_for("default")
     assert set_up.make()[0] == []
-
-
-def test_of_another_build_all_but_pytorch_and_its_cuda_keeps_its_version_and_hashes(set_up):
-    set_up.make("cpu")
-    wanted = (set_up.folder / ".venv" / "pins.txt").read_text().splitlines()
-    whole = (ROOT / "requirements.txt").read_text().replace("\\\n", " ").splitlines()
-    whole = [line for line in whole if not line.startswith("#")]
-    names = {line.split("==")[0] for line in whole} - {line.split("==")[0] for line in wanted}
-    assert {"triton", "nvidia-nccl-cu13", "cuda-toolkit"} < names
-    assert all(re.match(r"nvidia-|cuda-|triton$", name) for name in names)
-    bare = [line for line in wanted if "--hash=sha256:" not in line]
-    assert bare == [line.split()[0] for line in whole if re.match(r"torch(vision)?==", line)]
-    assert set(wanted) - set(bare) <= set(whole)
 
 
 def test_what_cannot_be_reached_leaves_the_environment_as_it_was(set_up):

@@ -60,6 +60,7 @@ def test_every_training_command_is_one_that_runs(command, monkeypatch):
         assert config.world_size == 3, "# three stages"
 
 
+@pytest.mark.more
 def test_the_recipe_runs_in_one_command(tmp_path, monkeypatch):
     """On 140 samples: two epochs of two batches."""
     (command,) = (one for one in COMMANDS if "--lr-schedule cosine" in one)

@@ -127,7 +127,7 @@ class TestListening:
         result = run(listens_in_a_run, during, world_size=2, transport=transport)
         assert result.values == [([], [])] * 2
         pids = [os.getpid(), *(one.pid for one in descendants())]
-        assert wait_until(lambda: heard_outside(pids) == before, 5)
+        assert wait_until(lambda: heard_outside(pids) == before, 60)
 
     @pytest.mark.fresh
     @pytest.mark.skipif(not may_unshare(), reason="needs a network of its own: unshare, as root")
@@ -281,7 +281,7 @@ class TestRpcAmongStrangers:
             os.close(end)
             os.read(wait, 1)
             os._exit(0)
-        found = wait_until(lambda: os.stat(f"/proc/{other}").st_uid == uid, 5)
+        found = wait_until(lambda: os.stat(f"/proc/{other}").st_uid == uid, 60)
         people = remote.other_people()
         os.close(wait)
         os.close(end)

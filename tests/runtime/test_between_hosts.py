@@ -107,14 +107,17 @@ class TestFaults:
         hosts = self.told(all_in_recv, "deadlock: rank 0 (host 0) -> rank 1", where("the cycle"))
         self.raised(hosts, "DeadlockError", 0, 1, 2, 3)
 
+    @pytest.mark.more
     def test_a_rank_that_never_comes(self):
         found = "rank 3 (host 1) has returned, but rank 0 (host 0), rank 1"
         hosts = self.told(one_never_comes, found, where("not the last rank"))
         self.raised(hosts, "DeadlockError", 0, 1, 2)
 
+    @pytest.mark.more
     def test_collectives(self):
         self.told(other_collectives, "call different collectives", where("sum and maximum"))
 
+    @pytest.mark.more
     def test_a_rank_that_is_lost(self):
         # On its own host torchrun has ended the other rank, and says why.
         here, there = on_hosts(fails, [2, 2], killed)

@@ -1,8 +1,6 @@
-"""A DataLoader with workers inside a rank: data sets of a notebook, crashes, no process left."""
+"""A DataLoader with workers inside a rank: data sets of a notebook, no process left."""
 
 import multiprocessing
-import os
-import signal
 import sys
 
 import pytest
@@ -23,22 +21,15 @@ pytestmark = pytest.mark.skipif(
 class Squares(Dataset):
     """x and x squared; it travels by value, as a class of a notebook's cell does."""
 
-    def __init__(self, bad: str = ""):
-        self.bad = bad
-
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, index: int):
-        if index == 13 and self.bad == "raises":
-            raise KeyError("sample 13 is missing")
-        if index == 13 and self.bad == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
         return torch.tensor(float(index)), index**2
 
 
-def use_workers(comm, bad=""):
-    loader = DataLoader(Squares(bad), batch_size=5, num_workers=2, persistent_workers=True)
+def use_workers(comm):
+    loader = DataLoader(Squares(), batch_size=5, num_workers=2, persistent_workers=True)
     for _ in range(2):
         pairs = [torch.stack([x.long() ** 2, y]) for x, y in loader]
     values = torch.cat(pairs, dim=1)
@@ -54,4 +45,4 @@ def test_workers_serve_a_data_set_that_no_process_could_import():
     for values, children in result.values:
         assert values[0].tolist() == values[1].tolist() == [n**2 for n in range(24)]
         assert len(children) == 2
-        assert wait_until(lambda pids=children: not any(map(is_running, pids)), 5)
+        assert wait_until(lambda pids=children: not any(map(is_running, pids)), 60)

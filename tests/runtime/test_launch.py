@@ -24,7 +24,7 @@ travel_by_value(__name__)
 def nothing_is_left():
     before = leftovers()
     yield
-    assert wait_until(lambda: not running_ranks(), 2), f"ranks left: {running_ranks()}"
+    assert wait_until(lambda: not running_ranks(), 60), f"ranks left: {running_ranks()}"
     assert leftovers() <= before
     assert threading.active_count() < 10
 
@@ -64,7 +64,7 @@ class TestChildrenOfRanks:
 
         children = run(has_a_child, how, world_size=2).values
         assert all(isinstance(pid, int) for pid in children)
-        assert wait_until(lambda: not any(map(is_alive, children)), 5)
+        assert wait_until(lambda: not any(map(is_alive, children)), 60)
 
 
 def draws(comm):

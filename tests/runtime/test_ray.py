@@ -105,7 +105,7 @@ def test_the_stop_button_ends_the_ranks(nodes, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(waits, world_size=2, hosts=2)
     pids = [int(path.name) for path in tmp_path.iterdir()]
-    assert wait_until(lambda: not any(map(is_alive, pids)), 10)
+    assert wait_until(lambda: not any(map(is_alive, pids)), 60)
 
 
 def test_a_node_that_was_killed_is_named(nodes, tmp_path):

@@ -65,6 +65,7 @@ SOME = ("ddp", "async_parameter_server", "pipeline", "ddp on labkit")
 SOME += ("sums inside hosts first", "so do buckets")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("sizes", "names"), [([1, 2], ()), ([2, 2], SOME)])
 def test_every_technique_follows_one_device(sizes, names, tmp_path):
     alone, techniques = labkit.train_with("single", **SETTINGS), TECHNIQUES | APPROXIMATE

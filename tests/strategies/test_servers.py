@@ -109,4 +109,4 @@ def test_the_server_goes_on_without_a_worker_that_dies_and_says_so(monkeypatch, 
     assert len(result.epochs) == 2
     assert result.messages[2] == 0
     assert result.replicas_agree
-    assert wait_until(lambda: not running_ranks(), 2)
+    assert wait_until(lambda: not running_ranks(), 60)

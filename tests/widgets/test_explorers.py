@@ -6,7 +6,9 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from splits import LINK, PROFILE, measured
 
+from labkit.placement.planner import predict_split
 from workbook import plots, widgets
 from workbook.widgets import explorer
 
@@ -98,3 +100,23 @@ def test_it_keeps_its_state_when_its_cell_is_run_again(make, moves, monkeypatch)
     assert alt_of(again) == alt_of(first)
     cell["metadata"]["cellId"] = "another"
     assert MAKE[make]().chosen() != first.chosen()
+
+
+def test_a_pipelines_step_is_predicted_and_then_run():
+    """By the schedule that is chosen; a new choice is a new prediction."""
+    ran = []
+
+    def measure(micro_batches, schedule):
+        ran.append((micro_batches, schedule))
+        split = predict_split(PROFILE, (2,), LINK, micro_batches=micro_batches, schedule=schedule)
+        return measured(split)
+
+    made = widgets.pipeline_explorer(2, lambda count: 0.008 / count, measure)
+    assert "the step takes 30 ms" in made.caption
+    made.count.value, made.schedule.value = 8, "1f1b"
+    assert "the step takes 27 ms" in made.caption
+    run, shown = made.children[-2:]
+    run.click()
+    made.job.join()
+    assert ran == [(8, "1f1b")]
+    assert "Measured: the step takes" in shown.value

@@ -3,10 +3,10 @@
 Symbols: P ranks.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm.comm import Comm
-from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong, judged
-from workbook.exercises.grader.compare import kind_of, same, short
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong
+from workbook.exercises.grader.compare import agree, kind_of, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
 from workbook.exercises.ring import ring_target
 
@@ -35,11 +35,6 @@ def _sums(rank: int, case: Case) -> list[Tensor]:
     return [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
 
 
-def _without_the_matrix(rank: int, case: Case) -> list[Tensor]:
-    one, _, number = _sums(rank, case)
-    return [one, _tensors(rank, case)[1], number]
-
-
 # fn(comm, tensors): the sum over the ranks in each of a list, in place, in one all-reduce.
 bucket = Check(
     "backend.bucket",
@@ -49,67 +44,15 @@ bucket = Check(
     target=lambda rank, case: ring_target(7 + case.size, 4, rank, case),
     mistakes={
         "the transposed tensor is unchanged: flatten() and reshape() copy a tensor that is not "
-        "contiguous, so the sum must be copied back": _without_the_matrix
+        "contiguous, so the sum must be copied back": lambda rank, case: [
+            own if own.dim() == 2 else total
+            for own, total in zip(_tensors(rank, case), _sums(rank, case))
+        ],
     },
     sizes=(9, 4),
     drawn_size=DRAWN,
     may_call=COLLECTIVES,
 )
-
-
-@judged("operation, tensors", ("wait",), ("get_future",), ("error",))
-def work(fn: Callable, tried: str) -> Wrong | None:
-    """Grade ``fn(operation, tensors)``, a class: the ``dist.Work`` of ``operation()``.
-
-    ``wait`` returns True, or raises the operation's error; ``get_future`` returns a future of
-    ``tensors``, or of the error, in a way that PyTorch's C++ side notices.
-    """
-    tensors, calls = [torch.zeros(2), torch.zeros(3)], []
-
-    def operation() -> None:
-        calls.append(1)
-        if tried == "error":
-            raise ConnectionError("the operation failed")
-        for tensor in tensors:
-            tensor += 7
-
-    if tried == "error":
-        return _wrong_error(fn, operation, tensors)
-    made = fn(operation, tensors)
-    if not isinstance(made, dist.Work):
-        return Wrong(f"the class must be derived from dist.Work, but a call gave {kind_of(made)}")
-    if tried == "wait" and made.wait() is not True:
-        return Wrong("wait() must return True once the operation is done")
-    if wrong := _wrong_future(made, tensors):
-        return Wrong(wrong)
-    times = f"the operation was carried out {len(calls)} times, expected once"
-    return None if len(calls) == 1 else Wrong(times)
-
-
-def _wrong_error(fn: Callable, operation: Callable, tensors: list[Tensor]) -> Wrong | None:
-    """What is wrong with a Work whose operation fails."""
-    future_class = torch.futures.Future
-    known = {"autospec": True, "side_effect": future_class.set_exception}
-    with mock.patch.object(future_class, "set_exception", **known) as python_only:
-        try:
-            made = fn(operation, tensors)
-        except ConnectionError:
-            return Wrong("the operation's error was raised by the class: raise it in wait()")
-        try:
-            made.wait()
-            return Wrong("the operation failed, but wait() did not raise its error")
-        except ConnectionError:
-            pass
-        try:
-            future = made.get_future()
-        except ConnectionError:
-            return None
-    if any(call.args[0] is future for call in python_only.call_args_list):
-        return Wrong("set_exception is known to Python only: DDP's C++ code would see no error")
-    wrong = _wrong_future(made, tensors)
-    if wrong is None:
-        return Wrong("the operation failed, but the future does not: training would go on")
-    return None if "the future raises" in wrong else Wrong(wrong)
 
 
 def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
@@ -127,41 +70,43 @@ def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
     except Exception as error:
         return f"the future raises {type(error).__name__}"
     is_list = isinstance(value, list) and all(isinstance(entry, Tensor) for entry in value)
-    if is_list and same(value, tensors):
+    if is_list and agree(value, tensors):
         return None
     return f"the future's value must be the list of tensors that was given; it is {short(value)}"
 
 
-def _hosted(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong | None:
+def _hosted(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong | None:
     """On a rank: the parameters after DDP's updates; not tried if any rank found a mistake."""
     made, P, rank = fn(comm), case.world_size, comm.rank
     if not isinstance(made, dist.ProcessGroup):
         return Wrong(f"the class must be derived from dist.ProcessGroup: {kind_of(made)}")
-    summed = [[case.random(key + r, 5) for key in (100, 200)] for r in range(P)]
-    sums = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*summed)]
+    by_rank = [[case.random(key + r, 5) for key in (100, 200)] for r in range(P)]
+    sums = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
+    summed, sent, own = ([one.clone() for one in by_rank[rank]] for _ in range(3))
     from_last = dist.BroadcastOptions()
     from_last.rootRank = P - 1
-    sent = [case.random(300 + rank, 5)]
-    numbers = [torch.arange(3) + 10 * r + case.integer(1, 0, 9) for r in range(P)]
     # There are other values in the outputs before the call.
-    outputs = [torch.full((3,), -1) for _ in range(P)]
-    gathered = [outputs], [numbers[rank]], dist.distributed_c10d.AllgatherOptions()
+    outputs = [[torch.full((5,), -1.0) for _ in by_rank] for _ in own]
+    gathered = [row[:] for row in outputs], own, dist.distributed_c10d.AllgatherOptions()
     wrong = None
     # All are called: on another rank the first may be right, and go on to the second.
     for name, args, tensors, expected in (
-        ("allreduce", (summed[rank], dist.AllreduceOptions()), list(summed[rank]), sums),
-        ("broadcast", (sent, from_last), list(sent), [case.random(300 + P - 1, 5)]),
-        ("allgather", gathered, list(outputs), numbers),
+        ("allreduce", (summed, dist.AllreduceOptions()), summed[:], sums),
+        ("broadcast", (sent, from_last), sent[:], by_rank[-1]),
+        ("allgather", gathered, outputs[0] + outputs[1], [*itertools.chain(*zip(*by_rank))]),
     ):
-        returned = getattr(made, name)(*args)
+        returned, gathers = getattr(made, name)(*args), name == "allgather"
         if not isinstance(returned, dist.Work):
             wrong = wrong or f"{name} must return a Work, but it returned {kind_of(returned)}"
             continue
         returned.wait()
-        if not same(tensors, expected):
-            wrong = wrong or f"{name} leaves {short(tensors)}, expected {short(expected)}"
-        elif found := _wrong_future(returned, tensors):
-            wrong = wrong or f"{name} returns a Work that DDP cannot use: {found}"
+        for i, (left, wanted) in enumerate(zip(tensors, expected)):
+            if not agree(left, wanted):
+                where = f"outputs[{i // P}][{i % P}]" if gathers else f"tensors[{i}]"
+                text = f"{name} leaves {short(left)} in {where}, expected {short(wanted)}"
+                wrong = wrong or text
+        if not wrong and (found := _wrong_future(returned, tensors[:P] if gathers else tensors)):
+            wrong = f"{name} returns a Work that DDP cannot use: {found}"
     # Not through comm, where a wrong method may have left a message.
     any_found = torch.tensor(int(wrong is not None))
     dist.all_reduce(any_found)
@@ -188,24 +133,22 @@ def _inputs(rank: int, step: int) -> Tensor:
     return random_tensor(50 * step + rank, 6, 4)
 
 
-def _updated(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    """The parameters after an update on each of the inputs."""
+def _updated(model: nn.Module, inputs: list[Tensor]) -> Tensor:
+    """The parameters, in one row, after an update on each of the inputs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for one in inputs:
         optimizer.zero_grad()
         model(one).square().mean().backward()
         optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def _trained(case: Case, values: list[list[Tensor]]) -> Found:
-    for rank, value in enumerate(values):
-        if not all(map(torch.equal, value, values[0])):
-            return f"after two updates by DDP the parameters of ranks 0 and {rank} differ"
+def _trained(case: Case, values: list[Tensor]) -> Found:
+    if not all(torch.equal(value, values[0]) for value in values):
+        return "after two updates by DDP the ranks hold different parameters"
     inputs = [torch.cat([_inputs(r, s) for r in range(case.world_size)]) for s in range(2)]
-    if same(values[0], _updated(_network(0), inputs)):
-        return None
-    return "two updates by DDP give other parameters than one device with all samples"
+    right = agree(values[0], _updated(_network(0), inputs))
+    return None if right else "two updates by DDP give other parameters than one device"
 
 
 # fn(comm), a class: a ``dist.ProcessGroup`` that DDP can train on. Its methods ``allreduce``,

@@ -3,7 +3,6 @@
 from labkit import collectives
 from labkit.costs.traffic import gather_cost
 from workbook.exercises.grader import Case, Check
-from workbook.exercises.grader.exercise import DRAWN
 
 
 def _root(case: Case) -> int:
@@ -21,6 +20,5 @@ gather = Check(
     written=None,
     target=lambda r, case: case.target(gather_cost, r, _root(case), peers={_root(case)} - {r}),
     library=collectives.gather,
-    drawn_size=DRAWN,
     special=lambda case: f"root {_root(case)}",
 )

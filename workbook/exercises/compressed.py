@@ -8,7 +8,8 @@ from torch import Tensor
 
 from labkit.collectives.compressed import HalfRing
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Target
-from workbook.exercises.grader.exercise import DRAWN, Found
+from workbook.exercises.grader.exercise import Found
+from workbook.exercises.grader.judge_values import in_words, made_of
 from workbook.exercises.ring import ring_target
 
 
@@ -18,7 +19,9 @@ def _near_the_sum(case: Case, values: list[Tensor]) -> Found:
     for rank, value in enumerate(values):
         error = (value - total).abs().max().item() if value.numel() else 0.0
         if not error <= bound:
-            return f"rank {rank} is off by {error:.2g}, and may be off by {bound:.2g}"
+            made = made_of(value, {f"rank {r}": case.tensor(r) for r in range(case.world_size)})
+            holds = f", it holds {in_words(made)}" if made else ""
+            return f"rank {rank} is off by {error:.2g}, and may be off by {bound:.2g}{holds}"
         if not torch.equal(value, values[0]):
             why = "what a rank keeps must be rounded as what it sends"
             return f"ranks 0 and {rank} do not hold the same bits: {why}"
@@ -32,7 +35,6 @@ half_the_bytes = Check(
     judge=_near_the_sum,
     target=lambda rank, case: ring_target(case.size, 2, rank, case),
     library=HalfRing("fp16"),
-    drawn_size=DRAWN,
     may_call=frozenset({"share_only"}),
 )
 
@@ -62,9 +64,8 @@ def _forgetful(rank: int, case: Case) -> list[Tensor]:
     return [case.over_ranks(lambda r: _largest(case.tensor(r))), own - _largest(own)]
 
 
-# fn(comm, gradient, residual, k), a sparse all-reduce with error feedback: each rank sends the k
-# elements of gradient + residual that are largest in magnitude. Expected is [sum over the ranks of
-# what they send, this rank's new residual], both [N].
+# fn(comm, gradient, residual, k): each rank sends the k largest elements of gradient + residual.
+# Expected is [sum over the ranks of what they send, this rank's new residual], both [N].
 top_k = Check(
     "compressed.top_k",
     lambda rank, case: [
@@ -74,6 +75,7 @@ top_k = Check(
     inputs=lambda rank, case: (case.tensor(rank), _residual(rank, case), _K),
     signature="comm, gradient, residual, k",
     written=None,
+    keeps=("gradient", "residual"),
     # Of each element a float32 and an int64.
     target=lambda rank, case: Target(num_bytes=12 * _K * (case.world_size - 1)),
     mistakes={"the old residual was not added to the gradient": _forgetful},

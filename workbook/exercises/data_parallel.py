@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from workbook.exercises.grader import Wrong, judged
-from workbook.exercises.grader.compare import agree, plain, short
+from workbook.exercises.grader.compare import agree, kind_of, other_kind, plain, short
 from workbook.exercises.grader.exercise import random_tensor, with_parameters
 
 _MEET_S = 1.0
@@ -67,7 +67,7 @@ def replicate(fn: Callable, num_devices: int) -> Wrong | None:
     many = isinstance(found, Iterable) and not isinstance(found, nn.Sequential)
     replicas, places = list(found) if many else [found], dict[int, int]()
     if len(replicas) != num_devices or not all(isinstance(r, nn.Module) for r in replicas):
-        return Wrong(f"expected a list of {num_devices} modules, got {short(found)}")
+        return Wrong(f"expected a list of {num_devices} modules, got {kind_of(replicas)}")
     if replicas[0] is not model:
         return Wrong("device 0 has to keep the model itself, which the optimizer updates")
     for index, replica in enumerate(replicas):
@@ -81,24 +81,16 @@ def replicate(fn: Callable, num_devices: int) -> Wrong | None:
     return None
 
 
-@judged("functions, inputs", ())
-def parallel_apply(fn: Callable) -> Wrong | None:
+_THREADS = ((3, True, -1), (5, False, -1), (3, True, 1), (3, False, 0), (3, True, 2))
+
+
+@judged("functions, inputs", *_THREADS)
+def parallel_apply(fn: Callable, count: int, grad_mode: bool, failing: int) -> Wrong | None:
     """Grade ``fn(functions, inputs)``: ``functions[i](inputs[i])`` for all i, in threads.
 
     They run at the same time, with the caller's autograd mode. Expected are the results in the
     order of the functions; the exception of a thread is raised in the caller.
     """
-    return (
-        _wrong_threads(fn, 3, True)
-        or _wrong_threads(fn, 5, False)
-        or _wrong_threads(fn, 3, True, 1)
-        or _wrong_threads(fn, 3, False, 0)
-        or _wrong_threads(fn, 3, True, 2)
-    )
-
-
-def _wrong_threads(fn: Callable, count: int, mode: bool, failing: int = -1) -> Wrong | None:
-    """Let ``count`` functions wait for each other; one of them may fail after that."""
     error = (RuntimeError, KeyError, ZeroDivisionError)[failing]
     meeting, words = threading.Barrier(count, timeout=_MEET_S), f"part {failing} has failed"
     modes, expected = [], [10 * number for number in range(count)]
@@ -113,7 +105,7 @@ def _wrong_threads(fn: Callable, count: int, mode: bool, failing: int = -1) -> W
         return 10 * number
 
     try:
-        with torch.set_grad_enabled(mode), mock.patch.object(threading, "excepthook"):
+        with torch.set_grad_enabled(grad_mode), mock.patch.object(threading, "excepthook"):
             found = plain(fn([part] * count, list(range(count))))
     except Exception as raised:
         if failing < 0 and not meeting.broken:
@@ -126,8 +118,8 @@ def _wrong_threads(fn: Callable, count: int, mode: bool, failing: int = -1) -> W
         return None if type(found) is error and words in str(found) else Wrong(text)
     if not agree(found, expected):
         return Wrong(f"the function returned {short(found)}, expected {expected}")
-    text = f"is_grad_enabled() is {mode} in the caller, {modes} in the threads"
-    return None if modes == [mode] * count else Wrong(text)
+    text = f"is_grad_enabled() is {grad_mode} in the caller, {modes} in the threads"
+    return None if modes == [grad_mode] * count else Wrong(text)
 
 
 @judged("outputs, targets", ([1, 3, 2],), ([4, 3],), ([1, 1, 1, 1],), ([5],))
@@ -149,11 +141,16 @@ def gather(fn: Callable, samples: list[int]) -> Wrong | None:
         return Wrong("a gradient has run on into the replicas: detach the outputs first")
     own = torch.stack([*map(functional.cross_entropy, leaves, targets.split(samples))])
     losses = functional.cross_entropy(torch.cat(leaves), targets), own.mean()
-    expected, of_means = ([x.item(), [*torch.autograd.grad(x, leaves)]] for x in losses)
-    for what, one, right, mean in zip(("loss is", "gradients are"), found, expected, of_means):
+    expected, of_means = ([x.item(), *torch.autograd.grad(x, leaves)] for x in losses)
+    found = [found[0], *found[1]] if isinstance(found[1], list) else found
+    if kind := other_kind(found[1:], expected[1:]):
+        return Wrong(f"what the function returns beside the loss: {kind}")
+    for place, (one, right, mean) in enumerate(zip(found, expected, of_means)):
         if not agree(one, right):
-            like = ": those of the mean of the devices' own means" if agree(one, mean) else ""
-            return Wrong(f"the {what} {short(one)}, expected {short(right)}{like}")
+            what = f"the gradient of device {place - 1}" if place else "the loss"
+            like = ": that of the mean of the devices' own means" if agree(one, mean) else ""
+            difference = f"it is {short(one)}, expected {short(right)}{like}"
+            return Wrong(f"{what}: {other_kind(one, right) or difference}")
     return None
 
 

@@ -29,7 +29,7 @@ def gradients_left(parameters: Sequence[nn.Parameter], before: Sequence[Tensor])
         return Wrong("the parameters have changed; this function only sets their gradients")
     found = [p.grad.flatten() for p in parameters if p.grad is not None]
     if missing := [i for i, p in enumerate(parameters) if p.grad is None]:
-        return Wrong(f"parameters {missing} have no gradient: other ranks may have used them")
+        return Wrong(f"parameters {missing} have no gradient")
     return torch.cat(found)
 
 
@@ -67,9 +67,8 @@ def _one_ring_each(rank: int, case: Case) -> Target:
     return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
 
 
-# fn(comm, model, inputs, targets, batch_size), the backward of a naive DDP. At the end each
-# parameter's ``grad`` is the gradient of the mean loss over the B samples of all ranks. The last
-# rank has no sample.
+# fn(comm, model, inputs, targets, batch_size), the backward of a naive DDP: each ``grad`` becomes
+# that of the mean loss over the B samples of all ranks. The last rank has none.
 average = Check(
     "ddp.average",
     lambda rank, case: case.over_ranks(lambda r: _gradients(r, case)) / _batch_size(case),
@@ -109,8 +108,7 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
     for i, parameter in enumerate(parameters):
         parameter.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
     returned = fn(list(parameters), ready)
-    handles = returned.values() if isinstance(returned, dict) else returned
-    handles = list(handles) if isinstance(handles, Iterable) else [handles]
+    handles = list(returned) if isinstance(returned, Iterable) else [returned]
     if not all(hasattr(handle, "remove") for handle in handles):
         return Wrong(f"the function returned {short(returned)}: return the list of the handles")
     first, bias, second, last_bias = parameters

@@ -30,8 +30,8 @@ _ANSWER_S, _AGAIN_S = 20.0, 0.3
 _DEFAULT_GROUP = "0"
 # Of an entry of the recorder: what says when, on which thread and in which process is left out.
 _KEPT = ("collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "state", "retired")
-# labkit tells the cause on every host, and in each rank that it ends that it does so.
-_EXPLAINS = re.compile(r"(labkit: |labkit\.errors\.\w+: )")
+# What labkit says in the output of a host: from its first sentence to the next step.
+_EXPLAINS = re.compile(r"(?ms)^[^\n]*labkit(\.errors\.\w+)?: .*?(Next step[^\n]*|\Z)")
 _PROGRAM = Path(__file__).parent / "programs" / "early_stop.py"
 
 # By rank, the entries of its flight recorder.
@@ -143,16 +143,13 @@ def entries_in(dump: str) -> list[dict[str, Any]]:
 
 
 def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Of what ranks and agents print at the end: the errors, and whom torchrun calls the cause."""
-    found, asked = [], set()
-    for host, line in lines:
-        is_cause = host in asked and line.startswith("  rank ")
+    """By host, of what is printed at the end: the errors, and whom torchrun calls the cause."""
+    found: list[tuple[int, str]] = []
+    for host, line in sorted(lines, key=lambda one: one[0]):
+        is_cause = line.startswith("  rank ") and found and found[-1][1].startswith("Root Cause")
         if "Error: " in line or line.startswith("Root Cause") or is_cause:
             # Without the place in gloo's sources.
             found.append((host, re.sub(r"\[/\S+\] ", "", line)))
-            asked = asked - {host} if is_cause else asked
-        if line.startswith("Root Cause"):
-            asked.add(host)
     return found
 
 
@@ -169,14 +166,11 @@ def explain(run: HungRun) -> None:
 
 
 def explanation_in(lines: Sequence[str]) -> list[str]:
-    """What labkit says in the output of a host: from its first sentence to the next step."""
-    begins = (number for number, line in enumerate(lines) if _EXPLAINS.search(line))
-    first = next(begins, len(lines))
-    ends = (n for n, line in enumerate(lines[first:], start=first + 1) if "Next step" in line)
-    return [*lines[first : next(ends, len(lines))]]
+    found = _EXPLAINS.search("\n".join(lines))
+    return found[0].splitlines() if found else []
 
 
-# What goes wrong, with which rank, after so many collectives that go well, and how many more come;
+# What goes wrong, with which rank, after so many collectives that go well, and how often again;
 # so many of the newest entries are kept, as in a small buffer; whose dump is lost.
 @judged(
     "dumps",
@@ -201,7 +195,7 @@ def culprit(
     for each in random.sample(range(WORLD_SIZE), WORLD_SIZE):
         own, entries = each == rank, []
         for number, (name, size) in enumerate(zip(names, sizes), start=1):
-            fault = kind if number == before + 1 else ""
+            fault = kind if number > before else ""
             comes = {"all agree": False, "comes alone": own, "does not come": not own}
             if not comes.get(fault, True):
                 continue

@@ -1,134 +1,147 @@
-"""Page 16: from Horovod to DDP and back, and what an update means elsewhere.
+"""Page 16: a port from Horovod to DDP, and what an update means elsewhere.
 
-The ranks of the two ports begin with different weights and buffers, as in a real program, and
-rank 0 alone may have a checkpoint. Their trainings are compared with one device that plays all
-ranks. Symbols: P ranks.
+The ranks of the port begin with different weights and buffers, as in a real program, and rank 0
+alone may have a checkpoint. Symbols: P ranks.
 """
 
-import contextlib
 import copy
 import inspect
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
 from statistics import fmean
 from typing import Any
-from unittest import mock
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DistributedSampler, TensorDataset
 
-from labkit import horovod as hvd
 from labkit.comm.comm import Comm
-from labkit.horovod import negotiator
-from workbook.exercises.elsewhere_training import Setting, Trained, wrong_training
-from workbook.exercises.grader import Case, Check, Verdict, Wrong, judged
-from workbook.exercises.grader.compare import fit, plain, short
-from workbook.exercises.grader.exercise import Found
-from workbook.exercises.grader.watched import Watched
+from workbook.exercises.grader import Case, Check, Wrong, judged
+from workbook.exercises.grader.compare import plain, short
 
-# Longer than anything between a gradient and the wait for it.
-_LAZY_S = 2.0
+_FEATURES, _CLASSES = 4, 3
+_LR, _EPOCHS, _BATCH_SIZE = 0.1, 2, 3
 
 
-def _ported(passes: int, fn: Watched, comm: Comm, case: Case) -> list[Trained] | Wrong:
-    """Call a port: to DDP with one pass of backward per update, to Horovod with two."""
-    found = []
-    for setting in settings(case, passes):
-        with _made_already(), _as_by_horovod(comm) if passes > 1 else contextlib.nullcontext():
-            found.append(trained(fn, setting, comm.rank))
-        by_horovod = sorted(one for one in fn.called if not one.startswith("torch."))
-        if passes == 1 and by_horovod:
-            hvd.shutdown()
-            return Wrong(f"the function calls {by_horovod[0]}, so it is not ported yet")
-        if passes == 2 and "labkit.horovod.negotiator.init" not in by_horovod:
-            return Wrong("the function never calls hvd.init()")
-    return found
+def _samples(case: Case) -> TensorDataset:
+    """Shares of three batches, the last one shorter; the sampler gives one sample twice."""
+    count = case.world_size * (3 * _BATCH_SIZE - 1) - 1
+    return TensorDataset(case.random(0, count, _FEATURES).double(), torch.arange(count) % _CLASSES)
 
 
-def _wrong_port(passes: int, case: Case, values: list[Any]) -> Found:
-    trainings = [
-        (setting, [Trained(*one) for one in ranks])
-        for setting, ranks in zip(settings(case, passes), zip(*values))
-    ]
-    return wrong_training(trainings) if trainings else None
+def _training(key: int, case: Case, factor: int) -> tuple[nn.Sequential, torch.optim.SGD]:
+    """A model with a buffer, in float64, another one for each key, and its optimizer."""
+    linear = nn.Linear(_FEATURES, 5), nn.Linear(5, _CLASSES)
+    model = nn.Sequential(linear[0], nn.Tanh(), linear[1]).double()
+    model.register_buffer("centre", torch.zeros(_FEATURES).double())
+    named = enumerate(model.state_dict().items(), start=10 * key)
+    model.load_state_dict({name: case.random(n, *one.shape) for n, (name, one) in named})
+    return model, torch.optim.SGD(model.parameters(), lr=_LR * factor, momentum=0.9)
 
 
-def settings(case: Case, passes: int) -> list[Setting]:
-    """The trainings of a call; none of a second one, since two show what a function keeps."""
-    return [] if case.call else [Setting(case, resumed, passes) for resumed in (False, True)]
+def _checkpoint(case: Case) -> dict[str, Any]:
+    """Of an earlier training, made anew, since an optimizer goes on with the tensors it loads."""
+    model, optimizer = _training(10, case, case.world_size)
+    for number, parameter in enumerate(model.parameters(), start=200):
+        momentum = case.random(number, *parameter.shape).double()
+        optimizer.state[parameter]["momentum_buffer"] = momentum
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def trained(fn: Callable, setting: Setting, rank: int) -> Trained:
-    """Call a port on a rank, and note what it does."""
-    model, saved = setting.model(rank), []
-    # Horovod's script reads its checkpoint on rank 0, and DDP's on every rank.
-    start = setting.checkpoint() if rank == 0 or setting.passes > 1 else None
-    rates = [setting.lr, setting.max_norm][: setting.passes]
-    rest = setting.epochs, start, lambda state: saved.append(copy.deepcopy(state))
-    losses = fn(model, setting.samples, setting.batch_size, *rates, *rest)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    return Trained(state, fit(losses, [0.0]), saved)
+def _left(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The model's state and the momentum of its parameters, each in one row."""
+    momentum = [optimizer.state[one]["momentum_buffer"] for one in model.parameters()]
+    parts = [*model.state_dict().values()], momentum
+    return [torch.cat([one.flatten() for one in part]) for part in parts]
 
 
-@contextlib.contextmanager
-def _made_already() -> Iterator[None]:
-    """Let a program make and destroy its process group, which exists in a run of labkit."""
-    originals = [inspect.unwrap(f) for f in (dist.init_process_group, dist.destroy_process_group)]
-    # By their code, since a program may have imported them by name.
-    codes = [original.__code__ for original in originals]
-    for original in originals:
-        original.__code__ = (lambda *args, **options: None).__code__
+@lru_cache(maxsize=64)
+def _by_rank(case: Case, mistake: str = "") -> list[list]:
+    """What a port has to leave on each rank, as one device plays it, right or with a mistake."""
+    samples, P, losses = _samples(case), case.world_size, []
+    trainings = [_training(0, case, 1 if mistake == "not scaled" else P) for _ in range(P)]
+    for rank, (model, optimizer) in enumerate(trainings if case.size else []):
+        model.load_state_dict(_checkpoint(case)["model"])
+        if rank == 0 or mistake != "momentum on rank 0":
+            optimizer.load_state_dict(_checkpoint(case)["optimizer"])
+    samplers = [DistributedSampler(samples, P, rank) for rank in range(P)]
+    for epoch in range(_EPOCHS):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        found = []
+        for batches in zip(*(torch.tensor([*s]).split(_BATCH_SIZE) for s in samplers)):
+            for (model, _), (inputs, targets) in zip(trainings, map(samples.__getitem__, batches)):
+                loss = functional.cross_entropy(model(inputs), targets)
+                loss.backward()
+                found.append(loss.item())
+            for replicas in zip(*(model.parameters() for model, _ in trainings)):
+                mean = torch.stack([one.grad for one in replicas]).mean(0)
+                for one in replicas if mistake != "not averaged" else ():
+                    one.grad = mean.clone()
+            for _, optimizer in trainings:
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(fmean(found))
+    left = [_left(*one) for one in trainings]
+    saved = [left[0], *[[None, None]] * (P - 1)]
+    return [[state, losses, *of_rank] for (state, _), of_rank in zip(left, saved)]
+
+
+def _ported(fn: Callable, comm: Comm, case: Case) -> list | Wrong:
+    model, saved = _training(comm.rank, case, 1)[0], []
+    start = _checkpoint(case) if case.size and comm.rank == 0 else None
+    given = model, _samples(case), _BATCH_SIZE, _LR, _EPOCHS, start
+    with ExitStack() as stack:
+        # A run has its process group, so a script makes and destroys none; by their code, since
+        # a script may have imported them by name.
+        for made in map(inspect.unwrap, (dist.init_process_group, dist.destroy_process_group)):
+            stack.callback(setattr, made, "__code__", made.__code__)
+            made.__code__ = (lambda *args, **options: None).__code__
+        losses = fn(*given, lambda state: saved.append(copy.deepcopy(state)))
+    if bool(saved) != (comm.rank == 0):
+        return Wrong(f"it saves {'a' if saved else 'no'} checkpoint: rank 0 alone has to save one")
+    state = torch.cat([one.flatten() for one in model.state_dict().values()])
+    if not saved:
+        return [state, losses, None, None]
+    again, optimizer = _training(0, case, 1)
     try:
-        yield
-    finally:
-        for original, code in zip(originals, codes):
-            original.__code__ = code
+        again.load_state_dict(saved[-1]["model"])
+        optimizer.load_state_dict(saved[-1]["optimizer"])
+        return [state, losses, *_left(again, optimizer)]
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Wrong(f"no training can go on from what it saves: {text:.200}")
 
 
-@contextlib.contextmanager
-def _as_by_horovod(comm: Comm) -> Iterator[None]:
-    """Horovod is there, and no process group of torch.distributed."""
-    hvd.init(comm)
-    group, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
-    # What is submitted stays as it is until somebody waits for it: then a program that uses
-    # its gradients too early goes wrong in the same way each time.
-    try:
-        with mock.patch.object(negotiator, "CYCLE_S", _LAZY_S):
-            yield
-    finally:
-        dist.GroupMember.WORLD = group
-    hvd.shutdown()
-
-
-@dataclass(frozen=True, eq=False)
-class _Port(Check):
-    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = (1, 2, 3, 4)) -> Verdict:
-        return super().__call__(fn, world_sizes=world_sizes)
-
-
-_check = partial(
-    _Port,
-    inputs=lambda rank, case: (case,),
-    written=None,
-    sizes=(),
-    may_call=frozenset({"torch", "labkit", "workbook"}),
-)
-# A port of ``programs.with_horovod.train`` to torch.distributed. It is called twice: to begin, and
-# to go on from a checkpoint that rank 0 has.
-to_ddp = _check(
+# A port of ``programs.with_horovod.train`` to torch.distributed. Graded are the model's state, the
+# mean losses, and the state and the momentum that rank 0 has saved.
+to_ddp = Check(
     "elsewhere.to_ddp",
+    lambda rank, case: _by_rank(case)[rank],
+    inputs=lambda rank, case: (case,),
     signature="model, dataset, batch_size, lr, epochs, start, save",
-    call=partial(_ported, 1),
-    judge=partial(_wrong_port, 1),
-)
-# A port of ``programs.with_ddp.train`` to Horovod. It is called twice, without a process group.
-to_horovod = _check(
-    "elsewhere.to_horovod",
-    signature="model, dataset, batch_size, lr, max_norm, epochs, start, save",
-    call=partial(_ported, 2),
-    judge=partial(_wrong_port, 2),
+    written=None,
+    call=_ported,
+    mistakes={
+        "the learning rate is not multiplied by the number of ranks": (
+            lambda rank, case: _by_rank(case, "not scaled")[rank]
+        ),
+        "each rank updates with its own gradient: call the DDP, not the model that it wraps": (
+            lambda rank, case: [_by_rank(case, "not averaged")[rank][0], None, None, None]
+        ),
+        "rank 0 alone has the momentum of the checkpoint, which DDP does not broadcast": (
+            lambda rank, case: _by_rank(case, "momentum on rank 0")[rank]
+        ),
+    },
+    sizes=(0, 1),
+    nouns=("rank", ""),
+    special=lambda case: "from a checkpoint" if case.size else "from the beginning",
+    may_call=frozenset({"torch"}),
 )
 
 # What an update means: the conventions of Horovod and DDP (the mean of the replicas' means, or

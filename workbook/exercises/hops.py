@@ -37,7 +37,8 @@ def _after(num_stages: int, case: Case) -> Tensor:
 
 def _parts(case: Case) -> dict[str, Tensor]:
     ranks = range(case.world_size)
-    return {f"the output of stage {rank}": _after(rank + 1, case) for rank in ranks}
+    batches = {f"the inputs of rank {rank}": _given(rank, case) for rank in ranks}
+    return batches | {f"the output of stage {rank}": _after(rank + 1, case) for rank in ranks}
 
 
 def _target(step: int, rank: int, case: Case) -> Target:
@@ -88,13 +89,13 @@ def _gradients(rank: int, case: Case) -> list[Tensor | None]:
 
 # So many samples are drawn that messages and computing can be seen.
 _check = partial(Check, written=None, sizes=(), drawn_size=50_000)
-# fn(comm, layers, inputs), the forward of one stage, with its hops: returns its input and output,
-# (entering, leaving), with autograd's graph between the two; on all stages but the first
-# ``entering`` can get a gradient.
+# fn(comm, layers, inputs), the forward of one stage, with its hops: (entering, leaving), its input
+# and output with autograd's graph between the two.
 forward = _check(
     "hops.forward",
     lambda rank, case: [_after(rank, case), _after(rank + 1, case)],
     signature="comm, layers, inputs",
+    keeps=("inputs",),
     inputs=lambda rank, case: (_stage(rank), _given(rank, case)),
     call=_forward,
     parts=_parts,

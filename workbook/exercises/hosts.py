@@ -8,7 +8,6 @@ Symbols: P ranks on H hosts, S bytes of a rank's tensor.
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,14 +30,9 @@ Hosts = tuple[tuple[int, ...], ...]
 _RANKS = {4: (2, 2), 5: (3, 2), 6: (1, 3, 2)}
 
 
-@dataclass(frozen=True, eq=False)
-class _OnHosts(Check):
-    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = tuple(_RANKS)) -> Verdict:
-        return super().__call__(fn, world_sizes=world_sizes)
-
-
 _check = partial(
-    _OnHosts,
+    Check,
+    world_sizes=tuple(_RANKS),
     # Divisible by 1, 2 and 3 parts of 2 and 3 pieces, and large beside the rounding of the others.
     sizes=(240, 50, 7, 1, 0),
     drawn_size=DRAWN,
@@ -69,8 +63,8 @@ def _sum(tensors: Iterable[Tensor]) -> Tensor:
 def _kept(rank: int, case: Case) -> list[Tensor | None]:
     """The host's sum of the chunk that ``rank`` keeps; None for the others."""
     host = _host(rank, case)
-    columns = zip(*(_chunks(peer, case) for peer in host))
-    return [_sum(one) if host[i] == rank else None for i, one in enumerate(columns)]
+    sums = split_chunks(_sum(map(case.tensor, host)), min(_RANKS[case.world_size]))
+    return [one if owner == rank else None for owner, one in zip(host, sums)]
 
 
 def _to_its_host(rank: int, case: Case) -> Target:
@@ -167,7 +161,7 @@ _SLURM = {
     "2,2": ((0, 0, 0), (3, 1, 1)),
     "2(x3),1": ((1, 1, 0), (4, 0, 2), (6, 0, 3)),
     "3,1(x2),4": ((2, 2, 0), (3, 0, 1), (4, 0, 2), (5, 0, 3), (8, 3, 3)),
-    "12(x2)": ((13, 1, 1),),
+    "12(x12)": ((13, 1, 1), (143, 11, 11)),
 }
 
 

@@ -18,15 +18,15 @@ from labkit.comm.comm import Comm
 from labkit.costs.traffic import parameter_server_cost
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.parameter_server import answer_one_by_one
-from workbook.exercises.grader import COLLECTIVES, Case, Check, Target, Wrong
-from workbook.exercises.grader.compare import same, short
-from workbook.exercises.grader.exercise import DRAWN, Found, same_bits
+from workbook.exercises.grader import Case, Check, Target, Wrong
+from workbook.exercises.grader.compare import agree, short
+from workbook.exercises.grader.exercise import Found, same_bits
 from workbook.exercises.ring import ring_target
 
 LR = 0.1
 # Different from every number of ranks, so that a wrong divisor never gives the right result.
 BATCH_SIZE = 7
-_APART_S = 0.005
+_APART_S = 0.015
 
 
 def _sends(rank: int, case: Case, servers: int = 1, calls: int = 1) -> Target:
@@ -51,44 +51,40 @@ def _parts(first: int, case: Case) -> dict[str, Tensor]:
     return {"v": _start(case), **scaled}
 
 
-def _of_a_worker(name: str, takes: str, servers_of: Callable[[int], int]) -> Check:
-    """Ranks from ``servers_of(P)`` on run the learner's function, the others this module's."""
-
-    def workers(case: Case) -> range:
-        return range(servers_of(case.world_size), case.world_size)
-
-    def call(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) -> None:
-        servers = servers_of(comm.world_size)
-        if comm.rank >= servers:
-            fn(comm, gradient, values, *([servers] if "servers" in takes else []))
-            return
-        start, end = chunk_bounds(len(values), servers)[comm.rank]
-        mine, total = values[start:end], torch.zeros(end - start)
-        for worker in range(servers, comm.world_size):
-            comm.recv_add(total, worker)
-        mine -= LR * total / BATCH_SIZE
-        for worker in range(servers, comm.world_size):
-            comm.send(mine, worker)
-
-    return Check(
-        f"parameter_server.{name}",
-        lambda rank, case: _updated(case, workers(case)) if rank in workers(case) else None,
-        inputs=lambda rank, case: (_start(case), case.tensor(rank)),
-        signature=f"comm, {takes}",
-        call=call,
-        target=lambda rank, case: _sends(rank, case, servers_of(case.world_size)),
-        parts=lambda case: _parts(servers_of(case.world_size), case),
-        drawn_size=DRAWN,
-    )
+def _servers_of(world_size: int) -> int:
+    return world_size - world_size // 2
 
 
-# fn(comm, gradient, values), one step of a worker; rank 0 is the only server. It must send
-# ``gradient`` to rank 0, and receive rank 0's answer into ``values``.
-push_and_pull = _of_a_worker("push_and_pull", "gradient, values", lambda P: 1)
-# fn(comm, gradient, values, servers), one step of the ranks from ``servers`` on: slice k of
-# ``gradient`` goes to server k, which is rank k, and its answer comes into slice k of ``values``.
-# The slices are ``chunk_bounds(N, servers)``.
-worker = _of_a_worker("worker", "gradient, values, servers", lambda P: P - P // 2)
+def _workers(case: Case) -> range:
+    return range(_servers_of(case.world_size), case.world_size)
+
+
+def _beside_servers(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) -> None:
+    """The learner's function on the workers, a server's part on the other ranks."""
+    servers = _servers_of(comm.world_size)
+    if comm.rank >= servers:
+        fn(comm, gradient, values, servers)
+        return
+    start, end = chunk_bounds(len(values), servers)[comm.rank]
+    mine, total = values[start:end], torch.zeros(end - start)
+    for worker in range(servers, comm.world_size):
+        comm.recv_add(total, worker)
+    mine -= LR * total / BATCH_SIZE
+    for worker in range(servers, comm.world_size):
+        comm.send(mine, worker)
+
+
+# fn(comm, gradient, values, servers), one step of the ranks from ``servers`` on, by the slices
+# ``chunk_bounds(N, servers)``: slice k goes to server k, which is rank k, and comes from there.
+worker = Check(
+    "parameter_server.worker",
+    lambda rank, case: _updated(case, _workers(case)) if rank in _workers(case) else None,
+    inputs=lambda rank, case: (_start(case), case.tensor(rank)),
+    signature="comm, gradient, values, servers",
+    call=_beside_servers,
+    target=lambda rank, case: _sends(rank, case, _servers_of(case.world_size)),
+    parts=lambda case: _parts(_servers_of(case.world_size), case),
+)
 
 
 def _with_workers(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor, *more: int) -> None:
@@ -105,7 +101,7 @@ def _in_some_order(case: Case, values: list[Tensor]) -> Found:
     for order in itertools.permutations(range(1, case.world_size)):
         after = [order, *(order[: order.index(r) + 1] for r in sorted(order))]
         by_order.append([_updated(case, workers, 1) for workers in after])
-    if any(same(values, expected) for expected in by_order):
+    if any(agree(values, expected) for expected in by_order):
         return None
     found, expected = ([short(one[:3]) for one in each] for each in (values, by_order[0]))
     text = f"the ranks hold {', '.join(found)}, which fits no order of the workers in which "
@@ -123,7 +119,6 @@ one_by_one = Check(
     judge=_in_some_order,
     target=_sends,
     library=answer_one_by_one,
-    drawn_size=DRAWN,
 )
 
 
@@ -134,22 +129,23 @@ def _num_calls(num_elements: int, world_size: int) -> int:
 
 def _in_both_orders(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) -> Wrong | None:
     """Call ``fn``, and where it is called twice: worker 1 comes first, then the last one does."""
-    before, first = values.clone(), None
-    twice = _num_calls(len(values), comm.world_size) > 1
+    twice, first = _num_calls(len(values), comm.world_size) > 1, None
+    # From zeros, the last bits are those of the sum.
+    before, start = values.clone(), values * (not twice)
     for place in (comm.rank, -comm.rank) if twice else (0,):
-        values.copy_(before)
+        values.copy_(start)
         time.sleep(_APART_S * (place % comm.world_size))
         _with_workers(fn, comm, values, gradient, BATCH_SIZE)
-        if first is not None and same(first, values) and not torch.equal(first, values):
+        if first is not None and agree(first, values) and not torch.equal(first, values):
             why = "add the pushes in a fixed order"
             return Wrong(f"the last bits depend on which worker comes first: {why}")
         first = values.clone()
+    values += before - start
     return None
 
 
-# fn(comm, values, batch_size), one step of rank 0, which serves all other ranks: it must receive a
-# gradient [N] from each, make the update ``values -= 0.1 * sum / batch_size`` in place, once, and
-# send ``values`` to each. In whatever order they come, the result must have the same bits.
+# fn(comm, values, batch_size), one step of rank 0: ``values -= 0.1 * sum / batch_size``, in place,
+# once, from and for all other ranks, with the same bits in whatever order they come.
 server = Check(
     "parameter_server.server",
     lambda rank, case: _updated(case, range(1, case.world_size)),
@@ -158,16 +154,9 @@ server = Check(
     call=_in_both_orders,
     target=lambda rank, case: _sends(rank, case, calls=_num_calls(case.size, case.world_size)),
     parts=partial(_parts, 1),
-    mistakes={
-        "every worker gets only the pushes received so far: wait for the last one": (
-            lambda r, case: _updated(case, range(1, (r or case.world_size - 1) + 1))
-        ),
-    },
-    drawn_size=DRAWN,
 )
-# fn(comm, gradient, values, batch_size), every rank is server and worker: all must end with
-# ``values - 0.1 * (sum of all gradients) / batch_size``, in place and equal to the bit, and none
-# may send more than in a ring all-reduce.
+# fn(comm, gradient, values, batch_size), every rank is server and worker: the same update, with
+# the same bits on all, and no more bytes than in a ring all-reduce.
 shards = Check(
     "parameter_server.shards",
     lambda rank, case: _updated(case, range(case.world_size)),
@@ -177,6 +166,4 @@ shards = Check(
     target=lambda rank, case: ring_target(case.size, 4, rank, case),
     rule=same_bits,
     parts=partial(_parts, 0),
-    drawn_size=DRAWN,
-    may_call=COLLECTIVES,
 )

@@ -44,15 +44,12 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
     """
     # All targets of a batch differ, so that each sample can be told.
     inputs, targets = random_tensor(count, n, *shape), torch.randperm(n)
-    found = fn(inputs.clone(), targets.clone(), count)
-    if not isinstance(found, Iterable):
-        return Wrong(f"the function returned {short(found)}: expected triples")
-    found = [one.values() if isinstance(one, dict) else one for one in plain(iter(found))]
+    found = plain(fn(inputs.clone(), targets.clone(), count))
     try:
         parts = [(x, y, weight) for x, y, weight in found]
         rows = [[targets.tolist().index(int(one)) for one in y] for _, y, _ in parts]
     except (TypeError, ValueError):
-        return Wrong(f"{short(found)} are no triples (inputs, targets of the batch, weight)")
+        return Wrong(f"{short(found)}: expected triples (inputs, targets of the batch, weight)")
     sizes = [len(row) for row in rows]
     text = f"the micro-batches have {sizes} samples"
     if len(rows) != min(count, n) or max(sizes) - min(sizes) > 1 or 0 in sizes:
@@ -79,6 +76,7 @@ def one_f_one_b(fn: Callable) -> Verdict:
     seen: dict[int, Streams] = {}
 
     def wrong(question: Question, streams: Streams) -> Found:
+        streams = [[Action(*action) for action in stream] for stream in streams]
         seen.setdefault(question.args[0], streams)
         found = _wrong_streams(streams, question.args[1])
         return f"{question.words}, {found}" if found else None
@@ -129,9 +127,6 @@ def _wrong_streams(streams: Streams, M: int) -> Found:
             text = f"stage {stage} has to run each of F0 to F{M - 1} and B0 to B{M - 1} once; "
             missing, more = wanted - Counter(stream), Counter(stream) - wanted
             return f"{text}missing: {_listed(missing)}, too many: {_listed(more)}"
-        for i, (kind, m) in enumerate(stream):
-            if kind == "backward" and Action("forward", m) not in stream[:i]:
-                return f"stage {stage} runs B{m} before F{m}"
     for kind in KINDS.values():
         first, *others = [[a.micro_batch for a in row if a.kind == kind] for row in streams]
         for stage, order in enumerate(others, start=1):
@@ -209,14 +204,16 @@ def _landed(rank: int, case: Case) -> dict[str, Tensor]:
     return dict(zip(names, (_payload(message, message.peer, case) for message in came)))
 
 
-def _carried_out(fn: Callable, comm: Comm, case: Case) -> list[Tensor]:
-    found = []
+def _carried_out(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong:
+    found, most = [], 0
     for one in _hops(comm.rank, comm.world_size):
         outgoing = _payload(one.send, comm.rank, case) if one.send else None
-        landing = torch.zeros(64) if one.recv else None
+        landing, before = torch.zeros(64) if one.recv else None, comm.operations
         fn(comm, one, outgoing, landing)
+        most = max(most, comm.operations - before)
         found += [] if landing is None else [landing]
-    return found
+    too_many = f"a hop took {most} calls of comm, where the target is 1"
+    return Wrong(too_many) if most > 1 else found
 
 
 _check = partial(Check, inputs=lambda rank, case: (case,), written=None, target=_target)

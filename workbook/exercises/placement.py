@@ -6,16 +6,13 @@ Symbols: L layers, P stages, one device per stage.
 import math
 from collections.abc import Callable
 from itertools import combinations
-from typing import Any
 
 from labkit.costs.link import Link
 from labkit.placement.planner import LayerCost, Profile, predict_split
 from labkit.schedules.split_points import check_split_points
 from labkit.units import format_bytes, format_seconds
-from workbook.exercises.grader import Verdict, ask, solved
+from workbook.exercises.grader import Wrong, judged, solved
 from workbook.exercises.grader.compare import fit, short
-from workbook.exercises.grader.exercise import Found
-from workbook.exercises.grader.in_process import Question
 
 Points = tuple[int, ...]
 
@@ -59,9 +56,9 @@ class _Model(Profile):
 
 
 def _profile(name: str, *layers: tuple[int, int, int, int]) -> Profile:
-    """By layer: forward ms (backward takes twice that), KiB of output, parameters and held."""
+    """By layer: forward ms (backward: i ms more), KiB of output, parameters and held."""
     costs = (
-        LayerCost(f"layer {i}", ms / 1000, 2 * ms / 1000, out * 1024, own * 1024, held * 1024)
+        LayerCost(f"layer {i}", ms / 1e3, (ms + i) / 1e3, out * 1024, own * 1024, held * 1024)
         for i, (ms, out, own, held) in enumerate(layers)
     )
     return _Model(name, 8, 16 * 1024, tuple(costs))
@@ -72,9 +69,9 @@ _FUNNEL = _profile(
     *("funnel", (4, 156, 2, 180), (2, 136, 6, 172), (2, 100, 10, 136), (1, 44, 14, 68)),
     *((3, 76, 18, 76), (4, 20, 28, 40), (3, 16, 34, 28), (4, 4, 50, 24), (1, 1, 96, 41)),
 )
-# Small outputs at two places, large ones between them.
+# Small outputs at three places, large ones between them.
 _DUMBBELL = _profile(
-    *("dumbbell", (2, 90, 12, 60), (1, 16, 8, 80), (3, 200, 12, 70), (4, 180, 8, 90)),
+    *("dumbbell", (2, 6, 12, 60), (1, 16, 8, 80), (3, 200, 12, 70), (4, 180, 8, 90)),
     *((3, 220, 12, 60), (1, 12, 8, 70), (2, 70, 16, 50), (1, 8, 4, 60), (1, 2, 8, 60)),
 )
 _NEAR, _FAR = Link(1e-4, 1e-8), Link(2e-2, 1e-7)
@@ -101,46 +98,43 @@ def step_seconds(profile: Profile, split_points: Points, link: Link) -> float:
     return compute_s + 2 * sum(map(link.message_seconds, sizes))
 
 
-# profile, most stages, link, cap; in the fourth a third device would be of use.
+# profile, most stages, link, cap: the first cut is before the last layer, the fifth behind the
+# first; in the fourth a third device would be of use.
 _CASES = (
-    *((_FUNNEL, 2, _NEAR, 887 * 1024), (_FUNNEL, 3, _NEAR, 640 * 1024)),
+    *((_FUNNEL, 2, _NEAR, 1210 * 1024), (_FUNNEL, 3, _NEAR, 640 * 1024)),
     *((_DUMBBELL, 3, _NEAR, 460 * 1024), (_DUMBBELL, 2, _NEAR, 460 * 1024)),
-    *((_DUMBBELL, 4, _FAR, 460 * 1024), (_DUMBBELL, 3, _NEAR, math.inf)),
+    *((_DUMBBELL, 4, _FAR, 780 * 1024), (_DUMBBELL, 3, _NEAR, math.inf)),
 )
 
 
-def _wrong_cuts(question: Question, answer: Any) -> Found:
-    profile, most_stages, link, cap = question.args
-    answer, text = fit(answer, []), f"{question.words}: {short(answer)}"
-    if not isinstance(answer, list):
-        return f"{text} is no sequence of split points"
-    try:
-        points = check_split_points(answer, len(profile.layers))
-    except ValueError as error:
-        return f"{text}: {error}"
-    if len(points) >= most_stages:
-        return f"{text} makes {len(points) + 1} stages"
-    split = predict_split(profile, points, link)
-    if (largest := max(split.memory_bytes)) > cap:
-        return f"{text}: a stage needs {format_bytes(largest)}"
-    layers = range(1, len(profile.layers))
-    tried = (cuts for count in range(most_stages) for cuts in combinations(layers, count))
-    splits = [predict_split(profile, cuts, link) for cuts in tried]
-    best_s = min(one.step_s for one in splits if max(one.memory_bytes) <= cap)
-    # A learner may add up in another order than the planner.
-    if split.step_s <= best_s * (1 + 1e-9):
-        return None
-    step_s, best = format_seconds(split.step_s), format_seconds(best_s)
-    return f"{text}: its step takes {step_s}, {best} is possible"
-
-
-def best_cuts(fn: Callable) -> Verdict:
+@judged("profile, max_stages, link, cap_bytes", *_CASES, may_call=("predict_split",))
+def best_cuts(
+    fn: Callable, profile: Profile, max_stages: int, link: Link, cap_bytes: float
+) -> Wrong | None:
     """Grade ``fn(profile, max_stages, link, cap_bytes)``: the split points of the shortest step.
 
     No stage may need more than ``cap_bytes``. Any split that is as quick as the best of all is
     right.
     """
-    signature = "profile, max_stages, link, cap_bytes"
-    questions = [Question(case, f"with {signature} = {short([*case])}") for case in _CASES]
-    options = {"signature": signature, "may_call": ("predict_split",)}
-    return ask("placement.best_cuts", fn, questions, _wrong_cuts, **options)
+    answer = fit(fn(profile, max_stages, link, cap_bytes), [])
+    text = f"it returned {short(answer)}"
+    if not isinstance(answer, list):
+        return Wrong(f"{text}, no sequence of split points")
+    try:
+        points = check_split_points(answer, len(profile.layers))
+    except ValueError as error:
+        return Wrong(f"{text}: {error}")
+    if len(points) >= max_stages:
+        return Wrong(f"{text}, which makes {len(points) + 1} stages")
+    split = predict_split(profile, points, link)
+    if (largest := max(split.memory_bytes)) > cap_bytes:
+        return Wrong(f"{text}: a stage needs {format_bytes(largest)}")
+    layers = range(1, len(profile.layers))
+    tried = (cuts for count in range(max_stages) for cuts in combinations(layers, count))
+    splits = [predict_split(profile, cuts, link) for cuts in tried]
+    best_s = min(one.step_s for one in splits if max(one.memory_bytes) <= cap_bytes)
+    # A learner may add up in another order than the planner.
+    if split.step_s <= best_s * (1 + 1e-9):
+        return None
+    step_s, best = format_seconds(split.step_s), format_seconds(best_s)
+    return Wrong(f"{text}: its step takes {step_s}, {best} is possible")

@@ -1,4 +1,4 @@
-"""Page 17: ten puzzles, first right, then scored against the best that is known.
+"""Page 17: twelve puzzles, first right, then scored against the best that is known.
 
 A puzzle is passed when its score is as good as the best known. Rounds are counted along the
 longest chain of messages that wait for each other; an exchange takes one round, as a send with its
@@ -25,11 +25,11 @@ from workbook.exercises.grader.exercise import Found, Ranks
 from workbook.exercises.grader.held_memory import PeakBytes
 from workbook.exercises.grader.report import NOT_YOURS
 
-# Odd and even, powers of two and others; the last is shown on the scoreboard.
-WORLD_SIZES = (3, 6, 8)
 # Puzzle 3: the messages that a rank may send, and what calls of comm leave behind; 8: the link.
 MESSAGES, _SMALL_BYTES = 8, 192 * 2**10
 LATENCY_S, BYTES_PER_S = 1e-3, 1e6
+# Puzzle 12.
+LAYERS = 64
 
 # By puzzle: the best score of this session, and how it and the best known are shown.
 _SCORES: dict[str, tuple[float, str, str]] = {}
@@ -51,7 +51,11 @@ class Puzzle(Check):
     shown: Callable[[float], str] = str
     slack: float = 0.0
 
-    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    # Odd and even, powers of two and others; the last is shown on the scoreboard.
+    world_sizes: tuple[int, ...] = (3, 6, 8)
+
+    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = ()) -> Verdict:
+        world_sizes = world_sizes or self.world_sizes
         scored: dict[int, tuple[float, str, str]] = {}
 
         def as_good_as_the_best(case: Case, ranks: Ranks) -> Found:
@@ -175,8 +179,9 @@ pass_in_place = _puzzle(
 def _on_a_grid(rank: int, case: Case) -> Tensor:
     """[case.size]: multiples of 1/256, which float32 holds exactly, unlike their sums."""
     numbers = (case.tensor(rank) * 2**21).round().clamp(-(2**24) + 1, 2**24 - 1) / 256
-    # The large sums of the first and the last rank nearly cancel, and their roundings remain.
-    ends = {0: 1, case.world_size - 1: -1}
+    # The large sums of the first and the last rank nearly cancel, and their roundings remain; in
+    # the second call they add up to more than an int32 holds.
+    ends = {0: 1, case.world_size - 1: 2 * case.call - 1}
     return numbers.abs() * ends[rank] if rank in ends else numbers
 
 
@@ -184,8 +189,8 @@ def _not_rounded_once(case: Case, values: list[Any]) -> Found:
     exact = case.over_ranks(lambda rank: _on_a_grid(rank, case).double()).sum().float().item()
     for rank, value in enumerate(values):
         try:
-            found = torch.tensor(float(value), dtype=torch.float64).float().item()
-        except (TypeError, ValueError, RuntimeError):
+            found = float(value)
+        except (TypeError, ValueError):
             return f"rank {rank} returned a value of type {type(value).__name__}, no number"
         if found != exact:
             text = f"rank {rank} returned {found!r}, but the exact sum, rounded once to float32, "
@@ -199,6 +204,7 @@ same_bits = _in_bytes(
     "puzzles.same_bits",
     inputs=lambda rank, case: (_on_a_grid(rank, case),),
     judge=_not_rounded_once,
+    sizes=(5_000, 7),
     best=lambda case: 12 * (case.world_size - 1),
 )
 # fn(comm, tensor) returns rank 0's tensor on every rank: a binomial tree.
@@ -240,17 +246,78 @@ def _blocks(rank: int, case: Case) -> Tensor:
     return case.random(50 * rank + case.size, case.world_size, case.size)
 
 
+def _sum_of_row(row: int, case: Case) -> Tensor:
+    return case.over_ranks(lambda rank: _blocks(rank, case)[row])
+
+
 # fn(comm, blocks) returns the sum of row comm.rank of all blocks [P, N], for P - 1 rows: Träff,
 # 2024.
 reduce_blocks = _in_rounds(
     "puzzles.reduce_blocks",
-    lambda rank, case: case.over_ranks(lambda r: _blocks(r, case)[rank]),
+    _sum_of_row,
     signature="comm, blocks",
+    parts=lambda case: {
+        f"the sum of row {r}": _sum_of_row(r, case) for r in range(case.world_size)
+    },
     inputs=lambda rank, case: (_blocks(rank, case),),
     target=_to_all_others,
 )
 # fn(comm, tensor) returns the sum over the ranks, for any P: Bar-Noy, Kipnis and Schieber, 1993.
 all_reduce = _in_rounds("puzzles.all_reduce", lambda rank, case: case.total())
+# fn(comm, blocks) returns row comm.rank of all blocks [P, N], by rank: Bruck and others, 1997.
+all_to_all = _in_rounds(
+    "puzzles.all_to_all",
+    lambda rank, case: torch.stack([_blocks(r, case)[rank] for r in range(case.world_size)]),
+    signature="comm, blocks",
+    inputs=lambda rank, case: (_blocks(rank, case),),
+)
+
+
+def _forward(layer: int, x: Tensor) -> Tensor:
+    return (x + layer).sin_().mul_(0.1).add_(x)
+
+
+def _input_gradient(rank: int, case: Case) -> list:
+    x = first = case.tensor(rank).requires_grad_()
+    for layer in range(LAYERS):
+        x = _forward(layer, x)
+    (found,) = torch.autograd.grad(x, first, case.tensor(rank + 1))
+    return [found, None]
+
+
+def _with_few_forwards(fn: Callable, comm: Comm, first: Tensor, gradient: Tensor) -> list:
+    """The gradient of ``first``, and the most that new tensors held."""
+    calls = []
+
+    def forward(layer: int, x: Tensor) -> Tensor:
+        if len(calls) == 2 * LAYERS:
+            raise ValueError(f"forward was called more than {2 * LAYERS} times, twice per layer")
+        calls.append(layer)
+        return _forward(layer, x)
+
+    def backward(layer: int, x: Tensor, of_output: Tensor) -> Tensor:
+        return (x + layer).cos_().mul_(0.1).add_(1).mul_(of_output)
+
+    with PeakBytes() as held:
+        found = fn(comm, forward, backward, first, gradient)
+    return [found, held.num_bytes]
+
+
+# fn(comm, forward, backward, first, gradient) returns the gradient of ``first`` through all
+# layers, with at most two forwards of each: Chen and others, 2016.
+recompute = _puzzle(
+    "puzzles.recompute",
+    _input_gradient,
+    signature="comm, forward, backward, first, gradient",
+    inputs=lambda rank, case: (case.tensor(rank), case.tensor(rank + 1)),
+    call=_with_few_forwards,
+    sizes=(10_000, 7),
+    drawn_size=0,
+    score=lambda case, ranks: max(outcome.value[1] for outcome in ranks),
+    # Segments of sqrt(L) layers: their inputs, the activations of one, and two gradients.
+    best=lambda case: 4.0 * case.size * (2 * math.isqrt(LAYERS) + 2),
+    shown=format_bytes,
+)
 
 PUZZLES = (largest, pass_on, pass_in_place, same_bits, broadcast, prefix_sum, all_gather)
-PUZZLES += (long_broadcast, reduce_blocks, all_reduce)
+PUZZLES += (long_broadcast, reduce_blocks, all_reduce, all_to_all, recompute)

@@ -2,17 +2,19 @@
 
 The processes and the store are real, and three attempts are made on one store, since a store
 outlives the attempt that failed. In the first, all processes go step by step together, so that a
-rank that is read and written back in two steps is taken twice. In the second, one process comes
-and dies after its first entry. In the third, they come one after another.
+rank that is read and written back in two steps is taken twice. In the second, one process dies
+after its first entry. In the third, they come one after another.
 
 Symbols: P processes.
 """
 
 import itertools
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partialmethod
 from math import inf
@@ -26,7 +28,7 @@ from workbook.exercises.grader import Case, Check
 from workbook.exercises.grader.compare import plain, short
 from workbook.exercises.grader.exercise import Found
 
-TOGETHER, ONE_DIES, IN_TURN = ATTEMPTS = range(3)
+TOGETHER, ONE_DIES, IN_TURN = range(3)
 # So many operations of each process are made step by step, and each waits so long at most.
 _STEPS, _STEP_S = 6, 0.3
 # A process comes when those before it wait or have ended, but after this time at the latest.
@@ -71,22 +73,14 @@ class SharedStore(dist.Store):
     check, wait = partialmethod(_use, "check"), partialmethod(_use, "wait")
     delete_key, num_keys = partialmethod(_use, "delete_key"), partialmethod(_use, "num_keys")
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
 
 def _meet(fn: Callable, comm: Comm, case: Case) -> list[list]:
     """On a process: the first and the last attempt; no further one if somebody waited in vain."""
     shared = dist.PrefixStore(f"check/{next(_calls)}", dist.distributed_c10d._get_default_store())
     real, found = dist.PrefixStore("store", shared), []
-    for attempt in ATTEMPTS:
+    for attempt in (TOGETHER, IN_TURN):
         notes = dist.PrefixStore(f"notes/{attempt}", shared)
-        one = _attempt(fn, comm, case, real, notes, attempt)
-        found += [one] if attempt != ONE_DIES else []
+        found.append(_attempt(fn, comm, case, real, notes, attempt))
         if notes.add("in vain", 0):
             break
     return found
@@ -107,31 +101,29 @@ def _attempt(
         if not settled:
             settled.append(notes.add("settled", 1))
 
-    def after_use() -> None:
+    def keep_step() -> None:
         """Wait until all others have come as far, or wait, or have ended."""
-        if attempt == ONE_DIES:
-            raise SystemExit
         if attempt == TOGETHER and (number := next(steps)) <= _STEPS:
             notes.add(str(number), 1)
             _until(lambda: notes.add(str(number), 0) + notes.add("settled", 0) >= P, _STEP_S)
 
-    store, result, waited_for = SharedStore(real, comm, after_use, settle), None, ""
-    if attempt == IN_TURN:
-        _until(lambda: notes.add("settled", 0) >= place, _TURN_S)
-    try:
-        if attempt != ONE_DIES or place == 0:
-            with mock.patch.dict(os.environ, clear=True):  # no RANK tells a process its own
-                result = plain(fn(store, address, P, attempt))
-    except (SystemExit, Exception):
-        # Alone, a process fails in one way or another.
-        waited_for = store.never_set
-        if attempt != ONE_DIES and not waited_for:
-            raise
-        notes.add("in vain", int(attempt != ONE_DIES))
+    store, result = SharedStore(real, comm, keep_step, settle), None
+    with mock.patch.dict(os.environ, clear=True):  # no RANK tells a process its own
+        if attempt == IN_TURN:
+            _until(lambda: notes.add("settled", 0) >= place, _TURN_S)
+            if place == 0:
+                with suppress(SystemExit):
+                    fn(SharedStore(real, comm, sys.exit, sys.exit), address, P, ONE_DIES)
+        try:
+            result = plain(fn(store, address, P, attempt))
+        except Exception:
+            if not store.never_set:
+                raise
+            notes.add("in vain", 1)
     settle()
     notes.add("ended", 1)
     _until(lambda: notes.add("ended", 0) >= P, inf)
-    return [address, result, sorted(store.keys), waited_for]
+    return [address, result, sorted(store.keys), store.never_set]
 
 
 def _until(is_so: Callable[[], bool], limit_s: float) -> None:
@@ -171,8 +163,7 @@ def _judge(case: Case, values: list[Any]) -> Found:
     """What is wrong in the first attempt that went wrong. ``values``: by process and attempt."""
     for attempt, processes in enumerate(zip(*values)):
         if found := _wrong_meeting(processes):
-            later = "in a later attempt, with a store that holds the keys of those before (is the "
-            later += "number of the attempt in every key?): "
+            later = "in a later attempt, with a store that holds the keys of those before: "
             return later + found if attempt else found
     return None
 

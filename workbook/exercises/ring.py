@@ -1,4 +1,4 @@
-"""Page 06: ring all-reduce, its halves, and a mean that is built on it.
+"""Page 06: naive all-reduce, the ring and its halves, and a mean that is built on it.
 
 Symbols: P ranks, S bytes of a rank's tensor.
 """
@@ -10,7 +10,13 @@ from torch import Tensor
 
 from labkit import collectives
 from labkit.collectives.ring import split_chunks
-from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost, share_reduce_cost
+from labkit.costs.traffic import (
+    Cost,
+    naive_all_reduce_cost,
+    ring_all_reduce_cost,
+    share_only_cost,
+    share_reduce_cost,
+)
 from labkit.schedules.ring import owned_chunk
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Target
 from workbook.exercises.grader.exercise import DRAWN, SIZES, same_bits
@@ -27,19 +33,25 @@ def _target(cost_of: Callable[..., Cost], rank: int, case: Case) -> Target:
     return case.target(cost_of, rank, peers={(rank + 1) % case.world_size})
 
 
-def _cost_of_rotating(num_elements: int, element_bytes: int, world_size: int, rank: int) -> Cost:
-    steps = world_size - 1
-    return Cost(steps, steps, steps * num_elements * element_bytes)
+def _through_rank_0(rank: int, case: Case) -> Target:
+    peers = {0} if rank else range(1, case.world_size)
+    return case.target(naive_all_reduce_cost, rank, peers=peers)
 
 
-# fn(comm, tensor): the sum over the ranks in place, by whole tensors in a ring. The ranks add in
-# different orders, so their results may differ in the last bits.
+# fn(comm, tensor): the sum over the ranks in place; all send to rank 0, which sends it back.
+naive_all_reduce = Check(
+    "ring.naive_all_reduce",
+    lambda rank, case: case.total(),
+    target=_through_rank_0,
+    library=collectives.naive_all_reduce,
+)
+# fn(comm, tensor): the sum over the ranks in place, by whole tensors in a ring. Bits may differ.
 rotate_and_add = Check(
     "ring.rotate_and_add",
     lambda rank, case: case.total(),
-    target=partial(_target, _cost_of_rotating),
+    # Each of the P - 1 messages is the whole tensor.
+    target=partial(_target, lambda n, size, P, rank: Cost(P - 1, P - 1, (P - 1) * n * size)),
     library=collectives.ring_all_reduce,
-    drawn_size=DRAWN,
 )
 
 
@@ -59,9 +71,8 @@ def _one_complete(rank: int, case: Case) -> tuple[list[Tensor]]:
     return (chunks,)
 
 
-_in_chunks = partial(Check, signature="comm, chunks", chunked=True, drawn_size=DRAWN)
-# fn(comm, chunks), the first half of the ring (reduce-scatter): at the end chunk (rank + 1) mod P
-# holds the sum over the ranks, written in place.
+_in_chunks = partial(Check, signature="comm, chunks", chunked=True)
+# fn(comm, chunks), in place: chunk (rank + 1) mod P becomes the sum (reduce-scatter).
 share_reduce = _in_chunks(
     "ring.share_reduce",
     _owned_sum,
@@ -69,8 +80,7 @@ share_reduce = _in_chunks(
     target=partial(_target, share_reduce_cost),
     library=collectives.share_reduce,
 )
-# fn(comm, chunks), the second half (all-gather): chunk (rank + 1) mod P is complete, the others
-# hold the rank's own values.
+# fn(comm, chunks), the second half (all-gather): only chunk (rank + 1) mod P is complete.
 share_only = _in_chunks(
     "ring.share_only",
     lambda rank, case: _sums(case),
@@ -79,9 +89,9 @@ share_only = _in_chunks(
     library=collectives.share_only,
 )
 
-# One case of ``all_reduce`` is a matrix of this shape; it may be cut by rows as well.
-_MATRIX = (12, 9)
-_MATRIX_SIZE = 12 * 9
+# One case of ``all_reduce`` is a matrix of this shape, with fewer rows than ranks.
+_MATRIX = (3, 36)
+_MATRIX_SIZE = 3 * 36
 
 
 def _in_shape(flat: Tensor) -> Tensor:
@@ -103,7 +113,6 @@ all_reduce = Check(
     target=_padded_target,
     rule=same_bits,
     library=collectives.ring_all_reduce,
-    drawn_size=DRAWN,
     may_call=frozenset({"share_reduce", "share_only"}),
     sizes=(*SIZES, _MATRIX_SIZE),
     special=lambda case: f"a matrix {[*_MATRIX]}" if case.size == _MATRIX_SIZE else "",
@@ -127,6 +136,7 @@ weighted_mean = Check(
     signature="comm, gradient, num_samples",
     inputs=lambda rank, case: (case.tensor(rank), _samples(rank, case)),
     written=None,
+    keeps=("gradient",),
     target=lambda rank, case: Target(messages=2 * (case.world_size - 1)),
     sizes=(7, 1),
     drawn_size=DRAWN,

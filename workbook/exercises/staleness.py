@@ -18,7 +18,7 @@ from torch import Tensor
 from labkit.comm.comm import Comm
 from labkit.schedules.servers import StalenessTracker, in_time
 from workbook.exercises.grader import Case, Check, Target, solved
-from workbook.exercises.grader.compare import plain, same, short
+from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import Found
 
 Event = tuple[str, int]
@@ -101,9 +101,6 @@ def _serve_and_work(
     """Rank 0: what ``fn`` returns, and the parameters at the end. A worker: what it pulled."""
     if comm.rank == 0:
         books = plain(fn(comm, parameters, num_updates))
-        books = books.tolist() if isinstance(books, Tensor) else books
-        if isinstance(books, list):
-            books = [row.tolist() if isinstance(row, Tensor) else row for row in books]
         return [books, parameters.tolist()]
     token, pulled = torch.empty(0), []
     for other in range(2, comm.world_size if comm.rank == 1 and not pause_s else 2):
@@ -126,14 +123,13 @@ def _judge_server(case: Case, values: list[Any]) -> Found:
     (_, ended), workers = values[0], range(1, case.world_size)
     expected = [-float(worker) for worker in workers]
     if ended != expected:
-        in_place = " (in place?)" if not any(ended) else ""
-        text = f"the parameters end as {ended}{in_place}, expected {expected}: "
-        return f"{text}each push subtracts its gradient, once"
+        text = f"the parameters end as {ended}, expected {expected}: each push subtracts its "
+        return f"{text}gradient once, in place"
     for worker in workers:
-        own = [-pulled[worker - 1] for pulled in values[worker]]
-        if own != [*range(1, worker + 1)]:
-            text = f"worker {worker} pulls parameters with {own} of its own updates in them, "
-            return f"{text}expected 1, 2, ...: update first, then answer"
+        own = [pulled[worker - 1] for pulled in values[worker]]
+        if own != (counted := [-float(number) for number in range(1, worker + 1)]):
+            text = f"element {worker - 1} of what worker {worker} pulls is {own}, expected "
+            return f"{text}{counted}: each answer holds the update before it"
     return None
 
 
@@ -160,14 +156,12 @@ def _by_turns(fn: Callable, comm: Comm, *args: Any) -> list:
     return _serve_and_work(serve, comm, *args)
 
 
-# fn(comm, parameters, worker), one push of ``worker``, on rank 0: receive a gradient [W], change
-# ``parameters`` [W] in place to parameters - gradient, and send them to the worker.
+# fn(comm, parameters, worker), on rank 0: receive a gradient [W] of ``worker``, subtract it in
+# place, and send it ``parameters``.
 push = _check(
     "staleness.push", signature="comm, parameters, worker", call=_by_turns, judge=_judge_server
 )
-# fn(comm, parameters, num_updates), rank 0 of an asynchronous parameter server: worker w sends a
-# gradient [W] and receives the parameters [W], w times. Each push has to change ``parameters`` in
-# place to parameters - gradient.
+# fn(comm, parameters, num_updates), the same for any worker that comes; worker w pushes w times.
 server = _check("staleness.server", judge=_judge_server, drawn_size=1)
 
 
@@ -185,25 +179,23 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
         tracker.push(worker)
         tracker.apply(worker)
         tracker.pull(worker)
-    if not same(books, [list(update) for update in tracker.updates]):
-        late = [update.staleness for update in tracker.updates]
-        text = f"by the order {served} the pushes were {late} updates late, the list says "
-        return text + short([late for _, late in books])
     # The parameters [W] after each update, and by worker those after its own.
     now, pulls = [0.0] * len(workers), [[] for _ in range(case.world_size)]
     for worker, late in tracker.updates:
         now[worker - 1] -= 1 / (1 + late)
         pulls[worker].append([*now])
-    if not same(ended, now):
-        return f"the parameters end as {short(ended)}, expected {short(now)}"
-    for worker in workers:
-        if not same(values[worker], pulls[worker]):
-            text = f"worker {worker} pulls {short(values[worker])}, expected "
-            return f"{text}{short(pulls[worker])}: those right after its own update"
+    compared = {
+        "the list says": (books, [list(update) for update in tracker.updates]),
+        "the parameters end as": (ended, now),
+        **{f"after its pushes worker {w} pulls": (values[w], pulls[w]) for w in workers},
+    }
+    for what, (found, expected) in compared.items():
+        if not agree(found, expected):
+            text = f"{what} {short(found)}, expected {short(expected)}"
+            return f"{text} for the order of pushes {served}"
     return None
 
 
-# fn(comm, parameters, num_updates), a server that mistrusts late gradients: as in ``server``, but
-# each push changes ``parameters`` to parameters - gradient / (1 + its staleness), and expected is
-# the list of (worker, staleness), by push.
+# fn(comm, parameters, num_updates): as ``server``, but each push subtracts gradient / (1 + its
+# staleness), and expected is the list of (worker, staleness), by push.
 smaller_steps = _check("staleness.smaller_steps", judge=_judge_smaller_steps)

@@ -17,14 +17,7 @@ _CHOICES = (
 )
 
 
-@solved(
-    *_CHOICES,
-    mistakes={
-        "the fixed price of a message does not count": (
-            lambda choose, size, p, alpha_s, beta_s: choose(size, p, 0.0, beta_s)
-        ),
-    },
-)
+@solved(*_CHOICES)
 def choose(num_bytes: int, world_size: int, alpha_s: float, beta_s_per_byte: float) -> str:
     """Grade ``fn(num_bytes, world_size, alpha_s, beta_s_per_byte)``: "tree" or "ring".
 

@@ -9,7 +9,7 @@
 
 ``turns`` has the rules of timing, ``record`` what is recorded beside the results, ``compare`` the
 command ``labkit compare``. ``two_hosts`` and ``elsewhere`` show the records of ``make two-hosts``
-and ``make elsewhere``.
+and ``make elsewhere``; ``environments`` tells whether Horovod and TensorFlow are here.
 """
 
 import lazy_loader

@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,15 +22,14 @@ from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link, all_reduce_seconds, crossover_bytes
 from labkit.training.measured import measure_link
 from labkit.units import format_bytes
-from workbook.measure.record import Result
-from workbook.measure.spread import Spread
-from workbook.measure.turns import Where, on_ranks, slowest, take_turns, timed
+from workbook.measure.record import Cells, Result
+from workbook.measure.turns import Turn, Where, on_ranks, take_turns, timed
 
 SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
 _MODELLED = ("naive", "tree", "ring")
 _REFERENCES = ("gloo", "MPI", "NCCL")
-# More curves than these hide each other.
-_DRAWN = ("fast ring", "ring", "tree", *_REFERENCES)
+# The first two are those whose crossing is drawn; more curves than these hide each other.
+_DRAWN = ("tree", "ring", "fast ring", *_REFERENCES)
 
 AllReduce = Callable[[Tensor], object]
 # A contender from outside the package: a context manager that each rank enters once. It yields a
@@ -47,20 +47,19 @@ def bench_all_reduce(
 ) -> Iterator[Result]:
     """Time all available all-reduces on float32 tensors of these sizes, multiples of 4.
 
-    The tensors are in ordinary memory, not placed in shared memory beforehand. Every turn starts
-    from the same values, and every rank checks its result: a wrong one is an error. NCCL takes
-    part where each rank has a GPU; ``guests`` are additional contenders by name, as
-    ``tools/bench_mpi.py`` adds MPI.
+    The tensors are in ordinary memory, not placed in shared memory beforehand. Every rank checks
+    each result: a wrong one is an error. NCCL takes part where each rank has a GPU; ``guests`` are
+    additional contenders by name, as ``tools/bench_mpi.py`` adds MPI.
     """
     link = measure_link(world_size, "exchange", gamma=True, **where)
     settings = sizes_bytes, repeats, dict(guests or {})
-    seconds = slowest(on_ranks(measure, *settings, world_size=world_size, where=where))
+    seconds, _ = on_ranks(measure, *settings, world_size=world_size, where=where)
     yield result_of(seconds, link, world_size)
 
 
 def measure(
     comm: Comm, sizes_bytes: tuple[int, ...], repeats: int, guests: dict[str, Guest]
-) -> dict[int, dict[str, list[float]]]:
+) -> tuple[dict[int, dict[str, list[float]]], None]:
     """This rank's seconds by size and contender; called on every rank."""
     algorithms: dict[str, AllReduce] = {
         "fast ring": partial(collectives.fast_ring_all_reduce, comm),
@@ -82,80 +81,70 @@ def measure(
         entered = {name: stack.enter_context(guest(comm)) for name, guest in guests.items()}
         for number, size in enumerate(sizes_bytes):
             comm.progress(number, len(sizes_bytes), format_bytes(size))
-            tensors = Tensors(comm, size)
-            turns = {n: partial(tensors.turn, n, one) for n, one in algorithms.items()}
+            turns = checked_turns(comm, size, algorithms)
             turns |= {name: partial(guest, size) for name, guest in entered.items()}
             found[size] = take_turns(turns, repeats)
-    return found
+    return found, None
 
 
-class Tensors:
-    """This rank's addend, the sum that all ranks must get, and the tensor to work in.
+def checked_turns(
+    comm: Comm, num_bytes: int, algorithms: Mapping[str, AllReduce]
+) -> dict[str, Turn]:
+    """Of each algorithm: this rank's seconds of one all-reduce, after one that is not timed.
 
     The values are small integers, whose sums float32 holds exactly: the result does not depend on
     the order of additions, in which the algorithms differ. They repeat after 1021 elements (a
     prime), so that a chunk in the wrong place gives a wrong sum.
     """
+    pattern = (torch.arange(num_bytes // 4, device=comm.device) % 1021).float()
+    mine, work = pattern * (comm.rank + 1), torch.empty_like(pattern)
+    expected = pattern * (comm.world_size * (comm.world_size + 1) // 2)
 
-    def __init__(self, comm: Comm, num_bytes: int):
-        self.comm = comm
-        pattern = (torch.arange(num_bytes // 4, device=comm.device) % 1021).float()
-        self.mine = pattern * (comm.rank + 1)
-        self.expected = pattern * (comm.world_size * (comm.world_size + 1) // 2)
-        self.work = torch.empty_like(pattern)
-
-    def turn(self, name: str, all_reduce: AllReduce) -> float:
-        """This rank's seconds of one checked all-reduce, after one that is not timed.
-
-        The first call fills the caches (of data and of code) again after the other contenders'
-        turns: in a program that calls one all-reduce after another, they are warm.
-
-        Raises:
-            AssertionError: the sum is wrong.
-        """
-        all_reduce(self.work.zero_())
-        self.work.copy_(self.mine)
-        seconds = timed(self.comm, lambda: all_reduce(self.work))
-        if not torch.equal(self.work, self.expected):
-            raise AssertionError(f"{name}: {self.work.nbytes} bytes have a wrong sum")
+    def turn(name: str) -> float:
+        # The first call fills the caches (of data and of code) again after the others' turns: in
+        # a program that calls one all-reduce after another, they are warm.
+        algorithms[name](work.zero_())
+        work.copy_(mine)
+        seconds = timed(comm, lambda: algorithms[name](work))
+        if not torch.equal(work, expected):
+            raise AssertionError(f"{name}: {num_bytes} bytes have a wrong sum")
         return seconds
 
+    return {name: partial(turn, name) for name in algorithms}
 
-def result_of(seconds: dict[int, dict[str, list[float]]], link: Link, world_size: int) -> Result:
+
+def result_of(seconds: Cells, link: Link, world_size: int) -> Result:
     """The result of the slowest rank's seconds, and the model beside it.
 
     ``bus_GB/s`` is 2 (P - 1) / P x S / t, which each link of a ring carries (busbw of nccl-tests).
     """
-
-    def model_s(size: int, name: str, spread: Spread | None = None) -> float | None:
-        return all_reduce_seconds(name, size, world_size, link) if name in _MODELLED else None
-
-    def ratio(size: int, name: str, spread: Spread) -> float | None:
-        expected_s = model_s(size, name)
-        return spread.median / expected_s if expected_s else None
-
-    def bus(size: int, name: str, spread: Spread) -> float:
-        return 2 * (world_size - 1) / world_size * size / spread.median / 1e9
-
-    present = next(iter(seconds.values()))
+    names = next(iter(seconds.values()))
+    share = 2 * (world_size - 1) / world_size / 1e9
+    bus = {
+        size: {name: share * size / median(each) for name, each in by_name.items()}
+        for size, by_name in seconds.items()
+    }
+    model_s = {
+        size: {name: all_reduce_seconds(name, size, world_size, link) for name in _MODELLED}
+        for size in seconds
+    }
     crossover = crossover_bytes(world_size, link)
 
     def figure() -> Any:
         from workbook.plots import size_curves
 
-        curves = {n: {s: one[n] for s, one in seconds.items()} for n in _DRAWN if n in present}
-        model: Any = {n: {s: model_s(s, n) for s in seconds} for n in ("ring", "tree")}
-        title = f"All-reduce on {world_size} ranks"
-        return size_curves(curves, model, crossover, between=("tree", "ring"), title=title)
+        curves = {n: {s: one[n] for s, one in seconds.items()} for n in _DRAWN if n in names}
+        model = {n: {s: one[n] for s, one in model_s.items()} for n in ("tree", "ring")}
+        return size_curves(curves, model, crossover, title=f"All-reduce on {world_size} ranks")
 
     overtakes = format_bytes(crossover) if math.isfinite(crossover) else "never"
     return Result(
         f"All-reduce of float32 in place, {world_size} ranks, in turns",
         {"world_size": world_size},
         seconds,
-        tuple(name for name in _REFERENCES if name in present),
+        tuple(name for name in _REFERENCES if name in names),
         "size_bytes",
-        {"bus_GB/s": bus, "model_s": model_s, "measured/model": ratio},
+        {"bus_GB/s": bus, "model_s": model_s},
         (str(link), f"The ring overtakes the tree in the model: {overtakes}."),
         {f"{world_size}_ranks": figure},
     )

@@ -10,11 +10,9 @@ from labkit.devices import check_world_size, plan
 from labkit.units import check_choice, check_integer
 from labkit.workload.models import MODELS
 from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce
-from workbook.measure.checkpoint import bench_checkpoint
-from workbook.measure.launch import bench_launch
+from workbook.measure.benches import bench_checkpoint, bench_ddp, bench_launch, bench_pipeline
 from workbook.measure.placement import bench_placement
 from workbook.measure.record import Result, machine, write
-from workbook.measure.steps import bench_ddp, bench_pipeline
 from workbook.measure.turns import Where
 
 # Name -> what runs it, on one number of ranks and one model, and its options with their defaults.
@@ -22,7 +20,7 @@ BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
     "launch": (bench_launch, {"world_sizes": (2, 4), "repeats": 3}),
     "all-reduce": (
         bench_all_reduce,
-        {"world_sizes": (2, 4), "sizes_bytes": SIZES_BYTES, "repeats": 30},
+        {"world_sizes": (2, 4), "sizes_bytes": SIZES_BYTES, "repeats": 30, "figure_path": None},
     ),
     "ddp": (
         bench_ddp,
@@ -38,44 +36,36 @@ BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
         {"world_sizes": (2,), "models": ("resnet18", "small_cnn"), "repeats": 20},
     ),
 }
-DRAWN = ("all-reduce", "placement")
 
 
 def main(
-    names: Sequence[str],
-    json_path: str | None = None,
-    figure_path: str | None = None,
-    words: Sequence[str] = (),
-    **settings: Any,
+    names: Sequence[str], json_path: str | None = None, words: Sequence[str] = (), **settings: Any
 ) -> int:
     """Run the benches of these names (all of them if none is given); print and record them.
 
-    One bench's results go to ``json_path``, with hardware, versions and the command's ``words``,
-    and its figures to ``figure_path``. ``settings`` are those options of the benches that the
-    command line gives, and where ranks run. Returns the exit status.
+    One bench's results go to ``json_path``, with hardware, versions and the command's ``words``.
+    ``settings`` are those options of the benches that the command line gives, and where ranks run.
+    Returns the exit status.
 
     Raises:
         ValueError: before anything runs, for options that are wrong or belong to another bench.
         OutputError: after the runs, a file could not be written.
     """
     chosen = names or list(BENCHES)
-    if len(chosen) > 1 and (json_path, figure_path) != (None, None):
+    if len(chosen) > 1 and (json_path or settings.get("figure_path")):
         raise ValueError(f"--json and --figure are for one bench: name {' or '.join(chosen)}")
-    if figure_path is not None and Path(figure_path).suffix not in (".png", ".svg"):
-        raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
     where = {name: settings.pop(name) for name in ("device", "devices") if name in settings}
     for name in chosen:
         check_choice("bench", name, BENCHES)
         options = BENCHES[name][1]
         if unknown := settings.keys() - options:
             raise ValueError(f"bench {name} has no {', '.join(unknown)}")
-        if figure_path is not None and name not in DRAWN:
-            raise ValueError(f"bench {name} draws no figure: {', '.join(DRAWN)} do")
         check(options | settings, where)
     for name in chosen:
         bench, options = BENCHES[name]
         config = options | settings
         how = {"command": shlex.join(["labkit", *words]), "config": config | {"where": where}}
+        figure_path = config.pop("figure_path", None)
         show(results(bench, config, where), how, json_path, figure_path)
     return 0
 
@@ -92,6 +82,9 @@ def check(config: dict[str, Any], where: Where) -> None:
     for size in config.get("sizes_bytes", ()):
         if size < 4 or size % 4:
             raise ValueError(f"{size} bytes do not divide into float32: give a multiple of 4")
+    figure_path = config.get("figure_path")
+    if figure_path and Path(figure_path).suffix not in (".png", ".svg"):
+        raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
 
 
 def results(

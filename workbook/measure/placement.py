@@ -18,9 +18,9 @@ from labkit.placement import VGG16_SPLITS
 from labkit.placement.planner import Profile, predict_split
 from labkit.strategies.model_parallel import ModelParallel, Pipeline
 from labkit.training.measured import measure_link, measure_profile, measure_split
+from workbook.measure.benches import MICRO_BATCHES, SHAPE, step_of
 from workbook.measure.record import Result
-from workbook.measure.steps import MICRO_BATCHES, SHAPE, step_of
-from workbook.measure.turns import Where, on_ranks, repeat_turns, slowest, timed
+from workbook.measure.turns import Where, on_ranks, repeat_turns, timed
 
 MODEL = "vgg16"
 BATCH_SIZES = (8, 32)
@@ -42,34 +42,26 @@ def bench_placement(repeats: int, where: Where) -> Iterator[Result]:
 
 def measure_placements(link: Link, repeats: int, where: Where) -> Result:
     """Measure the hops of every placement."""
-    # Not at the top: every rank of a bench imports this module, and does not need matplotlib.
-    from workbook.plots import size_curves
-
-    seconds: dict[str, dict[str, list[float]]] = {}
-    facts, by_size = dict[Any, Any](), dict[Any, Any]()
+    seconds, num_bytes, model_s = (dict[str, dict[str, Any]]() for _ in range(3))
     for batch_size in BATCH_SIZES:
         batch: Any = {"batch_size": batch_size, "input_shape": SHAPE, **where}
         profile = measure_profile(MODEL, **batch, repeats=1)
         for name, points in VGG16_SPLITS.items():
             predicted = predict_split(profile, points, link)
             measured = measure_split(MODEL, points, **batch, steps=repeats)
-            ways = ("activation", measured.forward_hop_s), ("gradient", measured.backward_hop_s)
-            for way, hops_s in ways:
-                for cut, hop_s, *fact in zip(points, hops_s, predicted.hop_bytes, predicted.hop_s):
+            ways = {"activation": measured.forward_hop_s, "gradient": measured.backward_hop_s}
+            for way, hops_s in ways.items():
+                facts = zip(points, hops_s, predicted.hop_bytes, predicted.hop_s)
+                for cut, *fact in facts:
                     hop = f"cut {cut}, {way}, batch of {batch_size}"
-                    seconds.setdefault(name, {})[hop] = hop_s
-                    facts[name, hop] = fact
-                    by_size.setdefault(fact[0], []).extend(hop_s)
+                    for cells, cell in zip((seconds, num_bytes, model_s), fact):
+                        cells.setdefault(name, {})[hop] = cell
     return Result(
         "Communication of VGG16's placements, per step",
         {"what": "placements"},
         seconds,
         case="placement",
-        columns={
-            "num_bytes": lambda case, hop, spread: facts[case, hop][0],
-            "model_s": lambda case, hop, spread: facts[case, hop][1],
-        },
-        figures={"hops": lambda: size_curves({"hop": by_size}, {"hop": dict(facts.values())})},
+        columns={"num_bytes": num_bytes, "model_s": model_s},
     )
 
 
@@ -80,48 +72,32 @@ def measure_cuts(
 
     ``micro_batches`` is M; 1 is the split without a pipeline.
     """
+    cuts = {f"cut {cut}": cut for cut in range(1, len(profile.layers))}
     predicted_s = {
-        f"cut {cut}": predict_split(profile, (cut,), link, micro_batches=micro_batches).step_s
-        for cut in range(1, len(profile.layers))
+        name: predict_split(profile, (cut,), link, micro_batches=micro_batches).step_s
+        for name, cut in cuts.items()
     }
+
+    def measure(comm: Comm) -> tuple[dict[str, list[float]], None]:
+        def turn(cut: int) -> float:
+            # Freed after its turn: if all cuts kept their stage, they would take a model each.
+            pipelined = micro_batches > 1
+            strategy = Pipeline((cut,), micro_batches) if pipelined else ModelParallel((cut,))
+            step = step_of(strategy, comm, profile.model, profile.batch_size)
+            step()
+            return timed(comm, step)
+
+        return repeat_turns({n: partial(turn, cut) for n, cut in cuts.items()}, repeats), None
+
+    seconds, _ = on_ranks(measure, world_size=2, where=where)
     planned = min(predicted_s, key=predicted_s.__getitem__)
-    settings = (profile.model, profile.batch_size, micro_batches, len(profile.layers), repeats)
-    seconds = slowest(on_ranks(_measure_cuts, *settings, world_size=2, where=where))
     how = f"{micro_batches} micro-batches" if micro_batches > 1 else "not pipelined"
-    title = f"Every cut of {profile.model}, batch of {profile.batch_size}, {how}"
     facts = {"what": "cuts", "model": profile.model, "batch_size": profile.batch_size}
-
-    def figure() -> Any:
-        from workbook.plots.split_costs import split_scatter
-
-        points = [
-            {"split_points": [cut[4:]], "predicted_s": predicted_s[cut], "measured_s": measured}
-            for cut, measured in seconds.items()
-        ]
-        return split_scatter(points, title=f"{title}: {repeats} steps each")
-
     return Result(
-        title,
+        f"Every cut of {profile.model}, batch of {profile.batch_size}, {how}",
         facts | {"micro_batches": micro_batches},
         {"": seconds},
         (planned,),
-        columns={"model_s": lambda case, name, spread: predicted_s[name]},
+        columns={"model_s": {"": predicted_s}},
         notes=(f"The planner's cut: {planned}.",),
-        figures={f"cuts_{micro_batches}_micro_batches": figure},
     )
-
-
-def _measure_cuts(
-    comm: Comm, model: str, batch_size: int, micro_batches: int, layers: int, repeats: int
-) -> dict[str, list[float]]:
-    """Measure on this rank the seconds of a step by cut."""
-
-    def turn(cut: int) -> float:
-        # The stage is freed after its turn: kept for all cuts, stages would take a model per cut.
-        pipelined = micro_batches > 1
-        strategy = Pipeline((cut,), micro_batches) if pipelined else ModelParallel((cut,))
-        step = step_of(strategy, comm, model, batch_size)
-        step()
-        return timed(comm, step)
-
-    return repeat_turns({f"cut {cut}": partial(turn, cut) for cut in range(1, layers)}, repeats)

@@ -1,18 +1,72 @@
-"""What a bench has measured, as one table and one part of a record; how records are written."""
+"""Repeats in numbers and words, what a bench has measured, and how records are written."""
 
+import html
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tabulate import tabulate
 
 from labkit.devices import hardware, versions
 from labkit.files import write_atomically
 from labkit.gpus import num_gpus, nvidia_smi
 from labkit.units import format_bytes, format_number, format_seconds
-from workbook.measure.spread import Spread, Table, ratios, rounded
 
 if TYPE_CHECKING:
     from workbook.plots.figure import CaptionedFigure
+
+# By case (such as a size) and contender.
+Cells = Mapping[Any, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A measurement: the median of its repeats, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, repeats: Iterable[float]) -> "Spread":
+        """The spread of these repeats, of which there is at least one."""
+        low, median, high = np.quantile(list(repeats), (0.25, 0.5, 0.75)).tolist()
+        return cls(median, low, high)
+
+    def text(self, format_one: Callable[[float], str]) -> str:
+        low, high = format_one(self.low), format_one(self.high)
+        return f"{format_one(self.median)} ({low} to {high})"
+
+
+def ratios(others_s: Iterable[float], ours_s: Iterable[float]) -> list[float]:
+    """others / ours within each repeat: above 1, ours is faster."""
+    return [other / ours for other, ours in zip(others_s, ours_s)]
+
+
+def rounded(seconds: Iterable[float]) -> list[float]:
+    """Round seconds to the nanosecond, for a record."""
+    return [round(one, 9) for one in seconds]
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """A table as text, and as HTML in a notebook; ``notes`` are sentences below it."""
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = tabulate(self.rows, self.heads, tablefmt="plain", disable_numparse=True)
+        return "\n".join([*(line.rstrip() for line in shown.splitlines()), *self.notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        shown = tabulate(self.rows, self.heads, tablefmt="html", disable_numparse=True)
+        return shown + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
 
 
 @dataclass(frozen=True)
@@ -25,18 +79,17 @@ class Result:
         seconds: ``{case: {contender: [seconds of each repeat]}}``.
         against: contenders with which the others of a case are compared.
         case: the name of what differs between cases (``size_bytes``); empty where there is one.
-        columns: name -> (case, contender, its spread) -> a further cell; None is an empty one. A
-            number is shown by the unit in its name (``_s``, ``_bytes``).
+        columns: further numbers by name, shown by the unit in it (``_s``, ``_bytes``).
         notes: sentences below the table.
         figures: name -> what draws it.
     """
 
     title: str
     facts: dict[str, Any]
-    seconds: Mapping[Any, Mapping[str, list[float]]]
+    seconds: Cells
     against: tuple[str, ...] = ()
     case: str = ""
-    columns: Mapping[str, Callable[[Any, str, Spread], Any]] = field(default_factory=dict)
+    columns: Mapping[str, Cells] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     figures: Mapping[str, Callable[[], "CaptionedFigure"]] = field(default_factory=dict)
 
@@ -48,16 +101,14 @@ class Result:
         found = []
         for case, by_name in self.seconds.items():
             for name, seconds in by_name.items():
-                spread = Spread.of(seconds)
                 row = self.facts | ({self.case: case} if self.case else {}) | {"contender": name}
-                row |= {"seconds": rounded(seconds), "time_s": asdict(spread)}
+                row |= {"seconds": rounded(seconds), "time_s": asdict(Spread.of(seconds))}
                 row["ratio_to"] = {
                     other: asdict(Spread.of(ratios(by_name[other], seconds)))
                     for other in self.against
                     if other in by_name
                 }
-                row |= {key: cell(case, name, spread) for key, cell in self.columns.items()}
-                found.append(row)
+                found.append(row | {k: cells[case].get(name) for k, cells in self.columns.items()})
         return found
 
     def __str__(self) -> str:

@@ -7,7 +7,7 @@ another contender, and they are compared by their ratios within a repeat. A turn
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,6 @@ from labkit.comm.comm import Comm
 from labkit.gpus import synchronize
 from labkit.runtime.launch import run
 
-# Timeout of a bench's run.
 _TIMEOUT_S = 1800
 
 # Where ranks run: ``device`` and ``devices`` as in ``labkit.run``.
@@ -28,10 +27,27 @@ Name = TypeVar("Name")
 
 
 def on_ranks(
-    function: Callable[..., Any], *arguments: Any, world_size: int, where: Where
-) -> list[Any]:
-    """Run ``function(comm, *arguments)`` on all ranks by ``labkit.run``; its values by rank."""
-    return run(function, *arguments, world_size=world_size, timeout_s=_TIMEOUT_S, **where).values
+    function: Callable[..., tuple[dict[Any, Any], Any]],
+    *arguments: Any,
+    world_size: int,
+    where: Where,
+) -> tuple[dict[Any, Any], Any]:
+    """Run ``function(comm, *arguments)``, which returns seconds and facts, on all ranks.
+
+    Returns:
+        The seconds of the slowest rank in each turn, and the facts of rank 0.
+    """
+    settings: dict[str, Any] = {"world_size": world_size, "timeout_s": _TIMEOUT_S, **where}
+    by_rank = run(function, *arguments, **settings).values
+    return slowest([seconds for seconds, _ in by_rank]), by_rank[0][1]
+
+
+def slowest(by_rank: list[Any]) -> Any:
+    """The largest of the ranks' seconds, turn by turn: of lists, or of nested dicts of them."""
+    first = by_rank[0]
+    if isinstance(first, dict):
+        return {key: slowest([mine[key] for mine in by_rank]) for key in first}
+    return [max(each) for each in zip(*by_rank)]
 
 
 def timed(comm: Comm, action: Callable[[], object]) -> float:
@@ -54,37 +70,27 @@ def timed(comm: Comm, action: Callable[[], object]) -> float:
     return end_s - tree_all_reduce(comm, last, "max").item()
 
 
-def repeat_turns(turns: dict[Name, Turn], repeats: int) -> dict[Name, list[float]]:
-    """Time every contender once per repeat; each repeat begins with another contender.
+def in_turn(names: Iterable[Name], repeat: int) -> list[Name]:
+    """The order of this repeat: each begins with another name."""
+    names = list(names)
+    first = repeat % max(1, len(names))
+    return names[first:] + names[:first]
 
-    Args:
-        turns: what each contender does, by name; every rank passes the same names in one order.
-        repeats: of all contenders.
+
+def repeat_turns(turns: Mapping[Name, Turn], repeats: int) -> dict[Name, list[float]]:
+    """Time every contender once per repeat; every rank passes the same names in one order.
 
     Returns:
         This rank's seconds of each repeat, by name.
     """
-    names = list(turns)
-    seconds: dict[Name, list[float]] = {name: [] for name in names}
+    seconds: dict[Name, list[float]] = {name: [] for name in turns}
     for repeat in range(repeats):
-        first = repeat % len(names)
-        for name in names[first:] + names[:first]:
+        for name in in_turn(turns, repeat):
             seconds[name].append(turns[name]())
     return seconds
 
 
-def take_turns(turns: dict[Name, Turn], repeats: int) -> dict[Name, list[float]]:
+def take_turns(turns: Mapping[Name, Turn], repeats: int) -> dict[Name, list[float]]:
     """``repeat_turns`` after a round that is not counted, in which connections are opened."""
     repeat_turns(turns, 1)
     return repeat_turns(turns, repeats)
-
-
-def slowest(by_rank: list[Any]) -> Any:
-    """The seconds of the slowest rank in each turn.
-
-    ``by_rank`` has what the ranks returned: lists of seconds, or nested dicts of such lists.
-    """
-    first = by_rank[0]
-    if isinstance(first, dict):
-        return {key: slowest([mine[key] for mine in by_rank]) for key in first}
-    return [max(each) for each in zip(*by_rank)]

@@ -37,7 +37,7 @@ def draw(
     progress: float | None,
     name: str,
 ) -> str:
-    """The lanes as SVG elements in a ``<div>``.
+    """The lanes as an SVG element.
 
     Args:
         lanes: of the ranks from 0 on.

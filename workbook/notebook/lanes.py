@@ -36,11 +36,12 @@ class History:
         """The lanes of these ranks in the slots between ``edges_s`` [slots + 1]."""
         readings, lanes = np.stack(self._readings), []
         edges_s = np.minimum(edges_s, self._times_s[-1])
+        slots_s = np.maximum(np.diff(edges_s), 1e-9)
         for rank in ranks:
             kinds = [name.decode(errors="replace") for name in self._board.ranks["kinds"][rank]]
-            rows, last, going = readings[:, rank], readings[-1, rank], ""
-            if (begun := int(last["begun"][_MAIN])) > 0:
-                going = kinds[begun - 1]
+            rows, last = readings[:, rank], readings[-1, rank]
+            begun = int(last["begun"][_MAIN])
+            going = kinds[begun - 1] if begun else ""
             # A transfer counts as waiting until it has ended. That of another thread, such as
             # DDP's communication thread, looks the same.
             if last["op"] and not last["until_s"][_BESIDE]:
@@ -56,7 +57,7 @@ class History:
                 seconds = np.concatenate([[0.0], seconds, [seconds[-1] + going_s]])
                 if kind and seconds[-1] > 0:
                     spent_s = np.diff(np.interp(edges_s, times_s, seconds))
-                    shares[kind] = np.clip(spent_s / np.maximum(np.diff(edges_s), 1e-9), 0.0, 1.0)
+                    shares[kind] = np.clip(spent_s / slots_s, 0.0, 1.0)
             lanes.append(shares)
         return lanes
 

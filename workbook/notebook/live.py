@@ -1,9 +1,10 @@
-"""A cell while ranks run: their lanes, losses and rates, and a bar; at the end, the timeline.
+"""A cell while ranks run: their lanes, losses and rates; at the end, the timeline.
 
 ``labkit.runtime.output`` asks for a ``watcher`` of each run that a notebook starts. A run that
 ends within a second shows nothing.
 """
 
+import html
 import secrets
 import sys
 import time
@@ -52,17 +53,11 @@ class Cell:
 
 
 class LiveRun:
-    """Draws one run.
-
-    Args:
-        board: its status board.
-        cell: where to draw.
-    """
+    """Draws the run of a status board in a ``Cell``."""
 
     def __init__(self, board: Board, cell: Any):
         self._board, self._cell = board, cell
         self._history = History(board)
-        self._size = format_count(board.world_size, "rank")
         self._ranks = range(min(board.world_size, _MOST_LANES))
         self._name = f"lk{secrets.token_hex(3)}-"
         self._read_s = self._drawn_s = 0.0
@@ -99,19 +94,22 @@ class LiveRun:
         for rank in self._ranks:
             # A stage that is not the last has no loss, and reports 0.
             loss = float(rows["loss"][rank])
-            column, unit = (
-                ("samples", "samples/s") if rows["samples"][rank] else ("done", "steps/s")
-            )
+            column = "samples" if rows["samples"][rank] else "done"
             rate = self._history.rates(column)[rank]
+            unit = {"samples": "samples/s", "done": "steps/s"}[column]
             shown = f"loss {loss:.4g}" if loss else "", rate and f"{format_number(rate)} {unit}"
             words.append(", ".join(filter(None, shown)))
-        head, progress = f"{self._size}, {self._drawn_s:.1f} s{state}", None
+        head = f"{format_count(self._board.world_size, 'rank')}, {self._drawn_s:.1f} s{state}"
+        progress = None
         if self._board.world_size > _MOST_LANES:
             head += f", of which {_MOST_LANES} are drawn"
-        if len(told := rows[rows["total"] > 0]):
-            slowest = told[int((told["done"] / told["total"]).argmin())]
+        if len(reported := rows[rows["total"] > 0]):
+            slowest = reported[int((reported["done"] / reported["total"]).argmin())]
             done, total = int(slowest["done"]), int(slowest["total"])
             head += f": {done:,} of {total:,} {slowest['label'].decode(errors='replace')}".rstrip()
             progress = done / total
-        page = draw(lanes, extent_s, head, words, progress, self._name)
+        # A run without spans has no lanes, but it is seen to be alive.
+        page = html.escape(head)
+        if any(lanes):
+            page = draw(lanes, extent_s, head, words, progress, self._name)
         self._cell.show(f"<div>{page}</div>", f"[live] {head}")

@@ -11,11 +11,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Page:
-    """A notebook: its file's name without ending, its title, the exercises that it checks."""
+    """A notebook: its file's name without ending, its title, the exercises that it checks.
+
+    ``exercises``: the heading above each, by its name in ``check`` (``ring.all_reduce``).
+    """
 
     name: str
     title: str
-    exercises: tuple[str, ...]
+    exercises: dict[str, str]
 
 
 def current_page() -> str:
@@ -36,12 +39,14 @@ def workbook_pages() -> list[Page]:
     for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")) if folder else []:
         # A page that is being written, or was damaged, is left out.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            cells = json.loads(path.read_bytes())["cells"]
-            by_kind = {"markdown": [""], "code": [""]}
-            for cell in cells:
-                by_kind[cell["cell_type"]].append("".join(cell["source"]))
-            title = "\n".join(by_kind["markdown"]).strip().partition("\n")[0].lstrip("# ")
-            # Each is called as check.ROOM.NAME(function), and its verdict has that name.
-            names = re.findall(r"\bcheck\.([a-z_]+\.\w+)\(", "\n".join(by_kind["code"]))
-            pages.append(Page(path.stem, title, tuple(dict.fromkeys(names))))
+            headings, exercises = [], {}
+            for cell in json.loads(path.read_bytes())["cells"]:
+                source = "".join(cell["source"])
+                if cell["cell_type"] == "markdown":
+                    headings += re.findall(r"^#+ (.+)", source, re.MULTILINE)
+                else:
+                    # Each is called as check.ROOM.NAME(function), and its verdict has that name.
+                    for name in re.findall(r"\bcheck\.([a-z_]+\.\w+)\(", source):
+                        exercises.setdefault(name, headings[-1])
+            pages.append(Page(path.stem, headings[0], exercises))
     return pages

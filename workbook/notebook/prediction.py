@@ -1,13 +1,9 @@
-"""Predict, run, explain: make a prediction, measure, and compare the two.
-
-A prediction is open until its first measurement, which locks it. A wrong one is never an error and
-is not marked: the ratio says how far it was off, and the text that follows it says why.
-"""
+"""Predict, run, explain: a prediction is open until its first measurement, which locks it."""
 
 import math
 import os
+import statistics
 from collections.abc import Iterable
-from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -64,20 +60,21 @@ def predict_row(
 
     Args:
         quantity, unit: as in ``predict``; ``bytes`` and ``s`` are scaled when shown (MiB, ms).
-        prediction: what ``predict`` has returned, which this locks; or a number, which is not
-            recorded; None if none was made.
+        prediction: what ``predict`` has returned, which this locks; or a number.
         model: what the formula gives; None without a formula.
         measured: a number, or the list of repeats.
 
     Raises:
         ValueError: a value that is not a number, no measurement, or a prediction in another unit.
     """
+    repeats = tuple(as_repeats(measured))
     if isinstance(prediction, Prediction):
         if unit != prediction.unit:
             raise ValueError(f"the prediction is in {prediction.unit}, give the row in it, too")
-        return replace(prediction.measured(measured, model), quantity=quantity)
+        prediction.measured(statistics.median(repeats), model)
+        prediction = prediction.value
     value = None if prediction is None else float(prediction)
-    return PredictionRow(quantity, unit, value, model, tuple(as_repeats(measured)))
+    return PredictionRow(quantity, unit, value, model, repeats)
 
 
 class Prediction:
@@ -87,25 +84,21 @@ class Prediction:
         value: the number; None if there is none.
         locked_at: when it was first measured, as ISO 8601; None if it has not been.
         form: shows it in a notebook (``form.PredictionForm``); None elsewhere.
-        row: beside the model and the measurement; None before it is measured.
     """
 
     def __init__(self, quantity: str, unit: str, key: str):
         self.quantity, self.unit = quantity, unit
         self.value: float | None = None
         self.locked_at: str | None = None
-        self.row: PredictionRow | None = None
         self.form: Any = None
-        self._key, self._page = key, current_page()
+        self._place = current_page(), key
         self._entered_at = ""
         # Continue with the newest one that is recorded, unless the page asked for another unit.
-        for last in record.predictions(self._page, self._key)[-1:]:
+        recorded = record.read().predictions.get(self._place[0], {})
+        for last in recorded.get(key, [])[-1:]:
             if last.unit == unit:
                 self.value, self.locked_at = last.value, last.measured_at
                 self._entered_at = last.predicted_at
-                if last.measured is not None:
-                    numbers = last.value, last.model, (last.measured,)
-                    self.row = PredictionRow(quantity, unit, *numbers)
 
     def enter(self, value: float | str | None) -> None:
         """Make or change the prediction; an empty text or None takes it back.
@@ -122,36 +115,25 @@ class Prediction:
         self.value, self._entered_at = value, record.now()
         self._record()
 
-    def measured(
-        self, measured: float | Iterable[float], model: float | None = None
-    ) -> PredictionRow:
-        """Lock the prediction, and return it beside the model and the measurement.
-
-        The arguments and errors are those of ``predict_row``.
-        """
-        repeats = tuple(as_repeats(measured))
-        self.row = PredictionRow(self.quantity, self.unit, self.value, model, repeats)
+    def measured(self, measured: float, model: float | None = None) -> None:
+        """Lock the prediction, and record it beside the measurement and the model."""
         self.locked_at = self.locked_at or record.now()
-        self._record()
-        return self.row
+        model = None if model is None else float(model)
+        self._record(measured=float(measured), model=model, measured_at=self.locked_at)
 
     def again(self) -> None:
         """Begin a new prediction; the one before stays recorded."""
-        self.value = self.locked_at = self.row = None
-        self._refresh()
+        self.value = self.locked_at = None
+        if self.form is not None:
+            self.form.field.value = ""
+            self.form.refresh()
 
-    def _record(self) -> None:
+    def _record(self, **measured: Any) -> None:
         made = None
         if self.value is not None:
-            made = Predicted(self.quantity, self.unit, float(self.value), self._entered_at)
-            if (row := self.row) is not None:
-                model = None if row.model is None else float(row.model)
-                numbers = {"measured": row.measured, "model": model}
-                made = replace(made, **numbers, measured_at=self.locked_at)
-        record.note_prediction(self._page, self._key, made)
-        self._refresh()
-
-    def _refresh(self) -> None:
+            numbers = float(self.value), self._entered_at
+            made = Predicted(self.quantity, self.unit, *numbers, **measured)
+        record.note_prediction(*self._place, made)
         if self.form is not None:
             self.form.refresh()
 
@@ -160,15 +142,10 @@ class Prediction:
         """The number with its unit in a readable scale; empty if there is none."""
         return "" if self.value is None else format_value(self.value, self.unit)
 
-    @property
-    def since(self) -> str:
-        """When it was locked, in this machine's time zone."""
-        at = datetime.fromisoformat(self.locked_at or record.now()).astimezone()
-        return f"{at:%Y-%m-%d %H:%M}"
-
     def __repr__(self) -> str:
         begin = f"Your prediction of {self.quantity}:"
         if self.locked_at is None:
             return f"{begin} {self.text or f'none yet, in {self.unit}'}"
-        locked = f"locked since it was measured, {self.since}"
+        since = datetime.fromisoformat(self.locked_at).astimezone()
+        locked = f"locked since it was measured, {since:%Y-%m-%d %H:%M}"
         return f"{begin} {self.text or 'none'}, {locked}; .again() begins a new one"

@@ -43,10 +43,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Predicted:
-    """One prediction of a quantity, and what was measured after it; all numbers are in ``unit``.
-
-    ``measured_at`` is the time of the first measurement, which locks the prediction.
-    """
+    """One prediction, and what was measured after it, first at ``measured_at``; in ``unit``."""
 
     quantity: str
     unit: str
@@ -58,10 +55,7 @@ class Predicted:
 
     @property
     def factor(self) -> float | None:
-        """By how much it was off, in either direction: 2 for half and for twice the measurement.
-
-        None without a measurement, or if one of the two is not above 0.
-        """
+        """By how much it was off, in either direction; None where no factor can say it."""
         if self.measured is None or not 0 < self.value * self.measured < math.inf:
             return None
         return max(self.measured / self.value, self.value / self.measured)
@@ -183,16 +177,8 @@ def note_verdict(name: str, status: str, passed: bool) -> None:
     change(attempted)
 
 
-def predictions(page: str, key: str) -> list[Predicted]:
-    """All predictions of one quantity, the oldest first."""
-    return read().predictions.get(page, {}).get(key, [])
-
-
 def note_prediction(page: str, key: str, made: Predicted | None) -> None:
-    """Record a prediction in place of one that has not been measured; None removes that one.
-
-    One that has been measured stays: only the same one, measured again, replaces it.
-    """
+    """Record a prediction in place of one not yet measured, or of the same; None removes one."""
 
     def put(record: Record) -> None:
         of_key = record.predictions.setdefault(page, {}).setdefault(key, [])

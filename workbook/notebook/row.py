@@ -8,12 +8,9 @@ from labkit.units import format_number, format_value, html_table
 
 @dataclass(frozen=True)
 class PredictionRow:
-    """One quantity: what was predicted, what a formula gives, what was measured.
+    """One quantity; ``prediction`` and ``model`` are None where there is no such number.
 
-    Attributes:
-        quantity, unit: what it is; ``bytes`` and ``s`` are scaled when shown, other units are not.
-        prediction, model: None for a number not given.
-        repeats: the measurements; their median is shown and compared.
+    The median of the ``repeats`` is shown and compared.
     """
 
     quantity: str
@@ -28,37 +25,30 @@ class PredictionRow:
 
     def cells(self) -> dict[str, str]:
         """The texts of the row by the table's columns."""
-        numbers = (
-            self.prediction,
-            self.model,
-            self.measured,
-            min(self.repeats),
-            max(self.repeats),
+        low, measured, high = (
+            format_value(number, self.unit)
+            for number in (min(self.repeats), self.measured, max(self.repeats))
         )
-        shown = ["" if number is None else format_value(number, self.unit) for number in numbers]
-        prediction, model, measured, low, high = shown
-        if numbers[-2] != numbers[-1]:
+        if len(set(self.repeats)) > 1:
             measured += f" (median of {len(self.repeats)}, from {low} to {high})"
-        ratio, model_ratio = (
-            f"{format_number(self.measured / number)} ×" if number else "–"
-            for number in numbers[:2]
-        )
-        return {
-            "quantity": self.quantity,
-            "your prediction": prediction or "no prediction",
-            "model": model or "no model",
-            "measured": measured,
-            "measured / prediction": ratio,
-            "measured / model": model_ratio,
-        }
+        cells = {"quantity": self.quantity}
+        for name, number in (("prediction", self.prediction), ("model", self.model)):
+            cells[name] = f"no {name}" if number is None else format_value(number, self.unit)
+        cells["measured"] = measured
+        for name, number in (("prediction", self.prediction), ("model", self.model)):
+            cells[f"× {name}"] = format_number(self.measured / number) if number else "–"
+        return cells
 
     def __repr__(self) -> str:
-        quantity, prediction, model, measured, *ratios = self.cells().values()
-        prediction = prediction if self.prediction is None else f"prediction {prediction}"
-        model = model if self.model is None else f"model {model}"
-        named = zip(ratios, ("the prediction", "the model"))
-        compared = ", ".join(f"{ratio} {name}" for ratio, name in named if ratio != "–")
-        text = f"{quantity}: {prediction}, {model}, measured {measured}"
+        cells = self.cells()
+        names = ("prediction", "model")
+        shown = [
+            cells[name] if cells[name].startswith("no") else f"{name} {cells[name]}"
+            for name in names
+        ]
+        text = f"{self.quantity}: {', '.join(shown)}, measured {cells['measured']}"
+        ratios = [(cells[f"× {name}"], name) for name in names]
+        compared = ", ".join(f"{ratio} × the {name}" for ratio, name in ratios if ratio != "–")
         return f"{text} ({compared})" if compared else text
 
     def _repr_html_(self) -> str:

@@ -34,9 +34,7 @@ _TOLERANCE, _WIDE = 0.1, 3
 class Ratio:
     """How many times as large one measurement is as another; of seconds: how many times as fast.
 
-    Attributes:
-        low, median, high: the ratio and its spread, see ``_middle``.
-        repeats: their number and what they are, in words: ``5 pairs``; empty for a single one.
+    ``repeats`` says in words what the spread is of (``5 pairs``); empty for a single one.
     """
 
     low: float
@@ -48,10 +46,6 @@ class Ratio:
     def is_larger(self) -> bool | None:
         """Whether the ratio is above 1; None if the spread includes 1, or there is no spread."""
         return None if self.low <= 1 <= self.high or not self.repeats else self.low > 1
-
-    @property
-    def inverse(self) -> "Ratio":
-        return Ratio(1 / self.high, 1 / self.median, 1 / self.low, self.repeats)
 
     def __str__(self) -> str:
         return f"{format_number(self.median)} times"
@@ -66,20 +60,13 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A sentence made from a measurement; it prints as that sentence.
-
-    Attributes:
-        text: the sentence, or a few.
-        ratio: the comparison behind it, if there is one.
-    """
+    """A sentence made from a measurement, and the comparison behind it, if there is one."""
 
     text: str
     ratio: Ratio | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.text
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(self.text)}</p>"
@@ -97,26 +84,21 @@ def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
             who, its = "replicas", "the main thread"
     text = f"{ranks} {who} were {ratio} as fast as one device ({ratio.spread})"
     if ratio.is_larger is False:
-        text = f"{ranks} {who} took {ratio.inverse} as long as one device ({ratio.inverse.spread})"
+        slower = Ratio(1 / ratio.high, 1 / ratio.median, 1 / ratio.low, ratio.repeats)
+        text = f"{ranks} {who} took {slower} as long as one device ({slower.spread})"
     if ratio.is_larger is None:
         text += ": this measurement cannot tell them apart"
     elif isinstance(one, TrainResult) and isinstance(many, TrainResult):
-        alone, mine = _seconds_by_state(one), _seconds_by_state(many)
+        # Seconds by state, the mean of the ranks.
+        alone, mine = defaultdict(float), defaultdict(float)
+        for result, seconds in ((one, alone), (many, mine)):
+            for kind, spent_s in result.phases_s.items():
+                if state_of(kind) != EVALUATE:
+                    seconds[state_of(kind)] += spent_s
         talked, waited = (mine[state] / sum(mine.values()) for state in (COMMUNICATE, WAIT))
-        text += f": on average, {its} computed {mine[COMPUTE] / alone[COMPUTE]:.0%} as long as "
-        text += (
-            f"one device; communication took {talked:.0%} of its time, and waiting {waited:.0%}"
-        )
+        text += f": on average, {its} computed {mine[COMPUTE] / alone[COMPUTE]:.0%} as long as one"
+        text += f" device; communication took {talked:.0%} of its time, and waiting {waited:.0%}"
     return Verdict(f"{text}.", ratio)
-
-
-def _seconds_by_state(result: TrainResult) -> defaultdict[str, float]:
-    """The mean of the ranks, without evaluation."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for kind, spent_s in result.phases_s.items():
-        if state_of(kind) != EVALUATE:
-            seconds[state_of(kind)] += spent_s
-    return seconds
 
 
 def faster(times: Mapping[str, Times]) -> Verdict:
@@ -137,10 +119,7 @@ def faster(times: Mapping[str, Times]) -> Verdict:
 
 
 def race(runs: Mapping[str, TrainResult], accuracy: float) -> Verdict:
-    """Which training run is first at an accuracy on held-out samples, by the clock of its epochs.
-
-    It is one run each, without a spread: repeat with other seeds before you rely on it.
-    """
+    """Which training run reaches an accuracy on held-out samples first, by its epochs' clock."""
     reached = {}
     for name, run in runs.items():
         ends_s = accumulate(epoch["seconds"] for epoch in run.epochs)
@@ -198,35 +177,22 @@ def overlap(run: TrainResult | RunResult) -> Verdict:
     return Verdict(f"{limit.hidden:.0%} of the communication was hidden behind computing.")
 
 
-def communication(run: TrainResult | RunResult) -> Verdict:
-    """The share of messages in the ranks' time, and what was sent."""
-    shares = run.explain().shares
-    text = f"Messages that no computing hid took {shares.get(COMMUNICATE, 0):.0%} of the ranks' "
-    text += f"time, waiting for each other {shares.get(WAIT, 0):.0%}"
-    if run.bytes_sent and run.messages:
-        rank = run.bytes_sent.index(max(run.bytes_sent))
-        text += f"; rank {rank} sent most, {format_value(run.bytes_sent[rank], 'bytes')} in "
-        text += format_count(run.messages[rank], "message")
-    return Verdict(f"{text}.")
-
-
 def staleness(result: TrainResult) -> Verdict:
     """How many updates late the gradients of an asynchronous run were, and whose were latest.
 
     Raises:
         ValueError: the run was not an asynchronous one.
     """
-    by_worker: dict[int, list[int]] = {}
-    for worker, late in result.notes.get("staleness", ()):
-        by_worker.setdefault(worker, []).append(late)
-    if not by_worker:
+    updates = result.notes.get("staleness", ())
+    if not updates:
         raise ValueError(f"{result.config.strategy} counts no staleness: run an asynchronous one")
-    every = [late for of_worker in by_worker.values() for late in of_worker]
-    largest, latest = max((statistics.fmean(late), worker) for worker, late in by_worker.items())
+    every, workers = [late for _, late in updates], {worker for worker, _ in updates}
+    means = ((statistics.fmean(late for who, late in updates if who == w), w) for w in workers)
+    largest, latest = max(means)
     return Verdict(
         f"A gradient missed {format_number(statistics.fmean(every))} updates on average, of "
         f"{len(every):,} (at most {max(every)}); the rule for long runs with "
-        f"{format_count(len(by_worker), 'worker')} says {len(by_worker) - 1}. Rank {latest}'s "
+        f"{format_count(len(workers), 'worker')} says {len(workers) - 1}. Rank {latest}'s "
         f"were the latest, {format_number(largest)} on average."
     )
 
@@ -240,10 +206,9 @@ def _seconds(times: Times) -> list[float]:
 
 
 def _ratio(slower: Times, quicker: Times) -> Ratio:
-    """How many times as fast the second is.
+    """How many times as fast the second is, repeat by repeat: those of a pair were taken in turns.
 
-    Repeat k of both were taken in turns: the ratio of such a pair is not affected by what changes
-    on the machine in between. Epochs of two runs are no pairs.
+    Epochs of two runs are no pairs.
     """
     one, other = _seconds(slower), _seconds(quicker)
     are_runs = isinstance(slower, TrainResult) or isinstance(quicker, TrainResult)

@@ -28,7 +28,7 @@ from workbook.plots.figure import (
     label_lanes,
     new_axes,
 )
-from workbook.plots.palette import BLUE, DARK, SERIES, STYLES, Style, swatch
+from workbook.plots.palette import BLUE, DARK, SERIES, STYLES, swatch
 from workbook.plots.timeline import draw_spans
 
 # Orders of magnitude: seconds to start a message, and seconds per byte.
@@ -131,8 +131,7 @@ def staleness_histogram(
     late = _late_by_worker(updates)
     figure, axes = new_axes(3.4, title)
     groups = {f"worker {worker}": mine for worker, mine in late.items()}
-    styles = dict(zip(groups, cycle(style for style, *_ in SERIES)))
-    add_legend(figure, _draw_histogram(axes, groups, styles, bound, model=False))
+    add_legend(figure, _draw_histogram(axes, groups, bound, model=False))
     every = [staleness for mine in late.values() for staleness in mine]
     limit = "no bound was set" if bound is None else f"the bound was {bound}"
     return CaptionedFigure(
@@ -170,9 +169,7 @@ def staleness_model(
     late = _late_by_worker(free.updates)
     others = [s for worker in late if worker != 1 for s in late[worker]]
     groups = {"the straggler": late.get(1, []), "other workers": others}
-    # These looks differ from those of the spans above.
-    styles = dict(zip(groups, (SERIES[3][0], SERIES[4][0])))
-    add_legend(figure, kinds + _draw_histogram(below, groups, styles, bound, model=True))
+    add_legend(figure, kinds + _draw_histogram(below, groups, bound, model=True))
     crew = format_count(workers, "worker")
     limit = "no bound" if bound is None else f"bound {bound}"
     add_title(figure, f"{crew}, one {factor:g}x straggler, {limit} (model)")
@@ -189,22 +186,21 @@ def staleness_model(
 
 
 def _draw_histogram(
-    axes: Axes,
-    groups: dict[str, list[int]],
-    styles: dict[str, Style],
-    bound: int | None,
-    model: bool,
+    axes: Axes, groups: dict[str, list[int]], bound: int | None, model: bool
 ) -> list[Artist]:
     """Staleness by group as stacked bars; returns the legend's entries."""
+    # The model's looks differ from those of the spans above it.
+    looks = cycle(SERIES[3:5] if model else SERIES)
+    entries: list[Artist] = []
     largest = max(*(late for group in groups.values() for late in group), bound or 0)
     heights = [0] * (largest + 1)
-    for name, late in groups.items():
+    for (name, late), (style, *_) in zip(groups.items(), looks):
         counts = Counter(late)
         mine = [counts[staleness] for staleness in range(largest + 1)]
-        style = styles[name].model if model else styles[name]
-        axes.bar(range(largest + 1), mine, 0.8, heights, **style.fill)
+        look = style.model if model else style
+        axes.bar(range(largest + 1), mine, 0.8, heights, **look.fill)
         heights = [low + high for low, high in zip(heights, mine)]
-    entries: list[Artist] = [swatch(name, styles[name], model) for name in groups]
+        entries.append(swatch(name, style, model))
     if bound is not None:
         axes.axvline(bound + 0.5, color=DARK, linestyle="--")
         entries.append(Line2D([], [], color=DARK, linestyle="--", label=f"bound {bound}"))

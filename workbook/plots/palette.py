@@ -55,7 +55,7 @@ STYLES = {
     "communicate": Style(VERMILION, "xx"),
     "share_reduce": Style(ORANGE, "++", DARK),
     "share_only": Style(YELLOW, "--", DARK),
-    "all_reduce": Style(ORANGE, "xx", DARK),
+    "all_reduce": Style(VERMILION, "++"),
     "push": Style(VERMILION, "||"),
     "pull": Style(ORANGE, "\\\\\\", DARK),
     # What crosses the cut between two stages, in forward and in backward.

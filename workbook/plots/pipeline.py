@@ -9,7 +9,7 @@ from typing import Any
 
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula
 from labkit.schedules.pipeline import Action, in_flight
-from labkit.tracing import Span
+from labkit.tracing import Span, Trace
 from labkit.units import as_repeats, format_count, format_number, format_seconds, second_unit
 from workbook.plots.figure import (
     WIDTH_PX,
@@ -22,8 +22,6 @@ from workbook.plots.figure import (
 )
 from workbook.plots.size_curves import draw_curves
 from workbook.plots.timeline import draw_spans, tag
-
-Streams = Sequence[Sequence[Action]]
 
 
 @drawn
@@ -45,57 +43,34 @@ def pipeline_timetable(
 
 @drawn
 def pipeline_timeline(
-    result: Any, streams: Streams, *, step: int = -1, title: str = "A step as it ran"
+    trace: Trace, streams: Sequence[Sequence[Action]], *, title: str = "A step as it ran"
 ) -> CaptionedFigure:
     """Draw one step of a real run like its timetable: what each stage did, in numbered boxes.
 
     Args:
-        result, streams, step: as in ``measured_slots``.
+        trace: of one step, such as ``measure_split(...).typical_step()``; rank s is stage s.
+        streams: by stage, the actions that it ran, in order.
         title: above the figure.
 
     Raises:
-        ValueError: as ``measured_slots``.
+        ValueError: the forwards and backwards of a rank are not those of its stream.
     """
-    slots = measured_slots(result, streams, step=step)
-    trace, stages = getattr(result, "trace", result), range(len(streams))
+    slots = list[Slot]()
+    for stage, stream in enumerate(streams):
+        mine = [s for s in trace.of(stage, lane=0) if s.kind in ("forward", "backward")]
+        if [span.kind for span in mine] != [action.kind for action in stream]:
+            raise ValueError(
+                f"rank {stage} ran {len(mine)} forwards and backwards, which are not the "
+                f"{len(stream)} of its stream: give the streams of this run"
+            )
+        slots += [Slot(stage, *one, s.start_s, s.end_s) for one, s in zip(stream, mine)]
     start_s, end_s = min(slot.start_s for slot in slots), max(slot.end_s for slot in slots)
     spans = [
         Span(s.rank, s.kind, s.start_s - start_s, s.end_s - start_s)
         for s in trace.between(start_s, end_s).of(lane=0)
-        # The marks of a step's begin have no length.
-        if s.rank in stages and s.kind != "data"
     ]
-    shown = [s._replace(start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in slots]
-    return _draw(spans, shown, title, None, model=False)
-
-
-def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slot]:
-    """One step of a real run as a timetable, for ``labkit.costs.pipeline_timeline.bubble``.
-
-    In each step, a rank's k-th forward span is the k-th forward of its stream, and likewise for
-    backward.
-
-    Args:
-        result: a ``Trace``, or a result that has one as ``.trace``; rank s is stage s.
-        streams: by stage, the actions that it ran in each step, in order.
-        step: which of the steps in the trace, the last one by default.
-
-    Raises:
-        ValueError: the forwards and backwards of a rank are not repeats of its stream.
-        IndexError: the trace has no such step.
-    """
-    trace, found = getattr(result, "trace", result), []
-    for stage, stream in enumerate(streams):
-        spans = [s for s in trace.of(stage, lane=0) if s.kind in ("forward", "backward")]
-        steps = range(0, len(spans), len(stream))
-        if [span.kind for span in spans] != [action.kind for action in stream] * len(steps):
-            raise ValueError(
-                f"rank {stage} ran {len(spans)} forwards and backwards, which are not repeats of "
-                f"its stream's {len(stream)}: give the streams of this run"
-            )
-        mine = spans[steps[step] :]
-        found += [Slot(stage, *action, s.start_s, s.end_s) for action, s in zip(stream, mine)]
-    return found
+    slots = [s._replace(start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in slots]
+    return _draw(spans, slots, title, None, model=False)
 
 
 def _draw(
@@ -158,20 +133,10 @@ def step_by_micro_batches(
         name, count = row["schedule"], row["micro_batches"]
         measured.setdefault(name, {})[count] = as_repeats(row["step_s"])
         predicted.setdefault(name, {})[count] = row["model_s"]
-    figure, axes = new_axes(3.8, title)
-    lines, words = draw_curves(axes, measured, predicted)
-    counts = sorted(set().union(*measured.values()))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, list(map(str, counts)))
-    axes.minorticks_off()
-    axes.set(xlabel="micro-batches", ylabel="time of a step (seconds)", ylim=(0, None))
-    add_legend(figure, lines)
     best = []
     for name, steps in measured.items():
         steps_s = {count: median(repeats) for count, repeats in steps.items()}
         fastest = min(steps_s, key=steps_s.__getitem__)
         count = format_count(fastest, "micro-batch")
         best.append(f"{name} is fastest with {count}, {format_seconds(steps_s[fastest])}.")
-    caption = joined(*best, words)
-    alt = f"Curves of a step's time over the number of micro-batches. {caption}"
-    return CaptionedFigure(figure, alt=alt, caption=caption)
+    return draw_curves(measured, predicted, title, "micro-batches", joined(*best), log_time=False)

@@ -106,18 +106,16 @@ def ring_steps(states: Sequence[RingState], *, title: str) -> CaptionedFigure:
 
 
 @drawn
-def ring_step(
-    step: int, world_size: int, values: Sequence[Sequence[float]] | None = None
-) -> CaptionedFigure:
+def ring_step(step: int, world_size: int) -> CaptionedFigure:
     """Draw one step of ring all-reduce: its messages, and what each rank holds after it.
 
     All steps of one ring are drawn at the same size, so that nothing moves from step to step.
 
     Args:
         step: 0 (the start) to 2 (P - 1) (the end).
-        world_size, values: as in ``ring_states``.
+        world_size: P, at least 2.
     """
-    states = ring_states(world_size, values)
+    states = ring_states(world_size)
     title = states[step].title.replace(":", f" of {len(states) - 1}:")
     state = replace(states[step], title=title)
     width_in, height_in = max(_width_in(states), 4.6), 0.48 * world_size + 1.4

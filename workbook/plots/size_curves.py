@@ -1,13 +1,11 @@
-"""Curves of time over the size of a tensor, one per algorithm, beside their models."""
+"""Curves of time over a size, one per algorithm, beside their models."""
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
 
 from labkit.units import as_repeats, format_bytes, format_number, format_seconds
@@ -22,20 +20,20 @@ from workbook.plots.figure import (
 )
 from workbook.plots.palette import DARK, SERIES
 
-# {size in bytes: seconds, or the list of their repeats}
+# {size: seconds, or the list of their repeats}
 Repeats = Mapping[int, list[float]]
 Points = Mapping[int, float | Iterable[float]]
+Model = Mapping[str, Mapping[int, float]]
 _DASHED: Any = (0, (5, 3))
 
 
 @drawn
 def size_curves(
     measured: Mapping[str, Points],
-    model: Mapping[str, Mapping[int, float]] | None = None,
+    model: Model | None = None,
     crossover: float | None = None,
     *,
     title: str = "Time by size",
-    between: tuple[str, str] | None = None,
 ) -> CaptionedFigure:
     """Draw the time of an operation over the size of its tensor.
 
@@ -44,51 +42,31 @@ def size_curves(
             repeats (the point is their median, the band runs from the smallest to the largest).
         model: ``{name: {size in bytes: predicted seconds}}``; a name that is also in ``measured``
             keeps its colour.
-        crossover: the size in bytes at which the fastest algorithm changes according to a model
-            (infinite if it never does). The measured crossovers are drawn beside it.
+        crossover: the size in bytes at which the first two of ``measured`` cross according to a
+            model (infinite if they never do). Their measured crossovers are drawn beside it.
         title: above the figure.
-        between: the two names that the crossover is of; by default the first two.
     """
     seconds = {name: _repeats(points) for name, points in measured.items()}
-    predicted = model or {}
     sizes = sorted(set().union(*seconds.values()))
-    figure, axes = new_axes(4.6, title)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    lines, words = draw_curves(axes, seconds, predicted)
-    change = ""
+    marks, change = [], ""
     if crossover is not None:
-        first, second = between or list(seconds)[:2]
+        first, second = list(seconds)[:2]
         found = crossings(seconds[first], seconds[second])
         in_view = [crossover] if sizes[0] <= crossover <= sizes[-1] else []
-        for source, at, dashes in (("model", in_view, _DASHED), ("measured", found, "-")):
-            for size in at:
-                label = f"crossover, {source}: {format_bytes(size)}"
-                lines.append(axes.axvline(size, color=DARK, linestyle=dashes, label=label))
+        marks = [("model", size, _DASHED) for size in in_view]
+        marks += [("measured", size, "-") for size in found]
         change = (
             f"{first} and {second} cross at {', '.join(map(format_bytes, found)) or 'no size'}, "
             f"in the model at {format_bytes(crossover) if crossover < math.inf else 'no size'}."
         )
-    axes.xaxis.set_major_locator(LogLocator(2, numticks=10))
-    axes.xaxis.set_major_formatter(lambda size, _: format_bytes(size))
-    axes.yaxis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
-    axes.minorticks_off()
-    axes.set(xlabel="size of the tensor (bytes, log scale)", ylabel="time (seconds, log scale)")
-    add_legend(figure, lines)
-
-    curves = [_ends_of(name, points) for name, points in seconds.items()]
-    extent = f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
-    return CaptionedFigure(
-        figure,
-        alt=f"Curves of time by size, {extent}, on logarithmic axes. {'; '.join(curves)}.",
-        caption=joined(_takeaway(seconds), change, words),
-    )
+    label, told = "size of the tensor (bytes)", joined(_takeaway(seconds), change)
+    return draw_curves(seconds, model or {}, title, label, told, marks, format_bytes)
 
 
 @drawn
 def communication_time(
     measured: Mapping[str, Points],
-    model: Mapping[str, Mapping[int, float]] | None = None,
+    model: Model | None = None,
     *,
     title: str = "Communication time by batch size",
 ) -> CaptionedFigure:
@@ -99,35 +77,28 @@ def communication_time(
         title: above the figure.
     """
     seconds = {name: _repeats(points) for name, points in measured.items()}
-    batches = sorted(set().union(*seconds.values()))
-    figure, axes = new_axes(4.6, title)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    lines, words = draw_curves(axes, seconds, model or {})
-    axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.minorticks_off()
-    axes.set(xlabel="batch (samples, log scale)", ylabel="time (seconds, log scale)")
-    add_legend(figure, lines)
-    ends = [
-        f"{name} {format_seconds(median(points[batches[0]]))} to "
-        f"{format_seconds(median(points[batches[-1]]))}"
-        for name, points in seconds.items()
-    ]
-    extent = f"batches of {batches[0]} to {batches[-1]}"
-    alt = f"Curves of communication time, {extent}, on logarithmic axes. {'; '.join(ends)}."
-    longest = max(seconds, key=lambda name: median(seconds[name][batches[-1]]))
-    caption = f"Longest in a batch of {batches[-1]}: {longest}."
-    return CaptionedFigure(figure, alt=alt, caption=joined(caption, words))
+    most = max(set().union(*seconds.values()))
+    longest = max(seconds, key=lambda name: median(seconds[name][most]))
+    told = f"Longest in a batch of {most}: {longest}."
+    return draw_curves(seconds, model or {}, title, "batch (samples)", told)
 
 
 def draw_curves(
-    axes: Axes, measured: Mapping[str, Repeats], predicted: Mapping[str, Mapping[int, float]]
-) -> tuple[list[Line2D], str]:
+    measured: Mapping[str, Repeats],
+    predicted: Model,
+    title: str,
+    label: str,
+    told: str,
+    marks: Iterable[tuple[str, float, Any]] = (),
+    format_size: Callable[[float], str] = str,
+    log_time: bool = True,
+) -> CaptionedFigure:
     """Draw medians of seconds with a band over all repeats, and predictions as dashed lines.
 
-    Returns:
-        The legend's entries, and words on the model and the repeats.
+    ``label`` is that of the axis of the sizes, ``told`` begins the caption, and ``marks`` are
+    vertical lines at a crossover: (whose, size, line style).
     """
+    figure, axes = new_axes(4.6, title)
     looks = dict(zip(dict.fromkeys([*measured, *predicted]), itertools.cycle(SERIES)))
     lines = []
     for name, points in measured.items():
@@ -140,8 +111,23 @@ def draw_curves(
     for name, curve in predicted.items():
         look = {"color": looks[name][0].model.ink, "linestyle": _DASHED, "zorder": 3}
         lines += axes.plot(list(curve), list(curve.values()), label=f"{name} model", **look)
+    for whose, size, dashes in marks:
+        name = f"crossover, {whose}: {format_size(size)}"
+        lines.append(axes.axvline(size, color=DARK, linestyle=dashes, label=name))
+    axes.set_xscale("log", base=2)
+    sizes = sorted(set().union(*measured.values()))
+    ticks = sizes[:: math.ceil(len(sizes) / 10)]
+    axes.set_xticks(ticks, list(map(format_size, ticks)))
+    if log_time:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
+    else:
+        axes.set_ylim(0, None)
     axes.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
+    axes.minorticks_off()
+    axes.set(xlabel=f"{label}, log scale", ylabel=f"time (seconds{', log scale' * log_time})")
     axes.grid()
+    add_legend(figure, lines)
     ratios = [
         median(measured[name][x]) / model_s
         for name, curve in predicted.items()
@@ -149,8 +135,20 @@ def draw_curves(
         if x in measured.get(name, ())
     ]
     repeats = [each for points in measured.values() for each in points.values()]
-    spread = "Points are medians of {} repeats; bands span all of them."
-    return lines, joined(ratio_words(ratios, "dashed"), repeats_words(repeats, spread))
+    spread = repeats_words(repeats, "Points are medians of {} repeats; bands span all of them.")
+    ends = [f"{name} {_ends_of(points, format_size)}" for name, points in measured.items()]
+    return CaptionedFigure(
+        figure,
+        alt=f"Curves of time by {label}. {'; '.join(ends)}.",
+        caption=joined(told, ratio_words(ratios, "dashed"), spread),
+    )
+
+
+def _ends_of(points: Repeats, format_size: Callable[[float], str]) -> str:
+    """The curve in words: its first, its middle and its last size."""
+    sizes = list(points)
+    few = dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]])
+    return ", ".join(f"{format_seconds(median(points[x]))} at {format_size(x)}" for x in few)
 
 
 def crossings(first: Points, second: Points) -> list[float]:
@@ -189,13 +187,3 @@ def _takeaway(seconds: dict[str, Repeats]) -> str:
         ratio = format_number(next_s / best_s)
         said.append(f"{best} at {format_bytes(size)}, {ratio} times as fast as the next")
     return f"Fastest: {'; '.join(said)}."
-
-
-def _ends_of(name: str, points: Repeats) -> str:
-    """The curve in words: its first, its middle and its last size."""
-    sizes = list(points)
-    values = (
-        f"{format_seconds(median(points[size]))} at {format_bytes(size)}"
-        for size in dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]])
-    )
-    return f"{name} {', '.join(values)}"

@@ -146,10 +146,10 @@ def phases(result: Any, *, title: str = "Time by phase") -> CaptionedFigure:
     words = [
         f"{name} {format_seconds(totals[name])}: {_seconds_words(rows[name])}" for name in rows
     ]
-    caption = (
-        f"The longest bar is {slow}, {format_seconds(totals[slow])}; the shortest is {fast}, "
-    )
-    caption += f"{format_seconds(totals[fast])}."
+    most, least = format_seconds(totals[slow]), format_seconds(totals[fast])
+    caption = f"The longest bar is {slow}, {most}; the shortest is {fast}, {least}."
+    if most == least:
+        caption = f"Each bar is {most} long."
     if isinstance(trace, Trace):
         limit = result.explain() if hasattr(result, "explain") else what_limited(trace)
         adds = any(span.lane for span in trace.spans)

@@ -2,6 +2,7 @@
 
     bucket_explorer      the model of DDP's buckets: ``plots.bucket_overlap`` with controls
     split_explorer       a model cut into stages: a picture whose cuts are dragged; runs it
+    pipeline_explorer    micro-batches and a schedule: the step predicted, then run
     ring_stepper         ring all-reduce step by step: ``plots.ring_step`` with two sliders
     staleness_explorer   the model of late gradients: ``plots.staleness_model`` with three sliders
 
@@ -10,7 +11,18 @@ static twin. The others show a figure of ``workbook.plots``. Each prints as a li
 there is no browser, can be used from the keyboard, and keeps its state when its cell is run again.
 """
 
-from workbook.widgets.explorers import bucket_explorer, ring_stepper, staleness_explorer
-from workbook.widgets.split_explorer import split_explorer
+from workbook.widgets.explorers import (
+    bucket_explorer,
+    pipeline_explorer,
+    ring_stepper,
+    staleness_explorer,
+)
+from workbook.widgets.split_explorer import SplitExplorer as split_explorer
 
-__all__ = ["bucket_explorer", "ring_stepper", "split_explorer", "staleness_explorer"]
+__all__ = [
+    "bucket_explorer",
+    "pipeline_explorer",
+    "ring_stepper",
+    "split_explorer",
+    "staleness_explorer",
+]

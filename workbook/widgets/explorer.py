@@ -1,6 +1,5 @@
 """What the explorers share: controls above a figure that follows them, and their state."""
 
-import functools
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -10,6 +9,7 @@ import traitlets
 from IPython.core.getipython import get_ipython
 
 from workbook.plots import CaptionedFigure
+from workbook.widgets.job import Job
 
 _STATES: dict[tuple[Hashable, ...], dict[str, Any]] = {}
 
@@ -25,11 +25,22 @@ def cell_state(*start: Hashable) -> dict[str, Any]:
     return _STATES.setdefault((cell, *start), {}) if cell else {}
 
 
+def as_page(figure: CaptionedFigure) -> str:
+    """A figure as HTML for a widget; screen readers read its caption aloud when it changes."""
+    spoken = '<figcaption role="status" aria-live="polite" '
+    page = figure.html().replace("<figcaption ", spoken, 1)
+    # Without this, lines in a widget are as high as buttons.
+    return f'<div style="line-height: 1.4">{page}</div>'
+
+
 class Explorer(ipywidgets.VBox):
-    """Controls above a figure, drawn by a pure function of their values; each drawing is cached.
+    """Controls above a figure, drawn by a pure function of their values.
 
     ``view`` has the figure as HTML, ``caption`` its caption; each control is under its name.
+    ``job`` is what a button does in the background, if there is one.
     """
+
+    job: Job | None = None
 
     def __init__(
         self,
@@ -43,7 +54,6 @@ class Explorer(ipywidgets.VBox):
         self._controls: list[Any] = list(controls.values())
         vars(self).update(controls)
         super().__init__([*self._controls, self.view])
-        self._page = functools.cache(self._page)
         # JupyterLab may run the handlers of two changes in parallel: the drawing of an earlier
         # choice must not replace that of a later one.
         self._lock, self._is_adjusting = threading.RLock(), False
@@ -71,17 +81,9 @@ class Explorer(ipywidgets.VBox):
             self._is_adjusting = True
             self._adjust()
             self._is_adjusting = False
-            self.view.value, self.caption = self._page(*self.chosen())
+            figure = self.draw(*self.chosen())
+            self.view.value, self.caption = as_page(figure), figure.caption
             self._state["values"] = self.chosen()
-
-    def _page(self, *chosen: Any) -> tuple[str, str]:
-        """The figure of these values as HTML, and its caption."""
-        figure = self.draw(*chosen)
-        # With this, screen readers read the caption aloud whenever it changes.
-        spoken = '<figcaption role="status" aria-live="polite" '
-        page = figure.html().replace("<figcaption ", spoken, 1)
-        # Without this, lines in a widget are as high as buttons.
-        return f'<div style="line-height: 1.4">{page}</div>', figure.caption
 
     def __repr__(self) -> str:
         """The controls and the caption in words, for pages without a kernel."""

@@ -1,16 +1,23 @@
-"""Three explorers: a figure of ``workbook.plots``, with sliders for its arguments."""
+"""Explorers: a figure of ``workbook.plots``, with controls for its arguments."""
 
+import html
 import math
+from collections.abc import Callable
 
 import ipywidgets
 
+from labkit.costs.pipeline_timeline import predicted_slots
+from labkit.schedules.pipeline import PIPELINES, pipeline_streams
+from labkit.training.measured import MeasuredSplit
 from workbook import plots
 from workbook.plots.models import BUCKET_SIZES_MB, LINKS, size_name
-from workbook.widgets.explorer import Explorer
+from workbook.widgets.explorer import Explorer, as_page
+from workbook.widgets.job import Job
 
 MAX_BUCKET_RANKS, MAX_RING_RANKS, MAX_WORKERS, MAX_FACTOR = 16, 6, 6, 8
 # The bound's slider has this many values from W - 1, the smallest possible, and then "none".
 _BOUNDS = 12
+MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
 def bucket_explorer(
@@ -19,9 +26,9 @@ def bucket_explorer(
     """Explore the model of a backward pass with buckets; ``plots.bucket_overlap`` draws it.
 
     Args:
-        bucket_mb: MiB to start with, one of ``plots.BUCKET_SIZES_MB``; the control ``size``.
+        bucket_mb: MiB to start with, one of ``BUCKET_SIZES_MB``; the control ``size``.
         world_size: ranks to start with, 2 to 16; the control ``ranks``.
-        link: to start with, one of ``plots.LINKS``; the control ``link``.
+        link: to start with, one of ``LINKS``; the control ``link``.
     """
     sizes = [(size_name(size), size) for size in BUCKET_SIZES_MB]
     return Explorer(
@@ -83,3 +90,50 @@ def _bounds(workers: int) -> tuple[tuple[str, float], ...]:
     """The options of the bound's slider for W workers; infinity stands for no bound."""
     numbers = range(workers - 1, workers + _BOUNDS - 1)
     return *((str(bound), bound) for bound in numbers), ("none", math.inf)
+
+
+def pipeline_explorer(
+    stages: int,
+    forward_s: Callable[[int], float],
+    measure: Callable[..., MeasuredSplit],
+    micro_batches: int = 4,
+    schedule: str = "gpipe",
+) -> Explorer:
+    """Choose micro-batches and a schedule, see the step predicted, and run it.
+
+    The controls are ``count`` and ``schedule``; ``plots.pipeline_timetable`` draws the prediction,
+    ``plots.pipeline_timeline`` the run.
+
+    Args:
+        stages: P, equal ones.
+        forward_s: seconds of a stage's forward of one micro-batch, by M; backward takes twice.
+        measure: what Run calls, with ``micro_batches`` and ``schedule``.
+        micro_batches, schedule: to start with.
+    """
+    count = ipywidgets.SelectionSlider(
+        options=MICRO_BATCHES, value=micro_batches, description="micro-batches"
+    )
+    count.style.description_width = "initial"
+    order = ipywidgets.Dropdown(options=list(PIPELINES), value=schedule, description="schedule")
+    run, ran = ipywidgets.Button(description="Run"), ipywidgets.HTML()
+
+    def draw(count: int, schedule: str) -> plots.CaptionedFigure:
+        streams, seconds = pipeline_streams(schedule, stages, count), forward_s(count)
+        slots = predicted_slots(streams, [seconds] * stages, [2 * seconds] * stages)
+        return plots.pipeline_timetable(slots, title=f"{schedule}, micro-batches: {count}")
+
+    def measured(count: int, schedule: str) -> str:
+        step = measure(micro_batches=count, schedule=schedule).typical_step()
+        title = f"{schedule}, micro-batches: {count}, as it ran"
+        streams = pipeline_streams(schedule, stages, count)
+        return as_page(plots.pipeline_timeline(step, streams, title=title))
+
+    def say(doing: str, said: str) -> None:
+        run.disabled = bool(doing)
+        ran.value = said if said.startswith("<") else html.escape(doing or said)
+
+    job, made = Job(say), Explorer(draw, count=count, schedule=order)
+    run.on_click(lambda _: job.start("measuring ...", lambda: measured(*made.chosen())))
+    made.children = [*made.children, run, ran]
+    made.job = job
+    return made

@@ -1,7 +1,6 @@
 """One job at a time in the background, which can be stopped: what a widget's button starts.
 
-JupyterLab hands a widget's messages to the kernel one after another. A handler that worked for
-seconds would hold up all others, the press of Stop among them.
+A handler that worked for seconds would hold up all other messages, a press of Stop among them.
 """
 
 import ctypes

@@ -3,8 +3,7 @@
 // The browser moves the cuts. Every number and word comes from the kernel, in `shown`; until it is
 // of the present cuts, the step is pale. Several views of one model show the same state.
 
-const STATE = ["points", "link", "micro_batches", "schedule", "mode", "options", "busy", "status",
-  "shown"];
+const STATE = ["points", "mode", "shown"];
 const SPEAK_MS = 400; // a screen reader is told where a drag has ended, not all of its places
 const ROW = 23; // each handle has a row, so that none hides another
 const HEIGHT = 76; // of a layer
@@ -61,63 +60,6 @@ function pushed(points, cut, wanted, numLayers) {
   for (let i = cut + 1; i <= last; i++) moved[i] = Math.max(moved[i], moved[i - 1] + 1);
   for (let i = cut - 1; i >= 0; i--) moved[i] = Math.min(moved[i], moved[i + 1] - 1);
   return moved;
-}
-
-/** Points for another number of cuts: the present ones, moved if necessary, then new ones. */
-function resized(points, count, numLayers) {
-  const made = points.slice(0, count);
-  for (let i = made.length - 1; i >= 0; i--) made[i] = Math.min(made[i], numLayers - count + i);
-  while (made.length < count) made.push(Math.floor(((made.at(-1) ?? 0) + numLayers) / 2));
-  return made;
-}
-
-/** Radio buttons, a menu and buttons; `choose(name, value)` and `ask(kind)` get what is pressed. */
-class Controls {
-  constructor({ options }, choose, ask) {
-    Object.assign(this, { choose, ask, shows: {}, buttons: {} });
-    this.name = uniqueName(); // radio buttons of two views must not switch each other off
-    this.root = html("div", { class: "controls" },
-      this.radios("stages", "stages", options.stages),
-      this.menu("link", "link between stages", options.link),
-      this.radios("micro_batches", "micro-batches", options.micro_batches),
-      this.radios("schedule", "schedule", options.schedule),
-      this.radios("mode", "layers by", ["compute", "bytes"]),
-      this.button("best", "Best split"), this.button("run", "Run"), this.button("stop", "Stop"));
-  }
-
-  /** Show the present settings; while the kernel is busy, only Stop can be pressed. */
-  draw(state) {
-    const values = { ...state, stages: state.points.length + 1 };
-    for (const [name, show] of Object.entries(this.shows)) show(values[name]);
-    this.buttons.best.disabled = this.buttons.run.disabled = Boolean(state.busy);
-    this.buttons.stop.disabled = !state.busy;
-  }
-
-  radios(name, label, values) {
-    const group = html("div", { class: "radios", role: "radiogroup", "aria-label": label });
-    const inputs = values.map((value) => {
-      const input = html("input", { type: "radio", name: `${this.name}-${name}` });
-      input.addEventListener("change", () => this.choose(name, value));
-      group.append(html("label", {}, input, html("span", {}, String(value))));
-      return input;
-    });
-    this.shows[name] = (shown) =>
-      inputs.forEach((input, i) => (input.checked = values[i] === shown));
-    return html("div", { class: "control" }, html("span", { class: "quiet" }, label), group);
-  }
-
-  menu(name, label, values) {
-    const menu = html("select", {}, ...values.map((value) => html("option", {}, value)));
-    menu.addEventListener("change", () => this.choose(name, menu.value));
-    this.shows[name] = (value) => (menu.value = value);
-    return html("label", { class: "control" }, html("span", { class: "quiet" }, label), menu);
-  }
-
-  button(kind, words) {
-    const button = html("button", { type: "button" }, words);
-    button.addEventListener("click", () => this.ask(kind));
-    return (this.buttons[kind] = button);
-  }
 }
 
 /** The layers in a row, and a handle at each cut. The handles stay the same elements while they
@@ -208,8 +150,13 @@ class LayerRow {
 
   place({ group, line, grip, mark, hit, label }, cut, width) {
     const point = this.points[cut];
-    const [x, y, bottom] = [this.edges[point], cut * ROW, this.top + HEIGHT];
     const { name } = this.all[point];
+    label.textContent = `cut before ${point}: ${name} · ${this.all[point - 1].sends}`;
+    const isLeft = this.edges[point] + 7 * label.textContent.length > width;
+    // The words are on the side, and the rows in the order, where no other cut's line crosses them.
+    if (!cut) this.isFlipped = isLeft;
+    const row = this.isFlipped ? this.points.length - 1 - cut : cut;
+    const [x, y, bottom] = [this.edges[point], row * ROW, this.top + HEIGHT];
     set(group, {
       transform: `translate(${x} 0)`,
       "aria-valuenow": point,
@@ -220,9 +167,6 @@ class LayerRow {
     set(grip, { y: y + 2 });
     set(mark, { d: `M-4 ${y + 8}l-4 4l4 4M4 ${y + 8}l4 4l-4 4` });
     set(hit, { y: y + 2, height: bottom - y });
-    label.textContent = `cut before ${point}: ${name} · ${this.all[point - 1].sends}`;
-    // On the right no other cut's line crosses the words.
-    const isLeft = x + 7 * label.textContent.length > width;
     set(label, { x: isLeft ? -19 : 19, y: y + 16, "text-anchor": isLeft ? "end" : "start" });
   }
 
@@ -270,7 +214,7 @@ function drawLanes(group, { stages, hops, ends, ticks, end_s }, width, top) {
     svg("text", { x: left + BAR + 6, y: y + height - 4, class: "row" }, words)];
   let y = top + 18 + (ends.length - 1) * LINE;
   const parts = [svg("text", { x: 0, y: top + 12, class: "quiet" }, "one step"),
-    svg("text", { x: left, y: y - 6, class: "quiet" }, "memory of the stage")];
+    svg("text", { x: left, y: y - 6, class: "quiet" }, "memory; over each cut")];
   for (const [stage, { range, model, measured }] of stages.entries()) {
     parts.push(svg("text", { x: 0, y: y + 14, class: "row" }, `stage ${stage}`));
     parts.push(svg("text", { x: 52, y: y + 14, class: "quiet" }, range));
@@ -337,50 +281,24 @@ function legend() {
 class SplitPicture {
   constructor(model, root) {
     this.model = model;
-    this.controls = new Controls(this.state(), (...choice) => this.choose(...choice),
-      (kind) => this.ask(kind));
-    this.row = new LayerRow((points) => this.choose("points", points));
+    this.row = new LayerRow((points) => {
+      model.set("points", points);
+      model.save_changes();
+    });
     this.lanes = svg("g", { "aria-hidden": "true" });
     this.picture = svg("svg", { class: "picture", role: "group" }, hatches(root), this.row.group,
       this.lanes);
-    this.numbers = html("dl", { class: "numbers" });
-    this.status = html("div", { class: "status", role: "status" });
     this.spoken = html("div", { class: "spoken", role: "status" });
-    root.append(this.controls.root, this.status, this.numbers, this.picture, legend(),
-      this.spoken);
-  }
-
-  state() {
-    return Object.fromEntries(STATE.map((name) => [name, this.model.get(name)]));
-  }
-
-  /** Change a setting, here and in all other views. */
-  choose(setting, value) {
-    const { points, shown } = this.state();
-    const resize = () => ["points", resized(points, value - 1, shown.layers.length)];
-    this.model.set(...(setting === "stages" ? resize() : [setting, value]));
-    this.model.save_changes();
-  }
-
-  ask(kind) {
-    // A setting, too: a message of its own could overtake settings that wait to be sent.
-    this.model.set("pressed", [kind, (this.model.get("pressed")[1] ?? 0) + 1]);
-    this.model.save_changes();
-    this.status.textContent = kind === "stop" ? "stopping ..." : "waiting for the kernel ...";
+    root.append(this.picture, legend(), this.spoken);
   }
 
   draw() {
-    const state = this.state();
-    const { shown, busy, status } = state;
-    this.controls.draw(state);
-    this.status.textContent = busy || status;
-    this.numbers.replaceChildren(...shown.numbers.map(([name, model, measured]) =>
-      html("div", {}, html("dt", { class: "quiet" }, name), html("dd", {}, model),
-        ...(measured ? [html("dd", { class: "quiet" }, `measured ${measured}`)] : []))));
+    const state = Object.fromEntries(STATE.map((name) => [name, this.model.get(name)]));
+    const { points, shown } = state;
     const width = Math.max(620, this.width ?? 0);
     const height = this.row.draw(state, width) + 12;
     const below = drawLanes(this.lanes, shown, width, height);
-    this.lanes.classList.toggle("late", String(shown.points) !== String(state.points));
+    this.lanes.classList.toggle("late", String(shown.points) !== String(points));
     set(this.picture, { width, height: height + below, "aria-label": shown.title,
       viewBox: `0 0 ${width} ${height + below}` });
     clearTimeout(this.speaking);

@@ -1,5 +1,6 @@
 """A model cut into stages: layers in a row, cuts that are dragged, and one step below."""
 
+import html
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import anywidget
 import traitlets
+from ipywidgets import HTML, Button, Dropdown, HBox, IntSlider, SelectionSlider, VBox
 from traitlets import Dict, Int, List, Unicode
 
 from labkit.costs.link import Link
@@ -15,12 +17,12 @@ from labkit.placement.planner import Profile, SplitModel, best_split, predict_sp
 from labkit.schedules.pipeline import PIPELINES
 from labkit.schedules.split_points import check_split_points
 from labkit.training.measured import MeasuredSplit, measure_split
-from labkit.units import format_seconds
+from labkit.units import format_seconds, html_table
 from workbook.plots.models import LINKS as NETWORKS
 from workbook.plots.split_costs import cuts_words, split_caption
 from workbook.widgets.explorer import cell_state
 from workbook.widgets.job import Job
-from workbook.widgets.split_step import layer_data, step_data, ticks
+from workbook.widgets.split_step import layer_data, step_data, step_numbers, ticks
 
 HERE = "this machine"
 # Bytes per second are those of the standards, in one direction: 450e9 is half of what an H100's
@@ -35,158 +37,176 @@ LINKS = {
 }
 MAX_STAGES = 4
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-_SETTINGS = ("points", "link", "micro_batches", "schedule")
 _HERE = Path(__file__).parent
 
 
-def split_explorer(
-    profile: Profile,
-    link: Link,
-    *,
-    split_points: Sequence[int],
-    micro_batches: int = 1,
-    schedule: str = "gpipe",
-    measure: Callable[..., MeasuredSplit] = measure_split,
-) -> "SplitPicture":
+class CutPicture(anywidget.AnyWidget):
+    """Layers in a row, cuts that are dragged, and the step that the model predicts.
+
+    Attributes:
+        points: the split points, 1 to 3; the browser moves them.
+        mode: layers are as wide as their compute (``compute``) or as tall as their ``bytes``.
+        shown: the step, from Python.
+    """
+
+    _esm, _css = _HERE / "split_explorer.js", _HERE / "split_explorer.css"
+    points = List(Int()).tag(sync=True)
+    mode = Unicode("compute").tag(sync=True)
+    shown = Dict().tag(sync=True)
+
+    def __init__(self, num_layers: int, **traits: Any):
+        self._num_layers = num_layers
+        super().__init__(**traits)
+
+    @traitlets.validate("points")
+    def _check_points(self, proposal: dict) -> list[int]:
+        points = proposal["value"]
+        if not 1 <= len(points) < MAX_STAGES:
+            raise ValueError(f"it shows 2 to {MAX_STAGES} stages, got {len(points) + 1}")
+        return list(check_split_points(points, self._num_layers))
+
+
+class SplitExplorer(VBox):
     """Explore where to cut a model: drag the cuts, see the predicted step, and measure it.
 
     Its static twin is ``plots.split_costs``.
 
-    Args:
-        profile: the model's layers.
-        link: between two stages on this machine; ``LINKS`` can be chosen as well.
-        split_points: to start with, 1 to 3.
-        micro_batches: to start with, one of ``MICRO_BATCHES``, at most the batch size.
-        schedule: to start with, ``gpipe`` or ``1f1b``.
-        measure: what Run calls, with the arguments of ``training.measured.measure_split``.
-
-    Raises:
-        ValueError: a split that is not possible.
-    """
-    start = {"points": list(split_points), "micro_batches": micro_batches, "schedule": schedule}
-    # Of another model, what was measured of this one must not be shown.
-    state = cell_state(profile.model, profile.batch_size, len(profile.layers), str(start))
-    return SplitPicture(profile, {HERE: link} | LINKS, measure, start, state)
-
-
-class SplitPicture(anywidget.AnyWidget):
-    """Layers in a row, cuts that are dragged, and the step that the model predicts.
-
-    The browser moves the cuts and sends each setting that the learner changes; what it draws of a
-    step comes from here, as ``shown``.
-
     Attributes:
-        points: the split points, 1 to 3.
-        link, micro_batches, schedule: the settings of the step.
-        mode: layers are as wide as their compute (``compute``) or as tall as their ``bytes``.
-        busy: what a button is doing; empty if nothing.
-        status: what a button has done.
-        pressed: the button that was pressed last in the browser, and the how many-th press it was.
+        picture, stages, link, micro_batches, schedule, mode: what can be chosen.
+        best, run, stop, status: the buttons, and what one of them is doing or has done.
         runs: by points, micro-batches and schedule, what was measured on this machine.
     """
-
-    _esm = _HERE / "split_explorer.js"
-    _css = _HERE / "split_explorer.css"
-
-    options = Dict().tag(sync=True)
-    points = List(Int()).tag(sync=True)
-    link = Unicode(HERE).tag(sync=True)
-    micro_batches = Int().tag(sync=True)
-    schedule = Unicode().tag(sync=True)
-    mode = Unicode("compute").tag(sync=True)
-    busy = Unicode().tag(sync=True)
-    status = Unicode().tag(sync=True)
-    shown = Dict().tag(sync=True)
-    pressed = List().tag(sync=True)
 
     def __init__(
         self,
         profile: Profile,
-        links: dict[str, Link],
-        measure: Callable[..., MeasuredSplit],
-        start: dict[str, Any],
-        state: dict[str, Any],
+        link: Link,
+        *,
+        split_points: Sequence[int],
+        micro_batches: int = 1,
+        schedule: str = "gpipe",
+        measure: Callable[..., MeasuredSplit] = measure_split,
     ):
-        self._profile, self._links, self._measure, self._state = profile, links, measure, state
-        self.runs: dict[tuple, MeasuredSplit] = state.setdefault("runs", {})
-        self._job = Job(self._say)
+        """Show a model's layers with ``link`` between two stages; ``LINKS`` can be chosen as well.
+
+        Args:
+            split_points: to start with, 1 to 3.
+            micro_batches: to start with, one of ``MICRO_BATCHES``, at most the batch size.
+            schedule: to start with, ``gpipe`` or ``1f1b``.
+            measure: what Run calls, with the arguments of ``training.measured.measure_split``.
+
+        Raises:
+            ValueError: a split that is not possible.
+        """
+        self._profile, self._links, self._measure = profile, {HERE: link} | LINKS, measure
+        start = {"points": list(split_points), "micro_batches": micro_batches}
+        start |= {"schedule": schedule, "link": HERE, "mode": "compute"}
+        # Of another model, what was measured of this one must not be shown.
+        model = profile.model, profile.batch_size, len(profile.layers)
+        self._state = cell_state(*model, str(start))
+        start |= self._state.get("chosen", {})
+        self.runs: dict[tuple, MeasuredSplit] = self._state.setdefault("runs", {})
+        self.job = Job(self._say)
         self._axis: tuple[tuple, float] = (), 0.0
-        options = {
-            "stages": list(range(2, min(MAX_STAGES, len(profile.layers)) + 1)),
-            "link": list(links),
-            "micro_batches": [count for count in MICRO_BATCHES if count <= profile.batch_size],
-            "schedule": list(PIPELINES),
-        }
-        super().__init__(options=options, **(start | state.get("settings", {})))
-        self.observe(self._act, "pressed")
-        self.observe(self._draw, _SETTINGS)
-        self.observe(self._keep, [*_SETTINGS, "mode"])
+        layers = len(profile.layers)
+        self.picture = CutPicture(layers, points=start["points"])
+        most = min(MAX_STAGES, layers)
+        self.stages = IntSlider(len(self.picture.points) + 1, 2, most, description="stages")
+        counts = [count for count in MICRO_BATCHES if count <= profile.batch_size]
+        self.link = Dropdown(options=list(self._links), description="link")
+        self.micro_batches = SelectionSlider(options=counts, description="micro-batches")
+        self.micro_batches.style.description_width = "initial"
+        self.schedule = Dropdown(options=list(PIPELINES), description="schedule")
+        self.mode = Dropdown(options=["compute", "bytes"], description="layers by")
+        settings = [self.link, self.micro_batches, self.schedule, self.mode]
+        for control, name in zip(settings, ("link", "micro_batches", "schedule", "mode")):
+            control.value = start[name]
+            control.observe(self._draw, "value")
+        self.stages.observe(self._resize, "value")
+        self.picture.observe(self._draw, "points")
+        self.best, self.run, self.stop = map(self._button, ("Best split", "Run", "Stop"))
+        self.numbers, self.status = HTML(), HTML()
+        self.numbers.add_class("jp-RenderedHTMLCommon")
+        rows = [self.stages, *settings], [self.best, self.run, self.stop, self.status]
+        boxes = [HBox(row, layout={"flex_flow": "row wrap"}) for row in rows]
+        super().__init__([*boxes, self.numbers, self.picture])
+        self._say("", "")
         self._draw()
 
+    def _button(self, words: str) -> Button:
+        button = Button(description=words, layout={"width": "auto"})
+        button.on_click(self._press)
+        return button
+
     def predicted(self) -> SplitModel:
-        return predict_split(self._profile, self.points, **self._step_settings())
-
-    def measured(self) -> MeasuredSplit | None:
-        """What was measured of this split; on which link it was predicted does not matter."""
-        return self.runs.get((tuple(self.points), self.micro_batches, self.schedule))
-
-    def run(self) -> None:
-        """Measure the split, as the button does: in the background."""
-        split = tuple(self.points), self.micro_batches, self.schedule
-        self._job.start("measuring ...", partial(self._run, *split, self.link))
-
-    def best(self) -> None:
-        """Move the cuts to the best ones, as the button does: in the background."""
-        self._job.start("searching ...", self._move_to_best)
-
-    def join(self) -> None:
-        """Wait until a button's work has ended."""
-        self._job.join()
+        return predict_split(self._profile, self.picture.points, **self._step_settings())
 
     def __repr__(self) -> str:
         """The controls and the numbers, for pages without a kernel."""
+        shown = self.picture.shown
         return (
-            f"[picture and buttons] stages 2 to {self.options['stages'][-1]}, a cut before any of "
+            f"[picture and buttons] stages 2 to {self.stages.max}, a cut before any of "
             f"{len(self._profile.layers)} layers, link ({', '.join(self._links)}), micro-batches, "
-            f"schedule; Best split, Run. {self.shown['title']}. {self.shown['caption']}"
+            f"schedule; Best split, Run. {shown['title']}. {shown['caption']}"
         )
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         # The base class shortens the text, and a stored notebook keeps nothing else of a widget.
-        data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
-        return {**data, "text/plain": repr(self)}, metadata
+        return {**(super()._repr_mimebundle_(**kwargs) or {}), "text/plain": repr(self)}
+
+    def _split(self) -> tuple[tuple[int, ...], int, str]:
+        return tuple(self.picture.points), self.micro_batches.value, self.schedule.value
 
     def _step_settings(self) -> dict[str, Any]:
-        counts = {"micro_batches": self.micro_batches, "schedule": self.schedule}
-        return {"link": self._links[self.link], **counts}
+        _, count, schedule = self._split()
+        link = self._links[self.link.value]
+        return {"link": link, "micro_batches": count, "schedule": schedule}
+
+    def _resize(self, change: dict) -> None:
+        """Keep the cuts, moved if necessary, and add new ones on the right."""
+        count, layers = change["new"] - 1, len(self._profile.layers)
+        points = [min(p, layers - count + i) for i, p in enumerate(self.picture.points[:count])]
+        while len(points) < count:
+            points.append((points[-1] + layers) // 2)
+        self.picture.points = points
 
     def _draw(self, _change: Any = None) -> None:
-        profile, split, run = self._profile, self.predicted(), self.measured()
+        # What was measured does not depend on the link of the prediction.
+        profile, split, run = self._profile, self.predicted(), self.runs.get(self._split())
+        points, count, schedule = self._split()
+        self.stages.value, self.picture.mode = len(points) + 1, self.mode.value
+        chosen = {"points": list(points), "micro_batches": count, "schedule": schedule}
+        self._state["chosen"] = chosen | {"link": self.link.value, "mode": self.mode.value}
         whole = predict_split(profile, (), Link(0, 0)).memory_bytes[0]
         step = step_data(split, len(profile.layers), whole, run)
         # While only cuts move, the axis grows and never shrinks.
-        settings, end_s = (len(self.points), *self._step_settings().values()), self._axis[1]
+        settings, end_s = (len(points), *self._step_settings().values()), self._axis[1]
         if settings != self._axis[0] or step["last_s"] > end_s:
             end_s = 1.1 * step["last_s"]
         self._axis = settings, end_s
-        self.shown = step | {
-            "points": list(self.points),
+        self.numbers.value = html_table(*step_numbers(split, run))
+        self.picture.shown = step | {
+            "points": list(points),
             "layers": layer_data(profile),
-            "title": f"{profile.model} in {len(self.points) + 1} stages over {self.link}, "
-            f"batch of {profile.batch_size} in {self.micro_batches} ({self.schedule})",
-            "caption": f"{cuts_words(self.points)}. {split_caption(split, run)}",
+            "title": f"{profile.model} in {len(points) + 1} stages over {self.link.value}, "
+            f"batch of {profile.batch_size} in {count} ({schedule})",
+            "caption": f"{cuts_words(points)}. {split_caption(split, run)}",
             "end_s": end_s,
             "ticks": ticks(end_s),
         }
 
-    def _keep(self, _change: Any) -> None:
-        self._state["settings"] = {name: getattr(self, name) for name in (*_SETTINGS, "mode")}
-
-    def _act(self, change: dict) -> None:
-        {"run": self.run, "best": self.best, "stop": self._job.stop}[change["new"][0]]()
+    def _press(self, button: Button) -> None:
+        if button is self.stop:
+            self.job.stop()
+        elif button is self.best:
+            self.job.start("searching ...", self._move_to_best)
+        else:
+            self.job.start("measuring ...", partial(self._run, *self._split(), self.link.value))
 
     def _say(self, doing: str, said: str) -> None:
-        self.busy, self.status = doing, said
+        self.best.disabled = self.run.disabled = bool(doing)
+        self.stop.disabled = not doing
+        self.status.value = f'<span role="status">{html.escape(doing or said)}</span>'
 
     def _run(self, points: tuple[int, ...], count: int, schedule: str, link: str) -> str:
         counts = {"batch_size": self._profile.batch_size, "micro_batches": count}
@@ -194,20 +214,12 @@ class SplitPicture(anywidget.AnyWidget):
         self.runs[points, count, schedule] = run
         self._draw()
         where = "" if link == HERE else f", on {HERE}, not over {link}"
-        return (
-            f"measured, {cuts_words(points)}: {format_seconds(median(run.step_s))} per step{where}"
-        )
+        step = format_seconds(median(run.step_s))
+        return f"measured, {cuts_words(points)}: {step} per step{where}"
 
     def _move_to_best(self) -> str:
         before = self.predicted()
-        best = best_split(self._profile, len(self.points) + 1, **self._step_settings())
-        self.points = list(best.split_points)
+        best = best_split(self._profile, self.stages.value, **self._step_settings())
+        self.picture.points = list(best.split_points)
         steps = f"step {format_seconds(before.step_s)} -> {format_seconds(best.step_s)}"
         return f"best by the model, {cuts_words(best.split_points)}: {steps}"
-
-    @traitlets.validate("points")
-    def _check_points(self, proposal: dict) -> list[int]:
-        points = proposal["value"]
-        if not 1 <= len(points) < MAX_STAGES:
-            raise ValueError(f"it shows 2 to {MAX_STAGES} stages, got {len(points) + 1}")
-        return list(check_split_points(points, len(self._profile.layers)))

@@ -53,7 +53,6 @@ def step_data(
         }
         stages.append({"range": f"{first}–{end - 1}", **looks})
     return {
-        "numbers": step_numbers(split, run),
         "stages": stages,
         "hops": list(_hops(split)),
         "ends": ends,
@@ -72,26 +71,22 @@ def ticks(end_s: float) -> list[tuple[float, str]]:
     ]
 
 
-def step_numbers(split: SplitModel, run: MeasuredSplit | None) -> list[tuple[str, str, str]]:
-    """What stands above the picture: name, the model's number, and the measured one."""
-    largest_s = max(f + b for f, b in zip(split.forward_s, split.backward_s))
-    hops_s = sum(split.hop_s) + sum(split.backward_hop_s)
-    real = [""] * 5
+def step_numbers(split: SplitModel, run: MeasuredSplit | None) -> tuple[list[str], list]:
+    """The table above the picture: its head, the model's row, and that of the measurement."""
+    heads = ["", "step", "idle", "largest stage", "all hops", "largest memory", "bytes of a step"]
+
+    def row(name: str, source: SplitModel | MeasuredSplit, step_s: float, hops_s: float) -> list:
+        compute_s = [f + b for f, b in zip(source.forward_s, source.backward_s)]
+        idle = f"{1 - sum(compute_s) / (len(compute_s) * step_s):.0%}"
+        seconds = format_seconds(step_s), idle, *map(format_seconds, (max(compute_s), hops_s))
+        moved = format_bytes(2 * sum(source.hop_bytes))
+        return [name, *seconds, format_bytes(max(source.memory_bytes)), moved]
+
+    rows = [row("model", split, split.step_s, sum(split.hop_s) + sum(split.backward_hop_s))]
     if run is not None:
-        compute_s = [f + b for f, b in zip(run.forward_s, run.backward_s)]
-        step_s = median(run.step_s)
-        idle = 1 - sum(compute_s) / (len(compute_s) * step_s)
-        measured_s = sum(map(median, (*run.forward_hop_s, *run.backward_hop_s)))
-        real = [format_seconds(step_s), f"{idle:.0%}", format_seconds(max(compute_s))]
-        real += [format_seconds(measured_s), format_bytes(max(run.memory_bytes))]
-    return [
-        ("step", format_seconds(split.step_s), real[0]),
-        ("bubble: stages idle", f"{split.bubble:.0%}", real[1]),
-        ("largest stage", format_seconds(largest_s), real[2]),
-        ("all hops", format_seconds(hops_s), real[3]),
-        ("largest memory", format_bytes(max(split.memory_bytes)), real[4]),
-        ("bytes of a step", format_bytes(2 * sum(split.hop_bytes)), ""),
-    ]
+        hops_s = sum(map(median, (*run.forward_hop_s, *run.backward_hop_s)))
+        rows.append(row("measured", run, median(run.step_s), hops_s))
+    return heads, rows
 
 
 def _hops(split: SplitModel) -> Iterator[dict[str, Any]]:

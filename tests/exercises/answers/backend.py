@@ -23,13 +23,6 @@ def packs(comm, tensors):
         tensor.copy_(part.view(tensor.shape))
 
 
-def by_torchs_own(comm, tensors):
-    flat = torch._utils._flatten_dense_tensors([tensor.contiguous() for tensor in tensors])
-    ring_all_reduce(comm, flat)
-    for tensor, total in zip(tensors, torch._utils._unflatten_dense_tensors(flat, tensors)):
-        tensor.copy_(total)
-
-
 def divides(comm, tensors):
     packs(comm, tensors)
     for tensor in tensors:
@@ -38,52 +31,6 @@ def divides(comm, tensors):
 
 def forgets_the_copy(comm, tensors):
     packs(comm, [tensors[0], tensors[1].contiguous(), tensors[2]])
-
-
-# work(operation, tensors)
-
-
-class MyWork(dist.Work):
-    def __init__(self, operation, tensors):
-        super().__init__()
-        self.tensors, self.error = tensors, None
-        try:
-            operation()
-        except Exception as error:
-            self.error = error
-
-    def wait(self, timeout=None):
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def get_future(self):
-        done = torch.futures.Future()
-        done.set_result(None)
-        return done.then(self.deliver)
-
-    def deliver(self, done):
-        self.wait()
-        return self.tensors
-
-
-def work_like(**methods):
-    """MyWork with other methods."""
-    return type("Variant", (MyWork,), methods)
-
-
-class NoWork:
-    def __init__(self, operation, tensors):
-        operation()
-
-
-def set_exception(self):
-    future = torch.futures.Future()
-    if self.error is None:
-        future.set_result(self.tensors)
-    else:
-        future.set_exception(self.error)
-    return future
 
 
 # group(comm)
@@ -113,65 +60,27 @@ class MyGroup(dist.ProcessGroup):
         return carried_out(operation, outputs[0])
 
 
-class BySums(MyGroup):
-    """Broadcast and allgather as sums with zeros."""
-
+class SendsTheFirst(MyGroup):
     def broadcast(self, tensors, opts):
-        def operation():
-            for tensor in tensors:
-                if self.comm.rank != opts.rootRank:
-                    tensor.zero_()
-                ring_all_reduce(self.comm, tensor)
-
-        return carried_out(operation, tensors)
-
-    def allgather(self, outputs, tensors, opts):
-        def operation():
-            for rank, place in enumerate(outputs[0]):
-                place.copy_(tensors[0] if rank == self.comm.rank else torch.zeros_like(place))
-                ring_all_reduce(self.comm, place)
-
-        return carried_out(operation, outputs[0])
+        return super().broadcast(tensors[:1], opts)
 
 
-def group_like(**methods):
-    return type("Variant", (MyGroup,), methods)
-
-
-def does_nothing(self, tensors, opts):
-    return carried_out(lambda: None, tensors)
-
-
-def no_group(comm):
-    return MyGroup
-
-
-class UnwrittenBroadcast(dist.ProcessGroup):
+class Unwritten(MyGroup):
     allreduce = MyGroup.allreduce
-
-    def __init__(self, comm):
-        super().__init__(comm.rank, comm.world_size)
-        self.comm = comm
 
     def broadcast(self, tensors, opts):
         raise NotImplementedError
 
 
 ANSWERS = [
-    Answers(check.backend.bucket, [by_torchs_own], [divides, forgets_the_copy]),
     Answers(
-        check.backend.work,
-        [carried_out],
-        [
-            NoWork,
-            work_like(get_future=lambda self: torch.futures.Future()),
-            work_like(get_future=set_exception),
-        ],
-        on=1,
+        check.backend.bucket,
+        [packs],
+        [divides, forgets_the_copy, lambda comm, tensors: None],
     ),
     Answers(
         check.backend.group,
-        [BySums],
-        [no_group, group_like(broadcast=does_nothing), ends(UnwrittenBroadcast)],
+        [MyGroup],
+        [lambda comm: MyGroup, SendsTheFirst, ends(Unwritten)],
     ),
 ]

@@ -1,6 +1,6 @@
 """Answers to ``check.collectives``."""
 
-from itertools import repeat
+from functools import partial
 
 import torch
 from graded import Answers
@@ -12,29 +12,20 @@ from workbook import check
 travel_by_value(__name__)
 
 
-# gather(comm, tensor, root)
+def receives_from_each(comm, tensor, root, buffer_of=torch.empty_like, own=True):
+    """The root receives from the last rank first."""
+    if comm.rank != root:
+        comm.send(tensor, root)
+        return None
+    found = {root: tensor} if own else {}
+    for src in reversed(range(comm.world_size)):
+        if src != root:
+            found[src] = comm.recv(buffer_of(tensor), src)
+    return [found[rank] for rank in sorted(found)]
 
 
-def receives_from_each(order_of, buffers_for=lambda tensor: map(torch.empty_like, repeat(tensor))):
-    """The root receives in the order ``order_of(comm, root)``, into one buffer after another."""
-
-    def fn(comm, tensor, root):
-        if comm.rank != root:
-            comm.send(tensor, root)
-            return None
-        buffers = buffers_for(tensor)
-        ranks = order_of(comm, root)
-        return [tensor if src == root else comm.recv(next(buffers), src) for src in ranks]
-
-    return fn
-
-
-def one_buffer(tensor):
-    return repeat(torch.empty_like(tensor))
-
-
-def every_rank(comm, root):
-    return range(comm.world_size)
+def into_its_own(comm, tensor, root):
+    return receives_from_each(comm, tensor, root, lambda own: own)
 
 
 def gathers_around_the_ring(comm, tensor, root):
@@ -42,14 +33,10 @@ def gathers_around_the_ring(comm, tensor, root):
     return found if comm.rank == root else None
 
 
-def keeps_quiet(comm, tensor, root):
-    return [tensor] * comm.world_size if comm.rank == root else None
-
-
 ANSWERS = [
     Answers(
         check.collectives.gather,
-        [collectives.gather],
-        [receives_from_each(every_rank, one_buffer), gathers_around_the_ring, keeps_quiet],
+        [receives_from_each],
+        [into_its_own, gathers_around_the_ring, partial(receives_from_each, own=False)],
     ),
 ]

@@ -1,10 +1,12 @@
 """Answers to ``check.compressed``."""
 
+from functools import partial
+
 import torch
 from graded import Answers
 from ranks import travel_by_value
 
-from labkit.collectives import all_gather, ring_all_reduce, share_only
+from labkit.collectives import all_gather, ring_all_reduce
 from labkit.collectives.ring import split_chunks
 from workbook import check
 
@@ -14,78 +16,30 @@ travel_by_value(__name__)
 # half_the_bytes(comm, tensor)
 
 
-def halves_messages(comm, tensor, half=torch.float16, rounds=True):
-    P, rank = comm.world_size, comm.rank
-    right, left = (rank + 1) % P, (rank - 1) % P
-    chunks = tensor.tensor_split(P)
-    for step in range(P - 1):
-        target = chunks[(rank - step - 1) % P]
-        incoming = torch.empty_like(target, dtype=half)
-        comm.exchange(chunks[(rank - step) % P].to(half), right, incoming, left)
-        target += incoming
-    if rounds:
-        chunks[(rank + 1) % P].copy_(chunks[(rank + 1) % P].to(half))
-    for step in range(P - 1):
-        target = chunks[(rank - step) % P]
-        incoming = torch.empty_like(target, dtype=half)
-        comm.exchange(chunks[(rank + 1 - step) % P].to(half), right, incoming, left)
-        target.copy_(incoming)
-
-
-def around(comm, chunks):
-    """A ring that adds in the precision of the chunks."""
-    P, rank = comm.world_size, comm.rank
-    for step in range(P - 1):
-        target = chunks[(rank - step - 1) % P]
-        incoming = torch.empty_like(target)
-        comm.exchange(chunks[(rank - step) % P], (rank + 1) % P, incoming, (rank - 1) % P)
-        target += incoming
-    share_only(comm, chunks)
-
-
-def adds_halves(comm, tensor):
-    small = tensor.half()
-    around(comm, list(small.tensor_split(comm.world_size)))
-    tensor.copy_(small)
-
-
-def as_integers(comm, tensor):
+def halves(comm, tensor, rounds=True, last=lambda tensor: tensor):
     """The bits of the halves, in messages of int16."""
     P, rank = comm.world_size, comm.rank
-    chunks = [chunk.half() for chunk in split_chunks(tensor, P)]
+    chunks = list(split_chunks(tensor, P))
     for step in range(2 * (P - 1)):
         target = (rank - step - 1) % P
         incoming = torch.empty(len(chunks[target]), dtype=torch.int16)
-        outgoing = chunks[(rank - step) % P].view(torch.int16)
+        outgoing = chunks[(rank - step) % P].half().view(torch.int16)
         comm.exchange(outgoing, (rank + 1) % P, incoming, (rank - 1) % P)
-        received = incoming.view(torch.half)
+        received = incoming.view(torch.half).float()
         chunks[target] = chunks[target] + received if step < P - 1 else received
-    tensor.copy_(torch.cat(chunks))
-
-
-def keeps_its_own_unrounded(comm, tensor):
-    halves_messages(comm, tensor, rounds=False)
-
-
-def in_eight_bits(comm, tensor):
-    adds_halves(comm, tensor)
-    tensor.copy_((tensor * 4).round() / 4)
+    own = (rank + 1) % P
+    chunks[own] = chunks[own].half().float() if rounds else chunks[own]
+    tensor.copy_(last(torch.cat(chunks)))
 
 
 # top_k(comm, gradient, residual, k)
 
 
-def adds_up(comm, size, values, places):
-    total = torch.zeros(size)
-    for v, p in zip(all_gather(comm, values), all_gather(comm, places)):
+def sparse(comm, gradient, residual, k, left_of=torch.add):
+    left, total = left_of(gradient, residual), torch.zeros_like(gradient)
+    places = left.abs().topk(k).indices
+    for v, p in zip(all_gather(comm, left[places]), all_gather(comm, places)):
         total.index_add_(0, p, v)
-    return total
-
-
-def sparse(comm, gradient, residual, k, order=torch.abs):
-    left = gradient + residual
-    places = order(left).topk(k).indices
-    total = adds_up(comm, len(left), left[places], places)
     return [total, left.index_fill(0, places, 0.0)]
 
 
@@ -93,19 +47,28 @@ def sends_one_fewer(comm, gradient, residual, k):
     return sparse(comm, gradient, residual, k - 1)
 
 
-def keeps_everything(comm, gradient, residual, k):
-    return [sparse(comm, gradient, residual, k)[0], gradient + residual]
+def adds_into_the_gradient(comm, gradient, residual, k):
+    gradient += residual
+    return sparse(comm, gradient, torch.zeros_like(residual), k)
 
 
 ANSWERS = [
     Answers(
         check.compressed.half_the_bytes,
-        [as_integers],
-        [ring_all_reduce, keeps_its_own_unrounded, in_eight_bits],
+        [halves],
+        [
+            ring_all_reduce,
+            partial(halves, rounds=False),
+            partial(halves, last=lambda tensor: (tensor * 4).round() / 4),
+        ],
     ),
     Answers(
         check.compressed.top_k,
         [sparse],
-        [sends_one_fewer, keeps_everything],
+        [
+            sends_one_fewer,
+            partial(sparse, left_of=lambda gradient, residual: gradient),
+            adds_into_the_gradient,
+        ],
     ),
 ]

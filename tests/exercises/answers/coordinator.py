@@ -55,8 +55,6 @@ def never_again(cycles):
 
 ANSWERS = [
     Answers(
-        check.coordinator.decide,
-        [with_a_class],
-        [same_cycle, never_again, lambda cycles: None],
-    ),
+        check.coordinator.decide, [with_a_class], [same_cycle, never_again, lambda cycles: None]
+    )
 ]

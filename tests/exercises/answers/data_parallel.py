@@ -2,6 +2,7 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from graded import Answers
@@ -13,34 +14,16 @@ from workbook import check
 travel_by_value(__name__)
 
 
-# scatter(inputs, num_devices)
-
-
 def splits(inputs, num_devices):
     return list(inputs.tensor_split(min(num_devices, len(inputs))))
-
-
-def keeps_empty_parts(inputs, num_devices):
-    return inputs.tensor_split(num_devices)
 
 
 def drops_the_rest(inputs, num_devices):
     return list(inputs.split(max(1, len(inputs) // num_devices)))[:num_devices]
 
 
-# replicate(model, num_devices)
-
-
 def copies(model, num_devices):
     return [model, *(copy.deepcopy(model) for _ in range(num_devices - 1))]
-
-
-def by_recursion_over_devices(model, num_devices):
-    return [model] if num_devices == 1 else [*copies(model, num_devices - 1), copies(model, 2)[1]]
-
-
-def repeats_the_model(model, num_devices):
-    return [model] * num_devices
 
 
 # gather(outputs, targets)
@@ -71,8 +54,8 @@ def runs_on(outputs, targets):
 # parallel_apply(functions, inputs)
 
 
-def runs(functions, inputs):
-    grad = torch.is_grad_enabled()
+def runs(functions, inputs, mode=torch.is_grad_enabled):
+    grad = mode()
 
     def with_mode(function, argument):
         with torch.set_grad_enabled(grad):
@@ -108,16 +91,24 @@ def takes_means(gradients):
     return [total if total is None else total / len(gradients) for total in adds(gradients)]
 
 
-def returns_one(gradients):
-    return adds(gradients)[0]
-
-
 ANSWERS = [
-    Answers(check.data_parallel.scatter, [splits], [keeps_empty_parts, drops_the_rest]),
+    Answers(
+        check.data_parallel.scatter,
+        [splits],
+        [
+            lambda inputs, num_devices: inputs.tensor_split(num_devices),
+            drops_the_rest,
+            lambda inputs, num_devices: splits(inputs, num_devices)[::-1],
+        ],
+    ),
     Answers(
         check.data_parallel.replicate,
-        [by_recursion_over_devices],
-        [repeats_the_model, lambda model, num_devices: model],
+        [copies],
+        [
+            lambda model, num_devices: [model] * num_devices,
+            lambda model, num_devices: copies(model, num_devices + 1)[1:],
+            lambda model, num_devices: [model, *map(copy.copy, [model] * (num_devices - 1))],
+        ],
         on=1,
     ),
     Answers(
@@ -126,6 +117,14 @@ ANSWERS = [
         [with_means, runs_on, lambda outputs, targets: None],
         on=1,
     ),
-    Answers(check.data_parallel.parallel_apply, [runs], [uses_no_threads, raises_its_own]),
-    Answers(check.data_parallel.reduce, [adds], [takes_means, returns_one]),
+    Answers(
+        check.data_parallel.parallel_apply,
+        [runs],
+        [uses_no_threads, raises_its_own, partial(runs, mode=lambda: True)],
+    ),
+    Answers(
+        check.data_parallel.reduce,
+        [adds],
+        [takes_means, lambda gradients: adds(gradients)[0], lambda gradients: gradients[0]],
+    ),
 ]

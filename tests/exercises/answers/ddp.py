@@ -13,58 +13,31 @@ from workbook import check
 travel_by_value(__name__)
 
 
-# Buckets
-
-
-def buckets_that(close, first=True, order=reversed):
-    """A rule that closes a bucket if ``close(held, size, cap)`` before a parameter joins it."""
-
-    def fn(sizes, cap, first_cap):
-        found, filling = [], []
-        limit = first_cap if first else cap
-        for index in order(range(len(sizes))):
-            if filling and close(sum(sizes[i] for i in filling), sizes[index], limit):
-                found.append(filling)
-                filling, limit = [], cap
-            filling.append(index)
-        return [*found, filling]
-
-    return fn
-
-
-right_rule = buckets_that(lambda held, size, cap: held >= cap)
-
-
-# Gradients of uneven shares
-
-
-def backward(model, inputs, targets, divisor=1.0, reduction="sum"):
-    (functional.cross_entropy(model(inputs), targets, reduction=reduction) / divisor).backward()
-
-
-def sum_all(comm, model):
-    for parameter in model.parameters():
-        ring_all_reduce(comm, parameter.grad)
+# average(comm, model, inputs, targets, batch_size)
 
 
 def averages(comm, model, inputs, targets, batch_size):
-    backward(model, inputs, targets, batch_size)
-    sum_all(comm, model)
+    loss = functional.cross_entropy(model(inputs), targets, reduction="sum") / batch_size
+    loss.backward()
+    for parameter in model.parameters():
+        ring_all_reduce(comm, parameter.grad)
 
 
 def divides_twice(comm, model, inputs, targets, batch_size):
     averages(comm, model, inputs, targets, batch_size * comm.world_size)
 
 
-def reduces_to_rank_0(comm, model, inputs, targets, batch_size):
-    backward(model, inputs, targets, batch_size)
+def averages_means(comm, model, inputs, targets, batch_size):
+    averages(comm, model, inputs, targets, max(1, len(inputs)) * comm.world_size)
+
+
+def makes_the_update(comm, model, inputs, targets, batch_size):
+    averages(comm, model, inputs, targets, batch_size)
     for parameter in model.parameters():
-        total = ring_all_reduce(comm, parameter.grad.clone())
-        if comm.rank == 0:
-            parameter.grad = total
+        parameter.data -= 0.1 * parameter.grad
 
 
-# Hooks on parameters
+# hooks(parameters, ready)
 
 
 def watches(parameters, ready):
@@ -85,16 +58,24 @@ def passes_the_parameter_on(parameters, ready):
     ]
 
 
+def before_grad_is_set(parameters, ready):
+    return [p.register_hook(lambda _, i=i: ready(i)) for i, p in enumerate(parameters)]
+
+
 ANSWERS = [
     Answers(
         check.ddp.buckets,
         [assign_buckets],
         [
-            buckets_that(lambda held, size, cap: held >= cap, order=list),
-            lambda *args: right_rule(*args)[:-1],
+            lambda sizes, cap, first_cap: assign_buckets(sizes, cap, cap),
+            lambda *args: assign_buckets(*args)[:-1],
             lambda sizes, cap: [],
         ],
     ),
-    Answers(check.ddp.average, [averages], [divides_twice, reduces_to_rank_0]),
-    Answers(check.ddp.hooks, [watches], [passes_the_parameter_on, gives_the_parameter]),
+    Answers(check.ddp.average, [averages], [divides_twice, averages_means, makes_the_update]),
+    Answers(
+        check.ddp.hooks,
+        [watches],
+        [passes_the_parameter_on, gives_the_parameter, before_grad_is_set],
+    ),
 ]

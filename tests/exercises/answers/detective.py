@@ -3,7 +3,7 @@
 from collections import Counter
 
 import numpy as np
-from graded import Answers, a_stub
+from graded import Answers
 from ranks import travel_by_value
 
 from workbook import check
@@ -48,9 +48,7 @@ RUN_ON_HOST_1 = next(run for seed in range(99) if (run := HungRun({}, {}, seed))
 
 
 def named(answer):
-    # Its stub is a call with the page's three None.
-    given = () if answer is a_stub else answer()
-    return check.detective.named(RUN_ON_HOST_1, *given)
+    return check.detective.named(RUN_ON_HOST_1, *answer())
 
 
 def says(**wrong):

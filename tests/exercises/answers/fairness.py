@@ -54,39 +54,33 @@ def the_right_ratio(a, b, repeats):
     return statistics.median(y / x for x, y in in_turns(a, b, repeats)[1:])
 
 
-def no_call(a, b, repeats):
-    return 1.5
+def counts_the_warm_up(a, b, repeats):
+    return statistics.median(y / x for x, y in in_turns(a, b, repeats))
 
 
-def from_pairs(rule):
-    def ratio(a, b, repeats):
-        return rule(*zip(*in_turns(a, b, repeats)[1:]))
-
-    return ratio
-
-
-# synchronisations(messages)
-
-
-def of_rank_0(messages):
-    return messages[0] // (2 * (len(messages) - 1))
+def takes_the_lower(a, b, repeats):
+    return statistics.median_low(y / x for x, y in in_turns(a, b, repeats)[1:])
 
 
 # useful_rate(train_size, samples_by_rank, epoch_seconds)
 
 
-def useful(train_size, samples_by_rank, epoch_seconds):
-    return min(train_size, sum(samples_by_rank)) / statistics.median(epoch_seconds[1:])
+def useful(train_size, samples_by_rank, epoch_seconds, middle=statistics.median):
+    return min(train_size, sum(samples_by_rank)) / middle(epoch_seconds[1:])
 
 
-def later_median(epoch_seconds):
-    return statistics.median(epoch_seconds[1:])
+def by_the_mean(train_size, samples_by_rank, epoch_seconds):
+    return useful(train_size, samples_by_rank, epoch_seconds, statistics.fmean)
+
+
+def counts_samples_twice(train_size, samples_by_rank, epoch_seconds):
+    return useful(sum(samples_by_rank), samples_by_rank, epoch_seconds)
 
 
 ANSWERS = [
     Answers(
         check.fairness.synchronisations,
-        [of_rank_0],
+        [lambda messages: messages[-1] / 2 / (len(messages) - 1)],
         [
             lambda messages: messages[0] // (len(messages) - 1),
             lambda messages: messages[0] / len(messages) / 2,
@@ -96,11 +90,7 @@ ANSWERS = [
     Answers(
         check.fairness.useful_rate,
         [useful],
-        [
-            lambda size, by_rank, s: sum(by_rank) / later_median(s),
-            lambda size, by_rank, s: min(size, sum(by_rank)) / statistics.fmean(s[1:]),
-            lambda size, by_rank, s: None,
-        ],
+        [counts_samples_twice, by_the_mean, lambda size, by_rank, s: None],
     ),
     Answers(
         check.fairness.replicas_agree,
@@ -110,10 +100,6 @@ ANSWERS = [
     Answers(
         check.fairness.interleaved_ratio,
         [the_right_ratio],
-        [
-            no_call,
-            from_pairs(lambda a, b: None),
-            lambda a, b, n: statistics.median(y / x for x, y in in_turns(a, b, n)),
-        ],
+        [counts_the_warm_up, takes_the_lower, lambda a, b, repeats: 1.5],
     ),
 ]

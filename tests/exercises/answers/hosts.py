@@ -24,10 +24,9 @@ def inside(comm, chunks, host):
                 chunk += comm.recv(torch.empty_like(chunk), other)
 
 
-def inside_by_keyword(*, host, chunks, comm, number=0):
-    if number < len(chunks):
-        inside(comm, [chunks[number]], (host[number], *(r for r in host if r != host[number])))
-        inside_by_keyword(host=host, chunks=chunks, comm=comm, number=number + 1)
+def inside_by_keyword(*, host, chunks, comm):
+    for owner, chunk in zip(host, chunks):
+        inside(comm, [chunk], (owner, *(rank for rank in host if rank != owner)))
 
 
 def inside_overwrites(comm, chunks, host):
@@ -51,8 +50,16 @@ def inside_all_send_first(comm, chunks, host):
 
 
 def between(comm, chunk, peers):
-    H, place = len(peers), peers.index(comm.rank)
-    dst, src = peers[(place + 1) % H], peers[place - 1]
+    around(comm, chunk, peers, peers.index(comm.rank))
+
+
+def takes_its_rank_for_its_place(comm, chunk, peers):
+    around(comm, chunk, peers, comm.rank % len(peers))
+
+
+def around(comm, chunk, peers, place):
+    H = len(peers)
+    dst, src = peers[(place + 1) % H], peers[(place - 1) % H]
     pieces = chunk.tensor_split(H)
     for step in range(H - 1):
         target = pieces[(place - step - 1) % H]
@@ -70,19 +77,6 @@ def between_with_all(comm, chunk, peers):
     for turn in range(1, H):
         to, source = peers[(place + turn) % H], peers[(place - turn) % H]
         chunk += comm.exchange(own, to, torch.empty_like(own), source)
-
-
-def between_its_rank_in_all(comm, chunk, peers):
-    """Takes its rank for its place in the circle."""
-    H, place = len(peers), comm.rank % len(peers)
-    pieces = chunk.tensor_split(H)
-    for step in range(H - 1):
-        target = pieces[(place - step - 1) % H]
-        incoming = torch.empty_like(target)
-        comm.exchange(
-            pieces[(place - step) % H], peers[(place + 1) % H], incoming, peers[(place - 1) % H]
-        )
-        target += incoming
 
 
 # all_reduce(comm, tensor, hosts)
@@ -137,19 +131,12 @@ def tasks_of(text):
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
-def as_if(count):
-    """As if every node had ``count(tasks)`` tasks."""
-
-    def wrong(environment):
-        if "RANK" in environment:
-            return place(environment)
-        rank, tasks = (
-            int(environment["SLURM_PROCID"]),
-            tasks_of(environment["SLURM_TASKS_PER_NODE"]),
-        )
-        return rank, rank % count(tasks), rank // count(tasks)
-
-    return wrong
+def as_if_all_had_the_first_nodes_tasks(environment):
+    if "RANK" in environment:
+        return place(environment)
+    tasks = tasks_of(environment["SLURM_TASKS_PER_NODE"])[0]
+    rank = int(environment["SLURM_PROCID"])
+    return rank, rank % tasks, rank // tasks
 
 
 def local_rank_is_rank(environment):
@@ -167,7 +154,7 @@ ANSWERS = [
     Answers(
         check.hosts.between,
         [between],
-        [between_with_all, ends(between_its_rank_in_all)],
+        [between_with_all, ends(takes_its_rank_for_its_place)],
         on=6,
     ),
     Answers(
@@ -176,9 +163,5 @@ ANSWERS = [
         [around_all_ranks, forgets_the_others_at_home],
         on=4,
     ),
-    Answers(
-        check.hosts.place,
-        [place],
-        [as_if(lambda tasks: tasks[0]), local_rank_is_rank],
-    ),
+    Answers(check.hosts.place, [place], [as_if_all_had_the_first_nodes_tasks, local_rank_is_rank]),
 ]

@@ -15,28 +15,21 @@ travel_by_value(__name__)
 # there_and_back(comm, mine)
 
 
-def both_add(comm, mine):
-    if comm.rank < 2:
-        theirs = torch.empty_like(mine)
-        comm.exchange(mine, 1 - comm.rank, theirs, 1 - comm.rank)
-        return mine + theirs
-    return None
-
-
 def as_a_list(comm, mine):
-    found = both_add(comm, mine)
-    return found.tolist() if found is not None else None
+    if comm.rank > 1:
+        return None
+    theirs = comm.exchange(mine, 1 - comm.rank, torch.empty_like(mine), 1 - comm.rank)
+    return (mine + theirs).tolist()
 
 
 def rank_1_forgets_to_add(comm, mine):
     if comm.rank == 0:
         comm.send(mine, 1)
-        return comm.recv(mine, 1)
-    if comm.rank == 1:
+        comm.recv(mine, 1)
+    elif comm.rank == 1:
         comm.recv(mine, 0)
         comm.send(mine, 0)
-        return mine
-    return None
+    return mine if comm.rank < 2 else None
 
 
 def everyone_but_0_is_rank_1(comm, mine):
@@ -52,22 +45,22 @@ def everyone_but_0_is_rank_1(comm, mine):
 # round_trip(comm, mine)
 
 
-def in_place(comm, mine):
+def in_place(comm, mine, passed_on=lambda own, total: total):
     right, left = neighbours(comm)
+    own = mine.clone()
     if comm.rank:
         mine += comm.recv(torch.empty_like(mine), left)
-    comm.send(mine, right)
+    comm.send(passed_on(own, mine), right)
     return mine if comm.rank else comm.recv(mine, left)
 
 
 def sends_its_own(comm, mine):
-    right, left = neighbours(comm)
-    if comm.rank == 0:
-        comm.send(mine, right)
-        return comm.recv(torch.empty_like(mine), left)
-    came = comm.recv(torch.empty_like(mine), left)
-    comm.send(mine, right)
-    return came + mine
+    return in_place(comm, mine, lambda own, total: own)
+
+
+def never_comes_home(comm, mine):
+    found = in_place(comm, mine)
+    return found if comm.rank else found * 0
 
 
 def all_receive_first(comm, mine):
@@ -80,21 +73,22 @@ def all_receive_first(comm, mine):
 # all_gather(comm, mine)
 
 
-def steps_apart(comm, mine):
-    everyone = [mine] * comm.world_size
-    for step in range(1, comm.world_size):
-        dst, src = ((comm.rank + way * step) % comm.world_size for way in (1, -1))
-        everyone[src] = comm.exchange(mine, dst, torch.empty_like(mine), src)
-    return everyone
-
-
-def as_it_stands(comm, mine):
-    everyone = [torch.empty_like(mine) for _ in range(comm.world_size)]
+def steps_apart(comm, mine, filled=torch.empty_like, both_ways=True):
+    everyone = [filled(mine) for _ in range(comm.world_size)]
     everyone[comm.rank] = mine
     for step in range(1, comm.world_size):
-        peer = (comm.rank + step) % comm.world_size
-        comm.exchange(mine, peer, everyone[peer], peer)
+        dst, src = ((comm.rank + way * step) % comm.world_size for way in (1, -1))
+        comm.exchange(mine, dst, everyone[src], src if both_ways else dst)
     return everyone
+
+
+def into_one_buffer(comm, mine):
+    buffer = torch.empty_like(mine)
+    return steps_apart(comm, mine, lambda tensor: buffer)
+
+
+def receives_where_it_sends(comm, mine):
+    return steps_apart(comm, mine, both_ways=False)
 
 
 def others_alone(comm, mine):
@@ -112,29 +106,29 @@ def with_the_library_s_fit(small, large, num_bytes):
     return fit_link(*zip(small, large)).message_seconds(num_bytes)
 
 
-def proportional(small, large, num_bytes):
-    return large[1] / large[0] * num_bytes
-
-
 ANSWERS = [
     Answers(
         check.messages.there_and_back,
         [as_a_list],
-        [rank_1_forgets_to_add, ends(everyone_but_0_is_rank_1)],
+        [rank_1_forgets_to_add, lambda comm, mine: mine, ends(everyone_but_0_is_rank_1)],
     ),
     Answers(
         check.messages.round_trip,
         [in_place],
-        [sends_its_own, ends(all_receive_first)],
+        [sends_its_own, never_comes_home, ends(all_receive_first)],
     ),
     Answers(
         check.messages.all_gather,
         [by_the_library],
-        [ends(as_it_stands), others_alone],
+        [into_one_buffer, ends(receives_where_it_sends), others_alone],
     ),
     Answers(
         check.messages.message_time,
         [with_the_library_s_fit],
-        [proportional, lambda small, large, num_bytes: None],
+        [
+            lambda small, large, num_bytes: large[1] / large[0] * num_bytes,
+            lambda small, large, num_bytes: small[1] + large[1] / large[0] * num_bytes,
+            lambda small, large, num_bytes: None,
+        ],
     ),
 ]

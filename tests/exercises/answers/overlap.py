@@ -1,6 +1,7 @@
 """Answers to ``check.overlap``."""
 
 import time
+from functools import partial
 
 import torch
 from graded import Answers, ends
@@ -41,10 +42,6 @@ def as_they_fill(buckets, start):
     return ready
 
 
-def returns_nothing(buckets, start):
-    in_order(buckets, start)
-
-
 # finish(parameters, buckets, flats, handles, batch_size)
 
 
@@ -54,12 +51,6 @@ def finishes(parameters, buckets, flats, handles, batch_size):
         pieces = (flat / batch_size).split([parameters[i].numel() for i in bucket])
         for index, piece in zip(bucket, pieces):
             parameters[index].grad = piece.view_as(parameters[index])
-
-
-def bucket_by_bucket(parameters, buckets, flats, handles, batch_size):
-    if buckets:
-        finishes(parameters, buckets[:1], flats[:1], handles[:1], batch_size)
-        bucket_by_bucket(parameters, buckets[1:], flats[1:], handles[1:], batch_size)
 
 
 def waits_for_the_first(parameters, buckets, flats, handles, batch_size):
@@ -72,7 +63,11 @@ def makes_the_update(parameters, buckets, flats, handles, batch_size):
     torch.optim.SGD(parameters, lr=0.1).step()
 
 
-# overlapped_backward(loss, parameters, buckets, start, batch_size)
+def never_divides(parameters, buckets, flats, handles, batch_size):
+    finishes(parameters, buckets, flats, handles, 1)
+
+
+# backward(loss, parameters, buckets, start, batch_size)
 
 
 def flat_of(parameters, bucket):
@@ -82,15 +77,8 @@ def flat_of(parameters, bucket):
     )
 
 
-def overlaps(
-    loss,
-    parameters,
-    buckets,
-    start,
-    batch_size,
-    remove=True,
-):
-    """A right answer, or with other arguments a wrong one."""
+def overlaps(loss, parameters, buckets, start, batch_size, remove=True, rest="started"):
+    """A right answer, or with other options a wrong one."""
     flats, handles = {}, {}
 
     def launch(number):
@@ -101,52 +89,38 @@ def overlaps(
     loss.backward()
     for hook in hooks if remove else ():
         hook.remove()
-    for number in range(len(buckets)):
+    # A bucket with a gradient that never comes is not complete.
+    while rest == "waited for" and len(handles) < len(buckets):
+        time.sleep(0.01)
+    for number in range(len(buckets) if rest == "started" else 0):
         if number not in handles:
             launch(number)
-    order = sorted(handles)
-    chosen = [[them[b] for b in order] for them in (buckets, flats, handles)]
+    chosen = [[them[b] for b in sorted(handles)] for them in (buckets, flats, handles)]
     finishes(parameters, *chosen, batch_size)
-
-
-def variant(**options):
-    def fn(loss, parameters, buckets, start, batch_size):
-        overlaps(loss, parameters, buckets, start, batch_size, **options)
-
-    return fn
-
-
-def waits_for_all_starts(loss, parameters, buckets, start, batch_size):
-    """Does not end where a bucket is never complete."""
-    flats, handles = {}, {}
-
-    def launch(number):
-        flats[number] = flat_of(parameters, buckets[number])
-        handles[number] = start(flats[number])
-
-    hooks = watches(parameters, in_order(buckets, launch))
-    loss.backward()
-    while len(handles) < len(buckets):
-        time.sleep(0.01)
-    for hook in hooks:
-        hook.remove()
-    finishes(parameters, buckets, flats.values(), handles.values(), batch_size)
 
 
 ANSWERS = [
     Answers(
         check.overlap.in_order,
         [in_order],
-        [as_they_fill, returns_nothing],
+        [
+            as_they_fill,
+            lambda buckets, start: None,
+            lambda buckets, start: in_order(buckets[::-1], start),
+        ],
     ),
     Answers(
         check.overlap.finish,
-        [bucket_by_bucket],
-        [waits_for_the_first, makes_the_update],
+        [finishes],
+        [waits_for_the_first, makes_the_update, never_divides],
     ),
     Answers(
         check.overlap.backward,
-        [variant()],
-        [variant(remove=False), ends(waits_for_all_starts)],
+        [overlaps],
+        [
+            partial(overlaps, remove=False),
+            partial(overlaps, rest="left"),
+            ends(partial(overlaps, rest="waited for")),
+        ],
     ),
 ]

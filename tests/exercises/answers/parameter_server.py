@@ -19,55 +19,26 @@ def workers(comm):
     return range(1, comm.world_size)
 
 
-# A worker of one server: (comm, gradient, values)
+# one_by_one(comm, values)
 
 
-def pushes_and_pulls(comm, gradient, values, pushed=1.0):
-    comm.send(pushed * gradient, 0)
-    comm.recv(values, 0)
-
-
-def takes_both_ways_as_one(comm, gradient, values):
-    for way, tensor in ((comm.send, gradient), (comm.recv, values)):
-        way(tensor, 0)
-
-
-def waits_before_it_pushes(comm, gradient, values):
-    comm.recv(values, 0)
-    comm.send(gradient, 0)
-
-
-def as_only_worker(fn):
-    """A wrong worker of several servers, as one of a single server."""
-    return lambda comm, gradient, values: fn(comm, gradient, values, 1)
-
-
-# The server that answers one by one: (comm, values)
-
-
-def answers_at_once(comm, values, lr=0.1, order=1):
-    for rank in workers(comm)[::order]:
+def answers_at_once(comm, values, lr=0.1):
+    for rank in workers(comm):
         values -= lr * comm.recv(torch.empty_like(values), rank)
         comm.send(values, rank)
 
 
 def answers_from_new_parameters(comm, values):
-    for rank in workers(comm):
-        values = values - 0.1 * comm.recv(torch.empty_like(values), rank)
-        comm.send(values, rank)
+    answers_at_once(comm, values.clone())
 
 
-def collects_without_dividing(comm, values):
-    serves(comm, values, 1)
-
-
-# The server: (comm, values, batch_size)
+# server(comm, values, batch_size)
 
 
 def serves(comm, values, batch_size, first=0.0):
-    total, incoming = first * values, torch.empty_like(values)
+    total = first * values
     for rank in workers(comm):
-        total = total + comm.recv(incoming, rank)
+        total = total + comm.recv(torch.empty_like(values), rank)
     values -= 0.1 * total / batch_size
     for rank in workers(comm):
         comm.send(values, rank)
@@ -79,16 +50,18 @@ def serves_the_first_worker_alone(comm, values, batch_size):
     comm.send(values, 1)
 
 
-def serves_by_optimizer(comm, values, batch_size):
-    values.grad = torch.zeros_like(values)
-    for rank in workers(comm):
-        values.grad += comm.recv(torch.empty_like(values), rank) / batch_size
-    torch.optim.SGD([values], lr=0.1).step()
+def adds_as_they_come(comm, values, batch_size):
+    total, incoming = torch.zeros_like(values), torch.empty_like(values)
+    waiting = list(workers(comm))
+    while waiting:
+        waiting.remove(comm.recv_any(incoming, waiting))
+        total += incoming
+    values -= 0.1 * total / batch_size
     for rank in workers(comm):
         comm.send(values, rank)
 
 
-# A worker: (comm, gradient, values, servers)
+# worker(comm, gradient, values, servers)
 
 
 def works_in_numpy(comm, gradient, values, servers):
@@ -98,11 +71,12 @@ def works_in_numpy(comm, gradient, values, servers):
         comm.recv(torch.from_numpy(part), server)
 
 
-def works(comm, gradient, values, servers, pushed=slice(None), pulled=slice(None)):
+def works(comm, gradient, values, servers, way=1, pulls_first=False):
     bounds = chunk_bounds(len(gradient), servers)
-    for server, (start, end) in enumerate(bounds[pushed]):
-        comm.send(gradient[start:end], server)
-    for server, (start, end) in enumerate(bounds[pulled]):
+    for server, (start, end) in enumerate(bounds):
+        if not pulls_first:
+            comm.send(gradient[start:end], server)
+    for server, (start, end) in enumerate(bounds[::way]):
         comm.recv(values[start:end], server)
 
 
@@ -110,63 +84,34 @@ def pushes_parameters(comm, gradient, values, servers):
     works(comm, values.clone(), values, servers)
 
 
-def pulls_first(comm, gradient, values, servers):
-    for server, part in enumerate(values.tensor_split(servers)):
-        comm.recv(part, server)
-    works(comm, gradient, values, servers)
+# shards(comm, gradient, values, batch_size)
 
 
-# Both at once: (comm, gradient, values, batch_size)
-
-
-def does_both(comm, gradient, values, batch_size):
+def does_both(comm, gradient, values, batch_size, own=1.0):
     chunks, mine = split_chunks(gradient, comm.world_size), (comm.rank + 1) % comm.world_size
+    gradient *= own
     share_reduce(comm, chunks)
     pieces = split_chunks(values, comm.world_size)
     pieces[mine] -= 0.1 * chunks[mine] / batch_size
     share_only(comm, pieces)
 
 
-def everyone_by_turns(comm, gradient, values, batch_size, own=True):
-    """Each slice goes straight to the rank that serves it, into one tensor for the sum."""
-    P, rank = comm.world_size, comm.rank
-    pushed, pulled = gradient.tensor_split(P), values.tensor_split(P)
-    total = pushed[rank].clone() if own else torch.zeros_like(pushed[rank])
-    for turn in range(1, P):
-        dst, src = (rank + turn) % P, (rank - turn) % P
-        incoming = torch.empty_like(total)
-        comm.exchange(pushed[dst], dst, incoming, src)
-        total = total + incoming
-    pulled[rank].sub_(total, alpha=0.1 / batch_size)
-    for turn in range(1, P):
-        dst, src = (rank + turn) % P, (rank - turn) % P
-        comm.exchange(pulled[rank], dst, pulled[src], src)
-
-
-def ends_with_the_sum(comm, gradient, values, batch_size):
-    values.copy_(ring_all_reduce(comm, gradient))
-
-
 ANSWERS = [
-    Answers(
-        check.parameter_server.push_and_pull,
-        [takes_both_ways_as_one],
-        [
-            partial(pushes_and_pulls, pushed=0.1),
-            as_only_worker(pushes_parameters),
-            ends(waits_before_it_pushes),
-        ],
-    ),
     Answers(
         check.parameter_server.one_by_one,
         [answers_at_once],
-        [collects_without_dividing, answers_from_new_parameters],
+        [
+            partial(serves, batch_size=1),
+            answers_from_new_parameters,
+            partial(answers_at_once, lr=1.0),
+        ],
     ),
     Answers(
         check.parameter_server.server,
-        [serves_by_optimizer],
+        [serves],
         [
             partial(serves, first=1.0),
+            adds_as_they_come,
             ends(serves_the_first_worker_alone),
         ],
         on=4,
@@ -174,11 +119,21 @@ ANSWERS = [
     Answers(
         check.parameter_server.worker,
         [works_in_numpy],
-        [ends(partial(works, pulled=slice(None, None, -1))), pushes_parameters, ends(pulls_first)],
+        [
+            ends(partial(works, way=-1)),
+            pushes_parameters,
+            ends(partial(works, pulls_first=True)),
+        ],
     ),
     Answers(
         check.parameter_server.shards,
         [does_both],
-        [ends_with_the_sum, partial(everyone_by_turns, own=False)],
+        [
+            lambda comm, gradient, values, batch_size: values.copy_(
+                ring_all_reduce(comm, gradient)
+            ),
+            partial(does_both, own=0.5),
+            lambda comm, gradient, values, batch_size: values.sub_(gradient / batch_size),
+        ],
     ),
 ]

@@ -6,6 +6,7 @@ from ranks import travel_by_value
 
 from labkit.costs.pipeline_timeline import bubble, bubble_formula
 from labkit.schedules.pipeline import Action
+from labkit.strategies.stage import carry_out
 from workbook import check
 
 travel_by_value(__name__)
@@ -14,26 +15,17 @@ travel_by_value(__name__)
 # Micro-batches
 
 
-def cut(inputs, targets, count):
-    count = min(count, len(targets))
+def cut(inputs, targets, count, weight=None):
     parts = zip(inputs.tensor_split(count), targets.tensor_split(count))
-    return [(x, y, len(y) / len(targets)) for x, y in parts]
+    return [(x, y, weight or len(y) / len(targets)) for x, y in parts]
 
 
-def weighted(weight, split=torch.tensor_split):
-    """Weights by ``weight(size, n, M)``."""
-
-    def fn(inputs, targets, count):
-        count = min(count, len(targets))
-        parts = list(zip(split(inputs, count), split(targets, count)))
-        return [(x, y, weight(len(y), len(targets), len(parts))) for x, y in parts]
-
-    return fn
+def at_most_one_per_sample(inputs, targets, count):
+    return cut(inputs, targets, min(count, len(targets)))
 
 
-def empty_ones(inputs, targets, count):
-    parts = zip(inputs.tensor_split(count), targets.tensor_split(count))
-    return [(x, y, len(y) / len(targets)) for x, y in parts]
+def all_weigh_one(inputs, targets, count):
+    return cut(inputs, targets, min(count, len(targets)), 1.0)
 
 
 # The bubble of a timetable
@@ -52,27 +44,6 @@ def by_the_formula(slots):
 # The 1F1B stream
 
 
-def with_warm_up(ahead):
-    """1F1B with a warm-up of ``ahead(stage, P)`` forwards."""
-
-    def fn(stage, P, M):
-        warm_up = min(ahead(stage, P), M)
-        for micro_batch in range(warm_up):
-            yield Action("forward", micro_batch)
-        for micro_batch in range(M):
-            if micro_batch + warm_up < M:
-                yield Action("forward", micro_batch + warm_up)
-            yield Action("backward", micro_batch)
-
-    return fn
-
-
-def forwards_again(stage, P, M):
-    ahead = P - 1 - stage
-    yield from (f"F{m}" for m in range(ahead))
-    yield from (f"{kind}{m}" for m in range(M) for kind in "FB")
-
-
 def by_recursion(stage, P, M, done=(0, 0)):
     f, b = done
     if b == M:
@@ -82,14 +53,30 @@ def by_recursion(stage, P, M, done=(0, 0)):
     return [f"B{b}", *by_recursion(stage, P, M, (f, b + 1))]
 
 
+def warms_up_for_four_stages(stage, P, M):
+    warm_up = min(3 - stage, M)
+    yield from (Action("forward", m) for m in range(warm_up))
+    for m in range(M):
+        if m + warm_up < M:
+            yield Action("forward", m + warm_up)
+        yield Action("backward", m)
+
+
+def forwards_again(stage, P, M):
+    ahead = P - 1 - stage
+    yield from (f"F{m}" for m in range(ahead))
+    yield from (f"{kind}{m}" for m in range(M) for kind in "FB")
+
+
 # The hop
 
 
-def carry_out(comm, hop, outgoing, landing):
+def through_numpy(comm, hop, outgoing, landing):
+    copied = None if outgoing is None else torch.from_numpy(outgoing.numpy().copy())
     if hop.send and hop.recv:
-        comm.exchange(outgoing, hop.send.peer, landing, hop.recv.peer)
+        comm.exchange(copied, hop.send.peer, landing, hop.recv.peer)
     elif hop.send:
-        comm.send(outgoing, hop.send.peer)
+        comm.send(copied, hop.send.peer)
     else:
         comm.recv(landing, hop.recv.peer)
 
@@ -105,20 +92,11 @@ def exchange_only(comm, hop, outgoing, landing):
     comm.exchange(outgoing, hop.send.peer, landing, hop.recv.peer)
 
 
-def through_numpy(comm, hop, outgoing, landing):
-    carry_out(
-        comm,
-        hop,
-        outgoing if outgoing is None else torch.from_numpy(outgoing.numpy().copy()),
-        landing if landing is None else torch.from_numpy(landing.numpy()),
-    )
-
-
 ANSWERS = [
     Answers(
         check.pipeline.micro_batches,
-        [cut],
-        [weighted(lambda size, n, M: 1), empty_ones, lambda inputs, targets, count: None],
+        [at_most_one_per_sample],
+        [all_weigh_one, cut, lambda inputs, targets, count: None],
     ),
     Answers(
         check.pipeline.bubble,
@@ -128,11 +106,11 @@ ANSWERS = [
     Answers(
         check.pipeline.one_f_one_b,
         [by_recursion],
-        [with_warm_up(lambda s, P: 3 - s), forwards_again, 7],
+        [warms_up_for_four_stages, forwards_again, 7],
     ),
     Answers(
         check.pipeline.hop,
-        [through_numpy],
+        [carry_out, through_numpy],
         [ends(send_first), ends(exchange_only), lambda comm, hop: None],
     ),
 ]

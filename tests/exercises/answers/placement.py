@@ -1,5 +1,6 @@
 """Answers to ``check.placement``."""
 
+import math
 from itertools import combinations, pairwise
 
 from graded import Answers
@@ -11,17 +12,27 @@ from workbook import check
 travel_by_value(__name__)
 
 
-def step_s(profile, points, link):
-    compute_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
-    return compute_s + 2 * sum(link.message_seconds(sent(profile, k)) for k in points)
+def bytes_over_cuts(*, split_points, frozen, batch_size, shapes):
+    return [
+        4 * batch_size * math.prod(shapes[cut - 1]) * (2 if cut > frozen else 1)
+        for cut in split_points
+    ]
 
 
-def sent(profile, point):
-    return profile.layers[point - 1].output_bytes
+def trains_all(shapes, batch_size, split_points, frozen):
+    return bytes_over_cuts(
+        shapes=shapes, batch_size=batch_size, split_points=split_points, frozen=0
+    )
 
 
-def memory(layers, times=3, held=True):
-    return sum(times * layer.parameter_bytes + held * layer.held_bytes for layer in layers)
+def output_of_the_layer_behind(shapes, batch_size, split_points, frozen):
+    return bytes_over_cuts(
+        shapes=shapes[1:], batch_size=batch_size, split_points=split_points, frozen=frozen
+    )
+
+
+def step_by_the_planner(profile, split_points, link):
+    return predict_split(profile, split_points, link).step_s
 
 
 def stages(profile, points):
@@ -29,118 +40,62 @@ def stages(profile, points):
     return [profile.layers[a:b] for a, b in pairwise(edges)]
 
 
-def search(profile, counts, fits, cost):
-    layers = range(1, len(profile.layers))
-    splits = [points for count in counts for points in combinations(layers, count)]
-    return min((points for points in splits if fits(points)), key=lambda p: (cost(p), p))
+def step(profile, split_points, link, stages_take=sum, messages=2):
+    computing = [
+        sum(layer.forward_s + layer.backward_s for layer in one)
+        for one in stages(profile, split_points)
+    ]
+    sizes = [profile.layers[point - 1].output_bytes for point in split_points]
+    return stages_take(computing) + messages * sum(map(link.message_seconds, sizes))
 
 
-def best_cuts(profile, max_stages, link, cap_bytes, needs=memory):
-    return search(
-        profile,
-        range(max_stages),
-        lambda points: all(needs(layers) <= cap_bytes for layers in stages(profile, points)),
-        lambda points: step_s(profile, points, link),
-    )
+def all_stages_at_once(profile, split_points, link):
+    return step(profile, split_points, link, stages_take=max)
 
 
-def with_memory(needs):
-    return lambda *args: best_cuts(*args, needs=needs)
+def one_way_only(profile, split_points, link):
+    return step(profile, split_points, link, messages=1)
 
 
-def with_all_devices(cost):
-    def fn(profile, max_stages, link, cap_bytes):
-        return search(
-            profile,
-            [max_stages - 1],
-            lambda points: all(memory(layers) <= cap_bytes for layers in stages(profile, points)),
-            lambda points: cost(profile, points, link),
+def best_cuts(profile, max_stages, link, cap_bytes, fewest=0, held=True):
+    def fits(points):
+        needs = (
+            sum(3 * layer.parameter_bytes + held * layer.held_bytes for layer in one)
+            for one in stages(profile, points)
         )
+        return max(needs) <= cap_bytes
 
-    return fn
-
-
-def most_layers(profile, points, link):
-    return max(map(len, stages(profile, points)))
-
-
-# Bytes over cuts
+    layers = range(1, len(profile.layers))
+    splits = [p for count in range(fewest, max_stages) for p in combinations(layers, count)]
+    return min(filter(fits, splits), key=lambda points: step(profile, points, link))
 
 
-def crossing(
-    behind=1,
-    size=4,
-    both=lambda cut, frozen: cut > frozen,
-    one=lambda cut, frozen: True,
-    whole=list,
-    batch=True,
-):
-    """A learner's ``bytes_over_cuts``; each option changes a part of it."""
-
-    def fn(shapes, batch_size, split_points, frozen):
-        found = []
-        for cut in split_points:
-            one_way = size * (batch_size if batch else 1)
-            for length in shapes[cut - behind]:
-                one_way *= length
-            found.append(one_way * one(cut, frozen) + one_way * both(cut, frozen))
-        return whole(found)
-
-    return fn
+def on_all_devices(profile, max_stages, link, cap_bytes):
+    return best_cuts(profile, max_stages, link, cap_bytes, fewest=max_stages - 1)
 
 
-def crossing_in_other_order(*, split_points, frozen, batch_size, shapes):
-    return crossing()(shapes, batch_size, split_points, frozen)
-
-
-# The step of a split
-
-
-def step(
-    compute=lambda layer: layer.forward_s + layer.backward_s,
-    stages=sum,
-    behind=1,
-    hop=lambda link, n: 2 * link.message_seconds(n),
-    hops=sum,
-    scale=1.0,
-):
-    """A learner's ``step_seconds``; each option changes a part of it."""
-
-    def fn(profile, split_points, link):
-        edges = [0, *split_points, len(profile.layers)]
-        computing = [sum(map(compute, profile.layers[a:b])) for a, b in pairwise(edges)]
-        crossing = [hop(link, profile.layers[k - behind].output_bytes) for k in split_points]
-        return scale * (stages(computing) + (hops(crossing) if crossing else 0))
-
-    return fn
-
-
-def step_by_the_planner(profile, split_points, link):
-    return predict_split(profile, split_points, link).step_s
+def forgets_what_is_held(profile, max_stages, link, cap_bytes):
+    return best_cuts(profile, max_stages, link, cap_bytes, held=False)
 
 
 ANSWERS = [
     Answers(
         check.placement.bytes_over_cuts,
-        [crossing_in_other_order],
+        [bytes_over_cuts],
         [
-            crossing(behind=0),
-            crossing(both=lambda cut, frozen: cut <= frozen),
+            trains_all,
+            output_of_the_layer_behind,
             lambda shapes, batch_size, split_points, frozen: shapes[9],
         ],
     ),
     Answers(
         check.placement.step_seconds,
-        [step_by_the_planner],
-        [step(stages=max), step(hops=max), lambda profile, split_points, link: profile.seconds],
+        [step_by_the_planner, step],
+        [all_stages_at_once, one_way_only, lambda profile, split_points, link: profile.seconds],
     ),
     Answers(
         check.placement.best_cuts,
         [best_cuts],
-        [
-            with_all_devices(most_layers),
-            with_memory(lambda layers: memory(layers, held=False)),
-            lambda profile: (4,),
-        ],
+        [on_all_devices, forgets_what_is_held, lambda profile: (4,)],
     ),
 ]

@@ -1,6 +1,7 @@
 """Answers to ``check.puzzles``."""
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,10 +35,6 @@ def through_rank_0(comm, tensor):
 
 def sends_all(comm, tensor):
     return collectives.naive_all_reduce(comm, tensor, "max").max()
-
-
-def looks_at_its_own(comm, tensor):
-    return tensor.max().item()
 
 
 # pass_on(comm, tensor)
@@ -120,10 +117,6 @@ def exact_both_ways(comm, tensor):
     return collectives.naive_all_reduce(comm, tensor.double().sum().view(1)).item()
 
 
-def sums_its_own(comm, tensor):
-    return tensor.double().sum().item()
-
-
 # broadcast(comm, tensor)
 
 
@@ -154,10 +147,6 @@ def root_tells_all(comm, tensor):
         return comm.recv(tensor, 0)
     for rank in range(1, comm.world_size):
         comm.send(tensor, rank)
-    return tensor
-
-
-def tells_nobody(comm, tensor):
     return tensor
 
 
@@ -206,15 +195,6 @@ def bruck(comm, tensor):
     return [have[(r - rank) % P] for r in range(P)]
 
 
-def gathers_around_a_ring(comm, tensor):
-    (right, left), P = neighbours(comm), comm.world_size
-    found = [tensor] * P
-    for step in range(P - 1):
-        sent = found[(comm.rank - step) % P]
-        found[left - step] = comm.exchange(sent, right, torch.empty_like(sent), left)
-    return found
-
-
 # long_broadcast(comm, tensor)
 
 
@@ -240,10 +220,6 @@ def in_segments(comm, tensor):
     through_a_chain(comm, tensor.tensor_split(best_number(comm, tensor)))
 
 
-def in_a_tree(comm, tensor):
-    by_doubling(comm, tensor)
-
-
 # reduce_blocks(comm, blocks)
 
 
@@ -258,20 +234,6 @@ def by_halving(comm, blocks):
         mine = mine[:keep].clone()
         mine[: len(incoming)] += incoming
     return mine[0]
-
-
-def block_by_block(comm, blocks):
-    """Directly from rank to rank, in P - 1 rounds."""
-    P, rank = comm.world_size, comm.rank
-    total = blocks[rank].clone()
-    for step in range(1, P):
-        dst, src = (rank + step) % P, (rank - step) % P
-        total += comm.exchange(blocks[dst], dst, torch.empty_like(total), src)
-    return total
-
-
-def keeps_its_own_block(comm, blocks):
-    return blocks[comm.rank]
 
 
 # all_reduce(comm, tensor)
@@ -317,11 +279,83 @@ def doubles_around_the_circle(comm, tensor):
     return tensor
 
 
+# all_to_all(comm, blocks)
+
+
+def by_binary_digits(comm, blocks):
+    """Bruck's: a block travels by the binary digits of its way."""
+    P, rank = comm.world_size, comm.rank
+    held, distance = blocks.roll(-rank, 0), 1
+    while distance < P:
+        rows = [row for row in range(P) if row & distance]
+        incoming = torch.empty_like(held[rows])
+        comm.exchange(held[rows], (rank + distance) % P, incoming, (rank - distance) % P)
+        held[rows] = incoming
+        distance *= 2
+    return held.flip(0).roll(rank + 1, 0)
+
+
+def pair_by_pair(comm, blocks):
+    P, rank, found = comm.world_size, comm.rank, torch.empty_like(blocks)
+    found[rank] = blocks[rank]
+    for step in range(1, P):
+        dst, src = (rank + step) % P, (rank - step) % P
+        comm.exchange(blocks[dst], dst, found[src], src)
+    return found
+
+
+def pair_by_pair_of_copies(comm, tensor):
+    return list(pair_by_pair(comm, tensor.repeat(comm.world_size, 1)))
+
+
+def pair_by_pair_then_adds(comm, blocks):
+    return pair_by_pair(comm, blocks).sum(0)
+
+
+# recompute(comm, forward, backward, first, gradient)
+
+
+def recomputes(comm, forward, backward, first, gradient, length=8):
+    x, starts = first, [first]
+    for layer in range(64 - length):
+        x = forward(layer, x)
+        if (layer + 1) % length == 0:
+            starts.append(x)
+    del x
+    while starts:
+        begin, inputs = length * (len(starts) - 1), [starts.pop()]
+        for layer in range(begin, begin + length - 1):
+            inputs.append(forward(layer, inputs[-1]))
+        for layer in reversed(range(begin, begin + length)):
+            gradient = backward(layer, inputs.pop(), gradient)
+    return gradient
+
+
+def from_the_start(comm, forward, backward, first, gradient):
+    for layer in reversed(range(64)):
+        x = first
+        for before in range(layer):
+            x = forward(before, x)
+        gradient = backward(layer, x, gradient)
+    return gradient
+
+
 ANSWERS = [
+    Answers(
+        check.puzzles.all_to_all,
+        [by_binary_digits],
+        [pair_by_pair, lambda comm, blocks: blocks],
+        on=4,
+    ),
+    Answers(
+        check.puzzles.recompute,
+        [recomputes],
+        [partial(recomputes, length=2), from_the_start, lambda comm, f, b, first, g: g],
+    ),
     Answers(
         check.puzzles.largest,
         [through_rank_0],
-        [sends_all, looks_at_its_own],
+        [sends_all, lambda comm, tensor: tensor.max().item()],
         on=6,
     ),
     Answers(
@@ -339,43 +373,29 @@ ANSWERS = [
     Answers(
         check.puzzles.same_bits,
         [exact_up_rounded_down],
-        [exact_both_ways, sums_its_own],
+        [exact_both_ways, lambda comm, tensor: tensor.double().sum().item()],
         on=6,
     ),
     Answers(
-        check.puzzles.broadcast,
-        [by_bits],
-        [root_tells_all, tells_nobody],
-        on=8,
+        check.puzzles.broadcast, [by_bits], [root_tells_all, lambda comm, tensor: tensor], on=8
     ),
     Answers(
-        check.puzzles.prefix_sum,
-        [hillis_steele],
-        [prefix_in_a_row, stops_after_one_step],
-        on=6,
+        check.puzzles.prefix_sum, [hillis_steele], [prefix_in_a_row, stops_after_one_step], on=6
     ),
     Answers(
         check.puzzles.all_gather,
         [bruck],
-        [gathers_around_a_ring, lambda comm, tensor: bruck(comm, tensor)[::-1]],
+        [pair_by_pair_of_copies, lambda comm, tensor: bruck(comm, tensor)[::-1]],
         on=6,
     ),
     Answers(
-        check.puzzles.long_broadcast,
-        [in_segments],
-        [in_a_tree, lambda comm, tensor: None],
-        on=6,
+        check.puzzles.long_broadcast, [in_segments], [by_doubling, lambda comm, tensor: None], on=6
     ),
     Answers(
         check.puzzles.reduce_blocks,
         [by_halving],
-        [block_by_block, keeps_its_own_block],
+        [pair_by_pair_then_adds, lambda comm, blocks: blocks[comm.rank]],
         on=6,
     ),
-    Answers(
-        check.puzzles.all_reduce,
-        [in_census],
-        [by_folding, doubles_around_the_circle],
-        on=6,
-    ),
+    Answers(check.puzzles.all_reduce, [in_census], [by_folding, doubles_around_the_circle], on=6),
 ]

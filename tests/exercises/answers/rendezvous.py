@@ -49,5 +49,5 @@ ANSWERS = [
         check.rendezvous.meet,
         [as_on_the_page],
         [adds_nothing_and_sets, knows_those_who_came, ends(reads_the_environment)],
-    ),
+    )
 ]

@@ -1,5 +1,7 @@
 """Answers to ``check.staleness``."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from graded import Answers, ends
@@ -8,9 +10,6 @@ from ranks import travel_by_value
 from workbook import check
 
 travel_by_value(__name__)
-
-
-# From a list of events
 
 
 def staleness_of(events):
@@ -24,34 +23,24 @@ def staleness_of(events):
     return late
 
 
-def counts_itself(events):
-    return [late + 1 for late in staleness_of(events)]
-
-
-# The rule of a bound
-
-
-def others(worker, pulled):
-    return [version for other, version in pulled.items() if other != worker]
-
-
-def may_apply(worker, version, pulled, bound):
-    oldest_first = sorted(others(worker, pulled))
-    return all(version + 1 + k - v <= bound for k, v in enumerate(oldest_first))
-
-
-# The server
+def may_apply(worker, version, pulled, bound, newest_first=False):
+    others = [pulled[other] for other in pulled if other != worker]
+    ordered = sorted(others, reverse=newest_first)
+    return all(version + 1 + k - v <= bound for k, v in enumerate(ordered))
 
 
 def workers_of(comm):
     return range(1, comm.world_size)
 
 
-def serve(comm, parameters, num_updates):
+# server(comm, parameters, num_updates)
+
+
+def serve(comm, parameters, num_updates, factor=1.0):
     gradient = torch.empty_like(parameters)
     for _ in range(num_updates):
         worker = comm.recv_any(gradient, workers_of(comm))
-        parameters -= gradient
+        parameters -= factor * gradient
         comm.send(parameters, worker)
 
 
@@ -59,52 +48,32 @@ def serve_one_after_another(comm, parameters, num_updates):
     """Every worker to its end: worker 1 begins when the others have ended, and is waited for."""
     for worker in workers_of(comm):
         for _ in range(worker):
-            parameters[:] = parameters - comm.recv(torch.empty_like(parameters), worker)
-            comm.send(parameters, worker)
+            push(comm, parameters, worker)
 
 
-def serve_half(comm, parameters, num_updates):
-    half = parameters.clone()
-    serve(comm, half, num_updates)
-    parameters += (half - parameters) / 2
+# push(comm, parameters, worker)
 
 
-# One push
+def push(comm, parameters, worker, factor=1.0, answer=lambda p, g: p):
+    gradient = comm.recv(torch.empty_like(parameters), worker)
+    parameters -= factor * gradient
+    comm.send(answer(parameters, gradient), worker)
 
 
-def push(comm, parameters, worker):
-    gradient = torch.empty_like(parameters)
-    comm.recv(gradient, worker)
-    parameters -= gradient
-    comm.send(parameters, worker)
+# smaller_steps(comm, parameters, num_updates)
 
 
-def one_push(update=lambda p, g, n: p.sub_(g), answer=lambda p, g: p):
-    def fn(comm, parameters, worker):
-        gradient = comm.recv(torch.empty_like(parameters), worker)
-        update(parameters, gradient, comm.world_size - 1)
-        comm.send(answer(parameters, gradient), worker)
-
-    return fn
-
-
-# A server that mistrusts late gradients
-
-
-def gentle(factor=lambda late: 1 / (1 + late), told=lambda late: late):
-    def fn(comm, parameters, num_updates):
-        gradient, workers = torch.empty_like(parameters), workers_of(comm)
-        pulled, books = dict.fromkeys(workers, 0), []
-        for version in range(num_updates):
-            worker = comm.recv_any(gradient, workers)
-            late = version - pulled[worker]
-            parameters.sub_(factor(late) * gradient)
-            comm.send(parameters, worker)
-            pulled[worker] = version + 1
-            books.append((worker, told(late)))
-        return books
-
-    return fn
+def gentle(comm, parameters, num_updates, factor=lambda late: 1 / (1 + late), said=0):
+    gradient, workers = torch.empty_like(parameters), workers_of(comm)
+    pulled, books = dict.fromkeys(workers, 0), []
+    for version in range(num_updates):
+        worker = comm.recv_any(gradient, workers)
+        late = version - pulled[worker]
+        parameters.sub_(factor(late) * gradient)
+        comm.send(parameters, worker)
+        pulled[worker] = version + 1
+        books.append((worker, late + said))
+    return books
 
 
 ANSWERS = [
@@ -112,7 +81,7 @@ ANSWERS = [
         check.staleness.bookkeeping,
         [lambda events: np.array(staleness_of(events))],
         [
-            counts_itself,
+            lambda events: [late + 1 for late in staleness_of(events)],
             lambda events: [i for i, (kind, _) in enumerate(events) if kind == "push"],
             lambda events: None,
         ],
@@ -121,11 +90,8 @@ ANSWERS = [
         check.staleness.admission,
         [may_apply],
         [
-            lambda w, version, pulled, bound: True,
-            lambda w, version, pulled, bound: all(
-                version + 1 + k - v <= bound
-                for k, v in enumerate(sorted(others(w, pulled), reverse=True))
-            ),
+            lambda worker, version, pulled, bound: True,
+            partial(may_apply, newest_first=True),
             lambda w, version, pulled: True,
         ],
     ),
@@ -134,20 +100,22 @@ ANSWERS = [
         [serve],
         [
             ends(serve_one_after_another),
-            serve_half,
+            partial(serve, factor=0.5),
+            lambda comm, parameters, num_updates: serve(comm, parameters.clone(), num_updates),
         ],
     ),
     Answers(
         check.staleness.push,
         [push],
         [
-            one_push(lambda p, g, n: p.sub_(g / n)),
-            one_push(answer=lambda p, g: g),
+            partial(push, factor=0.5),
+            partial(push, answer=lambda p, g: g),
+            partial(push, answer=lambda p, g: p + g),
         ],
     ),
     Answers(
         check.staleness.smaller_steps,
-        [gentle()],
-        [gentle(factor=lambda late: 1.0), gentle(told=lambda late: late + 1)],
+        [gentle],
+        [partial(gentle, factor=lambda late: 1.0), partial(gentle, said=1), serve],
     ),
 ]

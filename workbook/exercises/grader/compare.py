@@ -56,11 +56,10 @@ def fit(value: Any, expected: Any) -> Any:
     return value
 
 
-def same(value: Any, expected: Any, summands: Sequence[Tensor] = (), *, gaps: bool = True) -> bool:
-    """Whether two values, or lists, are equal up to the rounding of float32.
+def agree(value: Any, expected: Any, summands: Sequence[Tensor] = ()) -> bool:
+    """Whether two values, also in lists, are equal up to the rounding of float32.
 
-    ``summands``: tensors of which the expected one may be a sum, see ``close``; with ``gaps`` an
-    expected None fits any entry of a list.
+    ``summands``: tensors of which the expected one may be a sum, see ``close``.
     """
     expected = plain(expected)
     value = fit(value, expected)
@@ -71,11 +70,10 @@ def same(value: Any, expected: Any, summands: Sequence[Tensor] = (), *, gaps: bo
     if isinstance(expected, list):
         if not isinstance(value, list) or len(value) != len(expected):
             return False
-        pairs = zip(value, expected)
-        return all((gaps and e is None) or same(v, e, summands, gaps=gaps) for v, e in pairs)
+        return all(agree(v, e, summands) for v, e in zip(value, expected))
     if isinstance(expected, dict):
         alike = isinstance(value, dict) and value.keys() == expected.keys()
-        return alike and all(same(value[k], e, gaps=gaps) for k, e in expected.items())
+        return alike and all(agree(value[k], e) for k, e in expected.items())
     if isinstance(expected, (int, float)):
         if not isinstance(value, (int, float)):
             return False
@@ -103,11 +101,6 @@ def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> T
         may_differ = _FEW * (size + (size.max() if size.numel() else 0.0))
     alike = (value == expected) | (value.isnan() & expected.isnan())
     return alike | ((value - expected).abs() <= _EPS * may_differ)
-
-
-def agree(answer: Any, expected: Any) -> bool:
-    """Whether an answer equals the expected one; None in it has to be None."""
-    return same(answer, expected, gaps=False)
 
 
 def other_kind(value: Any, expected: Any) -> str | None:

@@ -4,7 +4,8 @@ A call of send needs its peer in the matching recv, so a chain of ranks that wai
 takes as many steps as it has links. An exchange sends and receives in the same step.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 # By rank, the calls of comm in their order: (name, dst, src, bytes).
 Calls = Sequence[Sequence[tuple]]
@@ -12,7 +13,7 @@ Calls = Sequence[Sequence[tuple]]
 
 def steps_in_a_row(calls: Calls) -> int | None:
     """Return the length of the longest chain of messages; None if it cannot be told."""
-    steps = _longest(calls, lambda num_bytes: 1)
+    steps = seconds_in_a_row(calls, 1.0, math.inf)
     return None if steps is None else int(steps)
 
 
@@ -22,10 +23,6 @@ def seconds_in_a_row(calls: Calls, latency_s: float, bytes_per_s: float) -> floa
     A message takes a latency, and its bytes over the bandwidth. A rank can send and receive at
     the same time, but only one message each way.
     """
-    return _longest(calls, lambda num_bytes: latency_s + num_bytes / bytes_per_s)
-
-
-def _longest(calls: Calls, cost: Callable[[int], float]) -> float | None:
     if any(name == "recv_any" for row in calls for name, *_ in row):
         return None
     # By rank: its next call, when that began, what of it has ended, and when the latest ended.
@@ -45,7 +42,8 @@ def _longest(calls: Calls, cost: Callable[[int], float]) -> float | None:
             if dst is None or peer(dst, 2) != rank:
                 continue
             moved = True
-            end_s = max(began[rank], began[dst]) + cost(calls[rank][at[rank]][3])
+            end_s = max(began[rank], began[dst]) + latency_s
+            end_s += calls[rank][at[rank]][3] / bytes_per_s
             for one, way in ((rank, 1), (dst, 2)):
                 done[one].add(way)
                 ended[one] = max(ended[one], end_s)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.traffic import Cost
 from labkit.units import format_count
 
@@ -128,12 +129,12 @@ class Exercise:
     """What a function has to do on P ranks.
 
     Attributes:
-        name: its name in the verdict.
         expected: (rank, case) -> what the rank must end with, a tensor, number or list; None is
             "anything" for a value written in place, and for an entry of a list.
         inputs: (rank, case) -> the arguments after ``comm``, made on the rank.
         signature: the names of all arguments, in one string.
         written: which argument after ``comm`` is written in place and graded; None: the result.
+        keeps: the names of arguments whose values must stay as they are.
         chunked: judge the tensor as P chunks, and name the first wrong one.
         parts: case -> name -> what a wrong value may be made of; by default all ranks' tensors.
         mistakes: at most three sentences -> (rank, case) -> the wrong value it leads to.
@@ -145,7 +146,9 @@ class Exercise:
         nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
         special: case -> what is special about it, in words, or "".
         library: labkit's own function with the same arguments, shown beside the learner's run.
-        drawn_size: the elements of a rank's tensor in that run; by default the first of ``sizes``.
+        drawn_size: the elements of a rank's tensor in that run; 0 for 4 MB where ``sizes`` are
+            the usual ones, else for the first of them.
+        link: over which that run goes.
         may_call: names of functions that solve exercises, or of modules, which may be called.
     """
 
@@ -154,6 +157,7 @@ class Exercise:
     inputs: Callable[[int, Case], tuple] = lambda rank, case: (case.tensor(rank),)
     signature: str = "comm, tensor"
     written: int | None = 0
+    keeps: tuple[str, ...] = ()
     chunked: bool = False
     parts: Callable[[Case], Mapping[str, Any]] | None = None
     mistakes: Mapping[str, Callable[[int, Case], Any]] = field(default_factory=dict)
@@ -166,14 +170,23 @@ class Exercise:
     special: Callable[[Case], str] = lambda case: ""
     library: Callable | None = None
     drawn_size: int = 0
+    link: EmulatedLink | None = None
     may_call: frozenset[str] = frozenset()
 
     def cases(self, world_size: int, seed: int = 0) -> list[Case]:
         """The calls to make on ``world_size`` ranks, all in one run: two of each kind in a row."""
-        sizes = self.sizes or (0,)
-        if self.sizes[: len(SIZES)] == SIZES:
-            sizes += (Random(seed).choice(_FURTHER_SIZES),)
+        further = (Random(seed).choice(_FURTHER_SIZES),) if self._usual_sizes else ()
+        sizes = (*(self.sizes or (0,)), *further)
         return [Case(world_size, size, seed, call) for size in sizes for call in (0, 1)]
+
+    def drawn_case(self, world_size: int) -> Case:
+        """The call whose run is drawn."""
+        usual = DRAWN if self._usual_sizes else (self.sizes or (0,))[0]
+        return Case(world_size, self.drawn_size or usual)
+
+    @property
+    def _usual_sizes(self) -> bool:
+        return self.sizes[: len(SIZES)] == SIZES
 
     def to_run(self) -> "Exercise":
         """The same without its judging fields, whose functions may not be picklable."""

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from labkit import collectives
-from labkit.comm.emulated_link import EmulatedLink
-from labkit.runtime.messages import dumps, find_unpicklable
+from labkit.runtime.messages import UnpicklableError, dump_call
 from labkit.units import format_count
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, new_seed
 from workbook.exercises.grader.judge_traffic import (
@@ -35,7 +33,7 @@ from workbook.exercises.grader.report import (
     Verdict,
     told,
 )
-from workbook.exercises.grader.stub import about_stub, is_stub, is_untouched
+from workbook.exercises.grader.stub import is_stub
 from workbook.exercises.grader.watched import names_to_call_by
 
 WORLD_SIZES = (2, 3, 4)
@@ -48,21 +46,22 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
 
     Nothing is raised: the verdict tells every failure.
     """
+    sizes = tuple(world_sizes)
     # By its name in the module, which tests replace.
-    verdict = told(exercise.name, lambda: grade_on_ranks(fn, exercise, world_sizes))
-    link = exercise.link if isinstance(exercise, Check) else None
-    verdict.run_again = partial(own_run, fn, exercise, link=link)
+    verdict = told(exercise.name, lambda: grade_on_ranks(fn, exercise, sizes))
+    if sizes != (1,):
+        verdict.run_again = partial(own_run, fn, exercise)
     return verdict
 
 
 @dataclass(frozen=True, eq=False)
 class Check(Exercise):
-    """An exercise that grades the function with which it is called, and draws it over ``link``."""
+    """An exercise that grades the function with which it is called."""
 
-    link: EmulatedLink | None = None
+    world_sizes: tuple[int, ...] = WORLD_SIZES
 
-    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-        return grade(fn, self, world_sizes)
+    def __call__(self, fn: Callable, *, world_sizes: tuple[int, ...] = ()) -> Verdict:
+        return grade(fn, self, world_sizes or self.world_sizes)
 
 
 def _misuse(fn: Callable, signature: str) -> Found:
@@ -71,25 +70,18 @@ def _misuse(fn: Callable, signature: str) -> Found:
         kind = type(fn).__name__
         return f"expected a function, got {kind}: pass the function's name, without ()"
     takes = None
-    try:
-        takes = inspect.signature(fn)
-        names = names_to_call_by(fn, signature)
-        if signature:
-            takes.bind(*([] if names else signature.split(", ")), **dict.fromkeys(names))
-    except TypeError:
-        return f"the function takes {takes}, but the check calls it with ({signature})"
-    except ValueError:
-        pass  # a builtin without a signature: wrong arguments show in the call
-    try:
-        dumps(fn)
-    except Exception as error:
-        outside: dict[str, Any] = {}
-        with suppress(TypeError):
-            names_in = inspect.getclosurevars(fn)
-            outside = {**names_in.globals, **names_in.nonlocals}
-        culprits = filter(None, map(find_unpicklable, outside, outside.values()))
-        text = f"the function uses {next(culprits, f'an object ({error})')} from outside, which "
-        return f"{text}cannot go to the process that calls it: make it inside the function"
+    with suppress(ValueError):  # a builtin without a signature; a generator function
+        try:
+            takes = inspect.signature(fn)
+            names = names_to_call_by(fn, signature)
+            if signature:
+                takes.bind(*([] if names else signature.split(", ")), **dict.fromkeys(names))
+        except TypeError:
+            return f"the function takes {takes}, but the check calls it with ({signature})"
+        try:
+            dump_call(fn, ())
+        except UnpicklableError as error:
+            return str(error)
     return None
 
 
@@ -97,30 +89,31 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
     """Return the verdict on a function, without printing it."""
     if misuse := _misuse(fn, exercise.signature):
         return Verdict(exercise.name, NOT_YET, notes=[misuse])
-    if is_untouched(fn):
+    if is_stub(fn):
         return Verdict(exercise.name, NOT_ATTEMPTED)
     columns: dict[int, dict[str, str]] = {}
     problems: dict[str, str] = {}
-    library, seed = "", new_seed()
+    library, seed, cases = "", new_seed(), []
     for world_size in world_sizes:
+        cases = exercise.cases(world_size, seed)
         try:
-            tried = outcomes_of(fn, exercise, exercise.cases(world_size, seed))
+            tried = outcomes_of(fn, exercise, cases)
         except DidNotFinish as error:
-            if is_stub(fn, error.unwritten):
-                return Verdict(exercise.name, NOT_ATTEMPTED)
-            text = about_stub(fn, error.unwritten) if error.unwritten else str(error)
-            problems.setdefault("finished", text)
-            break
+            if problems:
+                break
+            return Verdict(exercise.name, NOT_YET, notes=[str(error)])
         found = _problems(exercise, tried)
         # Of the same problem, the larger world size shows more.
         problems |= found
         columns[world_size] = _column(exercise, tried, found)
         library = library or next((o.library for r in tried.values() for o in r if o.library), "")
-    status, notes = (NOT_YOURS, [CALLS_LIBRARY.format(name=library)]) if library else (PASSED, [])
+    ranks, elements = exercise.nouns
+    status, notes = PASSED, [] if ranks else [f"all {len(cases) // 2} answers are right"]
     if problems:
         status, notes = NOT_YET, [next(iter(problems.values()))]
-    ranks, elements = exercise.nouns
-    if not columns or not ranks:
+    elif library:
+        status, notes = NOT_YOURS, [CALLS_LIBRARY.format(name=library)]
+    if not ranks:
         return Verdict(exercise.name, status, notes=notes)
     names = max(columns.values(), key=len)
     rows = {name: [one.get(name, "-") for one in columns.values()] for name in names}
@@ -139,21 +132,18 @@ def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, str]:
     found |= traffic_problems(exercise, tried)
     for case, ranks in tried.items() if not found else ():
         if broken := exercise.rule(case, ranks):
-            return {"rules": f"all results are right, but {exercise.where(case)}: {broken}"}
+            return {"rule": f"all results are right, but {exercise.where(case)}: {broken}"}
     return found
 
 
 def _column(exercise: Exercise, tried: dict[Case, Ranks], found: dict[str, str]) -> dict[str, str]:
     """The cells of one world size: yours, beside the target where it is another."""
     case, ranks = next(iter(tried.items()))
-    cells = {"values": "right"}
+    cells = {"values": "wrong" if "values" in found else "right"}
     targets = targets_of(exercise, case) if exercise.target else []
     for row in ROWS if targets else ():
         spent, target = by_rank(row, ranks), by_rank(row, targets)
         if None not in target and (row != "barriers" or any(spent)):
             beside = "" if spent == target else f" (target {counts(target)})"
             cells[row] = f"{counts(spent)}{beside}"
-    if targets and targets[0].peers is not None:
-        cells["peers"] = "right"
-    wrong = {row: "wrong" for row in found if row not in ROWS}
-    return cells | wrong
+    return cells

@@ -6,15 +6,14 @@ function does.
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import workbook.exercises.grader.grader as grader
-from labkit.comm.comm import Comm
-from workbook.exercises.grader.compare import agree, plain, short
-from workbook.exercises.grader.exercise import Case, Exercise, Found, Wrong
-from workbook.exercises.grader.report import Verdict, told
+from workbook.exercises.grader.compare import agree, short
+from workbook.exercises.grader.exercise import Exercise, Found, Wrong
+from workbook.exercises.grader.grader import grade
+from workbook.exercises.grader.report import Verdict
 
 
 class Question(NamedTuple):
@@ -25,14 +24,7 @@ class Question(NamedTuple):
     expected: Any = None
 
 
-class _Answer:
-    """An answer as it is, a tuple, say; answers that agree are equal."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Answer) and agree(self.value, other.value)
+Grades = Callable[[Callable], Verdict]
 
 
 def answers(
@@ -67,10 +59,9 @@ def differs(question: Question, answer: Any) -> Found:
     return f"{question.words} should return {wanted}, but it returned {short(answer)}"
 
 
-Grades = Callable[[Callable], Verdict]
-
-
-def judged(signature: str, *cases: tuple) -> Callable[[Callable], Grades]:
+def judged(
+    signature: str, *cases: tuple, may_call: Collection[str] = ()
+) -> Callable[[Callable], Grades]:
     """Make the check of an exercise, with its name, from its judge, ``judge(fn, *case)``.
 
     The judge calls the learner's function with the arguments of ``signature``, and returns a
@@ -81,14 +72,14 @@ def judged(signature: str, *cases: tuple) -> Callable[[Callable], Grades]:
         _, *names = inspect.signature(judge).parameters
         words = [f"with {_written(names, case)}" if case else "here" for case in cases]
         questions = list(map(Question, cases, words))
-        options = {"call": judge, "signature": signature}
+        options = {"call": judge, "signature": signature, "may_call": may_call}
         return _check(judge, lambda name, fn: ask(name, fn, questions, differs, **options))
 
     return check_of
 
 
 def solved(
-    *cases: tuple, mistakes: Mapping[str, Callable[..., Any]]
+    *cases: tuple, mistakes: Mapping[str, Callable[..., Any]] | None = None
 ) -> Callable[[Callable], Grades]:
     """Make the check of an exercise, with its name, from its solution: ``answers`` to the cases.
 
@@ -96,7 +87,7 @@ def solved(
     """
 
     def check_of(solution: Callable) -> Grades:
-        rules = {words: partial(rule, solution) for words, rule in mistakes.items()}
+        rules = {words: partial(rule, solution) for words, rule in (mistakes or {}).items()}
         names = ", ".join(inspect.signature(solution).parameters)
         options: dict[str, Any] = {"signature": names, "mistakes": rules}
         expected = [(case, solution(*case)) for case in cases]
@@ -118,54 +109,30 @@ def ask(
     problem: Callable[[Question, Any], Found],
     *,
     mistakes: Mapping[str, Callable[..., Any]] | None = None,
-    call: Callable[..., Any] = lambda fn, *args: plain(fn(*args)),
-    right: Callable[[list], str] = lambda answers: f"all {len(answers)} answers are right",
+    call: Callable[..., Any] = lambda fn, *args: fn(*args),
     signature: str = "",
     may_call: Collection[str] = (),
 ) -> Verdict:
     """Ask ``fn`` each question twice, print the verdict on its answers and return it.
 
-    Args:
-        name, fn: the exercise and the learner's function.
-        questions: the calls to make, in this order.
-        problem: (question, answer) -> what is wrong with it, or None.
-        mistakes, signature, may_call: as in ``Exercise``; a mistake gets a question's arguments.
-        call: how the function is called: (fn, arguments) -> its answer, or a ``Wrong``.
-        right: the answers -> the sentence to show if none is wrong.
+    ``problem(question, answer)`` says what is wrong, or None; ``call(fn, *args)`` makes a call,
+    and may return a ``Wrong``. A mistake gets a question's arguments.
     """
-    answered: dict[int, Any] = {}
-
-    def answer(fn: Callable, comm: Comm, *args: Any) -> _Answer | Wrong:
-        found = call(fn, *args)
-        found = plain(found) if isinstance(found, Iterator) else found
-        return found if isinstance(found, Wrong) else _Answer(found)
-
-    def judge(case: Case, values: list[Any]) -> Found:
-        answered[case.size] = values[0].value
-        return problem(questions[case.size], values[0].value)
-
-    def mistaken(rule: Callable[..., Any], rank: int, case: Case) -> _Answer:
-        return _Answer(rule(*questions[case.size].args))
-
     exercise = Exercise(
         name,
         # A copy, because the function may change its arguments.
         inputs=lambda rank, case: copy.deepcopy(questions[case.size].args),
         signature=signature,
         written=None,
-        mistakes={words: partial(mistaken, rule) for words, rule in (mistakes or {}).items()},
-        judge=judge,
-        call=answer,
+        mistakes={
+            words: lambda rank, case, rule=rule: rule(*questions[case.size].args)
+            for words, rule in (mistakes or {}).items()
+        },
+        judge=lambda case, values: problem(questions[case.size], values[0]),
+        call=lambda fn, comm, *args: call(fn, *args),
         sizes=tuple(range(len(questions))),
         nouns=("", ""),
         special=lambda case: questions[case.size].words,
         may_call=frozenset(may_call),
     )
-
-    def verdict() -> Verdict:
-        found = grader.grade_on_ranks(fn, exercise, (1,))
-        if found and answered:
-            found.notes = [right(list(answered.values()))]
-        return found
-
-    return told(name, verdict)
+    return grade(fn, exercise, (1,))

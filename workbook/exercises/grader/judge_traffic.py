@@ -19,34 +19,33 @@ def traffic_problems(exercise: Exercise, tried: Mapping[Case, Ranks]) -> dict[st
     """By row of the table: the first problem. Less than the target is better."""
     problems: dict[str, str] = {}
     for case, ranks in tried.items() if exercise.target else ():
-        targets = targets_of(exercise, case)
-        steps = [outcome.steps for outcome in ranks]
+        targets, place = targets_of(exercise, case), exercise.where(case)
         for row in ROWS:
             spent, target = by_rank(row, ranks), by_rank(row, targets)
-            text = f"{exercise.where(case)}: {counts(spent)} {row}, where the target is "
-            text += counts(target)
+            # Whose chunk is the longer one depends on the ring's direction.
+            most = [max(target)] * len(ranks) if row == "bytes" and None not in target else target
+            text = f"{place}: {counts(spent)} {row}, where the target is {counts(target)}"
             if row == "messages" and not any(spent) and any(target):
                 # A right value is a guess, unless there is nothing to send.
                 if case.size > 0 or not exercise.sizes:
                     problems.setdefault(row, f"{text}: nothing was sent")
-            elif any(t is not None and s > t for s, t in zip(spent, target)):
-                chain = steps_in_a_row(steps)
+            elif any(t is not None and s > t for s, t in zip(spent, most)):
                 whole = [4 * case.size * count for count in by_rank("messages", ranks)]
                 if row == "barriers":
                     text += ": comm.barrier sends messages, too; send and recv wait by themselves"
                 elif row == "bytes" and exercise.chunked and spent == whole:
                     text += ": each message holds the whole tensor, instead of one chunk"
-                elif row == "rounds" and chain is not None and None not in target:
-                    longest = _LONGEST_CHAIN * max(target)
+                elif row == "rounds" and None not in target:
+                    chain = steps_in_a_row([outcome.steps for outcome in ranks]) or 0
                     # An exchange may be divided into a send and a recv, if no queue comes of it.
-                    if chain <= longest and _is_divided(ranks, targets):
+                    if 0 < chain <= _LONGEST_CHAIN * max(target) and _is_divided(ranks, targets):
                         continue
-                    if chain > longest:
+                    if chain > _LONGEST_CHAIN * max(target):
                         text += f": the ranks wait for each other in a row, {chain} steps long; "
                         text += "comm.exchange helps"
                 problems.setdefault(row, text)
         if stray := _stray_peers(ranks, targets):
-            problems.setdefault("peers", f"{exercise.where(case)}, {stray}")
+            problems.setdefault("peers", f"{place}, {stray}")
     return {row: problems[row] for row in (*ROWS, "peers") if row in problems}
 
 
@@ -78,12 +77,11 @@ def _is_divided(ranks: Ranks, targets: list[Target]) -> bool:
 def _stray_peers(ranks: Ranks, targets: list[Target]) -> str:
     """What to say of the first rank that sends to a peer that is not allowed."""
     P, sent_to = len(ranks), [set(outcome.bytes_to) for outcome in ranks]
-    allowed = [target.peers for target in targets]
-    to_right = all(peers == {(rank + 1) % P} for rank, peers in enumerate(allowed))
+    to_right = all(one.peers == {(rank + 1) % P} for rank, one in enumerate(targets))
     if to_right and all(peers <= {(rank - 1) % P} for rank, peers in enumerate(sent_to)):
         return ""  # a ring may run to the left as well
-    for rank, peers in enumerate(allowed):
-        if peers is not None and (stray := sent_to[rank] - peers):
-            text = f"rank {rank} sends to rank {', '.join(map(str, sorted(stray)))}; allowed: "
-            return text + (", ".join(map(str, sorted(peers))) or "none")
+    for rank, target in enumerate(targets):
+        if target.peers is not None and (stray := sent_to[rank] - target.peers):
+            allowed = ", ".join(map(str, sorted(target.peers))) or "none"
+            return f"rank {rank} sends to rank {min(stray)}; allowed: {allowed}"
     return ""

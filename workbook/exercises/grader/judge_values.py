@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from labkit.collectives.ring import split_chunks
-from workbook.exercises.grader.compare import close, fit, other_kind, plain, same, short
+from workbook.exercises.grader.compare import agree, close, fit, other_kind, plain, short
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Outcome, Ranks, Wrong
 
 # Values that were rounded to bfloat16 after every addition are still recognised.
@@ -38,52 +38,42 @@ def value_problem(exercise: Exercise, tried: Tried) -> Found:
         if not found and (changed := max(outcome.changed for outcome in ranks)):
             found = f"{place}: {changed}"
         if found:
-            return found + (". The first call went right" if case.call else "")
+            again = case.call and place == exercise.where(replace(case, call=0))
+            return found + (". The first call went right" if again else "")
     return None
 
 
 def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Found:
     for rank, outcome in enumerate(tried[case]):
-        value, expected = outcome.value, exercise.expected(rank, case)
-        if _is_right(exercise, case, rank, value):
+        wrong = _wrong_part(exercise, case, rank, outcome.value)
+        if wrong is None:
             continue
         text = exercise.where(case)
         text += f", rank {rank} is the first with a wrong result" if case.world_size > 1 else ""
-        if kind := other_kind(value, expected):
+        if kind := other_kind(outcome.value, exercise.expected(rank, case)):
             return f"{text}: {kind}"
         why = _named(exercise, tried, [rank]) or _meant(exercise, case, rank, outcome)
         if not why:
-            parts = _parts(exercise, case, value, expected)
-            wrong = next((one for one in parts if not one.right), parts[0])
             text += f", in {wrong.name} {wrong.index}" if wrong.name else ""
             why = _look(exercise, case, wrong)
         return f"{text}: {why}"
     return None
 
 
-def _is_right(exercise: Exercise, case: Case, rank: int, value: Any) -> bool:
-    expected = exercise.expected(rank, case)
-    if exercise.written is not None and expected is None:
-        return True
-    if expected is None or other_kind(value, expected):
-        return same(value, expected)
-    return all(part.right for part in _parts(exercise, case, value, expected))
-
-
 def _named(exercise: Exercise, tried: Tried, ranks: Sequence[int]) -> str:
     """A mistake that explains all values of these ranks."""
     for sentence, wrong in exercise.mistakes.items():
         by_case = ((case, rank, of[rank].value) for case, of in tried.items() for rank in ranks)
-        if all(same(value, wrong(rank, case)) for case, rank, value in by_case):
+        if all(agree(value, wrong(rank, case)) for case, rank, value in by_case):
             return sentence
     return ""
 
 
 def _meant(exercise: Exercise, case: Case, rank: int, outcome: Outcome) -> str:
     """What to say of a value that is right in another place, or was right in the first call."""
-    if case.call and same(outcome.value, exercise.expected(rank, replace(case, call=0))):
+    if case.call and not _wrong_part(exercise, replace(case, call=0), rank, outcome.value):
         return "it is the result of the first call, although the values are others now"
-    if outcome.stand_in is None or not _is_right(exercise, case, rank, outcome.stand_in):
+    if outcome.stand_in is None or _wrong_part(exercise, case, rank, outcome.stand_in):
         return ""
     text = "the right values are in a new tensor, and the given one has not changed: write into "
     return text + "it (+=, copy_, recv), because a = a + b makes a new tensor"
@@ -98,23 +88,26 @@ class _Part(NamedTuple):
     expected: Any
     given: list[Tensor]  # the inputs of the ranks that may have been added up in it
 
-    @property
-    def right(self) -> bool:
-        return self.expected is None or same(self.value, self.expected, self.given)
 
-
-def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> list[_Part]:
-    expected = plain(expected)
+def _wrong_part(exercise: Exercise, case: Case, rank: int, value: Any) -> _Part | None:
+    """The first part of a rank's value that is not as expected."""
+    expected = plain(exercise.expected(rank, case))
+    if expected is None:
+        right = exercise.written is not None or value is None
+        return None if right else _Part("", 0, value, None, [])
+    if other_kind(value, expected):
+        return None if agree(value, expected) else _Part("", 0, value, expected, [])
     value, name = fit(value, expected), "chunk" if exercise.chunked else "entry"
     if not isinstance(expected, list):
         value, expected = _pieces(exercise, case, value), _pieces(exercise, case, expected)
         name = name if exercise.chunked else ""
     rows = [_given(exercise, case, rank) for rank in range(case.world_size)]
-    found = []
     for i, (v, e) in enumerate(zip(value, expected)):
         given = [row[i] for row in rows if i < len(row)] if exercise.chunked else chain(*rows)
-        found.append(_Part(name, i, v, e, [one for one in given if isinstance(one, Tensor)]))
-    return found
+        summands = [one for one in given if isinstance(one, Tensor)]
+        if e is not None and not agree(v, e, summands):
+            return _Part(name, i, v, e, summands)
+    return None
 
 
 def _pieces(exercise: Exercise, case: Case, value: Any) -> list:
@@ -137,7 +130,8 @@ def _look(exercise: Exercise, case: Case, wrong: _Part) -> str:
         return kind
     flat, wanted = _flat(value), _flat(expected)
     if flat is None or wanted is None or flat.shape != wanted.shape:
-        return f"it is {short(value)}, expected {short(expected)}"
+        shown = short if short(value) != short(expected) else repr
+        return f"it is {shown(value)}, expected {shown(expected)}"
     if not torch.isfinite(flat).all():
         return "it holds NaN or infinity (is a tensor from torch.empty read before it is filled?)"
     basis = dict(exercise.parts(case)) if exercise.parts else {}
@@ -147,16 +141,16 @@ def _look(exercise: Exercise, case: Case, wrong: _Part) -> str:
             basis.setdefault(f"rank {r}" if here else f"chunk {i} of rank {r}", piece)
     basis = {name: _flat(one) for name, one in basis.items()}
     made, should = made_of(flat, basis), made_of(wanted, basis)
+    if not should and (times := made_of(flat, {"the expected values": wanted})):
+        return f"it is {in_words(times)}"
     if made and should and made != should:
         return f"it is {in_words(made)}, expected {in_words(should)}"
     first = 0
     if isinstance(expected, Tensor):
         first = int((~close(value, expected, wrong.given)).flatten().nonzero()[0])
-    if made and made == should:
-        pair = f"{float(flat[first]):.8g}, expected {float(wanted[first]):.8g}"
-        return f"it is almost right: place {first} holds {pair} (rounded to 16 bits?)"
-    start = f"from index {first} on it has" if first else "it begins with"
-    return f"{start} {short(flat[first:])}, expected {short(wanted[first:])}"
+    almost = "almost right: " if made and made == should else ""
+    pair = f"{float(flat[first]):.8g}, expected {float(wanted[first]):.8g}"
+    return f"it is {almost}{pair} at place {first}"
 
 
 def _flat(value: Any) -> Tensor | None:
@@ -180,7 +174,7 @@ def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, floa
     found = torch.linalg.lstsq(matrix, target).solution
     # Multiples of 1 / 12 where they fit: whole numbers, also divided by 2, 3 or 4 ranks.
     for rounded in ((found * 12).round() / 12, (found * 1000).round() / 1000):
-        near = torch.allclose(matrix @ rounded, target, rtol=_ROUNDED, atol=_ROUNDED)
+        near = bool((matrix @ rounded - target).abs().max() <= _ROUNDED * target.abs().max())
         factors = {name: x for name, x in zip(parts, rounded.flatten().tolist()) if x}
         if near and 0 < len(factors) <= _MOST_PARTS:
             return factors if max(map(abs, factors.values())) < _LARGEST else {}

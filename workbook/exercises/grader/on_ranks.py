@@ -12,7 +12,6 @@ from labkit.errors import DeadlineError, WorkerError
 from labkit.runtime.launch import run
 from workbook.exercises.grader.compare import plain
 from workbook.exercises.grader.exercise import Case, Exercise, Outcome, Ranks, Wrong
-from workbook.exercises.grader.stub import STUB
 from workbook.exercises.grader.watched import Watched
 
 # A correct attempt takes milliseconds: these limits end endless loops, in the run of all cases and
@@ -28,20 +27,13 @@ _IN_CASE = "in the check's case "
 
 
 class DidNotFinish(Exception):
-    """A run that ended in an error: its story, without the traceback.
-
-    Attributes:
-        unwritten: the function whose stub a rank came to; "" if none.
-    """
+    """A run that ended in an error: its story, without the traceback."""
 
     def __init__(self, error: WorkerError, place: str, case: Case):
-        # In a traceback, code is indented by four spaces, places by two, the error by none.
-        last_frame = re.split(r"\n(?=  \S)", f"\n{error.worker_traceback}")[-1]
-        unwritten = rf"  .*, in (\S+)\n    .*{STUB}\b(?s:.*)\nNotImplementedError\b"
-        found = re.match(unwritten, last_frame)
-        self.unwritten = found[1] if found else ""
         story = str(error).partition("\n\nTraceback of rank")[0]
         story = story.replace(", or give the run a larger timeout_s", "")
+        # Of the check's own code the story knows only where its process began.
+        story = story.replace("at <string>, line 1", "in the part that the check plays")
         story = story.replace("rank 0", "the function") if case.world_size == 1 else story
         super().__init__(f"{place}: {story}")
 
@@ -121,7 +113,8 @@ def call_once(
     given = None if exercise.written is None else args[exercise.written]
     # The entries of a list are written, not the list.
     in_place = list(given) if isinstance(given, list) else given
-    watched = Watched(fn, exercise.signature, exercise.may_call, given, around)
+    options = exercise.may_call, given, exercise.keeps, around
+    watched = Watched(fn, exercise.signature, *options)
     before, sent_before = spent(), comm.bytes_to.copy()
     returned = exercise.call(watched, comm, *args)
     value, meant = in_place, given if isinstance(given, list) else returned

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import EmulatedLink
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
 from labkit.runtime.output import undrawn
@@ -41,25 +40,20 @@ class OwnRun:
         return f"{title}\n\n{self.figure!r}" if self.figure else title
 
     def _repr_html_(self) -> str:
-        page = f"<p><strong>Your run of {html.escape(self.name)}</strong>: "
-        page += f"{html.escape(self.sentence)}</p>"
+        title = f"<strong>Your run of {html.escape(self.name)}</strong>"
+        page = f"<p>{title}: {html.escape(self.sentence)}</p>"
         page += self.figure.html() if self.figure else ""
         if self.library_figure:
-            page += "<details><summary>The same by labkit</summary>"
-            page += f"{self.library_figure.html()}</details>"
+            fold = f"<summary>The same by labkit</summary>{self.library_figure.html()}"
+            page += f"<details>{fold}</details>"
         return page
 
 
-def own_run(
-    fn: Callable,
-    exercise: Exercise,
-    status: str,
-    world_size: int = 4,
-    link: EmulatedLink | None = None,
-) -> OwnRun:
+def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = 4) -> OwnRun:
     """Run a learner's function once more, for its timeline; nothing is raised.
 
-    ``status`` is that of its verdict; they run over ``link`` where as many ranks fill its hosts.
+    ``status`` is that of its verdict. Where so many ranks do not fill a link's hosts, it runs
+    without.
     """
     # Imported here: ranks load the checks, but draw nothing.
     from workbook.plots.timeline import timeline
@@ -67,15 +61,19 @@ def own_run(
     name = exercise.name
     if status == NOT_ATTEMPTED:
         return OwnRun.failed(name, status)
-    case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
     fns = [fn, exercise.library] if exercise.library else [fn]
+    link = exercise.link
     link = None if link and world_size % (link.ranks_per_host or 1) else link
     options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
+    case = exercise.drawn_case(world_size)
     try:
         with undrawn():
             result = run(_spend, fns, exercise.to_run(), case, timeout_s=TIMEOUT_S, **options)
-    except (WorkerError, ValueError):
-        return OwnRun.failed(name, status)
+    except (WorkerError, ValueError) as error:
+        if status == NOT_YET:
+            return OwnRun.failed(name, status)
+        first_line = str(error).partition("\n")[0]
+        return OwnRun(name, f"{status}, but this run did not finish: {first_line}")
     figures = []
     for whose, spans in zip(("your function", "labkit's"), zip(*result.values)):
         starts_s, ends_s = zip(*spans)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.runtime.output import kernel, undrawn
+from labkit.runtime.output import is_live, kernel, undrawn
 from labkit.units import html_table, text_table
 from workbook.notebook.record import note_verdict
 
@@ -16,32 +16,28 @@ CALLS_LIBRARY = (
     "it works, and it is not yours yet: the function calls {name}, which already does what this "
     "exercise asks for. Write it yourself"
 )
-_COLOURS = {PASSED: "#1a7f37", NOT_YOURS: "#9a6700", NOT_YET: "#b42318", NOT_ATTEMPTED: "#57606a"}
+_COLOURS = {PASSED: "#2da44e", NOT_YOURS: "#bf8700", NOT_YET: "#d1242f", NOT_ATTEMPTED: "#6e7781"}
+# JupyterLab would break lines in the middle of a word.
+_WRAPPED = "white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere"
 # Longer stories are folded.
 _MOST_LINES = 6
 
 
 @dataclass
 class Verdict:
-    """How an attempt at an exercise went. Truthy when it passed.
-
-    Attributes:
-        name: the exercise.
-        status: ``passed``, ``works, but not yours yet``, ``not yet`` or ``not attempted yet``.
-        columns: the world sizes in words, one per column.
-        rows: what was judged -> one cell per column; ``caption`` says what the numbers are.
-        notes: the first thing that is wrong; or what is right.
-        run_again: (status, P) -> the learner's run, drawn; None if there are no ranks.
-        shown: whether the check has just shown it.
-    """
+    """How an attempt at an exercise went. Truthy when it passed."""
 
     name: str
     status: str
+    # The world sizes in words, and what was judged -> one cell for each of them.
     columns: list[str] = field(default_factory=list)
     rows: dict[str, list[str]] = field(default_factory=dict)
+    # The first thing that is wrong, or what is right; and what the numbers in the table are.
     notes: list[str] = field(default_factory=list)
     caption: str = ""
+    # (status, P) -> the learner's run, drawn; None if there are no ranks.
     run_again: Callable[[str, int], Any] | None = field(default=None, repr=False, compare=False)
+    # Whether the check has just shown it.
     shown: bool = field(default=False, repr=False)
 
     @property
@@ -51,54 +47,50 @@ class Verdict:
     def __bool__(self) -> bool:
         return self.passed
 
+    def _around_the_table(self) -> tuple[list[list[str]], list[str]]:
+        """The table, and the sentences under it."""
+        table = [[name, *cells] for name, cells in self.rows.items()]
+        says_so = self.status != NOT_YET or "Next step" in "".join(self.notes)
+        after = [self.caption, "" if says_so else "Next: mend this, and run the check again."]
+        return table, [sentence for sentence in after if sentence]
+
     def __repr__(self) -> str:
-        """Sentences above a table, and under it; without empty ones."""
-        table = text_table(["", *self.columns], self._table) if self.rows else ""
-        title = f"{self.status}: {self.name}"
-        parts = [title, *self.notes, table, self.caption, self._next]
-        return "\n\n".join(part for part in parts if part)
+        table, after = self._around_the_table()
+        shown = [text_table(["", *self.columns], table)] if table else []
+        return "\n\n".join([f"{self.status}: {self.name}", *self.notes, *shown, *after])
 
     def _repr_html_(self) -> str:
         """The same in a page; the lines of a long note are in a fold."""
-        colour = _COLOURS[self.status]
-        title = f'<strong style="color: {colour}">{self.status}</strong>: {html.escape(self.name)}'
-        body = f"<p>{title}</p>"
+        table, after = self._around_the_table()
+        mark = {PASSED: "✓ ", NOT_YET: "✗ "}.get(self.status, "")
+        body = f"<p><strong>{mark}{self.status}</strong>: {html.escape(self.name)}</p>"
         for note in self.notes:
             first, *rest = html.escape(note).split("\n")
             shown, folded = (
-                f"<pre style='white-space: pre-wrap'>{lines}</pre>" if lines else ""
+                f"<pre style='{_WRAPPED}'>{lines}</pre>" if lines else ""
                 for lines in ("\n".join(rest[:_MOST_LINES]), "\n".join(rest[_MOST_LINES:]))
             )
             body += f"<p>{first}</p>{shown}"
             body += f"<details><summary>more</summary>{folded}</details>" if folded else ""
-        body += html_table(["", *self.columns], self._table) if self.rows else ""
-        body += "".join(f"<p>{html.escape(end)}</p>" for end in (self.caption, self._next) if end)
-        style = f"border-left: 4px solid {colour}; padding: 0 1em; overflow-wrap: break-word"
+        body += html_table(["", *self.columns], table) if table else ""
+        body += "".join(f"<p>{html.escape(sentence)}</p>" for sentence in after)
+        style = f"border-left: 6px solid {_COLOURS[self.status]}; padding: 0 1em"
         return f'<div style="{style}">{body}</div>'
-
-    @property
-    def _table(self) -> list[list[str]]:
-        return [[name, *cells] for name, cells in self.rows.items()]
-
-    @property
-    def _next(self) -> str:
-        says_so = self.status != NOT_YET or "Next step" in "".join(self.notes)
-        return "" if says_so else "Next: mend this, and run the check again."
 
     def _ipython_display_(self) -> None:
         """Show the card, unless the check has just shown it: a cell often ends with a check."""
         from IPython.display import display
 
         if not self.shown:
-            display({"text/plain": repr(self), "text/html": self._repr_html_()}, raw=True)
+            display(self.as_data(), raw=True)
         self.shown = False
 
-    def own_run(self, world_size: int = 4) -> Any:
-        """Run the function once more and show its timeline beside the target and labkit's.
+    def as_data(self) -> dict[str, str]:
+        """The verdict as text and as a card, by MIME type."""
+        return {"text/plain": repr(self), "text/html": self._repr_html_()}
 
-        Raises:
-            ValueError: the exercise is graded without ranks.
-        """
+    def own_run(self, world_size: int = 4) -> Any:
+        """Run the function once more and show its timeline beside labkit's."""
         if self.run_again is None:
             raise ValueError(f"{self.name} is graded without ranks, so there is no run to draw")
         return self.run_again(self.status, world_size)
@@ -106,6 +98,12 @@ class Verdict:
 
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     """Show and return the verdict of ``judge``, or one that says which error it raised."""
+    sign = None
+    if kernel() is not None and is_live():
+        # Judging may take seconds: the page says at once that it has begun.
+        from IPython.display import display
+
+        sign = display({"text/plain": f"checking {name} ..."}, raw=True, display_id=True)
     try:
         with undrawn():
             verdict = judge()
@@ -115,8 +113,11 @@ def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     except Exception as error:
         note = f"the check itself failed with {type(error).__name__}: {error}"
         verdict = Verdict(name, NOT_YET, notes=[note])
-    a_card = kernel() is not None and verdict.status != NOT_ATTEMPTED
-    verdict._ipython_display_() if a_card else print(verdict)
+    if sign is not None:
+        sign.update(verdict.as_data(), raw=True)
+    else:
+        a_card = kernel() is not None and verdict.status != NOT_ATTEMPTED
+        verdict._ipython_display_() if a_card else print(verdict)
     verdict.shown = True
     if verdict.status != NOT_ATTEMPTED:
         note_verdict(verdict.name, verdict.status, verdict.passed)

@@ -7,10 +7,11 @@ function is noticed under any name, in any wrapper, and in a copy of its source,
 import inspect
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from itertools import islice
+from itertools import islice, repeat
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,19 +24,18 @@ from workbook.exercises.grader.compare import MOST_ENTRIES
 
 # Where the functions are that an exercise asks for. Their helpers may be called.
 _OURS = ("labkit.collectives", "labkit.schedules", "labkit.strategies", "labkit.horovod")
-_OURS += ("labkit.placement.planner", "labkit.costs.pipeline_timeline", "labkit.comm.work")
+_OURS += ("labkit.placement.planner", "labkit.costs", "labkit.comm.work")
 _OURS += ("labkit.workload.samples", "workbook.exercises.programs.with_")
 _PYTORCHS = ("torch.distributed", "torch.nn.parallel", "torch.amp.grad_scaler")
 _PYTORCHS += ("torch.utils.data.distributed",)
 _HELPERS = {"split_chunks", "chunk_bounds", "owned_chunk", "check_split_points", "stage_bounds"}
-_HELPERS |= {"predicted_slots", "in_flight", "with_hops"}
+_HELPERS |= {"predicted_slots", "in_flight", "with_hops", "Action"}
 # The classes in these rooms hold data.
-_OF_DATA = ("labkit.schedules", "labkit.costs", "labkit.placement", "labkit.workload.samples")
+_OF_DATA = ("labkit.costs", "labkit.placement", "labkit.workload.samples")
 # A decorator such as torch.no_grad.
 _PASSES_ON = "torch.utils._contextlib"
 # A shorter function may be the same by chance.
 _LONG_CODE = 100
-_GRAD_MODE, _DTYPE = "autograd's mode", "the default dtype"
 _STEPS = {
     Comm.send.__code__: ("send", "dst", "", "tensor"),
     Comm.recv.__code__: ("recv", "", "src", ""),
@@ -49,11 +49,9 @@ class Watched:
     """A learner's function, called by its parameters' names if it has those of ``signature``.
 
     ``may_call``: names of library functions, or of modules, that do not count; ``written``: the
-    argument that the function has to change; ``around``: makes what each call runs in.
-
-    Attributes:
-        library, changed, steps: see ``Outcome``.
-        called: all library functions that solve exercises, those in ``may_call``, too.
+    argument that the function has to change; ``keeps``: the names of those whose values it may
+    not change; ``around``: makes what each call runs in. What is seen of the calls is in
+    ``library``, ``changed`` and ``steps``: see ``Outcome``.
     """
 
     def __init__(
@@ -62,16 +60,16 @@ class Watched:
         signature: str,
         may_call: Collection[str],
         written: Any = None,
+        keeps: Collection[str] = (),
         around: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self._fn, self._may_call, self._written, self._around = fn, may_call, written, around
-        self._names = names_to_call_by(fn, signature)
-        self.library, self.called, self.steps = "", set[str](), []
-        self.changed = ""
+        self._names, self._keeps = names_to_call_by(fn, signature), keeps
+        self._all_names = signature.split(", ") if signature else []
+        self.library, self.changed, self.steps = "", "", []
 
     def __call__(self, *args: Any) -> Any:
-        given = list(_inside([one for one in args if one is not self._written]))
-        before, profile = _state(given), sys.getprofile()
+        before, profile = self._state(args), sys.getprofile()
         named = dict(zip(self._names, args))
         threading.setprofile(self._look)
         sys.setprofile(self._look)
@@ -84,15 +82,43 @@ class Watched:
         finally:
             sys.setprofile(profile)
             threading.setprofile(profile)
-        after = _state(given)
+        after = self._state(args)
         if changed := [name for name in before if before[name] != after[name]]:
             found_now = f"the function changes {changed[0]}, which it should not"
             self.changed = self.changed or found_now
-            torch.set_grad_enabled(before[_GRAD_MODE])
-            torch.set_default_dtype(before[_DTYPE])
+            # The next call is not to fail for it.
+            torch.set_grad_enabled(before["autograd's mode"])
+            torch.set_default_dtype(before["the default dtype"])
+        return found
+
+    def _state(self, args: tuple) -> dict[str, Any]:
+        """What a call must leave as it is: of what it writes the memory, of the others all."""
+        found: dict[str, Any] = {"autograd's mode": torch.is_grad_enabled()}
+        found["the default dtype"] = torch.get_default_dtype()
+        for name, arg in zip([*self._all_names, *repeat("an argument", len(args))], args):
+            inside = list(_inside([arg]))
+            tensors = [one for one in inside if isinstance(one, Tensor)]
+            dense = [one for one in tensors if one.layout is torch.strided]
+            found[f"the memory of {name}"] = [(one.data_ptr(), one.shape) for one in dense]
+            if arg is self._written:
+                continue
+            modules = [m for one in inside if isinstance(one, nn.Module) for m in one.modules()]
+            parameters = [one for module in modules for one in module.parameters(recurse=False)]
+            states = {
+                "values": [one._version for one in tensors if name in self._keeps],
+                "graph": [one.grad_fn is None for one in tensors],
+                "entries": [[*map(id, _entries(one))] for one in inside],
+                "mode": [module.training for module in modules],
+                "hooks": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
+                "parameters' hooks": list(map(num_hooks, parameters)),
+                "parameters": [(one.data_ptr(), one.requires_grad) for one in parameters],
+            }
+            found |= {f"the {what} of {name}": state for what, state in states.items()}
         return found
 
     def _look(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "c_call" and arg is time.sleep and not _inside_library(frame):
+            self.changed = self.changed or "the function sleeps: wait for an event, not for a time"
         if event != "call":
             return
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
@@ -102,36 +128,29 @@ class Watched:
             num_bytes = getattr(given.get(sent), "nbytes", 0)
             self.steps.append((step, given.get(dst), given.get(src), num_bytes))
         elif (name := _solution(code, module)) and not _inside_library(frame.f_back):
-            self.called.add(name)
             module, _, function = name.rpartition(".")
             allowed = function in self._may_call or module.startswith(tuple(self._may_call))
             if not self.library and not allowed:
                 self.library = name
 
 
+def _entries(one: Any) -> list:
+    if isinstance(one, dict):
+        return [*one, *one.values()]
+    return [*one] if isinstance(one, (list, tuple)) else []
+
+
 def _inside(arguments: Iterable[Any]) -> Iterator[Any]:
-    """The arguments, and what is in them, if they are lists."""
+    """The arguments, and what is in them, if they are lists or dicts."""
     for one in arguments:
         yield one
-        yield from _inside(one) if isinstance(one, list) else ()
+        yield from _inside(_entries(one))
 
 
-def _state(given: list) -> dict[str, Any]:
-    """What a call must leave as it is: memory and graphs of tensors, lists, modules' modes."""
-    tensors = [one for one in given if isinstance(one, Tensor)]
-    modules = [part for one in given if isinstance(one, nn.Module) for part in one.modules()]
-    dense = [one for one in tensors if one.layout is torch.strided]
-    parameters = [one for module in modules for one in module.parameters(recurse=False)]
-    return {
-        "the memory of a tensor": [(one.data_ptr(), one.shape) for one in dense],
-        "the graph behind a tensor": [one.grad_fn is None for one in tensors],
-        "the length of a list": [len(one) for one in given if isinstance(one, list)],
-        "the mode of a module": [module.training for module in modules],
-        "the hooks of a module": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
-        "the parameters of a module": [one.data_ptr() for one in parameters],
-        _GRAD_MODE: torch.is_grad_enabled(),
-        _DTYPE: torch.get_default_dtype(),
-    }
+def num_hooks(parameter: Tensor) -> int:
+    """PyTorch has no public way to ask."""
+    kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
+    return sum(len(getattr(parameter, kind, None) or ()) for kind in kinds)
 
 
 def names_to_call_by(fn: Callable, signature: str) -> list[str]:

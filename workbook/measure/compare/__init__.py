@@ -11,5 +11,5 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submodules={"figures", "summary"},
-    submod_attrs={"command": ["main"], "measure": ["compare"], "summary": ["load"]},
+    submod_attrs={"measure": ["compare", "main"], "summary": ["load"]},
 )

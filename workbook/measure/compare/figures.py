@@ -1,23 +1,20 @@
 """The figures of a record: pure functions from the recorded dict to a captioned figure."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from labkit.units import format_count, format_number, format_seconds, second_unit
+from labkit.units import format_count, format_seconds
 from workbook.measure.compare import summary
 from workbook.measure.compare.summary import SINGLE, VARIED, Record, present, runs_of, series
-from workbook.measure.spread import Spread
-from workbook.plots import bars, learning_curves, phases as draw_phases
+from workbook.measure.record import Spread
+from workbook.plots import learning_curves
 from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
-from workbook.plots.palette import DARK, SERIES, Style, styles_of, swatch
+from workbook.plots.palette import DARK, SERIES, swatch
 
-OURS, THEIRS, THEIRS_ON_OURS, ONE = "labkit", "PyTorch", "PyTorch on labkit", "one device"
-LOOKS = {look: style for look, (style, *_) in zip((OURS, THEIRS, THEIRS_ON_OURS), SERIES)}
-LOOKS[ONE] = Style(DARK)
-_REPEATS = "medians of the repeats, whiskers their quartiles."
+LOOKS = {whose: style for whose, (style, *_) in zip(("labkit", "PyTorch"), SERIES)}
+_REPEATS = "Bars are medians of the repeats, whiskers their quartiles."
 
 
 def draw(record: Record) -> dict[str, CaptionedFigure]:
@@ -28,10 +25,6 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
             found[name] = curves(record, builtin=builtin)
     if found:
         found["time_to_accuracy"] = time_to_accuracy(record)
-    if summary.epoch_phases(record):
-        found["phases"] = phases(record)
-    if record.get("loading") and SINGLE in present(record):
-        found["loading"] = loading(record)
     for field in summary.varied(record) if found else ():
         found["ranks" if field == "world_size" else field] = epoch_time(record, field)
     return found
@@ -70,10 +63,11 @@ def time_to_accuracy(record: Record) -> CaptionedFigure:
         for at, what in enumerate(("epochs", "training time (s)"))
     }
     seconds = {name: statistics.median(s) for name, s in columns["training time (s)"].items()}
-    told = []
-    for which, end in {"First": min, "Last": max}.items() if seconds else ():
-        name = end(seconds, key=seconds.__getitem__)
-        told.append(f"{which} at {target:.0%}: {name}, after {format_seconds(seconds[name])}.")
+    order = sorted(seconds, key=seconds.__getitem__)
+    told = [
+        f"{which} at {target:.0%}: {name}, after {format_seconds(seconds[name])}."
+        for which, name in zip(("First", "Last"), order[:1] + order[-1:])
+    ]
     if never := [name for name, pairs in found.items() if pairs is None]:
         told.append(f"Not reached in every repeat within {budget} epochs: {', '.join(never)}.")
     told.append("Every epoch counts here, the first too.")
@@ -90,7 +84,7 @@ def _draw_rows(
     told: str,
 ) -> CaptionedFigure:
     """Horizontal bars: a row per contender, and axes per quantity ``{contender: repeats}``."""
-    looks = {name: _look(one) for name, one in present(record).items()}
+    looks = {n: "PyTorch" if one["builtin"] else "labkit" for n, one in present(record).items()}
     figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(looks)))
     grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     beside = {"textcoords": "offset points", "va": "center", "ha": "left"}
@@ -102,7 +96,7 @@ def _draw_rows(
                 continue
             spread = Spread.of(repeats)
             axes.barh(place, spread.median, 0.72, **LOOKS[look].fill)
-            whiskers = [[one] for one in spread.whiskers]
+            whiskers = [[spread.median - spread.low], [spread.high - spread.median]]
             axes.errorbar(spread.median, place, xerr=whiskers, color=DARK, capsize=3)
             axes.annotate(f"{spread.median:.3g}", (spread.high, place), (5, 0), **beside)
             most = max(most, spread.high)
@@ -112,79 +106,8 @@ def _draw_rows(
     grid[0].set_yticks(range(len(looks)), list(looks))
     grid[0].set_ylim(len(looks) - 0.5, -0.5)
     add_title(figure, title)
-    add_legend(figure, [swatch(look, LOOKS[look]) for look in LOOKS if look in looks.values()])
-    return CaptionedFigure(figure, alt=f"{title}. {told}", caption=f"{told} Bars are {_REPEATS}")
-
-
-def phases(record: Record) -> CaptionedFigure:
-    """Where the last epoch of each contender goes, a bar for each role of its ranks."""
-    found = {name: epochs[-1] for name, epochs in summary.epoch_phases(record).items()}
-    figure = draw_phases(found, title=f"Where the last epoch goes: {_where(record)}")
-    more = "Messages of PyTorch's own, where they have no span, are part of compute."
-    return CaptionedFigure(figure.figure, alt=figure.alt, caption=f"{figure.caption} {more}")
-
-
-@drawn
-def breakdown(record: Record, names: Sequence[str]) -> CaptionedFigure:
-    """Every epoch of some contenders as a stacked bar, a panel per contender and role."""
-    found = summary.epoch_phases(record, tuple(names))
-    styles = styles_of(kind for rows in found.values() for row in rows for kind in row)
-    longest = max(sum(row.values()) for rows in found.values() for row in rows)
-    scale, unit = second_unit(longest / 2)
-    figure = Figure(figsize=(WIDTH_IN, 3.5))
-    grid = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
-    shares, factors = [], []
-    for axes, (name, epochs) in zip(grid, found.items()):
-        for number, row in enumerate(epochs, start=1):
-            below = 0.0
-            for kind, style in styles.items():
-                axes.bar(number, row.get(kind, 0.0) / scale, 0.8, below, **style.fill)
-                below += row.get(kind, 0.0) / scale
-        axes.set_title(name, fontsize=10)
-        axes.set_xlabel("epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        last = epochs[-1]
-        kinds = sorted(last, key=last.__getitem__, reverse=True)[:3]
-        whole = sum(last.values())
-        shares.append(f"{name} {', '.join(f'{kind} {last[kind] / whole:.0%}' for kind in kinds)}")
-        first, *others = (sum(row.values()) for row in epochs)
-        factors += [first / statistics.median(others)] if others else []
-    grid[0].set_ylabel(f"time ({unit})")
-    title = f"Where each epoch goes: {_where(record)}"
-    add_title(figure, title)
-    add_legend(figure, [swatch(kind, style) for kind, style in styles.items()])
-    least, most = (format_number(end(factors, default=1.0)) for end in (min, max))
-    return CaptionedFigure(
-        figure,
-        alt=f"{title}: a panel per contender. In the last epoch: {'; '.join(shares)}.",
-        caption=f"First epoch / median of the others: {least} to {most}. Means over the ranks of "
-        "a panel, medians of the repeats; evaluation is outside the epochs.",
-    )
-
-
-def loading(record: Record) -> CaptionedFigure:
-    """Seconds to load the data set once, and to read all its batches in an epoch, by its size."""
-    groups: dict[int, dict[str, list[float]]] = {
-        row["train_size"]: {"load, once per rank": row["seconds"]} for row in record["loading"]
-    }
-    for index, setting in enumerate(record["settings"]):
-        if setting["batch_size"] != record["settings"][0]["batch_size"]:
-            continue
-        for run in runs_of(record, SINGLE, index):
-            for epochs in run.get("epoch_phases_s", {}).values():
-                data_s = [epoch.get("data", 0.0) for epoch in epochs]
-                read = groups[setting["train_size"]].setdefault("read an epoch's batches", [])
-                read.append(statistics.median(data_s[1:] or data_s))
-    named = {f"{size:,} samples": groups[size] for size in sorted(groups)}
-    return bars(named, quantity="time", unit="s", title="Loading, and one device's batches")
-
-
-def _look(contender: dict) -> str:
-    if contender["name"] == SINGLE:
-        return ONE
-    if not contender["builtin"]:
-        return OURS
-    return THEIRS_ON_OURS if contender["backend"] == "labkit" else THEIRS
+    add_legend(figure, [swatch(whose, look) for whose, look in LOOKS.items()])
+    return CaptionedFigure(figure, alt=f"{title}. {told}", caption=f"{told} {_REPEATS}")
 
 
 def _where(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""Run the contenders of a comparison in turns.
+"""The command ``labkit compare``, which runs the contenders of a comparison in turns.
 
 Contenders are the techniques that split the batch over the ranks, and PyTorch's counterparts.
 There is one main setting; each of the others differs from it in one value. A repeat runs all
@@ -9,72 +9,85 @@ within a repeat. Repeat r of every contender uses seed r.
 
 import itertools
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from labkit import devices, strategies
 from labkit.config import STAGED, RunConfig
 from labkit.errors import WorkerError
+from labkit.files import check_writable
 from labkit.runtime.preload import warm_up
-from labkit.tracing import Span, Trace
-from labkit.training.resolve import NOTHING, resolve, samples_for
+from labkit.training.resolve import NOTHING, resolve
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import check_above_zero, check_integer
 from labkit.workload.datasets import load_dataset
-from workbook.measure.compare.summary import SINGLE
-from workbook.measure.record import machine
-from workbook.measure.spread import rounded
-from workbook.measure.turns import take_turns
+from workbook.measure.compare.summary import SINGLE, Record, report
+from workbook.measure.record import machine, write
+from workbook.measure.turns import in_turn
 
 # Without a number of repeats, no setting begins later than this.
 BUDGET_S, MOST_REPEATS = 480.0, 5
 # The first epoch is warm-up, and two more give an epoch's time.
 _EPOCHS_FOR_TIME = 3
-_LOADS = 5
 # A run that takes longer is not going to end.
 _TIMEOUT_S = 300
 
 Row = dict[str, Any]
 
 
+def main(
+    json_path: str | None = None,
+    figures_dir: str | None = None,
+    words: Sequence[str] = (),
+    **settings: Any,
+) -> int:
+    """Run the comparison; print its tables, write the record and the figures.
+
+    Figures go to an existing folder. ``words`` are the command line, for the record, and
+    ``settings`` those arguments of ``compare`` that it gives. Returns the exit status: 1 if a
+    contender started and failed, else 0.
+    """
+    if figures_dir is not None:
+        check_writable(Path(figures_dir, "compare"))
+    record: Record = {"command": shlex.join(["labkit", *words])} | compare(**settings)
+    print(report(record))
+    paths = {}
+    if figures_dir is not None:
+        from workbook.measure.compare.figures import draw
+
+        paths = {f"{figures_dir}/compare_{name}.png": one for name, one in draw(record).items()}
+    write(record, json_path, paths)
+    return int(any(row["failed"] for row in record["skipped"]))
+
+
 def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[Row]:
     """The contenders of these techniques, ours and PyTorch's; ``single``, the baseline, is first.
 
-    A class of PyTorch that is the counterpart of several techniques takes part once. If it has an
-    option for the backend and the ranks are on the CPU, it takes part on our backend as well.
-
-    Args:
-        names: the techniques; by default all that split the batch. Those that split the model,
-            which are for models that do not fit one device, take part only if they are named.
-        device: as in ``RunConfig``.
-
-    Returns:
-        Of each its ``name``; ``strategy``, ``builtin`` and ``backend`` as in ``RunConfig``; of
-        ours the name of its ``counterpart``.
-
-    Raises:
-        ValueError: a name that is not registered.
+    By default all techniques that split the batch; those that split the model, which are for
+    models that do not fit one device, take part only if they are named. A class of PyTorch that
+    is the counterpart of several techniques takes part once; if it has an option for the backend
+    and the ranks are on the CPU, on our backend as well.
     """
 
-    def contender(name: str, strategy: str, counterpart: str = "", backend: str = "auto") -> Row:
-        is_ours = bool(counterpart) or name == SINGLE
-        row = {"name": name, "strategy": strategy, "builtin": not is_ours, "backend": backend}
-        return row | {"counterpart": counterpart or None}
+    def contender(name: str, **more: Any) -> Row:
+        common = {"strategy": name, "builtin": False, "backend": "auto", "counterpart": None}
+        return {"name": name} | common | more
 
-    found = {SINGLE: contender(SINGLE, SINGLE)}
+    found = {SINGLE: contender(SINGLE)}
     for name in names or [one for one in strategies.STRATEGIES if one not in STAGED]:
         ours, theirs = strategies.get(name), strategies.get(name, builtin=True)
         if ours is theirs:  # one device
             continue
-        their = theirs.__name__
-        found[name] = contender(name, name, their)
-        found.setdefault(their, contender(their, name))
+        their, how = theirs.__name__, {"strategy": name, "builtin": True}
+        found[name] = contender(name, counterpart=their)
+        found.setdefault(their, contender(their, **how))
         if "backend" in theirs.options() and devices.plan(1, device).backend == "gloo":
             on_ours = f"{their} (labkit)"
-            found.setdefault(on_ours, contender(on_ours, name, backend="labkit"))
+            found.setdefault(on_ours, contender(on_ours, **how, backend="labkit"))
     return list(found.values())
 
 
@@ -117,17 +130,12 @@ def compare(
     """Run the comparison and return its record; what has run is printed.
 
     Args:
-        strategies: techniques out of ``labkit.strategies.STRATEGIES``, by default all that share
-            out the batch; PyTorch's counterparts and ``single`` always take part.
+        strategies: see ``find_contenders``.
         world_sizes, train_sizes, batch_sizes: what to vary, one at a time, see ``settings_of``.
             Train sizes are by default a quarter, a half and all of the data.
         repeats: of everything; None takes as many as fit into eight minutes, 5 at most.
         epochs, target: of the main setting, and the held-out accuracy to reach, 0 to 1.
         model, dataset, device: as in ``RunConfig``.
-
-    Raises:
-        ValueError: unknown names, impossible numbers.
-        FileNotFoundError: the data set is not there.
     """
     check_above_zero("the target, an accuracy,", target, 1)
     check_integer("epochs", epochs)
@@ -145,8 +153,7 @@ def compare(
     resolve(RunConfig(**common), NOTHING)
     print("contenders:", *(one["name"] for one in contenders), flush=True)
     warm_up()
-    found: dict[str, list[Row]] = {"loading": time_loading(common, settings)}
-    found |= {"runs": [], "skipped": []}
+    found: dict[str, list[Row]] = {"runs": [], "skipped": []}
     deadline_s = time.monotonic() + BUDGET_S if repeats is None else math.inf
     for repeat, number in itertools.product(range(repeats or MOST_REPEATS), range(len(settings))):
         if time.monotonic() < deadline_s:
@@ -154,19 +161,6 @@ def compare(
             print(f"repeat {repeat + 1}, {settings[number]}", flush=True)
     config = common | {"target": target, "repeats": repeats}
     return {"config": config, "contenders": contenders, "settings": settings, **found, **machine()}
-
-
-def time_loading(common: Row, settings: list[Row]) -> list[Row]:
-    """Time in turns how long a rank takes to load each number of training samples."""
-
-    def load(size: int) -> float:
-        begun_s = time.perf_counter()
-        samples_for(RunConfig(**common, train_size=size), NOTHING)
-        return time.perf_counter() - begun_s
-
-    sizes = sorted({setting["train_size"] for setting in settings})
-    seconds = take_turns({size: partial(load, size) for size in sizes}, _LOADS)
-    return [{"train_size": size, "seconds": rounded(each)} for size, each in seconds.items()]
 
 
 def run_all(
@@ -183,66 +177,28 @@ def run_all(
     size, so it runs only at that of the main setting.
     """
     setting, results = settings[number], dict[str, TrainResult]()
-    out = {(row["contender"], row["world_size"]) for row in found["skipped"]}
+    out = {
+        row["contender"] for row in found["skipped"] if row["world_size"] == setting["world_size"]
+    }
     if setting["world_size"] != settings[0]["world_size"]:
-        out.add((SINGLE, setting["world_size"]))
-    names = [one for one in contenders if (one["name"], setting["world_size"]) not in out]
-    first = repeat % max(1, len(names))
-    for one in names[first:] + names[:first]:
+        out.add(SINGLE)
+    left = {one["name"]: one for one in contenders if one["name"] not in out}
+    for name in in_turn(left, repeat):
         config = common | setting | {"seed": repeat}
-        config |= {key: one[key] for key in ("strategy", "builtin", "backend")}
-        config |= {"world_size": 1} if one["name"] == SINGLE else {}
+        config |= {key: left[name][key] for key in ("strategy", "builtin", "backend")}
+        config |= {"world_size": 1} if name == SINGLE else {}
         try:
-            results[one["name"]] = train_run(RunConfig(**config), timeout_s=_TIMEOUT_S)
+            results[name] = train_run(RunConfig(**config), timeout_s=_TIMEOUT_S)
         except (ValueError, WorkerError) as error:
             # A technique refuses what it cannot do by ValueError, before a rank starts.
             reason = str(error).strip().splitlines()[0]
-            row = {"contender": one["name"], **setting, "reason": reason}
+            row = {"contender": name, **setting, "reason": reason}
             found["skipped"].append(row | {"failed": isinstance(error, WorkerError)})
     for name, result in results.items():
         told, row = result.as_dict(), Row(contender=name, setting=number, repeat=repeat)
         kept = ("epochs", "bytes_sent", "messages", "peak_memory", "replicas_agree")
         row |= {key: told[key] for key in kept} | {"note": told.get("note")}
-        row["epoch_phases_s"] = epoch_phases(result.trace, [e["seconds"] for e in result.epochs])
         if SINGLE in results:
             far = result.difference_from(results[SINGLE])
             row["difference_from_single"] = far if math.isfinite(far) else None
         found["runs"].append(row)
-
-
-def epoch_phases(trace: Trace, seconds: list[float]) -> dict[str, list[dict[str, float]]]:
-    """``{role: [{kind of span: seconds} of each epoch]}``, means over the ranks of a role.
-
-    A ``worker`` computes a share of the batch, a ``stage`` a part of the model, a ``server``
-    nothing. Evaluation is outside the epochs. Where ranks do not wait for each other, no
-    evaluation parts the epochs, and ``seconds`` of the server's do.
-    """
-    by_rank = {rank: Trace(tuple(trace.of(rank))) for rank in trace.ranks}
-    windows = training_windows(trace.of(next(span.rank for span in trace.of(kind="data"))))
-    if len(windows) != len(seconds):
-        ends_s = itertools.accumulate(seconds, initial=trace.spans[0].start_s)
-        windows = list(itertools.pairwise(ends_s))
-    by_role: dict[str, list[list[dict[str, float]]]] = {}
-    for own in by_rank.values():
-        role = "stage" if {"forward", "backward"} & {*own.kinds} else "server"
-        role = "worker" if "compute" in own.kinds else role
-        epochs = [own.between(*window).seconds_by_kind() for window in windows]
-        by_role.setdefault(role, []).append(epochs)
-    return {role: [_means(rows) for rows in zip(*ranks)] for role, ranks in by_role.items()}
-
-
-def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    kinds = sorted(set().union(*rows))
-    return {kind: statistics.fmean(row.get(kind, 0.0) for row in rows) for kind in kinds}
-
-
-def training_windows(spans: list[Span]) -> list[tuple[float, float]]:
-    """(start, end) of each stretch of training in the spans of a rank that loads data."""
-    windows, start_s = [], None
-    for span in spans:
-        if span.kind == "data" and start_s is None:
-            start_s = span.start_s
-        elif span.kind == "evaluate" and start_s is not None:
-            windows.append((start_s, span.start_s))
-            start_s = None
-    return windows

@@ -13,7 +13,7 @@ from typing import Any
 
 from labkit.comm.peak_memory import PeakMemory
 from labkit.units import format_bytes, format_count, format_number, format_seconds
-from workbook.measure.spread import Spread, Table, ratios
+from workbook.measure.record import Spread, Table, ratios
 
 SINGLE = "single"
 Record = dict[str, Any]
@@ -31,22 +31,16 @@ def load(path: str | Path) -> Record:
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-def epoch_seconds(run: dict) -> float:
-    """The median epoch of a run, warm-up left out."""
-    seconds = [epoch["seconds"] for epoch in run["epochs"]]
-    return statistics.median(seconds[1:] or seconds)
-
-
 def runs_of(record: Record, contender: str, setting: int = 0) -> list[dict]:
     """The runs of a contender in a setting, by repeat; setting 0 is the main one."""
     wanted = (contender, setting)
-    found = [run for run in record["runs"] if (run["contender"], run["setting"]) == wanted]
-    return sorted(found, key=lambda run: run["repeat"])
+    return [run for run in record["runs"] if (run["contender"], run["setting"]) == wanted]
 
 
 def epoch_times(record: Record, contender: str, setting: int = 0) -> list[float]:
-    """Seconds of an epoch, one number per repeat."""
-    return [epoch_seconds(run) for run in runs_of(record, contender, setting)]
+    """Seconds of an epoch, one number per repeat: the median of a run, warm-up left out."""
+    runs = [[e["seconds"] for e in run["epochs"]] for run in runs_of(record, contender, setting)]
+    return [statistics.median(seconds[1:] or seconds) for seconds in runs]
 
 
 def present(record: Record) -> dict[str, dict]:
@@ -79,10 +73,9 @@ def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
 
 
 def series(record: Record, contender: str, field: str) -> dict[int, list[float]]:
-    """Epoch times by the values of a field, with all else as in the main setting.
+    """Epoch times by the values of a field of ``VARIED``, with all else as in the main setting.
 
-    ``field`` is one of ``VARIED``. One device has only one world size, so by ``world_size`` it has
-    one value, at 1.
+    One device has only one world size, so by ``world_size`` it has one value, at 1.
     """
     main, found = record["settings"][0], {}
     for index, setting in enumerate(record["settings"]):
@@ -97,30 +90,6 @@ def series(record: Record, contender: str, field: str) -> dict[int, list[float]]
 def times_faster(record: Record, contender: str, other: str | None) -> list[float]:
     """The other's epoch / this one's, repeat by repeat: above 1 this one is faster."""
     return ratios(epoch_times(record, other or ""), epoch_times(record, contender))
-
-
-def epoch_phases(record: Record, names: tuple[str, ...] = ()) -> dict[str, list[dict[str, float]]]:
-    """Of each contender and role in the main setting: ``{kind: seconds}`` of every epoch.
-
-    Medians over the repeats of the mean over the ranks. What no span covers is ``other``.
-
-    Args:
-        record: of a comparison.
-        names: some of the contenders that ran; by default all.
-    """
-    found = {}
-    for name in names or present(record):
-        runs = [run for run in runs_of(record, name) if run.get("epoch_phases_s")]
-        roles = runs[0]["epoch_phases_s"] if runs else {}
-        for role in roles:
-            label, epochs = name if len(roles) == 1 else f"{name}: {role}", []
-            for number, rows in enumerate(zip(*(run["epoch_phases_s"][role] for run in runs))):
-                whole = statistics.median(run["epochs"][number]["seconds"] for run in runs)
-                kinds = sorted(set().union(*rows))
-                medians = {k: statistics.median(row.get(k, 0.0) for row in rows) for k in kinds}
-                epochs.append(medians | {"other": max(0.0, whole - sum(medians.values()))})
-            found[label] = epochs
-    return found
 
 
 def report(record: Record) -> str:

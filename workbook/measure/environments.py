@@ -6,22 +6,15 @@ environment works from another place, and the SHA-256 of the pins it was made fr
 """
 
 import hashlib
-from importlib import metadata
 from pathlib import Path
 
 FRAMEWORKS = ("horovod", "tensorflow")
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def environment_of(framework: str, repository: Path = REPOSITORY) -> Path:
     """The folder of a framework's environment, which may not be there."""
     return repository / f".venv-{framework}"
-
-
-def python_of(framework: str, repository: Path = REPOSITORY) -> Path | None:
-    """The Python of a framework's environment, None if that is not complete (see ``why_not``)."""
-    python = environment_of(framework, repository) / "bin" / "python"
-    return None if why_not(framework, repository) else python
 
 
 def why_not(framework: str, repository: Path = REPOSITORY) -> str:
@@ -41,10 +34,3 @@ def stamp(framework: str, repository: Path = REPOSITORY) -> list[str]:
     pins = (repository / "tools" / f"{framework}.txt").read_bytes()
     folder = environment_of(framework, repository).resolve()
     return [str(folder), hashlib.sha256(pins).hexdigest()]
-
-
-def version_in(framework: str, package: str) -> str:
-    """The version of a package in a framework's environment."""
-    packages = environment_of(framework).glob("lib/python3*/site-packages")
-    (found,) = metadata.distributions(name=package, path=list(map(str, packages)))
-    return found.version

@@ -1,15 +1,23 @@
-"""The table and the figure of the one run, made from its record or from a stored one."""
+"""The same training by labkit and by other frameworks: run, and the table and figure of a record.
+
+tools/elsewhere.py trains with each in turns; its scripts are in notebooks/scripts/elsewhere.
+"""
 
 import json
+import os
 import statistics
-from collections.abc import Mapping
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
 from labkit.units import format_seconds
-from workbook.measure.elsewhere.environments import REPOSITORY
-from workbook.measure.spread import Spread, Table
+from workbook.measure.environments import REPOSITORY
+from workbook.measure.record import Spread, Table
 from workbook.plots.figure import CaptionedFigure, add_legend, drawn, new_axes
 from workbook.plots.palette import SERIES
 
@@ -18,11 +26,22 @@ RECORD = REPOSITORY / "data" / "results" / "elsewhere.json"
 LOOKS = dict(zip(("labkit", "PyTorch", "Horovod", "TensorFlow"), SERIES, strict=False))
 
 
-def side_by_side(live: Row) -> dict[str, Any]:
-    """A record in which contenders that have not run here are taken from the stored one, marked.
+def run_elsewhere(contenders: Sequence[str], steps: int) -> dict[str, Any]:
+    """Train once with one device and each of these, as ``make elsewhere`` does; the record."""
+    with tempfile.TemporaryDirectory(prefix="labkit-elsewhere-") as folder:
+        words = [sys.executable, str(REPOSITORY / "tools" / "elsewhere.py"), "--repeats", "1"]
+        words += ["--contenders", ",".join(contenders), "--steps", str(steps)]
+        words += ["--out", f"{folder}/record"]
+        env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        # Not subprocess.run, which would kill it at Ctrl-C: it ends what it has started.
+        with subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL) as process:
+            if process.wait():
+                raise RuntimeError("tools/elsewhere.py has failed, and says why above")
+        return json.loads(Path(folder, "record.json").read_text(encoding="utf-8"))
 
-    ``live`` is what ``run_elsewhere`` returned: some contenders, or some that cannot run here.
-    """
+
+def side_by_side(live: Row) -> dict[str, Any]:
+    """A record in which who has not run here is taken from the stored one, marked."""
     stored = json.loads(RECORD.read_text(encoding="utf-8"))["contenders"]
     old = {row["contender"]: row | {"recorded": True} for row in stored if "losses" in row}
     rows = []
@@ -36,15 +55,12 @@ def elsewhere_table(record: Row) -> Table:
     """One row per contender that has trained; below, why others have not, and the versions.
 
     The largest difference is that of a loss from one device's; bytes are per process and step.
-
-    Args:
-        record: of ``make elsewhere``, ``run_elsewhere`` or ``side_by_side``.
     """
     cells, users = [], dict[str, list[str]]()
     for row in _trained(record):
         wrong = "" if row["agrees"] else f": wrong, more than {row['tolerance']:.0e}"
         apart = "not a number" if row["difference"] is None else f"{row['difference']:.1e}{wrong}"
-        bytes_of = [_by_role(row[f"{who}_bytes"]) for who in ("sent", "counted", "formula")]
+        bytes_of = [_by_role(row[f"{who}_bytes"]) for who in ("sent", "formula")]
         step = Spread(**row["step_s"]).text(format_seconds)
         cells.append((_name(row), ", ".join(row["sent_bytes"]), row["messages"], apart))
         cells[-1] += (*bytes_of, step)
@@ -53,7 +69,7 @@ def elsewhere_table(record: Row) -> Table:
     notes = [f"{r['contender']}: {r['problem']}." for r in record["contenders"] if r["problem"]]
     notes += [f"{told}: {', '.join(names)}." for told, names in users.items()]
     heads = ("contender", "processes", "messages", "largest difference")
-    heads += ("sent per step: the kernel", "labkit", "formula", "step")
+    heads += ("sent per step over TCP", "formula", "step")
     return Table(heads, tuple(cells), tuple(notes))
 
 
