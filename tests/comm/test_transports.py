@@ -153,12 +153,15 @@ def first_come(comm):
     """Rank 0 receives one message from each other rank, in any order; others send their rank."""
     if comm.rank:
         comm.send(torch.full((3,), comm.rank, device=comm.device), 0)
+        # Who leaves takes the group's connections along, with what is still under way.
+        comm.barrier()
         return comm.messages, comm.bytes_sent
     landing, others = torch.zeros(3, dtype=torch.int64, device=comm.device), [1, 2]
     found = {}
     for _ in others:
         src = comm.recv_any(landing, others)
         found[src] = landing.tolist()
+    comm.barrier()
     return found, comm.messages, comm.bytes_sent
 
 

@@ -38,7 +38,7 @@ def test_it_is_locked_by_its_first_measurement_also_after_a_restart(monkeypatch)
     assert (one.value, one.measured, one.measured_at) == (2**21, 2**19, made.locked_at)
 
 
-def test_predicted_again_both_are_recorded():
+def test_predicted_again_both_are_recorded(monkeypatch):
     made = workbook.predict(*SENT, value=1)
     made.measured(4)
     made.again()
@@ -47,6 +47,8 @@ def test_predicted_again_both_are_recorded():
     assert [one.value for one in recorded()] == [1, 3]
     made.measured(4)
     assert [(one.value, one.measured) for one in recorded()] == [(1, 4), (3, 4)]
+    restart(monkeypatch)
+    assert workbook.predict(*SENT).value == 3
 
 
 def test_an_open_one_is_continued_after_a_restart_and_can_be_taken_back(monkeypatch):

@@ -16,6 +16,9 @@ import torch
 from ranks import is_alive, leftovers, running_ranks, server_pid, travel_by_value, wait_until
 
 from labkit import WorkerError, run
+from labkit.comm.board import Board
+from labkit.runtime.failures import Evidence, failure_error
+from labkit.runtime.messages import Report
 
 travel_by_value(__name__)
 
@@ -94,3 +97,8 @@ def test_a_run_that_loses_its_forkserver_ends_and_the_next_run_works():
     with pytest.raises(WorkerError, match="left early with exit code 255"):
         run(works, server_pid(), world_size=2)
     assert run(right_neighbour, world_size=2).values == [1, 0]
+
+
+def test_a_consequence_that_is_reported_first_does_not_hide_the_cause():
+    lost, cause = Report(1, "peer_lost", summary="lost"), Report(0, "raised", summary="raised")
+    assert failure_error(Evidence(Board(2), reports={1: lost, 0: cause})).rank == 0

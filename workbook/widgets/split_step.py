@@ -1,6 +1,7 @@
 """The step of a split, predicted and measured, as the browser draws it: words, and bars."""
 
 from collections.abc import Iterator
+from operator import mul
 from statistics import median
 from typing import Any
 
@@ -79,7 +80,9 @@ def step_numbers(split: SplitModel, run: MeasuredSplit | None) -> tuple[list[str
         compute_s = [f + b for f, b in zip(source.forward_s, source.backward_s)]
         idle = f"{1 - sum(compute_s) / (len(compute_s) * step_s):.0%}"
         seconds = format_seconds(step_s), idle, *map(format_seconds, (max(compute_s), hops_s))
-        moved = format_bytes(2 * sum(source.hop_bytes))
+        # No gradient goes back to stages that train nothing.
+        ways = (1 + (back_s > 0) for back_s in split.backward_hop_s)
+        moved = format_bytes(sum(map(mul, source.hop_bytes, ways)))
         return [name, *seconds, format_bytes(max(source.memory_bytes)), moved]
 
     rows = [row("model", split, split.step_s, sum(split.hop_s) + sum(split.backward_hop_s))]
@@ -99,7 +102,12 @@ def _hops(split: SplitModel) -> Iterator[dict[str, Any]]:
             for slot in split.slots()
             if (slot.kind, slot.stage) in sends
         ]
-        words = f"{format_bytes(split.hop_bytes[cut])} ⇄ {format_seconds(2 * split.hop_s[cut])}"
+        back_s = split.backward_hop_s[cut]
+        num_bytes, both = (
+            format_bytes(split.hop_bytes[cut]),
+            format_seconds(split.hop_s[cut] + back_s),
+        )
+        words = f"{num_bytes} {'⇄' if back_s else '→'} {both}"
         yield {"name": f"cut {point}", "words": words, "spans": spans}
 
 

@@ -110,7 +110,10 @@ class Watched:
                 "entries": [[*map(id, _entries(one))] for one in inside],
                 "mode": [module.training for module in modules],
                 "hooks": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
-                "parameters' hooks": list(map(num_hooks, parameters)),
+                # Those that a framework leaves are no mistake of the learner's.
+                "parameters' hooks": []
+                if "torch" in self._may_call
+                else list(map(num_hooks, parameters)),
                 "parameters": [(one.data_ptr(), one.requires_grad) for one in parameters],
             }
             found |= {f"the {what} of {name}": state for what, state in states.items()}
