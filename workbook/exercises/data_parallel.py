@@ -19,7 +19,7 @@ from workbook.exercises.grader import Wrong, judged
 from workbook.exercises.grader.compare import agree, kind_of, other_kind, plain, short
 from workbook.exercises.grader.exercise import random_tensor, with_parameters
 
-_MEET_S = 1.0
+_MEET_S = 0.4
 _BATCHES = (6, 4, (2,)), (7, 4, ()), (2, 4, (2,)), (1, 4, (2,)), (8, 3, (2, 3)), (3, 1, (2,))
 
 
@@ -148,7 +148,7 @@ def gather(fn: Callable, samples: list[int]) -> Wrong | None:
     for place, (one, right, mean) in enumerate(zip(found, expected, of_means)):
         if not agree(one, right):
             what = f"the gradient of device {place - 1}" if place else "the loss"
-            like = ": that of the mean of the devices' own means" if agree(one, mean) else ""
+            like = "; it belongs to the mean of the devices' own means" if agree(one, mean) else ""
             difference = f"it is {short(one)}, expected {short(right)}{like}"
             return Wrong(f"{what}: {other_kind(one, right) or difference}")
     return None

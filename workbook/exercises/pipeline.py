@@ -136,8 +136,11 @@ def _wrong_streams(streams: Streams, M: int) -> Found:
     for stage, stream in enumerate(streams):
         ours = [*schedules.one_f_one_b(stage, len(streams), M)]
         if [one.kind for one in stream] != [one.kind for one in ours]:
-            text = f"stage {stage} runs {_listed(stream)}, labkit's {_listed(ours)}; it holds "
-            return f"{text}{in_flight(stream)} micro-batches at once, labkit's {in_flight(ours)}"
+            text = f"stage {stage} runs {_listed(stream)}, labkit's {_listed(ours)}; "
+            mine, most = in_flight(stream), in_flight(ours)
+            if mine < most:
+                return f"{text}with {mine} micro-batches under way, not {most}, others wait for it"
+            return f"{text}it holds {mine} micro-batches at once, labkit's {most}"
     return None
 
 

@@ -84,6 +84,10 @@ def admission(worker: int, version: int, pulled: Mapping[int, int], bound: int) 
     return in_time([pulled[other] for other in pulled if other != worker], version + 1, bound)
 
 
+# Of a gradient, so that one that is not looked at is noticed.
+_STEP = 1.5
+
+
 def _parameters_and_updates(rank: int, case: Case) -> tuple:
     """Zeros [W], the number of pushes, and the seconds that a worker needs for a gradient."""
     return torch.zeros(case.world_size - 1), sum(range(case.world_size)), 0.02 * case.size
@@ -105,9 +109,9 @@ def _serve_and_work(
     token, pulled = torch.empty(0), []
     for other in range(2, comm.world_size if comm.rank == 1 and not pause_s else 2):
         comm.recv(token, other)
-    # Place w - 1 of the parameters counts the updates of worker w.
+    # Place w - 1 of the parameters counts the updates of worker w, in steps of this size.
     gradient = torch.zeros_like(parameters)
-    gradient[comm.rank - 1] = 1.0
+    gradient[comm.rank - 1] = _STEP
     for _ in range(comm.rank):
         if pause_s:
             with comm.span("compute"):
@@ -121,13 +125,13 @@ def _serve_and_work(
 
 def _judge_server(case: Case, values: list[Any]) -> Found:
     (_, ended), workers = values[0], range(1, case.world_size)
-    expected = [-float(worker) for worker in workers]
+    expected = [-_STEP * worker for worker in workers]
     if ended != expected:
         text = f"the parameters end as {ended}, expected {expected}: each push subtracts its "
         return f"{text}gradient once, in place"
     for worker in workers:
         own = [pulled[worker - 1] for pulled in values[worker]]
-        if own != (counted := [-float(number) for number in range(1, worker + 1)]):
+        if own != (counted := [-_STEP * number for number in range(1, worker + 1)]):
             text = f"element {worker - 1} of what worker {worker} pulls is {own}, expected "
             return f"{text}{counted}: each answer holds the update before it"
     return None
@@ -182,7 +186,7 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
     # The parameters [W] after each update, and by worker those after its own.
     now, pulls = [0.0] * len(workers), [[] for _ in range(case.world_size)]
     for worker, late in tracker.updates:
-        now[worker - 1] -= 1 / (1 + late)
+        now[worker - 1] -= _STEP / (1 + late)
         pulls[worker].append([*now])
     compared = {
         "the list says": (books, [list(update) for update in tracker.updates]),
