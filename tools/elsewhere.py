@@ -118,8 +118,8 @@ def take_turn(contender: Contender, folder: Path) -> Turn:
             lines = [line.strip() for line in log.splitlines() if line.strip()]
             # The first error is the cause of others.
             errors = [line for line in lines if re.search(r"Error(: |$)", line)]
-            told = [*errors[:1], *lines[-1:], "without a word"][0]
-            raise RuntimeError(f"ended with {code}: {told}")
+            why = [*errors[:1], *lines[-1:], "without a word"][0]
+            raise RuntimeError(f"ended with {code}: {why}")
         reports = [json.loads(path.read_text()) for path in sorted(own.glob("report.json*"))]
     sent_bytes = {name: each for one in reports for name, each in one["sent_bytes"].items()}
     return reports[0] | {"sent_bytes": sent_bytes}
@@ -209,7 +209,7 @@ def numbers(contender: Contender, taken: list[Turn], truth: list[float]) -> dict
         process: [one for turn in taken for one in turn["sent_bytes"][process][warm_up:]]
         for process in taken[0]["sent_bytes"]
     }
-    # TensorFlow has kernels of its own.
+    # TensorFlow's kernels round in another way.
     tolerance = 1e-4 if contender.framework == TF else 1e-5
     return {
         "losses": taken[0]["losses"],
