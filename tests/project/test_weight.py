@@ -46,7 +46,7 @@ LIMITS = {
     "tests/placement": (121, 1167),
     "tests/plots": (626, 6751),
     "tests/pretended": (861, 4842),
-    "tests/project": (1604, 11162),
+    "tests/project": (1610, 11182),
     "tests/runtime": (1490, 9617),
     "tests/schedules": (354, 2961),
     "tests/strategies": (961, 8623),
