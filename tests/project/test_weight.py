@@ -58,7 +58,7 @@ LIMITS = {
     "workbook": (406, 2310),
     "workbook/exercises": (5405, 41626),
     "workbook/measure": (1406, 10365),
-    "workbook/notebook": (1258, 7704),
+    "workbook/notebook": (1259, 7713),
     "workbook/plots": (1632, 11681),
     "workbook/widgets": (683, 4743),
 }
