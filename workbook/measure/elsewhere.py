@@ -89,7 +89,7 @@ def elsewhere_figure(record: Row) -> CaptionedFigure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid()
     add_legend(figure, list(lines.values()))
-    longest = max((row["losses"] for row in rows), key=len)
+    longest = max(rows, key=lambda row: len(row["losses"]))["losses"]
     alt = f"The losses of {len(rows)} contenders by step, "
     alt += f"from {longest[0]:.2f} to {longest[-1]:.2f}: "
     apart = [_name(row) for row in rows if not row["agrees"]]
