@@ -57,7 +57,7 @@ LIMITS = {
     "tools": (1475, 11008),
     "workbook": (406, 2310),
     "workbook/exercises": (5405, 41626),
-    "workbook/measure": (1406, 10365),
+    "workbook/measure": (1412, 10402),
     "workbook/notebook": (1259, 7713),
     "workbook/plots": (1632, 11681),
     "workbook/widgets": (683, 4743),
