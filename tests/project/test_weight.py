@@ -56,9 +56,9 @@ LIMITS = {
     "tests/workload": (357, 3397),
     "tools": (1475, 11008),
     "workbook": (406, 2310),
-    "workbook/exercises": (5346, 40942),
-    "workbook/measure": (1406, 10365),
-    "workbook/notebook": (1258, 7704),
+    "workbook/exercises": (5405, 41626),
+    "workbook/measure": (1412, 10402),
+    "workbook/notebook": (1259, 7713),
     "workbook/plots": (1632, 11681),
     "workbook/widgets": (683, 4743),
 }
