@@ -46,13 +46,13 @@ LIMITS = {
     "tests/placement": (121, 1167),
     "tests/plots": (626, 6751),
     "tests/pretended": (861, 4842),
-    "tests/project": (1610, 11182),
+    "tests/project": (1609, 11158),
     "tests/runtime": (1490, 9617),
     "tests/schedules": (354, 2961),
     "tests/strategies": (961, 8623),
     "tests/tracing": (231, 1657),
     "tests/training": (977, 7694),
-    "tests/widgets": (348, 2757),
+    "tests/widgets": (267, 2096),
     "tests/workload": (357, 3397),
     "tools": (1475, 11008),
     "workbook": (406, 2310),
@@ -60,7 +60,7 @@ LIMITS = {
     "workbook/measure": (1412, 10402),
     "workbook/notebook": (1259, 7713),
     "workbook/plots": (1632, 11681),
-    "workbook/widgets": (683, 4743),
+    "workbook/widgets": (595, 4118),
 }
 # A room that has become lighter by more than this has its new weight written down here.
 SLACK = 1.03
