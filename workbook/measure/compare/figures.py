@@ -70,7 +70,11 @@ def time_to_accuracy(record: Record) -> CaptionedFigure:
     ]
     if never := [name for name, pairs in found.items() if pairs is None]:
         told.append(f"Not reached in every repeat within {budget} epochs: {', '.join(never)}.")
-    told.append("Every epoch counts here, the first too.")
+    if len({tuple(epochs) for epochs in columns["epochs"].values()}) == 1:
+        # Bars of one length say nothing.
+        del columns["epochs"]
+        told.append("In every repeat they needed equally many epochs.")
+    told.append("The first epoch counts, too.")
     title = f"To {target:.0%} held-out accuracy: {_where(record)}"
     return _draw_rows(record, columns, f"not in {budget} epochs", title, " ".join(told))
 
