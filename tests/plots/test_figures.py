@@ -115,6 +115,6 @@ class TestLearningCurves:
         figure = plots.learning_curves({"ring": EPOCHS, "single": EPOCHS[:1]})
         assert legend_of(figure) == ["ring", "single"]
         assert "loss 1 and held-out accuracy 75.0% after 2 epochs" in figure.alt
-        assert "First to end: single, after 3 s" in figure.caption
+        assert "First to finish: single, after 3 s" in figure.caption
         tied = plots.learning_curves({"a": EPOCHS, "b": EPOCHS[:1], "c": EPOCHS}).caption
         assert "at the end: a and c, 75.0%." in tied

@@ -78,7 +78,7 @@ def learning_curves(
         equal = " and ".join(label for label in ends if accuracy[label] == accuracy[best])
         takeaway = (
             f"Best held-out accuracy at the end: {equal}, {accuracy[best]}. "
-            f"First to end: {fast}, after {format_seconds(ends[fast]['second'])}."
+            f"First to finish: {fast}, after {format_seconds(ends[fast]['second'])}."
         )
     repeats = [list(curve["loss"]) for curve in curves.values()]
     spread = repeats_words(repeats, "Lines are medians of {} repeats, bands span all of them.")
