@@ -5,7 +5,6 @@ Every number in it comes from the measurement: phases, spans, counts. A differen
 than the spread of the repeats is not called one.
 """
 
-import html
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,9 +66,6 @@ class Verdict:
 
     def __repr__(self) -> str:
         return self.text
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.text)}</p>"
 
 
 def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:

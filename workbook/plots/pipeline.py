@@ -34,7 +34,6 @@ def pipeline_timetable(
 
     Args:
         slots: from ``labkit.costs.pipeline_timeline.predicted_slots`` or ``SplitModel.slots``.
-        title: above the figure.
         unit: of the slots' times, if they are not seconds (``"forwards of a micro-batch"``).
     """
     spans = [Span(slot.stage, slot.kind, slot.start_s, slot.end_s) for slot in slots]
@@ -50,7 +49,6 @@ def pipeline_timeline(
     Args:
         trace: of one step, such as ``measure_split(...).typical_step()``; rank s is stage s.
         streams: by stage, the actions that it ran, in order.
-        title: above the figure.
 
     Raises:
         ValueError: the forwards and backwards of a rank are not those of its stream.
@@ -126,7 +124,6 @@ def step_by_micro_batches(
         rows: dicts with ``schedule`` (the curve's name), ``micro_batches``, ``step_s`` (a number,
             or its repeats: the point is their median, the band spans them) and ``model_s`` (the
             predicted step).
-        title: above the figure.
     """
     measured: dict[str, dict[int, list[float]]] = {}
     predicted: dict[str, dict[int, float]] = {}

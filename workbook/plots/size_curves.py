@@ -44,7 +44,6 @@ def size_curves(
             keeps its colour.
         crossover: the size in bytes at which the first two of ``measured`` cross according to a
             model (infinite if they never do). Their measured crossovers are drawn beside it.
-        title: above the figure.
     """
     seconds = {name: _repeats(points) for name, points in measured.items()}
     sizes = sorted(set().union(*seconds.values()))
@@ -74,7 +73,6 @@ def communication_time(
 
     Args:
         measured, model: ``{"cut 5, forward": {batch size: seconds}}``, as in ``size_curves``.
-        title: above the figure.
     """
     seconds = {name: _repeats(points) for name, points in measured.items()}
     most = max(set().union(*seconds.values()))
