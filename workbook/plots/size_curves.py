@@ -125,7 +125,7 @@ def draw_curves(
         axes.set_ylim(0, None)
     axes.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
     axes.minorticks_off()
-    axes.set(xlabel=f"{label}, log scale", ylabel=f"time (seconds{', log scale' * log_time})")
+    axes.set(xlabel=f"{label}, log scale", ylabel=f"time{', log scale' * log_time}")
     axes.grid()
     add_legend(figure, lines)
     ratios = [
@@ -172,7 +172,7 @@ def crossings(first: Points, second: Points) -> list[float]:
 
 
 def _repeats(points: Points) -> Repeats:
-    """The repeats in ascending order of size. JSON has the sizes as texts."""
+    """The repeats in ascending order of size. JSON has the sizes as strings."""
     return dict(sorted((int(size), as_repeats(seconds)) for size, seconds in points.items()))
 
 
