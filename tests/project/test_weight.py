@@ -42,7 +42,7 @@ LIMITS = {
     "tests/exercises": (3280, 20859),
     "tests/gpu": (459, 3626),
     "tests/measure": (830, 6329),
-    "tests/notebook": (752, 5808),
+    "tests/notebook": (754, 5808),
     "tests/placement": (121, 1167),
     "tests/plots": (627, 6767),
     "tests/pretended": (861, 4842),
@@ -58,7 +58,7 @@ LIMITS = {
     "workbook": (406, 2310),
     "workbook/exercises": (5405, 41626),
     "workbook/measure": (1412, 10402),
-    "workbook/notebook": (1259, 7713),
+    "workbook/notebook": (1260, 7724),
     "workbook/plots": (1633, 11681),
     "workbook/widgets": (595, 4118),
 }

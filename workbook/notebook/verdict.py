@@ -102,7 +102,7 @@ def faster(times: Mapping[str, Times]) -> Verdict:
     first, *others = sorted(times, key=lambda name: statistics.median(_seconds(times[name])))
     ratios = {name: _ratio(times[name], times[first]) for name in others}
     close = [name for name in others if ratios[name].is_larger is None]
-    ahead = " and ".join(
+    ahead = ", ".join(
         f"{ratios[name]} as fast as {name} ({ratios[name].spread})"
         for name in others
         if name not in close
@@ -110,7 +110,8 @@ def faster(times: Mapping[str, Times]) -> Verdict:
     if not close:
         return Verdict(f"Fastest: {first}, {ahead}.", ratios[others[0]])
     nearest = ratios[close[0]]
-    text = f"Cannot be told apart: {first} and {', '.join(close)} ({nearest.spread})."
+    spread = f"a ratio of {nearest.spread}" if nearest.repeats else nearest.spread
+    text = f"Cannot be told apart: {first} and {', '.join(close)} ({spread})."
     return Verdict(f"{text} {first} was {ahead}." if ahead else text, nearest)
 
 
@@ -123,7 +124,7 @@ def race(runs: Mapping[str, TrainResult], accuracy: float) -> Verdict:
             if epoch["test_accuracy"] >= accuracy:
                 reached[name] = end_s, number
                 break
-    ends = ", ".join(
+    ends = "; ".join(
         f"{name} after {format_seconds(end_s)} and {format_count(number, 'epoch')}"
         for name, (end_s, number) in sorted(reached.items(), key=lambda item: item[1])
     )

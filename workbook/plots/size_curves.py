@@ -170,7 +170,7 @@ def crossings(first: Points, second: Points) -> list[float]:
 
 
 def _repeats(points: Points) -> Repeats:
-    """The repeats in ascending order of size. JSON has the sizes as texts."""
+    """The repeats in ascending order of size. JSON has the sizes as strings."""
     return dict(sorted((int(size), as_repeats(seconds)) for size, seconds in points.items()))
 
 
