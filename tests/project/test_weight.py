@@ -41,7 +41,7 @@ LIMITS = {
     "tests/costs": (251, 2576),
     "tests/exercises": (3280, 20859),
     "tests/gpu": (459, 3626),
-    "tests/measure": (830, 6329),
+    "tests/measure": (828, 6307),
     "tests/notebook": (754, 5808),
     "tests/placement": (121, 1167),
     "tests/plots": (627, 6767),
@@ -57,10 +57,10 @@ LIMITS = {
     "tools": (1475, 11008),
     "workbook": (406, 2310),
     "workbook/exercises": (5405, 41626),
-    "workbook/measure": (1412, 10402),
-    "workbook/notebook": (1260, 7724),
-    "workbook/plots": (1633, 11681),
-    "workbook/widgets": (595, 4118),
+    "workbook/measure": (1400, 10249),
+    "workbook/notebook": (1256, 7712),
+    "workbook/plots": (1620, 11655),
+    "workbook/widgets": (592, 4103),
 }
 # A room that has become lighter by more than this has its new weight written down here.
 SLACK = 1.03
