@@ -44,7 +44,9 @@ def epoch_time(record: Record, field: str) -> CaptionedFigure:
 
 def time_to_accuracy(record: Record) -> CaptionedFigure:
     """Epochs and seconds of training to the target accuracy on held-out samples."""
-    target, budget = record["config"]["target"], record["settings"][0]["epochs"]
+    target, main = record["config"]["target"], record["settings"][0]
+    budget = main["epochs"]
+    where = f"{format_count(main['world_size'], 'rank')}, batches of {main['batch_size']}"
     found = {name: summary.reached(record, name) for name in present(record)}
     columns = {
         what: {name: [pair[at] for pair in pairs] for name, pairs in found.items() if pairs}
@@ -63,7 +65,7 @@ def time_to_accuracy(record: Record) -> CaptionedFigure:
         del columns["epochs"]
         told.append("In every repeat they needed equally many epochs.")
     told.append("The first epoch counts, too.")
-    title = f"To {target:.0%} held-out accuracy: {_where(record)}"
+    title = f"To {target:.0%} held-out accuracy: {where}"
     return _draw_rows(record, columns, f"not in {budget} epochs", title, " ".join(told))
 
 
@@ -100,9 +102,3 @@ def _draw_rows(
     add_title(figure, title)
     add_legend(figure, [swatch(whose, look) for whose, look in LOOKS.items()])
     return CaptionedFigure(figure, alt=f"{title}. {told}", caption=f"{told} {_REPEATS}")
-
-
-def _where(record: Record) -> str:
-    main = record["settings"][0]
-    ranks = format_count(main["world_size"], "rank")
-    return f"{ranks}, batches of {main['batch_size']}"
