@@ -175,11 +175,7 @@ def overlap(run: TrainResult | RunResult) -> Verdict:
 
 
 def staleness(result: TrainResult) -> Verdict:
-    """How many updates late the gradients of an asynchronous run were, and whose were latest.
-
-    Raises:
-        ValueError: the run was not an asynchronous one.
-    """
+    """How many updates late the gradients of an asynchronous run were, and whose were latest."""
     updates = result.notes.get("staleness", ())
     if not updates:
         raise ValueError(f"{result.config.strategy} counts no staleness: run an asynchronous one")

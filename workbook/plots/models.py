@@ -152,9 +152,6 @@ def staleness_model(
         workers: W; worker 1 is the straggler.
         factor: the straggler takes this many times as long for a gradient, at least 1.
         bound: the largest staleness, W - 1 or more; None allows any.
-
-    Raises:
-        ValueError: a bound that cannot be kept.
     """
     # The model's unit of time is one gradient on a worker that is not a straggler.
     free = simulate(workers, factor=factor, duration_s=20.0, bound=bound)

@@ -52,9 +52,6 @@ def timeline(
         result: a ``Trace``, or a result that has one as ``.trace``.
         start_s, end_s: the part of the trace to show, in seconds of its clock.
         model: the trace is a prediction, not a measurement, and is drawn as one.
-
-    Raises:
-        ValueError: no span lies there.
     """
     trace = getattr(result, "trace", result)
     is_whole = start_s is None and end_s is None
