@@ -8,14 +8,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import travel_by_value
 
 from labkit import EmulatedLink, collectives, run, train_with
 from labkit.comm import emulated_link
 from labkit.comm.emulated_link import Card
 from labkit.costs import Link, all_reduce_seconds
-
-travel_by_value(__name__)
 
 # The arithmetic
 
