@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +17,10 @@ class Runs:
     """Stands for ``measure_split``: measures twice what is predicted."""
 
     def __init__(self):
-        self.calls, self.during = [], lambda: None
+        self.calls = []
 
     def __call__(self, model, split_points, batch_size, **settings):
         self.calls.append((model, split_points, batch_size, settings))
-        self.during()
         split = predict_split(PROFILE, split_points, LINK, **settings)
         return measured(split, factor=2.0, batch_size=batch_size)
 
@@ -110,26 +108,6 @@ def test_the_measured_step_is_laid_out_as_it_ran(explorer):
     for (stage, kind, start_s, end_s), slot in zip(bars, slots, strict=True):
         assert (stage, kind) == slot[:2]
         assert (start_s, end_s) == pytest.approx((2 * slot.start_s, 2 * slot.end_s))
-
-
-def test_stop_ends_a_run_and_another_one_can_begin(explorer, runs):
-    measuring, seen = threading.Event(), []
-
-    def during():
-        seen.append((explorer.run.disabled, explorer.stop.disabled, explorer.status.value))
-        measuring.set()
-        while True:
-            threading.Event().wait(0.01)
-
-    runs.during = during
-    explorer.run.click()
-    measuring.wait()
-    press(explorer, explorer.stop)
-    assert seen == [(True, False, '<span role="status">measuring ...</span>')]
-    assert ("stopped" in explorer.status.value, explorer.runs) == (True, {})
-    runs.during = lambda: None
-    press(explorer, explorer.run)
-    assert ">measured" in explorer.status.value
 
 
 def test_best_moves_the_cuts_there_and_says_why(explorer):
