@@ -43,7 +43,6 @@ def steps(gpus: int) -> dict[str, tuple[float, list[str]]]:
         "ddp": (150, bench("ddp", "--world-size", ranks)),
         "pipeline": (180, bench("pipeline", "--world-size", "2", "--models", "vgg16")),
         "compare": (240, [*LABKIT, "compare", "--device", "cuda", "--repeats", "1"]),
-        "launch": (90, bench("launch", "--world-size", ranks)),
     }
     found["compare"][1].extend(["--json", "{}/result.json", "--figures", "{}"])
     execute = ["nbconvert", "--to", "html", "--execute", "--output-dir", "{}"]

@@ -8,8 +8,7 @@ import torch
 
 from labkit.__main__ import main
 from labkit.costs.link import Link, all_reduce_seconds
-from labkit.placement.planner import LayerCost, Profile
-from workbook.measure import all_reduce, benches, placement
+from workbook.measure import all_reduce, placement
 from workbook.measure.command import show
 from workbook.measure.record import Result
 
@@ -30,12 +29,6 @@ def rows_of(tmp_path, *words):
 
 def by_contender(rows):
     return {row["contender"]: row for row in rows}
-
-
-@pytest.mark.fresh
-def test_both_sides_of_the_launch_bench_do_the_work(tmp_path):
-    rows = rows_of(tmp_path, "launch", "--world-size", "2", "--repeats", "1")
-    assert [row["contender"] for row in rows] == ["labkit.run", benches.SPAWN]
 
 
 @pytest.mark.slow
@@ -100,29 +93,13 @@ def test_every_contender_of_a_step_trains_the_same_model(bench, names, tmp_path)
         assert row["ratio_to"].keys() >= {one for one in rows if one.startswith("torch")} - {name}
 
 
-def test_a_checkpoint_is_timed_beside_a_plain_file(tmp_path):
-    words = ["checkpoint", "--world-size", "2", "--models", "small_cnn", "--repeats", "2"]
-    rows = by_contender(rows_of(tmp_path, *words))
-    # Parameters and momenta.
-    parameters = sum(one.nbytes for one in benches.build("small_cnn").parameters())
-    assert rows.keys() == {"checkpoint", benches.PLAIN_FILE}
-    assert all(row["num_bytes"] == 2 * parameters for row in rows.values())
-
-
-def test_all_cuts_take_turns_with_the_planner_s():
-    layers = (LayerCost("Linear", 1.0, 2.0, 10**6, 400, 50),) * 6
-    result = placement.measure_cuts(Profile("mlp", 4, 100, layers), Link(0.0, 1e-9), 2, 2, CPU)
-    assert list(result.seconds[""]) == [f"cut {cut}" for cut in (1, 2, 3, 4, 5)]
-    # All layers are alike: the planner cuts in the middle.
-    assert result.against == ("cut 3",)
-
-
 @pytest.mark.slow
 def test_the_hops_of_a_placement_stand_beside_the_model(monkeypatch):
     """The reference's four devices."""
     monkeypatch.setattr(placement, "VGG16_SPLITS", {"4 devices": (15, 31, 33)})
     monkeypatch.setattr(placement, "BATCH_SIZES", (2,))
-    result = placement.measure_placements(Link(0.0, 1e-9), 1, CPU)
+    monkeypatch.setattr(placement, "measure_link", lambda **where: Link(0.0, 1e-9))
+    (result,) = placement.bench_placement(1, CPU)
     ((case, hops),) = result.seconds.items()
     assert case == "4 devices"
     assert sum("gradient" in hop for hop in hops) == len(hops) / 2 == 3
@@ -146,7 +123,7 @@ def test_what_is_measured_is_written_when_a_bench_is_stopped(tmp_path):
         (["all-reduce", "--sizes", "10"], "10 bytes do not divide into float32"),
         (["ddp", "--world-size", "1"], "the world size of a bench must be an integer from 2 up"),
         (["all-reduce", "--figure", "x.gif"], "a figure is saved as .png or .svg"),
-        (["launch", "--sizes", "4KiB"], "bench launch has no sizes_bytes"),
+        (["ddp", "--sizes", "4KiB"], "bench ddp has no sizes_bytes"),
         (["--json", "x.json"], "--json and --figure are for one bench"),
     ],
 )

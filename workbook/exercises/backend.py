@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm.comm import Comm
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong
-from workbook.exercises.grader.compare import agree, kind_of, short
+from workbook.exercises.grader.compare import agree, beside, kind_of, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
 from workbook.exercises.ring import ring_target
 
@@ -103,7 +103,7 @@ def _hosted(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong | None:
         for i, (left, wanted) in enumerate(zip(tensors, expected)):
             if not agree(left, wanted):
                 where = f"outputs[{i // P}][{i % P}]" if gathers else f"tensors[{i}]"
-                text = f"{name} leaves {short(left)} in {where}, expected {short(wanted)}"
+                text = f"{where} after {name} is {beside(left, wanted)}"
                 wrong = wrong or text
         if not wrong and (found := _wrong_future(returned, tensors[:P] if gathers else tensors)):
             wrong = f"{name} returns a Work that DDP cannot use: {found}"

@@ -38,8 +38,6 @@ half_the_bytes = Check(
     may_call=frozenset({"share_only"}),
 )
 
-_K = 2
-
 
 def _residual(rank: int, case: Case) -> Tensor:
     return case.random(rank + 7, case.size)
@@ -49,19 +47,23 @@ def _whole(rank: int, case: Case) -> Tensor:
     return case.tensor(rank) + _residual(rank, case)
 
 
-def _largest(values: Tensor) -> Tensor:
+def _k(case: Case) -> int:
+    return case.integer(0, 1, 3)
+
+
+def _largest(values: Tensor, k: int) -> Tensor:
     """``values`` [N] with all but the k largest in magnitude set to 0."""
-    places = values.abs().topk(_K).indices
+    places = values.abs().topk(k).indices
     return torch.zeros_like(values).index_copy(0, places, values[places])
 
 
 def _sent(rank: int, case: Case) -> Tensor:
-    return _largest(_whole(rank, case))
+    return _largest(_whole(rank, case), _k(case))
 
 
 def _forgetful(rank: int, case: Case) -> list[Tensor]:
-    own = case.tensor(rank)
-    return [case.over_ranks(lambda r: _largest(case.tensor(r))), own - _largest(own)]
+    own, k = case.tensor(rank), _k(case)
+    return [case.over_ranks(lambda r: _largest(case.tensor(r), k)), own - _largest(own, k)]
 
 
 # fn(comm, gradient, residual, k): each rank sends the k largest elements of gradient + residual.
@@ -72,12 +74,12 @@ top_k = Check(
         case.over_ranks(lambda r: _sent(r, case)),
         _whole(rank, case) - _sent(rank, case),
     ],
-    inputs=lambda rank, case: (case.tensor(rank), _residual(rank, case), _K),
+    inputs=lambda rank, case: (case.tensor(rank), _residual(rank, case), _k(case)),
     signature="comm, gradient, residual, k",
     written=None,
     keeps=("gradient", "residual"),
     # Of each element a float32 and an int64.
-    target=lambda rank, case: Target(num_bytes=12 * _K * (case.world_size - 1)),
+    target=lambda rank, case: Target(num_bytes=12 * _k(case) * (case.world_size - 1)),
     mistakes={"the old residual was not added to the gradient": _forgetful},
     parts=lambda case: {
         **{f"what rank {r} sends": _sent(r, case) for r in range(case.world_size)},

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from workbook.exercises.grader import Wrong, judged
-from workbook.exercises.grader.compare import agree, kind_of, other_kind, plain, short
+from workbook.exercises.grader.compare import agree, beside, kind_of, other_kind, plain, short
 from workbook.exercises.grader.exercise import random_tensor, with_parameters
 
 _MEET_S = 0.4
@@ -117,7 +117,7 @@ def parallel_apply(fn: Callable, count: int, grad_mode: bool, failing: int) -> W
         text = f"functions[{failing}] raised {error(words)!r}, the caller got {short(found)}"
         return None if type(found) is error and words in str(found) else Wrong(text)
     if not agree(found, expected):
-        return Wrong(f"the function returned {short(found)}, expected {expected}")
+        return Wrong(f"the function returned {beside(found, expected)}")
     text = f"is_grad_enabled() is {grad_mode} in the caller, {modes} in the threads"
     return None if modes == [grad_mode] * count else Wrong(text)
 
@@ -149,7 +149,7 @@ def gather(fn: Callable, samples: list[int]) -> Wrong | None:
         if not agree(one, right):
             what = f"the gradient of device {place - 1}" if place else "the loss"
             like = "; it belongs to the mean of the devices' own means" if agree(one, mean) else ""
-            difference = f"it is {short(one)}, expected {short(right)}{like}"
+            difference = f"it is {beside(one, right)}{like}"
             return Wrong(f"{what}: {other_kind(one, right) or difference}")
     return None
 
@@ -185,6 +185,6 @@ def reduce(fn: Callable, there: str) -> Wrong | None:
         own = [gradient for gradient in column if gradient is not None]
         total = torch.stack(own).sum(0) if own else None
         if not agree(one, total):
-            text = f"parameter {p} has a gradient on devices {row}: its sum is {short(one)}"
-            return Wrong(f"{text}, expected {short(total)}")
+            text = f"parameter {p} has a gradient on devices {row}: its sum is "
+            return Wrong(text + beside(one, total))
     return None

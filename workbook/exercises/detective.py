@@ -191,10 +191,11 @@ def culprit(
     # What PyTorch 2.10's recorders hold with gloo while the others wait, by rank.
     dumps, calls = Dumps(), before + 1 + after
     names = random.choices(["all_reduce", "broadcast"], [3, 2], k=calls)
-    sizes = [random.randint(20, 90) for _ in range(calls)]
+    # The last number of a shape is the one that differs.
+    shapes = [random.choices(range(20, 90), k=random.randint(1, 3)) for _ in range(calls)]
     for each in random.sample(range(WORLD_SIZE), WORLD_SIZE):
         own, entries = each == rank, []
-        for number, (name, size) in enumerate(zip(names, sizes), start=1):
+        for number, (name, shape) in enumerate(zip(names, shapes), start=1):
             fault = kind if number > before else ""
             comes = {"all agree": False, "comes alone": own, "does not come": not own}
             if not comes.get(fault, True):
@@ -203,9 +204,9 @@ def culprit(
                 name = "broadcast" if own else "all_reduce"
             # A root that sends too little: nobody notices.
             if fault == "brings another size":
-                name, size = "broadcast", size - 7 * own
+                name, shape = "broadcast", [*shape[:-1], shape[-1] - 7 * own]
             done = fault in ("", "brings another size")
-            values = number, f"gloo:{name}", [[size]], ["Float"], "scheduled", done
+            values = number, f"gloo:{name}", [shape], ["Float"], "scheduled", done
             entries.append(dict(zip(_KEPT, values)))
         if each != lost:
             dumps[each] = entries[-kept:]

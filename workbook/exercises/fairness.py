@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong, judged, solved
-from workbook.exercises.grader.compare import fit, short
+from workbook.exercises.grader.compare import beside, fit, short
 
 
 @solved(
@@ -59,9 +59,10 @@ def useful_rate(
     return min(train_size, sum(samples_by_rank)) / statistics.median(epoch_seconds[1:])
 
 
+_EQUAL = "not at all"
 # How the parameters of one rank differ from those of the others.
 _DIFFERENCES: dict[str, Callable[[Tensor], object]] = {
-    "not at all": lambda mine: None,
+    _EQUAL: lambda mine: None,
     "by 1 in every number": lambda mine: mine.add_(1),
     "by 1 in its first number": lambda mine: mine[:1].add_(1),
     "by 1 in its last number": lambda mine: mine[-1:].add_(1),
@@ -81,6 +82,11 @@ def _difference(case: Case) -> tuple[int, str]:
     return (turn + case.call) % case.world_size, [*_DIFFERENCES][kind]
 
 
+def _special(case: Case) -> str:
+    rank, how = _difference(case)
+    return "equal on all ranks" if how == _EQUAL else f"of which those of rank {rank} differ {how}"
+
+
 def _replica(rank: int, case: Case) -> tuple[Tensor]:
     """[case.size], this rank's parameters."""
     mine, (other, how) = case.random(0, case.size), _difference(case)
@@ -93,12 +99,12 @@ def _replica(rank: int, case: Case) -> tuple[Tensor]:
 # fn(comm, tensor): on all ranks, whether all tensors are equal to the bit.
 replicas_agree = Check(
     "fairness.replicas_agree",
-    lambda rank, case: _difference(case)[1] == "not at all",
+    lambda rank, case: _difference(case)[1] == _EQUAL,
     inputs=_replica,
     written=None,
     keeps=("tensor",),
     sizes=tuple(range(7, 19)),
-    special=lambda case: "of which those of rank {} differ {}".format(*_difference(case)),
+    special=_special,
     may_call=COLLECTIVES,
 )
 
@@ -132,7 +138,7 @@ def interleaved_ratio(fn: Callable, b_costs: float, repeats: int) -> Wrong | Non
     pairs = ["".join(order[i : i + 2]) for i in range(0, len(order), 2)]
     text = f"the runs came in the pairs {' '.join(pairs) or '(none)'}"
     if len(pairs) != repeats + 1 or any(pair not in ("ab", "ba") for pair in pairs):
-        text += f", expected one pair to warm up, then {repeats}, each of an a and a b"
+        text += f", expected one pair to warm up, then {repeats}, each with one a and one b"
         return Wrong(text)
     # The warm-up pair is not counted, so it may begin with either.
     if any(one == following for one, following in itertools.pairwise(pairs[1:])):
@@ -150,5 +156,5 @@ def interleaved_ratio(fn: Callable, b_costs: float, repeats: int) -> Wrong | Non
         ": that is the ratio of the two medians, not the median of the pairs' ratios": b_s / a_s,
     }
     why = next((words for words, one in looks.items() if near(one)), "")
-    wanted = f"{statistics.median(ratios[1:]):.4g}, the median of the pairs' b / a"
-    return Wrong(f"the function returned {float(found):.4g}, expected {wanted}{why}")
+    pair = beside(float(found), statistics.median(ratios[1:]))
+    return Wrong(f"the function returned {pair}, the median of the pairs' b / a{why}")

@@ -13,7 +13,15 @@ from labkit import collectives
 from workbook.exercises.grader import Case, Check, Target, solved
 from workbook.exercises.grader.exercise import DRAWN
 
-_check = partial(Check, signature="comm, mine", written=None, sizes=(12, 5, 1), drawn_size=DRAWN)
+_check = partial(
+    Check,
+    signature="comm, mine",
+    written=None,
+    sizes=(12, 5, 1),
+    # Not only up to 4, for which a pattern may be written down.
+    world_sizes=(2, 3, 5),
+    drawn_size=DRAWN,
+)
 
 
 def _sum(ranks: Iterable[int], case: Case) -> Tensor:

@@ -23,7 +23,7 @@ from labkit.comm.work import work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from workbook.exercises.ddp import gradients_left
 from workbook.exercises.grader import Case, Check, Wrong, judged
-from workbook.exercises.grader.compare import agree, plain, short
+from workbook.exercises.grader.compare import agree, beside, plain, short
 from workbook.exercises.grader.exercise import Found, random_tensor
 from workbook.exercises.grader.judge_values import in_words, made_of
 from workbook.exercises.grader.watched import num_hooks
@@ -144,8 +144,8 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
             parts = {"the sum over the ranks": total, "this rank's own gradients": mine}
             like = in_words(made_of(found * batch_size, parts))
             like = f": they are ({like}) / {batch_size}" if like else ""
-            text = f"the gradients of parameters {bucket} are {short(found)}"
-            return Wrong(f"{text}, expected {short(expected)}{like}")
+            text = f"the gradients of parameters {bucket} are {beside(found, expected)}"
+            return Wrong(text + like)
     return None
 
 

@@ -18,6 +18,7 @@ from labkit.comm.comm import Comm
 from labkit.costs.traffic import parameter_server_cost
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.parameter_server import answer_one_by_one
+from labkit.units import format_count
 from workbook.exercises.grader import Case, Check, Target, Wrong
 from workbook.exercises.grader.compare import agree, short
 from workbook.exercises.grader.exercise import Found, same_bits
@@ -51,17 +52,15 @@ def _parts(first: int, case: Case) -> dict[str, Tensor]:
     return {"v": _start(case), **scaled}
 
 
-def _servers_of(world_size: int) -> int:
-    return world_size - world_size // 2
+def _servers(case: Case) -> int:
+    """Each number that leaves a worker, by turns."""
+    return 1 + (case.size + case.call + case.seed) % (case.world_size - 1)
 
 
-def _workers(case: Case) -> range:
-    return range(_servers_of(case.world_size), case.world_size)
-
-
-def _beside_servers(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) -> None:
+def _beside_servers(
+    fn: Callable, comm: Comm, values: Tensor, gradient: Tensor, servers: int
+) -> None:
     """The learner's function on the workers, a server's part on the other ranks."""
-    servers = _servers_of(comm.world_size)
     if comm.rank >= servers:
         fn(comm, gradient, values, servers)
         return
@@ -78,12 +77,15 @@ def _beside_servers(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) 
 # ``chunk_bounds(N, servers)``: slice k goes to server k, which is rank k, and comes from there.
 worker = Check(
     "parameter_server.worker",
-    lambda rank, case: _updated(case, _workers(case)) if rank in _workers(case) else None,
-    inputs=lambda rank, case: (_start(case), case.tensor(rank)),
+    lambda rank, case: (
+        _updated(case, range(_servers(case), case.world_size)) if rank >= _servers(case) else None
+    ),
+    inputs=lambda rank, case: (_start(case), case.tensor(rank), _servers(case)),
     signature="comm, gradient, values, servers",
     call=_beside_servers,
-    target=lambda rank, case: _sends(rank, case, _servers_of(case.world_size)),
-    parts=lambda case: _parts(_servers_of(case.world_size), case),
+    target=lambda rank, case: _sends(rank, case, _servers(case)),
+    parts=lambda case: _parts(_servers(case), case),
+    special=lambda case: format_count(_servers(case), "server"),
 )
 
 
@@ -103,6 +105,8 @@ def _in_some_order(case: Case, values: list[Tensor]) -> Found:
         by_order.append([_updated(case, workers, 1) for workers in after])
     if any(agree(values, expected) for expected in by_order):
         return None
+    if agree(values[0], _start(case)):
+        return "the values of rank 0 have not changed: write into them (-=, sub_, copy_)"
     found, expected = ([short(one[:3]) for one in each] for each in (values, by_order[0]))
     text = f"the ranks hold {', '.join(found)}, which fits no order of the workers in which "
     text += "each push is answered before the next is received; in the order of the ranks "

@@ -21,7 +21,7 @@ from labkit.schedules.pipeline import Action, Hop, Message, in_flight, with_hops
 from labkit.units import format_count
 from labkit.workload.layers import EmulatedLayer
 from workbook.exercises.grader import Case, Check, Target, Verdict, Wrong, ask, judged
-from workbook.exercises.grader.compare import agree, fit, plain, short
+from workbook.exercises.grader.compare import agree, beside, fit, plain, short
 from workbook.exercises.grader.exercise import Found, random_tensor, with_parameters
 from workbook.exercises.grader.in_process import Question
 from workbook.exercises.grader.own_run import OwnRun
@@ -62,7 +62,7 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
     weights, expected = [weight for *_, weight in parts], [size / n for size in sizes]
     if agree(weights, expected):
         return None
-    return Wrong(f"{text}, but weights {short(weights)}, expected {short(expected)}")
+    return Wrong(f"{text}, but weights {beside(weights, expected)}")
 
 
 def one_f_one_b(fn: Callable) -> Verdict:
@@ -114,7 +114,7 @@ def _streams(fn: Callable, P: int, M: int) -> Streams | Wrong:
                 thing = KINDS[thing[0]], thing[1:]
             is_pair = isinstance(thing, tuple | list) and len(thing) == 2
             if not is_pair or thing[0] not in KINDS.values():
-                return Wrong(f'{short(thing)} is no action: use Action("forward", 0), or "F0"')
+                return Wrong(f'{short(thing)} is not an action: use Action("forward", 0), or "F0"')
             streams[-1].append(Action(thing[0], int(thing[1])))
     return streams
 
@@ -174,7 +174,7 @@ def bubble(
     found = fit(fn(slots[::-1] if start_s else slots), 0.0)
     if agree(found, expected):
         return None
-    return Wrong(f"the function returned {short(found)}, expected {short(expected)}")
+    return Wrong(f"the function returned {beside(found, expected)}")
 
 
 # M -> the schedule with which a stream is made.

@@ -1,12 +1,13 @@
 """Page 05: an asynchronous server, staleness and its bound.
 
-On real ranks, worker w pushes w times; the workers are this module's code. Worker 1 begins when
-all others have ended, so that a server which waits for it first never ends.
+On real ranks, the workers are this module's code. How often each pushes is drawn, and one of them
+begins when all others have ended, so that a server which waits for it first never ends.
 
 Symbols: W workers, P = W + 1 ranks, V the parameters' version.
 """
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,12 +19,12 @@ from torch import Tensor
 from labkit.comm.comm import Comm
 from labkit.schedules.servers import StalenessTracker, in_time
 from workbook.exercises.grader import Case, Check, Target, solved
-from workbook.exercises.grader.compare import agree, plain, short
+from workbook.exercises.grader.compare import agree, beside, plain, short
 from workbook.exercises.grader.exercise import Found
 
 Event = tuple[str, int]
 
-# In the first the workers take turns; in the last a worker pushes twice after one pull.
+# In the first the workers take turns; in the fourth a worker pushes twice after one pull.
 _HISTORIES = (
     (("pull", 1), ("push", 1), ("pull", 2), ("push", 2)),
     (("pull", 1), ("pull", 2), ("push", 2), ("push", 1)),
@@ -32,12 +33,17 @@ _HISTORIES = (
         *(("push", 2), ("pull", 2), ("push", 1), ("push", 2)),
     ),
     (("pull", 1), ("pull", 2), ("push", 1), ("push", 1), ("push", 2)),
+    (
+        *(("pull", 7), ("pull", 2), ("pull", 3)),
+        *((random.choice(("pull", "push")), random.choice((2, 3, 7))) for _ in range(20)),
+    ),
 )
-# The pushing worker (1), V, {worker: the version that it has pulled}, the bound.
+# The pushing worker, V, {worker: the version that it has pulled}, the bound.
 _SITUATIONS = tuple(
-    (1, version, dict(enumerate(pulled, start=1)), bound)
+    (random.randint(1, count), version, dict(enumerate(pulled, start=1)), bound)
     for version in (0, 2, 3)
-    for pulled in itertools.product((3, 2, 1, 0), repeat=3)
+    for count in (3, 2)
+    for pulled in itertools.product((3, 2, 1, 0), repeat=count)
     for bound in (2, 3, 4)
     # A server that follows the rule meets only situations where no worker is too late already.
     if max(pulled) <= version and in_time(pulled, version, bound)
@@ -84,54 +90,70 @@ def admission(worker: int, version: int, pulled: Mapping[int, int], bound: int) 
     return in_time([pulled[other] for other in pulled if other != worker], version + 1, bound)
 
 
-# Of a gradient, so that one that is not looked at is noticed.
-_STEP = 1.5
+class _Plan:
+    """What a case draws.
+
+    Attributes:
+        workers: in the order in which they take turns; the last one begins when others have ended.
+        pushes: by worker how often it pushes, 1 to W times.
+        steps: by worker the number in its gradients, at its own place.
+    """
+
+    def __init__(self, case: Case):
+        W = case.world_size - 1
+        self.workers = (case.random(1, W).argsort() + 1).tolist()
+        self.pushes = dict(zip(self.workers, range(W, 0, -1)))
+        self.steps = {w: case.integer(w, 3, 9) / 2 for w in self.workers}
 
 
-def _parameters_and_updates(rank: int, case: Case) -> tuple:
-    """Zeros [W], the number of pushes, and the seconds that a worker needs for a gradient."""
-    return torch.zeros(case.world_size - 1), sum(range(case.world_size)), 0.02 * case.size
+def _arguments(rank: int, case: Case) -> tuple:
+    """Zeros [W], the number of pushes, the seconds that a worker needs for a gradient, a plan."""
+    plan = _Plan(case)
+    return torch.zeros(case.world_size - 1), sum(plan.pushes.values()), 0.02 * case.size, plan
 
 
 def _one_message_per_push(rank: int, case: Case) -> Target:
-    pushes = rank or sum(range(case.world_size))
-    # A worker that has ended sends an empty message to worker 1.
-    return Target(pushes + (rank > 1 and not case.size), 4 * pushes * (case.world_size - 1))
+    plan = _Plan(case)
+    pushes = plan.pushes.get(rank, sum(plan.pushes.values()))
+    # A worker that has ended sends an empty message to the last one.
+    tokens = rank in plan.workers[:-1] and not case.size
+    return Target(pushes + tokens, 4 * pushes * (case.world_size - 1))
 
 
 def _serve_and_work(
-    fn: Callable, comm: Comm, parameters: Tensor, num_updates: int, pause_s: float
+    fn: Callable, comm: Comm, parameters: Tensor, num_updates: int, pause_s: float, plan: _Plan
 ) -> list:
     """Rank 0: what ``fn`` returns, and the parameters at the end. A worker: what it pulled."""
     if comm.rank == 0:
         books = plain(fn(comm, parameters, num_updates))
         return [books, parameters.tolist()]
-    token, pulled = torch.empty(0), []
-    for other in range(2, comm.world_size if comm.rank == 1 and not pause_s else 2):
+    token, pulled, (*others, last) = torch.empty(0), [], plan.workers
+    for other in others if comm.rank == last and not pause_s else ():
         comm.recv(token, other)
-    # Place w - 1 of the parameters counts the updates of worker w, in steps of this size.
+    # Place w - 1 of the parameters counts the updates of worker w.
     gradient = torch.zeros_like(parameters)
-    gradient[comm.rank - 1] = _STEP
-    for _ in range(comm.rank):
+    gradient[comm.rank - 1] = plan.steps[comm.rank]
+    for _ in range(plan.pushes[comm.rank]):
         if pause_s:
             with comm.span("compute"):
-                time.sleep(pause_s * (3 if comm.rank == 1 else 1))
+                time.sleep(pause_s * (3 if comm.rank == last else 1))
         comm.send(gradient, 0)
         pulled.append(comm.recv(torch.empty_like(parameters), 0).tolist())
-    if comm.rank > 1 and not pause_s:
-        comm.send(token, 1)
+    if comm.rank != last and not pause_s:
+        comm.send(token, last)
     return pulled
 
 
 def _judge_server(case: Case, values: list[Any]) -> Found:
-    (_, ended), workers = values[0], range(1, case.world_size)
-    expected = [-_STEP * worker for worker in workers]
+    (_, ended), plan, workers = values[0], _Plan(case), range(1, case.world_size)
+    expected = [-plan.steps[worker] * plan.pushes[worker] for worker in workers]
     if ended != expected:
         text = f"the parameters end as {ended}, expected {expected}: each push subtracts its "
         return f"{text}gradient once, in place"
     for worker in workers:
         own = [pulled[worker - 1] for pulled in values[worker]]
-        if own != (counted := [-_STEP * number for number in range(1, worker + 1)]):
+        counted = [-plan.steps[worker] * (n + 1) for n in range(plan.pushes[worker])]
+        if own != counted:
             text = f"element {worker - 1} of what worker {worker} pulls is {own}, expected "
             return f"{text}{counted}: each answer holds the update before it"
     return None
@@ -140,7 +162,7 @@ def _judge_server(case: Case, values: list[Any]) -> Found:
 _check = partial(
     Check,
     signature="comm, parameters, num_updates",
-    inputs=_parameters_and_updates,
+    inputs=_arguments,
     written=None,
     call=_serve_and_work,
     target=_one_message_per_push,
@@ -149,12 +171,12 @@ _check = partial(
 
 
 def _by_turns(fn: Callable, comm: Comm, *args: Any) -> list:
-    """The server takes turns with the workers, worker 1 at the end."""
+    """The server takes turns with the workers, the last one at the end."""
+    *_, plan = args
 
     def serve(comm: Comm, parameters: Tensor, num_updates: int) -> None:
-        workers = range(comm.world_size - 1, 1, -1)
-        turns = [w for turn in range(comm.world_size) for w in workers if turn < w]
-        for worker in [*turns, 1]:
+        turns = ((turn, w) for turn in range(comm.world_size) for w in plan.workers[:-1])
+        for worker in [*(w for turn, w in turns if turn < plan.pushes[w]), plan.workers[-1]]:
             fn(comm, parameters, worker)
 
     return _serve_and_work(serve, comm, *args)
@@ -165,18 +187,18 @@ def _by_turns(fn: Callable, comm: Comm, *args: Any) -> list:
 push = _check(
     "staleness.push", signature="comm, parameters, worker", call=_by_turns, judge=_judge_server
 )
-# fn(comm, parameters, num_updates), the same for any worker that comes; worker w pushes w times.
+# fn(comm, parameters, num_updates), the same for any worker that comes.
 server = _check("staleness.server", judge=_judge_server, drawn_size=1)
 
 
 def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
-    (books, ended), workers = values[0], range(1, case.world_size)
+    (books, ended), plan, workers = values[0], _Plan(case), range(1, case.world_size)
     if not isinstance(books, list) or not all(
         isinstance(row, list) and len(row) == 2 for row in books
     ):
         return f"expected a list of (worker, staleness), got {short(books)}"
     served = [worker for worker, _ in books]
-    if sorted(served) != [worker for worker in workers for _ in range(worker)]:
+    if sorted(served) != [worker for worker in workers for _ in range(plan.pushes[worker])]:
         return f"the list names the workers {served}: every push has to be in it, once"
     tracker = StalenessTracker(workers)
     for worker in served:
@@ -186,7 +208,7 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
     # The parameters [W] after each update, and by worker those after its own.
     now, pulls = [0.0] * len(workers), [[] for _ in range(case.world_size)]
     for worker, late in tracker.updates:
-        now[worker - 1] -= _STEP / (1 + late)
+        now[worker - 1] -= plan.steps[worker] / (1 + late)
         pulls[worker].append([*now])
     compared = {
         "the list says": (books, [list(update) for update in tracker.updates]),
@@ -195,8 +217,7 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
     }
     for what, (found, expected) in compared.items():
         if not agree(found, expected):
-            text = f"{what} {short(found)}, expected {short(expected)}"
-            return f"{text} for the order of pushes {served}"
+            return f"{what} {beside(found, expected)} for the order of pushes {served}"
     return None
 
 

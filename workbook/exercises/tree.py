@@ -7,13 +7,13 @@ from labkit.costs import Link, all_reduce_seconds
 from workbook.exercises.grader import solved
 
 # S, P, alpha, beta: small and large tensors, few and many ranks, a link without a fixed price and
-# one on which bytes are free.
+# one on which bytes are free, and bytes that P does not divide.
 _CHOICES = (
     *((size, 4, 50e-6, 1e-9) for size in (1_000, 380_000, 420_000, 10_000_000)),
     *((size, 64, 20e-6, 1e-10) for size in (1_000_000, 5_000_000, 20_000_000)),
     *((size, 8, 1e-3, 1e-8) for size in (100_000, 500_000, 1_000_000)),
     *((1_000_000_000, 2, 50e-6, 1e-9), (10_000_000, 1024, 50e-6, 1e-9), (8, 8, 0.0, 1e-9)),
-    *((1_000_000_000, 8, 1e-6, 0.0), (0, 16, 0.0, 1e-9)),
+    *((1_000_000_000, 8, 1e-6, 0.0), (0, 16, 0.0, 1e-9), (3, 2, 1e-10, 1e-9)),
 )
 
 

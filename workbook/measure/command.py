@@ -10,14 +10,13 @@ from labkit.devices import check_world_size, plan
 from labkit.units import check_choice, check_integer
 from labkit.workload.models import MODELS
 from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce
-from workbook.measure.benches import bench_checkpoint, bench_ddp, bench_launch, bench_pipeline
+from workbook.measure.benches import bench_ddp, bench_pipeline
 from workbook.measure.placement import bench_placement
 from workbook.measure.record import Result, machine, write
 from workbook.measure.turns import Where
 
 # Name -> what runs it, on one number of ranks and one model, and its options with their defaults.
 BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
-    "launch": (bench_launch, {"world_sizes": (2, 4), "repeats": 3}),
     "all-reduce": (
         bench_all_reduce,
         {"world_sizes": (2, 4), "sizes_bytes": SIZES_BYTES, "repeats": 30, "figure_path": None},
@@ -30,10 +29,6 @@ BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
     "pipeline": (
         bench_pipeline,
         {"world_sizes": (2,), "models": ("vgg16", "resnet18"), "repeats": 10},
-    ),
-    "checkpoint": (
-        bench_checkpoint,
-        {"world_sizes": (2,), "models": ("resnet18", "small_cnn"), "repeats": 20},
     ),
 }
 

@@ -126,7 +126,6 @@ def staleness_histogram(
     Args:
         updates: (worker, staleness) of each update, as in ``result.notes["staleness"]``.
         bound: the largest staleness that was allowed, drawn as a line.
-        title: above the figure.
     """
     late = _late_by_worker(updates)
     figure, axes = new_axes(3.4, title)

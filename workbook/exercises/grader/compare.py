@@ -121,10 +121,17 @@ def kind_of(value: Any) -> str:
     return "nothing (None)" if value is None else f"something of type {type(value).__name__}"
 
 
-def short(value: Any) -> str:
-    """Format a value for a sentence: tensors as lists, floats with four digits, not too long."""
+def short(value: Any, digits: int = 4) -> str:
+    """Format a value for a sentence: tensors as lists, floats with few digits, not too long."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, list):
-        return f"[{', '.join(map(short, value[:6]))}{', ...' if len(value) > 6 else ''}]"
-    return f"{value:.4g}" if isinstance(value, float) else f"{value!r:.80}"
+        entries = [short(entry, digits) for entry in value[:6]] + ["..."] * (len(value) > 6)
+        return f"[{', '.join(entries)}]"
+    return f"{value:.{digits}g}" if isinstance(value, float) else f"{value!r:.80}"
+
+
+def beside(found: Any, expected: Any) -> str:
+    """``1.2, expected 1.3``, with as many digits as it takes to see a difference."""
+    pairs = [(short(found, digits), short(expected, digits)) for digits in (4, 8, 17)]
+    return "{}, expected {}".format(*next((pair for pair in pairs if len({*pair}) > 1), pairs[0]))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from workbook.exercises.grader.compare import agree, short
+from workbook.exercises.grader.compare import agree, beside
 from workbook.exercises.grader.exercise import Exercise, Found, Wrong
 from workbook.exercises.grader.grader import grade
 from workbook.exercises.grader.report import Verdict
@@ -55,8 +55,7 @@ def differs(question: Question, answer: Any) -> Found:
         return None
     if answer is None:
         return f"{question.words}: the function returned nothing (None): return the answer"
-    wanted = short(question.expected)
-    return f"{question.words} should return {wanted}, but it returned {short(answer)}"
+    return f"{question.words} returned {beside(answer, question.expected)}"
 
 
 def judged(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from labkit.collectives.ring import split_chunks
-from workbook.exercises.grader.compare import agree, close, fit, other_kind, plain, short
+from workbook.exercises.grader.compare import agree, beside, close, fit, other_kind, plain
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Outcome, Ranks, Wrong
 
 # Values that were rounded to bfloat16 after every addition are still recognised.
@@ -130,8 +130,7 @@ def _look(exercise: Exercise, case: Case, wrong: _Part) -> str:
         return kind
     flat, wanted = _flat(value), _flat(expected)
     if flat is None or wanted is None or flat.shape != wanted.shape:
-        shown = short if short(value) != short(expected) else repr
-        return f"it is {shown(value)}, expected {shown(expected)}"
+        return f"it is {beside(value, expected)}"
     if not torch.isfinite(flat).all():
         return "it holds NaN or infinity (is a tensor from torch.empty read before it is filled?)"
     basis = dict(exercise.parts(case)) if exercise.parts else {}
@@ -149,7 +148,7 @@ def _look(exercise: Exercise, case: Case, wrong: _Part) -> str:
     if isinstance(expected, Tensor):
         first = int((~close(value, expected, wrong.given)).flatten().nonzero()[0])
     almost = "almost right: " if made and made == should else ""
-    pair = f"{float(flat[first]):.8g}, expected {float(wanted[first]):.8g}"
+    pair = beside(float(flat[first]), float(wanted[first]))
     return f"it is {almost}{pair} at place {first}"
 
 
