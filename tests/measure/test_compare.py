@@ -7,9 +7,8 @@ import pytest
 from labkit import strategies
 from labkit.__main__ import main
 from labkit.config import STAGED
-from labkit.errors import WorkerError
 from workbook.measure import compare
-from workbook.measure.compare import figures, measure, summary
+from workbook.measure.compare import figures, summary
 from workbook.measure.compare.measure import find_contenders, settings_of
 
 pytestmark = pytest.mark.slow
@@ -80,29 +79,6 @@ def test_settings_differ_from_the_main_one_in_one_thing():
         *((2, 100, 32, 6), (1, 100, 32, 3), (4, 100, 32, 3)),
         *((2, 25, 32, 3), (2, 100, 16, 3), (2, 100, 64, 3)),
     ]
-
-
-def test_each_repeat_begins_with_another_and_what_was_refused_is_not_tried_again(monkeypatch):
-    done = []
-
-    def train_run(config, timeout_s):
-        done.append((config.strategy, config.builtin, config.world_size, config.seed))
-        if config.builtin:
-            raise WorkerError("rank 1 raised\nmore", worker_traceback="ValueError: lost")
-        raise ValueError("needs a neighbour\nand more")
-
-    monkeypatch.setattr(measure, "train_run", train_run)
-    contenders = find_contenders(("ring_all_reduce",), device="cpu")[:3]
-    common = {"model": "mlp", "dataset": "digits", "device": "cpu"}
-    settings = settings_of((2,), (9,), (8,), 1, units=2)
-    found = {"runs": [], "skipped": []}
-    measure.run_all(contenders, settings, 0, common, 1, found)
-    ring, single = "ring_all_reduce", "single"
-    assert done == [(ring, False, 2, 1), (ring, True, 2, 1), (single, False, 1, 1)]
-    assert [row["failed"] for row in found["skipped"]] == [False, True, False]
-    assert found["skipped"][0]["reason"] == "needs a neighbour"
-    measure.run_all(contenders, settings, 0, common, 2, found)
-    assert len(done) == 3
 
 
 def test_an_epochs_time_leaves_out_the_first_and_time_to_target_counts_it(record):

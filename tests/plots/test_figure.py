@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
-from parts import EPOCHS, TRACE, UPDATES, legend_of
+from parts import EPOCHS, TRACE, UPDATES
 from PIL import Image
 from splits import LINK, PROFILE
 
@@ -132,8 +132,3 @@ def test_each_meaning_has_a_look_of_its_own_that_does_not_depend_on_others():
     assert len(looks) == len(plots.STYLES) + 6
     assert plots.STYLES["compute"].model.hatch not in {hatch for _, hatch in looks}
     assert styles_of(["wait", "compute"])["wait"] == styles_of(["wait"])["wait"]
-
-
-def test_a_legend_tells_series_apart_and_a_single_one_needs_none():
-    assert legend_of(plots.phases({"run": {"compute": 1.0, "wait": 1.0}})) == ["compute", "wait"]
-    assert legend_of(plots.phases({"run": {"compute": 1.0}})) == []
