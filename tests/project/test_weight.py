@@ -57,10 +57,10 @@ LIMITS = {
     "tools": (1475, 11008),
     "workbook": (406, 2310),
     "workbook/exercises": (5405, 41626),
-    "workbook/measure": (1391, 10223),
-    "workbook/notebook": (1252, 7712),
-    "workbook/plots": (1616, 11654),
-    "workbook/widgets": (589, 4083),
+    "workbook/measure": (1387, 10223),
+    "workbook/notebook": (1244, 7712),
+    "workbook/plots": (1607, 11654),
+    "workbook/widgets": (586, 4083),
 }
 # A room that has become lighter by more than this has its new weight written down here.
 SLACK = 1.03
