@@ -68,7 +68,7 @@ def _forward(
     if comm.rank and not (entering.is_leaf and entering.grad is not None):
         text = "entering, the received tensor, gets no gradient from a backward: "
         if not entering.is_leaf:
-            return Wrong(f"{text}it is no leaf, so call requires_grad_() after clone()")
+            return Wrong(f"{text}it is not a leaf, so call requires_grad_() after clone()")
         return Wrong(f"{text}call its requires_grad_(), and give it to the layers")
     return entering, leaving
 

@@ -168,7 +168,7 @@ _SLURM = {
 def place(fn: Callable) -> Verdict:
     """Grade ``fn(environment)``: (rank, local rank, host) of a process of torchrun or of Slurm.
 
-    ``environment`` is a dict of texts. Under Slurm the local rank and the host follow from
+    ``environment`` is a dict of strings. Under Slurm the local rank and the host follow from
     SLURM_PROCID and SLURM_TASKS_PER_NODE. Under a torchrun that Slurm has started, torchrun's
     variables are right.
     """

@@ -145,7 +145,7 @@ class Prediction:
     def __repr__(self) -> str:
         begin = f"Your prediction of {self.quantity}:"
         if self.locked_at is None:
-            empty = f"none yet, in {self.unit}" if self.unit else "none yet"
+            empty = f"none yet ({self.unit})" if self.unit else "none yet"
             return f"{begin} {self.text or empty}"
         since = datetime.fromisoformat(self.locked_at).astimezone()
         locked = f"locked since it was measured, {since:%Y-%m-%d %H:%M}"

@@ -37,7 +37,6 @@ def learning_curves(
         runs: ``{label: run}``. A run is a result that has ``.epochs``, or the epochs themselves:
             dicts with ``loss``, ``test_accuracy`` (0 to 1) and ``seconds`` (of this epoch alone).
             A list of such runs is drawn as their medians, with a band that spans all.
-        title: above the figure.
     """
     curves = {label: _curve(run) for label, run in runs.items()}
     figure = Figure(figsize=(WIDTH_IN, 5.6))

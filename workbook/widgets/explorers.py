@@ -13,9 +13,6 @@ from workbook import plots
 from workbook.plots.models import BUCKET_SIZES_MB, LINKS, size_name
 from workbook.widgets.explorer import Explorer, Job, as_page
 
-MAX_BUCKET_RANKS, MAX_RING_RANKS, MAX_WORKERS, MAX_FACTOR = 16, 6, 6, 8
-# The bound's slider has this many values from W - 1, the smallest possible, and then "none".
-_BOUNDS = 12
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
@@ -30,7 +27,7 @@ def bucket_explorer(bucket_mb: float = 25, world_size: int = 4) -> Explorer:
     return Explorer(
         plots.bucket_overlap,
         size=ipywidgets.SelectionSlider(options=sizes, value=bucket_mb, description="bucket"),
-        ranks=ipywidgets.IntSlider(world_size, 2, MAX_BUCKET_RANKS, description="ranks"),
+        ranks=ipywidgets.IntSlider(world_size, 2, 16, description="ranks"),
         link=ipywidgets.Dropdown(options=list(LINKS), value="10 Gb/s network", description="link"),
     )
 
@@ -45,7 +42,7 @@ def ring_stepper(world_size: int = 4) -> Explorer:
             ring has that step.
     """
     step = ipywidgets.IntSlider(0, 0, 2 * (world_size - 1), description="step")
-    ranks = ipywidgets.IntSlider(world_size, 2, MAX_RING_RANKS, description="ranks")
+    ranks = ipywidgets.IntSlider(world_size, 2, 6, description="ranks")
 
     def adjust() -> None:
         step.max = 2 * (ranks.value - 1)
@@ -63,8 +60,8 @@ def staleness_explorer(workers: int = 3, factor: int = 4) -> Explorer:
             outside the new range with it.
         factor: how many times as long the straggler computes, to start with: 1 to 8.
     """
-    crew = ipywidgets.IntSlider(workers, 2, MAX_WORKERS, description="workers")
-    straggler = ipywidgets.IntSlider(factor, 1, MAX_FACTOR, description="straggler")
+    crew = ipywidgets.IntSlider(workers, 2, 6, description="workers")
+    straggler = ipywidgets.IntSlider(factor, 1, 8, description="straggler")
     bounds = _bounds(workers)
     limit = ipywidgets.SelectionSlider(options=bounds, value=math.inf, description="bound")
 
@@ -82,8 +79,8 @@ def staleness_explorer(workers: int = 3, factor: int = 4) -> Explorer:
 
 
 def _bounds(workers: int) -> tuple[tuple[str, float], ...]:
-    """The options of the bound's slider for W workers; infinity stands for no bound."""
-    numbers = range(workers - 1, workers + _BOUNDS - 1)
+    """The bound's slider for W workers: W - 1, the least possible, and more; infinity is none."""
+    numbers = range(workers - 1, workers + 11)
     return *((str(bound), bound) for bound in numbers), ("none", math.inf)
 
 

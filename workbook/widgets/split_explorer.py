@@ -89,9 +89,6 @@ class SplitExplorer(Printed):
         Args:
             split_points: to start with, 1 to 3.
             measure: what Run calls, with the arguments of ``training.measured.measure_split``.
-
-        Raises:
-            ValueError: a split that is not possible.
         """
         self._profile, self._links, self._measure = profile, {HERE: link} | LINKS, measure
         self.runs: dict[tuple, MeasuredSplit] = {}
