@@ -7,11 +7,9 @@ Symbols: P ranks on H hosts, S bytes of a rank's tensor.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from labkit.collectives import hierarchical_all_reduce
@@ -20,7 +18,8 @@ from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs import card_bytes
 from labkit.units import format_bytes
-from workbook.exercises.grader import Case, Check, Target, Verdict, answers
+from workbook.exercises.grader import Case, Check, Target, Wrong, judged
+from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import DRAWN, Found, Ranks, same_bits
 from workbook.exercises.ring import ring_target
 
@@ -56,14 +55,10 @@ def _chunks(rank: int, case: Case) -> list[Tensor]:
     return split_chunks(case.tensor(rank), min(_RANKS[case.world_size]))
 
 
-def _sum(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.stack([tensor.double() for tensor in tensors]).sum(0).float()
-
-
 def _kept(rank: int, case: Case) -> list[Tensor | None]:
     """The host's sum of the chunk that ``rank`` keeps; None for the others."""
     host = _host(rank, case)
-    sums = split_chunks(_sum(map(case.tensor, host)), min(_RANKS[case.world_size]))
+    sums = split_chunks(case.total(host), min(_RANKS[case.world_size]))
     return [one if owner == rank else None for owner, one in zip(host, sums)]
 
 
@@ -92,15 +87,6 @@ def _peers(rank: int, case: Case) -> tuple[int, ...]:
     return tuple(host[place % min(_RANKS[case.world_size])] for host in hosts_of(case))
 
 
-def _of_peers(fn: Callable, comm: Comm, chunk: Tensor, peers: tuple[int, ...]) -> Any:
-    return fn(comm, chunk, peers) if comm.rank in peers else None
-
-
-def _sum_of_peers(rank: int, case: Case) -> Tensor | None:
-    peers = _peers(rank, case)
-    return _sum(map(case.tensor, peers)) if rank in peers else None
-
-
 def _ring_of_peers(rank: int, case: Case) -> Target:
     peers = _peers(rank, case)
     if rank not in peers:
@@ -114,10 +100,11 @@ def _ring_of_peers(rank: int, case: Case) -> Target:
 # each, to others of ``peers``.
 between = _check(
     "hosts.between",
-    _sum_of_peers,
+    # A rank that is not one of its peers is not called, and may hold anything.
+    lambda rank, case: case.total(_peers(rank, case)) if rank in _peers(rank, case) else None,
     signature="comm, chunk, peers",
     inputs=lambda rank, case: (case.tensor(rank), _peers(rank, case)),
-    call=_of_peers,
+    call=lambda fn, comm, chunk, peers: comm.rank in peers and fn(comm, chunk, peers),
     target=_ring_of_peers,
     link=_CARD,
 )
@@ -154,8 +141,6 @@ all_reduce = _check(
     link=_CARD,
 )
 
-# Rank, local rank and host of torchrun's processes, with 4 and 2 on its nodes.
-_TORCHRUN = ((5, 1, 1), (3, 3, 0), (4, 0, 1))
 # The tasks of each node as Slurm writes them -> rank, local rank and host.
 _SLURM = {
     "2,2": ((0, 0, 0), (3, 1, 1)),
@@ -165,21 +150,27 @@ _SLURM = {
 }
 
 
-def place(fn: Callable) -> Verdict:
+def _torchruns(rank: int, local_rank: int, host: int, **others: str) -> tuple:
+    own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
+    return own | others, (rank, local_rank, host)
+
+
+@judged(
+    "environment",
+    *(_torchruns(5, 1, 1), _torchruns(3, 3, 0)),
+    _torchruns(4, 0, 1, SLURM_PROCID="1", SLURM_TASKS_PER_NODE="1(x2)"),
+    *(
+        ({"SLURM_PROCID": str(where[0]), "SLURM_TASKS_PER_NODE": tasks}, where)
+        for tasks, places in _SLURM.items()
+        for where in places
+    ),
+)
+def place(fn: Callable, environment: dict[str, str], expected: tuple) -> Wrong | None:
     """Grade ``fn(environment)``: (rank, local rank, host) of a process of torchrun or of Slurm.
 
     ``environment`` is a dict of texts. Under Slurm the local rank and the host follow from
     SLURM_PROCID and SLURM_TASKS_PER_NODE. Under a torchrun that Slurm has started, torchrun's
     variables are right.
     """
-    asked = []
-    for where in _TORCHRUN:
-        own = dict(zip(("RANK", "LOCAL_RANK", "GROUP_RANK"), map(str, where)))
-        # The last one was started by Slurm, too.
-        slurms = {"SLURM_PROCID": "1", "SLURM_TASKS_PER_NODE": "1(x2)"} if where[0] == 4 else {}
-        asked.append(((own | slurms,), where))
-    for tasks, places in _SLURM.items():
-        for where in places:
-            own = {"SLURM_PROCID": str(where[0]), "SLURM_TASKS_PER_NODE": tasks}
-            asked.append(((own,), where))
-    return answers(fn, asked, name="hosts.place", signature="environment")
+    found = fn(environment)
+    return None if agree(found, expected) else Wrong(f"it returned {short(plain(found))}")

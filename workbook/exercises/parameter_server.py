@@ -41,8 +41,7 @@ def _start(case: Case) -> Tensor:
 
 
 def _updated(case: Case, workers: Iterable[int], factor: float = 1 / BATCH_SIZE) -> Tensor:
-    total = sum((case.tensor(rank) for rank in workers), torch.zeros(case.size))
-    return _start(case) - LR * factor * total
+    return _start(case) - LR * factor * case.total(workers)
 
 
 def _parts(first: int, case: Case) -> dict[str, Tensor]:

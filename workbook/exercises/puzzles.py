@@ -107,16 +107,8 @@ def _to_all_others(rank: int, case: Case) -> Target:
     return Target(num_bytes=4 * case.size * (case.world_size - 1))
 
 
-def _tensors(case: Case) -> list[Tensor]:
-    return [case.tensor(rank) for rank in range(case.world_size)]
-
-
 def _left_neighbours(rank: int, case: Case) -> Tensor:
     return case.tensor((rank - 1) % case.world_size)
-
-
-def _first_tensor(rank: int, case: Case) -> Tensor:
-    return case.tensor(0)
 
 
 def _below_zero(rank: int, case: Case) -> Tensor:
@@ -209,15 +201,17 @@ same_bits = _in_bytes(
     best=lambda case: 12 * (case.world_size - 1),
 )
 # fn(comm, tensor) returns rank 0's tensor on every rank: a binomial tree.
-broadcast = _in_rounds("puzzles.broadcast", _first_tensor)
+broadcast = _in_rounds("puzzles.broadcast", lambda rank, case: case.tensor(0))
 # fn(comm, tensor) returns the sum of the tensors of ranks 0 to its own: Hillis and Steele, 1986.
 prefix_sum = _in_rounds(
     "puzzles.prefix_sum",
-    lambda rank, case: torch.stack(_tensors(case)[: rank + 1]).double().sum(0).float(),
+    lambda rank, case: case.total(range(rank + 1)),
 )
 # fn(comm, tensor) returns the list of all tensors, for (P - 1) S bytes: Bruck and others, 1997.
 all_gather = _in_rounds(
-    "puzzles.all_gather", lambda rank, case: _tensors(case), target=_to_all_others
+    "puzzles.all_gather",
+    lambda rank, case: list(map(case.tensor, range(case.world_size))),
+    target=_to_all_others,
 )
 
 

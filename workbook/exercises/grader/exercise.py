@@ -82,9 +82,10 @@ class Case:
         """The sum of ``of(rank)`` over the ranks."""
         return torch.stack(list(map(of, range(self.world_size)))).sum(0)
 
-    def total(self) -> Tensor:
-        """The sum over the ranks, float32 [size], added up in float64."""
-        return self.over_ranks(lambda rank: self.tensor(rank).double()).float()
+    def total(self, ranks: Iterable[int] | None = None) -> Tensor:
+        """The sum over some ranks, or all, float32 [size], added up in float64."""
+        some = range(self.world_size) if ranks is None else ranks
+        return sum((self.tensor(rank).double() for rank in some), torch.zeros(self.size)).float()
 
     def target(self, cost_of: Callable[..., Cost], *which: int, peers: Iterable[int]) -> Target:
         """The target by a formula of ``labkit.costs.traffic``; ``which``: the rank, any root."""
