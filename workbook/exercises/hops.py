@@ -92,8 +92,7 @@ def _gradients(rank: int, case: Case) -> list[Tensor | None]:
 
 # So many samples are drawn that messages and computing can be seen.
 _check = partial(Check, written=None, sizes=(), drawn_size=50_000)
-# fn(comm, layers, inputs), the forward of one stage, with its hops: (entering, leaving), its input
-# and output with autograd's graph between the two.
+# (entering, leaving): a stage's input and output, with autograd's graph between the two.
 forward = _check(
     "hops.forward",
     lambda rank, case: [_after(rank, case), _after(rank + 1, case)],
@@ -104,8 +103,7 @@ forward = _check(
     parts=_parts,
     target=partial(_target, 1),
 )
-# fn(comm, entering, leaving), the backward of one stage, with its hops. On the last stage
-# ``leaving`` is the loss. At the end all parameters have the gradients of one device.
+# On the last stage ``leaving`` is the loss. All parameters get the gradients of one device.
 backward = _check(
     "hops.backward",
     _gradients,

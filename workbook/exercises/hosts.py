@@ -68,9 +68,8 @@ def _to_its_host(rank: int, case: Case) -> Target:
     return Target(len(sent), sum(sent), peers=frozenset(host) - {rank})
 
 
-# fn(comm, chunks, host): the host's sum of chunk i on rank ``host[i]``, in place. There are as
-# many chunks as the smallest host has ranks. Target per rank: one message for each chunk that it
-# does not keep, to a rank of its own host.
+# There are as many chunks as the smallest host has ranks. Target per rank: one message for each
+# chunk that it does not keep, to a rank of its own host.
 inside = _check(
     "hosts.inside",
     _kept,
@@ -95,12 +94,9 @@ def _ring_of_peers(rank: int, case: Case) -> Target:
     return ring._replace(peers=frozenset(peers) - {rank})
 
 
-# fn(comm, chunk, peers): the sum over ``peers``, one rank per host, in place; called on these
-# ranks only. Target per rank: the ring of H ranks, 2 (H - 1) messages of one piece of the chunk
-# each, to others of ``peers``.
+# Called on ``peers`` only. Target: the ring of H ranks, 2 (H - 1) messages of a piece each.
 between = _check(
     "hosts.between",
-    # A rank that is not one of its peers is not called, and may hold anything.
     lambda rank, case: case.total(_peers(rank, case)) if rank in _peers(rank, case) else None,
     signature="comm, chunk, peers",
     inputs=lambda rank, case: (case.tensor(rank), _peers(rank, case)),
@@ -128,8 +124,7 @@ def _by_labkit(comm: Comm, tensor: Tensor, hosts: Hosts) -> None:
     hierarchical_all_reduce(comm, tensor)
 
 
-# fn(comm, tensor, hosts): the sum over all ranks in place, equal to the bit. ``hosts`` are the
-# ranks of each host. Target: 2 (H - 1) / H x S bytes leave each host; inside, all traffic is fine.
+# Target: 2 (H - 1) / H x S bytes leave each host; inside, all traffic is fine.
 all_reduce = _check(
     "hosts.all_reduce",
     lambda rank, case: case.total(),

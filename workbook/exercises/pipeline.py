@@ -212,8 +212,7 @@ def _carried_out(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong:
 
 
 _check = partial(Check, inputs=lambda rank, case: (case,), written=None, target=_target)
-# fn(comm, hop, outgoing, landing): carry out one ``schedules.Hop``; all hops of a 1F1B step are
-# carried out. Target: one call of comm per hop.
+# All hops of a 1F1B step are carried out, each in one call of comm.
 hop = _check(
     "pipeline.hop",
     lambda rank, case: [*_landed(rank, case).values()],
@@ -257,10 +256,7 @@ def _step(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None] | Wrong:
     return [parameter.grad for parameter in layers[0].parameters()]
 
 
-# fn(comm, layers, stream, micro_batches): one stage's part of a training step. ``micro_batches``
-# are M triples (inputs [n, 3], targets [n], weight), the same on all ranks. At the end the
-# parameters of ``layers`` have the gradients of one device. Target: one message for each that the
-# stream sends, one call of comm per hop.
+# ``micro_batches`` are M triples (inputs [n, 3], targets [n], weight), the same on all ranks.
 step = _check(
     "pipeline.step",
     _alone,

@@ -91,13 +91,7 @@ def admission(worker: int, version: int, pulled: Mapping[int, int], bound: int) 
 
 
 class _Plan:
-    """What a case draws.
-
-    Attributes:
-        workers: in the order in which they take turns; the last one begins when others have ended.
-        pushes: by worker how often it pushes, 1 to W times.
-        steps: by worker the number in its gradients, at its own place.
-    """
+    """The workers' turns, the last one's when the others have ended; by worker what it pushes."""
 
     def __init__(self, case: Case):
         W = case.world_size - 1
@@ -182,8 +176,7 @@ def _by_turns(fn: Callable, comm: Comm, *args: Any) -> list:
     return _serve_and_work(serve, comm, *args)
 
 
-# fn(comm, parameters, worker), on rank 0: receive a gradient [W] of ``worker``, subtract it in
-# place, and send it ``parameters``.
+# On rank 0: receive a gradient [W], subtract it in place, and send ``parameters``.
 push = _check(
     "staleness.push", signature="comm, parameters, worker", call=_by_turns, judge=_judge_server
 )
@@ -221,6 +214,5 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
     return None
 
 
-# fn(comm, parameters, num_updates): as ``server``, but each push subtracts gradient / (1 + its
-# staleness), and expected is the list of (worker, staleness), by push.
+# Each push subtracts gradient / (1 + its staleness); returned are (worker, staleness) by push.
 smaller_steps = _check("staleness.smaller_steps", judge=_judge_smaller_steps)

@@ -12,7 +12,7 @@ from workbook import check
 travel_by_value(__name__)
 
 
-def bytes_over_cuts(*, split_points, frozen, batch_size, shapes):
+def bytes_over_cuts(shapes, batch_size, split_points, frozen):
     return [
         4 * batch_size * math.prod(shapes[cut - 1]) * (2 if cut > frozen else 1)
         for cut in split_points

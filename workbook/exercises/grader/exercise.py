@@ -147,8 +147,7 @@ class Exercise:
         nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
         special: case -> what is special about it, in words, or "".
         library: labkit's own function with the same arguments, shown beside the learner's run.
-        drawn_size: the elements of a rank's tensor in that run; 0 for 4 MB where ``sizes`` are
-            the usual ones, else for the first of them.
+        drawn_size: the elements in that run; 0 for 4 MB, or for the first of unusual ``sizes``.
         link: over which that run goes.
         may_call: names of functions that solve exercises, or of modules, which may be called.
     """
