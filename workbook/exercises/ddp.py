@@ -129,7 +129,7 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
     return None
 
 
-# Sizes of parameters, cap, cap of the first bucket. No parameter fills a bucket by itself.
+# Sizes of parameters, cap, first bucket's cap. No parameter fills a bucket by itself.
 _BUCKETINGS = tuple(
     (random.choices(range(1, 9), k=count), random.randint(12, 20), random.randint(9, 11))
     for count in range(1, 13)

@@ -66,10 +66,9 @@ def _forward(
     if any(parameter.grad is None for parameter in layers.parameters()):
         return Wrong("a backward from leaving gives the parameters of the layers no gradient")
     if comm.rank and not (entering.is_leaf and entering.grad is not None):
-        text = "entering, the received tensor, gets no gradient from a backward: "
-        if not entering.is_leaf:
-            return Wrong(f"{text}it is no leaf, so call requires_grad_() after clone()")
-        return Wrong(f"{text}call its requires_grad_(), and give it to the layers")
+        why = "call its requires_grad_(), and give it to the layers"
+        why = why if entering.is_leaf else "it is no leaf, so call requires_grad_() after clone()"
+        return Wrong(f"entering, the received tensor, gets no gradient from a backward: {why}")
     return entering, leaving
 
 

@@ -84,8 +84,8 @@ class Case:
 
     def total(self, ranks: Iterable[int] | None = None) -> Tensor:
         """The sum over some ranks, or all, float32 [size], added up in float64."""
-        some = range(self.world_size) if ranks is None else ranks
-        return sum((self.tensor(rank).double() for rank in some), torch.zeros(self.size)).float()
+        some = map(self.tensor, range(self.world_size) if ranks is None else ranks)
+        return sum((one.double() for one in some), torch.zeros(self.size)).float()
 
     def target(self, cost_of: Callable[..., Cost], *which: int, peers: Iterable[int]) -> Target:
         """The target by a formula of ``labkit.costs.traffic``; ``which``: the rank, any root."""
