@@ -121,7 +121,7 @@ def open_lab(folder: Path) -> Iterator["Lab"]:
 def serve(folder: Path, workbook: Path, **variables: str) -> Iterator[str]:
     """Run `labkit lab` in the workbook; yields its address, ends it by one interrupt."""
     # As in a learner's shell: with PYTEST_CURRENT_TEST, kernels treat child processes differently.
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "LABKIT_"))}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_CURRENT", "LABKIT_"))}
     for name in ("CONFIG", "DATA", "RUNTIME"):
         env[f"JUPYTER_{name}_DIR"] = str(folder / name.lower())
     env["JUPYTERLAB_WORKSPACES_DIR"] = str(folder / "workspaces")

@@ -86,8 +86,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
+    import cloudpickle
+
     from labkit.runtime import preload
 
+    # The functions of tests go to ranks by value, like those of a notebook.
+    for module in {item.module for item in session.items if hasattr(item, "module")}:
+        cloudpickle.register_pickle_by_value(module)
     # Functions that ranks run contain pytest's asserts: import them once, not in every rank.
     preload.FOR_RANKS.append("_pytest.assertion.rewrite")
     # Most test processes also train: their forkserver imports what that needs at once.

@@ -27,7 +27,7 @@ from labkit import WorkerError, run
 LIMIT_S = 10.0
 PATIENCE = 3
 # How long what is left may take to go.
-WAIT_S = 5.0
+WAIT_S = 60.0
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -1,4 +1,4 @@
-"""A program of ranks on two hosts: it trains with each technique, then sends until it is stopped.
+"""A program of ranks on two hosts: it trains with some techniques, then sends until it is stopped.
 
 Usage: ``torchrun ... hosts_program.py FOLDER [endless]``. Its settings are CASES; states go to
 FOLDER.
@@ -19,18 +19,12 @@ BASE = {"batch_size": 14, "train_size": 25, "epochs": 1, "dtype": "float64", "mo
 STAGES = {"split_points": "1,3,5"}
 CASES = {
     "ddp": {"strategy": "ddp"},
-    "ddp, small buckets": {"strategy": "ddp", "bucket_mb": 0.01},
-    "ddp, PyTorch's": {"strategy": "ddp", "builtin": True},
     "ddp, PyTorch's on labkit": {"strategy": "ddp", "builtin": True, "backend": "labkit"},
-    "ring": {"strategy": "ring_all_reduce"},
     "ring, hierarchical": {"strategy": "ring_all_reduce", "hierarchical": True},
     "ddp, hierarchical": {"strategy": "ddp", "hierarchical": True},
-    "parameter server": {"strategy": "parameter_server"},
     "parameter servers": {"strategy": "parameter_server", "servers": 2},
-    "model parallel": {"strategy": "model_parallel", **STAGES},
     "model parallel, PyTorch's": {"strategy": "model_parallel", "builtin": True, **STAGES},
     "pipeline": {"strategy": "pipeline", "micro_batches": 3, **STAGES},
-    "pipeline, 1f1b": {"strategy": "pipeline", "schedule": "1f1b", **STAGES},
 }
 
 

@@ -104,7 +104,7 @@ def equal(one, other):
     return one == other
 
 
-def plain(folder, function, world_size=2, patience_s=30.0, backend="labkit", timeout_s=1800):
+def plain(folder, function, world_size=2, backend="labkit", timeout_s=1800):
     """Run ``function(rank)`` in P processes with a default group: [(exit code, outcome)].
 
     No launcher of ours supervises them. The outcome is what the function returned or raised; None
@@ -117,7 +117,7 @@ def plain(folder, function, world_size=2, patience_s=30.0, backend="labkit", tim
     ]
     for process in processes:
         process.start()
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + 90
     for process in processes:
         process.join(max(0.0, deadline_s - time.monotonic()))
     hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
@@ -133,6 +133,8 @@ def _plain_rank(rank, folder, function, world_size, backend, timeout_s):
     assert labkit  # it registers its backend
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
+    # A short timeout of the group begins when the last rank is there.
+    meet(store, "start", world_size)
     group = {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **group)
     dist.barrier()
@@ -147,9 +149,13 @@ def _plain_rank(rank, folder, function, world_size, backend, timeout_s):
 
 def stay():
     """The last thing that the ranks of ``plain`` do where none may leave before the others."""
-    store = dist.distributed_c10d._get_default_store()
-    store.add("stay", 1)
-    assert wait_until(lambda: store.add("stay", 0) == dist.get_world_size(), 30)
+    meet(dist.distributed_c10d._get_default_store(), "stay", dist.get_world_size())
+
+
+def meet(store, name, world_size):
+    """Wait until all ranks are here, however long a group would wait for them."""
+    store.add(name, 1)
+    assert wait_until(lambda: store.add(name, 0) == world_size, 60)
 
 
 def _outcome_of(folder, rank):

@@ -38,7 +38,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSTOP)
 # A run with a stopped rank ends at its deadline; all other runs end much earlier.
 TIMEOUT_S = 2.0
 # A forkserver that was hit before a run is started again, and imports torch.
-PATIENCE_S, IMPORT_S = 10.0, 60.0
+PATIENCE_S, IMPORT_S = 30.0, 60.0
 
 
 @contextlib.contextmanager

@@ -62,14 +62,6 @@ def test_errors_of_use_are_one_line_and_exit_2(words, message, tmp_path, monkeyp
     assert message in line
 
 
-@pytest.mark.parametrize("option", ["--json", "--save"])
-def test_train_leaves_a_pipe_what_it_is(option, tmp_path):
-    os.mkfifo(pipe := tmp_path / "pipe")
-    with pytest.raises(SystemExit):
-        main(["train", "--strategy", "single", "--model", "mlp", *QUICK, option, str(pipe)])
-    assert pipe.is_fifo()
-
-
 def test_a_failed_run_exits_1_and_leaves_an_old_report_alone(tmp_path, capsys):
     report = tmp_path / "out.json"
     report.write_text("old")

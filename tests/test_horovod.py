@@ -9,16 +9,12 @@ import warnings
 import pytest
 import torch
 from hosts import on_hosts
-from ranks import travel_by_value
 from torch import nn
 
 import labkit.horovod as hvd
 from labkit import run
 from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.horovod.coordinator import Coordinator, Decision, Request, fuse
-
-travel_by_value(__name__)
-
 
 # ---- the coordinator
 

@@ -9,14 +9,12 @@ from functools import partial
 import pytest
 import torch
 from hosts import on_hosts
-from ranks import leftovers, running_ranks, travel_by_value, wait_until
+from ranks import leftovers, running_ranks, wait_until
 from torch import nn
 
 import labkit.horovod as hvd
 from labkit import WorkerError, run
 from labkit.errors import PeerLostError
-
-travel_by_value(__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +22,7 @@ def nothing_is_left():
     before = leftovers()
     yield
     assert wait_until(lambda: not running_ranks(), 60)
-    assert leftovers() == before
+    assert leftovers() <= before
 
 
 def total(tensor, name=None):

@@ -425,7 +425,7 @@ def test_every_public_function_does_what_it_does_on_gloo(tmp_path, world_size):
     for backend in ("labkit", "gloo"):
         (folder := tmp_path / backend).mkdir()
         ask = partial(walk, names, world_size)
-        by_backend[backend] = plain(folder, ask, world_size, 60.0, backend, timeout_s=30)
+        by_backend[backend] = plain(folder, ask, world_size, backend, timeout_s=30)
     for rank, ((code, ours), (gloos_code, gloos)) in enumerate(zip(*by_backend.values())):
         assert (code, gloos_code) == (0, 0), (ours, gloos)
         different = {n for n in names if ours[n][0] != gloos[n][0]}

@@ -22,12 +22,12 @@ from torch.profiler import ProfilerActivity, profile
 pytestmark = pytest.mark.slow
 
 
-def on_both(folder, function, world_size=2, **options):
+def on_both(folder, function, world_size=2):
     """Returns the values of all ranks under "labkit", and under "gloo"."""
     found = []
     for backend in ("labkit", "gloo"):
         (place := folder / backend).mkdir()
-        outcomes = plain(place, function, world_size, 90.0, backend, timeout_s=30, **options)
+        outcomes = plain(place, function, world_size, backend, timeout_s=30)
         assert [code for code, _ in outcomes] == [0] * world_size
         assert all(isinstance(outcome, dict) for _, outcome in outcomes), (backend, outcomes)
         found.append([outcome for _, outcome in outcomes])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import OPS, on_one_device, paid, reduced, ring_cost, values_of, wide_bytes
-from ranks import travel_by_value
+from ranks import equal
 
 from labkit import run
 from labkit.collectives import (
@@ -24,8 +24,6 @@ from labkit.collectives import (
 from labkit.collectives.ring import split_chunks
 from labkit.costs import traffic
 from labkit.schedules.ring import owned_chunk
-
-travel_by_value(__name__)
 
 WORLD_SIZES = [1, 2, 3, 4]
 SIZES = (0, 1, 3, 7, 1000)
@@ -124,13 +122,6 @@ def test_share_reduce_leaves_one_complete_chunk_and_share_only_spreads_them(worl
             torch.testing.assert_close(whole, expected)
             assert first == traffic.share_reduce_cost(10, wide_bytes(op, dtype), world_size, rank)
             assert second == traffic.share_only_cost(10, dtype.itemsize, world_size, rank)
-
-
-def equal(one, other):
-    """Whether two results are equal to the bit; None equals only None."""
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one is other if one is None else one.dtype == other.dtype and torch.equal(one, other)
 
 
 def rooted_cases(comm, cases):

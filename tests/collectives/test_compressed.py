@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from ranks import travel_by_value
 
 from labkit import run, train_with
 from labkit.collectives.compressed import TopK, all_reduce_of
 from labkit.costs.traffic import ring_all_reduce_cost, share_only_cost
-
-travel_by_value(__name__)
 
 SIZES = (1000, 7, 2, 1, 0)
 DTYPES = (torch.float32, torch.float64)

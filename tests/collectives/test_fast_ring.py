@@ -6,13 +6,10 @@ import time
 import pytest
 import torch
 from cases import bits, paid, ring_cost, values_of, wide_bytes
-from ranks import travel_by_value
 
 from labkit import run
 from labkit.collectives import fast_ring_all_reduce, ring_all_reduce
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
-
-travel_by_value(__name__)
 
 
 def both_rings(comm):

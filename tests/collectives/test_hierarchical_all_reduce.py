@@ -3,7 +3,6 @@
 import pytest
 import torch
 from cases import OPS, bits, on_one_device, paid, values_of, wide_bytes
-from ranks import travel_by_value
 
 from labkit import EmulatedLink, run
 from labkit.collectives import (
@@ -14,8 +13,6 @@ from labkit.collectives import (
 )
 from labkit.collectives.compressed import all_reduce_of
 from labkit.costs import card_bytes
-
-travel_by_value(__name__)
 
 # By world size. Ranks may also be dealt out in turn, and stand in any order.
 HOSTS = {

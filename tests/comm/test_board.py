@@ -16,7 +16,6 @@ from labkit.comm.deadlock import (
     waits,
 )
 from labkit.comm.session import SpanSums
-from labkit.errors import MismatchError
 from labkit.tracing import Recorder
 
 WHAT = "float32 [2]"
@@ -43,34 +42,6 @@ def announce(board, rank, what):
     check_collective(board, rank)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_a_ring_of_receives_is_a_cycle(world_size):
-    board = board_of(world_size)
-    for rank in range(world_size):
-        recv(board, rank, (rank + 1) % world_size)
-    stuck = stuck_ranks(board)
-    assert stuck == list(range(world_size))
-    assert "deadlock: rank 0 -> rank 1" in explain_deadlock(board, stuck)
-
-
-def test_a_rank_that_computes_may_still_come():
-    board = board_of(3)
-    recv(board, 0, 1)
-    recv(board, 1, 2)
-    assert stuck_ranks(board) == []
-
-
-def test_a_rank_that_has_returned_never_comes_and_the_chain_behind_it_is_stuck():
-    board = board_of(3)
-    recv(board, 0, 1)
-    recv(board, 1, 2)
-    board.ranks[2]["state"] = RETURNED
-    assert stuck_ranks(board) == [0, 1]
-    text = explain_deadlock(board, [0, 1])
-    assert "rank 2 has returned, but rank 1 still waits for it" in text
-    assert '"b.py", line 2' in text
-
-
 def test_an_exchange_needs_both_ends():
     board = board_of(3)
     board.enter(0, "exchange", 0.0, "", sent=(1, WHAT), expected=(2, WHAT))
@@ -81,15 +52,6 @@ def test_an_exchange_needs_both_ends():
     assert stuck_ranks(board) == [0]
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_misfit_is_refused_by_whoever_comes_second(first):
-    board = board_of(2)
-    ends = [lambda: send(board, 0, 1, "float32 [3]"), lambda: recv(board, 1, 0, "int32 [3]")]
-    ends[first]()
-    with pytest.raises(MismatchError, match=r"(?s)rank 0 sends float32 \[3\].*int32 \[3\]"):
-        ends[1 - first]()
-
-
 @pytest.mark.parametrize("ahead", range(1, DEPTH + 1))
 def test_a_peer_that_runs_ahead_may_be_writing_over_what_is_read(ahead):
     """A send is only queued: its next description is half written, and not counted yet."""
@@ -98,17 +60,6 @@ def test_a_peer_that_runs_ahead_may_be_writing_over_what_is_read(ahead):
         send(board, 0, 1)
     board.what[SEND, 0, 1][ahead % DEPTH] = b"another"
     recv(board, 1, 0)
-
-
-def test_a_mismatch_names_the_lines_of_the_latest_collectives():
-    board = board_of(3)
-    for rank, what in ((0, "barrier"), (2, "barrier"), (2, "broadcast float32 [1]")):
-        announce(board, rank, what)
-    with pytest.raises(MismatchError) as raised:
-        announce(board, 1, "broadcast float32 [9]")
-    first, second = str(raised.value).splitlines()[1:3]
-    assert first == "  rank 0: 1. barrier, at a line"
-    assert second == "  rank 1: 1. broadcast float32 [9], at a line"
 
 
 def test_when_the_peer_arrived():

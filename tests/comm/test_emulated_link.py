@@ -3,19 +3,17 @@
 Every transport's contract holds over it, too: tests/comm/test_transports.py.
 """
 
+import statistics
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import travel_by_value
 
 from labkit import EmulatedLink, collectives, run, train_with
 from labkit.comm import emulated_link
 from labkit.comm.emulated_link import Card
 from labkit.costs import Link, all_reduce_seconds
-
-travel_by_value(__name__)
 
 # The arithmetic
 
@@ -58,9 +56,10 @@ def test_ranks_stand_on_hosts_in_their_order(per_host, hosts):
 
 def there_and_back(comm):
     tensor = torch.zeros(1000, dtype=torch.uint8)
-    for transfer in (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send):
-        transfer(tensor, 1 - comm.rank)
-    comm.exchange(tensor, 1 - comm.rank, torch.empty_like(tensor), 1 - comm.rank)
+    for _ in range(5):
+        for transfer in (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send):
+            transfer(tensor, 1 - comm.rank)
+        comm.exchange(tensor, 1 - comm.rank, torch.empty_like(tensor), 1 - comm.rank)
 
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
@@ -68,10 +67,11 @@ def test_every_message_takes_at_least_its_time_on_both_ends(transport):
     link = EmulatedLink(0.01, 1e5)
     trace = run(there_and_back, world_size=2, transport=transport, link=link).trace
     for rank in (0, 1):
-        spans = trace.of(rank, "communicate")
-        assert len(spans) == 3
-        # The message begins when both have come: a span may begin a little later than that.
-        assert all(span.duration_s > 0.9 * 0.02 for span in spans)
+        seconds = [span.duration_s for span in trace.of(rank, "communicate")]
+        assert len(seconds) == 15
+        # A span begins when the peer has come: with one that comes late, after its message.
+        for of_one_operation in (seconds[place::3] for place in range(3)):
+            assert statistics.median(of_one_operation) > 0.9 * 0.02
 
 
 def least_seconds(comm, names, num_elements, repeats=3):

@@ -52,7 +52,7 @@ def meet_all(world_size, lie=None):
 def _no_file_stays_open():
     before = open_descriptors(UNNAMED)
     yield
-    assert open_descriptors(UNNAMED) == before
+    assert open_descriptors(UNNAMED) <= before
 
 
 def test_all_map_the_same_memory_which_is_for_its_owner_and_keeps_its_size(monkeypatch):

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from ranks import travel_by_value
 
 import labkit
 from labkit.comm.peak_memory import MemoryMeter, Part
-
-travel_by_value(__name__)
 
 CPU = torch.device("cpu")
 MB = 10**6

@@ -12,22 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from ranks import (
-    leftovers,
-    open_descriptors,
-    running_ranks,
-    travel_by_value,
     wait_until,
 )
 
-from labkit import DeadlockError, WorkerError, run
+from labkit import run
 from labkit.collectives import fast_ring_all_reduce
 from labkit.comm.board import LEFT
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena
 from labkit.comm.shared_transport import SharedTransport
 
-travel_by_value(__name__)
-
-TRANSPORTS = ["shared", "gloo"]
 ALL_SLOTS = NUM_SLOTS * SEGMENT_BYTES
 
 
@@ -75,32 +68,6 @@ class TestMessages:
 # On real ranks
 
 
-@pytest.fixture(scope="module")
-def warm():
-    run(lambda comm: None, world_size=1)
-
-
-@pytest.fixture
-def nothing_is_left(warm):
-    before, descriptors = leftovers(), open_descriptors()
-    yield
-    assert wait_until(lambda: not running_ranks(), 60)
-    assert leftovers() <= before
-    assert wait_until(lambda: open_descriptors() <= descriptors, 60)
-
-
-def test_both_transports_explain_a_deadlock_alike(nothing_is_left):
-    def both_send_first(comm):
-        comm.send(torch.ones(1), 1 - comm.rank)
-
-    texts = []
-    for transport in TRANSPORTS:
-        with pytest.raises(DeadlockError, match="all of them send first") as caught:
-            run(both_send_first, world_size=2, transport=transport)
-        texts.append(str(caught.value))
-    assert texts[0] == texts[1]
-
-
 def waits_for_rank_0(comm):
     """The share of a core that a rank uses while it waits, by operation."""
     one, peer = torch.ones(1), 1 - comm.rank
@@ -128,24 +95,7 @@ def send_to_all(comm, tensor):
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_uses_no_core(nothing_is_left):
+def test_a_rank_that_waits_uses_no_core():
     more_than_cores = min(len(os.sched_getaffinity(0)) + 1, 6)
     for shares in run(waits_for_rank_0, world_size=max(3, more_than_cores)).values:
         assert max(shares.values()) < 0.15, shares
-
-
-@pytest.mark.slow
-def test_what_a_run_leaves_after_an_error_a_success_and_a_deadline(nothing_is_left):
-    def ends(comm, how):
-        comm.exchange(
-            x := torch.ones(ALL_SLOTS), 1 - comm.rank, torch.empty_like(x), 1 - comm.rank
-        )
-        if how == "error":
-            raise ValueError(how)
-        if how == "deadline":
-            time.sleep(60)
-
-    run(ends, "success", world_size=2)
-    for how, timeout_s in (("error", 120), ("deadline", 1.5)):
-        with pytest.raises(WorkerError, match=how):
-            run(ends, how, world_size=2, timeout_s=timeout_s)

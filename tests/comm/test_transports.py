@@ -11,22 +11,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import travel_by_value
 
 from labkit import EmulatedLink, run
-from labkit.collectives import (
-    fast_ring_all_reduce,
-    naive_all_reduce,
-    ring_all_reduce,
-)
 from labkit.comm.comm import Comm
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import as_bytes
-from labkit.costs.traffic import naive_all_reduce_cost, ring_all_reduce_cost
 from labkit.errors import PeerLostError
-
-travel_by_value(__name__)
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -197,25 +188,3 @@ def test_a_peer_that_has_ended_is_a_lost_peer_in_every_operation(transport, oper
     found = on(transport, leaves_while_the_other, 2, operation, may_lose=[1])
     assert found[0], "no error"
     assert "Exception raised from" not in found[0]  # PyTorch's C++ stack
-
-
-def counted(comm, all_reduces, num_elements):
-    found = []
-    for all_reduce in all_reduces:
-        before = comm.messages, comm.bytes_sent
-        all_reduce(comm, torch.ones(num_elements))
-        found.append((comm.messages - before[0], comm.bytes_sent - before[1]))
-    return found
-
-
-@pytest.mark.parametrize("transport", ["shared", "gloo", "group"])
-def test_what_is_counted_is_what_the_formulas_say(transport):
-    formulas = {
-        fast_ring_all_reduce: ring_all_reduce_cost,
-        ring_all_reduce: ring_all_reduce_cost,
-        naive_all_reduce: naive_all_reduce_cost,
-    }
-    num_elements = 3 * SEGMENT_BYTES // 4 + 5
-    for rank, found in enumerate(on(transport, counted, 3, list(formulas), num_elements)):
-        costs = [formula(num_elements, 4, 3, rank) for formula in formulas.values()]
-        assert found == [(cost.messages, cost.num_bytes) for cost in costs]

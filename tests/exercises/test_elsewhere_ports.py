@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from ranks import travel_by_value
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,8 +12,6 @@ import labkit.horovod as hvd
 from workbook import check
 from workbook.exercises.elsewhere import GRADIENTS, STATISTICS, step_of
 from workbook.exercises.programs import with_horovod
-
-travel_by_value(__name__)
 
 SHARES = ([1.0, 2.0, 6.0], [5.0, 7.0], [0.5, 0.25, -8.0])
 MOMENTUM = 0.3

@@ -6,12 +6,9 @@ from types import SimpleNamespace
 import torch.distributed as dist
 from answers.hosts import around_all_ranks, as_on_the_page
 from answers.rendezvous import as_on_the_page as meets, reads_the_environment
-from ranks import travel_by_value
 
 from workbook import check
 from workbook.exercises import rendezvous
-
-travel_by_value(__name__)
 
 
 def test_an_all_reduce_over_hosts_is_drawn():

@@ -8,12 +8,11 @@ import sys
 import needs
 import pytest
 import torch
-from ranks import session_of, travel_by_value, wait_until
+from ranks import session_of, wait_until
 
 from labkit import DeadlockError, WorkerError, run
 from labkit.collectives import fast_ring_all_reduce, ring_all_reduce
 
-travel_by_value(__name__)
 # What a context or a run may leave for a moment; other programs may use the GPU as well.
 SLACK_BYTES = 64 * 2**20
 

@@ -5,13 +5,10 @@ import itertools
 import needs
 import pytest
 import torch
-from ranks import travel_by_value
 from torch import nn
 
 from labkit import train_with
 from labkit.strategies import STRATEGIES
-
-travel_by_value(__name__)
 
 # A batch that does not divide, and a last batch that is smaller.
 DATA = {"model": "small_cnn", "batch_size": 35, "train_size": 177}

@@ -7,12 +7,10 @@ second: whoever reads the host's clock too early sees nothing of it.
 import needs
 import pytest
 import torch
-from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, train_with
 
-travel_by_value(__name__)
 pytestmark = [needs.gpus(1), needs.real]
 
 CYCLES = 200_000_000

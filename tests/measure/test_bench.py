@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from ranks import travel_by_value
 
 from labkit.__main__ import main
 from labkit.costs.link import Link, all_reduce_seconds
@@ -13,7 +12,6 @@ from workbook.measure import all_reduce, placement
 from workbook.measure.command import show
 from workbook.measure.record import Result
 
-travel_by_value(__name__)
 CPU = {"device": "cpu"}
 
 

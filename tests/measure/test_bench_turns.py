@@ -1,9 +1,7 @@
 """The rules by which the benches time: turns, spreads, ratios; how fast is no test's business."""
 
-import json
-
 from workbook.measure import turns
-from workbook.measure.record import Result, Spread, dumped
+from workbook.measure.record import Result, Spread
 
 
 def test_each_repeat_begins_with_another_contender():
@@ -30,10 +28,3 @@ def test_ratios_are_of_pairs_so_drift_drops_out():
     assert (ours["P"], ours["size_bytes"], ours["twice_s"]) == (2, 4, 0.002)
     assert "2 ms" in str(made)
     assert Spread.of([5.0, 1.0, 2.0, 3.0, 4.0]) == Spread(3.0, 2.0, 4.0)
-
-
-def test_a_row_of_the_record_is_a_line():
-    record = {"config": {"a": [2]}, "rows": [{"a": [1e-05, None]}, {"b": {"c": -3}}], "none": []}
-    text = dumped(record)
-    assert json.loads(text) == record
-    assert '    {"a": [1e-05, null]},\n    {"b": {"c": -3}}\n' in text

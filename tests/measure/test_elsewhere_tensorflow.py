@@ -1,16 +1,16 @@
 """TensorFlow's asynchronous server on the experiment, and the processes that a command starts."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 
 import numpy as np
 import pytest
 import torch
-from ranks import is_alive, session_of, wait_until
+from ranks import session_of, wait_until
 from torch.nn.functional import cross_entropy
 
 from workbook.measure.environments import REPOSITORY, environment_of, why_not
@@ -47,62 +47,33 @@ def test_an_asynchronous_parameter_server_counts_its_staleness(tmp_path):
 
 
 # The processes alone, which need not load TensorFlow.
+SCRIPT = """
+import json, os, time, tensorflow_processes
+processes = tensorflow_processes.start(chief=1, ps=1, worker=2)
+task = json.loads(os.environ["TF_CONFIG"])["task"]["type"]
+if task == os.environ["RAISES"]:
+    raise ValueError(task)
+time.sleep(600)
+"""
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Start a script with a server and two workers, which then do what is asked of each."""
-    started = []
-
-    def start(first="time.sleep(600)", others="processes.finish()"):
-        script = tmp_path / "script.py"
-        text = f"""
-            import json, os, signal, sys, time
-            import tensorflow_processes
-            processes = tensorflow_processes.start(chief=1, ps=1, worker=2)
-            config = json.loads(os.environ["TF_CONFIG"])
-            task = config["task"]
-            if task["type"] == "chief":
-                {first}
-            else:
-                {others}
-            processes.finish()
-            """
-        script.write_text(textwrap.dedent(text))
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        env = os.environ | {"PYTHONPATH": str(SCRIPTS)}
-        process = subprocess.Popen(
-            [sys.executable, script], env=env, start_new_session=True, **pipes
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        for pid in session_of(process.pid):
-            os.kill(pid, signal.SIGKILL)
-        process.communicate()
-
-
-def ended(process):
-    """Wait until it has ended with all its copies: the exit code and what it has printed."""
-    out, err = process.communicate(timeout=60)
-    assert wait_until(lambda: not session_of(process.pid), 60)
-    return process.returncode, out, err
-
-
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
-def test_all_end_with_the_first_however_it_ends(start, sign):
-    process = start(others="time.sleep(600)")
-    assert wait_until(lambda: len(session_of(process.pid)) == 4, 60)
-    copies = session_of(process.pid)
-    process.send_signal(sign)
-    assert ended(process) == (-sign, "", "")
-    assert not any(map(is_alive, copies))
-
-
-@pytest.mark.parametrize("who", ["first", "others"])
-def test_all_end_when_one_raises(start, who):
-    code, _, err = ended(start(**{who: "raise ValueError(task)"}))
-    assert code == 1
-    assert "ValueError: {'type':" in err
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, "chief", "worker"])
+def test_all_end_with_the_first_or_when_one_raises(end, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    env = os.environ | {"PYTHONPATH": str(SCRIPTS), "RAISES": str(end)}
+    words = [sys.executable, tmp_path / "script.py"]
+    process = subprocess.Popen(words, env=env, start_new_session=True, stderr=subprocess.PIPE)
+    try:
+        if isinstance(end, signal.Signals):
+            assert wait_until(lambda: len(session_of(process.pid)) == 4, 60)
+            process.send_signal(end)
+        said = process.communicate(timeout=60)[1].decode()
+        assert wait_until(lambda: not session_of(process.pid), 60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if isinstance(end, signal.Signals):
+        assert (process.returncode, said) == (-end, "")
+    else:
+        assert process.returncode == 1
+        assert f"ValueError: {end}" in said

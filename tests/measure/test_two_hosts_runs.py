@@ -30,7 +30,7 @@ def trained(hosts, tmp_path_factory):
     return folder, json.loads(job.line("trained ")), job
 
 
-def test_every_technique_equals_one_device_over_two_hosts(trained):
+def test_techniques_equal_one_device_over_two_hosts(trained):
     folder, agree, _ = trained
     alone = train_with("single", **BASE).state
     differences = {name: largest_difference(load_file(folder / name), alone) for name in CASES}

@@ -62,7 +62,7 @@ def test_an_open_one_is_continued_after_a_restart_and_can_be_taken_back(monkeypa
 
 def test_none_at_all_is_fine(capsys):
     made = workbook.predict(*SENT)
-    assert capsys.readouterr().out == "Your prediction of sent by one rank: none yet, in bytes\n"
+    assert capsys.readouterr().out == "Your prediction of sent by one rank: none yet (bytes)\n"
     row = workbook.predict_row(*SENT, made, None, 6)
     assert repr(row) == "sent by one rank: no prediction, no model, measured 6 B"
     assert made.locked_at

@@ -75,9 +75,9 @@ def test_an_exercise_once_passed_stays_passed(path):
 
 def test_several_processes_lose_nothing(monkeypatch):
     program = (
-        "import sys; from workbook.notebook.record import note_verdict\n"
-        "for i in range(30): note_verdict(f'{sys.argv[1]} {i}', 'passed', True)\n"
-        "for i in range(30): note_verdict('of all', 'not yet', False)"
+        "import sys; from workbook.notebook import record\nrecord.LOCK_S = 60\n"
+        "for i in range(30): record.note_verdict(f'{sys.argv[1]} {i}', 'passed', True)\n"
+        "for i in range(30): record.note_verdict('of all', 'not yet', False)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     writers = [

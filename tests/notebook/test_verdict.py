@@ -98,7 +98,9 @@ def test_the_fastest_and_those_that_cannot_be_told_apart():
         "in 5 pairs)."
     )
     found = verdict.faster({name: of_pipeline(name) for name in (*names, "labkit 1f1b")})
-    assert str(found).startswith("Cannot be told apart: labkit gpipe and labkit 1f1b (0.918 to")
+    assert str(found).startswith(
+        "Cannot be told apart: labkit gpipe and labkit 1f1b (a ratio of 0.918 to"
+    )
     assert "labkit gpipe was 1.31 times as fast as labkit split" in str(found)
     assert "measured once" in str(verdict.faster({"ring": 1.0, "naive": 2.0}))
 
@@ -119,7 +121,7 @@ def test_a_race_to_an_accuracy():
     runs = {name: compare(name, SIX_EPOCHS) for name in ("single", "ddp")}
     runs["three epochs"] = compare("single", 5)
     assert str(verdict.race(runs, 0.97)) == (
-        "First at 97%: ddp after 867 ms and 6 epochs, single after 1.67 s and 6 epochs; never: "
+        "First at 97%: ddp after 867 ms and 6 epochs; single after 1.67 s and 6 epochs; never: "
         "three epochs."
     )
     assert str(verdict.race(runs, 0.999)).startswith("First at 100%: none; never: single, ddp")

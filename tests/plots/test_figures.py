@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 from matplotlib.colors import to_hex
-from parts import EPOCHS, UPDATES, bars_of, legend_of, spans_of
+from parts import EPOCHS, UPDATES, bars_of, spans_of
 
 from labkit.costs.async_run import simulate
-from labkit.schedules.ring import ring_all_reduce
 from labkit.units import format_seconds
 from workbook import plots
 from workbook.plots.models import example_step
@@ -68,17 +67,6 @@ class TestRing:
         arrows = [text for text in axes.texts if getattr(text, "arrow_patch", None)]
         assert {(arrow.xyann[1], arrow.xy[1]) for arrow in arrows} == {(0, 1), (1, 0)}
 
-    @pytest.mark.parametrize("world_size", [2, 3, 6])
-    def test_the_words_are_the_schedule(self, world_size):
-        schedule = [list(ring_all_reduce(rank, world_size)) for rank in range(world_size)]
-        last = 2 * (world_size - 1)
-        for step in range(1, last + 1):
-            words = plots.ring_step(step, world_size).caption
-            moves = [rank_steps[step - 1] for rank_steps in schedule]
-            assert words.startswith(f"Step {step} of {last}, {moves[0].phase}: rank 0 sends")
-            for rank, move in enumerate(moves):
-                assert f"rank {rank} sends chunk {move.send_chunk} to rank {move.dst}" in words
-
     @pytest.mark.parametrize("world_size", [2, 4, 6])
     def test_nothing_moves_from_step_to_step(self, world_size):
         figures = [plots.ring_step(s, world_size).figure for s in range(2 * world_size - 1)]
@@ -110,11 +98,3 @@ class TestLearningCurves:
         lines = [axes.lines[0].get_xydata().tolist() for axes in grid]
         assert lines[:2] == [[[1, 2], [2, 1]], [[3, 2], [5, 1]]]
         assert lines[2:] == [[[1, 25], [2, 75]], [[3, 25], [5, 75]]]
-
-    def test_the_words_name_the_best_and_the_first(self):
-        figure = plots.learning_curves({"ring": EPOCHS, "single": EPOCHS[:1]})
-        assert legend_of(figure) == ["ring", "single"]
-        assert "loss 1 and held-out accuracy 75.0% after 2 epochs" in figure.alt
-        assert "First to end: single, after 3 s" in figure.caption
-        tied = plots.learning_curves({"a": EPOCHS, "b": EPOCHS[:1], "c": EPOCHS}).caption
-        assert "at the end: a and c, 75.0%." in tied

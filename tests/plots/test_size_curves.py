@@ -43,13 +43,6 @@ def test_a_model_is_dashed_in_the_color_of_what_it_predicts():
     assert model.get_color() == SERIES[1][0].model.ink
 
 
-def test_the_caption_says_who_is_fastest_at_both_ends_and_by_how_much():
-    figure = plots.size_curves(BOTH)
-    said = f"Fastest: tree at 1 KiB, {RING[KIB] / TREE[KIB]:.3g} times as fast as the next; "
-    assert figure.caption.startswith(f"{said}ring at 16 MiB, 1.99 times as fast as the next.")
-    assert "tree 21 µs at 1 KiB, 276 µs at 256 KiB, 16.4 ms at 16 MiB" in figure.alt
-
-
 @pytest.mark.parametrize(("model", "said"), [(81920, "80 KiB"), (math.inf, "no size")])
 def test_crossings_stand_beside_the_models(model, said):
     (found,) = plots.crossings(TREE, RING)
@@ -76,13 +69,3 @@ def test_a_step_by_micro_batches_has_a_curve_for_each_schedule():
     assert lines["1f1b"] == [[1, 8.5], [4, 9.5]]
     assert lines["gpipe model"] == [[1, 5], [4, 5]]
     assert "gpipe is fastest with 4 micro-batches, 7 s." in figure.caption
-
-
-def test_communication_by_batch_is_measured_beside_its_model():
-    hops = {
-        "cut 5, forward": {1: [2e-3, 1e-3, 3e-3], 4: [8e-3]},
-        "cut 5, backward": {1: 1e-3, 4: 4e-3},
-    }
-    figure = plots.communication_time(hops, {"cut 5, forward": {1: 1e-3, 4: 4e-3}})
-    assert "cut 5, forward 2 ms at 1, 8 ms at 4; cut 5, backward 1 ms at 1" in figure.alt
-    assert "2 times the model" in figure.caption

@@ -58,20 +58,6 @@ class TestTimeline:
         assert figure.figure.axes[0].get_ylabel() == "rank · device,\npeak memory"
         assert "rank 0 · cuda:0, 1 MiB + 5 B: compute 4 ms" in figure.alt
 
-    def test_a_prediction_is_hatched_and_says_model(self):
-        figure = plots.timeline(TRACE, model=True)
-        assert legend_of(figure)[0] == "compute (model)"
-        assert figure.caption.startswith("Model: ")
-        hatches = {c.get_hatch() for c in figure.figure.axes[0].collections} - {None}
-        assert hatches == {plots.STYLES["compute"].model.hatch}
-
-    def test_many_ranks_and_many_spans_stay_in_bounds(self):
-        spans = [Span(rank, "compute", 0, 1) for rank in range(100)]
-        figure = plots.timeline(of_ranks(*spans))
-        assert figure.figure.get_figheight() < 10
-        assert len(figure.figure.axes[0].get_yticks()) <= 34
-        assert len(figure.alt) < 200
-
     def test_another_thread_is_a_thin_lane_under_its_rank(self):
         main, other = Span(0, "compute", 0, 3), Span(0, "all_reduce", 1, 4, lane=1)
         figure = plots.timeline(of_ranks(main, other, Span(1, "compute", 0, 4)))

@@ -123,11 +123,11 @@ class TestListening:
     ):
         if during == "rpc" and not dist.rpc.is_available():
             pytest.skip("this PyTorch has no RPC")
-        before = heard_outside([os.getpid()])
+        before = {*heard_outside([os.getpid()])}
         result = run(listens_in_a_run, during, world_size=2, transport=transport)
         assert result.values == [([], [])] * 2
         pids = [os.getpid(), *(one.pid for one in descendants())]
-        assert wait_until(lambda: heard_outside(pids) == before, 60)
+        assert wait_until(lambda: before >= {*heard_outside(pids)}, 60)
 
     @pytest.mark.fresh
     @pytest.mark.skipif(not may_unshare(), reason="needs a network of its own: unshare, as root")

@@ -1,5 +1,6 @@
 """Agents of ``torchrun`` that play hosts: their numbers and output, and that nothing is left."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -89,4 +90,5 @@ def test_nothing_is_left_of_a_caller_that_was_interrupted_or_killed(tmp_path):
             caller.kill()
             caller.communicate()
         for pid in (pid for folder in tmp_path.glob("*/*") for pid in marks(str(folder))):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -11,12 +11,10 @@ import sys
 import pytest
 import torch
 from hosts import on_hosts
-from ranks import travel_by_value
 
 import labkit
 from labkit.collectives import ring_all_reduce
 
-travel_by_value(__name__)
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/PID/fd")
 HERE = os.path.abspath(__file__)
 

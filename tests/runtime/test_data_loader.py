@@ -5,13 +5,11 @@ import sys
 
 import pytest
 import torch
-from ranks import travel_by_value, wait_until
+from ranks import wait_until
 from torch.utils.data import DataLoader, Dataset
 
 from labkit import run
 from labkit.comm.shared_memory import is_running
-
-travel_by_value(__name__)
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="workers are forked on Linux only"

@@ -27,7 +27,7 @@ from urllib.error import URLError
 import pytest
 import torch
 from faults import Case, Fault, Kernel, check_words
-from ranks import is_alive, travel_by_value, until_they_wait, wait_until
+from ranks import is_alive, until_they_wait, wait_until
 from test_files import at_most
 
 import labkit
@@ -42,8 +42,6 @@ from labkit.collectives import (
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.runtime import launch
 from labkit.workload.datasets import load_dataset
-
-travel_by_value(__name__)
 
 TRANSPORTS = ("shared", "gloo")
 ALL_REDUCES = (naive_all_reduce, tree_all_reduce, ring_all_reduce, fast_ring_all_reduce)

@@ -4,11 +4,8 @@ import os
 from multiprocessing import Pipe
 
 import pytest
-from ranks import travel_by_value
 
 from labkit.runtime.output import Output
-
-travel_by_value(__name__)
 
 
 @pytest.mark.parametrize(

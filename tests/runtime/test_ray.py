@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import is_alive, travel_by_value, wait_until
+from ranks import is_alive, wait_until
 
 from labkit import WorkerError, run
 from labkit.collectives import ring_all_reduce
@@ -18,7 +18,6 @@ from labkit.collectives import ring_all_reduce
 # Ray reads it when it is imported.
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 ray = pytest.importorskip("ray", reason="Ray is not installed here: make cluster")
-travel_by_value(__name__)
 ATTEMPTS = 3
 
 

@@ -3,7 +3,6 @@
 from functools import partial
 
 from odd_models import seeded, sgd, some_batches
-from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -12,8 +11,6 @@ from labkit import run
 from labkit.costs.traffic import Cost, broadcast_cost, ring_all_reduce_cost
 from labkit.strategies.ddp import BucketedDDP, NaiveDDP
 from labkit.training.result import largest_difference
-
-travel_by_value(__name__)
 
 # Of a model with 100 to 200 float64 parameters: a few buckets.
 TINY_MB = 300 / 2**20

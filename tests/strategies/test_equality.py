@@ -12,14 +12,11 @@ from functools import partial
 import pytest
 import torch
 from odd_models import Mixed, seeded, some_batches
-from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, strategies
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.training.result import checksum, largest_difference
-
-travel_by_value(__name__)
 
 BATCHES = (7, 5, 1, 9)
 # It clips some of the batches, see the test.

@@ -10,14 +10,12 @@ import sys
 import pytest
 import torch
 from hosts import on_hosts
-from ranks import travel_by_value
 from torch import nn
 
 import labkit
 from labkit import strategies
 from labkit.training.result import largest_difference
 
-travel_by_value(__name__)
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/PID/fd")
 
 SETTINGS = {"batch_size": 10, "epochs": 1, "model": "mlp", "dataset": "digits"}

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from odd_models import sgd, some_batches
-from ranks import travel_by_value
 from test_equality import CLIP_NORM, ours_or_theirs
 from torch import nn
 
@@ -14,8 +13,6 @@ from labkit import run, strategies
 from labkit.costs.traffic import model_parallel_cost
 from labkit.strategies.base import LossScaler
 from labkit.training.result import checksum, largest_difference
-
-travel_by_value(__name__)
 
 CUTS = {1: (), 2: (3,), 3: (2, 5)}
 

@@ -8,14 +8,12 @@ import time
 import pytest
 import torch
 from odd_models import Everything, seeded, sgd, some_batches
-from ranks import running_ranks, travel_by_value, wait_until
+from ranks import running_ranks, wait_until
 
 from labkit import run, strategies, train_with
 from labkit.costs.traffic import parameter_server_cost
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.strategies.parameter_server import ParameterServer
-
-travel_by_value(__name__)
 
 # 107 = 3 x 35 + 2: four batches, the last of fewer samples than three workers.
 SMALL = {"train_size": 107, "batch_size": 35, "lr": 0.02, "model": "mlp"}

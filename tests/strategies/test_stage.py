@@ -1,14 +1,11 @@
 """A model cut into stages: batch statistics, messages, held activations, and the trace."""
 
 from odd_models import seeded, sgd, some_batches
-from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, strategies
 from labkit.costs.traffic import Cost, model_parallel_cost
 from labkit.training.result import largest_difference
-
-travel_by_value(__name__)
 
 TECHNIQUES = {
     "model_parallel": {},

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from odd_models import seeded, sgd, some_batches
-from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, strategies
@@ -15,8 +14,6 @@ from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost
 from labkit.strategies.on_shares import Single
 from labkit.strategies.sync_batch_norm import convert
 from labkit.training.result import checksum, largest_difference
-
-travel_by_value(__name__)
 
 
 def frozen_weight():

@@ -2,12 +2,8 @@
 
 import threading
 
-from ranks import travel_by_value
-
 from labkit.tracing import Recorder, Span, Trace
 from labkit.tracing.recorder import with_waits
-
-travel_by_value(__name__)
 
 
 class Steps:

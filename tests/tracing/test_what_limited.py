@@ -1,4 +1,4 @@
-"""What limited a run: on traces made by hand, where the answer is known, and on recorded runs.
+"""What limited a run, on recorded runs.
 
 tests/tracing/recorded/NAME.json.gz is ``result.trace.save`` of a real run on two cores, with times
 rounded to 0.1 µs: ``computing`` is ddp on 2 ranks with batches of 512, ``straggler`` ddp on 3 with
@@ -12,23 +12,11 @@ ranks, whose rank 1 sleeps 20 ms in every step.
 from pathlib import Path
 
 import pytest
-from ranks import travel_by_value
 
 from labkit.tracing.chrome import read_traces
 from labkit.tracing.limits import what_limited
 
-travel_by_value(__name__)
-
 RECORDED = Path(__file__).parent / "recorded"
-
-
-# The seconds of each state
-
-
-# The kinds of limits, on traces made by hand
-
-
-# Recorded runs
 
 
 @pytest.mark.parametrize(
@@ -57,6 +45,3 @@ def test_the_two_files_of_pytorchs_profiler_show_who_is_late():
     limit = what_limited(read.trace, gap=read.gap)
     assert (limit.kind, limit.rank) == ("straggler", 1)
     assert "rank 0 waited for it 42% of its time" in str(limit)
-
-
-# Runs of today

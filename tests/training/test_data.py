@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from ranks import travel_by_value
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -12,8 +11,6 @@ from labkit import RunConfig
 from labkit.training.resolve import Own
 from labkit.training.result import largest_difference
 from labkit.training.train_run import train_run, train_with
-
-travel_by_value(__name__)
 
 
 class Noisy(Dataset):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
 
@@ -11,8 +10,6 @@ from labkit.training.loop import fit
 from labkit.training.resolve import Own, make_strategy
 from labkit.training.result import largest_difference
 from labkit.workload.samples import batch_slices, epoch_order
-
-travel_by_value(__name__)
 
 NUMBERS = ("loss", "train_accuracy", "test_accuracy", "test_loss")
 # Batches of 5, 5 and 1, and 3 held-out samples: fewer than ranks, and shares that differ.

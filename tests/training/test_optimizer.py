@@ -1,14 +1,11 @@
 """An optimizer advances its own learning rate with each update that it makes."""
 
 import torch
-from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
 
 from labkit import RunConfig, run, strategies
 from labkit.training.resolve import optimizer_maker, schedule_of
-
-travel_by_value(__name__)
 
 SMALL = {"train_size": 23, "batch_size": 9, "epochs": 4, "model": "mlp", "dtype": "float64"}
 SCHEDULED = SMALL | {"lr_schedule": "cosine", "warmup_epochs": 0.5}

@@ -5,15 +5,12 @@ An option fails that is refused and in ``TAKEN_BY``, or taken and not.
 
 import pytest
 import torch
-from ranks import travel_by_value
 from torch import Tensor, nn
 
 from labkit import RunConfig, run
 from labkit.training.loop import fit
 from labkit.training.resolve import Own, resolve
 from labkit.training.result import largest_difference
-
-travel_by_value(__name__)
 
 # 14 samples in batches of 9 and 5: three workers get shares of 3, and of 2, 2 and 1.
 BASE = {"batch_size": 9, "epochs": 2, "model": "own", "dataset": "own", "dtype": "float64"}

@@ -7,14 +7,11 @@ import threading
 
 import pytest
 import torch
-from ranks import travel_by_value
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from labkit import train_with
 from labkit.training.result import largest_difference
-
-travel_by_value(__name__)
 
 INPUTS, TARGETS = torch.randn(30, 6), torch.arange(30) % 3
 

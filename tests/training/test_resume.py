@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import travel_by_value
 from torch import nn
 
 from labkit import RunConfig, run, train_with
@@ -17,8 +16,6 @@ from labkit.runtime.worker import seed_random_numbers
 from labkit.training.checkpoint import newest
 from labkit.training.loop import fit
 from labkit.training.resolve import Own, make_strategy
-
-travel_by_value(__name__)
 
 # 110 = 5 x 20 + 10: six steps in an epoch, and a last batch that three ranks do not divide.
 SMALL = {"epochs": 2, "train_size": 110, "batch_size": 20, "lr": 0.02}

@@ -1,16 +1,10 @@
-"""A training run: named devices, counted bytes, seconds by phase, batch statistics of shares."""
+"""What a step leaves on a rank whose next share is empty."""
 
 import torch
-from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, strategies
 from labkit.workload.samples import share
-
-travel_by_value(__name__)
-
-
-RING = strategies.get("ring_all_reduce")
 
 
 def test_a_nan_of_an_earlier_step_does_not_stay_in_an_empty_share():  # row 12
@@ -28,4 +22,4 @@ def test_a_nan_of_an_earlier_step_does_not_stay_in_an_empty_share():  # row 12
                 model.bias.zero_()
         return finite
 
-    assert run(steps, RING, world_size=2).values == [True, True]
+    assert run(steps, strategies.get("ring_all_reduce"), world_size=2).values == [True, True]

@@ -3,14 +3,12 @@
 import html
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 from splits import LINK, PROFILE, measured
 
 from labkit.placement.planner import predict_split
 from workbook import plots, widgets
-from workbook.widgets import explorer
 
 MAKE = {
     "buckets": widgets.bucket_explorer,
@@ -78,28 +76,6 @@ def test_it_is_read_as_text_and_a_new_caption_is_read_aloud(make):
     assert bundle["text/plain"] == text
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert '<figcaption role="status" aria-live="polite"' in made.view.value
-
-
-@pytest.mark.parametrize(
-    ("make", "moves"),
-    [
-        ("buckets", {"ranks": 5}),
-        ("ring", {"ranks": 6, "step": 9}),
-        ("staleness", {"workers": 6, "bound": 14}),
-    ],
-)
-def test_it_keeps_its_state_when_its_cell_is_run_again(make, moves, monkeypatch):
-    cell = {"metadata": {"cellId": f"a cell with {make}"}}
-    shell = SimpleNamespace(get_parent=lambda: cell)
-    monkeypatch.setattr(explorer, "get_ipython", lambda: shell)
-    first = MAKE[make]()
-    for name, value in moves.items():
-        getattr(first, name).value = value
-    again = MAKE[make]()
-    assert again.chosen() == first.chosen()
-    assert alt_of(again) == alt_of(first)
-    cell["metadata"]["cellId"] = "another"
-    assert MAKE[make]().chosen() != first.chosen()
 
 
 def test_a_pipelines_step_is_predicted_and_then_run():

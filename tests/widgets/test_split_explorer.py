@@ -2,8 +2,6 @@
 
 import json
 import re
-import threading
-from types import SimpleNamespace
 
 import pytest
 from splits import LINK, PROFILE, measured
@@ -112,21 +110,18 @@ def test_the_measured_step_is_laid_out_as_it_ran(explorer):
         assert (start_s, end_s) == pytest.approx((2 * slot.start_s, 2 * slot.end_s))
 
 
-def test_stop_ends_a_run_and_another_one_can_begin(explorer, runs):
-    measuring, seen = threading.Event(), []
+def test_the_buttons_wait_for_a_run_and_come_back_after_an_error(explorer, runs):
+    seen = []
 
     def during():
-        seen.append((explorer.run.disabled, explorer.stop.disabled, explorer.status.value))
-        measuring.set()
-        while True:
-            threading.Event().wait(0.01)
+        seen.append((explorer.run.disabled, explorer.best.disabled, explorer.status.value))
+        raise TimeoutError("too slow")
 
     runs.during = during
-    explorer.run.click()
-    measuring.wait()
-    press(explorer, explorer.stop)
-    assert seen == [(True, False, '<span role="status">measuring ...</span>')]
-    assert ("stopped" in explorer.status.value, explorer.runs) == (True, {})
+    press(explorer, explorer.run)
+    assert seen == [(True, True, '<span role="status">measuring ...</span>')]
+    assert "TimeoutError: too slow" in explorer.status.value
+    assert explorer.runs == {}
     runs.during = lambda: None
     press(explorer, explorer.run)
     assert ">measured" in explorer.status.value
@@ -172,17 +167,3 @@ def test_it_is_read_as_text_where_there_is_no_browser(explorer):
     data = explorer._repr_mimebundle_()
     assert data["text/plain"] == text
     assert "application/vnd.jupyter.widget-view+json" in data
-
-
-def test_it_keeps_its_state_when_its_cell_is_run_again(runs, monkeypatch):
-    shell = SimpleNamespace(get_parent=lambda: {"metadata": {"cellId": "the cell"}})
-    monkeypatch.setattr(widgets.explorer, "get_ipython", lambda: shell)
-    first = widgets.split_explorer(PROFILE, LINK, split_points=(3,), measure=runs)
-    choose(first, [1, 4])
-    first.link.value, first.mode.value = "1 GbE", "bytes"
-    press(first, first.run)
-    again = widgets.split_explorer(PROFILE, LINK, split_points=(3,), measure=runs)
-    assert (again.picture.points, again.picture.mode) == ([1, 4], "bytes")
-    assert repr(again) == repr(first)
-    other = widgets.split_explorer(PROFILE, LINK, split_points=(2,), measure=runs)
-    assert (other.picture.points, other.runs) == ([2], {})

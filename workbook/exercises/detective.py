@@ -24,7 +24,7 @@ from workbook.exercises.programs.early_stop import losses_of
 HOSTS, RANKS_PER_HOST = 2, 2
 WORLD_SIZE = HOSTS * RANKS_PER_HOST
 # Nothing is printed for this long: the run stands still. (A step takes milliseconds.)
-_QUIET_S = 2.0
+_QUIET_S = 1.0
 _ANSWER_S, _AGAIN_S = 20.0, 0.3
 # PyTorch's name of the default process group.
 _DEFAULT_GROUP = "0"

@@ -115,7 +115,7 @@ def _ported(fn: Callable, comm: Comm, case: Case) -> list | Wrong:
         return [state, losses, *_left(again, optimizer)]
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return Wrong(f"no training can go on from what it saves: {text:.200}")
+        return Wrong(f"training cannot go on from what it saves: {text:.200}")
 
 
 # A port of ``programs.with_horovod.train`` to torch.distributed. Graded are the model's state, the

@@ -131,7 +131,7 @@ def interleaved_ratio(fn: Callable, b_costs: float, repeats: int) -> Wrong | Non
     pairs = ["".join(order[i : i + 2]) for i in range(0, len(order), 2)]
     text = f"the runs came in the pairs {' '.join(pairs) or '(none)'}"
     if len(pairs) != repeats + 1 or any(pair not in ("ab", "ba") for pair in pairs):
-        text += f", expected one pair to warm up, then {repeats}, each of an a and a b"
+        text += f", expected one pair to warm up, then {repeats}, each with one a and one b"
         return Wrong(text)
     # The warm-up pair is not counted, so it may begin with either.
     if any(one == following for one, following in itertools.pairwise(pairs[1:])):

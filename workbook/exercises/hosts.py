@@ -163,7 +163,7 @@ def _torchruns(rank: int, local_rank: int, host: int, **others: str) -> tuple:
 def place(fn: Callable, environment: dict[str, str], expected: tuple) -> Wrong | None:
     """Grade ``fn(environment)``: (rank, local rank, host) of a process of torchrun or of Slurm.
 
-    ``environment`` is a dict of texts. Under Slurm the local rank and the host follow from
+    ``environment`` is a dict of strings. Under Slurm the local rank and the host follow from
     SLURM_PROCID and SLURM_TASKS_PER_NODE. Under a torchrun that Slurm has started, torchrun's
     variables are right.
     """

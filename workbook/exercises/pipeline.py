@@ -106,7 +106,7 @@ def _streams(fn: Callable, P: int, M: int) -> Streams | Wrong:
                 thing = KINDS[thing[0]], thing[1:]
             is_pair = isinstance(thing, tuple | list) and len(thing) == 2
             if not is_pair or thing[0] not in KINDS.values():
-                return Wrong(f'{short(thing)} is no action: use Action("forward", 0), or "F0"')
+                return Wrong(f'{short(thing)} is not an action: use Action("forward", 0), or "F0"')
             streams[-1].append(Action(thing[0], int(thing[1])))
     return streams
 

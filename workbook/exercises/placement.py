@@ -119,7 +119,7 @@ def best_cuts(
     answer = fit(fn(profile, max_stages, link, cap_bytes), [])
     text = f"it returned {short(answer)}"
     if not isinstance(answer, list):
-        return Wrong(f"{text}, no sequence of split points")
+        return Wrong(f"{text}, not a sequence of split points")
     try:
         points = check_split_points(answer, len(profile.layers))
     except ValueError as error:

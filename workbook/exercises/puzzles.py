@@ -181,7 +181,7 @@ def _not_rounded_once(case: Case, values: list[Any]) -> Found:
         try:
             found = float(value)
         except (TypeError, ValueError):
-            return f"rank {rank} returned a value of type {type(value).__name__}, no number"
+            return f"rank {rank} returned a value of type {type(value).__name__}, not a number"
         if found != exact:
             text = f"rank {rank} returned {found!r}, but the exact sum, rounded once to float32, "
             return f"{text}is {exact!r}"

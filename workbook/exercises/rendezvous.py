@@ -147,7 +147,7 @@ def _wrong_meeting(processes: Sequence[list]) -> Found:
                 if all(isinstance(one, str) for one in addresses):
                     continue
         text = f"the process at {address} returned {short(result)}: return (rank, addresses), a "
-        return f"{text}number and a list of texts (store.get returns bytes)"
+        return f"{text}number and a list of strings (store.get returns bytes)"
     by_rank = sorted((result[0], address) for address, result, *_ in processes)
     ranks, expected = [rank for rank, _ in by_rank], [address for _, address in by_rank]
     if ranks != [*range(len(ranks))]:

@@ -89,14 +89,16 @@ def elsewhere_figure(record: Row) -> CaptionedFigure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid()
     add_legend(figure, list(lines.values()))
-    begin, end = rows[0]["losses"][0], rows[0]["losses"][-1]
-    alt = f"The losses of {len(rows)} contenders by step, from {begin:.2f} to {end:.2f}: "
+    longest = max(rows, key=lambda row: len(row["losses"]))["losses"]
+    alt = f"The losses of {len(rows)} contenders by step, "
+    alt += f"from {longest[0]:.2f} to {longest[-1]:.2f}: "
     apart = [_name(row) for row in rows if not row["agrees"]]
-    caption = f"Not all lines lie on each other: from one device differs {', '.join(apart)}."
+    caption = f"Not all lines coincide: these differ from one device's: {', '.join(apart)}."
     if not apart:
         worst = max(rows, key=lambda row: row["difference"])
-        caption = f"All {len(rows)} lines lie on each other: no loss differs from one device's by "
+        caption = f"All {len(rows)} lines coincide: no loss differs from one device's by "
         caption += f"more than {worst['difference']:.1e} ({worst['contender']})."
+    caption += " The markers take turns."
     return CaptionedFigure(figure, alt=alt + ", ".join(map(_name, rows)), caption=caption)
 
 

@@ -156,11 +156,7 @@ def machine() -> dict[str, Any]:
 def write(
     record: dict[str, Any], json_path: str | None, figures: Mapping[str, "CaptionedFigure"]
 ) -> None:
-    """Write the record, if it has a path, and each figure by its path.
-
-    Raises:
-        OutputError: the message names the file.
-    """
+    """Write the record, if it has a path, and each figure by its path."""
     if json_path is not None:
         write_atomically(json_path, dumped(record))
     for path, figure in figures.items():

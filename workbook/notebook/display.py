@@ -21,10 +21,6 @@ class Source:
 
 
 def show_source(thing: Callable[..., Any] | type) -> Source:
-    """Show the Python source of a labkit function or class, as installed.
-
-    Raises:
-        OSError, TypeError: it has none, for example because it is written in C.
-    """
+    """Show the Python source of a labkit function or class, as installed."""
     where = f"{thing.__module__}.{thing.__qualname__}"
     return Source(inspect.getsource(thing).rstrip(), where)

@@ -37,15 +37,11 @@ def draw(
     progress: float | None,
     name: str,
 ) -> str:
-    """The lanes as an SVG element.
+    """The lanes of the ranks from 0 on as an SVG element, up to ``extent_s`` at their right end.
 
-    Args:
-        lanes: of the ranks from 0 on.
-        extent_s: the time at the right end of the lanes.
-        head: the line above the lanes.
-        beside: a text for each lane, to its right.
-        progress: the bar above the lanes, 0 to 1; None for no bar.
-        name: begins the ids of the hatches, which are common to a whole page.
+    ``head`` stands above the lanes, and a text of ``beside`` to the right of each. ``progress`` is
+    the bar above them, 0 to 1, or None. ``name`` begins the ids of the hatches, which a whole
+    page has in common.
     """
     styles = styles_of(kind for lane in lanes for kind in lane)
     bottom, per_row = _TOP + _PITCH * len(lanes), _WIDTH // _LEGEND_WIDTH

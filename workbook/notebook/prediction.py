@@ -145,7 +145,8 @@ class Prediction:
     def __repr__(self) -> str:
         begin = f"Your prediction of {self.quantity}:"
         if self.locked_at is None:
-            return f"{begin} {self.text or f'none yet, in {self.unit}'}"
+            empty = f"none yet ({self.unit})" if self.unit else "none yet"
+            return f"{begin} {self.text or empty}"
         since = datetime.fromisoformat(self.locked_at).astimezone()
         locked = f"locked since it was measured, {since:%Y-%m-%d %H:%M}"
         return f"{begin} {self.text or 'none'}, {locked}; .again() begins a new one"

@@ -5,7 +5,7 @@
 (the stored pages are run with it): then it lasts as long as the process.
 
 Recording never raises: a file that cannot be read or written is reported once, and the lesson
-goes on. Pages are names such as ``06_ring_all_reduce``; times are ISO 8601 texts, UTC.
+goes on. Pages are names such as ``06_ring_all_reduce``; times are ISO 8601 strings, UTC.
 """
 
 import json

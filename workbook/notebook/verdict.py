@@ -5,7 +5,6 @@ Every number in it comes from the measurement: phases, spans, counts. A differen
 than the spread of the repeats is not called one.
 """
 
-import html
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,9 +67,6 @@ class Verdict:
     def __repr__(self) -> str:
         return self.text
 
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.text)}</p>"
-
 
 def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
     """Whether several ranks are faster than one device, and what their time is made of.
@@ -106,7 +102,7 @@ def faster(times: Mapping[str, Times]) -> Verdict:
     first, *others = sorted(times, key=lambda name: statistics.median(_seconds(times[name])))
     ratios = {name: _ratio(times[name], times[first]) for name in others}
     close = [name for name in others if ratios[name].is_larger is None]
-    ahead = " and ".join(
+    ahead = ", ".join(
         f"{ratios[name]} as fast as {name} ({ratios[name].spread})"
         for name in others
         if name not in close
@@ -114,7 +110,8 @@ def faster(times: Mapping[str, Times]) -> Verdict:
     if not close:
         return Verdict(f"Fastest: {first}, {ahead}.", ratios[others[0]])
     nearest = ratios[close[0]]
-    text = f"Cannot be told apart: {first} and {', '.join(close)} ({nearest.spread})."
+    spread = f"a ratio of {nearest.spread}" if nearest.repeats else nearest.spread
+    text = f"Cannot be told apart: {first} and {', '.join(close)} ({spread})."
     return Verdict(f"{text} {first} was {ahead}." if ahead else text, nearest)
 
 
@@ -127,7 +124,7 @@ def race(runs: Mapping[str, TrainResult], accuracy: float) -> Verdict:
             if epoch["test_accuracy"] >= accuracy:
                 reached[name] = end_s, number
                 break
-    ends = ", ".join(
+    ends = "; ".join(
         f"{name} after {format_seconds(end_s)} and {format_count(number, 'epoch')}"
         for name, (end_s, number) in sorted(reached.items(), key=lambda item: item[1])
     )
@@ -178,11 +175,7 @@ def overlap(run: TrainResult | RunResult) -> Verdict:
 
 
 def staleness(result: TrainResult) -> Verdict:
-    """How many updates late the gradients of an asynchronous run were, and whose were latest.
-
-    Raises:
-        ValueError: the run was not an asynchronous one.
-    """
+    """How many updates late the gradients of an asynchronous run were, and whose were latest."""
     updates = result.notes.get("staleness", ())
     if not updates:
         raise ValueError(f"{result.config.strategy} counts no staleness: run an asynchronous one")

@@ -34,10 +34,6 @@ def bars(
             ``model`` predicts ``measured``, and ``ours model`` predicts ``ours``.
         quantity: the name of the axis.
         unit: ``s`` and ``bytes`` are scaled to a readable unit (ms, MiB), other units are not.
-        title: above the figure.
-
-    Raises:
-        ValueError: a value that is not a number.
     """
     repeats = {
         group: {name: as_repeats(value) for name, value in row.items()}

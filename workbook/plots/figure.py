@@ -87,12 +87,8 @@ def add_legend(figure: Figure, handles: Sequence[Any]) -> None:
         return
     column_in = 0.85 + 0.08 * max(len(handle.get_label()) for handle in handles)
     columns = int(figure.get_figwidth() / column_in) or 1
-    look: dict[str, Any] = {
-        "loc": "outside lower center",
-        "handlelength": 2.8,
-        "handleheight": 1.2,
-    }
-    figure.legend(handles=handles, ncols=columns, **look)
+    size: dict[str, Any] = {"handlelength": 2.8, "handleheight": 1.2}
+    figure.legend(handles=handles, ncols=columns, loc="outside lower center", **size)
 
 
 def add_title(figure: Figure, title: str) -> None:

@@ -37,7 +37,6 @@ def learning_curves(
         runs: ``{label: run}``. A run is a result that has ``.epochs``, or the epochs themselves:
             dicts with ``loss``, ``test_accuracy`` (0 to 1) and ``seconds`` (of this epoch alone).
             A list of such runs is drawn as their medians, with a band that spans all.
-        title: above the figure.
     """
     curves = {label: _curve(run) for label, run in runs.items()}
     figure = Figure(figsize=(WIDTH_IN, 5.6))
@@ -78,7 +77,7 @@ def learning_curves(
         equal = " and ".join(label for label in ends if accuracy[label] == accuracy[best])
         takeaway = (
             f"Best held-out accuracy at the end: {equal}, {accuracy[best]}. "
-            f"First to end: {fast}, after {format_seconds(ends[fast]['second'])}."
+            f"First to finish: {fast}, after {format_seconds(ends[fast]['second'])}."
         )
     repeats = [list(curve["loss"]) for curve in curves.values()]
     spread = repeats_words(repeats, "Lines are medians of {} repeats, bands span all of them.")

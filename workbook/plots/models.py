@@ -126,7 +126,6 @@ def staleness_histogram(
     Args:
         updates: (worker, staleness) of each update, as in ``result.notes["staleness"]``.
         bound: the largest staleness that was allowed, drawn as a line.
-        title: above the figure.
     """
     late = _late_by_worker(updates)
     figure, axes = new_axes(3.4, title)
@@ -153,9 +152,6 @@ def staleness_model(
         workers: W; worker 1 is the straggler.
         factor: the straggler takes this many times as long for a gradient, at least 1.
         bound: the largest staleness, W - 1 or more; None allows any.
-
-    Raises:
-        ValueError: a bound that cannot be kept.
     """
     # The model's unit of time is one gradient on a worker that is not a straggler.
     free = simulate(workers, factor=factor, duration_s=20.0, bound=bound)

@@ -34,7 +34,6 @@ def pipeline_timetable(
 
     Args:
         slots: from ``labkit.costs.pipeline_timeline.predicted_slots`` or ``SplitModel.slots``.
-        title: above the figure.
         unit: of the slots' times, if they are not seconds (``"forwards of a micro-batch"``).
     """
     spans = [Span(slot.stage, slot.kind, slot.start_s, slot.end_s) for slot in slots]
@@ -50,7 +49,6 @@ def pipeline_timeline(
     Args:
         trace: of one step, such as ``measure_split(...).typical_step()``; rank s is stage s.
         streams: by stage, the actions that it ran, in order.
-        title: above the figure.
 
     Raises:
         ValueError: the forwards and backwards of a rank are not those of its stream.
@@ -82,18 +80,19 @@ def _draw(
     figure, axes = new_axes(1.5 + 0.45 * len(stages), title)
     axes.set_xlim(0, end_s / scale)
     entries = draw_spans(axes, spans, stages, scale, model)
+    count = len({slot.micro_batch for slot in slots})
     for slot in slots:
-        # ``F3``, or ``3``, or nothing, whichever fits the box.
+        # ``F3``, or ``3``, or nothing: what fits with as many digits as the last one has.
         pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_PX - 60)
-        name = str(Action(slot.kind, slot.micro_batch))
-        if text := next((one for one in (name, name[1:]) if pixels > 8 * len(one) + 6), ""):
+        room = int((pixels - 6) / 8) - len(str(count - 1))
+        if room >= 0:
+            text = str(Action(slot.kind, slot.micro_batch))
             middle = (slot.start_s + slot.end_s) / 2 / scale
-            tag(axes, middle, stages.index(slot.stage), text)
+            tag(axes, middle, stages.index(slot.stage), text if room else text[1:])
     axes.set(xlabel=f"time ({shown_unit})", ylabel="stage")
     label_lanes(axes, list(map(str, stages)))
     add_legend(figure, entries)
 
-    count = len({slot.micro_batch for slot in slots})
     orders, held = [], []
     for stage in stages:
         mine = sorted((s for s in slots if s.stage == stage), key=lambda slot: slot.start_s)
@@ -125,7 +124,6 @@ def step_by_micro_batches(
         rows: dicts with ``schedule`` (the curve's name), ``micro_batches``, ``step_s`` (a number,
             or its repeats: the point is their median, the band spans them) and ``model_s`` (the
             predicted step).
-        title: above the figure.
     """
     measured: dict[str, dict[int, list[float]]] = {}
     predicted: dict[str, dict[int, float]] = {}

@@ -79,7 +79,6 @@ def ring_steps(states: Sequence[RingState], *, title: str) -> CaptionedFigure:
 
     Args:
         states: all of the same size, for example ``ring_states(3)``.
-        title: above the figure.
     """
     ranks = len(states[0].values)
     width_in = _width_in(states)
@@ -123,7 +122,9 @@ def ring_step(step: int, world_size: int) -> CaptionedFigure:
     axes = fixed_axes(figure, 36, 72 * width_in - 7.2, 75.6, 72 * height_in - 25.2)
     _draw_grid(axes, state)
     add_legend(figure, _legend())
-    rows = [f"rank {r} holds {', '.join(map(_number, row))}" for r, row in enumerate(state.values)]
+    rows = [
+        f"rank {r} holds {', '.join(f'{v:g}' for v in row)}" for r, row in enumerate(state.values)
+    ]
     words = f"Start: each of {world_size} ranks holds its own numbers, and none has moved."
     if state.messages:
         sent = [
@@ -140,10 +141,6 @@ def ring_step(step: int, world_size: int) -> CaptionedFigure:
     )
 
 
-def _number(value: float) -> str:
-    return f"{value:g}"
-
-
 def _whose(cell: Collection[int], world_size: int) -> str:
     """The ranks whose values are in a cell."""
     if len(cell) == world_size:
@@ -153,7 +150,7 @@ def _whose(cell: Collection[int], world_size: int) -> str:
 
 def _width_in(states: Sequence[RingState]) -> float:
     """The width of a grid in which the longest number has room beside an arrow."""
-    longest = max(len(_number(one)) for state in states for row in state.values for one in row)
+    longest = max(len(f"{one:g}") for state in states for row in state.values for one in row)
     width_in = len(states[0].values) * max(0.58, 0.15 * longest)
     return max(width_in, *(0.1 * len(state.title) for state in states)) + 0.5
 
@@ -167,7 +164,7 @@ def _draw_grid(axes: Axes, state: RingState) -> None:
             axes.add_patch(Rectangle(corner, 1, 1, facecolor=fill, edgecolor=_LINES))
             # To the right are the arrows.
             place = {"x": chunk - 0.06, "color": ink, "ha": "center", "va": "center"}
-            number = _number(state.values[rank][chunk])
+            number = f"{state.values[rank][chunk]:g}"
             axes.text(y=rank - 0.19, s=number, fontsize=11, fontweight="bold", **place)
             axes.text(y=rank + 0.23, s=_whose(cell, ranks), fontsize=10, **place)
     for src, dst, chunk in state.messages:

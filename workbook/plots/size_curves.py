@@ -44,7 +44,6 @@ def size_curves(
             keeps its colour.
         crossover: the size in bytes at which the first two of ``measured`` cross according to a
             model (infinite if they never do). Their measured crossovers are drawn beside it.
-        title: above the figure.
     """
     seconds = {name: _repeats(points) for name, points in measured.items()}
     sizes = sorted(set().union(*seconds.values()))
@@ -74,7 +73,6 @@ def communication_time(
 
     Args:
         measured, model: ``{"cut 5, forward": {batch size: seconds}}``, as in ``size_curves``.
-        title: above the figure.
     """
     seconds = {name: _repeats(points) for name, points in measured.items()}
     most = max(set().union(*seconds.values()))
@@ -125,7 +123,7 @@ def draw_curves(
         axes.set_ylim(0, None)
     axes.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
     axes.minorticks_off()
-    axes.set(xlabel=f"{label}, log scale", ylabel=f"time (seconds{', log scale' * log_time})")
+    axes.set(xlabel=f"{label}, log scale", ylabel=f"time{', log scale' * log_time}")
     axes.grid()
     add_legend(figure, lines)
     ratios = [
@@ -172,7 +170,7 @@ def crossings(first: Points, second: Points) -> list[float]:
 
 
 def _repeats(points: Points) -> Repeats:
-    """The repeats in ascending order of size. JSON has the sizes as texts."""
+    """The repeats in ascending order of size. JSON has the sizes as strings."""
     return dict(sorted((int(size), as_repeats(seconds)) for size, seconds in points.items()))
 
 

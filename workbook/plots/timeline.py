@@ -50,12 +50,8 @@ def timeline(
 
     Args:
         result: a ``Trace``, or a result that has one as ``.trace``.
-        title: above the figure.
         start_s, end_s: the part of the trace to show, in seconds of its clock.
         model: the trace is a prediction, not a measurement, and is drawn as one.
-
-    Raises:
-        ValueError: no span lies there.
     """
     trace = getattr(result, "trace", result)
     is_whole = start_s is None and end_s is None
@@ -120,7 +116,6 @@ def phases(result: Any, *, title: str = "Time by phase") -> CaptionedFigure:
 
     Args:
         result: a ``Trace``, a result that has one, or ``{name: {kind: seconds}}``.
-        title: above the figure.
     """
     rows, trace = result, getattr(result, "trace", result)
     if isinstance(trace, Trace):

@@ -8,7 +8,7 @@
 
 The picture is drawn in the browser from numbers that Python sends; ``plots.split_costs`` is its
 static twin. The others show a figure of ``workbook.plots``. Each prints as a line of text where
-there is no browser, can be used from the keyboard, and keeps its state when its cell is run again.
+there is no browser, and can be used from the keyboard.
 """
 
 from workbook.widgets.explorers import (

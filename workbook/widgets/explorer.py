@@ -1,28 +1,52 @@
-"""What the explorers share: controls above a figure that follows them, and their state."""
+"""What the explorers share: controls above a figure that follows them, and work of a button."""
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import ipywidgets
-import traitlets
-from IPython.core.getipython import get_ipython
 
 from workbook.plots import CaptionedFigure
-from workbook.widgets.job import Job
-
-_STATES: dict[tuple[Hashable, ...], dict[str, Any]] = {}
 
 
-def cell_state(*start: Hashable) -> dict[str, Any]:
-    """The state that the widget of this cell left when the cell ran before; at first empty.
+class Job:
+    """Runs a function in a thread, one at a time, and says how it went.
 
-    Args:
-        start: with what the widget starts; a cell that was changed to start otherwise does so.
+    A button's handler that worked for seconds would hold up all other messages.
     """
-    parent = getattr(get_ipython(), "get_parent", dict)()
-    cell = parent.get("metadata", {}).get("cellId")
-    return _STATES.setdefault((cell, *start), {}) if cell else {}
+
+    def __init__(self, say: Callable[[str, str], None]):
+        """``say(doing, said)`` is called at the start and at the end, then ``doing`` is empty."""
+        self._say = say
+        self._thread: threading.Thread | None = None
+
+    def start(self, doing: str, work: Callable[[], str]) -> None:
+        """Begin ``work``, which returns what is to be said; does nothing during another job."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+            self._say(doing, "")
+            self._thread.start()
+
+    def join(self) -> None:
+        """Wait until no job is running."""
+        if (thread := self._thread) is not None:
+            thread.join()
+
+    def _run(self, work: Callable[[], str]) -> None:
+        try:
+            said = work()
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        self._thread = None
+        self._say("", said)
+
+
+class Printed(ipywidgets.VBox):
+    """Widgets whose text is what ``repr`` says: a stored notebook keeps nothing else of them."""
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        # The base class shortens the text.
+        return {**(super()._repr_mimebundle_(**kwargs) or {}), "text/plain": repr(self)}
 
 
 def as_page(figure: CaptionedFigure) -> str:
@@ -33,7 +57,7 @@ def as_page(figure: CaptionedFigure) -> str:
     return f'<div style="line-height: 1.4">{page}</div>'
 
 
-class Explorer(ipywidgets.VBox):
+class Explorer(Printed):
     """Controls above a figure, drawn by a pure function of their values.
 
     ``view`` has the figure as HTML, ``caption`` its caption; each control is under its name.
@@ -57,14 +81,6 @@ class Explorer(ipywidgets.VBox):
         # JupyterLab may run the handlers of two changes in parallel: the drawing of an earlier
         # choice must not replace that of a later one.
         self._lock, self._is_adjusting = threading.RLock(), False
-        self._state = cell_state(draw.__qualname__, *self.chosen())
-        for control, value in [*zip(self._controls, self._state.get("values", ()))] * 2:
-            # Twice: the first adjustment may make room for a value.
-            try:
-                control.value = value
-            except traitlets.TraitError:
-                continue
-            adjust()
         for control in self._controls:
             control.observe(self._show, "value")
         self._show()
@@ -83,7 +99,6 @@ class Explorer(ipywidgets.VBox):
             self._is_adjusting = False
             figure = self.draw(*self.chosen())
             self.view.value, self.caption = as_page(figure), figure.caption
-            self._state["values"] = self.chosen()
 
     def __repr__(self) -> str:
         """The controls and the caption in words, for pages without a kernel."""
@@ -96,7 +111,3 @@ class Explorer(ipywidgets.VBox):
                 name += f" ({', '.join(control.options)})"
             words.append(name)
         return f"[sliders] {', '.join(words)}. {self.caption}"
-
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        # The base class shortens the text, and a stored notebook keeps nothing else of a widget.
-        return {**(super()._repr_mimebundle_(**kwargs) or {}), "text/plain": repr(self)}

@@ -11,31 +11,24 @@ from labkit.schedules.pipeline import PIPELINES, pipeline_streams
 from labkit.training.measured import MeasuredSplit
 from workbook import plots
 from workbook.plots.models import BUCKET_SIZES_MB, LINKS, size_name
-from workbook.widgets.explorer import Explorer, as_page
-from workbook.widgets.job import Job
+from workbook.widgets.explorer import Explorer, Job, as_page
 
-MAX_BUCKET_RANKS, MAX_RING_RANKS, MAX_WORKERS, MAX_FACTOR = 16, 6, 6, 8
-# The bound's slider has this many values from W - 1, the smallest possible, and then "none".
-_BOUNDS = 12
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
-def bucket_explorer(
-    bucket_mb: float = 25, world_size: int = 4, link: str = "10 Gb/s network"
-) -> Explorer:
+def bucket_explorer(bucket_mb: float = 25, world_size: int = 4) -> Explorer:
     """Explore the model of a backward pass with buckets; ``plots.bucket_overlap`` draws it.
 
     Args:
         bucket_mb: MiB to start with, one of ``BUCKET_SIZES_MB``; the control ``size``.
         world_size: ranks to start with, 2 to 16; the control ``ranks``.
-        link: to start with, one of ``LINKS``; the control ``link``.
     """
     sizes = [(size_name(size), size) for size in BUCKET_SIZES_MB]
     return Explorer(
         plots.bucket_overlap,
         size=ipywidgets.SelectionSlider(options=sizes, value=bucket_mb, description="bucket"),
-        ranks=ipywidgets.IntSlider(world_size, 2, MAX_BUCKET_RANKS, description="ranks"),
-        link=ipywidgets.Dropdown(options=list(LINKS), value=link, description="link"),
+        ranks=ipywidgets.IntSlider(world_size, 2, 16, description="ranks"),
+        link=ipywidgets.Dropdown(options=list(LINKS), value="10 Gb/s network", description="link"),
     )
 
 
@@ -49,7 +42,7 @@ def ring_stepper(world_size: int = 4) -> Explorer:
             ring has that step.
     """
     step = ipywidgets.IntSlider(0, 0, 2 * (world_size - 1), description="step")
-    ranks = ipywidgets.IntSlider(world_size, 2, MAX_RING_RANKS, description="ranks")
+    ranks = ipywidgets.IntSlider(world_size, 2, 6, description="ranks")
 
     def adjust() -> None:
         step.max = 2 * (ranks.value - 1)
@@ -57,7 +50,7 @@ def ring_stepper(world_size: int = 4) -> Explorer:
     return Explorer(plots.ring_step, adjust, step=step, ranks=ranks)
 
 
-def staleness_explorer(workers: int = 3, factor: int = 4, bound: int | None = None) -> Explorer:
+def staleness_explorer(workers: int = 3, factor: int = 4) -> Explorer:
     """Explore the model of an asynchronous run; ``plots.staleness_model`` draws it.
 
     The controls are ``workers``, ``factor`` and ``bound``.
@@ -66,12 +59,11 @@ def staleness_explorer(workers: int = 3, factor: int = 4, bound: int | None = No
         workers: W to start with, 2 to 6. A change moves the range of ``bound``, and a bound
             outside the new range with it.
         factor: how many times as long the straggler computes, to start with: 1 to 8.
-        bound: on the staleness to start with, W - 1 to W + 10, or None.
     """
-    crew = ipywidgets.IntSlider(workers, 2, MAX_WORKERS, description="workers")
-    straggler = ipywidgets.IntSlider(factor, 1, MAX_FACTOR, description="straggler")
-    start = math.inf if bound is None else bound
-    limit = ipywidgets.SelectionSlider(options=_bounds(workers), value=start, description="bound")
+    crew = ipywidgets.IntSlider(workers, 2, 6, description="workers")
+    straggler = ipywidgets.IntSlider(factor, 1, 8, description="straggler")
+    bounds = _bounds(workers)
+    limit = ipywidgets.SelectionSlider(options=bounds, value=math.inf, description="bound")
 
     def adjust() -> None:
         bounds, chosen = _bounds(crew.value), limit.value
@@ -87,8 +79,8 @@ def staleness_explorer(workers: int = 3, factor: int = 4, bound: int | None = No
 
 
 def _bounds(workers: int) -> tuple[tuple[str, float], ...]:
-    """The options of the bound's slider for W workers; infinity stands for no bound."""
-    numbers = range(workers - 1, workers + _BOUNDS - 1)
+    """The bound's slider for W workers: W - 1, the least possible, and more; infinity is none."""
+    numbers = range(workers - 1, workers + 11)
     return *((str(bound), bound) for bound in numbers), ("none", math.inf)
 
 
@@ -96,8 +88,6 @@ def pipeline_explorer(
     stages: int,
     forward_s: Callable[[int], float],
     measure: Callable[..., MeasuredSplit],
-    micro_batches: int = 4,
-    schedule: str = "gpipe",
 ) -> Explorer:
     """Choose micro-batches and a schedule, see the step predicted, and run it.
 
@@ -108,13 +98,10 @@ def pipeline_explorer(
         stages: P, equal ones.
         forward_s: seconds of a stage's forward of one micro-batch, by M; backward takes twice.
         measure: what Run calls, with ``micro_batches`` and ``schedule``.
-        micro_batches, schedule: to start with.
     """
-    count = ipywidgets.SelectionSlider(
-        options=MICRO_BATCHES, value=micro_batches, description="micro-batches"
-    )
+    count = ipywidgets.SelectionSlider(options=MICRO_BATCHES, value=4, description="micro-batches")
     count.style.description_width = "initial"
-    order = ipywidgets.Dropdown(options=list(PIPELINES), value=schedule, description="schedule")
+    order = ipywidgets.Dropdown(options=list(PIPELINES), description="schedule")
     run, ran = ipywidgets.Button(description="Run"), ipywidgets.HTML()
 
     def draw(count: int, schedule: str) -> plots.CaptionedFigure:

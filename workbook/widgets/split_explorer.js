@@ -42,16 +42,6 @@ function set(element, attributes) {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
 }
 
-/** A name that no other view uses. */
-function uniqueName() {
-  return `labkit-${Math.random().toString(36).slice(2)}`;
-}
-
-/** [start, end) of each stage. */
-function stageBounds(points, numLayers) {
-  return [...points, numLayers].map((end, stage) => [stage ? points[stage - 1] : 0, end]);
-}
-
 /** Points with one cut moved; the others move as far as needed to leave each stage a layer. */
 function pushed(points, cut, wanted, numLayers) {
   const last = points.length - 1;
@@ -122,8 +112,9 @@ class LayerRow {
 
   drawStages() {
     const y = this.top + HEIGHT + 5;
-    const bounds = stageBounds(this.points, this.all.length);
-    this.stages.replaceChildren(...bounds.flatMap(([start, end], stage) => {
+    const ends = [...this.points, this.all.length];
+    this.stages.replaceChildren(...ends.flatMap((end, stage) => {
+      const start = stage ? ends[stage - 1] : 0;
       const [left, right] = [this.edges[start] + 1, this.edges[end] - 1];
       const count = `${end - start} layer${end - start === 1 ? "" : "s"}`;
       const words = [`stage ${stage}: ${count}`, `stage ${stage}`, String(stage)];
@@ -200,6 +191,11 @@ class LayerRow {
   }
 }
 
+/** The look of what is predicted (`model`) or `measured`. */
+function bar(kind, look) {
+  return { class: `${look} ${kind}`, style: `fill: var(--${kind}-${look})` };
+}
+
 /** Draw the step as a table: a row per stage with its timeline and its memory, a row per hop
  * between. What was measured is below what the model predicts. Returns the height. */
 function drawLanes(group, { stages, hops, ends, ticks, end_s }, width, top) {
@@ -207,10 +203,10 @@ function drawLanes(group, { stages, hops, ends, ticks, end_s }, width, top) {
   const at = (seconds) => NAMES + seconds * pixels;
   const left = width - MEMORY;
   const bars = (spans, look, y, height) => spans.map(([kind, start, end]) => svg("rect", {
-    class: `${look} ${kind}`, x: at(start), y, height, width: Math.max(0.7, (end - start) * pixels),
+    ...bar(kind, look), x: at(start), y, height, width: Math.max(0.7, (end - start) * pixels),
   }));
   const memory = ([share, words], look, y, height) => [
-    svg("rect", { class: `${look} memory`, x: left, y, height, width: BAR * share }),
+    svg("rect", { ...bar("memory", look), x: left, y, height, width: BAR * share }),
     svg("text", { x: left + BAR + 6, y: y + height - 4, class: "row" }, words)];
   let y = top + 18 + (ends.length - 1) * LINE;
   const parts = [svg("text", { x: 0, y: top + 12, class: "quiet" }, "one step"),
@@ -251,10 +247,10 @@ function drawLanes(group, { stages, hops, ends, ticks, end_s }, width, top) {
   return y + 22 - top;
 }
 
-/** Patterns for all kinds. The CSS finds them through variables of `root`: a pattern is hidden
+/** Patterns for all kinds. Bars find them through variables of `root`: a pattern is hidden
  * together with the view it belongs to, so each view needs a set. */
 function hatches(root) {
-  const name = uniqueName();
+  const name = `labkit-${Math.random().toString(36).slice(2)}`;
   return svg("defs", {}, ...Object.entries(MARKS).flatMap(([kind, mark]) => {
     for (const look of ["model", "measured"]) {
       root.style.setProperty(`--${kind}-${look}`, `url(#${name}-${kind}-${look})`);
@@ -272,7 +268,7 @@ function hatches(root) {
 /** What the colours mean, below the picture. */
 function legend() {
   const swatch = (kind, look) => svg("svg", { width: 22, height: 12 },
-    svg("rect", { class: `${look} ${kind}`, width: 22, height: 12 }));
+    svg("rect", { ...bar(kind, look), width: 22, height: 12 }));
   const kinds = Object.keys(MARKS).map((kind) => html("span", {}, swatch(kind, "model"), kind));
   return html("div", { class: "legend quiet" }, ...kinds, html("span", {}, "hatched: the model"),
     html("span", {}, swatch("forward", "measured"), "filled: measured by Run"));

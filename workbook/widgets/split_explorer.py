@@ -9,7 +9,7 @@ from typing import Any
 
 import anywidget
 import traitlets
-from ipywidgets import HTML, Button, Dropdown, HBox, IntSlider, SelectionSlider, VBox
+from ipywidgets import HTML, Button, Dropdown, HBox, IntSlider, SelectionSlider
 from traitlets import Dict, Int, List, Unicode
 
 from labkit.costs.link import Link
@@ -20,8 +20,7 @@ from labkit.training.measured import MeasuredSplit, measure_split
 from labkit.units import format_seconds, html_table
 from workbook.plots.models import LINKS as NETWORKS
 from workbook.plots.split_costs import cuts_words, split_caption
-from workbook.widgets.explorer import cell_state
-from workbook.widgets.job import Job
+from workbook.widgets.explorer import Job, Printed
 from workbook.widgets.split_step import layer_data, step_data, step_numbers, ticks
 
 HERE = "this machine"
@@ -66,14 +65,14 @@ class CutPicture(anywidget.AnyWidget):
         return list(check_split_points(points, self._num_layers))
 
 
-class SplitExplorer(VBox):
+class SplitExplorer(Printed):
     """Explore where to cut a model: drag the cuts, see the predicted step, and measure it.
 
     Its static twin is ``plots.split_costs``.
 
     Attributes:
         picture, stages, link, micro_batches, schedule, mode: what can be chosen.
-        best, run, stop, status: the buttons, and what one of them is doing or has done.
+        best, run, status: the buttons, and what one of them is doing or has done.
         runs: by points, micro-batches and schedule, what was measured on this machine.
     """
 
@@ -83,33 +82,20 @@ class SplitExplorer(VBox):
         link: Link,
         *,
         split_points: Sequence[int],
-        micro_batches: int = 1,
-        schedule: str = "gpipe",
         measure: Callable[..., MeasuredSplit] = measure_split,
     ):
         """Show a model's layers with ``link`` between two stages; ``LINKS`` can be chosen as well.
 
         Args:
             split_points: to start with, 1 to 3.
-            micro_batches: to start with, one of ``MICRO_BATCHES``, at most the batch size.
-            schedule: to start with, ``gpipe`` or ``1f1b``.
             measure: what Run calls, with the arguments of ``training.measured.measure_split``.
-
-        Raises:
-            ValueError: a split that is not possible.
         """
         self._profile, self._links, self._measure = profile, {HERE: link} | LINKS, measure
-        start = {"points": list(split_points), "micro_batches": micro_batches}
-        start |= {"schedule": schedule, "link": HERE, "mode": "compute"}
-        # Of another model, what was measured of this one must not be shown.
-        model = profile.model, profile.batch_size, len(profile.layers)
-        self._state = cell_state(*model, str(start))
-        start |= self._state.get("chosen", {})
-        self.runs: dict[tuple, MeasuredSplit] = self._state.setdefault("runs", {})
+        self.runs: dict[tuple, MeasuredSplit] = {}
         self.job = Job(self._say)
         self._axis: tuple[tuple, float] = (), 0.0
         layers = len(profile.layers)
-        self.picture = CutPicture(layers, points=start["points"])
+        self.picture = CutPicture(layers, points=list(split_points))
         most = min(MAX_STAGES, layers)
         self.stages = IntSlider(len(self.picture.points) + 1, 2, most, description="stages")
         counts = [count for count in MICRO_BATCHES if count <= profile.batch_size]
@@ -119,24 +105,21 @@ class SplitExplorer(VBox):
         self.schedule = Dropdown(options=list(PIPELINES), description="schedule")
         self.mode = Dropdown(options=["compute", "bytes"], description="layers by")
         settings = [self.link, self.micro_batches, self.schedule, self.mode]
-        for control, name in zip(settings, ("link", "micro_batches", "schedule", "mode")):
-            control.value = start[name]
+        for control in settings:
             control.observe(self._draw, "value")
         self.stages.observe(self._resize, "value")
         self.picture.observe(self._draw, "points")
-        self.best, self.run, self.stop = map(self._button, ("Best split", "Run", "Stop"))
+        self.best = Button(description="Best split")
+        self.best.on_click(lambda _: self.job.start("searching ...", self._move_to_best))
+        self.run = Button(description="Run")
+        self.run.on_click(self._start_run)
         self.numbers, self.status = HTML(), HTML()
         self.numbers.add_class("jp-RenderedHTMLCommon")
-        rows = [self.stages, *settings], [self.best, self.run, self.stop, self.status]
+        rows = [self.stages, *settings], [self.best, self.run, self.status]
         boxes = [HBox(row, layout={"flex_flow": "row wrap"}) for row in rows]
         super().__init__([*boxes, self.numbers, self.picture])
         self._say("", "")
         self._draw()
-
-    def _button(self, words: str) -> Button:
-        button = Button(description=words, layout={"width": "auto"})
-        button.on_click(self._press)
-        return button
 
     def predicted(self) -> SplitModel:
         return predict_split(self._profile, self.picture.points, **self._step_settings())
@@ -149,10 +132,6 @@ class SplitExplorer(VBox):
             f"{len(self._profile.layers)} layers, link ({', '.join(self._links)}), micro-batches, "
             f"schedule; Best split, Run. {shown['title']}. {shown['caption']}"
         )
-
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        # The base class shortens the text, and a stored notebook keeps nothing else of a widget.
-        return {**(super()._repr_mimebundle_(**kwargs) or {}), "text/plain": repr(self)}
 
     def _split(self) -> tuple[tuple[int, ...], int, str]:
         return tuple(self.picture.points), self.micro_batches.value, self.schedule.value
@@ -175,8 +154,6 @@ class SplitExplorer(VBox):
         profile, split, run = self._profile, self.predicted(), self.runs.get(self._split())
         points, count, schedule = self._split()
         self.stages.value, self.picture.mode = len(points) + 1, self.mode.value
-        chosen = {"points": list(points), "micro_batches": count, "schedule": schedule}
-        self._state["chosen"] = chosen | {"link": self.link.value, "mode": self.mode.value}
         whole = predict_split(profile, (), Link(0, 0)).memory_bytes[0]
         step = step_data(split, len(profile.layers), whole, run)
         # While only cuts move, the axis grows and never shrinks.
@@ -195,17 +172,12 @@ class SplitExplorer(VBox):
             "ticks": ticks(end_s),
         }
 
-    def _press(self, button: Button) -> None:
-        if button is self.stop:
-            self.job.stop()
-        elif button is self.best:
-            self.job.start("searching ...", self._move_to_best)
-        else:
-            self.job.start("measuring ...", partial(self._run, *self._split(), self.link.value))
+    def _start_run(self, _button: Button) -> None:
+        # Of the split as it is now: it can be changed during the run.
+        self.job.start("measuring ...", partial(self._run, *self._split(), self.link.value))
 
     def _say(self, doing: str, said: str) -> None:
         self.best.disabled = self.run.disabled = bool(doing)
-        self.stop.disabled = not doing
         self.status.value = f'<span role="status">{html.escape(doing or said)}</span>'
 
     def _run(self, points: tuple[int, ...], count: int, schedule: str, link: str) -> str:

@@ -103,11 +103,8 @@ def _hops(split: SplitModel) -> Iterator[dict[str, Any]]:
             if (slot.kind, slot.stage) in sends
         ]
         back_s = split.backward_hop_s[cut]
-        num_bytes, both = (
-            format_bytes(split.hop_bytes[cut]),
-            format_seconds(split.hop_s[cut] + back_s),
-        )
-        words = f"{num_bytes} {'⇄' if back_s else '→'} {both}"
+        both = format_seconds(split.hop_s[cut] + back_s)
+        words = f"{format_bytes(split.hop_bytes[cut])} {'⇄' if back_s else '→'} {both}"
         yield {"name": f"cut {point}", "words": words, "spans": spans}
 
 

@@ -3,15 +3,11 @@
 import torch
 import torch.distributed as dist
 from graded import Answers, ends
-from ranks import travel_by_value
 
 from labkit import collectives
 from labkit.collectives import ring_all_reduce
 from labkit.comm.work import carried_out
 from workbook import check
-
-travel_by_value(__name__)
-
 
 # bucket(comm, tensors)
 

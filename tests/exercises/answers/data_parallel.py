@@ -6,12 +6,9 @@ from functools import partial
 
 import torch
 from graded import Answers
-from ranks import travel_by_value
 from torch.nn import functional
 
 from workbook import check
-
-travel_by_value(__name__)
 
 
 def splits(inputs, num_devices):

@@ -3,15 +3,11 @@
 import functools
 
 from graded import Answers
-from ranks import travel_by_value
 from torch.nn import functional
 
 from labkit.collectives import ring_all_reduce
 from labkit.schedules.bucket_assignment import assign_buckets
 from workbook import check
-
-travel_by_value(__name__)
-
 
 # average(comm, model, inputs, targets, batch_size)
 

@@ -4,13 +4,9 @@ from collections import Counter
 
 import numpy as np
 from graded import Answers
-from ranks import travel_by_value
 
 from workbook import check
 from workbook.exercises.detective import HungRun
-
-travel_by_value(__name__)
-
 
 # culprit(dumps)
 

@@ -5,15 +5,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from graded import Answers, ends
-from ranks import travel_by_value
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import labkit.horovod as hvd
 from workbook import check
-
-travel_by_value(__name__)
 
 
 def checkpoint(model, optimizer):

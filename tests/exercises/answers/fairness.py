@@ -4,12 +4,9 @@ import statistics
 
 import torch
 from graded import Answers
-from ranks import travel_by_value
 
 from labkit.collectives import ring_all_reduce
 from workbook import check
-
-travel_by_value(__name__)
 
 
 def right(comm, tensor):

@@ -4,11 +4,8 @@ import copy
 
 import torch
 from graded import Answers, ends
-from ranks import travel_by_value
 
 from workbook import check
-
-travel_by_value(__name__)
 
 
 def forward(comm, layers, inputs, run=lambda layers, entering, inputs: layers(entering)):

@@ -2,15 +2,11 @@
 
 import torch
 from graded import Answers, ends
-from ranks import travel_by_value
 
 from answers.ring import neighbours
 from labkit import collectives
 from labkit.costs.link import fit_link
 from workbook import check
-
-travel_by_value(__name__)
-
 
 # there_and_back(comm, mine)
 

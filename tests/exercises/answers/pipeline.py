@@ -2,15 +2,11 @@
 
 import torch
 from graded import Answers, ends
-from ranks import travel_by_value
 
 from labkit.costs.pipeline_timeline import bubble, bubble_formula
 from labkit.schedules.pipeline import Action
 from labkit.strategies.stage import carry_out
 from workbook import check
-
-travel_by_value(__name__)
-
 
 # Micro-batches
 

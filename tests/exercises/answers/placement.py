@@ -4,12 +4,9 @@ import math
 from itertools import combinations, pairwise
 
 from graded import Answers
-from ranks import travel_by_value
 
 from labkit.placement.planner import predict_split
 from workbook import check
-
-travel_by_value(__name__)
 
 
 def bytes_over_cuts(shapes, batch_size, split_points, frozen):

@@ -6,12 +6,9 @@ from functools import partial
 import numpy as np
 import torch
 from graded import Answers, ends
-from ranks import travel_by_value
 
 from labkit import collectives
 from workbook import check
-
-travel_by_value(__name__)
 
 
 def neighbours(comm):

@@ -1,12 +1,9 @@
 """Answers to ``check.tree``."""
 
 from graded import Answers
-from ranks import travel_by_value
 
 from labkit.costs import Link, crossover_bytes
 from workbook import check
-
-travel_by_value(__name__)
 
 
 def by_crossover(num_bytes, world_size, alpha_s, beta_s_per_byte):

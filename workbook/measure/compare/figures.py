@@ -7,9 +7,8 @@ from matplotlib.figure import Figure
 
 from labkit.units import format_count, format_seconds
 from workbook.measure.compare import summary
-from workbook.measure.compare.summary import SINGLE, VARIED, Record, present, runs_of, series
+from workbook.measure.compare.summary import VARIED, Record, present, series
 from workbook.measure.record import Spread
-from workbook.plots import learning_curves
 from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
 from workbook.plots.palette import DARK, SERIES, swatch
 
@@ -19,23 +18,12 @@ _REPEATS = "Bars are medians of the repeats, whiskers their quartiles."
 
 def draw(record: Record) -> dict[str, CaptionedFigure]:
     """The figures for which the record has runs, by name."""
-    found = {}
-    for name, builtin in {"curves": False, "curves_pytorch": True}.items():
-        if any(one["builtin"] == builtin for one in present(record).values()):
-            found[name] = curves(record, builtin=builtin)
-    if found:
-        found["time_to_accuracy"] = time_to_accuracy(record)
-    for field in summary.varied(record) if found else ():
+    if not present(record):
+        return {}
+    found = {"time_to_accuracy": time_to_accuracy(record)}
+    for field in summary.varied(record):
         found["ranks" if field == "world_size" else field] = epoch_time(record, field)
     return found
-
-
-def curves(record: Record, *, builtin: bool = False) -> CaptionedFigure:
-    """Loss and held-out accuracy, by epoch and by second: our techniques, or PyTorch's."""
-    names = [n for n, one in present(record).items() if n == SINGLE or one["builtin"] == builtin]
-    repeats = {name: [run["epochs"] for run in runs_of(record, name)] for name in names}
-    whose = "PyTorch's own" if builtin else "Ours"
-    return learning_curves(repeats, title=f"{whose}: {_where(record)}")
 
 
 def epoch_time(record: Record, field: str) -> CaptionedFigure:
@@ -56,7 +44,9 @@ def epoch_time(record: Record, field: str) -> CaptionedFigure:
 
 def time_to_accuracy(record: Record) -> CaptionedFigure:
     """Epochs and seconds of training to the target accuracy on held-out samples."""
-    target, budget = record["config"]["target"], record["settings"][0]["epochs"]
+    target, main = record["config"]["target"], record["settings"][0]
+    budget = main["epochs"]
+    where = f"{format_count(main['world_size'], 'rank')}, batches of {main['batch_size']}"
     found = {name: summary.reached(record, name) for name in present(record)}
     columns = {
         what: {name: [pair[at] for pair in pairs] for name, pairs in found.items() if pairs}
@@ -70,8 +60,12 @@ def time_to_accuracy(record: Record) -> CaptionedFigure:
     ]
     if never := [name for name, pairs in found.items() if pairs is None]:
         told.append(f"Not reached in every repeat within {budget} epochs: {', '.join(never)}.")
-    told.append("Every epoch counts here, the first too.")
-    title = f"To {target:.0%} held-out accuracy: {_where(record)}"
+    if len({tuple(epochs) for epochs in columns["epochs"].values()}) == 1:
+        # Bars of one length say nothing.
+        del columns["epochs"]
+        told.append("In every repeat they needed equally many epochs.")
+    told.append("The first epoch counts, too.")
+    title = f"To {target:.0%} held-out accuracy: {where}"
     return _draw_rows(record, columns, f"not in {budget} epochs", title, " ".join(told))
 
 
@@ -108,9 +102,3 @@ def _draw_rows(
     add_title(figure, title)
     add_legend(figure, [swatch(whose, look) for whose, look in LOOKS.items()])
     return CaptionedFigure(figure, alt=f"{title}. {told}", caption=f"{told} {_REPEATS}")
-
-
-def _where(record: Record) -> str:
-    main = record["settings"][0]
-    ranks = format_count(main["world_size"], "rank")
-    return f"{ranks}, batches of {main['batch_size']}"

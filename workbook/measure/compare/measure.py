@@ -129,13 +129,8 @@ def compare(
 ) -> Row:
     """Run the comparison and return its record; what has run is printed.
 
-    Args:
-        strategies: see ``find_contenders``.
-        world_sizes, train_sizes, batch_sizes: what to vary, one at a time, see ``settings_of``.
-            Train sizes are by default a quarter, a half and all of the data.
-        repeats: of everything; None takes as many as fit into eight minutes, 5 at most.
-        epochs, target: of the main setting, and the held-out accuracy to reach, 0 to 1.
-        model, dataset, device: as in ``RunConfig``.
+    The arguments are the command's options. Train sizes are by default a quarter, a half and all
+    of the data; without ``repeats`` there are as many as fit into eight minutes, 5 at most.
     """
     check_above_zero("the target, an accuracy,", target, 1)
     check_integer("epochs", epochs)
