@@ -20,7 +20,7 @@ def test_a_function_without_ranks_is_graded_by_its_answers():
     mistakes = {"it is the larger one": lambda solution, a, b: max(a, b)}
     adds = solved((1, 2), (2, 1), mistakes=mistakes)(lambda a, b: a + b)
     assert adds(lambda x, y: x + y).passed
-    assert "returned 2: it is the larger one" in repr(adds(max))
+    assert "it is 2, expected 3: it is the larger one" in repr(adds(max))
     # A mistake has to explain all answers.
     assert "larger" not in repr(adds(lambda a, b: b))
     assert not adds(lambda a, b: a[b])

@@ -151,8 +151,7 @@ def _trained(case: Case, values: list[Tensor]) -> Found:
     return None if right else "two updates by DDP give other parameters than one device"
 
 
-# fn(comm), a class: a ``dist.ProcessGroup`` that DDP can train on. Its methods ``allreduce``,
-# ``broadcast`` and ``allgather`` are called one by one; then DDP makes two updates on it.
+# Its methods are called one by one; then DDP makes two updates on it.
 group = Check(
     "backend.group",
     inputs=lambda rank, case: (case,),

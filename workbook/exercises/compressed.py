@@ -28,8 +28,7 @@ def _near_the_sum(case: Case, values: list[Tensor]) -> Found:
     return None
 
 
-# fn(comm, tensor): a ring whose messages are 16-bit floats, in place. The sum may be off by 1% of
-# its largest element, and has the same bits on every rank.
+# The sum may be off by 1% of its largest element, and has the same bits on every rank.
 half_the_bytes = Check(
     "compressed.half_the_bytes",
     judge=_near_the_sum,
@@ -66,8 +65,7 @@ def _forgetful(rank: int, case: Case) -> list[Tensor]:
     return [case.over_ranks(lambda r: _largest(case.tensor(r), k)), own - _largest(own, k)]
 
 
-# fn(comm, gradient, residual, k): each rank sends the k largest elements of gradient + residual.
-# Expected is [sum over the ranks of what they send, this rank's new residual], both [N].
+# Returned are the sum of what all ranks send, and this rank's new residual, both [N].
 top_k = Check(
     "compressed.top_k",
     lambda rank, case: [

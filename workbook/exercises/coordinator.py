@@ -1,5 +1,6 @@
 """Page 16: what Horovod's coordinator decides in each cycle; it needs no ranks."""
 
+import random
 from collections.abc import Sequence
 
 from labkit.horovod.coordinator import Coordinator
@@ -10,10 +11,6 @@ from workbook.exercises.grader import solved
 _CYCLES: list[list[list[list[str]]]] = [
     [[["conv", "linear"], ["linear", "conv"]]],
     [[["linear"], ["bias", "conv"]], [["conv", "bias"], ["linear"]], [[], ["conv"]]],
-    [[["b"], []], [["a"], ["a"]], [[], ["b"]]],
-    [[["z", "a"]], [["m"]], [[]]],
-    [[["a"], ["a"], []], [["b"], [], ["b"]], [[], ["b"], ["a"]], [[], [], []]],
-    [[["a"], ["a"]], [["a"], []], [[], ["a"]]],
     [
         *([["b", "a"], ["a"], ["a", "b"], []], [[], ["b"], [], ["a"]]),
         *([["a"], ["a"], ["a"], ["b"]], [[], [], [], ["a"]]),
@@ -21,8 +18,17 @@ _CYCLES: list[list[list[list[str]]]] = [
 ]
 
 
+def _drawn(world_size: int) -> list[list[list[str]]]:
+    """Each rank announces all names, in its own order and in cycles of its own."""
+    cycles = [[[] for _ in range(world_size)] for _ in range(4)]
+    for rank in range(world_size):
+        for name in random.sample("zamb", 4):
+            random.choice(cycles)[rank].append(name)
+    return cycles
+
+
 @solved(
-    *((cycles,) for cycles in _CYCLES),
+    *((cycles,) for cycles in [*_CYCLES, *map(_drawn, (2, 3, 1, 2, 3, 4))]),
     mistakes={
         "a rank may announce a name cycles before the others do": (
             lambda decide, cycles: [names for cycle in cycles for names in decide([cycle])]

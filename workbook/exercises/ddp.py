@@ -3,6 +3,7 @@
 Symbols: P ranks, B samples in the global batch.
 """
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -67,8 +68,7 @@ def _one_ring_each(rank: int, case: Case) -> Target:
     return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
 
 
-# fn(comm, model, inputs, targets, batch_size), the backward of a naive DDP: each ``grad`` becomes
-# that of the mean loss over the B samples of all ranks. The last rank has none.
+# Each ``grad`` becomes that of the mean loss over all B samples. The last rank has none.
 average = Check(
     "ddp.average",
     lambda rank, case: case.over_ranks(lambda r: _gradients(r, case)) / _batch_size(case),
@@ -129,10 +129,10 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
     return None
 
 
-# Sizes of parameters, cap, cap of the first bucket. No parameter fills a bucket by itself.
-_BUCKETINGS = (
-    *(([1, 1, 1, 1, 1, 1, 1], 4, 2), ([4, 2, 3, 1, 2], 5, 5), ([1, 3, 2, 3, 3, 3], 7, 4)),
-    *(([2, 2], 9, 9), ([3], 9, 8), ([500, 300, 900, 100, 700, 400, 200, 600, 100], 1100, 1000)),
+# Sizes of parameters, cap, first bucket's cap. No parameter fills a bucket by itself.
+_BUCKETINGS = tuple(
+    (random.choices(range(1, 9), k=count), random.randint(12, 20), random.randint(9, 11))
+    for count in range(1, 13)
 )
 
 

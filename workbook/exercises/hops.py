@@ -66,10 +66,13 @@ def _forward(
     if any(parameter.grad is None for parameter in layers.parameters()):
         return Wrong("a backward from leaving gives the parameters of the layers no gradient")
     if comm.rank and not (entering.is_leaf and entering.grad is not None):
-        text = "entering, the received tensor, gets no gradient from a backward: "
-        if not entering.is_leaf:
-            return Wrong(f"{text}it is not a leaf, so call requires_grad_() after clone()")
-        return Wrong(f"{text}call its requires_grad_(), and give it to the layers")
+        why = "call its requires_grad_(), and give it to the layers"
+        why = (
+            why
+            if entering.is_leaf
+            else "it is not a leaf, so requires_grad_() comes after clone()"
+        )
+        return Wrong(f"entering, the received tensor, gets no gradient from a backward: {why}")
     return entering, leaving
 
 
@@ -92,8 +95,7 @@ def _gradients(rank: int, case: Case) -> list[Tensor | None]:
 
 # So many samples are drawn that messages and computing can be seen.
 _check = partial(Check, written=None, sizes=(), drawn_size=50_000)
-# fn(comm, layers, inputs), the forward of one stage, with its hops: (entering, leaving), its input
-# and output with autograd's graph between the two.
+# (entering, leaving): a stage's input and output, with autograd's graph between the two.
 forward = _check(
     "hops.forward",
     lambda rank, case: [_after(rank, case), _after(rank + 1, case)],
@@ -104,8 +106,7 @@ forward = _check(
     parts=_parts,
     target=partial(_target, 1),
 )
-# fn(comm, entering, leaving), the backward of one stage, with its hops. On the last stage
-# ``leaving`` is the loss. At the end all parameters have the gradients of one device.
+# On the last stage ``leaving`` is the loss. All parameters get the gradients of one device.
 backward = _check(
     "hops.backward",
     _gradients,

@@ -7,11 +7,9 @@ Symbols: P ranks on H hosts, S bytes of a rank's tensor.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from labkit.collectives import hierarchical_all_reduce
@@ -20,7 +18,8 @@ from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs import card_bytes
 from labkit.units import format_bytes
-from workbook.exercises.grader import Case, Check, Target, Verdict, answers
+from workbook.exercises.grader import Case, Check, Target, Wrong, judged
+from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import DRAWN, Found, Ranks, same_bits
 from workbook.exercises.ring import ring_target
 
@@ -56,14 +55,10 @@ def _chunks(rank: int, case: Case) -> list[Tensor]:
     return split_chunks(case.tensor(rank), min(_RANKS[case.world_size]))
 
 
-def _sum(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.stack([tensor.double() for tensor in tensors]).sum(0).float()
-
-
 def _kept(rank: int, case: Case) -> list[Tensor | None]:
     """The host's sum of the chunk that ``rank`` keeps; None for the others."""
     host = _host(rank, case)
-    sums = split_chunks(_sum(map(case.tensor, host)), min(_RANKS[case.world_size]))
+    sums = split_chunks(case.total(host), min(_RANKS[case.world_size]))
     return [one if owner == rank else None for owner, one in zip(host, sums)]
 
 
@@ -73,9 +68,8 @@ def _to_its_host(rank: int, case: Case) -> Target:
     return Target(len(sent), sum(sent), peers=frozenset(host) - {rank})
 
 
-# fn(comm, chunks, host): the host's sum of chunk i on rank ``host[i]``, in place. There are as
-# many chunks as the smallest host has ranks. Target per rank: one message for each chunk that it
-# does not keep, to a rank of its own host.
+# There are as many chunks as the smallest host has ranks. Target per rank: one message for each
+# chunk that it does not keep, to a rank of its own host.
 inside = _check(
     "hosts.inside",
     _kept,
@@ -92,15 +86,6 @@ def _peers(rank: int, case: Case) -> tuple[int, ...]:
     return tuple(host[place % min(_RANKS[case.world_size])] for host in hosts_of(case))
 
 
-def _of_peers(fn: Callable, comm: Comm, chunk: Tensor, peers: tuple[int, ...]) -> Any:
-    return fn(comm, chunk, peers) if comm.rank in peers else None
-
-
-def _sum_of_peers(rank: int, case: Case) -> Tensor | None:
-    peers = _peers(rank, case)
-    return _sum(map(case.tensor, peers)) if rank in peers else None
-
-
 def _ring_of_peers(rank: int, case: Case) -> Target:
     peers = _peers(rank, case)
     if rank not in peers:
@@ -109,15 +94,13 @@ def _ring_of_peers(rank: int, case: Case) -> Target:
     return ring._replace(peers=frozenset(peers) - {rank})
 
 
-# fn(comm, chunk, peers): the sum over ``peers``, one rank per host, in place; called on these
-# ranks only. Target per rank: the ring of H ranks, 2 (H - 1) messages of one piece of the chunk
-# each, to others of ``peers``.
+# Called on ``peers`` only. Target: the ring of H ranks, 2 (H - 1) messages of a piece each.
 between = _check(
     "hosts.between",
-    _sum_of_peers,
+    lambda rank, case: case.total(_peers(rank, case)) if rank in _peers(rank, case) else None,
     signature="comm, chunk, peers",
     inputs=lambda rank, case: (case.tensor(rank), _peers(rank, case)),
-    call=_of_peers,
+    call=lambda fn, comm, chunk, peers: comm.rank in peers and fn(comm, chunk, peers),
     target=_ring_of_peers,
     link=_CARD,
 )
@@ -141,8 +124,7 @@ def _by_labkit(comm: Comm, tensor: Tensor, hosts: Hosts) -> None:
     hierarchical_all_reduce(comm, tensor)
 
 
-# fn(comm, tensor, hosts): the sum over all ranks in place, equal to the bit. ``hosts`` are the
-# ranks of each host. Target: 2 (H - 1) / H x S bytes leave each host; inside, all traffic is fine.
+# Target: 2 (H - 1) / H x S bytes leave each host; inside, all traffic is fine.
 all_reduce = _check(
     "hosts.all_reduce",
     lambda rank, case: case.total(),
@@ -154,8 +136,6 @@ all_reduce = _check(
     link=_CARD,
 )
 
-# Rank, local rank and host of torchrun's processes, with 4 and 2 on its nodes.
-_TORCHRUN = ((5, 1, 1), (3, 3, 0), (4, 0, 1))
 # The tasks of each node as Slurm writes them -> rank, local rank and host.
 _SLURM = {
     "2,2": ((0, 0, 0), (3, 1, 1)),
@@ -165,21 +145,27 @@ _SLURM = {
 }
 
 
-def place(fn: Callable) -> Verdict:
+def _torchruns(rank: int, local_rank: int, host: int, **others: str) -> tuple:
+    own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
+    return own | others, (rank, local_rank, host)
+
+
+@judged(
+    "environment",
+    *(_torchruns(5, 1, 1), _torchruns(3, 3, 0)),
+    _torchruns(4, 0, 1, SLURM_PROCID="1", SLURM_TASKS_PER_NODE="1(x2)"),
+    *(
+        ({"SLURM_PROCID": str(where[0]), "SLURM_TASKS_PER_NODE": tasks}, where)
+        for tasks, places in _SLURM.items()
+        for where in places
+    ),
+)
+def place(fn: Callable, environment: dict[str, str], expected: tuple) -> Wrong | None:
     """Grade ``fn(environment)``: (rank, local rank, host) of a process of torchrun or of Slurm.
 
     ``environment`` is a dict of strings. Under Slurm the local rank and the host follow from
     SLURM_PROCID and SLURM_TASKS_PER_NODE. Under a torchrun that Slurm has started, torchrun's
     variables are right.
     """
-    asked = []
-    for where in _TORCHRUN:
-        own = dict(zip(("RANK", "LOCAL_RANK", "GROUP_RANK"), map(str, where)))
-        # The last one was started by Slurm, too.
-        slurms = {"SLURM_PROCID": "1", "SLURM_TASKS_PER_NODE": "1(x2)"} if where[0] == 4 else {}
-        asked.append(((own | slurms,), where))
-    for tasks, places in _SLURM.items():
-        for where in places:
-            own = {"SLURM_PROCID": str(where[0]), "SLURM_TASKS_PER_NODE": tasks}
-            asked.append(((own,), where))
-    return answers(fn, asked, name="hosts.place", signature="environment")
+    found = fn(environment)
+    return None if agree(found, expected) else Wrong(f"it returned {short(plain(found))}")

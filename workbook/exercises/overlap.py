@@ -271,8 +271,7 @@ def _of_rank(rank: int, case: Case) -> Tensor:
     return _flat(_gradients(rank, case), range(len(_SHAPES)))
 
 
-# fn(loss, parameters, buckets, start, batch_size): ``start(flat)`` begins an all-reduce, and gives
-# a handle. The gradients of all B samples come in another order on each rank, and some never do.
+# The gradients of all B samples come in another order on each rank, and some never do.
 backward = Check(
     "overlap.backward",
     lambda rank, case: case.over_ranks(lambda r: _of_rank(r, case)) / case.size,

@@ -20,7 +20,7 @@ from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.parameter_server import answer_one_by_one
 from labkit.units import format_count
 from workbook.exercises.grader import Case, Check, Target, Wrong
-from workbook.exercises.grader.compare import agree, short
+from workbook.exercises.grader.compare import agree, beside
 from workbook.exercises.grader.exercise import Found, same_bits
 from workbook.exercises.ring import ring_target
 
@@ -41,8 +41,7 @@ def _start(case: Case) -> Tensor:
 
 
 def _updated(case: Case, workers: Iterable[int], factor: float = 1 / BATCH_SIZE) -> Tensor:
-    total = sum((case.tensor(rank) for rank in workers), torch.zeros(case.size))
-    return _start(case) - LR * factor * total
+    return _start(case) - LR * factor * case.total(workers)
 
 
 def _parts(first: int, case: Case) -> dict[str, Tensor]:
@@ -73,8 +72,7 @@ def _beside_servers(
         comm.send(mine, worker)
 
 
-# fn(comm, gradient, values, servers), one step of the ranks from ``servers`` on, by the slices
-# ``chunk_bounds(N, servers)``: slice k goes to server k, which is rank k, and comes from there.
+# Slice k of ``chunk_bounds(N, servers)`` goes to server k, which is rank k, and comes from there.
 worker = Check(
     "parameter_server.worker",
     lambda rank, case: (
@@ -107,14 +105,11 @@ def _in_some_order(case: Case, values: list[Tensor]) -> Found:
         return None
     if agree(values[0], _start(case)):
         return "the values of rank 0 have not changed: write into them (-=, sub_, copy_)"
-    found, expected = ([short(one[:3]) for one in each] for each in (values, by_order[0]))
-    text = f"the ranks hold {', '.join(found)}, which fits no order of the workers in which "
-    text += "each push is answered before the next is received; in the order of the ranks "
-    return f"{text}that would be {', '.join(expected)} (first elements)"
+    pair = beside([one[:3] for one in values], [one[:3] for one in by_order[0]])
+    return f"the ranks hold {pair} (first elements), or so by another order of the workers"
 
 
-# fn(comm, values), a step of rank 0, the naive server. For each worker, in any order: receive its
-# gradient [N], make the update ``values -= 0.1 * gradient`` in place, send it ``values``.
+# For each worker, in any order: receive [N], ``values -= 0.1 * gradient``, send ``values``.
 one_by_one = Check(
     "parameter_server.one_by_one",
     inputs=lambda rank, case: (_start(case), case.tensor(rank)),
@@ -148,8 +143,7 @@ def _in_both_orders(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) 
     return None
 
 
-# fn(comm, values, batch_size), one step of rank 0: ``values -= 0.1 * sum / batch_size``, in place,
-# once, from and for all other ranks, with the same bits in whatever order they come.
+# ``values -= 0.1 * sum / batch_size``, with the same bits in whatever order the pushes come.
 server = Check(
     "parameter_server.server",
     lambda rank, case: _updated(case, range(1, case.world_size)),
@@ -159,8 +153,7 @@ server = Check(
     target=lambda rank, case: _sends(rank, case, calls=_num_calls(case.size, case.world_size)),
     parts=partial(_parts, 1),
 )
-# fn(comm, gradient, values, batch_size), every rank is server and worker: the same update, with
-# the same bits on all, and no more bytes than in a ring all-reduce.
+# Every rank is server and worker; no more bytes than in a ring all-reduce.
 shards = Check(
     "parameter_server.shards",
     lambda rank, case: _updated(case, range(case.world_size)),

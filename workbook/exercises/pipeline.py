@@ -18,12 +18,10 @@ from labkit import schedules
 from labkit.comm.comm import Comm
 from labkit.costs.pipeline_timeline import bubble as idle_share, predicted_slots
 from labkit.schedules.pipeline import Action, Hop, Message, in_flight, with_hops
-from labkit.units import format_count
 from labkit.workload.layers import EmulatedLayer
-from workbook.exercises.grader import Case, Check, Target, Verdict, Wrong, ask, judged
+from workbook.exercises.grader import Case, Check, Target, Wrong, judged
 from workbook.exercises.grader.compare import agree, beside, fit, plain, short
 from workbook.exercises.grader.exercise import Found, random_tensor, with_parameters
-from workbook.exercises.grader.in_process import Question
 from workbook.exercises.grader.own_run import OwnRun
 
 Streams = list[list[Action]]
@@ -65,39 +63,33 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
     return Wrong(f"{text}, but weights {beside(weights, expected)}")
 
 
-def one_f_one_b(fn: Callable) -> Verdict:
+def _timetable(fn: Callable, status: str, P: int) -> Any:
+    # Imported here: ranks load the checks, but draw nothing.
+    from workbook.plots.pipeline import pipeline_timetable
+
+    name = "pipeline.one_f_one_b"
+    try:
+        streams = _streams(fn, P, 2 * P)
+        if isinstance(streams, Wrong):
+            raise ValueError(streams)
+        slots = predicted_slots(streams, [1.0] * P, [2.0] * P)
+    except Exception:  # of the function; no answer, or stages that wait for each other
+        return OwnRun.failed(name, status)
+    return pipeline_timetable(slots, title=name, unit="forwards of a micro-batch")
+
+
+@judged("stage, num_stages, num_micro_batches", *_SIZES, drawn=_timetable)
+def one_f_one_b(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong | None:
     """Grade ``fn(stage, num_stages, num_micro_batches)``: the actions of a stage by 1F1B.
 
     The order of the micro-batches is free, if it is the same on every stage. No other order of
-    forwards and backwards holds as few micro-batches and takes no longer. The verdict's own run
-    draws the streams.
+    forwards and backwards holds as few micro-batches and takes no longer.
     """
-    name, signature = "pipeline.one_f_one_b", "stage, num_stages, num_micro_batches"
-    seen: dict[int, Streams] = {}
-
-    def wrong(question: Question, streams: Streams) -> Found:
-        streams = [[Action(*action) for action in stream] for stream in streams]
-        seen.setdefault(question.args[0], streams)
-        found = _wrong_streams(streams, question.args[1])
-        return f"{question.words}, {found}" if found else None
-
-    def drawn(status: str, P: int) -> Any:
-        # Imported here: ranks load the checks, but draw nothing.
-        from workbook.plots.pipeline import pipeline_timetable
-
-        try:
-            slots = predicted_slots(seen[P], [1.0] * P, [2.0] * P)
-        except (KeyError, ValueError):  # no answer, or stages that wait for each other
-            return OwnRun.failed(name, status)
-        return pipeline_timetable(slots, title=name, unit="forwards of a micro-batch")
-
-    questions = [
-        Question((P, M), f"with {format_count(P, 'stage')} and {format_count(M, 'micro-batch')}")
-        for P, M in _SIZES
-    ]
-    verdict = ask(name, fn, questions, wrong, call=_streams, signature=signature)
-    verdict.run_again = drawn
-    return verdict
+    streams = _streams(fn, num_stages, num_micro_batches)
+    if isinstance(streams, Wrong):
+        return streams
+    found = _wrong_streams(streams, num_micro_batches)
+    return Wrong(found) if found else None
 
 
 def _streams(fn: Callable, P: int, M: int) -> Streams | Wrong:
@@ -220,8 +212,7 @@ def _carried_out(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong:
 
 
 _check = partial(Check, inputs=lambda rank, case: (case,), written=None, target=_target)
-# fn(comm, hop, outgoing, landing): carry out one ``schedules.Hop``; all hops of a 1F1B step are
-# carried out. Target: one call of comm per hop.
+# All hops of a 1F1B step are carried out, each in one call of comm.
 hop = _check(
     "pipeline.hop",
     lambda rank, case: [*_landed(rank, case).values()],
@@ -265,10 +256,7 @@ def _step(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None] | Wrong:
     return [parameter.grad for parameter in layers[0].parameters()]
 
 
-# fn(comm, layers, stream, micro_batches): one stage's part of a training step. ``micro_batches``
-# are M triples (inputs [n, 3], targets [n], weight), the same on all ranks. At the end the
-# parameters of ``layers`` have the gradients of one device. Target: one message for each that the
-# stream sends, one call of comm per hop.
+# ``micro_batches`` are M triples (inputs [n, 3], targets [n], weight), the same on all ranks.
 step = _check(
     "pipeline.step",
     _alone,

@@ -107,24 +107,15 @@ def _to_all_others(rank: int, case: Case) -> Target:
     return Target(num_bytes=4 * case.size * (case.world_size - 1))
 
 
-def _tensors(case: Case) -> list[Tensor]:
-    return [case.tensor(rank) for rank in range(case.world_size)]
-
-
 def _left_neighbours(rank: int, case: Case) -> Tensor:
     return case.tensor((rank - 1) % case.world_size)
-
-
-def _first_tensor(rank: int, case: Case) -> Tensor:
-    return case.tensor(0)
 
 
 def _below_zero(rank: int, case: Case) -> Tensor:
     return -1 - case.tensor(rank).abs()
 
 
-# fn(comm, tensor) returns the largest number of all ranks' tensors, all below -1: one number from
-# each rank but one, and one to each.
+# All numbers are below -1. Best: one number from each rank but one, and one to each.
 largest = _in_bytes(
     "puzzles.largest",
     lambda rank, case: max(_below_zero(r, case).max().item() for r in range(case.world_size)),
@@ -138,8 +129,7 @@ def _no_exchange(case: Case, ranks: Ranks) -> Found:
     return "comm.exchange is not allowed in this puzzle: use send and recv" if used else None
 
 
-# fn(comm, tensor) returns the left neighbour's tensor, without exchange. Every rank is in two
-# messages, and an odd ring cannot pair all of its ranks at once.
+# Every rank is in two messages, and an odd ring cannot pair all of its ranks at once.
 pass_on = _in_rounds(
     "puzzles.pass_on",
     _left_neighbours,
@@ -159,8 +149,7 @@ def _with_held_bytes(fn: Callable, comm: Comm, tensor: Tensor) -> list:
     return [tensor, held.num_bytes + (others if others > _SMALL_BYTES else 0)]
 
 
-# fn(comm, tensor): the left neighbour's tensor in place, by 8 messages, with a spare tensor of an
-# eighth.
+# By 8 messages, with a spare tensor of an eighth.
 pass_in_place = _puzzle(
     "puzzles.pass_in_place",
     lambda rank, case: [_left_neighbours(rank, case), None],
@@ -199,8 +188,7 @@ def _not_rounded_once(case: Case, values: list[Any]) -> Found:
     return None
 
 
-# fn(comm, tensor) returns the sum of all numbers, rounded once: exact partial sums in 8 bytes, the
-# rounded result in 4.
+# Exact partial sums in 8 bytes, the rounded result in 4.
 same_bits = _in_bytes(
     "puzzles.same_bits",
     inputs=lambda rank, case: (_on_a_grid(rank, case),),
@@ -209,15 +197,17 @@ same_bits = _in_bytes(
     best=lambda case: 12 * (case.world_size - 1),
 )
 # fn(comm, tensor) returns rank 0's tensor on every rank: a binomial tree.
-broadcast = _in_rounds("puzzles.broadcast", _first_tensor)
+broadcast = _in_rounds("puzzles.broadcast", lambda rank, case: case.tensor(0))
 # fn(comm, tensor) returns the sum of the tensors of ranks 0 to its own: Hillis and Steele, 1986.
 prefix_sum = _in_rounds(
     "puzzles.prefix_sum",
-    lambda rank, case: torch.stack(_tensors(case)[: rank + 1]).double().sum(0).float(),
+    lambda rank, case: case.total(range(rank + 1)),
 )
 # fn(comm, tensor) returns the list of all tensors, for (P - 1) S bytes: Bruck and others, 1997.
 all_gather = _in_rounds(
-    "puzzles.all_gather", lambda rank, case: _tensors(case), target=_to_all_others
+    "puzzles.all_gather",
+    lambda rank, case: list(map(case.tensor, range(case.world_size))),
+    target=_to_all_others,
 )
 
 
@@ -233,8 +223,7 @@ def _chain_s(case: Case) -> float | None:
     return min(times_s) if case.size >= 1000 else None
 
 
-# fn(comm, tensor): rank 0's long tensor in place, in the time of a chain in segments of the best
-# size; cleverer schedules are known.
+# In the time of a chain in segments of the best size; cleverer schedules are known.
 long_broadcast = _puzzle(
     "puzzles.long_broadcast",
     lambda rank, case: _long(0, case),
@@ -258,8 +247,7 @@ def _sum_of_row(row: int, case: Case) -> Tensor:
     return case.over_ranks(lambda rank: _blocks(rank, case)[row])
 
 
-# fn(comm, blocks) returns the sum of row comm.rank of all blocks [P, N], for P - 1 rows: Träff,
-# 2024.
+# The sum of row comm.rank of all blocks [P, N], for P - 1 rows: Träff, 2024.
 reduce_blocks = _in_rounds(
     "puzzles.reduce_blocks",
     _sum_of_row,
@@ -314,14 +302,15 @@ def _with_few_forwards(fn: Callable, comm: Comm, first: Tensor, gradient: Tensor
     return [found, held.num_bytes]
 
 
-# fn(comm, forward, backward, first, gradient) returns the gradient of ``first`` through all
-# layers, with at most two forwards of each: Chen and others, 2016.
+# The gradient through all layers, with at most two forwards of each: Chen and others, 2016.
 recompute = _puzzle(
     "puzzles.recompute",
     _input_gradient,
     signature="comm, forward, backward, first, gradient",
     inputs=lambda rank, case: (case.tensor(rank), case.tensor(rank + 1)),
     call=_with_few_forwards,
+    # Each rank works by itself, and to count its bytes takes time.
+    world_sizes=(2,),
     sizes=(10_000, 7),
     drawn_size=0,
     score=lambda case, ranks: max(outcome.value[1] for outcome in ranks),

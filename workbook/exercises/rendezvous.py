@@ -168,9 +168,8 @@ def _judge(case: Case, values: list[Any]) -> Found:
     return None
 
 
-# fn(store, address, world_size, attempt): returns (rank, addresses by rank). Every process has an
-# address and the same ``torch.distributed`` store. Any order of ranks is right, if every process
-# finds the same one. Its own run draws the third attempt.
+# Returned are (rank, addresses by rank). Any order of ranks is right, if every process finds the
+# same one. Its own run draws the third attempt.
 meet = Check(
     "rendezvous.meet",
     signature="store, address, world_size, attempt",

@@ -103,8 +103,7 @@ def _padded_target(rank: int, case: Case) -> Target:
     return exact._replace(num_bytes=ring_target(case.size, 4, rank, case).num_bytes)
 
 
-# fn(comm, tensor): the sum over the ranks, in place, equal to the bit. Where P does not divide the
-# number of elements, a chunk may be padded, or longer than others.
+# Where P does not divide the number of elements, a chunk may be padded, or longer than others.
 all_reduce = Check(
     "ring.all_reduce",
     lambda rank, case: _in_shape(case.total()),
@@ -128,8 +127,7 @@ def _mean(rank: int, case: Case) -> Tensor:
     return case.over_ranks(lambda r: _samples(r, case) * case.tensor(r)) / count
 
 
-# fn(comm, gradient, num_samples): the mean over the samples of all ranks. ``gradient`` [N] is the
-# mean over this rank's samples; the last rank has none.
+# ``gradient`` [N] is the mean over this rank's samples; the last rank has none.
 weighted_mean = Check(
     "ring.weighted_mean",
     _mean,

@@ -24,18 +24,14 @@ from workbook.exercises.grader.exercise import Found
 
 Event = tuple[str, int]
 
-# In the first the workers take turns; in the fourth a worker pushes twice after one pull.
+# In the first the workers take turns; in those that are drawn, one may push twice after one pull.
 _HISTORIES = (
     (("pull", 1), ("push", 1), ("pull", 2), ("push", 2)),
     (("pull", 1), ("pull", 2), ("push", 2), ("push", 1)),
-    (
-        *(("pull", 1), ("pull", 2), ("push", 1), ("pull", 1), ("push", 1), ("pull", 1)),
-        *(("push", 2), ("pull", 2), ("push", 1), ("push", 2)),
-    ),
-    (("pull", 1), ("pull", 2), ("push", 1), ("push", 1), ("push", 2)),
-    (
-        *(("pull", 7), ("pull", 2), ("pull", 3)),
-        *((random.choice(("pull", "push")), random.choice((2, 3, 7))) for _ in range(20)),
+    *(
+        [("pull", 7), ("pull", 2), ("pull", 3)]
+        + [(random.choice(("pull", "push")), random.choice((2, 3, 7))) for _ in range(count)]
+        for count in (4, 8, 20)
     ),
 )
 # The pushing worker, V, {worker: the version that it has pulled}, the bound.
@@ -91,13 +87,7 @@ def admission(worker: int, version: int, pulled: Mapping[int, int], bound: int) 
 
 
 class _Plan:
-    """What a case draws.
-
-    Attributes:
-        workers: in the order in which they take turns; the last one begins when others have ended.
-        pushes: by worker how often it pushes, 1 to W times.
-        steps: by worker the number in its gradients, at its own place.
-    """
+    """The workers' turns, the last one's when the others have ended; by worker what it pushes."""
 
     def __init__(self, case: Case):
         W = case.world_size - 1
@@ -182,8 +172,7 @@ def _by_turns(fn: Callable, comm: Comm, *args: Any) -> list:
     return _serve_and_work(serve, comm, *args)
 
 
-# fn(comm, parameters, worker), on rank 0: receive a gradient [W] of ``worker``, subtract it in
-# place, and send it ``parameters``.
+# On rank 0: receive a gradient [W], subtract it in place, and send ``parameters``.
 push = _check(
     "staleness.push", signature="comm, parameters, worker", call=_by_turns, judge=_judge_server
 )
@@ -221,6 +210,5 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
     return None
 
 
-# fn(comm, parameters, num_updates): as ``server``, but each push subtracts gradient / (1 + its
-# staleness), and expected is the list of (worker, staleness), by push.
+# Each push subtracts gradient / (1 + its staleness); returned are (worker, staleness) by push.
 smaller_steps = _check("staleness.smaller_steps", judge=_judge_smaller_steps)

@@ -3,17 +3,19 @@
 Symbols: P ranks, S bytes of a rank's tensor.
 """
 
+import random
+
 from labkit.costs import Link, all_reduce_seconds
 from workbook.exercises.grader import solved
 
-# S, P, alpha, beta: small and large tensors, few and many ranks, a link without a fixed price and
-# one on which bytes are free, and bytes that P does not divide.
+# S, P, alpha, beta: a tensor that a mistake decides wrongly, a link without a fixed price and one
+# on which bytes are free, bytes that P does not divide, and what is drawn, near to a tie.
 _CHOICES = (
-    *((size, 4, 50e-6, 1e-9) for size in (1_000, 380_000, 420_000, 10_000_000)),
-    *((size, 64, 20e-6, 1e-10) for size in (1_000_000, 5_000_000, 20_000_000)),
-    *((size, 8, 1e-3, 1e-8) for size in (100_000, 500_000, 1_000_000)),
-    *((1_000_000_000, 2, 50e-6, 1e-9), (10_000_000, 1024, 50e-6, 1e-9), (8, 8, 0.0, 1e-9)),
-    *((1_000_000_000, 8, 1e-6, 0.0), (0, 16, 0.0, 1e-9), (3, 2, 1e-10, 1e-9)),
+    *((420_000, 4, 50e-6, 1e-9), (8, 8, 0.0, 1e-9), (1_000_000_000, 8, 1e-6, 0.0)),
+    *((0, 16, 0.0, 1e-9), (3, 2, 1e-10, 1e-9)),
+    *((int(10 ** random.uniform(3.5, 7)), 2**power, 50e-6, 1e-9) for power in range(1, 11)),
+    *((int(10 ** random.uniform(3.5, 7)), 2**power, 1e-3, 1e-8) for power in range(1, 11)),
+    *((int(50_000 * random.uniform(3, 20)), 4, 50e-6, 1e-9) for _ in range(20)),
 )
 
 

@@ -26,7 +26,7 @@ def copies(model, num_devices):
 # gather(outputs, targets)
 
 
-def in_float64(*, targets, outputs):
+def in_float64(outputs, targets):
     leaves = [output.detach().double().requires_grad_() for output in outputs]
     loss = functional.nll_loss(torch.cat(leaves).log_softmax(-1), targets)
     loss.backward()

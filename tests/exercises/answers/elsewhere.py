@@ -70,7 +70,7 @@ def semantics(step):
     return gradients[round(moved / lr)], kept[tuple(round(mean / momentum) for mean in means)]
 
 
-def by_keyword(*, step):
+def gives_values_of_a_dict(step):
     return dict(enumerate(semantics(step))).values()
 
 
@@ -87,7 +87,7 @@ ANSWERS = [
     ),
     Answers(
         check.elsewhere.semantics,
-        [semantics, by_keyword],
+        [semantics, gives_values_of_a_dict],
         [takes_means_for_the_batch, lambda step: semantics(step)[::-1]],
     ),
 ]

@@ -20,7 +20,7 @@ def inside(comm, chunks, host):
                 chunk += comm.recv(torch.empty_like(chunk), other)
 
 
-def inside_by_keyword(*, host, chunks, comm):
+def inside_in_a_circle(comm, chunks, host):
     for owner, chunk in zip(host, chunks):
         inside(comm, [chunk], (owner, *(rank for rank in host if rank != owner)))
 
@@ -143,7 +143,7 @@ def local_rank_is_rank(environment):
 ANSWERS = [
     Answers(
         check.hosts.inside,
-        [inside_by_keyword],
+        [inside_in_a_circle],
         [inside_overwrites, ends(inside_all_send_first)],
         on=4,
     ),

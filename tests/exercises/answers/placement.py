@@ -9,7 +9,7 @@ from labkit.placement.planner import predict_split
 from workbook import check
 
 
-def bytes_over_cuts(*, split_points, frozen, batch_size, shapes):
+def bytes_over_cuts(shapes, batch_size, split_points, frozen):
     return [
         4 * batch_size * math.prod(shapes[cut - 1]) * (2 if cut > frozen else 1)
         for cut in split_points

@@ -7,8 +7,8 @@ it, ``watched`` for the library's functions and its arguments; ``judge_values`` 
 
 from workbook.exercises.grader.exercise import Case, Exercise, Target, Wrong
 from workbook.exercises.grader.grader import COLLECTIVES, WORLD_SIZES, Check, grade
-from workbook.exercises.grader.in_process import answers, ask, judged, solved
+from workbook.exercises.grader.in_process import judged, solved
 from workbook.exercises.grader.report import Verdict
 
 __all__ = ["COLLECTIVES", "WORLD_SIZES", "Case", "Check", "Exercise", "Target", "Verdict", "Wrong"]
-__all__ += ["answers", "ask", "grade", "judged", "solved"]
+__all__ += ["grade", "judged", "solved"]

@@ -82,9 +82,10 @@ class Case:
         """The sum of ``of(rank)`` over the ranks."""
         return torch.stack(list(map(of, range(self.world_size)))).sum(0)
 
-    def total(self) -> Tensor:
-        """The sum over the ranks, float32 [size], added up in float64."""
-        return self.over_ranks(lambda rank: self.tensor(rank).double()).float()
+    def total(self, ranks: Iterable[int] | None = None) -> Tensor:
+        """The sum over some ranks, or all, float32 [size], added up in float64."""
+        some = map(self.tensor, range(self.world_size) if ranks is None else ranks)
+        return sum((one.double() for one in some), torch.zeros(self.size)).float()
 
     def target(self, cost_of: Callable[..., Cost], *which: int, peers: Iterable[int]) -> Target:
         """The target by a formula of ``labkit.costs.traffic``; ``which``: the rank, any root."""
@@ -146,8 +147,7 @@ class Exercise:
         nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
         special: case -> what is special about it, in words, or "".
         library: labkit's own function with the same arguments, shown beside the learner's run.
-        drawn_size: the elements of a rank's tensor in that run; 0 for 4 MB where ``sizes`` are
-            the usual ones, else for the first of them.
+        drawn_size: the elements in that run; 0 for 4 MB, or for the first of unusual ``sizes``.
         link: over which that run goes.
         may_call: names of functions that solve exercises, or of modules, which may be called.
     """

@@ -34,7 +34,6 @@ from workbook.exercises.grader.report import (
     told,
 )
 from workbook.exercises.grader.stub import is_stub
-from workbook.exercises.grader.watched import names_to_call_by
 
 WORLD_SIZES = (2, 3, 4)
 # An exercise may be built on these; not on the function that it asks for.
@@ -73,9 +72,8 @@ def _misuse(fn: Callable, signature: str) -> Found:
     with suppress(ValueError):  # a builtin without a signature; a generator function
         try:
             takes = inspect.signature(fn)
-            names = names_to_call_by(fn, signature)
             if signature:
-                takes.bind(*([] if names else signature.split(", ")), **dict.fromkeys(names))
+                takes.bind(*signature.split(", "))
         except TypeError:
             return f"the function takes {takes}, but the check calls it with ({signature})"
         try:

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):
@@ -29,9 +28,10 @@ class PeakBytes(TorchDispatchMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        # A result has the storage of none of the tensors in a list.
+        tensors = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, Tensor)]
         given = {tensor.untyped_storage()._cdata for tensor in tensors}
-        for tensor in tree_leaves(result):
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if not isinstance(tensor, Tensor) or tensor.untyped_storage()._cdata in given:
                 continue
             storage = tensor.untyped_storage()

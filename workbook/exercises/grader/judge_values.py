@@ -3,7 +3,7 @@
 The inputs are random, so a linear fit tells how a value was put together: "0.5 x rank 0 + rank 2".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -32,9 +32,7 @@ def value_problem(exercise: Exercise, tried: Tried) -> Found:
         elif exercise.judge is None:
             found = _first_wrong(exercise, tried, case)
         elif found := exercise.judge(case, values):
-            found = found if place in found else f"{place}: {found}"
-            why = _named(exercise, tried, range(len(ranks)))
-            found += f": {why}" if why else ""
+            found = f"{place}: {found}"
         if not found and (changed := max(outcome.changed for outcome in ranks)):
             found = f"{place}: {changed}"
         if found:
@@ -52,19 +50,18 @@ def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Found:
         text += f", rank {rank} is the first with a wrong result" if case.world_size > 1 else ""
         if kind := other_kind(outcome.value, exercise.expected(rank, case)):
             return f"{text}: {kind}"
-        why = _named(exercise, tried, [rank]) or _meant(exercise, case, rank, outcome)
-        if not why:
-            text += f", in {wrong.name} {wrong.index}" if wrong.name else ""
-            why = _look(exercise, case, wrong)
-        return f"{text}: {why}"
+        if meant := _meant(exercise, case, rank, outcome):
+            return f"{text}: {meant}"
+        text += f", in {wrong.name} {wrong.index}" if wrong.name else ""
+        why = _named(exercise, tried, rank)
+        return f"{text}: {_look(exercise, case, wrong)}" + (f": {why}" if why else "")
     return None
 
 
-def _named(exercise: Exercise, tried: Tried, ranks: Sequence[int]) -> str:
-    """A mistake that explains all values of these ranks."""
+def _named(exercise: Exercise, tried: Tried, rank: int) -> str:
+    """A mistake that explains all values of this rank."""
     for sentence, wrong in exercise.mistakes.items():
-        by_case = ((case, rank, of[rank].value) for case, of in tried.items() for rank in ranks)
-        if all(agree(value, wrong(rank, case)) for case, rank, value in by_case):
+        if all(agree(ranks[rank].value, wrong(rank, case)) for case, ranks in tried.items()):
             return sentence
     return ""
 

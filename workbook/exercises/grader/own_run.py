@@ -31,8 +31,7 @@ class OwnRun:
     @staticmethod
     def failed(name: str, status: str) -> "OwnRun":
         """Without a run; the check has told why, if it was attempted."""
-        did_not = "it did not finish, as the check says"
-        why = "not attempted yet" if status == NOT_ATTEMPTED else did_not
+        why = status if status == NOT_ATTEMPTED else "it did not finish, as the check says"
         return OwnRun(name, f"{why}, so there is nothing to draw.")
 
     def __repr__(self) -> str:

@@ -46,7 +46,7 @@ _STEPS = {
 
 
 class Watched:
-    """A learner's function, called by its parameters' names if it has those of ``signature``.
+    """A learner's function. Its arguments have the names in ``signature``.
 
     ``may_call``: names of library functions, or of modules, that do not count; ``written``: the
     argument that the function has to change; ``keeps``: the names of those whose values it may
@@ -64,18 +64,16 @@ class Watched:
         around: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self._fn, self._may_call, self._written, self._around = fn, may_call, written, around
-        self._names, self._keeps = names_to_call_by(fn, signature), keeps
-        self._all_names = signature.split(", ") if signature else []
+        self._names, self._keeps = signature.split(", ") if signature else [], keeps
         self.library, self.changed, self.steps = "", "", []
 
     def __call__(self, *args: Any) -> Any:
         before, profile = self._state(args), sys.getprofile()
-        named = dict(zip(self._names, args))
         threading.setprofile(self._look)
         sys.setprofile(self._look)
         try:
             with self._around():
-                found = self._fn(*args[len(named) :], **named)
+                found = self._fn(*args)
                 # A generator's body runs only now; an endless one must not hang the check.
                 if isinstance(found, Iterator):
                     found = iter(list(islice(found, MOST_ENTRIES)))
@@ -95,7 +93,7 @@ class Watched:
         """What a call must leave as it is: of what it writes the memory, of the others all."""
         found: dict[str, Any] = {"autograd's mode": torch.is_grad_enabled()}
         found["the default dtype"] = torch.get_default_dtype()
-        for name, arg in zip([*self._all_names, *repeat("an argument", len(args))], args):
+        for name, arg in zip([*self._names, *repeat("an argument", len(args))], args):
             inside = list(_inside([arg]))
             tensors = [one for one in inside if isinstance(one, Tensor)]
             dense = [one for one in tensors if one.layout is torch.strided]
@@ -154,18 +152,6 @@ def num_hooks(parameter: Tensor) -> int:
     """PyTorch has no public way to ask."""
     kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
     return sum(len(getattr(parameter, kind, None) or ()) for kind in kinds)
-
-
-def names_to_call_by(fn: Callable, signature: str) -> list[str]:
-    """The names of the arguments if ``fn`` has parameters of all these names; else []."""
-    names = signature.split(", ")
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    known = [name for name in names if name in parameters and parameters[name].kind in named]
-    return names if known == names else []
 
 
 def _inside_library(frame: FrameType | None) -> bool:
