@@ -56,7 +56,7 @@ LIMITS = {
     "tests/workload": (357, 3397),
     "tools": (1475, 11008),
     "workbook": (406, 2310),
-    "workbook/exercises": (5250, 40400),
+    "workbook/exercises": (5245, 40398),
     "workbook/measure": (1387, 10223),
     "workbook/notebook": (1244, 7712),
     "workbook/plots": (1607, 11654),

@@ -35,7 +35,6 @@ def _sums(rank: int, case: Case) -> list[Tensor]:
     return [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
 
 
-# fn(comm, tensors): the sum over the ranks in each of a list, in place, in one all-reduce.
 bucket = Check(
     "backend.bucket",
     _sums,

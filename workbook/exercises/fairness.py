@@ -89,7 +89,6 @@ def _replica(rank: int, case: Case) -> tuple[Tensor]:
     return (mine,)
 
 
-# fn(comm, tensor): on all ranks, whether all tensors are equal to the bit.
 replicas_agree = Check(
     "fairness.replicas_agree",
     lambda rank, case: "equal" in _difference(case)[1],

@@ -67,11 +67,8 @@ def _forward(
         return Wrong("a backward from leaving gives the parameters of the layers no gradient")
     if comm.rank and not (entering.is_leaf and entering.grad is not None):
         why = "call its requires_grad_(), and give it to the layers"
-        why = (
-            why
-            if entering.is_leaf
-            else "it is not a leaf, so requires_grad_() comes after clone()"
-        )
+        if not entering.is_leaf:
+            why = "it is not a leaf, so requires_grad_() comes after clone()"
         return Wrong(f"entering, the received tensor, gets no gradient from a backward: {why}")
     return entering, leaving
 

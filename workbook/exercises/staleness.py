@@ -176,7 +176,7 @@ def _by_turns(fn: Callable, comm: Comm, *args: Any) -> list:
 push = _check(
     "staleness.push", signature="comm, parameters, worker", call=_by_turns, judge=_judge_server
 )
-# fn(comm, parameters, num_updates), the same for any worker that comes.
+# The same for any worker that comes.
 server = _check("staleness.server", judge=_judge_server, drawn_size=1)
 
 
