@@ -58,7 +58,7 @@ LIMITS = {
     "workbook": (406, 2310),
     "workbook/exercises": (5245, 40398),
     "workbook/measure": (1387, 10223),
-    "workbook/notebook": (1244, 7712),
+    "workbook/notebook": (1245, 7717),
     "workbook/plots": (1607, 11654),
     "workbook/widgets": (586, 4083),
 }

@@ -43,8 +43,9 @@ class Ratio:
 
     @property
     def is_larger(self) -> bool | None:
-        """Whether the ratio is above 1; None if the spread includes 1, or there is no spread."""
-        return None if self.low <= 1 <= self.high or not self.repeats else self.low > 1
+        """Whether the ratio is above 1; None if the spread comes within 1% of 1, or is none."""
+        near = self.low <= 1.01 and self.high >= 0.99
+        return None if near or not self.repeats else self.low > 1
 
     def __str__(self) -> str:
         return f"{format_number(self.median)} times"
