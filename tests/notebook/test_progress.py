@@ -10,7 +10,8 @@ import pytest
 
 import workbook
 from labkit.__main__ import main
-from workbook.exercises.grader import answers
+from workbook.exercises.grader.exercise import Exercise
+from workbook.exercises.grader.grader import grade
 from workbook.notebook import pages, record
 from workbook.notebook.pages import Page, workbook_pages
 from workbook.notebook.progress import Progress
@@ -105,11 +106,19 @@ def test_a_check_records_its_verdict_but_not_that_nothing_is_written_yet(monkeyp
     def weighted_mean(x):
         raise NotImplementedError
 
-    asked = {"expected": [((1,), 2)], "name": "ring.weighted_mean", "signature": "x"}
-    answers(weighted_mean, **asked)
+    exercise = Exercise(
+        "ring.weighted_mean",
+        lambda rank, case: 2,
+        inputs=lambda rank, case: (1,),
+        signature="x",
+        written=None,
+        call=lambda fn, comm, x: fn(x),
+        sizes=(),
+    )
+    grade(weighted_mean, exercise, (1,))
     assert record.read().exercises == {}
-    answers(lambda x: 1, **asked)
-    answers(lambda x: 2, **asked)
+    grade(lambda x: 1, exercise, (1,))
+    grade(lambda x: 2, exercise, (1,))
     one = record.read().exercises["06_ring_all_reduce"]["ring.weighted_mean"]
     assert (one.status, one.attempts) == ("passed", 2)
     assert "a weighted mean in one all-reduce ✓" in repr(workbook.progress())
