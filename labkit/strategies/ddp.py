@@ -235,7 +235,7 @@ class DDP(OnShares):
         for name, (is_given, why) in refused.items():
             if is_given:
                 raise ValueError(
-                    f"average_every {self.average_every} and {name} do not go together: {name} {why}"
+                    f"average_every {self.average_every} does not go with {name}, which {why}"
                 )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
