@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from labkit.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
@@ -112,8 +111,8 @@ class _RingAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
         q, k, v, output, log_sum = ctx.saved_tensors
         comm, scale = ctx.comm, 1 / math.sqrt(q.shape[-1])
         of_q, mean = torch.zeros_like(q), (gradient * output).sum(dim=-1, keepdim=True)
