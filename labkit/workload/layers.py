@@ -71,8 +71,9 @@ def output_shapes(
 
 
 def input_dtype(model: nn.Module) -> torch.dtype:
-    """int64 if the first layer is an ``nn.Embedding``, else the dtype of the first parameter."""
-    if isinstance(layers_of(model)[0], nn.Embedding | nn.EmbeddingBag):
+    """int64 if the first layer begins with an embedding, else that of the first parameter."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    if any(isinstance(module, kinds) for module in layers_of(model)[0].modules()):
         return torch.int64
     return next((p.dtype for p in model.parameters()), torch.float32)
 
