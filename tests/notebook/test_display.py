@@ -1,5 +1,7 @@
 """Sources on a page: a block of code that JupyterLab colours, plain text elsewhere."""
 
+from pathlib import Path
+
 import workbook
 
 
@@ -18,6 +20,6 @@ def test_numbers_are_those_of_the_lines_in_the_file():
         return 7
 
     shown = workbook.show_source(local, numbered=True).text.splitlines()
-    lines = open(__file__).read().splitlines()
+    lines = Path(__file__).read_text().splitlines()
     assert shown == [f"{n:4}  {lines[n - 1]}" for n in (int(line.split()[0]) for line in shown)]
     assert "return 7" in shown[-1]
