@@ -104,26 +104,32 @@ class HeldBytes(saved_tensors_hooks):
     """Count, inside ``with``, the bytes that forward passes keep for their backward.
 
     A storage counts once, however many operations keep it, and stays alive as long as this object.
-    The parameters and buffers of ``module`` exist anyway. ``num_bytes`` is the count so far.
+    The parameters and buffers of ``module`` exist anyway. ``bytes_at`` is the count so far, by
+    storage, and ``num_bytes`` its sum.
     """
 
     def __init__(self, module: nn.Module):
-        super().__init__(self._pack, lambda tensor: tensor)
+        super().__init__(self.keep, lambda tensor: tensor)
         own = [t.untyped_storage() for t in (*module.parameters(), *module.buffers())]
         # Keep the storages themselves: the address of a freed one may be used again.
         self._seen = {storage.data_ptr(): storage for storage in own}
-        self.num_bytes = 0
+        self.bytes_at = dict[int, int]()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.bytes_at.values())
 
     def __enter__(self) -> Self:  # type: ignore[override]
         super().__enter__()
         return self
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count a tensor, also one that no operation keeps; returns it."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen[storage.data_ptr()] = storage
             # Of a slice of a batch count only the slice, of an expanded tensor only what exists.
-            self.num_bytes += min(storage.nbytes(), tensor.nbytes)
+            self.bytes_at[storage.data_ptr()] = min(storage.nbytes(), tensor.nbytes)
         return tensor
 
 
@@ -131,8 +137,9 @@ class EmulatedLayer(nn.Module):
     """Takes time as a device of its own would, asleep: more of them than cores can work at once.
 
     A forward takes ``call_s`` + n x ``sample_s`` seconds, a backward twice as long, as it does in
-    most layers. In between it multiplies by a trained number, so that it can be cut, trained and
-    compared like any other layer. Shapes: [n, ...] to [n, ...].
+    most layers: one half for the gradient of the input, one for that of a trained number, by which
+    it multiplies (if the input needs none, both). So it can be cut, trained and compared like any
+    other layer. Shapes: [n, ...] to [n, ...].
     """
 
     def __init__(self, sample_s: float, call_s: float = 0.0):
@@ -144,7 +151,9 @@ class EmulatedLayer(nn.Module):
         # Without memory (the meta device) only shapes are asked for.
         seconds = 0.0 if value.is_meta else self.call_s + len(value) * self.sample_s
         time.sleep(seconds)
-        outputs = value * self.scale
-        if outputs.requires_grad:
-            outputs.register_hook(lambda gradient: time.sleep(2 * seconds))
-        return outputs
+        # Of both factors only those halves are asked for that a backward computes.
+        factors = value.view_as(value), self.scale.view_as(self.scale)
+        for factor, doubled in zip(factors, (1, 1 if value.requires_grad else 2)):
+            if factor.requires_grad:
+                factor.register_hook(lambda _, factor_s=doubled * seconds: time.sleep(factor_s))
+        return factors[0] * factors[1]
