@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from labkit.workload.layers import HeldBytes
+
 
 @dataclass(eq=False)
 class _Graph:
@@ -45,11 +47,8 @@ class LayerGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """What the layers keep for B or W now; a storage that several keep counts once."""
-        found: dict[int, int] = {}
-        for graph in self._graphs:
-            found |= graph.held.bytes_at
-        return sum(found.values())
+        """What the layers keep for B or W now."""
+        return HeldBytes.together(graph.held for graph in self._graphs)
 
     def add(self, layer: Callable[[Tensor], Tensor]) -> None:
         """Run the next layer, or a function without weights."""

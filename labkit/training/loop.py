@@ -281,7 +281,7 @@ class _Run:
                 sums[2] += self.work.loss(outputs, targets)
                 if predicts_classes(outputs, targets):
                     sums[0] += (outputs.argmax(dim=1) == targets).sum()
-                    sums[1] += len(targets)
+                    sums[1] += targets.numel()
         return sums
 
     def report(

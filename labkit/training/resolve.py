@@ -209,11 +209,6 @@ def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
         model = _own_model(own.model, config.seed).to(dtype)
     else:
         shape = tuple(train.first(1)[0].shape[1:])
-        if len(shape) != 3:
-            raise ValueError(
-                f"the inputs of dataset have shape {list(shape)}, and labkit's models take images "
-                "[channels, height, width]: give your own model, too"
-            )
         options: dict[str, Any] = {"num_classes": num_classes(train), "input_shape": shape}
         model = build_model(config.model, **options, seed=config.seed, dtype=dtype)
     # Not at the top: few runs need it, and every rank would import it.

@@ -5,7 +5,8 @@ Shapes come from PyTorch's meta device, on which tensors have a shape and no mem
 
 import copy
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import torch
@@ -70,8 +71,9 @@ def output_shapes(
 
 
 def input_dtype(model: nn.Module) -> torch.dtype:
-    """int64 if the first layer is an ``nn.Embedding``, else the dtype of the first parameter."""
-    if isinstance(layers_of(model)[0], nn.Embedding | nn.EmbeddingBag):
+    """int64 if the first layer begins with an embedding, else that of the first parameter."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    if any(isinstance(module, kinds) for module in layers_of(model)[0].modules()):
         return torch.int64
     return next((p.dtype for p in model.parameters()), torch.float32)
 
@@ -103,21 +105,31 @@ class NonLeaf(torch.autograd.Function):
 class HeldBytes(saved_tensors_hooks):
     """Count, inside ``with``, the bytes that forward passes keep for their backward.
 
-    A storage counts once, however many operations keep it, and stays alive as long as this object.
-    The parameters and buffers of ``module`` exist anyway. ``bytes_at`` is the count so far, by
-    storage, and ``num_bytes`` its sum.
+    What several operations keep counts once, and stays alive as long as this object.
+    The parameters and buffers of ``module`` exist anyway.
     """
 
     def __init__(self, module: nn.Module):
         super().__init__(self.keep, lambda tensor: tensor)
         own = [t.untyped_storage() for t in (*module.parameters(), *module.buffers())]
         # Keep the storages themselves: the address of a freed one may be used again.
-        self._seen = {storage.data_ptr(): storage for storage in own}
-        self.bytes_at = dict[int, int]()
+        self._own = {storage.data_ptr(): storage for storage in own}
+        # By address, and of each storage the bytes kept by where they begin.
+        self._kept: dict[int, tuple[torch.UntypedStorage, Counter[int]]] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.bytes_at.values())
+        """The count so far."""
+        return self.together([self])
+
+    @staticmethod
+    def together(several: Iterable["HeldBytes"]) -> int:
+        """The bytes that several keep, which count once here, too."""
+        kept: dict[int, tuple[torch.UntypedStorage, Counter[int]]] = {}
+        for one in several:
+            for address, (storage, counts) in one._kept.items():
+                kept[address] = storage, kept.get(address, (storage, Counter()))[1] | counts
+        return sum(min(storage.nbytes(), counts.total()) for storage, counts in kept.values())
 
     def __enter__(self) -> Self:  # type: ignore[override]
         super().__enter__()
@@ -125,11 +137,11 @@ class HeldBytes(saved_tensors_hooks):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Count a tensor, also one that no operation keeps; returns it."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen[storage.data_ptr()] = storage
+        storage, start = tensor.untyped_storage(), int(tensor.storage_offset())
+        if (address := storage.data_ptr()) not in self._own:
+            _, kept = self._kept.setdefault(address, (storage, Counter()))
             # Of a slice of a batch count only the slice, of an expanded tensor only what exists.
-            self.bytes_at[storage.data_ptr()] = min(storage.nbytes(), tensor.nbytes)
+            kept[start] = max(kept[start], tensor.nbytes)
         return tensor
 
 
