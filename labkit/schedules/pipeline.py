@@ -7,6 +7,7 @@ V = 1, which all schedules but ``interleaved`` have, the stages are the ranks.
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from labkit.schedules.ring import chunk_bounds
 from labkit.units import check_choice
 
 # The letters of the actions. A backward is whole, or two actions: its gradient of the stage's
@@ -122,20 +123,20 @@ def interleaved(
         rank 0   F0 F1 F0'F1'F2 B0'F3 B1'F2'B0 F3'B1 .  B2'.  B3'B2 B3
         rank 1   .  F0 F1 F0'B0'F1'B1'F2 B0 F3 B1 F2'B2'F3'B3'B2 B3 .
 
-    Groups of P micro-batches (the last may be smaller) take turns: first in a rank's first stage,
-    then in its second. Before its first backward, rank r runs a group's forwards in all its stages
-    but the last, and 2 (P - 1 - r) more. The pipeline fills and drains in short stages, so the
+    Groups of P micro-batches (or a few more, if P does not divide M) take turns: first in a rank's
+    first stage, then in its second. Before its first backward, rank r runs the first group's
+    forwards in all its stages but the last, and 2 (P - 1 - r) more. The pipeline fills and drains in short stages, so the
     bubble is that of 1F1B divided by V, for V times the messages and more activations.
 
     Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
     Megatron-LM" (2021), section 2.2 and figure 4.
     """
     chunks, order = range(stages_per_rank), list[tuple[int, int]]()
-    for first in range(0, num_micro_batches, num_ranks):
-        group = range(first, min(first + num_ranks, num_micro_batches))
-        order += [(micro_batch, chunk) for chunk in chunks for micro_batch in group]
-    ahead = (stages_per_rank - 1) * min(num_ranks, num_micro_batches)
-    ahead = min(ahead + 2 * (num_ranks - 1 - rank), len(order))
+    bounds = chunk_bounds(num_micro_batches, max(1, num_micro_batches // num_ranks))
+    for group in bounds:
+        order += [(micro_batch, chunk) for chunk in chunks for micro_batch in range(*group)]
+    ahead = (stages_per_rank - 1) * bounds[0][1] + 2 * (num_ranks - 1 - rank)
+    ahead = min(ahead, len(order))
     for work in order[:ahead]:
         yield Action("forward", *work)
     for place, (micro_batch, chunk) in enumerate(order):

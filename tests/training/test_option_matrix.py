@@ -53,6 +53,7 @@ TRIED = [
     {"split_points": "2,3"},
     {"micro_batches": 3},
     {"schedule": "1f1b"},
+    {"recompute": True},
 ]
 
 
@@ -77,6 +78,7 @@ TAKEN_BY = {
     "split_points": both("model_parallel", "pipeline"),
     "micro_batches": both("pipeline"),
     "schedule": both("pipeline"),
+    "recompute": {("model_parallel", False), ("pipeline", False)},
 }
 # With these a run moves about as one device does, by this share of the way.
 NEAR = {"amp": 0.15, "compress": 2.0}

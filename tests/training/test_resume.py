@@ -111,7 +111,7 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
         "ddp_builtin": job("ddp", 3, builtin=True, bucket_mb=0.001),
         "over_hosts": job("ring_all_reduce", 3, compress="bf16", hierarchical=True),
         "one_server": job("parameter_server", 3),
-        "pipeline": job("pipeline", 3, schedule="1f1b", micro_batches=3),
+        "pipeline": job("pipeline", 3, schedule="zero_bubble", micro_batches=3, recompute=True),
     }
     all_equal(jobs, 3, tmp_path)
 
