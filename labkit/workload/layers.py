@@ -112,7 +112,7 @@ class HeldBytes(saved_tensors_hooks):
         super().__init__(self._pack, lambda tensor: tensor)
         own = [t.untyped_storage() for t in (*module.parameters(), *module.buffers())]
         # Keep the storages themselves: the address of a freed one may be used again.
-        self._seen = {storage.data_ptr(): storage for storage in own}
+        self._seen = {storage._cdata: storage for storage in own}
         self.num_bytes = 0
 
     def __enter__(self) -> Self:  # type: ignore[override]
@@ -121,8 +121,8 @@ class HeldBytes(saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen[storage.data_ptr()] = storage
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage
             # Of a slice of a batch count only the slice, of an expanded tensor only what exists.
             self.num_bytes += min(storage.nbytes(), tensor.nbytes)
         return tensor

@@ -1,0 +1,342 @@
+"""Sharded data parallelism (ZeRO): ranks divide among them what data parallelism holds P times.
+
+The trained parameters of each layer form a **flat** tensor, cut into P chunks: one per rank, its
+**shard**. Each rank makes the update of its shard alone, with its part of the optimizer's state.
+
+**Stage 1** divides the optimizer's state. 1. Forward and backward, as in DDP; of the gradients
+that are complete, share_reduce sums each rank's chunk, while the rest of backward runs. 2. Each
+rank updates its shard. 3. share_only gives the new values to all.
+
+**Stage 2** divides the gradients, too: a layer's exist as a whole from when backward enters the
+layer until their sums are added to the shards' gradients.
+
+**Stage 3** divides the parameters, too. A layer's are gathered (share_only) before its forward and
+again before its backward, while the layer before is computing, and freed after; step 3 is gone.
+
+Bytes sent per rank and step: 2, 2 and 3 (P - 1)/P x S. In memory, S bytes of each kind become S/P,
+and what is under way: ``costs.sharded_memory``. In which order: ``schedules.sharding``.
+
+Symbols: P ranks, N elements of a flat, S bytes of the trained parameters. Sources: Rajbhandari et
+al., "ZeRO: memory optimizations toward training trillion parameter models" (2020), sections 5 and
+7; Zhao et al., "PyTorch FSDP" (2023), section 3.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.collectives.ring import all_gather, share_only, share_reduce, split_chunks
+from labkit.comm.comm import Comm
+from labkit.comm.work import Work, work_queue_of
+from labkit.schedules.ring import owned_chunk
+from labkit.schedules.sharding import Instruction, sharded_pass
+from labkit.strategies.base import MakeOptimizer, State, of_kind
+from labkit.strategies.on_shares import OnShares
+from labkit.workload.layers import HeldBytes, layers_of
+
+
+def check_stage(stage: int) -> None:
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage must be 1, 2 or 3, got {stage}")
+
+
+class Flat:
+    """Parameters that are divided together; their values lie in ``full`` [N], cut into ``chunks``.
+
+    ``shard`` is this rank's chunk, which its optimizer changes: in stage 3 a copy, as ``full`` has
+    memory between ``gather`` and ``free`` alone. The parameters' gradients are views of
+    ``gradient`` [N]: in stage 1 always, else between ``begin`` and ``finish``. The methods from
+    ``gather`` on are the instructions of ``schedules.sharding``.
+    """
+
+    def __init__(self, comm: Comm, stage: int, parameters: list[nn.Parameter]):
+        self.comm, self.stage, self.parameters = comm, stage, parameters
+        self.sizes = [parameter.numel() for parameter in parameters]
+        self.full = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        self.num_bytes, self.trained = self.full.nbytes, parameters[0].requires_grad
+        for parameter, piece in zip(parameters, self.pieces(self.full)):
+            parameter.data = piece
+        self.chunks = split_chunks(self.full, comm.world_size)
+        self.mine = owned_chunk(comm.rank, comm.world_size)
+        own = self.chunks[self.mine]
+        self.shard = nn.Parameter(own.clone() if stage == 3 else own, self.trained)
+        self.gathering: Work | None = None
+        self.reducing: Work | None = None
+        self.gradient = torch.zeros_like(self.full) if stage == 1 and self.trained else None
+        if self.gradient is not None:
+            self.shard.grad = split_chunks(self.gradient, comm.world_size)[self.mine]
+            self._give(self.gradient)
+        elif self.trained:
+            self.shard.grad = torch.zeros_like(own)
+        if stage == 3:
+            self.free()
+
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """Views of a flat tensor [N] in the shapes of the parameters."""
+        return [one.view_as(p) for one, p in zip(flat.split(self.sizes), self.parameters)]
+
+    def _give(self, gradient: Tensor) -> None:
+        for parameter, piece in zip(self.parameters, self.pieces(gradient)):
+            parameter.grad = piece
+
+    def gather(self) -> None:
+        self.full.untyped_storage().resize_(self.num_bytes)
+
+        def operation(comm: Comm) -> None:
+            self.chunks[self.mine].copy_(self.shard)
+            share_only(comm, self.chunks)
+
+        self.gathering = work_queue_of(self.comm).add("share_only", operation, [self.full], [])
+
+    def wait(self) -> None:
+        if self.gathering is not None:
+            with self.comm.span("wait"):
+                self.gathering.wait()
+            self.gathering = None
+
+    def free(self) -> None:
+        # What autograd keeps of it are views: they show the values of the next gather.
+        self.full.untyped_storage().resize_(0)
+
+    def begin(self) -> None:
+        if self.stage > 1:
+            self.gradient = torch.zeros_like(self.full)
+            self._give(self.gradient)
+
+    def reduce(self) -> None:
+        assert self.gradient is not None
+        chunks = split_chunks(self.gradient, self.comm.world_size)
+
+        def operation(comm: Comm) -> None:
+            share_reduce(comm, chunks)
+            if self.stage > 1:
+                self.shard.grad += chunks[self.mine]
+
+        work_queue = work_queue_of(self.comm)
+        self.reducing = work_queue.add("share_reduce", operation, [self.gradient], [])
+        for parameter in self.parameters if self.stage > 1 else ():
+            parameter.grad = None
+
+    def finish(self) -> None:
+        if self.reducing is not None:
+            with self.comm.span("wait"):
+                self.reducing.wait()
+            self.reducing = None
+            if self.stage > 1:
+                self.gradient = None
+
+    def whole(self, part: Tensor) -> list[Tensor]:
+        """From the ranks' parts, like their shards, values by parameter; a collective call."""
+        chunks = split_chunks(flat := part.new_empty(sum(self.sizes)), self.comm.world_size)
+        chunks[self.mine].copy_(part.detach())
+        share_only(self.comm, chunks)
+        return self.pieces(flat)
+
+    def part(self, values: list[Tensor]) -> Tensor:
+        """The opposite: of values by parameter, this rank's part."""
+        flat = torch.cat([value.flatten() for value in values])
+        return split_chunks(flat, self.comm.world_size)[self.mine]
+
+
+@dataclass(eq=False)
+class Sharded(OnShares):
+    """Synchronous data parallelism whose ranks hold a part of what they update.
+
+    A unit is a layer with parameters, and those without that follow. A parameter belongs to the
+    first unit that uses it; for another one (a tied parameter) stage 3 gathers it once more. The
+    model is a chain of layers, see ``workload.layers``.
+
+    Args:
+        stage: what is divided: 1 the optimizer's state, 2 also gradients, 3 also parameters.
+        accumulate: as elsewhere; stages 2 and 3 sum the gradients of each micro-batch.
+
+    Attributes:
+        flats: by dtype, and whether they are trained, the parameters that belong to a unit.
+        uses: by unit, the numbers of the flats that it uses; ``sums`` are those of trained ones.
+        most_held: of two steps, the ``held_now`` with the most bytes when backward enters a unit.
+        activation_bytes: what the first forward kept for its backward.
+    """
+
+    stage: int = 3
+    sync_batch_norm: bool = False
+    optimizes = "elements"
+    predicts_together = runs_empty = True
+
+    def __post_init__(self) -> None:
+        check_stage(self.stage)
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.place(comm, model)
+        self.units: list[list[nn.Module]] = []
+        self.flats: list[Flat] = []
+        self.uses: list[list[int]] = []
+        homes: dict[nn.Parameter, int] = {}
+        for layer in layers_of(model):
+            alike: dict[Any, list[nn.Parameter]] = {}
+            for parameter in (parameters := list(layer.parameters())):
+                if parameter not in homes:
+                    kind = parameter.dtype, parameter.requires_grad
+                    alike.setdefault(kind, []).append(parameter)
+            for some in alike.values():
+                homes |= dict.fromkeys(some, len(self.flats))
+                self.flats.append(Flat(comm, self.stage, some))
+            if not self.units or (parameters and self.uses[-1]):
+                self.units.append([])
+                self.uses.append([])
+            self.units[-1].append(layer)
+            self.uses[-1] += dict.fromkeys(homes[parameter] for parameter in parameters)
+        self.sums = [number for number, flat in enumerate(self.flats) if flat.trained]
+        self.trained = [self.flats[number].shard for number in self.sums]
+        self.optimizer = make_optimizer(self.trained)
+        self.norm_ranks = range(comm.world_size)
+        self.module, self.no_sync = self.run, self._without_sums
+        self._steps, self._reduces, self._measures = 0, True, False
+        self.most_held, self.activation_bytes = self.held_now(), 0
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        trained = [self.flats[number] for number in self.sums]
+        for flat in trained:
+            (flat.shard.grad if flat.gradient is None else flat.gradient).zero_()
+        loss = self.add_gradients(inputs, targets, batch_size)
+        if self.update() and self.stage < 3:
+            for flat in trained:
+                share_only(self.comm, flat.chunks)
+        self._steps += 1
+        return loss
+
+    @contextlib.contextmanager
+    def _without_sums(self) -> Iterator[None]:
+        self._reduces = self.stage > 1
+        yield
+        self._reduces = True
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor, weight: float) -> Tensor:
+        self._stream = sharded_pass(self.stage, self.uses, self.sums)
+        self._measures = not self.activation_bytes
+        loss = targets.new_zeros((), dtype=torch.float64)
+        if len(targets) or self.sync_batch_norm:
+            loss = super()._forward_backward(inputs, targets, weight)
+        # On a rank without samples this is all.
+        self._go_to()
+        return loss
+
+    def run(self, inputs: Tensor) -> Tensor:
+        """The model's outputs; when backward enters a unit, it calls a hook."""
+        measured = HeldBytes(self.model) if self._measures else None
+        with measured or contextlib.nullcontext():
+            for number, layers in enumerate(self.units):
+                self._go_to("forward", number)
+                for layer in layers:
+                    inputs = layer(inputs)
+                if inputs.requires_grad:
+                    inputs.register_hook(lambda _, n=number: self._go_to("backward", n))
+        if measured:
+            self.activation_bytes, self._measures = measured.num_bytes, False
+        return inputs
+
+    @torch.no_grad()
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        self._stream = sharded_pass(self.stage, self.uses, self.sums, backward=False)
+        outputs = super().predict(inputs) if len(inputs) else None
+        self._go_to()
+        return outputs
+
+    @torch.no_grad()
+    def _go_to(self, kind: str = "", number: int = -1) -> None:
+        """Carry out what comes before this forward or backward; by default all there is.
+
+        All ranks have the same order of messages, whatever backward leaves out on one of them.
+        """
+        for instruction in self._stream:
+            if instruction.kind == "backward" and self._steps < 2:
+                held = self.held_now()
+                self.most_held = max(self.most_held, held, key=lambda one: sum(one.values()))
+            if instruction == Instruction(kind, number):
+                return
+            is_sum = instruction.kind in ("reduce", "finish")
+            if instruction.kind not in ("forward", "backward") and (self._reduces or not is_sum):
+                getattr(self.flats[instruction.number], instruction.kind)()
+
+    def held_now(self) -> dict[str, int]:
+        """The bytes that are alive, by kind, counted by their storages.
+
+        ``in_flight`` is gathered ahead, or being reduced. What a message is received into is not
+        counted, nor what forward keeps for its backward.
+        """
+        flying = [flat.full for flat in self.flats if flat.gathering]
+        if self.stage > 1:
+            flying += [flat.gradient for flat in self.flats if flat.reducing]
+        mine = [*self.model.parameters(), *(flat.shard for flat in self.flats)]
+        states = [value for one in self.optimizer.state.values() for value in one.values()]
+        gradients = [tensor.grad for tensor in mine if tensor.grad is not None]
+        kinds = {"parameters": mine, "gradients": gradients, "optimizer": states}
+        seen, found = set[int](), {}
+        for kind, tensors in {"in_flight": flying, **kinds}.items():
+            storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+            found[kind] = sum(storages[place] for place in storages.keys() - seen)
+            seen |= storages.keys()
+        return found
+
+    def notes(self) -> dict[str, Any]:
+        """Bytes by kind and rank between two steps, and the most in backward; a collective call.
+
+        ``activations`` are those at the end of the first forward.
+        """
+        most = self.most_held | {"activations": self.activation_bytes}
+        memory: dict[str, dict[str, list[int]]] = {}
+        for moment, held in (("between_steps", self.held_now()), ("most", most)):
+            row = torch.tensor([*held.values()], device=self.comm.device)
+            by_rank = torch.stack(all_gather(self.comm, row)).T.tolist()
+            memory[moment] = dict(zip(held, by_rank))
+        sizes = [sum(flat.sizes) for flat in self.flats]
+        return {"memory": memory, "flats": sizes, "uses": self.uses, "trained": self.sums}
+
+    def full_state(self) -> State:
+        values = {}
+        for flat in self.flats if self.stage == 3 else ():
+            values |= {id(p): v.cpu() for p, v in zip(flat.parameters, flat.whole(flat.shard))}
+        state = self.model.state_dict(keep_vars=True)
+        return {name: values.get(id(v), v).detach().cpu().clone() for name, v in state.items()}
+
+    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
+        return {
+            name: buffer
+            for name, buffer in self.model.state_dict(keep_vars=True).items()
+            if not isinstance(buffer, nn.Parameter)
+        }, {}
+
+    def state(self) -> State:
+        """Whole tensors, as from any technique: each flat's from one rank, in turn."""
+        names, state = {id(p): name for name, p in self.model.named_parameters()}, super().state()
+        for number, flat in enumerate(self.flats):
+            parts = {"model/{}": flat.shard}
+            for key, value in self.optimizer.state.get(flat.shard, {}).items():
+                parts[f"optimizer/{{}}/{key}"] = value
+            for name, part in parts.items():
+                values = flat.whole(part) if part.dim() else [part] * len(flat.parameters)
+                if number % self.comm.world_size == self.comm.rank:
+                    places = [name.format(names[id(p)]) for p in flat.parameters]
+                    state |= dict(zip(places, values))
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state(state)
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for flat in self.flats:
+            own = [names[id(parameter)] for parameter in flat.parameters]
+            values = [state[f"model/{name}"] for name in own]
+            flat.shard.copy_(flat.part(values))
+            for parameter, value in zip(flat.parameters, values) if self.stage < 3 else ():
+                parameter.copy_(value)
+            for key in of_kind(f"optimizer/{own[0]}", state):
+                values = [state[f"optimizer/{name}/{key}"] for name in own]
+                is_count = key == "step" or values[0].shape != flat.parameters[0].shape
+                value = values[0].clone() if is_count else flat.part(values)
+                self.optimizer.state[flat.shard][key] = (
+                    value if is_count else value.to(self.comm.device, copy=True)
+                )
