@@ -1,9 +1,9 @@
 """Sharded data parallelism: what a rank does with each unit's parameters and gradients, in order.
 
-A unit is a layer, or a few. Its parameters form **flats**: tensors that are cut into one chunk per
-rank. Stage 3 gathers the flats that the next unit uses while this one computes, and frees them when
-it has left the unit. All stages share-reduce a unit's gradients while backward is in the unit
-before it. With three units that each have one flat, one step of stage 3 is
+A unit is a layer, or a few. Its parameters form **flats**, tensors of which each rank has a chunk.
+Stage 3 gathers the flats of the next unit while this one computes, and frees them when the unit is
+done. All stages share-reduce a unit's gradients while backward is in the unit before it. With
+three units, of one flat each, a step of stage 3 is
 
     gather 0, gather 1, wait 0, forward 0, free 0, gather 2, wait 1, forward 1, free 1,
     wait 2, forward 2, free 2,
@@ -23,11 +23,10 @@ Uses = Sequence[Sequence[int]]
 
 
 class Instruction(NamedTuple):
-    """What a rank does next: ``number`` is a unit for forward and backward, a flat for the others.
+    """What a rank does next: with unit ``number`` for forward and backward, else with that flat.
 
-    ``kind`` is gather (begin to collect the chunks), wait (for that), free (forget all chunks but
-    the rank's own), begin (gradients, as zeros), reduce (begin to share-reduce them), finish (wait
-    for that), forward or backward.
+    ``gather`` begins to collect its chunks, ``wait`` waits for them, ``free`` keeps only the own
+    one; ``begin`` makes gradients, zeros; ``reduce`` begins to sum them, ``finish`` waits for it.
     """
 
     kind: str
@@ -36,12 +35,8 @@ class Instruction(NamedTuple):
 
 def first_uses(uses: Uses) -> list[list[int]]:
     """By unit, the flats that no unit before it uses: backward completes their gradients there."""
-    seen: set[int] = set()
-    found = []
-    for flats in uses:
-        found.append([flat for flat in flats if flat not in seen])
-        seen.update(flats)
-    return found
+    before = (set().union(*uses[:unit]) for unit in range(len(uses)))
+    return [[flat for flat in flats if flat not in seen] for flats, seen in zip(uses, before)]
 
 
 def sharded_pass(

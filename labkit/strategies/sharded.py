@@ -36,12 +36,9 @@ from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
 from labkit.strategies.base import MakeOptimizer, State, of_kind
 from labkit.strategies.on_shares import OnShares
+from labkit.units import check_integer
 from labkit.workload.layers import HeldBytes, layers_of
-
-
-def check_stage(stage: int) -> None:
-    if stage not in (1, 2, 3):
-        raise ValueError(f"stage must be 1, 2 or 3, got {stage}")
+from labkit.workload.losses import Loss
 
 
 class Flat:
@@ -49,8 +46,8 @@ class Flat:
 
     ``shard`` is this rank's chunk, which its optimizer changes: in stage 3 a copy, as ``full`` has
     memory between ``gather`` and ``free`` alone. The parameters' gradients are views of
-    ``gradient`` [N]: in stage 1 always, else between ``begin`` and ``finish``. The methods from
-    ``gather`` on are the instructions of ``schedules.sharding``.
+    ``gradient`` [N]: in stage 1 always, else between ``begin`` and ``finish``; ``total`` is the
+    shard's. The methods from ``gather`` to ``finish`` are those of ``schedules.sharding``.
     """
 
     def __init__(self, comm: Comm, stage: int, parameters: list[nn.Parameter]):
@@ -60,28 +57,25 @@ class Flat:
         self.num_bytes, self.trained = self.full.nbytes, parameters[0].requires_grad
         for parameter, piece in zip(parameters, self.pieces(self.full)):
             parameter.data = piece
-        self.chunks = split_chunks(self.full, comm.world_size)
         self.mine = owned_chunk(comm.rank, comm.world_size)
+        self.chunks = split_chunks(self.full, comm.world_size)
         own = self.chunks[self.mine]
         self.shard = nn.Parameter(own.clone() if stage == 3 else own, self.trained)
+        # What is under way: values that are gathered ahead, gradients that are reduced.
         self.gathering: Work | None = None
         self.reducing: Work | None = None
-        self.gradient = torch.zeros_like(self.full) if stage == 1 and self.trained else None
-        if self.gradient is not None:
-            self.shard.grad = split_chunks(self.gradient, comm.world_size)[self.mine]
-            self._give(self.gradient)
-        elif self.trained:
-            self.shard.grad = torch.zeros_like(own)
+        self.gradient: Tensor | None = None
+        self.total = torch.zeros_like(own)
+        if self.trained:
+            if stage == 1:
+                self.total = split_chunks(self.begin(), comm.world_size)[self.mine]
+            self.shard.grad = self.total
         if stage == 3:
             self.free()
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat tensor [N] in the shapes of the parameters."""
         return [one.view_as(p) for one, p in zip(flat.split(self.sizes), self.parameters)]
-
-    def _give(self, gradient: Tensor) -> None:
-        for parameter, piece in zip(self.parameters, self.pieces(gradient)):
-            parameter.grad = piece
 
     def gather(self) -> None:
         self.full.untyped_storage().resize_(self.num_bytes)
@@ -93,41 +87,40 @@ class Flat:
         self.gathering = work_queue_of(self.comm).add("share_only", operation, [self.full], [])
 
     def wait(self) -> None:
-        if self.gathering is not None:
-            with self.comm.span("wait"):
-                self.gathering.wait()
-            self.gathering = None
+        self.gathering = self._end_of(self.gathering)
 
     def free(self) -> None:
         # What autograd keeps of it are views: they show the values of the next gather.
         self.full.untyped_storage().resize_(0)
 
-    def begin(self) -> None:
-        if self.stage > 1:
+    def begin(self) -> Tensor:
+        if self.gradient is None:
             self.gradient = torch.zeros_like(self.full)
-            self._give(self.gradient)
+            for parameter, piece in zip(self.parameters, self.pieces(self.gradient)):
+                parameter.grad = piece
+        return self.gradient
 
     def reduce(self) -> None:
-        assert self.gradient is not None
-        chunks = split_chunks(self.gradient, self.comm.world_size)
+        chunks = split_chunks(gradient := self.begin(), self.comm.world_size)
 
         def operation(comm: Comm) -> None:
             share_reduce(comm, chunks)
             if self.stage > 1:
-                self.shard.grad += chunks[self.mine]
+                self.total += chunks[self.mine]
 
-        work_queue = work_queue_of(self.comm)
-        self.reducing = work_queue.add("share_reduce", operation, [self.gradient], [])
+        self.reducing = work_queue_of(self.comm).add("share_reduce", operation, [gradient], [])
         for parameter in self.parameters if self.stage > 1 else ():
             parameter.grad = None
 
     def finish(self) -> None:
-        if self.reducing is not None:
+        self.reducing = self._end_of(self.reducing)
+        if self.stage > 1:
+            self.gradient = None
+
+    def _end_of(self, work: Work | None) -> None:
+        if work:
             with self.comm.span("wait"):
-                self.reducing.wait()
-            self.reducing = None
-            if self.stage > 1:
-                self.gradient = None
+                work.wait()
 
     def whole(self, part: Tensor) -> list[Tensor]:
         """From the ranks' parts, like their shards, values by parameter; a collective call."""
@@ -167,13 +160,19 @@ class Sharded(OnShares):
     predicts_together = runs_empty = True
 
     def __post_init__(self) -> None:
-        check_stage(self.stage)
+        check_integer("stage", self.stage, least=1, most=3)
+
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        layers_of(model)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.place(comm, model)
         self.units: list[list[nn.Module]] = []
         self.flats: list[Flat] = []
         self.uses: list[list[int]] = []
+        self.names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(parameter, []).append(name)
         homes: dict[nn.Parameter, int] = {}
         for layer in layers_of(model):
             alike: dict[Any, list[nn.Parameter]] = {}
@@ -200,7 +199,7 @@ class Sharded(OnShares):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         trained = [self.flats[number] for number in self.sums]
         for flat in trained:
-            (flat.shard.grad if flat.gradient is None else flat.gradient).zero_()
+            (flat.total if flat.gradient is None else flat.gradient).zero_()
         loss = self.add_gradients(inputs, targets, batch_size)
         if self.update() and self.stage < 3:
             for flat in trained:
@@ -268,15 +267,20 @@ class Sharded(OnShares):
         counted, nor what forward keeps for its backward.
         """
         flying = [flat.full for flat in self.flats if flat.gathering]
-        if self.stage > 1:
-            flying += [flat.gradient for flat in self.flats if flat.reducing]
+        reduced = [flat.gradient for flat in self.flats if flat.reducing and self.stage > 1]
         mine = [*self.model.parameters(), *(flat.shard for flat in self.flats)]
-        states = [value for one in self.optimizer.state.values() for value in one.values()]
-        gradients = [tensor.grad for tensor in mine if tensor.grad is not None]
-        kinds = {"parameters": mine, "gradients": gradients, "optimizer": states}
+        kinds: dict[str, list[Any]] = {
+            "in_flight": [*flying, *reduced],
+            "parameters": mine,
+            "gradients": [tensor.grad for tensor in mine],
+            "optimizer": [
+                value for one in self.optimizer.state.values() for value in one.values()
+            ],
+        }
         seen, found = set[int](), {}
-        for kind, tensors in {"in_flight": flying, **kinds}.items():
-            storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+        for kind, some in kinds.items():
+            tensors = (one.untyped_storage() for one in some if isinstance(one, Tensor))
+            storages = {storage.data_ptr(): storage.nbytes() for storage in tensors}
             found[kind] = sum(storages[place] for place in storages.keys() - seen)
             seen |= storages.keys()
         return found
@@ -302,41 +306,40 @@ class Sharded(OnShares):
         state = self.model.state_dict(keep_vars=True)
         return {name: values.get(id(v), v).detach().cpu().clone() for name, v in state.items()}
 
-    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
-        return {
-            name: buffer
-            for name, buffer in self.model.state_dict(keep_vars=True).items()
-            if not isinstance(buffer, nn.Parameter)
-        }, {}
-
     def state(self) -> State:
         """Whole tensors, as from any technique: each flat's from one rank, in turn."""
-        names, state = {id(p): name for name, p in self.model.named_parameters()}, super().state()
+        state = self.buffers() if self.comm.rank == 0 else State()
         for number, flat in enumerate(self.flats):
             parts = {"model/{}": flat.shard}
             for key, value in self.optimizer.state.get(flat.shard, {}).items():
                 parts[f"optimizer/{{}}/{key}"] = value
-            for name, part in parts.items():
+            for place, part in parts.items():
                 values = flat.whole(part) if part.dim() else [part] * len(flat.parameters)
-                if number % self.comm.world_size == self.comm.rank:
-                    places = [name.format(names[id(p)]) for p in flat.parameters]
-                    state |= dict(zip(places, values))
+                for p, value in zip(flat.parameters, values):
+                    if number % self.comm.world_size == self.comm.rank:
+                        state |= {place.format(name): value for name in self.names[p]}
         return state
+
+    def buffers(self) -> State:
+        """By their names in a checkpoint."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        named = self.model.state_dict().items()
+        return {f"model/{name}": value for name, value in named if name not in parameters}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        super().load_state(state)
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        for name, buffer in self.buffers().items():
+            buffer.copy_(state[name])
         for flat in self.flats:
-            own = [names[id(parameter)] for parameter in flat.parameters]
-            values = [state[f"model/{name}"] for name in own]
+            names = [self.names[parameter][0] for parameter in flat.parameters]
+            values = [state[f"model/{name}"] for name in names]
             flat.shard.copy_(flat.part(values))
             for parameter, value in zip(flat.parameters, values) if self.stage < 3 else ():
                 parameter.copy_(value)
-            for key in of_kind(f"optimizer/{own[0]}", state):
-                values = [state[f"optimizer/{name}/{key}"] for name in own]
-                is_count = key == "step" or values[0].shape != flat.parameters[0].shape
-                value = values[0].clone() if is_count else flat.part(values)
-                self.optimizer.state[flat.shard][key] = (
-                    value if is_count else value.to(self.comm.device, copy=True)
-                )
+            for key in of_kind(f"optimizer/{names[0]}", state):
+                values = [state[f"optimizer/{name}/{key}"] for name in names]
+                # PyTorch's optimizers count steps on the host.
+                value, device = values[0], "cpu"
+                if key != "step" and value.shape == flat.parameters[0].shape:
+                    value, device = flat.part(values), self.comm.device
+                self.optimizer.state[flat.shard][key] = value.to(device, copy=True)

@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 import torch
-from odd_models import seeded, some_batches
+from odd_models import Everything, seeded, some_batches
+from ranks import wait_until
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -13,7 +14,7 @@ from labkit import RunConfig, run, train_with
 from labkit.costs.memory import sharded_memory
 from labkit.costs.traffic import sharded_cost
 from labkit.strategies.sharded import Sharded
-from labkit.training.resolve import Own, make_strategy
+from labkit.training.resolve import make_strategy
 from labkit.training.result import largest_difference
 from labkit.workload.losses import SumOfMean
 from labkit.workload.transformer import gpt
@@ -74,7 +75,8 @@ def plainly(kind, model):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_memory_and_traffic_are_those_of_the_formulas_and_the_run_that_of_one_device(world_size):
     models = tied_gpt, frozen_and_tied
-    cases = [*itertools.product(STAGES, (1, 2), OPTIMIZERS, models)][:: 1 + world_size % 2 * 2]
+    # Of all 24, five, others with each number of ranks.
+    cases = [*itertools.product(STAGES, (1, 2), OPTIMIZERS, models)][world_size::5]
     values = run(train_each, cases, world_size=world_size, device="cpu").values
     plain = {key: plainly(*key) for key in itertools.product(OPTIMIZERS, models)}
     for rank, found in enumerate(values):
@@ -129,25 +131,26 @@ def looked(comm, stage):
     for inputs, targets in some_batches((8, 8)):
         strategy.step(inputs, targets, len(targets))
     inputs = targets = None
-    held = strategy.held_now()
-    return list(found), sum(alive(but=start).values()) - sum(held.values())
+    held = sum(strategy.held_now().values())
+    # The thread that reduces may not have let go of the last gradient yet.
+    wait_until(lambda: sum(alive(but=start).values()) == held, 10)
+    return list(found), sum(alive(but=start).values()) - held
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_is_held_that_is_not_counted_and_stage_3_has_two_layers_at_a_time(stage):
     for whole, uncounted in run(looked, stage, world_size=2).values:
         assert uncounted == 0
-        # In the last layer of forward nothing is left to be gathered ahead, nor in backward's.
-        pass_by = [2, 2, 2, 2, 1] if stage == 3 else [5] * 5
-        assert whole == [*pass_by, *pass_by] * 2
+        # Its own and the next; of backward, a layer's hook sees what the layer before it had.
+        there, back = ([2, 2, 2, 2, 1], [1, 2, 2, 2, 2]) if stage == 3 else ([5] * 5,) * 2
+        assert whole == [*there, *back] * 2
 
 
 def test_what_is_no_stage_or_no_chain_is_refused():
-    with pytest.raises(ValueError, match="stage must be 1, 2 or 3, got 4"):
+    with pytest.raises(ValueError, match=r"stage must be .* 3, got 4"):
         make_strategy(RunConfig("sharded", world_size=2, stage=4))
-    own = Own(model=nn.TransformerEncoderLayer(8, 2))
-    with pytest.raises(ValueError, match="TransformerEncoderLayer cannot be cut into layers"):
-        Sharded().setup(None, own.model, None)
+    with pytest.raises(ValueError, match="Everything cannot be cut into layers"):
+        train_with("sharded", world_size=2, model=Everything, dataset=some_batches((9,))[0])
 
 
 def test_pytorchs_own_takes_no_checkpoints(tmp_path):

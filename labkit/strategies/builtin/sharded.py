@@ -2,8 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.builtin.ddp import TorchDDP
-from labkit.strategies.sharded import check_stage
+from labkit.strategies.sharded import Sharded
+from labkit.units import check_integer
 from labkit.workload.layers import layers_of
 
 
@@ -33,39 +33,38 @@ class TorchSharded(TorchDDP):
     predicts_together = True
 
     def __post_init__(self) -> None:
-        check_stage(self.stage)
+        check_integer("stage", self.stage, least=1, most=3)
+
+    check_model = Sharded.check_model
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         if self.stage == 1:
-            zero = partial(ZeroRedundancyOptimizer, optimizer_class=make_optimizer)
-            super().setup(comm, model, lambda mine: zero(mine, process_group=self.group))
+            zero: Any = ZeroRedundancyOptimizer
+            super().setup(comm, model, lambda mine: zero(mine, make_optimizer, self.group))
             return
-        self.group = None if self.backend == "auto" else dist.new_group(backend=self.backend)
+        self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
         self.place(comm, model)
-        mesh = DeviceMesh.from_group(self.group or dist.group.WORLD, comm.device.type)
+        group: Any = self.group or dist.group.WORLD
+        mesh = DeviceMesh.from_group(group, comm.device.type)
         layers = [layer for layer in layers_of(model) if [*layer.parameters()]]
         times = Counter(p for layer in layers for p in dict.fromkeys(layer.parameters()))
-        # FSDP warns of outputs that are views.
-        model.register_forward_hook(
-            lambda *inputs_and_outputs: inputs_and_outputs[-1].contiguous()
-        )
         alone = [layer for layer in layers if all(times[p] == 1 for p in layer.parameters())]
+        # FSDP warns of outputs that are views.
+        model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
         for module in (*alone, model):
             shards = fully_shard(module, mesh=mesh, reshard_after_forward=self.stage == 3)
             # A sum over ranks, not their mean.
             shards.set_gradient_divide_factor(1.0)
             shards.set_force_sum_reduction_for_comms(True)
         self.runs_empty = True
-        self.divided = [p for p in model.parameters() if p.requires_grad]
+        self.divided: list[Any] = [p for p in model.parameters() if p.requires_grad]
         # The same memory as plain tensors, which an optimizer updates more quickly.
         self.trained = [nn.Parameter(p.to_local()) for p in self.divided]
         self.optimizer, self.norm_ranks = make_optimizer(self.trained), range(comm.world_size)
 
     def sum_gradients(self) -> None:
-        if self.stage == 1:
-            super().sum_gradients()
-            return
-        for mine, parameter in zip(self.trained, self.divided):
+        super().sum_gradients()
+        for mine, parameter in zip(self.trained, self.divided) if self.stage > 1 else ():
             mine.grad = None if parameter.grad is None else parameter.grad.to_local()
             parameter.grad = None
 
