@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from labkit.costs.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds, layouts
-from labkit.units import check_choice, format_number, format_seconds
+from labkit.units import check_choice, format_number, format_seconds, text_table
 from workbook.exercises.grader import Verdict, Wrong, judged, solved
 from workbook.exercises.grader.compare import short
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
-from workbook.measure.record import Table
 
 # A layout whose step is longer than the best one's by no more than this is as good.
 _CLOSE = 1.03
@@ -89,8 +88,8 @@ def ranked(name: str) -> list[Ranked]:
     return list(ways.values())
 
 
-def ranking(name: str, most: int = 6) -> Table:
-    """The quickest ways that fit, and the three quickest that do not."""
+def ranking(name: str, most: int = 6) -> str:
+    """A table of the quickest ways that fit, and the three quickest that do not."""
     rows = ranked(name)
     fitting = [one for one in rows if one.fits]
     shown = [
@@ -103,7 +102,7 @@ def ranking(name: str, most: int = 6) -> Table:
         for one in fitting[:most] + rows[len(fitting) :][:3]
     ]
     heads = ("layout (model)", "GB", "step", *rows[0].parts_s)
-    return Table(heads, tuple(shown), (f"{len(fitting)} of {len(rows)} ways fit.",))
+    return f"{text_table(heads, shown)}\n{len(fitting)} of {len(rows)} ways fit."
 
 
 def choose(name: str, **layout: int | str | bool) -> Verdict:
