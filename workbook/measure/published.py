@@ -1,6 +1,6 @@
 """Training runs that others have published, to set beside ``labkit.costs.gpt_step``."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from labkit.costs.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds
 
@@ -39,9 +39,9 @@ _GPT3, _SHORT = GPT(96, 12288, 96), GPT(96, 12288, 96, length=512, vocabulary=50
 _PTD = {"sequence_parallel": False, "recompute": "full"}
 
 
-def _at(teraflops: float, *run: str | GPT | int | Cluster | Layout) -> PublishedRun:
+def _at(teraflops: float, name: str, *run: Any) -> PublishedRun:
     """From teraFLOP/s per GPU, in which a second forward is counted."""
-    made = PublishedRun(run[0], 1.0, *run[1:])
+    made = PublishedRun(name, 1.0, *run)
     flops = made.model.flops(made.batch) + made.model.recomputed_flops("full", made.batch)
     return made._replace(seconds=flops / (made.cluster.gpus * teraflops * 1e12))
 
