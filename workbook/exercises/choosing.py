@@ -4,7 +4,7 @@ What a layout needs and how long its step takes is the model's word: ``labkit.co
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from labkit.costs.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds, layouts
 from labkit.units import check_choice, format_number, format_seconds, text_table
@@ -105,7 +105,7 @@ def ranking(name: str, most: int = 6) -> str:
     return f"{text_table(heads, shown)}\n{len(fitting)} of {len(rows)} ways fit."
 
 
-def choose(name: str, **layout: int | str | bool) -> Verdict:
+def choose(name: str, **layout: Any) -> Verdict:
     """Judge a layout for a case: ``choose("medium", dp=4, tp=2, stage=1)``.
 
     Without a layout it shows the case. The fields are those of ``Layout``.
