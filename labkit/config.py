@@ -131,6 +131,7 @@ class RunConfig:
         log_dir: folder for TensorBoard's files
         backend: for --builtin; labkit is this package's own
         bucket_mb: ddp: bucket size in MiB; 0 gives each parameter a bucket
+        average_every: ddp: local SGD: average parameters after that many updates, not gradients
         accumulate: micro-batches per update and synchronisation
         amp: mixed precision; tf32: products of float32 on NVIDIA's GPUs
         sync_batch_norm: BatchNorm normalises with the statistics of the global batch
@@ -146,6 +147,7 @@ class RunConfig:
         schedule: pipeline: order of micro-batches
         stages_per_rank: pipeline with schedule interleaved: V short stages on each rank (2)
         recompute: model_parallel, pipeline: hold a stage's input alone, and run forward again
+        stage: sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters
 
     Raises:
         ValueError: a value outside its limits, or settings that contradict each other.
@@ -183,6 +185,7 @@ class RunConfig:
 
     backend: str = "auto"
     bucket_mb: float | None = None
+    average_every: int | None = None
     accumulate: int | None = None
     amp: str | None = None
     sync_batch_norm: bool = False
@@ -197,6 +200,7 @@ class RunConfig:
     schedule: str | None = None
     stages_per_rank: int | None = None
     recompute: bool = False
+    stage: int | None = None
 
     def __post_init__(self) -> None:
         given = {setting.name: getattr(self, setting.name) for setting in fields(self)}

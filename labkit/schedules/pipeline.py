@@ -96,9 +96,9 @@ def zero_bubble(stage: int, num_stages: int, num_micro_batches: int) -> Iterator
         stage 1   .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
         stage 2   .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-    No stage waits for a W, so W fills what was bubble: stage s runs it s micro-batches after its
-    B. So each stage holds the activations of at most P micro-batches, as many as stage 0 with
-    1F1B. Idle are (P - 1) (F + B - W) seconds of a stage, with 1F1B (P - 1) (F + B + W).
+    No stage waits for a W, so W fills what was bubble: on stage s it comes s micro-batches after
+    its B. Each stage holds the activations of at most P micro-batches, as stage 0 with 1F1B, and
+    idles for (P - 1) (F + B - W) seconds; with 1F1B for (P - 1) (F + B + W).
 
     Source: Qi et al., "Zero bubble pipeline parallelism" (2023), section 2.1 and figure 3.
     """
@@ -125,8 +125,8 @@ def interleaved(
 
     Groups of P micro-batches (or a few more, if P does not divide M) take turns: first in a rank's
     first stage, then in its second. Before its first backward, rank r runs the first group's
-    forwards in all its stages but the last, and 2 (P - 1 - r) more. The pipeline fills and drains in short stages, so the
-    bubble is that of 1F1B divided by V, for V times the messages and more activations.
+    forwards in all stages but its last, and 2 (P - 1 - r) more. The bubble is that of 1F1B divided
+    by V, because the pipeline fills and drains in short stages; V times as many messages are sent.
 
     Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
     Megatron-LM" (2021), section 2.2 and figure 4.

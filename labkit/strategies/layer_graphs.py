@@ -2,10 +2,9 @@
 
 For the gradient of a stage's input (B) the stage before waits, for those of the weights (W) only
 the update does. So B goes from the last layer to the first, and leaves with each layer that has
-weights the gradient of its output; from there W goes into the weights, later and in any order,
-without the way through the layers. A layer's graph holds what its operations keep, not its output.
-
-What is inside one layer, such as a transformer block, is gone through in B and in W again.
+weights the gradient of its output; from there W goes into the weights later. (What is inside one
+layer, such as a transformer block, is gone through twice.) A graph holds what its operations keep,
+not the layer's output.
 
 Source: Qi et al., "Zero bubble pipeline parallelism" (2023), section 2.
 """
@@ -23,7 +22,7 @@ from labkit.workload.layers import HeldBytes
 
 @dataclass(eq=False)
 class _Graph:
-    """One layer: where its graph begins and ends, None without gradient; and what W needs."""
+    """Of one layer: its ends, None where no gradient goes; and what W needs."""
 
     begin: Any
     end: Any
@@ -33,13 +32,9 @@ class _Graph:
 
 
 class LayerGraphs:
-    """One micro-batch on its way through the layers of a stage.
+    """One micro-batch on its way through a stage: first ``entering`` [n, ...], then ``leaving``.
 
-    Args:
-        entering: [n, ...], the stage's input.
-        measured: makes the context of a layer's forward: a ``HeldBytes``, if they are counted.
-
-    ``leaving`` is the output of the layers so far.
+    ``measured`` makes the context of a layer's forward: a ``HeldBytes``, where they are counted.
     """
 
     def __init__(self, entering: Tensor, measured: Callable[[], Any]):
@@ -63,10 +58,7 @@ class LayerGraphs:
         self._graphs.append(_Graph(first_edge, _edge(self.leaving), trained, held))
 
     def backward_input(self, gradient: Tensor | None) -> Tensor | None:
-        """B: the gradient of the stage's input from that of its output, None if it needs none.
-
-        ``gradient`` is None on the last stage, whose output is the loss.
-        """
+        """B: the gradient of the stage's input (or None) from that of its output (None: loss)."""
         gradient = torch.ones_like(self.leaving) if gradient is None else gradient
         del self.leaving
         waiting = []

@@ -163,5 +163,7 @@ class Pipeline(StagedModel):
         sizes = self.num_ranks, count, self.first_trained, self.stages_per_rank
         for step in instructions(self.schedule, self.index, *sizes):
             self.do(step)
+        for work in self.under_way:
+            work.wait()
         self.update()
         return self.loss_sum

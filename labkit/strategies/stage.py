@@ -9,7 +9,7 @@ A rank may hold V stages: its **chunk** c is stage c P + s, and rank P - 1 sends
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,12 +39,13 @@ class StagedModel(Strategy):
     crosses a cut if nothing before it is trained. With ``amp``, float32 crosses a cut in the half
     dtype.
 
-    With ``recompute`` (activation checkpointing) a forward keeps the stage's input alone, and its
-    backward begins with the same forward again. Layers that draw random numbers would draw others.
-    Source: Chen et al., "Training deep nets with sublinear memory cost" (2016), section 4.
+    With ``recompute`` (activation checkpointing; Chen et al., "Training deep nets with sublinear
+    memory cost", 2016, section 4) a forward keeps the stage's input alone, and backward begins
+    with the same forward again. Layers that draw random numbers would draw others.
 
     Attributes:
         split_points: layers that begin a stage, one fewer than there are stages.
+        line: the Comm of the ranks that have stages, in the order of their first ones.
         index, num_stages: s and P V.
         chunks, module: by chunk this rank's layers; all of them.
         first_trained: the first stage that trains anything.
@@ -63,7 +64,12 @@ class StagedModel(Strategy):
     cuts_backward = hops_beside = False
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.comm, self.index, self.num_ranks = comm, comm.rank, comm.world_size
+        # The shapes of all layers, without the other stages' memory.
+        self.meta_model = meta_copy(model)
+        # Puts together what a mesh cuts.
+        self.whole: Callable[[Tensor], Tensor] = Tensor.detach
+        self.comm, self.line = comm, self.lay_out(comm, model)
+        self.index, self.num_ranks = self.line.rank, self.line.world_size
         self.num_stages = self.num_ranks * (self.stages_per_rank or 1)
         self.is_first, self.is_last = self.index == 0, self.index == self.num_ranks - 1
         layers = named_layers(model)
@@ -82,8 +88,6 @@ class StagedModel(Strategy):
             for name, layer in layers[start:end]
             for key in layer.state_dict()
         }
-        # The shapes of all layers, without the other stages' memory.
-        self.meta_model = meta_copy(model)
         self.chunks = [nn.Sequential(*stage) for stage in by_rank[self.index]]
         self.module = nn.Sequential(*self.chunks).to(comm.device).train()
         state = model.state_dict(keep_vars=True)
@@ -97,6 +101,10 @@ class StagedModel(Strategy):
         self.held_bytes, self._measures = 0, True
         self._boundaries: dict[tuple[Any, ...], list[Tensor]] = {}
 
+    def lay_out(self, comm: Comm, model: nn.Module) -> Comm:
+        """The ranks that have a stage each; in a mesh some ranks, and it may cut the layers."""
+        return comm
+
     def share(self) -> tuple[int, int]:
         # The whole batch: the first stage needs the inputs, the last one the targets.
         return 0, 1
@@ -109,17 +117,18 @@ class StagedModel(Strategy):
         All ranks have the batch: the first stage uses the inputs, the last one the targets.
         """
         count = min(micro_batches, len(targets))
-        self._inputs, self._targets = inputs.tensor_split(count), targets.tensor_split(count)
+        parts = max(1, count)
+        self._inputs, self._targets = inputs.tensor_split(parts), targets.tensor_split(parts)
         self._batch_size = batch_size
         self.loss_sum = targets.new_zeros((), dtype=torch.float64)
         # By chunk and micro-batch: what the layers get and return, and the gradient of what they
         # return, then of what they got.
         self._entering, self._leaving, self._gradients = (dict[Place, Tensor]() for _ in range(3))
-        # What is kept for backwards (``HeldBytes`` or ``LayerGraphs``); messages under way: the
+        # What is kept for backwards (``HeldBytes`` or ``LayerGraphs``); hops under way: the
         # receives by kind, and all.
         self._held: dict[Place, Any] = {}
         self._coming: dict[tuple[str, int, int], Work] = {}
-        self._under_way: list[Work] = []
+        self.under_way: list[Work] = []
         for parameter in self.trained:
             parameter.grad = None
         return count
@@ -245,11 +254,7 @@ class StagedModel(Strategy):
         getattr(self, step.kind)(step.micro_batch, step.chunk)
 
     def hop(self, hop: Hop) -> None:
-        """Send, receive, or both at once; what lands is put where an action will look for it.
-
-        With ``hops_beside`` it goes on in a thread, after the hops before it: an action waits for
-        what it needs, ``update`` for the rest.
-        """
+        """Send, receive, or both at once; what lands is put where an action will look for it."""
         outgoing = landing = None
         if hop.send:
             place = hop.send.chunk, hop.send.micro_batch
@@ -266,24 +271,22 @@ class StagedModel(Strategy):
             lands_in = self._gradients if kind == "gradient" else self._entering
             lands_in[chunk, micro_batch] = landing
         if not self.hops_beside:
-            carry_out(self.comm, hop, outgoing, landing)
+            carry_out(self.line, hop, outgoing, landing)
             return
         carry = partial(carry_out, hop=hop, outgoing=outgoing, landing=landing)
         tensors = [tensor for tensor in (outgoing, landing) if tensor is not None]
-        work = work_queue_of(self.comm).add("hop", carry, tensors, tensors)
-        self._under_way.append(work)
+        work = work_queue_of(self.line).add("hop", carry, tensors, tensors)
+        self.under_way.append(work)
         if hop.recv:
             self._coming[hop.recv.kind, hop.recv.micro_batch, hop.recv.chunk] = work
 
     def update(self) -> bool:
         self._measures = False
-        for work in self._under_way:
-            work.wait()
         for parameter, stages in self.tied:
             if self.index in stages:
                 gradient = parameter.grad
                 total = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
-                parameter.grad = naive_all_reduce(SubComm(self.comm, stages), total)
+                parameter.grad = naive_all_reduce(SubComm(self.line, stages), total)
         return super().update()
 
     @torch.no_grad()
@@ -295,10 +298,10 @@ class StagedModel(Strategy):
             stage = self.stage_at(chunk)
             if stage > 0 and self.num_ranks > 1:
                 value = self._landing(inputs, stage)
-                self.comm.recv(value, (self.index - 1) % self.num_ranks)
+                self.line.recv(value, (self.index - 1) % self.num_ranks)
             value = self.run(value, chunk)
             if stage + 1 < self.num_stages and self.num_ranks > 1:
-                self.comm.send(value, (self.index + 1) % self.num_ranks)
+                self.line.send(value, (self.index + 1) % self.num_ranks)
         self.module.train()
         return value if self.is_last else None
 
@@ -311,8 +314,8 @@ class StagedModel(Strategy):
         for key, like in self.meta_model.state_dict().items():
             value = torch.empty_like(like, device=self.comm.device)
             if self.rank_of[key] == self.index:
-                value.copy_(self.tensors[key].detach())
-            state[key] = broadcast(self.comm, value, root=self.rank_of[key]).cpu()
+                value.copy_(self.whole(self.tensors[key]))
+            state[key] = broadcast(self.line, value, root=self.rank_of[key]).cpu()
         return state
 
     def notes(self) -> dict[str, Any]:

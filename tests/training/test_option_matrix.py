@@ -28,6 +28,8 @@ TECHNIQUES = {
     ("ddp", False): THREE,
     ("ddp", True): THREE,
     ("ring_all_reduce", False): THREE,
+    ("sharded", False): THREE,
+    ("sharded", True): THREE,
     ("parameter_server", False): THREE,
     ("parameter_server", True): THREE,
     ("model_parallel", False): STAGES,
@@ -47,6 +49,7 @@ TRIED = [
     {"compress": "topk"},
     {"hierarchical": True},
     {"bucket_mb": 0.0},
+    {"average_every": 1, "accumulate": 2, "hierarchical": True},
     {"servers": 2},
     {"straggler": "1:1.5"},
     {"max_staleness": 4},
@@ -54,6 +57,7 @@ TRIED = [
     {"micro_batches": 3},
     {"schedule": "1f1b"},
     {"recompute": True},
+    {"stage": 1},
 ]
 
 
@@ -68,9 +72,10 @@ TAKEN_BY = {
     "accumulate": TECHNIQUES.keys()
     - both("pipeline")
     - {("model_parallel", True), ("data_parallel", False)},
-    "sync_batch_norm": both("single", "parameter_server") | IN_STEP,
+    "sync_batch_norm": both("single", "parameter_server", "sharded") | IN_STEP,
     "straggler": SERVED | {("ring_all_reduce", False)},
-    "bucket_mb": both("ddp"),
+    "bucket_mb": both("ddp") | {("sharded", True)},
+    "average_every": {("ddp", False)},
     "compress": {("ring_all_reduce", False)},
     "hierarchical": {("ddp", False), ("ring_all_reduce", False)},
     "servers": both("parameter_server"),
@@ -79,6 +84,7 @@ TAKEN_BY = {
     "micro_batches": both("pipeline"),
     "schedule": both("pipeline"),
     "recompute": {("model_parallel", False), ("pipeline", False)},
+    "stage": both("sharded"),
 }
 # With these a run moves about as one device does, by this share of the way.
 NEAR = {"amp": 0.15, "compress": 2.0}

@@ -109,6 +109,8 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
         "ring": job("ring_all_reduce", 3, **SCHEDULED),
         "ddp": job("ddp", 3, bucket_mb=0.001),
         "ddp_builtin": job("ddp", 3, builtin=True, bucket_mb=0.001),
+        "sharded": job("sharded", 3, **SCHEDULED),
+        "sharded_1": job("sharded", 3, stage=1, clip_norm=0.5),
         "over_hosts": job("ring_all_reduce", 3, compress="bf16", hierarchical=True),
         "one_server": job("parameter_server", 3),
         "pipeline": job("pipeline", 3, schedule="zero_bubble", micro_batches=3, recompute=True),
@@ -116,13 +118,20 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
     all_equal(jobs, 3, tmp_path)
 
 
-EXACT = {"model": "mlp", "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
+def tied():
+    layers = [nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)]
+    layers[2].weight = layers[0].weight
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+EXACT = {"model": tied, "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
 # Where a run has been saved, and where it goes on.
 MOVES = [
     (("ring_all_reduce", 3), ("ddp", 2)),
     (("parameter_server", 3), ("model_parallel", 2)),
     (("pipeline", 3), ("parameter_server", 2)),
-    (("ddp", 3), ("single", 1)),
+    (("ddp", 3), ("sharded", 2)),
+    (("sharded", 3), ("ddp", 2)),
 ]
 
 
@@ -156,6 +165,11 @@ def test_what_cannot_be_divided_anew_is_refused(tmp_path, settings, why):
     trained(tmp_path, ("ring_all_reduce", 3), **settings)
     with pytest.raises(ValueError, match=f"world_size 3 there, 2 here.*{why}"):
         trained(tmp_path, ("ring_all_reduce", 2), resume=True, **settings)
+
+
+def test_local_sgd_is_refused_as_its_ranks_have_momenta_of_their_own(tmp_path):
+    with pytest.raises(ValueError, match="average_every 2 takes no checkpoint_dir"):
+        trained(tmp_path, ("ddp", 3), average_every=2)
 
 
 def test_sigterm_ends_all_ranks_after_a_step_with_a_checkpoint(tmp_path):
