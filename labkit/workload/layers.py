@@ -5,6 +5,7 @@ Shapes come from PyTorch's meta device, on which tensors have a shape and no mem
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -104,7 +105,7 @@ class NonLeaf(torch.autograd.Function):
 class HeldBytes(saved_tensors_hooks):
     """Count, inside ``with``, the bytes that forward passes keep for their backward.
 
-    A storage counts once, however many operations keep it, and stays alive as long as this object.
+    What several operations keep counts once, and stays alive as long as this object.
     The parameters and buffers of ``module`` exist anyway. ``num_bytes`` is the count so far.
     """
 
@@ -112,7 +113,9 @@ class HeldBytes(saved_tensors_hooks):
         super().__init__(self._pack, lambda tensor: tensor)
         own = [t.untyped_storage() for t in (*module.parameters(), *module.buffers())]
         # Keep the storages themselves: the address of a freed one may be used again.
-        self._seen = {storage.data_ptr(): storage for storage in own}
+        self._own = {storage.data_ptr(): storage for storage in own}
+        # By address, and of each storage the bytes kept by where they begin.
+        self._kept: dict[int, tuple[torch.UntypedStorage, Counter[int]]] = {}
         self.num_bytes = 0
 
     def __enter__(self) -> Self:  # type: ignore[override]
@@ -120,11 +123,13 @@ class HeldBytes(saved_tensors_hooks):
         return self
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen[storage.data_ptr()] = storage
+        storage, start = tensor.untyped_storage(), int(tensor.storage_offset())
+        if (address := storage.data_ptr()) not in self._own:
+            _, kept = self._kept.setdefault(address, (storage, Counter()))
+            before = min(storage.nbytes(), kept.total())
             # Of a slice of a batch count only the slice, of an expanded tensor only what exists.
-            self.num_bytes += min(storage.nbytes(), tensor.nbytes)
+            kept[start] = max(kept[start], tensor.nbytes)
+            self.num_bytes += min(storage.nbytes(), kept.total()) - before
         return tensor
 
 
