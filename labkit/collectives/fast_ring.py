@@ -20,7 +20,7 @@ from torch import Tensor
 
 from labkit.collectives.common import Reduction, in_place
 from labkit.collectives.ring import ring_all_reduce, split_chunks
-from labkit.comm.comm import Comm, SubComm
+from labkit.comm.comm import Comm
 from labkit.schedules.ring import RingStep, ring_all_reduce as ring_steps
 
 
@@ -30,8 +30,7 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     Over other transports it is ``ring_all_reduce`` itself. Arguments, messages and bytes as there;
     a message is a chunk, however many segments.
     """
-    # A channel is between all ranks, whose numbers in a part of them are others.
-    if not comm.transport.shares_memory or comm.world_size == 1 or isinstance(comm, SubComm):
+    if not comm.transport.shares_memory or comm.world_size == 1:
         return ring_all_reduce(comm, tensor, op)
     reduction = Reduction.of(op, tensor)
     with (

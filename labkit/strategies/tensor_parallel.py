@@ -34,41 +34,43 @@ from labkit.workload.transformer import Block, Embeddings, Head
 def check_cut(model: nn.Module, loss: Loss, ranks: int, sequence_parallel: bool = False) -> None:
     """Raise ValueError unless ``ranks`` can cut each layer of ``model``, and the loss."""
     layers = layers_of(model) if isinstance(model, nn.Sequential) else [model]
-    first, *middle, last = layers[0], *layers[1:-1], layers[-1]
-    kinds = {type(one).__name__ for one in middle if not isinstance(one, Block | nn.LayerNorm)}
-    if kinds or not (isinstance(first, Embeddings) and isinstance(last, Head)):
-        kinds = kinds or {type(first).__name__, type(last).__name__}
+    first, *blocks, last = layers[0], *layers[1:-1], layers[-1]
+    fits = all(isinstance(one, Block | nn.LayerNorm) for one in blocks)
+    if not (isinstance(first, Embeddings) and fits and isinstance(last, Head)):
+        names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ValueError(
-            "tensor_parallel cuts the layers of labkit's transformer, and not "
-            f"{', '.join(sorted(kinds))}: use model gpt, or another strategy"
+            f"tensor_parallel cuts labkit's transformer, and the layers of this model are {names}: "
+            "use model gpt, or another strategy"
         )
     if getattr(loss, "mean", None) is not functional.cross_entropy:
         raise ValueError(
             "tensor_parallel computes the cross-entropy of logits that no rank has all of: use "
             "loss cross_entropy, or another strategy"
         )
-    counts = {"entries of the vocabulary": first.token.num_embeddings}
-    counts["heads"] = min(one.attention.num_heads for one in middle if isinstance(one, Block))
+    counts = {"heads": min(one.attention.num_heads for one in blocks if isinstance(one, Block))}
+    counts["entries of the vocabulary"] = len(last.weight)
     if sequence_parallel:
-        counts["positions"] = first.position.num_embeddings
+        counts["positions"] = len(first.position.weight)
     for what, count in counts.items():
         if count < ranks:
             raise ValueError(f"{count} {what} cannot be cut over {ranks} ranks: use fewer ranks")
 
 
-class OnCuts(OnShares):
-    """What our technique and PyTorch's have in common: every rank computes the whole batch.
+@dataclass(eq=False)
+class TensorParallel(OnShares):
+    """Every rank computes the whole batch, with its part of each layer.
+
+    Args:
+        sequence_parallel: between the cuts, where each rank would otherwise hold all positions,
+            it holds some of them.
 
     Attributes:
         group: knows how the parameters are divided.
-        held_by_name: this rank's parameters; a tied one has two names.
-        classes: how many entries of the vocabulary each rank has.
+        parts: by name this rank's parameters; a tied one has two names.
     """
 
-    sequence_parallel = False
+    sequence_parallel: bool = False
     optimizes = "layers"
-    group: TensorGroup
-    classes: list[int]
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
         check_cut(model, loss, world_size, self.sequence_parallel)
@@ -76,72 +78,55 @@ class OnCuts(OnShares):
     def share(self) -> tuple[int, int]:
         return 0, 1
 
-    def cut(self, model: nn.Module) -> State:
-        """Cut the model in place; returns this rank's parameters by name."""
-        raise NotImplementedError
-
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.group = TensorGroup(comm, self.sequence_parallel)
-        self.held_by_name = self.cut(model)
+        self.parts = self.cut(model)
         self.place(comm, model)
-        each = dict.fromkeys(self.held_by_name.values())
-        self.trained = [p for p in each if isinstance(p, nn.Parameter) and p.requires_grad]
+        each = dict.fromkeys(p for p in self.parts.values() if isinstance(p, nn.Parameter))
+        self.trained = [p for p in each if p.requires_grad]
         self.optimizer = make_optimizer(self.trained)
         self.norm_ranks = range(comm.world_size)
         if comm.rank > 0:
             self.counted_elsewhere = {id(p) for p in each if p not in self.group.cuts}
+
+    def cut(self, model: nn.Module) -> State:
+        """Cut the model in place; returns ``parts``."""
+        self.group.cut(model)
+        state = model.state_dict(keep_vars=True)
+        # (The head comes last.)
+        self.classes = self.group.cuts[[*state.values()][-1]].sizes
+        self.loss = CutLoss(self.group.comm, sum(self.classes))
+        return state
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         loss = super().step(inputs, targets, batch_size)
         # The loop adds up what the ranks return, and each has the loss of all samples.
         return loss if self.comm.rank == 0 else torch.zeros_like(loss)
 
+    def sum_gradients(self) -> None:
+        self.group.sum_replicated(self.trained)
+
+    def run(self, inputs: Tensor) -> Tensor:
+        return torch.cat(gathered(self.comm, self.model(inputs), 1, self.classes), dim=1)
+
     def predict(self, inputs: Tensor) -> Tensor | None:
         outputs = super().predict(inputs)
         return outputs if self.comm.rank == 0 else None
 
     def full_state(self) -> State:
-        whole = {name: self.group.whole(p, p.detach()) for name, p in self.held_by_name.items()}
+        whole = {name: self.group.whole(p, p.detach()) for name, p in self.parts.items()}
         return {name: tensor.cpu().clone() for name, tensor in whole.items()}
 
     def held(self) -> tuple[State, dict[str, nn.Parameter]]:
-        names = {p: name for name, p in reversed(self.held_by_name.items())}
-        parameters = {name: p for p, name in names.items() if isinstance(p, nn.Parameter)}
-        return self.held_by_name, parameters
+        names = {p: name for name, p in reversed(self.parts.items())}
+        return self.parts, {name: p for p, name in names.items() if isinstance(p, nn.Parameter)}
 
     def state(self) -> State:
-        """Whole parameters and optimizer states, on rank 0: any layout can go on from them."""
-        whole = {k: self.group.whole(self._of(k), v) for k, v in super().state().items()}
+        """Whole parameters and optimizer states, on rank 0: any technique can go on from them."""
+        found = super().state().items()
+        whole = {key: self.group.whole(self.parts[key.split("/")[1]], v) for key, v in found}
         return whole if self.comm.rank == 0 else State()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        super().load_state({k: self.group.part(self._of(k), v) for k, v in state.items()})
-
-    def _of(self, key: str) -> Tensor:
-        """The parameter that an entry of a checkpoint belongs to."""
-        kind, name = key.split("/")[:2]
-        return self.held_by_name[name]
-
-
-@dataclass(eq=False)
-class TensorParallel(OnCuts):
-    """Our cuts, whose all-reduces are the fast ring.
-
-    Args:
-        sequence_parallel: divide the positions between the cuts, where each rank would otherwise
-            hold all of them; the messages are twice as many, the bytes the same.
-    """
-
-    sequence_parallel: bool = False
-
-    def cut(self, model: nn.Module) -> State:
-        self.group.cut(model)
-        self.classes = self.group.cuts[layers_of(model)[-1].weight].sizes
-        self.loss = CutLoss(self.group.comm, sum(self.classes))
-        return model.state_dict(keep_vars=True)
-
-    def sum_gradients(self) -> None:
-        self.group.sum_replicated(self.model)
-
-    def run(self, inputs: Tensor) -> Tensor:
-        return torch.cat(gathered(self.comm, self.model(inputs), 1, self.classes), dim=1)
+        parts = {k: self.group.part(self.parts[k.split("/")[1]], v) for k, v in state.items()}
+        super().load_state(parts)

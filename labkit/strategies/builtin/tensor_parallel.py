@@ -1,16 +1,16 @@
 """PyTorch's tensor parallelism, ``parallelize_module``: the same cuts, by DTensor.
 
-A DTensor is a tensor of a mesh of ranks: each has a part, and a placement says which. Operations
-on DTensors find out for themselves which collective they need. They are ``torch.distributed``'s,
-on the ranks' process group: gloo on CPUs.
+A DTensor is a tensor of which each rank of a mesh has a part. Operations on DTensors find out for
+themselves which collective they need: those of the ranks' process group, gloo on CPUs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -21,28 +21,29 @@ from torch.distributed.tensor.parallel import (
 
 from labkit.strategies.base import State
 from labkit.strategies.tensor_cut import Cut
-from labkit.strategies.tensor_parallel import OnCuts
-from labkit.workload.layers import layers_of
+from labkit.strategies.tensor_parallel import TensorParallel
 from labkit.workload.losses import Loss
-from labkit.workload.transformer import Attention, Block
+from labkit.workload.transformer import Attention
 
-_PLAN = {
-    "attention.qkv": ColwiseParallel(),
-    "attention.out": RowwiseParallel(),
-    "mlp.up": ColwiseParallel(),
-    "mlp.down": RowwiseParallel(),
+_PLAN: dict[str, Any] = {
+    "0.token": RowwiseParallel(input_layouts=Replicate()),
+    "*.attention.qkv": ColwiseParallel(),
+    "*.attention.out": RowwiseParallel(),
+    "*.mlp.up": ColwiseParallel(),
+    "*.mlp.down": RowwiseParallel(),
 }
 
 
 @dataclass(eq=False)
-class TorchTensorParallel(OnCuts):
+class TorchTensorParallel(TensorParallel):
     """The counterpart of ``TensorParallel``; ``loss_parallel`` computes the loss.
 
-    Right predictions on training samples are not counted: DTensor would gather all logits. An
-    optimizer cannot mix DTensors with tensors, and it gets each rank's part as a tensor, which
-    shares the DTensor's memory.
+    The optimizer gets each rank's parts as plain tensors, in the DTensors' memory, as it does not
+    take both kinds. Right predictions on training samples are not counted: DTensor would gather
+    all logits.
     """
 
+    sequence_parallel: bool = field(default=False, init=False)
     through_comm = False
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
@@ -50,38 +51,37 @@ class TorchTensorParallel(OnCuts):
         for layer in model.modules():
             if isinstance(layer, Attention) and layer.num_heads % world_size:
                 raise ValueError(
-                    f"PyTorch's DTensor cuts {layer.num_heads} heads into equal parts, which is "
-                    f"impossible for {world_size} ranks: use a number that divides it, or leave "
-                    "builtin out"
+                    f"PyTorch's DTensor cuts {layer.num_heads} heads into equal parts, not over "
+                    f"{world_size} ranks: use a world_size that divides it, or leave builtin out"
                 )
 
     def cut(self, model: nn.Module) -> State:
-        comm, layers = self.group.comm, layers_of(model)
-        mesh, ranks = init_device_mesh(comm.device.type, (comm.world_size,)), range(comm.world_size)
-        model.to(comm.device)
-        for layer in layers:
-            if isinstance(layer, Block):
-                size = layer.attention.qkv.in_features // comm.world_size
-                by_head = Cut(0, [size] * comm.world_size, blocks=3)
-                for p in layer.attention.qkv.parameters():
-                    # DTensor gives each rank rows that follow one another: its heads' rows.
-                    p.data = torch.cat([by_head.part(p.data, rank) for rank in ranks])
-                layer.attention.num_heads //= comm.world_size
-                parallelize_module(layer, mesh, _PLAN)
-        parallelize_module(layers[0], mesh, {"token": RowwiseParallel(input_layouts=Replicate())})
-        layers[-1].weight = layers[0].token.weight
-        inputs = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-        parallelize_module(layers[-1], mesh, inputs)
-        self.loss, self.parts = _loss, dict[Tensor, nn.Parameter]()
+        device, ranks = self.group.comm.device, self.group.comm.world_size
+        mesh = init_device_mesh(device.type, (ranks,))
+        for layer in model.to(device).modules():
+            if isinstance(layer, Attention):
+                layer.num_heads //= ranks
+                by_head = Cut(0, [layer.qkv.in_features // ranks] * ranks, blocks=3)
+                for p in layer.qkv.parameters():
+                    # DTensor gives each rank rows that follow one another: those of its heads.
+                    p.data = torch.cat([by_head.part(p.data, rank) for rank in range(ranks)])
+        parallelize_module(model, mesh, _PLAN)
+        embeddings, *_, head = model.children()
+        head.weight = embeddings.get_parameter("token.weight")
+        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+        parallelize_module(head, mesh, whole)
+        self.loss, self.local = _loss, dict[Tensor, nn.Parameter]()
         for name, p in model.named_parameters():
             if isinstance(p, DTensor):
-                part = self.parts[p] = nn.Parameter(p.to_local(), p.requires_grad)
-                (dim,) = (place.dim for place in p.placements)
-                sizes = [len(rows) for rows in torch.arange(p.shape[dim]).chunk(comm.world_size)]
-                blocks = 3 if "qkv" in name else 1
-                self.group.cuts[part] = Cut(dim, [size // blocks for size in sizes], blocks)
-        named = model.state_dict(keep_vars=True)
-        return {name: self.parts.get(p, p) for name, p in named.items()}
+                part = self.local[p] = nn.Parameter(p.to_local(), p.requires_grad)
+                # (The biases of sums are replicated.)
+                for place in p.placements:
+                    if isinstance(place, Shard):
+                        blocks, rows = 3 if "qkv" in name else 1, torch.arange(p.shape[place.dim])
+                        sizes = [len(one) // blocks for one in rows.chunk(ranks)]
+                        self.group.cuts[part] = Cut(place.dim, sizes, blocks)
+        state = model.state_dict(keep_vars=True)
+        return {name: self.local.get(p, p) for name, p in state.items()}
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.model.zero_grad()
@@ -92,14 +92,13 @@ class TorchTensorParallel(OnCuts):
             return super().add_gradients(inputs, targets, batch_size)
 
     def sum_gradients(self) -> None:
-        for p, part in self.parts.items():
-            part.grad = None if p.grad is None else p.grad.to_local()
+        for p, part in self.local.items():
+            part.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else None
 
     def run(self, inputs: Tensor) -> Tensor:
         return self.model(inputs).full_tensor()
 
 
-def _loss(outputs: DTensor, targets: Tensor) -> Tensor:
-    """The sum over samples of the mean cross-entropy over positions."""
-    mean = nn.functional.cross_entropy(outputs, targets)
-    return (mean * len(targets)).to_local()
+def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    mean: Any = nn.functional.cross_entropy(outputs, targets)
+    return mean.to_local() * len(targets)
