@@ -131,6 +131,7 @@ class RunConfig:
         log_dir: folder for TensorBoard's files
         backend: for --builtin; labkit is this package's own
         bucket_mb: ddp: bucket size in MiB; 0 gives each parameter a bucket
+        average_every: ddp: local SGD: average parameters after that many updates, not gradients
         accumulate: micro-batches per update and synchronisation
         amp: mixed precision; tf32: products of float32 on NVIDIA's GPUs
         sync_batch_norm: BatchNorm normalises with the statistics of the global batch
@@ -182,6 +183,7 @@ class RunConfig:
 
     backend: str = "auto"
     bucket_mb: float | None = None
+    average_every: int | None = None
     accumulate: int | None = None
     amp: str | None = None
     sync_batch_norm: bool = False

@@ -7,7 +7,7 @@ each stage's graph begins with a leaf and ends with a tensor whose gradient is p
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ class StagedModel(Strategy):
 
     Attributes:
         split_points: layers that begin a stage, one fewer than there are ranks.
+        line: the Comm of the stages, in their order.
         index, num_stages: s and P.
         module: this stage's layers.
         first_trained: the first stage that trains anything.
@@ -46,7 +47,12 @@ class StagedModel(Strategy):
     optimizes = "layers"
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.comm, self.index, self.num_stages = comm, comm.rank, comm.world_size
+        # The shapes of all layers, without the other stages' memory.
+        self.meta_model = meta_copy(model)
+        # Puts together what a mesh cuts.
+        self.whole: Callable[[Tensor], Tensor] = Tensor.detach
+        self.comm, self.line = comm, self.lay_out(comm, model)
+        self.index, self.num_stages = self.line.rank, self.line.world_size
         self.is_first, self.is_last = self.index == 0, self.index == self.num_stages - 1
         layers = named_layers(model)
         points = check_split_points(self.split_points, len(layers), self.num_stages)
@@ -63,8 +69,6 @@ class StagedModel(Strategy):
             for name, layer in layers[start:end]
             for key in layer.state_dict()
         }
-        # The shapes of all layers, without the other stages' memory.
-        self.meta_model = meta_copy(model)
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
         state = model.state_dict(keep_vars=True)
         self.tensors = {key: state[key] for key, s in self.stage_of.items() if s == self.index}
@@ -76,6 +80,10 @@ class StagedModel(Strategy):
         self.norm_ranks = range(self.num_stages)
         self.held_bytes, self._measures = 0, True
         self._boundaries: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def lay_out(self, comm: Comm, model: nn.Module) -> Comm:
+        """The ranks that have a stage each; in a mesh some ranks, and it may cut the layers."""
+        return comm
 
     def share(self) -> tuple[int, int]:
         # The whole batch: the first stage needs the inputs, the last one the targets.
@@ -89,7 +97,8 @@ class StagedModel(Strategy):
         All ranks have the batch: the first stage uses the inputs, the last one the targets.
         """
         count = min(micro_batches, len(targets))
-        self._inputs, self._targets = inputs.tensor_split(count), targets.tensor_split(count)
+        parts = max(1, count)
+        self._inputs, self._targets = inputs.tensor_split(parts), targets.tensor_split(parts)
         self._batch_size = batch_size
         self.loss_sum = targets.new_zeros((), dtype=torch.float64)
         # By micro-batch: what the layers get and return, and the gradient of what they return,
@@ -162,7 +171,7 @@ class StagedModel(Strategy):
         elif hop.recv:
             landing = self._landing(self._inputs[hop.recv.micro_batch])
             self._entering[hop.recv.micro_batch] = landing
-        carry_out(self.comm, hop, outgoing, landing)
+        carry_out(self.line, hop, outgoing, landing)
 
     def update(self) -> bool:
         self._measures = False
@@ -170,7 +179,7 @@ class StagedModel(Strategy):
             if self.index in stages:
                 gradient = parameter.grad
                 total = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
-                parameter.grad = naive_all_reduce(SubComm(self.comm, stages), total)
+                parameter.grad = naive_all_reduce(SubComm(self.line, stages), total)
         return super().update()
 
     @torch.no_grad()
@@ -178,13 +187,13 @@ class StagedModel(Strategy):
         """Logits [n, classes] in evaluation mode on the last stage, None on the others."""
         value = inputs if self.is_first else self._landing(inputs)
         if not self.is_first:
-            self.comm.recv(value, self.index - 1)
+            self.line.recv(value, self.index - 1)
         self.module.eval()
         value = self.run(value)
         self.module.train()
         if self.is_last:
             return value
-        self.comm.send(value, self.index + 1)
+        self.line.send(value, self.index + 1)
         return None
 
     def held(self) -> tuple[State, dict[str, nn.Parameter]]:
@@ -196,8 +205,8 @@ class StagedModel(Strategy):
         for key, like in self.meta_model.state_dict().items():
             value = torch.empty_like(like, device=self.comm.device)
             if self.stage_of[key] == self.index:
-                value.copy_(self.tensors[key].detach())
-            state[key] = broadcast(self.comm, value, root=self.stage_of[key]).cpu()
+                value.copy_(self.whole(self.tensors[key]))
+            state[key] = broadcast(self.line, value, root=self.stage_of[key]).cpu()
         return state
 
     def notes(self) -> dict[str, Any]:

@@ -217,6 +217,11 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
         raise ValueError(
             f"{config.strategy} takes no checkpoint_dir: its workers never stop together"
         )
+    if config.average_every is not None:
+        raise ValueError(
+            f"average_every {config.average_every} takes no checkpoint_dir: momenta differ "
+            "between ranks, and a checkpoint holds one optimizer"
+        )
     names = [path.name for _, path in steps(folder)]
     if names and not config.resume:
         raise ValueError(

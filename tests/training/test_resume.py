@@ -166,6 +166,11 @@ def test_what_cannot_be_divided_anew_is_refused(tmp_path, settings, why):
         trained(tmp_path, ("ring_all_reduce", 2), resume=True, **settings)
 
 
+def test_local_sgd_is_refused_as_its_ranks_have_momenta_of_their_own(tmp_path):
+    with pytest.raises(ValueError, match="average_every 2 takes no checkpoint_dir"):
+        trained(tmp_path, ("ddp", 3), average_every=2)
+
+
 def test_sigterm_ends_all_ranks_after_a_step_with_a_checkpoint(tmp_path):
     words = "train --strategy ddp --world-size 2 --epochs 900 --device cpu --model mlp --lr 1e-9 "
     words += f"--checkpoint-every 1000000 --checkpoint-dir {tmp_path}"
