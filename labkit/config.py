@@ -146,6 +146,7 @@ class RunConfig:
         micro_batches: pipeline: micro-batches per batch
         schedule: pipeline: order of micro-batches
         sequence_parallel: tensor_parallel: divide positions where layers are not cut
+        stage: sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters
 
     Raises:
         ValueError: a value outside its limits, or settings that contradict each other.
@@ -197,6 +198,7 @@ class RunConfig:
     micro_batches: int | None = None
     schedule: str | None = None
     sequence_parallel: bool = False
+    stage: int | None = None
 
     def __post_init__(self) -> None:
         given = {setting.name: getattr(self, setting.name) for setting in fields(self)}
