@@ -12,7 +12,7 @@ from labkit.schedules.pipeline import PIPELINES, stages_on_each
 from labkit.units import MOST, check_choice, check_integer, check_number
 
 # Techniques whose ranks divide the model between them, not the batch.
-STAGED = ("model_parallel", "pipeline")
+STAGED = ("model_parallel", "pipeline", "tensor_parallel")
 # Techniques for which several devices are devices of one process, not one for each rank.
 ONE_PROCESS = ("single", "data_parallel", "model_parallel")
 AUGMENTATIONS = ("crop", "flip", "randaugment", "colorjitter", "erasing")
@@ -147,6 +147,7 @@ class RunConfig:
         schedule: pipeline: order of micro-batches
         stages_per_rank: pipeline with schedule interleaved: V short stages on each rank (2)
         recompute: model_parallel, pipeline: hold a stage's input alone, and run forward again
+        sequence_parallel: tensor_parallel: divide positions where layers are not cut
         stage: sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters
 
     Raises:
@@ -200,6 +201,7 @@ class RunConfig:
     schedule: str | None = None
     stages_per_rank: int | None = None
     recompute: bool = False
+    sequence_parallel: bool = False
     stage: int | None = None
 
     def __post_init__(self) -> None:

@@ -57,6 +57,7 @@ TRIED = [
     {"micro_batches": 3},
     {"schedule": "1f1b"},
     {"recompute": True},
+    {"sequence_parallel": True},
     {"stage": 1},
 ]
 
@@ -84,6 +85,8 @@ TAKEN_BY = {
     "micro_batches": both("pipeline"),
     "schedule": both("pipeline"),
     "recompute": {("model_parallel", False), ("pipeline", False)},
+    # For a model of another kind, see tests/strategies/test_tensor_parallel.py.
+    "sequence_parallel": set(),
     "stage": both("sharded"),
 }
 # With these a run moves about as one device does, by this share of the way.
