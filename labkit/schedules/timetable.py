@@ -88,16 +88,15 @@ def predicted_slots(
 def with_messages(streams: Sequence[Sequence[Action]]) -> list[list[Action | Hop]]:
     """What each rank executes if its messages move beside its work: each ``Hop`` has one end.
 
-    All messages have one order, that of the times at which a timetable of equal forwards makes
-    them, and each rank sends and receives in this order. So of the messages that have not moved,
-    the first one can: what had to come before it has ended on both ranks. A receive stands before
-    the action during which its message is made; an action waits for what it needs.
+    All messages have one order, in which a timetable of equal forwards makes them, and each rank
+    sends and receives in it. So of the messages that have not moved the first one can: all before
+    it have ended on both ranks. A receive comes before the action during which its message is
+    made; an action waits for what it needs.
     """
     ranks, chunks = len(streams), 1 + max((a.chunk for row in streams for a in row), default=0)
     equal = [1.0] * ranks * chunks
     slots = predicted_slots(streams, equal, [2 * seconds for seconds in equal])
-    kinds = {(s.kind, s.chunk * ranks + s.stage) for s in slots if s.kind != "backward_weight"}
-    needing = {(kind.removesuffix("_input"), stage) for kind, stage in kinds}
+    runs = {(s.kind.removesuffix("_input"), s.chunk * ranks + s.stage) for s in slots}
     # By rank: what it does, each with the time of its end, messages after the action that ends.
     found = [list[tuple[tuple[Any, ...], Action | Hop]]() for _ in streams]
     for rank, kind, micro_batch, _, end_s, chunk in slots:
@@ -105,8 +104,9 @@ def with_messages(streams: Sequence[Sequence[Action]]) -> list[list[Action | Hop
         forward, stage = kind == "forward", chunk * ranks + rank
         beside = stage + 1 if forward else stage - 1
         peer, place = beside % ranks, (end_s, True, stage)
-        # Nobody needs a gradient of weights, and no gradient goes to a stage without a backward.
-        if peer == rank or (kind.removesuffix("_input"), beside) not in needing:
+        # Nobody needs a gradient of weights, or any gradient where nothing before it is trained.
+        is_needed = (kind.removesuffix("_input"), beside) in runs and kind != "backward_weight"
+        if not is_needed or peer == rank:
             continue
         what = "activation" if forward else "gradient", micro_batch
         found[rank].append((place, Hop(Message(*what, peer, chunk), None)))
@@ -123,8 +123,7 @@ def instructions(
     first_trained: int = 0,
     stages_per_rank: int = 1,
 ) -> list[Action | Hop]:
-    """The actions of a rank, and its messages: by ``with_hops`` for GPipe and 1F1B, which wait for
-    each, and by ``with_messages`` for the other schedules."""
+    """A rank's actions and messages: by ``with_hops`` (GPipe, 1F1B) or ``with_messages``."""
     sizes = num_ranks, num_micro_batches, first_trained, stages_per_rank
     streams = pipeline_streams(schedule, *sizes)
     if schedule in ("gpipe", "1f1b"):

@@ -124,8 +124,7 @@ class StagedModel(Strategy):
         # By chunk and micro-batch: what the layers get and return, and the gradient of what they
         # return, then of what they got.
         self._entering, self._leaving, self._gradients = (dict[Place, Tensor]() for _ in range(3))
-        # What is kept for backwards (``HeldBytes`` or ``LayerGraphs``); hops under way: the
-        # receives by kind, and all.
+        # What is kept for backwards (``HeldBytes``, ``LayerGraphs``); receives and hops under way.
         self._held: dict[Place, Any] = {}
         self._coming: dict[tuple[str, int, int], Work] = {}
         self.under_way: list[Work] = []

@@ -212,13 +212,12 @@ def measure_split(
         steps: how many are measured, after one that warms up.
         where: ``device``, ``devices`` and ``transport``, see ``labkit.run``.
     """
-    num_layers = len(layers_of(_build(model, input_shape)))
-    points = check_split_points(split_points, num_layers)
     how = micro_batches, schedule, stages_per_rank
-    strategy: StagedModel = Pipeline(points, *how, recompute=recompute)
-    num_ranks = (len(points) + 1) // strategy.stages_per_rank
-    check_split_points(points, num_layers, num_ranks * strategy.stages_per_rank)
-    if micro_batches == 1 and strategy.stages_per_rank == 1:
+    strategy: StagedModel = Pipeline(split_points, *how, recompute=recompute)
+    num_layers, chunks = len(layers_of(_build(model, input_shape))), strategy.stages_per_rank
+    num_ranks = (len(split_points) + 1) // chunks
+    points = check_split_points(split_points, num_layers, num_ranks * chunks)
+    if micro_batches == chunks == 1:
         strategy = ModelParallel(points, recompute=recompute)
     work = strategy, partial(_build, model, input_shape), (batch_size, *input_shape), steps
     result = run(_train, *work, world_size=num_ranks, timeout_s=_TIMEOUT_S, **where)
