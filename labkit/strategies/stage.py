@@ -224,12 +224,11 @@ class StagedModel(Strategy):
         """The stage's output, and its gradient: None on the last stage, of the loss."""
         gradient = self._gradients.pop(place, None)
         if self.recompute:
-            buffers = [buffer.data for buffer in self.chunks[place[0]].buffers()]
-            before = [buffer.clone() for buffer in buffers]
+            before = [(each.data, each.clone()) for each in self.chunks[place[0]].buffers()]
             self._leaving[place] = self._run_for_backward(place)
             self._note_held()
             # A BatchNorm has already counted this micro-batch.
-            for buffer, value in zip(buffers, before):
+            for buffer, value in before:
                 buffer.copy_(value)
         return self._leaving.pop(place), gradient
 

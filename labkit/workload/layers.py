@@ -164,7 +164,6 @@ class EmulatedLayer(nn.Module):
         # Without memory (the meta device) only shapes are asked for.
         seconds = 0.0 if value.is_meta else self.call_s + len(value) * self.sample_s
         time.sleep(seconds)
-        # Of both factors only those halves are asked for that a backward computes.
         factors = value.view_as(value), self.scale.view_as(self.scale)
         for factor, doubled in zip(factors, (1, 1 if value.requires_grad else 2)):
             if factor.requires_grad:

@@ -50,7 +50,7 @@ STYLES = {
     "forward": Style(GREEN, "||"),
     "backward": Style(DEEP_GREEN, "--"),
     # The halves of a backward.
-    "backward_input": Style(DEEP_GREEN, "--"),
+    "backward_input": Style(DEEP_GREEN, "\\\\"),
     "backward_weight": Style(SKY, "//", DARK),
     "update": Style(BLUE, "\\\\\\"),
     "data": Style(PURPLE, "..."),
