@@ -331,13 +331,13 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
         work = work or work_of(config, own)
         model, (inputs, _) = work.make_model(), work.train.first(1)
         num_layers = len(layers_of(model))
-        if world_size > num_layers:
-            raise ValueError(f"{num_layers} layers are no {world_size} stages: use fewer ranks")
+        if (stages := config.num_stages) > num_layers:
+            raise ValueError(f"{num_layers} layers are no {stages} stages: use fewer ranks")
         if config.split_points is None:
-            points = even_split(model, tuple(inputs.shape[1:]), world_size, inputs.dtype)
+            points = even_split(model, tuple(inputs.shape[1:]), stages, inputs.dtype)
         else:
             points = parse_split_points(config.split_points)
-        options["split_points"] = check_split_points(points, num_layers, world_size)
+        options["split_points"] = check_split_points(points, num_layers, stages)
     strategy = technique(**options)
     strategy.check_ranks(world_size)
     return strategy
