@@ -13,7 +13,7 @@ from labkit.schedules.pipeline import PIPELINES
 from labkit.units import MOST, check_choice, check_integer, check_number
 
 # Techniques whose ranks divide the model between them, not the batch; a mesh divides both.
-STAGED = ("model_parallel", "pipeline", "mesh")
+STAGED = ("model_parallel", "pipeline", "tensor_parallel", "mesh")
 # Techniques for which several devices are devices of one process, not one for each rank.
 ONE_PROCESS = ("single", "data_parallel", "model_parallel")
 AUGMENTATIONS = ("crop", "flip", "randaugment", "colorjitter", "erasing")
@@ -132,6 +132,7 @@ class RunConfig:
         log_dir: folder for TensorBoard's files
         backend: for --builtin; labkit is this package's own
         bucket_mb: ddp: bucket size in MiB; 0 gives each parameter a bucket
+        average_every: ddp: local SGD: average parameters after that many updates, not gradients
         accumulate: micro-batches per update and synchronisation
         amp: mixed precision; tf32: products of float32 on NVIDIA's GPUs
         sync_batch_norm: BatchNorm normalises with the statistics of the global batch
@@ -145,6 +146,7 @@ class RunConfig:
         split_points: layers K,K that begin a stage; by default an even split by FLOPs
         micro_batches: pipeline: micro-batches per batch
         schedule: pipeline: order of micro-batches
+        sequence_parallel: tensor_parallel: divide positions where layers are not cut
         dp: mesh: replicas of the model, which divide the batch
         pp: mesh: stages of a replica
         tp: mesh: ranks over which each layer of a stage is cut
@@ -185,6 +187,7 @@ class RunConfig:
 
     backend: str = "auto"
     bucket_mb: float | None = None
+    average_every: int | None = None
     accumulate: int | None = None
     amp: str | None = None
     sync_batch_norm: bool = False
@@ -197,6 +200,7 @@ class RunConfig:
     split_points: str | None = None
     micro_batches: int | None = None
     schedule: str | None = None
+    sequence_parallel: bool = False
     dp: int | None = None
     pp: int | None = None
     tp: int | None = None

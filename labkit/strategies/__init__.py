@@ -22,6 +22,10 @@ TECHNIQUES = {
     "pipeline": ("model_parallel.Pipeline", "builtin.pipeline.TorchPipeline"),
     "mesh": ("mesh.Mesh", "builtin.mesh.TorchMesh"),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "builtin.ddp.TorchDDP"),
+    "tensor_parallel": (
+        "tensor_parallel.TensorParallel",
+        "builtin.tensor_parallel.TorchTensorParallel",
+    ),
 }
 # The variants for runs that name devices: one process instead of one rank per device.
 IN_ONE_PROCESS = {"model_parallel": "model_parallel.ModelParallelOneProcess"}

@@ -122,6 +122,9 @@ class Strategy:
     def check_ranks(self, world_size: int) -> None:
         """Raise ValueError unless this technique can run with ``world_size``."""
 
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        """Raise ValueError unless so many ranks can train ``model`` with ``loss``."""
+
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Place or replicate the model, the same on all ranks, and make optimizers."""
         raise NotImplementedError

@@ -47,12 +47,14 @@ TRIED = [
     {"compress": "topk"},
     {"hierarchical": True},
     {"bucket_mb": 0.0},
+    {"average_every": 1, "accumulate": 2, "hierarchical": True},
     {"servers": 2},
     {"straggler": "1:1.5"},
     {"max_staleness": 4},
     {"split_points": "2,3"},
     {"micro_batches": 3},
     {"schedule": "1f1b"},
+    {"sequence_parallel": True},
 ]
 
 
@@ -70,6 +72,7 @@ TAKEN_BY = {
     "sync_batch_norm": both("single", "parameter_server") | IN_STEP,
     "straggler": SERVED | {("ring_all_reduce", False)},
     "bucket_mb": both("ddp"),
+    "average_every": {("ddp", False)},
     "compress": {("ring_all_reduce", False)},
     "hierarchical": {("ddp", False), ("ring_all_reduce", False)},
     "servers": both("parameter_server"),
@@ -77,6 +80,8 @@ TAKEN_BY = {
     "split_points": both("model_parallel", "pipeline"),
     "micro_batches": both("pipeline"),
     "schedule": both("pipeline"),
+    # For a model of another kind, see tests/strategies/test_tensor_parallel.py.
+    "sequence_parallel": set(),
 }
 # With these a run moves about as one device does, by this share of the way.
 NEAR = {"amp": 0.15, "compress": 2.0}

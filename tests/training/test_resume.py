@@ -32,8 +32,9 @@ def without_dropout():
 
 
 def job(strategy, world_size=1, *, model=make_model, **settings):
-    own = Own(model=model)
-    config = RunConfig(strategy, world_size=world_size, model="Net (own)", **SMALL | settings)
+    own = Own(model=None if isinstance(model, str) else model)
+    name = model if isinstance(model, str) else "Net (own)"
+    config = RunConfig(strategy, world_size=world_size, model=name, **SMALL | settings)
     return config, own
 
 
@@ -99,6 +100,8 @@ def test_techniques_on_two_ranks_go_on_to_the_bit(tmp_path):
         "model_parallel": job("model_parallel", 2, **SCHEDULED),
         "pipeline_builtin": job("pipeline", 2, builtin=True, micro_batches=2),
         "topk": job("ring_all_reduce", 2, compress="topk"),
+        "cut": job("tensor_parallel", 2, sequence_parallel=True, **OF_TEXT | SCHEDULED),
+        "cut_builtin": job("tensor_parallel", 2, builtin=True, **OF_TEXT),
         "fp16": job("ddp", 2, amp="fp16", clip_norm=0.5),
     }
     all_equal(jobs, 2, tmp_path)
@@ -117,12 +120,16 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
 
 
 EXACT = {"model": "mlp", "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
+# (Where a gradient is about zero, Adam would turn a rounding into a step.)
+OF_TEXT = {"model": "gpt", "dataset": "text", "optimizer": "sgd"}
 # Where a run has been saved, and where it goes on.
 MOVES = [
     (("ring_all_reduce", 3), ("ddp", 2)),
     (("parameter_server", 3), ("model_parallel", 2)),
     (("pipeline", 3), ("parameter_server", 2)),
     (("ddp", 3), ("single", 1)),
+    (("tensor_parallel", 3), ("single", 1)),
+    (("ddp", 2), ("tensor_parallel", 3)),
 ]
 
 
@@ -133,11 +140,12 @@ def trained(folder, technique, **settings):
 
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_other_ranks_and_techniques_end_where_one_device_ends(tmp_path, before, after):
-    trained(tmp_path, before, **EXACT)
+    exact = EXACT | (OF_TEXT if "tensor_parallel" in before + after else {})
+    trained(tmp_path, before, **exact)
     # So that it goes on within the second epoch, after 8 of 12 steps.
     shutil.rmtree(tmp_path / "step-00000012")
-    result = trained(tmp_path, after, resume=True, **EXACT)
-    due = train_with("single", **SMALL | EXACT)
+    result = trained(tmp_path, after, resume=True, **exact)
+    due = train_with("single", **SMALL | exact)
     assert "step-00000008" in result.notes["note"]
     assert result.replicas_agree
     assert result.difference_from(due) < 1e-10
@@ -156,6 +164,11 @@ def test_what_cannot_be_divided_anew_is_refused(tmp_path, settings, why):
     trained(tmp_path, ("ring_all_reduce", 3), **settings)
     with pytest.raises(ValueError, match=f"world_size 3 there, 2 here.*{why}"):
         trained(tmp_path, ("ring_all_reduce", 2), resume=True, **settings)
+
+
+def test_local_sgd_is_refused_as_its_ranks_have_momenta_of_their_own(tmp_path):
+    with pytest.raises(ValueError, match="average_every 2 takes no checkpoint_dir"):
+        trained(tmp_path, ("ddp", 3), average_every=2)
 
 
 def test_sigterm_ends_all_ranks_after_a_step_with_a_checkpoint(tmp_path):
