@@ -39,7 +39,8 @@ class TorchMesh(TorchTensorParallel):
         check_sides(self.dp, self.pp, self.tp, world_size)
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
-        super().check_model(model, loss, self.tp)
+        if self.tp > 1:
+            super().check_model(model, loss, self.tp)
 
     def share(self) -> tuple[int, int]:
         return self.comm.rank // self.tp, self.dp
@@ -50,27 +51,30 @@ class TorchMesh(TorchTensorParallel):
         tensor = SubComm(comm, self.mesh["tp"].mesh.tolist())
         super().setup(tensor, model, make_optimizer)
         self.comm, self.norm_ranks = comm, range(comm.world_size)
-        once = (self.parts[p] for p in self.parts if p not in self.on_one)
-        self.counted_elsewhere = set(map(id, once)) if tensor.rank > 0 else ()
+        if tensor.rank > 0:
+            parts = self.local.items()
+            self.counted_elsewhere = {id(part) for p, part in parts if p not in self.by_tp}
 
     def cut(self, model: nn.Module) -> State:
-        self.parallelize(model, self.mesh["tp"])
-        by_tp = {
+        if self.tp > 1:
+            self.parallelize(model, self.mesh["tp"])
+        by_tp = [
             name
             for name, p in model.named_parameters()
             if isinstance(p, DTensor) and p.placements[0].is_shard()
-        }
+        ]
+        layers = [layer for layer in model.modules() if isinstance(layer, Block)]
         # FSDP warns of outputs that are views.
-        model.register_forward_hook(lambda *both: both[-1].contiguous())
-        for module in (*(part for part in model.modules() if isinstance(part, Block)), model):
+        model.register_forward_hook(lambda *inputs_and_outputs: inputs_and_outputs[-1].contiguous())
+        for module in (*layers, model.to(self.group.comm.device)):
             shards = fully_shard(module, mesh=self.mesh["dp"])
             # A sum over ranks, not their mean.
             shards.set_gradient_divide_factor(1.0)
             shards.set_force_sum_reduction_for_comms(True)
-        named = model.state_dict(keep_vars=True)
-        self.parts = {p: nn.Parameter(p.to_local(), p.requires_grad) for p in named.values()}
-        self.on_one = {named[name] for name in by_tp}
-        return {name: self.parts[p] for name, p in named.items()}
+        state = model.state_dict(keep_vars=True)
+        self.by_tp = {state[name] for name in by_tp}
+        self.local = {p: nn.Parameter(p.to_local(), p.requires_grad) for p in state.values()}
+        return {name: self.local[p] for name, p in state.items()}
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor, weight: float) -> Tensor:
         if len(targets):
@@ -79,12 +83,17 @@ class TorchMesh(TorchTensorParallel):
         inputs, targets = (one.new_zeros(1, *one.shape[1:]) for one in (inputs, targets))
         return super()._forward_backward(inputs, targets, 0.0) * 0
 
+    def run(self, inputs: Tensor) -> Tensor:
+        outputs = self.model(inputs)
+        return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
+
     def full_state(self) -> State:
         state, by_head = State(), Cut(0, [0] * self.tp, blocks=3)
         for name, p in self.model.state_dict().items():
             # One side after the other: both at once are two gathers, too, and a warning.
             whole = p.redistribute(placements=[Replicate(), *p.placements[1:]]).full_tensor()
-            state[name] = (by_head.whole(whole.chunk(self.tp)) if "qkv" in name else whole).cpu()
+            is_by_head = "qkv" in name and self.tp > 1
+            state[name] = (by_head.whole(whole.chunk(self.tp)) if is_by_head else whole).cpu()
         return state
 
     def state(self) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -56,21 +56,8 @@ class TorchTensorParallel(TensorParallel):
                 )
 
     def cut(self, model: nn.Module) -> State:
-        device, ranks = self.group.comm.device, self.group.comm.world_size
-        mesh = init_device_mesh(device.type, (ranks,))
-        for layer in model.to(device).modules():
-            if isinstance(layer, Attention):
-                layer.num_heads //= ranks
-                by_head = Cut(0, [layer.qkv.in_features // ranks] * ranks, blocks=3)
-                for p in layer.qkv.parameters():
-                    # DTensor gives each rank rows that follow one another: those of its heads.
-                    p.data = torch.cat([by_head.part(p.data, rank) for rank in range(ranks)])
-        parallelize_module(model, mesh, _PLAN)
-        embeddings, *_, head = model.children()
-        head.weight = embeddings.get_parameter("token.weight")
-        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-        parallelize_module(head, mesh, whole)
-        self.loss, self.local = _loss, dict[Tensor, nn.Parameter]()
+        ranks, self.local = self.group.comm.world_size, dict[Tensor, nn.Parameter]()
+        self.parallelize(model, init_device_mesh(self.group.comm.device.type, (ranks,)))
         for name, p in model.named_parameters():
             if isinstance(p, DTensor):
                 part = self.local[p] = nn.Parameter(p.to_local(), p.requires_grad)
@@ -82,6 +69,22 @@ class TorchTensorParallel(TensorParallel):
                         self.group.cuts[part] = Cut(place.dim, sizes, blocks)
         state = model.state_dict(keep_vars=True)
         return {name: self.local.get(p, p) for name, p in state.items()}
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        ranks = mesh.size()
+        for layer in model.to(self.group.comm.device).modules():
+            if isinstance(layer, Attention):
+                layer.num_heads //= ranks
+                by_head = Cut(0, [layer.qkv.in_features // ranks] * ranks, blocks=3)
+                for p in layer.qkv.parameters():
+                    # DTensor gives each rank rows that follow one another: those of its heads.
+                    p.data = torch.cat([by_head.part(p.data, rank) for rank in range(ranks)])
+        parallelize_module(model, mesh, _PLAN)
+        embeddings, *_, head = model.children()
+        head.weight = embeddings.get_parameter("token.weight")
+        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+        parallelize_module(head, mesh, whole)
+        self.loss = _loss
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.model.zero_grad()
