@@ -77,9 +77,9 @@ class TorchMesh(TorchTensorParallel):
         return {name: self.local[p] for name, p in state.items()}
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor, weight: float) -> Tensor:
-        if len(targets):
+        if len(targets) or self.tp == 1:
             return super()._forward_backward(inputs, targets, weight)
-        # FSDP waits for all ranks: a sample that counts nothing.
+        # DTensor's loss takes no empty batch, and FSDP waits: a sample that weighs nothing.
         inputs, targets = (one.new_zeros(1, *one.shape[1:]) for one in (inputs, targets))
         return super()._forward_backward(inputs, targets, 0.0) * 0
 

@@ -23,14 +23,13 @@ from labkit.strategies.base import State
 from labkit.strategies.tensor_cut import Cut
 from labkit.strategies.tensor_parallel import TensorParallel
 from labkit.workload.losses import Loss
-from labkit.workload.transformer import Attention
+from labkit.workload.transformer import Attention, Block
 
-_PLAN: dict[str, Any] = {
-    "0.token": RowwiseParallel(input_layouts=Replicate()),
-    "*.attention.qkv": ColwiseParallel(),
-    "*.attention.out": RowwiseParallel(),
-    "*.mlp.up": ColwiseParallel(),
-    "*.mlp.down": RowwiseParallel(),
+_OF_BLOCK: dict[str, Any] = {
+    "attention.qkv": ColwiseParallel(),
+    "attention.out": RowwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(),
 }
 
 
@@ -71,16 +70,19 @@ class TorchTensorParallel(TensorParallel):
         return {name: self.local.get(p, p) for name, p in state.items()}
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        ranks = mesh.size()
-        for layer in model.to(self.group.comm.device).modules():
-            if isinstance(layer, Attention):
-                layer.num_heads //= ranks
-                by_head = Cut(0, [layer.qkv.in_features // ranks] * ranks, blocks=3)
-                for p in layer.qkv.parameters():
+        """Cut the layers over the ranks of ``mesh``, in place."""
+        embeddings, *blocks, head = model.to(self.group.comm.device).children()
+        for block in blocks:
+            if isinstance(block, Block):
+                block.attention.num_heads //= mesh.size()
+                size = block.attention.qkv.in_features // mesh.size()
+                by_head = Cut(0, [size] * mesh.size(), blocks=3)
+                for p in block.attention.qkv.parameters():
                     # DTensor gives each rank rows that follow one another: those of its heads.
-                    p.data = torch.cat([by_head.part(p.data, rank) for rank in range(ranks)])
-        parallelize_module(model, mesh, _PLAN)
-        embeddings, *_, head = model.children()
+                    p.data = torch.cat([by_head.part(p.data, n) for n in range(mesh.size())])
+                parallelize_module(block, mesh, _OF_BLOCK)
+        tokens = {"token": RowwiseParallel(input_layouts=Replicate())}
+        parallelize_module(embeddings, mesh, tokens)
         head.weight = embeddings.get_parameter("token.weight")
         whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         parallelize_module(head, mesh, whole)
