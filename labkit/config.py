@@ -147,6 +147,7 @@ class RunConfig:
         micro_batches: pipeline: micro-batches per batch
         schedule: pipeline: order of micro-batches
         sequence_parallel: tensor_parallel: divide positions where layers are not cut
+        stage: sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters
         dp: mesh: replicas of the model, which divide the batch
         pp: mesh: stages of a replica
         tp: mesh: ranks over which each layer of a stage is cut
@@ -201,6 +202,7 @@ class RunConfig:
     micro_batches: int | None = None
     schedule: str | None = None
     sequence_parallel: bool = False
+    stage: int | None = None
     dp: int | None = None
     pp: int | None = None
     tp: int | None = None

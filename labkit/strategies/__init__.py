@@ -26,6 +26,7 @@ TECHNIQUES = {
         "tensor_parallel.TensorParallel",
         "builtin.tensor_parallel.TorchTensorParallel",
     ),
+    "sharded": ("sharded.Sharded", "builtin.sharded.TorchSharded"),
 }
 # The variants for runs that name devices: one process instead of one rank per device.
 IN_ONE_PROCESS = {"model_parallel": "model_parallel.ModelParallelOneProcess"}

@@ -39,8 +39,8 @@ def check_cut(model: nn.Module, loss: Loss, ranks: int, sequence_parallel: bool 
     if not (isinstance(first, Embeddings) and fits and isinstance(last, Head)):
         names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ValueError(
-            f"tensor_parallel cuts labkit's transformer, and the layers of this model are {names}: "
-            "use model gpt, or another strategy"
+            f"tensor_parallel cuts labkit's transformer, and the layers of this model are {names}"
+            ": use model gpt, or another strategy"
         )
     if getattr(loss, "mean", None) is not functional.cross_entropy:
         raise ValueError(

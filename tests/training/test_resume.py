@@ -16,6 +16,7 @@ from labkit.runtime.worker import seed_random_numbers
 from labkit.training.checkpoint import newest
 from labkit.training.loop import fit
 from labkit.training.resolve import Own, make_strategy
+from labkit.workload.transformer import gpt
 
 # 110 = 5 x 20 + 10: six steps in an epoch, and a last batch that three ranks do not divide.
 SMALL = {"epochs": 2, "train_size": 110, "batch_size": 20, "lr": 0.02}
@@ -31,10 +32,13 @@ def without_dropout():
     return nn.Sequential(*(layer for layer in make_model() if not isinstance(layer, nn.Dropout)))
 
 
+def small_gpt():
+    return nn.Sequential(*gpt((64,), 80, width=24, num_heads=4, num_blocks=1))
+
+
 def job(strategy, world_size=1, *, model=make_model, **settings):
-    own = Own(model=None if isinstance(model, str) else model)
-    name = model if isinstance(model, str) else "Net (own)"
-    config = RunConfig(strategy, world_size=world_size, model=name, **SMALL | settings)
+    own = Own(model=model)
+    config = RunConfig(strategy, world_size=world_size, model="Net (own)", **SMALL | settings)
     return config, own
 
 
@@ -112,6 +116,8 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
         "ring": job("ring_all_reduce", 3, **SCHEDULED),
         "ddp": job("ddp", 3, bucket_mb=0.001),
         "ddp_builtin": job("ddp", 3, builtin=True, bucket_mb=0.001),
+        "sharded": job("sharded", 3, **SCHEDULED),
+        "sharded_1": job("sharded", 3, stage=1, clip_norm=0.5),
         "over_hosts": job("ring_all_reduce", 3, compress="bf16", hierarchical=True),
         "one_server": job("parameter_server", 3),
         "pipeline": job("pipeline", 3, schedule="1f1b", micro_batches=3),
@@ -119,15 +125,22 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
     all_equal(jobs, 3, tmp_path)
 
 
-EXACT = {"model": "mlp", "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
+def tied():
+    layers = [nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)]
+    layers[2].weight = layers[0].weight
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+EXACT = {"model": tied, "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
 # (Where a gradient is about zero, Adam would turn a rounding into a step.)
-OF_TEXT = {"model": "gpt", "dataset": "text", "optimizer": "sgd"}
+OF_TEXT = {"model": small_gpt, "dataset": "text", "optimizer": "sgd"}
 # Where a run has been saved, and where it goes on.
 MOVES = [
     (("ring_all_reduce", 3), ("ddp", 2)),
     (("parameter_server", 3), ("model_parallel", 2)),
     (("pipeline", 3), ("parameter_server", 2)),
-    (("ddp", 3), ("single", 1)),
+    (("ddp", 3), ("sharded", 2)),
+    (("sharded", 3), ("ddp", 2)),
     (("tensor_parallel", 3), ("single", 1)),
     (("ddp", 2), ("tensor_parallel", 3)),
 ]
