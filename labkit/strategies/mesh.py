@@ -1,18 +1,18 @@
-"""A mesh: replicas of pipelines of cut layers, so that each way to divide the work has its own ranks.
+"""A mesh of ranks: replicas of a pipeline of cut layers, each kind of division along its own side.
 
-The D x S x T ranks form a mesh. Here D = 2, S = 1, T = 2, and D = 1, S = 2, T = 2:
+D x S x T ranks, for example 2 x 1 x 2 and 1 x 2 x 2:
 
-                  tensor                            tensor
-               rank 0  rank 1              stage 0  rank 0  rank 1
-    data       rank 2  rank 3              stage 1  rank 2  rank 3
+             tensor                     tensor
+    data     rank 0  rank 1    stage 0  rank 0  rank 1
+             rank 2  rank 3    stage 1  rank 2  rank 3
 
-1. **Tensor**: each layer is cut over T ranks, which talk in every layer: they are neighbours.
-2. **Pipeline**: the layers lie in S stages, between which activations travel.
-3. **Data**: D such replicas of the whole model have a share of the batch each. Their gradients are
-summed in buckets after the last backward, once per update: these ranks may be furthest apart.
+1. **Tensor**: each layer is cut over T ranks. They talk in every layer, so they are neighbours:
+rank = (d S + s) T + t. 2. **Pipeline**: the layers form S stages, between which activations
+travel. 3. **Data**: D replicas of all this have a share of the batch each. Their gradients are
+summed, in buckets, once per update: these ranks may be furthest apart.
 
-Each rank is in one group of each kind, and each group is a ``SubComm``: rank = (d S + s) T + t. What
-a rank holds and sends along one side is what it would with the other two sides 1, of its part.
+So a rank is in one group along each side, a ``SubComm``. Along a side it sends what it would send
+in that technique alone, of the part that the other two leave it.
 
 Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
 Megatron-LM" (2021), section 3; Shoeybi et al., "Megatron-LM" (2019), figure 8, for two sides.
@@ -81,7 +81,7 @@ class Mesh(Pipeline):
         self.group = TensorGroup(self.tensor)
         if self.tp > 1:
             self.group.cut(model)
-            self.classes = self.group.cuts[layers_of(model)[-1].weight].sizes
+            self.classes = self.group.cuts[layers_of(model)[-1].get_parameter("weight")].sizes
             self.loss = CutLoss(self.tensor, sum(self.classes))
         self.whole = lambda tensor: self.group.whole(tensor, tensor.detach())
         return line
@@ -93,7 +93,7 @@ class Mesh(Pipeline):
         self.norm_ranks = range(first, first + self.pp * self.tp)
         if self.tensor.rank > 0:
             uncut = (p for p in self.trained if p not in self.group.cuts)
-            self.counted_elsewhere |= set(map(id, uncut))
+            self.counted_elsewhere = {*self.counted_elsewhere, *map(id, uncut)}
         sizes = [p.numel() * p.element_size() for p in self.trained]
         kinds = [p.dtype for p in self.trained]
         assigned = assign_buckets(sizes, self.bucket_mb * MIB, kinds=kinds) if self.dp > 1 else []

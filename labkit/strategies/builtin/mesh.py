@@ -65,7 +65,7 @@ class TorchMesh(TorchTensorParallel):
         ]
         layers = [layer for layer in model.modules() if isinstance(layer, Block)]
         # FSDP warns of outputs that are views.
-        model.register_forward_hook(lambda *inputs_and_outputs: inputs_and_outputs[-1].contiguous())
+        model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
         for module in (*layers, model.to(self.group.comm.device)):
             shards = fully_shard(module, mesh=self.mesh["dp"])
             # A sum over ranks, not their mean.

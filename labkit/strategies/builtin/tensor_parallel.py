@@ -81,8 +81,8 @@ class TorchTensorParallel(TensorParallel):
                     # DTensor gives each rank rows that follow one another: those of its heads.
                     p.data = torch.cat([by_head.part(p.data, n) for n in range(mesh.size())])
                 parallelize_module(block, mesh, _OF_BLOCK)
-        tokens = {"token": RowwiseParallel(input_layouts=Replicate())}
-        parallelize_module(embeddings, mesh, tokens)
+        tokens = RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(embeddings, mesh, {"token": tokens})
         head.weight = embeddings.get_parameter("token.weight")
         whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         parallelize_module(head, mesh, whole)
