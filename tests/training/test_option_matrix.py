@@ -58,6 +58,7 @@ TRIED = [
     {"split_points": "2,3"},
     {"micro_batches": 3},
     {"schedule": "1f1b"},
+    {"recompute": True},
     {"sequence_parallel": True},
     {"stage": 1},
 ]
@@ -85,6 +86,7 @@ TAKEN_BY = {
     "split_points": both("model_parallel", "pipeline") | {("mesh", False)},
     "micro_batches": both("pipeline") | {("mesh", False)},
     "schedule": both("pipeline") | {("mesh", False)},
+    "recompute": {("model_parallel", False), ("pipeline", False), ("mesh", False)},
     # For a model of another kind, see tests/strategies/test_tensor_parallel.py.
     "sequence_parallel": set(),
     "stage": both("sharded"),
