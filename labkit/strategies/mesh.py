@@ -64,6 +64,14 @@ class Mesh(Pipeline):
     tp: int = 1
     bucket_mb: float = 25
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tp > 1 and self.hops_beside:
+            raise ValueError(
+                f"schedule {self.schedule} sends beside the work, and tp {self.tp} in it, on one "
+                "connection: use gpipe or 1f1b, or tp 1"
+            )
+
     def check_ranks(self, world_size: int) -> None:
         check_sides(self.dp, self.pp, self.tp, world_size)
 

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from labkit import RunConfig, run
 from labkit.costs.traffic import ring_all_reduce_cost
+from labkit.schedules.pipeline import stages_on_each
 from labkit.training.resolve import NOTHING, resolve
 from labkit.workload.losses import CountedLoss, SumOfMean
 
@@ -33,21 +34,24 @@ MESHES = {
     6: [(3, 2, 1)],
     8: [(2, 2, 2)],
 }
-# Of five layers, the first and the last of which share a parameter.
-CUTS = {1: (), 2: (2,), 3: (1, 3)}
+# By stage count, of five layers, the first and the last of which share a parameter.
+CUTS = {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}
 
 
-def made(dp, pp, tp, **options):
-    sides = {"dp": dp, "pp": pp, "tp": tp, "split_points": CUTS[pp]}
-    return ours_or_theirs("mesh", **sides, bucket_mb=0.002, **options)
+def made(dp, pp, tp, schedule="1f1b"):
+    sides = {"dp": dp, "pp": pp, "tp": tp, "split_points": CUTS[pp * stages_on_each(schedule)]}
+    options = {"schedule": schedule, "micro_batches": 2, "bucket_mb": 0.002}
+    return ours_or_theirs("mesh", **sides, **options)
 
 
 def cases_on(world_size):
     norms = itertools.cycle((CLIP_NORM, None, CLIP_NORM))
     for dp, pp, tp in MESHES[world_size]:
-        for make_model, schedule in ((small, "gpipe"), (frozen, "1f1b"), (frozen_first, "1f1b")):
-            how = {"micro_batches": 2, "schedule": schedule}
-            yield made(dp, pp, tp, **how), make_model, next(norms)
+        ways = [(small, "gpipe"), (frozen, "1f1b"), (frozen_first, "1f1b")]
+        if tp == 1 < pp:
+            ways += [(frozen, "zero_bubble"), *([(small, "interleaved")] if pp == 2 else [])]
+        for make_model, schedule in ways:
+            yield made(dp, pp, tp, schedule), make_model, next(norms)
         if pp == 1 and tp != 3:
             yield ours_or_theirs("mesh", True, dp=dp, tp=tp, accumulate=2), small, next(norms)
 
@@ -64,7 +68,7 @@ def sent_to(comm, meshes):
     """By mesh: what each peer was sent in a step, and how large this rank's gradients are."""
     found = []
     for mesh in meshes:
-        strategy = made(*mesh, micro_batches=2)()
+        strategy = made(*mesh)()
         strategy.loss = CountedLoss(SumOfMean(cross_entropy))
         strategy.setup(comm, small(), sgd)
         ((inputs, targets),) = some_texts((4,))
@@ -101,6 +105,7 @@ def test_a_rank_talks_to_the_ranks_of_its_groups_and_replicas_send_their_gradien
         ({"tp": 5, "builtin": True}, "12 heads into equal parts"),
         ({"pp": 2, "builtin": True}, "has no pipeline here, got pp 2"),
         ({"tp": 2, "model": "mlp", "dataset": "digits"}, "use model gpt"),
+        ({"tp": 2, "schedule": "zero_bubble"}, "use gpipe or 1f1b, or tp 1"),
         ({"dp": 3, "batch_size": 2}, "batch_size 2 is smaller than dp 3"),
     ],
 )
