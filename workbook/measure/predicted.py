@@ -1,0 +1,213 @@
+"""Steps of every technique as a model predicts them, and as they run, on emulated devices.
+
+A small transformer's blocks take time asleep, as on devices of their own, and messages go over an
+emulated link: so model and run concern the same thing, on two cores, too. What else a step does
+(real products, Python, copies) is not in the model, and shows in its error.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import labkit
+from labkit import strategies
+from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import EmulatedLink
+from labkit.costs.ddp_step import predict_step
+from labkit.costs.gpt_step import GPT
+from labkit.costs.link import Link, all_reduce_seconds, parameter_server_seconds
+from labkit.costs.pipeline_timeline import predicted_slots
+from labkit.costs.traffic import tensor_parallel_cost
+from labkit.schedules.bucket_assignment import MIB
+from labkit.schedules.pipeline import pipeline_streams
+from labkit.schedules.ring import chunk_bounds
+from labkit.schedules.sharding import sharded_pass
+from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.units import format_seconds
+from labkit.workload.losses import CountedLoss
+from labkit.workload.transformer import Block, gpt
+from workbook.measure.record import Spread, Table
+
+SAMPLES, MODEL = 12, GPT(layers=4, width=48, heads=12, length=16, vocabulary=64)
+# Seconds of a block's forward for one sample, and of a message over the link.
+FORWARD_S, LINK = 3e-3, Link(1e-3, 1e-7)
+MICRO_BATCHES, BUCKET_MB = 4, 0.1
+# A prediction within this relative error is called right.
+CLOSE = 0.2
+
+
+class _Asleep(torch.autograd.Function):
+    """An identity whose forward takes some seconds, and its backward twice as many."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
+class EmulatedBlock(Block):
+    """A block that takes ``FORWARD_S`` a sample, and less if it is cut over ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = sum(parameter.numel() for parameter in self.parameters()) / MODEL.block_parameters
+        return _Asleep.apply(super().forward(x), 0.0 if x.is_meta else len(x) * FORWARD_S * own)
+
+
+def build() -> nn.Sequential:
+    """The same model on all ranks."""
+    torch.manual_seed(0)
+    sizes = {"width": MODEL.width, "num_heads": MODEL.heads, "num_blocks": MODEL.layers}
+    model = nn.Sequential(*gpt((MODEL.length,), MODEL.vocabulary, **sizes))
+    for layer in model:
+        layer.__class__ = EmulatedBlock if isinstance(layer, Block) else type(layer)
+    return model
+
+
+def options_of(name: str, ranks: int) -> dict[str, Any]:
+    """The options with which a technique runs."""
+    cuts = [1 + start for start, _ in chunk_bounds(MODEL.layers, ranks)][1:]
+    tp = 1 + (ranks % 2 == 0)
+    return {
+        "data_parallel": {"devices": ("cpu",) * ranks},
+        "ddp": {"bucket_mb": BUCKET_MB},
+        "model_parallel": {"split_points": cuts},
+        "pipeline": {"split_points": cuts, "micro_batches": MICRO_BATCHES},
+        "mesh": {"dp": ranks // tp, "tp": tp, "micro_batches": 1},
+    }.get(name, {})
+
+
+def predicted_s(name: str, ranks: int) -> float:
+    """Seconds of a step, on paper: blocks that take ``FORWARD_S`` a sample, and messages."""
+    by_layer = [[4 * p.numel() for p in layer.parameters()] for layer in [*build()][:-1]]
+    sizes = list(itertools.chain(*by_layer))
+    total, all_s = sum(sizes), 3 * MODEL.layers * SAMPLES * FORWARD_S
+    workers = max(1, ranks - 1)
+    of_rank_s, of_worker_s = (
+        all_s * math.ceil(SAMPLES / count) / SAMPLES for count in (ranks, workers)
+    )
+    reduce_s = partial(all_reduce_seconds, "ring", link=LINK)
+    if name == "ddp":
+        block_s = 2 / 3 * of_rank_s / MODEL.layers
+        # The last block's gradients are ready first, the embeddings' with those of block 0.
+        ends = [min(MODEL.layers, len(by_layer) - 1 - n) * block_s for n in range(len(by_layer))]
+        ready_s = [end for end, layer in zip(ends, by_layer) for _ in layer]
+        return of_rank_s / 3 + predict_step(sizes, ready_s, BUCKET_MB * MIB, ranks, LINK).step_s
+    if name in ("model_parallel", "pipeline"):
+        m = MICRO_BATCHES if name == "pipeline" else 1
+        each_s = [
+            all_s / 3 / m * (end - start) / MODEL.layers
+            for start, end in chunk_bounds(MODEL.layers, ranks)
+        ]
+        hop_s = LINK.message_seconds(4 * SAMPLES / m * MODEL.length * MODEL.width)
+        streams, hops_s = pipeline_streams("gpipe", ranks, m), [hop_s] * (ranks - 1)
+        slots = predicted_slots(streams, each_s, [2 * s for s in each_s], hops_s)
+        # The first and the last stage add up the gradients of the tied embedding.
+        return max(slot.end_s for slot in slots) + 2 * LINK.message_seconds(sizes[0])
+    if name == "sharded":
+        return _sharded_s([*map(sum, by_layer)], of_rank_s / 3 / MODEL.layers, ranks)
+    if name in ("tensor_parallel", "mesh"):
+        tp = options_of("mesh", ranks)["tp"] if name == "mesh" else ranks
+        shape = (SAMPLES * tp // ranks, MODEL.length, MODEL.width)
+        cut = tensor_parallel_cost(shape, MODEL.layers, 4, tp)
+        cut_s = cut.messages * LINK.alpha_s + cut.num_bytes * LINK.beta_s_per_byte
+        return all_s / ranks + cut_s + reduce_s(total / tp, ranks // tp)
+    serve_s = 2 * (LINK.message_seconds(total) + LINK.alpha_s)
+    return {
+        "single": all_s,
+        "data_parallel": of_rank_s,
+        "ring_all_reduce": of_rank_s + reduce_s(total, ranks),
+        "parameter_server": of_worker_s + parameter_server_seconds(total, workers, 1, LINK),
+        # A worker waits for its own push and pull, or for those of all others.
+        "async_parameter_server": max(of_worker_s + serve_s, workers * serve_s),
+    }[name]
+
+
+def _sharded_s(sizes: list[int], block_s: float, ranks: int) -> float:
+    """Stage 3: a unit is a layer, and one thread computes while another one sends."""
+    uses = [*([n] for n in range(len(sizes))), [0]]
+    now_s = free_s = 0.0
+    ends_s: dict[int, float] = {}
+    for kind, n in sharded_pass(3, uses, range(len(sizes))):
+        if kind in ("gather", "reduce"):
+            half_s = all_reduce_seconds("ring", sizes[n], ranks, LINK) / 2
+            ends_s[n] = free_s = max(now_s, free_s) + half_s
+        elif kind in ("wait", "finish"):
+            now_s = max(now_s, ends_s[n])
+        elif kind in ("forward", "backward") and 1 <= n <= MODEL.layers:
+            now_s += block_s * (1 + (kind == "backward"))
+    return now_s
+
+
+def _steps(comm: Comm, name: str, ranks: int, repeats: int) -> list[float]:
+    """Seconds of each step on this rank, after one that warms up; asynchronously, on the server."""
+    strategy = strategies.get(name)(**options_of(name, ranks))
+    strategy.loss = CountedLoss(functional.cross_entropy)
+    strategy.setup(comm, build(), partial(torch.optim.SGD, lr=0.01))
+    tokens = torch.arange(SAMPLES * (MODEL.length + 1)).view(SAMPLES, -1) % MODEL.vocabulary
+    mine = tokens[strategy.part_of(torch.arange(SAMPLES))]
+    batch = mine[:, :-1], mine[:, 1:].contiguous(), SAMPLES
+    if isinstance(strategy, AsyncParameterServer):
+        # A step is as many pushes as there are workers.
+        ends = strategy.train(itertools.repeat(batch), 1, repeats + 1)
+        seconds = [after - before for (before, _), (after, _) in itertools.pairwise([*ends])]
+    else:
+        seconds = []
+        for _ in range(repeats + 1):
+            comm.barrier()
+            start_s = time.perf_counter()
+            strategy.step(*batch)
+            seconds.append(time.perf_counter() - start_s)
+    strategy.close()
+    return seconds[-repeats:]
+
+
+def _all_steps(comm: Comm, names: Sequence[str], *rest: int) -> list[list[float]]:
+    torch.set_num_threads(1)
+    return [_steps(comm, name, *rest) for name in names]
+
+
+def measured_s(
+    ranks: int, repeats: int = 3, names: Sequence[str] = strategies.STRATEGIES
+) -> dict[str, list[float]]:
+    """By technique, seconds of its steps on ``ranks`` ranks: of the one that took longest."""
+    link = EmulatedLink(LINK.alpha_s, 1 / LINK.beta_s_per_byte)
+    found: dict[str, list[float]] = {}
+    for world_size in (1, ranks):
+        alone = [n for n in names if n == "single" or strategies.get(n).in_one_process]
+        some = alone if world_size == 1 else [n for n in names if n not in alone]
+        run = partial(labkit.run, world_size=world_size, device="cpu", link=link)
+        by_rank = run(_all_steps, some, ranks, repeats).values
+        for name, rows in zip(some, zip(*by_rank)):
+            found[name] = [max(step) for step in zip(*filter(None, rows))]
+    return {name: found[name] for name in names}
+
+
+def beside(measured: Mapping[str, Sequence[float]], ranks: int) -> Table:
+    """Model and measurement of each technique, with the error of the model."""
+    models = {name: predicted_s(name, ranks) for name in measured}
+    errors = {n: models[n] / statistics.median(steps) - 1 for n, steps in measured.items()}
+    rows = [
+        (
+            *(name, format_seconds(models[name])),
+            *(Spread.of(steps).text(format_seconds), f"{errors[name]:+.0%}"),
+        )
+        for name, steps in measured.items()
+    ]
+    close = sum(abs(error) <= CLOSE for error in errors.values())
+    note = f"{close} of {len(rows)} within {CLOSE:.0%} on {ranks} emulated devices."
+    heads = ("technique", "step (model)", "measured (quartiles)", "model's error")
+    return Table(heads, tuple(rows), (note,))
