@@ -145,6 +145,7 @@ class RunConfig:
         split_points: layers K,K that begin a stage; by default an even split by FLOPs
         micro_batches: pipeline: micro-batches per batch
         schedule: pipeline: order of micro-batches
+        stage: sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters
 
     Raises:
         ValueError: a value outside its limits, or settings that contradict each other.
@@ -195,6 +196,7 @@ class RunConfig:
     split_points: str | None = None
     micro_batches: int | None = None
     schedule: str | None = None
+    stage: int | None = None
 
     def __post_init__(self) -> None:
         given = {setting.name: getattr(self, setting.name) for setting in fields(self)}

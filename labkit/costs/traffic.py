@@ -21,6 +21,7 @@ from labkit.schedules.ring import (
     ring_share_reduce,
     rings_between,
 )
+from labkit.schedules.sharding import Instruction, Uses, sharded_pass
 from labkit.schedules.tree import binomial_broadcast
 
 
@@ -155,6 +156,32 @@ def parameter_server_cost(
         return Cost(2 * servers, servers, num_elements * element_bytes)
     start, end = chunk_bounds(num_elements, servers)[rank]
     return Cost(2 * workers, workers, workers * (end - start) * element_bytes)
+
+
+def sharded_cost(
+    sizes: Sequence[int],
+    stage: int,
+    world_size: int,
+    rank: int = 0,
+    *,
+    uses: Uses | None = None,
+    trained: Sequence[int] | None = None,
+    element_bytes: int = 4,
+    micro_batches: int = 1,
+) -> Cost:
+    """One step of ``sharded``: 2, 2 and 3 (P - 1) / P x S bytes in stages 1, 2 and 3.
+
+    That is if all is trained and no parameter tied. M micro-batches reduce M times in stage 2, and
+    gather as often in stage 3. The arguments are those of ``sharded_memory``. Left out: clipping.
+    """
+    flats = range(len(sizes))
+    uses, trained = uses or [(flat,) for flat in flats], flats if trained is None else trained
+    halves = {"gather": share_only_cost, "reduce": share_reduce_cost}
+    done = [one for one in sharded_pass(stage, uses, trained) if one.kind in halves]
+    done *= micro_batches if stage > 1 else 1
+    done += [Instruction("gather", flat) for flat in trained] * (stage < 3)
+    costs = [halves[kind](sizes[flat], element_bytes, world_size, rank) for kind, flat in done]
+    return sum(costs, start=Cost(0, 0, 0))
 
 
 def data_parallel_cost(

@@ -6,6 +6,7 @@
     bucket_assignment  which gradients DDP sends together (when: ``strategies.ddp``)
     split_points       where a list of layers is cut into stages
     pipeline           GPipe and 1F1B: what each stage runs, and the messages in between
+    sharding           when sharded parameters are gathered and freed, and gradients reduced
     learning_rate      the learning rate of each update: warm-up, then constant, step or cosine
 
 Each schedule is written once: the real run executes it, the figures draw it, and the tests compare

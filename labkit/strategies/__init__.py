@@ -21,6 +21,7 @@ TECHNIQUES = {
     "model_parallel": ("model_parallel.ModelParallel", "builtin.pipeline.TorchModelParallel"),
     "pipeline": ("model_parallel.Pipeline", "builtin.pipeline.TorchPipeline"),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "builtin.ddp.TorchDDP"),
+    "sharded": ("sharded.Sharded", "builtin.sharded.TorchSharded"),
 }
 # The variants for runs that name devices: one process instead of one rank per device.
 IN_ONE_PROCESS = {"model_parallel": "model_parallel.ModelParallelOneProcess"}

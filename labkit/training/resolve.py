@@ -161,7 +161,9 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
             f"one is {mean:.4g}: return the mean over samples (reduction='mean'; with weights, "
             "(weights * losses).mean()), so that shares add up"
         )
-    return make_strategy(config, own=own, work=work), work
+    strategy = make_strategy(config, own=own, work=work)
+    strategy.check_model(model, work.loss, config.world_size)
+    return strategy, work
 
 
 def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:

@@ -112,9 +112,10 @@ class HeldBytes(saved_tensors_hooks):
     def __init__(self, module: nn.Module):
         super().__init__(self._pack, lambda tensor: tensor)
         own = [t.untyped_storage() for t in (*module.parameters(), *module.buffers())]
-        # Keep the storages themselves: the address of a freed one may be used again.
-        self._own = {storage.data_ptr(): storage for storage in own}
-        # By address, and of each storage the bytes kept by where they begin.
+        # Keep the storages themselves: the identity of a freed one may be used again. (Its address
+        # may change: that of sharded parameters does.)
+        self._own = {storage._cdata: storage for storage in own}
+        # By storage, and of each storage the bytes kept by where they begin.
         self._kept: dict[int, tuple[torch.UntypedStorage, Counter[int]]] = {}
         self.num_bytes = 0
 
@@ -124,8 +125,8 @@ class HeldBytes(saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage, start = tensor.untyped_storage(), int(tensor.storage_offset())
-        if (address := storage.data_ptr()) not in self._own:
-            _, kept = self._kept.setdefault(address, (storage, Counter()))
+        if (identity := storage._cdata) not in self._own:
+            _, kept = self._kept.setdefault(identity, (storage, Counter()))
             before = min(storage.nbytes(), kept.total())
             # Of a slice of a batch count only the slice, of an expanded tensor only what exists.
             kept[start] = max(kept[start], tensor.nbytes)

@@ -99,6 +99,12 @@ def on_ranks(world_size):
     yield ours_or_theirs("ddp", bucket_mb=0, accumulate=3), odd
     yield ours_or_theirs("ddp", True, accumulate=2), all_used
     yield ours_or_theirs("ddp", True, backend="labkit", bucket_mb=0.0003), all_used
+    for stage in (1, 2, 3):
+        # An odd number, so that each of them is clipped in one stage and not in the next.
+        yield ours_or_theirs("sharded", stage=stage, accumulate=3), odd
+        yield ours_or_theirs("sharded", stage=stage), (in_place, frozen_first)[stage == 2]
+        yield ours_or_theirs("sharded", True, stage=stage), all_used
+    yield ours_or_theirs("sharded", True, backend="labkit", accumulate=2), all_used
     for servers in range(1, max(2, world_size)):
         yield ours_or_theirs("parameter_server", servers=servers, accumulate=2), odd
     yield ours_or_theirs("parameter_server", True, servers=max(1, world_size // 2)), odd

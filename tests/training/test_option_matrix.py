@@ -28,6 +28,8 @@ TECHNIQUES = {
     ("ddp", False): THREE,
     ("ddp", True): THREE,
     ("ring_all_reduce", False): THREE,
+    ("sharded", False): THREE,
+    ("sharded", True): THREE,
     ("parameter_server", False): THREE,
     ("parameter_server", True): THREE,
     ("model_parallel", False): STAGES,
@@ -54,6 +56,7 @@ TRIED = [
     {"split_points": "2,3"},
     {"micro_batches": 3},
     {"schedule": "1f1b"},
+    {"stage": 1},
 ]
 
 
@@ -68,9 +71,9 @@ TAKEN_BY = {
     "accumulate": TECHNIQUES.keys()
     - both("pipeline")
     - {("model_parallel", True), ("data_parallel", False)},
-    "sync_batch_norm": both("single", "parameter_server") | IN_STEP,
+    "sync_batch_norm": both("single", "parameter_server", "sharded") | IN_STEP,
     "straggler": SERVED | {("ring_all_reduce", False)},
-    "bucket_mb": both("ddp"),
+    "bucket_mb": both("ddp") | {("sharded", True)},
     "average_every": {("ddp", False)},
     "compress": {("ring_all_reduce", False)},
     "hierarchical": {("ddp", False), ("ring_all_reduce", False)},
@@ -79,6 +82,7 @@ TAKEN_BY = {
     "split_points": both("model_parallel", "pipeline"),
     "micro_batches": both("pipeline"),
     "schedule": both("pipeline"),
+    "stage": both("sharded"),
 }
 # With these a run moves about as one device does, by this share of the way.
 NEAR = {"amp": 0.15, "compress": 2.0}

@@ -109,6 +109,8 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
         "ring": job("ring_all_reduce", 3, **SCHEDULED),
         "ddp": job("ddp", 3, bucket_mb=0.001),
         "ddp_builtin": job("ddp", 3, builtin=True, bucket_mb=0.001),
+        "sharded": job("sharded", 3, **SCHEDULED),
+        "sharded_1": job("sharded", 3, stage=1, clip_norm=0.5),
         "over_hosts": job("ring_all_reduce", 3, compress="bf16", hierarchical=True),
         "one_server": job("parameter_server", 3),
         "pipeline": job("pipeline", 3, schedule="1f1b", micro_batches=3),
@@ -116,13 +118,20 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
     all_equal(jobs, 3, tmp_path)
 
 
-EXACT = {"model": "mlp", "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
+def tied():
+    layers = [nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)]
+    layers[2].weight = layers[0].weight
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+EXACT = {"model": tied, "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
 # Where a run has been saved, and where it goes on.
 MOVES = [
     (("ring_all_reduce", 3), ("ddp", 2)),
     (("parameter_server", 3), ("model_parallel", 2)),
     (("pipeline", 3), ("parameter_server", 2)),
-    (("ddp", 3), ("single", 1)),
+    (("ddp", 3), ("sharded", 2)),
+    (("sharded", 3), ("ddp", 2)),
 ]
 
 
