@@ -25,12 +25,15 @@ from labkit.costs.ddp_step import predict_step
 from labkit.costs.gpt_step import GPT
 from labkit.costs.link import Link, all_reduce_seconds, parameter_server_seconds
 from labkit.costs.pipeline_timeline import predicted_slots
+
 from labkit.costs.traffic import tensor_parallel_cost
+from labkit.devices import num_cores
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.pipeline import pipeline_streams
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.sharding import sharded_pass
 from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.training.measured import measure_link
 from labkit.units import format_seconds
 from labkit.workload.losses import CountedLoss
 from labkit.workload.transformer import Block, gpt
@@ -39,6 +42,8 @@ from workbook.measure.record import Spread, Table
 SAMPLES, MODEL = 12, GPT(layers=4, width=48, heads=12, length=16, vocabulary=64)
 # Seconds of a block's forward for one sample, and of a message over the link.
 FORWARD_S, LINK = 3e-3, Link(1e-3, 1e-7)
+_LINK = EmulatedLink(LINK.alpha_s, 1 / LINK.beta_s_per_byte)
+_run = partial(labkit.run, device="cpu", link=_LINK)
 MICRO_BATCHES, BUCKET_MB = 4, 0.1
 # A prediction within this relative error is called right.
 CLOSE = 0.2
@@ -90,70 +95,70 @@ def options_of(name: str, ranks: int) -> dict[str, Any]:
     }.get(name, {})
 
 
-def predicted_s(name: str, ranks: int) -> float:
-    """Seconds of a step, on paper: blocks that take ``FORWARD_S`` a sample, and messages."""
+def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -> float:
+    """Seconds of a step, on paper: a block's forward takes ``FORWARD_S`` a sample and ``call_s``.
+
+    A message takes what ``link`` says. Both are measured beforehand (``look``), or those that are
+    emulated.
+    """
     by_layer = [[4 * p.numel() for p in layer.parameters()] for layer in [*build()][:-1]]
     sizes = list(itertools.chain(*by_layer))
-    total, all_s = sum(sizes), 3 * MODEL.layers * SAMPLES * FORWARD_S
-    workers = max(1, ranks - 1)
-    of_rank_s, of_worker_s = (
-        all_s * math.ceil(SAMPLES / count) / SAMPLES for count in (ranks, workers)
-    )
-    reduce_s = partial(all_reduce_seconds, "ring", link=LINK)
+    total, layers, workers = sum(sizes), MODEL.layers, max(1, ranks - 1)
+    reduce_s = partial(all_reduce_seconds, "ring", link=link)
+    # Ranks that work at once share the cores.
+    call_s *= 1 if name in ("single", "model_parallel") else max(1, ranks / num_cores())
+
+    def blocks_s(samples: float, part: float = 1.0) -> float:
+        """Forward of all blocks for some of the samples, of a part of each block."""
+        return layers * (math.ceil(samples) * FORWARD_S * part + call_s)
+
+    replica_s, worker_s = blocks_s(SAMPLES / ranks), blocks_s(SAMPLES / workers)
     if name == "ddp":
-        block_s = 2 / 3 * of_rank_s / MODEL.layers
         # The last block's gradients are ready first, the embeddings' with those of block 0.
-        ends = [min(MODEL.layers, len(by_layer) - 1 - n) * block_s for n in range(len(by_layer))]
-        ready_s = [end for end, layer in zip(ends, by_layer) for _ in layer]
-        return of_rank_s / 3 + predict_step(sizes, ready_s, BUCKET_MB * MIB, ranks, LINK).step_s
+        ends = [min(layers, len(by_layer) - 1 - n) for n in range(len(by_layer))]
+        ready_s = [2 * replica_s / layers * n for n, own in zip(ends, by_layer) for _ in own]
+        return replica_s + predict_step(sizes, ready_s, BUCKET_MB * MIB, ranks, link).step_s
     if name in ("model_parallel", "pipeline"):
         m = MICRO_BATCHES if name == "pipeline" else 1
-        each_s = [
-            all_s / 3 / m * (end - start) / MODEL.layers
-            for start, end in chunk_bounds(MODEL.layers, ranks)
-        ]
-        hop_s = LINK.message_seconds(4 * SAMPLES / m * MODEL.length * MODEL.width)
-        streams, hops_s = pipeline_streams("gpipe", ranks, m), [hop_s] * (ranks - 1)
-        slots = predicted_slots(streams, each_s, [2 * s for s in each_s], hops_s)
+        hop_s = link.message_seconds(4 * SAMPLES / m * MODEL.length * MODEL.width)
+        bounds = chunk_bounds(layers, ranks)
+        each_s = [blocks_s(SAMPLES / m) * (end - start) / layers for start, end in bounds]
+        # A stage that sends waits until the message has arrived.
+        forward_s = [s + hop_s * (n < ranks - 1) for n, s in enumerate(each_s)]
+        backward_s = [2 * s + hop_s * (n > 0) for n, s in enumerate(each_s)]
+        slots = predicted_slots(pipeline_streams("gpipe", ranks, m), forward_s, backward_s)
         # The first and the last stage add up the gradients of the tied embedding.
-        return max(slot.end_s for slot in slots) + 2 * LINK.message_seconds(sizes[0])
+        return max(slot.end_s for slot in slots) + 2 * link.message_seconds(sizes[0])
     if name == "sharded":
-        return _sharded_s([*map(sum, by_layer)], of_rank_s / 3 / MODEL.layers, ranks)
+        # One thread computes, unit by unit, while another one sends.
+        uses, now_s, free_s, ends_s = [[n] for n in range(len(by_layer))] + [[0]], 0.0, 0.0, {}
+        for kind, n in sharded_pass(3, uses, range(len(by_layer))):
+            if kind in ("gather", "reduce"):
+                ends_s[n] = free_s = max(now_s, free_s) + reduce_s(sum(by_layer[n]), ranks) / 2
+            elif kind in ("wait", "finish"):
+                now_s = max(now_s, ends_s[n])
+            elif kind in ("forward", "backward") and 1 <= n <= layers:
+                now_s += replica_s / layers * (1 + (kind == "backward"))
+        return now_s
     if name in ("tensor_parallel", "mesh"):
         tp = options_of("mesh", ranks)["tp"] if name == "mesh" else ranks
         shape = (SAMPLES * tp // ranks, MODEL.length, MODEL.width)
-        cut = tensor_parallel_cost(shape, MODEL.layers, 4, tp)
-        cut_s = cut.messages * LINK.alpha_s + cut.num_bytes * LINK.beta_s_per_byte
-        return all_s / ranks + cut_s + reduce_s(total / tp, ranks // tp)
-    serve_s = 2 * (LINK.message_seconds(total) + LINK.alpha_s)
+        cut = tensor_parallel_cost(shape, layers, 4, tp)
+        cut_s = cut.messages * link.alpha_s + cut.num_bytes * link.beta_s_per_byte
+        return 3 * blocks_s(shape[0], 1 / tp) + cut_s + reduce_s(total / tp, ranks // tp)
+    serve_s = 2 * (link.message_seconds(total) + link.alpha_s)
     return {
-        "single": all_s,
-        "data_parallel": of_rank_s,
-        "ring_all_reduce": of_rank_s + reduce_s(total, ranks),
-        "parameter_server": of_worker_s + parameter_server_seconds(total, workers, 1, LINK),
+        "single": 3 * blocks_s(SAMPLES),
+        "data_parallel": 3 * replica_s,
+        "ring_all_reduce": 3 * replica_s + reduce_s(total, ranks),
+        "parameter_server": 3 * worker_s + parameter_server_seconds(total, workers, 1, link),
         # A worker waits for its own push and pull, or for those of all others.
-        "async_parameter_server": max(of_worker_s + serve_s, workers * serve_s),
+        "async_parameter_server": max(3 * worker_s + serve_s, workers * serve_s),
     }[name]
 
 
-def _sharded_s(sizes: list[int], block_s: float, ranks: int) -> float:
-    """Stage 3: a unit is a layer, and one thread computes while another one sends."""
-    uses = [*([n] for n in range(len(sizes))), [0]]
-    now_s = free_s = 0.0
-    ends_s: dict[int, float] = {}
-    for kind, n in sharded_pass(3, uses, range(len(sizes))):
-        if kind in ("gather", "reduce"):
-            half_s = all_reduce_seconds("ring", sizes[n], ranks, LINK) / 2
-            ends_s[n] = free_s = max(now_s, free_s) + half_s
-        elif kind in ("wait", "finish"):
-            now_s = max(now_s, ends_s[n])
-        elif kind in ("forward", "backward") and 1 <= n <= MODEL.layers:
-            now_s += block_s * (1 + (kind == "backward"))
-    return now_s
-
-
 def _steps(comm: Comm, name: str, ranks: int, repeats: int) -> list[float]:
-    """Seconds of each step on this rank, after one that warms up; asynchronously, on the server."""
+    """Seconds of this rank's steps, after one that warms up; asynchronous ones on the server."""
     strategy = strategies.get(name)(**options_of(name, ranks))
     strategy.loss = CountedLoss(functional.cross_entropy)
     strategy.setup(comm, build(), partial(torch.optim.SGD, lr=0.01))
@@ -175,30 +180,38 @@ def _steps(comm: Comm, name: str, ranks: int, repeats: int) -> list[float]:
     return seconds[-repeats:]
 
 
-def _all_steps(comm: Comm, names: Sequence[str], *rest: int) -> list[list[float]]:
-    torch.set_num_threads(1)
-    return [_steps(comm, name, *rest) for name in names]
-
-
 def measured_s(
-    ranks: int, repeats: int = 3, names: Sequence[str] = strategies.STRATEGIES
+    ranks: int, names: Sequence[str] = strategies.STRATEGIES, repeats: int = 3
 ) -> dict[str, list[float]]:
     """By technique, seconds of its steps on ``ranks`` ranks: of the one that took longest."""
-    link = EmulatedLink(LINK.alpha_s, 1 / LINK.beta_s_per_byte)
+
+    def all_steps(comm: Comm, names: Sequence[str]) -> list[list[float]]:
+        torch.set_num_threads(1)
+        return [_steps(comm, name, ranks, repeats) for name in names]
+
     found: dict[str, list[float]] = {}
-    for world_size in (1, ranks):
-        alone = [n for n in names if n == "single" or strategies.get(n).in_one_process]
-        some = alone if world_size == 1 else [n for n in names if n not in alone]
-        run = partial(labkit.run, world_size=world_size, device="cpu", link=link)
-        by_rank = run(_all_steps, some, ranks, repeats).values
+    alone = [n for n in names if n == "single" or strategies.get(n).in_one_process]
+    for world_size, some in ((1, alone), (ranks, [n for n in names if n not in alone])):
+        by_rank = _run(all_steps, some, world_size=world_size).values if some else []
         for name, rows in zip(some, zip(*by_rank)):
             found[name] = [max(step) for step in zip(*filter(None, rows))]
     return {name: found[name] for name in names}
 
 
-def beside(measured: Mapping[str, Sequence[float]], ranks: int) -> Table:
+def look(ranks: int) -> tuple[Link, float]:
+    """What a model has to know: a message between ranks, and what a block's call takes itself."""
+    sizes = (2**8, 2**12, 2**16)
+    link = measure_link(ranks, "exchange", sizes_bytes=sizes, repeats=5, device="cpu", link=_LINK)
+    (steps,) = measured_s(1, ["single"]).values()
+    own_s = statistics.median(steps) - predicted_s("single", 1)
+    return link, max(0.0, own_s / (3 * MODEL.layers))
+
+
+def beside(
+    measured: Mapping[str, Sequence[float]], ranks: int, link: Link, call_s: float
+) -> Table:
     """Model and measurement of each technique, with the error of the model."""
-    models = {name: predicted_s(name, ranks) for name in measured}
+    models = {name: predicted_s(name, ranks, link, call_s) for name in measured}
     errors = {n: models[n] / statistics.median(steps) - 1 for n, steps in measured.items()}
     rows = [
         (
