@@ -12,7 +12,7 @@ from labkit.schedules.pipeline import PIPELINES
 from labkit.units import MOST, check_choice, check_integer, check_number
 
 # Techniques whose ranks divide the model between them, not the batch.
-STAGED = ("model_parallel", "pipeline")
+STAGED = ("model_parallel", "pipeline", "tensor_parallel")
 # Techniques for which several devices are devices of one process, not one for each rank.
 ONE_PROCESS = ("single", "data_parallel", "model_parallel")
 AUGMENTATIONS = ("crop", "flip", "randaugment", "colorjitter", "erasing")
@@ -145,6 +145,7 @@ class RunConfig:
         split_points: layers K,K that begin a stage; by default an even split by FLOPs
         micro_batches: pipeline: micro-batches per batch
         schedule: pipeline: order of micro-batches
+        sequence_parallel: tensor_parallel: divide positions where layers are not cut
         stage: sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters
 
     Raises:
@@ -196,6 +197,7 @@ class RunConfig:
     split_points: str | None = None
     micro_batches: int | None = None
     schedule: str | None = None
+    sequence_parallel: bool = False
     stage: int | None = None
 
     def __post_init__(self) -> None:

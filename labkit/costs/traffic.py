@@ -240,3 +240,36 @@ def model_parallel_cost(
     cuts = [min(rank, peer) for peer in {message.peer for message in sent}]
     num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for cut in cuts)
     return Cost(steps, len(sent), num_bytes)
+
+
+def tensor_parallel_cost(
+    shape: tuple[int, int, int],
+    num_blocks: int,
+    element_bytes: int,
+    world_size: int,
+    rank: int = 0,
+    *,
+    sequence_parallel: bool = False,
+    replicated: int = 0,
+) -> Cost:
+    """Forward and backward of a transformer whose layers are cut over P ranks.
+
+    Each block has two all-reduces of [n, T, D] forward and two backward: 8 (P - 1) / P x n T D
+    elements. The embedding has one, the head one, and the loss three of [n, T]. With
+    ``sequence_parallel`` an all-reduce is done as its two halves, in two places, and one more adds
+    up the gradients of ``replicated`` elements: norms, positions, biases of sums. Left out:
+    clipping, fp16. ``shape`` is (n, T, D).
+    """
+    samples, length, width = shape
+    loss = ring_all_reduce_cost(samples * length, element_bytes, world_size, rank)
+    ends = [loss] * 3
+    if sequence_parallel:
+        # Rank r's positions are chunk r + 1, see ``schedules.ring.owned_chunk``.
+        place, sizes = (rank - 1) % world_size, (length, samples * width * element_bytes)
+        ends += [ring_all_reduce_cost(*sizes, world_size, place)] * (4 * num_blocks + 2)
+        ends += [ring_all_reduce_cost(replicated, element_bytes, world_size, rank)]
+    else:
+        size = samples * length * width
+        each = ring_all_reduce_cost(size, element_bytes, world_size, rank)
+        ends += [each] * (4 * num_blocks + 2)
+    return sum(ends, Cost(0, 0, 0))

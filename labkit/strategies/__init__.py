@@ -21,6 +21,10 @@ TECHNIQUES = {
     "model_parallel": ("model_parallel.ModelParallel", "builtin.pipeline.TorchModelParallel"),
     "pipeline": ("model_parallel.Pipeline", "builtin.pipeline.TorchPipeline"),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "builtin.ddp.TorchDDP"),
+    "tensor_parallel": (
+        "tensor_parallel.TensorParallel",
+        "builtin.tensor_parallel.TorchTensorParallel",
+    ),
     "sharded": ("sharded.Sharded", "builtin.sharded.TorchSharded"),
 }
 # The variants for runs that name devices: one process instead of one rank per device.

@@ -56,6 +56,7 @@ TRIED = [
     {"split_points": "2,3"},
     {"micro_batches": 3},
     {"schedule": "1f1b"},
+    {"sequence_parallel": True},
     {"stage": 1},
 ]
 
@@ -82,6 +83,8 @@ TAKEN_BY = {
     "split_points": both("model_parallel", "pipeline"),
     "micro_batches": both("pipeline"),
     "schedule": both("pipeline"),
+    # For a model of another kind, see tests/strategies/test_tensor_parallel.py.
+    "sequence_parallel": set(),
     "stage": both("sharded"),
 }
 # With these a run moves about as one device does, by this share of the way.
