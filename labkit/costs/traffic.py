@@ -245,31 +245,27 @@ def model_parallel_cost(
 def tensor_parallel_cost(
     shape: tuple[int, int, int],
     num_blocks: int,
+    replicated: int,
     element_bytes: int,
     world_size: int,
     rank: int = 0,
     *,
     sequence_parallel: bool = False,
-    replicated: int = 0,
 ) -> Cost:
-    """Forward and backward of a transformer whose layers are cut over P ranks.
+    """One step of a transformer whose layers are cut over P ranks; ``shape`` is (n, T, D).
 
     Each block has two all-reduces of [n, T, D] forward and two backward: 8 (P - 1) / P x n T D
-    elements. The embedding has one, the head one, and the loss three of [n, T]. With
-    ``sequence_parallel`` an all-reduce is done as its two halves, in two places, and one more adds
-    up the gradients of ``replicated`` elements: norms, positions, biases of sums. Left out:
-    clipping, fp16. ``shape`` is (n, T, D).
+    elements. The embedding has one, the head one, the loss three of [n, T], and one is of the
+    gradients of the ``replicated`` elements: norms, positions, biases of sums. With
+    ``sequence_parallel`` those of [n, T, D] are done as their two halves, in two places. Left
+    out: clipping, fp16.
     """
     samples, length, width = shape
-    loss = ring_all_reduce_cost(samples * length, element_bytes, world_size, rank)
-    ends = [loss] * 3
+    place, size, size_bytes = rank, samples * length * width, element_bytes
     if sequence_parallel:
-        # Rank r's positions are chunk r + 1, see ``schedules.ring.owned_chunk``.
-        place, sizes = (rank - 1) % world_size, (length, samples * width * element_bytes)
-        ends += [ring_all_reduce_cost(*sizes, world_size, place)] * (4 * num_blocks + 2)
-        ends += [ring_all_reduce_cost(replicated, element_bytes, world_size, rank)]
-    else:
-        size = samples * length * width
-        each = ring_all_reduce_cost(size, element_bytes, world_size, rank)
-        ends += [each] * (4 * num_blocks + 2)
+        # A chunk is some positions, and those of rank r are ``schedules.ring.owned_chunk``.
+        place, size, size_bytes = (rank - 1) % world_size, length, size // length * element_bytes
+    ends = [ring_all_reduce_cost(size, size_bytes, world_size, place)] * (4 * num_blocks + 2)
+    ends += [ring_all_reduce_cost(samples * length, element_bytes, world_size, rank)] * 3
+    ends += [ring_all_reduce_cost(replicated, element_bytes, world_size, rank)]
     return sum(ends, Cost(0, 0, 0))

@@ -171,13 +171,16 @@ class TensorGroup:
             self.cuts[self._made[whole]] = cut
         return self._made[whole]
 
-    def sum_replicated(self, trained: Sequence[nn.Parameter]) -> None:
-        """With sequence parallelism, add up what each rank's positions give to the gradients of
-        the parameters that all ranks have."""
+    def agree(self, trained: Sequence[nn.Parameter]) -> None:
+        """After a backward, give the parameters that all ranks have the same gradients.
+
+        With sequence parallelism each rank has the terms of its own positions. Otherwise all have
+        computed the same, but a sum is rounded otherwise on another number of threads.
+        """
         gradients = [p.grad for p in trained if p not in self.cuts and p.grad is not None]
-        if self.sequence_parallel and gradients:
+        if gradients:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
-            fast_ring_all_reduce(self.comm, flat)
+            fast_ring_all_reduce(self.comm, flat, "sum" if self.sequence_parallel else "mean")
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients])):
                 gradient.copy_(total.view_as(gradient))
 

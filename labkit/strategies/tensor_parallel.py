@@ -4,7 +4,8 @@
 vocabulary (``tensor_cut``); norms, positions and the biases of sums are on all ranks. 2. Every
 rank gets the whole batch. In each block, two all-reduces of [n, T, D] add up the ranks' terms
 going forward, and two going backward. 3. The loss is computed from logits that no rank has all of.
-4. Every rank updates its parts; what all ranks have gets the same update on each.
+4. One more all-reduce lets all ranks agree on the gradients of what they all have, to the bit.
+5. Every rank updates its parts, and that.
 
 A rank holds 1 / P of most parameters, gradients and optimizer states, and of the activations
 inside the cuts; with ``sequence_parallel`` also of those outside. The price is communication that
@@ -104,7 +105,7 @@ class TensorParallel(OnShares):
         return loss if self.comm.rank == 0 else torch.zeros_like(loss)
 
     def sum_gradients(self) -> None:
-        self.group.sum_replicated(self.trained)
+        self.group.agree(self.trained)
 
     def run(self, inputs: Tensor) -> Tensor:
         return torch.cat(gathered(self.comm, self.model(inputs), 1, self.classes), dim=1)

@@ -143,17 +143,16 @@ def test_a_step_sends_the_bytes_of_the_formula(world_size):
     replicated = sum(p.numel() for part in kept for p in part.parameters()) + 2 * BLOCKS * WIDTH
     for rank, both in enumerate(values):
         for is_sequence, (*_, sent) in zip((False, True), both, strict=True):
-            due = tensor_parallel_cost(
-                (BATCHES[0], LENGTH, WIDTH), BLOCKS, 8, world_size, rank,
-                sequence_parallel=is_sequence, replicated=replicated,
-            )  # fmt: skip
+            where = replicated, 8, world_size, rank
+            options = {"sequence_parallel": is_sequence}
+            due = tensor_parallel_cost((BATCHES[0], LENGTH, WIDTH), BLOCKS, *where, **options)
             assert sent == (due.messages, due.num_bytes), (rank, is_sequence)
 
 
 def test_a_block_sends_four_all_reduces_of_its_activations():
     # n T D = 32 x 64 x 96, of which 4 ranks send 2 x 3 / 4 each time.
     of_block = 4 * 2 * 3 * 32 * 64 * 96 * 4 // 4
-    costs = [tensor_parallel_cost((32, 64, 96), blocks, 4, 4) for blocks in (4, 5)]
+    costs = [tensor_parallel_cost((32, 64, 96), blocks, 100, 4, 4) for blocks in (4, 5)]
     assert costs[1] == costs[0] + Cost(24, 24, of_block)
 
 
