@@ -134,6 +134,21 @@ class HeldBytes(saved_tensors_hooks):
         return tensor
 
 
+class Asleep(torch.autograd.Function):
+    """An identity whose forward takes so many seconds, asleep, and its backward twice as many."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
 class EmulatedLayer(nn.Module):
     """Takes time as a device of its own would, asleep: more of them than cores can work at once.
 
@@ -150,8 +165,4 @@ class EmulatedLayer(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         # Without memory (the meta device) only shapes are asked for.
         seconds = 0.0 if value.is_meta else self.call_s + len(value) * self.sample_s
-        time.sleep(seconds)
-        outputs = value * self.scale
-        if outputs.requires_grad:
-            outputs.register_hook(lambda gradient: time.sleep(2 * seconds))
-        return outputs
+        return Asleep.apply(value * self.scale, seconds)

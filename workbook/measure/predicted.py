@@ -25,7 +25,6 @@ from labkit.costs.ddp_step import predict_step
 from labkit.costs.gpt_step import GPT
 from labkit.costs.link import Link, all_reduce_seconds, parameter_server_seconds
 from labkit.costs.pipeline_timeline import predicted_slots
-
 from labkit.costs.traffic import tensor_parallel_cost
 from labkit.devices import num_cores
 from labkit.schedules.bucket_assignment import MIB
@@ -35,6 +34,7 @@ from labkit.schedules.sharding import sharded_pass
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.training.measured import measure_link
 from labkit.units import format_seconds
+from labkit.workload.layers import Asleep
 from labkit.workload.losses import CountedLoss
 from labkit.workload.transformer import Block, gpt
 from workbook.measure.record import Spread, Table
@@ -49,27 +49,12 @@ MICRO_BATCHES, BUCKET_MB = 4, 0.1
 CLOSE = 0.2
 
 
-class _Asleep(torch.autograd.Function):
-    """An identity whose forward takes some seconds, and its backward twice as many."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
-
-
 class EmulatedBlock(Block):
     """A block that takes ``FORWARD_S`` a sample, and less if it is cut over ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         own = sum(parameter.numel() for parameter in self.parameters()) / MODEL.block_parameters
-        return _Asleep.apply(super().forward(x), 0.0 if x.is_meta else len(x) * FORWARD_S * own)
+        return Asleep.apply(super().forward(x), 0.0 if x.is_meta else len(x) * FORWARD_S * own)
 
 
 def build() -> nn.Sequential:
@@ -98,12 +83,10 @@ def options_of(name: str, ranks: int) -> dict[str, Any]:
 def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -> float:
     """Seconds of a step, on paper: a block's forward takes ``FORWARD_S`` a sample and ``call_s``.
 
-    A message takes what ``link`` says. Both are measured beforehand (``look``), or those that are
-    emulated.
+    ``look`` measures ``link`` and ``call_s``; by default they are what is emulated.
     """
     by_layer = [[4 * p.numel() for p in layer.parameters()] for layer in [*build()][:-1]]
-    sizes = list(itertools.chain(*by_layer))
-    total, layers, workers = sum(sizes), MODEL.layers, max(1, ranks - 1)
+    sizes, layers = [size for layer in by_layer for size in layer], MODEL.layers
     reduce_s = partial(all_reduce_seconds, "ring", link=link)
     # Ranks that work at once share the cores.
     call_s *= 1 if name in ("single", "model_parallel") else max(1, ranks / num_cores())
@@ -112,6 +95,7 @@ def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -
         """Forward of all blocks for some of the samples, of a part of each block."""
         return layers * (math.ceil(samples) * FORWARD_S * part + call_s)
 
+    workers = max(1, ranks - 1)
     replica_s, worker_s = blocks_s(SAMPLES / ranks), blocks_s(SAMPLES / workers)
     if name == "ddp":
         # The last block's gradients are ready first, the embeddings' with those of block 0.
@@ -119,16 +103,16 @@ def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -
         ready_s = [2 * replica_s / layers * n for n, own in zip(ends, by_layer) for _ in own]
         return replica_s + predict_step(sizes, ready_s, BUCKET_MB * MIB, ranks, link).step_s
     if name in ("model_parallel", "pipeline"):
-        m = MICRO_BATCHES if name == "pipeline" else 1
+        m, bounds = (MICRO_BATCHES, 1)[name == "model_parallel"], chunk_bounds(layers, ranks)
         hop_s = link.message_seconds(4 * SAMPLES / m * MODEL.length * MODEL.width)
-        bounds = chunk_bounds(layers, ranks)
         each_s = [blocks_s(SAMPLES / m) * (end - start) / layers for start, end in bounds]
         # A stage that sends waits until the message has arrived.
         forward_s = [s + hop_s * (n < ranks - 1) for n, s in enumerate(each_s)]
         backward_s = [2 * s + hop_s * (n > 0) for n, s in enumerate(each_s)]
         slots = predicted_slots(pipeline_streams("gpipe", ranks, m), forward_s, backward_s)
         # The first and the last stage add up the gradients of the tied embedding.
-        return max(slot.end_s for slot in slots) + 2 * link.message_seconds(sizes[0])
+        tied_s = (ranks > 1) * 2 * link.message_seconds(sizes[0])
+        return max(slot.end_s for slot in slots) + tied_s
     if name == "sharded":
         # One thread computes, unit by unit, while another one sends.
         uses, now_s, free_s, ends_s = [[n] for n in range(len(by_layer))] + [[0]], 0.0, 0.0, {}
@@ -143,15 +127,17 @@ def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -
     if name in ("tensor_parallel", "mesh"):
         tp = options_of("mesh", ranks)["tp"] if name == "mesh" else ranks
         shape = (SAMPLES * tp // ranks, MODEL.length, MODEL.width)
-        cut = tensor_parallel_cost(shape, layers, 4, tp)
+        # Norms and biases of sums in the blocks, the last norm, positions.
+        replicated = MODEL.width * (6 * layers + 2 + MODEL.length)
+        cut = tensor_parallel_cost(shape, layers, replicated, 4, tp)
         cut_s = cut.messages * link.alpha_s + cut.num_bytes * link.beta_s_per_byte
-        return 3 * blocks_s(shape[0], 1 / tp) + cut_s + reduce_s(total / tp, ranks // tp)
-    serve_s = 2 * (link.message_seconds(total) + link.alpha_s)
+        return 3 * blocks_s(shape[0], 1 / tp) + cut_s + reduce_s(sum(sizes) / tp, ranks // tp)
+    serve_s = 2 * (link.message_seconds(sum(sizes)) + link.alpha_s)
     return {
         "single": 3 * blocks_s(SAMPLES),
         "data_parallel": 3 * replica_s,
-        "ring_all_reduce": 3 * replica_s + reduce_s(total, ranks),
-        "parameter_server": 3 * worker_s + parameter_server_seconds(total, workers, 1, link),
+        "ring_all_reduce": 3 * replica_s + reduce_s(sum(sizes), ranks),
+        "parameter_server": 3 * worker_s + parameter_server_seconds(sum(sizes), workers, 1, link),
         # A worker waits for its own push and pull, or for those of all others.
         "async_parameter_server": max(3 * worker_s + serve_s, workers * serve_s),
     }[name]
