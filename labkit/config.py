@@ -8,7 +8,7 @@ from reprlib import repr as shortened
 from typing import Any, get_args
 
 from labkit.schedules.learning_rate import parse_lr_schedule
-from labkit.schedules.pipeline import PIPELINES
+from labkit.schedules.pipeline import PIPELINES, stages_on_each
 from labkit.units import MOST, check_choice, check_integer, check_number
 
 # Techniques whose ranks divide the model between them, not the batch.
@@ -145,6 +145,8 @@ class RunConfig:
         split_points: layers K,K that begin a stage; by default an even split by FLOPs
         micro_batches: pipeline: micro-batches per batch
         schedule: pipeline: order of micro-batches
+        stages_per_rank: pipeline with schedule interleaved: V short stages on each rank (2)
+        recompute: model_parallel, pipeline: hold a stage's input alone, and run forward again
         sequence_parallel: tensor_parallel: divide positions where layers are not cut
         stage: sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters
 
@@ -197,6 +199,8 @@ class RunConfig:
     split_points: str | None = None
     micro_batches: int | None = None
     schedule: str | None = None
+    stages_per_rank: int | None = None
+    recompute: bool = False
     sequence_parallel: bool = False
     stage: int | None = None
 
@@ -243,11 +247,16 @@ class RunConfig:
             machines = self.hosts or int(os.environ.get("GROUP_WORLD_SIZE", "1"))
             counts["devices"] = machines * len(parse_devices(self.devices))
         if self.split_points is not None:
-            counts["split_points"] = len(parse_split_points(self.split_points)) + 1
+            stages = len(parse_split_points(self.split_points)) + 1
+            counts["split_points"] = stages // self.stages_on_each()
         if len({*counts.values()}) > 1:
             words = (f"{name} {getattr(self, name)} is {n} ranks" for name, n in counts.items())
             raise ValueError(f"{', '.join(words)}: leave out one, or make them agree")
         return max(counts.values(), default=1)
+
+    def stages_on_each(self) -> int:
+        """V, the stages of a rank, where ranks divide the model between them."""
+        return stages_on_each(self.schedule or "gpipe", self.stages_per_rank)
 
     def options(self) -> dict[str, Any]:
         """The technique's own options that were given, as keyword arguments of its constructor."""

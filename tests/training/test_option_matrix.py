@@ -56,6 +56,7 @@ TRIED = [
     {"split_points": "2,3"},
     {"micro_batches": 3},
     {"schedule": "1f1b"},
+    {"recompute": True},
     {"sequence_parallel": True},
     {"stage": 1},
 ]
@@ -83,6 +84,7 @@ TAKEN_BY = {
     "split_points": both("model_parallel", "pipeline"),
     "micro_batches": both("pipeline"),
     "schedule": both("pipeline"),
+    "recompute": {("model_parallel", False), ("pipeline", False)},
     # For a model of another kind, see tests/strategies/test_tensor_parallel.py.
     "sequence_parallel": set(),
     "stage": both("sharded"),

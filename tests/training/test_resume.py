@@ -120,7 +120,7 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
         "sharded_1": job("sharded", 3, stage=1, clip_norm=0.5),
         "over_hosts": job("ring_all_reduce", 3, compress="bf16", hierarchical=True),
         "one_server": job("parameter_server", 3),
-        "pipeline": job("pipeline", 3, schedule="1f1b", micro_batches=3),
+        "pipeline": job("pipeline", 3, schedule="zero_bubble", micro_batches=3, recompute=True),
     }
     all_equal(jobs, 3, tmp_path)
 
