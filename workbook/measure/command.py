@@ -25,7 +25,7 @@ BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
         bench_ddp,
         {"world_sizes": (2,), "models": ("small_cnn", "resnet18", "vgg16"), "repeats": 20},
     ),
-    "placement": (bench_placement, {"repeats": 6}),
+    "placement": (bench_placement, {"repeats": 6, "quick": False, "figure_path": None}),
     "pipeline": (
         bench_pipeline,
         {"world_sizes": (2,), "models": ("vgg16", "resnet18"), "repeats": 10},
