@@ -12,6 +12,7 @@ continues after an exercise that is not done yet.
 from workbook.exercises import (
     backend,
     cases,
+    choosing,
     collectives,
     compressed,
     coordinator,
@@ -37,7 +38,7 @@ from workbook.exercises import (
 from workbook.exercises.grader import Case, Exercise, Target, Verdict, grade
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "grade"]
-__all__ += ["backend", "cases", "collectives", "compressed", "coordinator", "data_parallel"]
-__all__ += ["ddp", "detective", "elsewhere", "fairness", "hops", "hosts", "messages", "overlap"]
-__all__ += ["parameter_server", "pipeline", "placement", "puzzles", "rendezvous", "ring"]
-__all__ += ["staleness", "step", "tree"]
+__all__ += ["backend", "cases", "choosing", "collectives", "compressed", "coordinator"]
+__all__ += ["data_parallel", "ddp", "detective", "elsewhere", "fairness", "hops", "hosts"]
+__all__ += ["messages", "overlap", "parameter_server", "pipeline", "placement", "puzzles"]
+__all__ += ["rendezvous", "ring", "staleness", "step", "tree"]

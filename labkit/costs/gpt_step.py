@@ -124,6 +124,10 @@ class Layout:
         for name in ("dp", "tp", "pp", "micro_batch", "interleave"):
             check_integer(name, getattr(self, name))
 
+    def __str__(self) -> str:
+        sides = f"dp {self.dp} x tp {self.tp} x pp {self.pp}"
+        return f"{sides}, stage {self.stage}, micro-batch {self.micro_batch}"
+
     def micro_batches(self, model: GPT, batch: int, cluster: Cluster) -> int:
         """m; ValueError for a layout that does not divide the model, the batch or the cluster."""
         used = self.dp * self.tp * self.pp
