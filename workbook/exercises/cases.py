@@ -90,12 +90,11 @@ def case_of(
     return Case(program, world_size, clues, suspects, answer, against)
 
 
-def check_of(name: str) -> Callable[..., Verdict]:
+def check_of(title: str) -> Callable[..., Verdict]:
     """The check of a case: ``check.cases.drift(case, rank=2, step=4, line=30, cause="b")``.
 
     The first wrong answer is refused with what the evidence says against it.
     """
-    title = f"cases.{name}"
 
     def judge(case: Case, answers: dict[str, Any]) -> Verdict:
         if unknown := answers.keys() - case.answer.keys():
@@ -113,5 +112,6 @@ def check_of(name: str) -> Callable[..., Verdict]:
     return lambda case, **answers: told(title, lambda: judge(case, answers))
 
 
-mismatch, drift, straggler = map(check_of, ("mismatch", "drift", "straggler"))
-divisor, sampler, buffers, link = map(check_of, ("divisor", "sampler", "buffers", "link"))
+mismatch, drift, straggler = map(check_of, ("cases.mismatch", "cases.drift", "cases.straggler"))
+divisor, sampler = check_of("cases.divisor"), check_of("cases.sampler")
+buffers, link = check_of("cases.buffers"), check_of("cases.link")
