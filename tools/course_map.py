@@ -53,7 +53,10 @@ PAGES = {
         "How do ranks share parameters, gradients and optimizer state that fit on none of them?",
     ),
     "12_many_machines": ("many machines", "How do several machines train one model?"),
-    "13_detective_cases": ("detective cases", "Which rank makes a run hang, and where?"),
+    "13_detective_cases": (
+        "detective cases",
+        "A job on many ranks fails or learns badly: which rank, which line, what cause?",
+    ),
     "14_choosing": ("choosing", "Which technique suits a model and its machines?"),
     "15_seventy_times": (
         "seventy times",

@@ -11,6 +11,8 @@ continues after an exercise that is not done yet.
 
 from workbook.exercises import (
     backend,
+    cases,
+    choosing,
     collectives,
     compressed,
     coordinator,
@@ -36,7 +38,7 @@ from workbook.exercises import (
 from workbook.exercises.grader import Case, Exercise, Target, Verdict, grade
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "grade"]
-__all__ += ["backend", "collectives", "compressed", "coordinator", "data_parallel", "ddp"]
-__all__ += ["detective", "elsewhere", "fairness", "hops", "hosts", "messages", "overlap"]
-__all__ += ["parameter_server", "pipeline", "placement", "puzzles", "rendezvous", "ring"]
-__all__ += ["staleness", "step", "tree"]
+__all__ += ["backend", "cases", "choosing", "collectives", "compressed", "coordinator"]
+__all__ += ["data_parallel", "ddp", "detective", "elsewhere", "fairness", "hops", "hosts"]
+__all__ += ["messages", "overlap", "parameter_server", "pipeline", "placement", "puzzles"]
+__all__ += ["rendezvous", "ring", "staleness", "step", "tree"]

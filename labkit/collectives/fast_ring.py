@@ -20,17 +20,18 @@ from torch import Tensor
 
 from labkit.collectives.common import Reduction, in_place
 from labkit.collectives.ring import ring_all_reduce, split_chunks
-from labkit.comm.comm import Comm
+from labkit.comm.comm import Comm, SubComm
 from labkit.schedules.ring import RingStep, ring_all_reduce as ring_steps
 
 
 def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     """Reduce ``tensor`` over all ranks, in place, pipelined through shared memory.
 
-    Over other transports it is ``ring_all_reduce`` itself. Arguments, messages and bytes as there;
-    a message is a chunk, however many segments.
+    Over other transports, or some ranks alone, it is ``ring_all_reduce`` itself. Arguments,
+    messages and bytes as there; a message is a chunk, however many segments.
     """
-    if not comm.transport.shares_memory or comm.world_size == 1:
+    streams = comm.transport.shares_memory and not isinstance(comm, SubComm)
+    if not streams or comm.world_size == 1:
         return ring_all_reduce(comm, tensor, op)
     reduction = Reduction.of(op, tensor)
     with (

@@ -297,7 +297,8 @@ class SubComm(Comm):
 
     Args:
         comm: this rank's Comm.
-        ranks: those that take part, this one among them; rank n here is ``ranks[n]`` there.
+        ranks: those that take part, this one among them; rank n here is ``ranks[n]`` there. Its
+            own may be a ``SubComm`` again.
         phase: the kind of the spans of a ring's messages; None leaves it to the collective.
     """
 
@@ -308,7 +309,7 @@ class SubComm(Comm):
         self._comm, self._ranks, self._phase = comm, ranks, phase
 
     def _peer(self, peer: int, verb: str) -> int:
-        return self._ranks[super()._peer(peer, verb)]
+        return self._comm._peer(self._ranks[super()._peer(peer, verb)], verb)
 
     def recv_any(self, tensor: Tensor, sources: Iterable[int]) -> int:
         raise NotImplementedError("recv_any is for all ranks")

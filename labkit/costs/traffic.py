@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from labkit.schedules.pipeline import Hop, pipeline_schedule, with_hops
+from labkit.schedules.pipeline import Hop
 from labkit.schedules.ring import (
     Hosts,
     RingStep,
@@ -21,6 +21,8 @@ from labkit.schedules.ring import (
     ring_share_reduce,
     rings_between,
 )
+from labkit.schedules.sharding import Instruction, Uses, sharded_pass
+from labkit.schedules.timetable import instructions
 from labkit.schedules.tree import binomial_broadcast
 
 
@@ -157,6 +159,32 @@ def parameter_server_cost(
     return Cost(2 * workers, workers, workers * (end - start) * element_bytes)
 
 
+def sharded_cost(
+    sizes: Sequence[int],
+    stage: int,
+    world_size: int,
+    rank: int = 0,
+    *,
+    uses: Uses | None = None,
+    trained: Sequence[int] | None = None,
+    element_bytes: int = 4,
+    micro_batches: int = 1,
+) -> Cost:
+    """One step of ``sharded``: 2, 2 and 3 (P - 1) / P x S bytes in stages 1, 2 and 3.
+
+    That is if all is trained and no parameter tied. M micro-batches reduce M times in stage 2, and
+    gather as often in stage 3. The arguments are those of ``sharded_memory``. Left out: clipping.
+    """
+    flats = range(len(sizes))
+    uses, trained = uses or [(flat,) for flat in flats], flats if trained is None else trained
+    halves = {"gather": share_only_cost, "reduce": share_reduce_cost}
+    done = [one for one in sharded_pass(stage, uses, trained) if one.kind in halves]
+    done *= micro_batches if stage > 1 else 1
+    done += [Instruction("gather", flat) for flat in trained] * (stage < 3)
+    costs = [halves[kind](sizes[flat], element_bytes, world_size, rank) for kind, flat in done]
+    return sum(costs, start=Cost(0, 0, 0))
+
+
 def data_parallel_cost(
     batch_size: int,
     world_size: int,
@@ -186,10 +214,11 @@ def model_parallel_cost(
     cut_bytes_per_sample: Sequence[int],
     batch_size: int,
     rank: int,
-    num_stages: int,
+    num_ranks: int,
     micro_batches: int = 1,
     first_trained: int = 0,
     schedule: str | None = None,
+    stages_per_rank: int = 1,
 ) -> Cost:
     """One training step of a model that is cut into stages, on one rank.
 
@@ -199,17 +228,47 @@ def model_parallel_cost(
     Args:
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.
         micro_batches: M, at most one per sample.
-        first_trained: the first stage that trains anything; P if none does.
+        first_trained: the first stage that trains anything; their number if none does.
         schedule: of ``Pipeline``; sends and receives may be one step (``with_hops``). None is
             ``ModelParallel``: one step per message.
+        stages_per_rank: V, with schedule ``interleaved``.
     """
     count = min(micro_batches, batch_size)
-    actions = pipeline_schedule(schedule or "gpipe")(rank, num_stages, count)
-    stream = with_hops(actions, rank, num_stages, first_trained)
-    hops = [step for step in stream if isinstance(step, Hop)]
+    sizes = num_ranks, count, first_trained, stages_per_rank
+    hops = [s for s in instructions(schedule or "gpipe", rank, *sizes) if isinstance(s, Hop)]
     sent = [hop.send for hop in hops if hop.send]
     steps = len(hops) if schedule else len(sent) + sum(hop.recv is not None for hop in hops)
-    # Each micro-batch is sent once to each peer, so each peer gets the whole batch.
-    cuts = [min(rank, peer) for peer in {message.peer for message in sent}]
+    # Each micro-batch is sent once over each cut, so each cut carries the whole batch.
+    crossed = {(m.kind, m.chunk * num_ranks + rank) for m in sent}
+    cuts = [stage - (kind == "gradient") for kind, stage in crossed]
     num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for cut in cuts)
     return Cost(steps, len(sent), num_bytes)
+
+
+def tensor_parallel_cost(
+    shape: tuple[int, int, int],
+    num_blocks: int,
+    replicated: int,
+    element_bytes: int,
+    world_size: int,
+    rank: int = 0,
+    *,
+    sequence_parallel: bool = False,
+) -> Cost:
+    """One step of a transformer whose layers are cut over P ranks; ``shape`` is (n, T, D).
+
+    Each block has two all-reduces of [n, T, D] forward and two backward: 8 (P - 1) / P x n T D
+    elements. The embedding has one, the head one, the loss three of [n, T], and one is of the
+    gradients of the ``replicated`` elements: norms, positions, biases of sums. With
+    ``sequence_parallel`` those of [n, T, D] are done as their two halves, in two places. Left
+    out: clipping, fp16.
+    """
+    samples, length, width = shape
+    place, size, size_bytes = rank, samples * length * width, element_bytes
+    if sequence_parallel:
+        # A chunk is some positions, and those of rank r are ``schedules.ring.owned_chunk``.
+        place, size, size_bytes = (rank - 1) % world_size, length, size // length * element_bytes
+    ends = [ring_all_reduce_cost(size, size_bytes, world_size, place)] * (4 * num_blocks + 2)
+    ends += [ring_all_reduce_cost(samples * length, element_bytes, world_size, rank)] * 3
+    ends += [ring_all_reduce_cost(replicated, element_bytes, world_size, rank)]
+    return sum(ends, Cost(0, 0, 0))

@@ -86,6 +86,7 @@ class Strategy:
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
         through_comm: whether all traffic passes through ``comm``, which counts it.
+        predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
         loss: (outputs, targets) -> the sum over the samples. The loop sets it, and ``clip_norm``.
@@ -102,6 +103,7 @@ class Strategy:
     in_one_process = False
     survives_lost_workers = False
     through_comm = True
+    predicts_together = False
     optimizes = "model"
     amp: str | None = None
     loss: Loss = staticmethod(sum_cross_entropy)
@@ -121,6 +123,9 @@ class Strategy:
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ValueError unless this technique can run with ``world_size``."""
+
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        """Raise ValueError unless so many ranks can train ``model`` with ``loss``."""
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Place or replicate the model, the same on all ranks, and make optimizers."""

@@ -9,8 +9,16 @@ by one. **Fast** (``BucketedDDP``): backward computes the gradients from the las
 first; a hook puts each gradient into its bucket; another thread sums a full bucket by ring
 all-reduce, while the rest of backward runs.
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
-(2020), sections 3.2.1 (naive), 3.2.2 (buckets) and 3.2.3 (overlap).
+**Local SGD** (``average_every`` K) leaves step 3 out: every rank makes K updates by the gradients
+of its own share, and then each parameter becomes the mean over the ranks. That is 1 / K of the
+bytes. Momenta stay local: with SGD, momentum or not, an update is linear in the gradient, so with
+K = 1 the mean parameters depend on the mean gradients alone, and are those of DDP. With K > 1, or
+with Adam, they are others.
+
+Sources: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+(2020), sections 3.2.1 (naive), 3.2.2 (buckets) and 3.2.3 (overlap); Stich, "Local SGD converges
+fast and communicates little" (2019), algorithm 1; Lin et al., "Don't use large mini-batches, use
+local SGD" (2020).
 """
 
 import contextlib
@@ -19,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from labkit.collectives import broadcast, fast_hierarchical_all_reduce, fast_ring_all_reduce
@@ -184,23 +192,77 @@ class Bucket:
         parameter.grad = place
 
 
+class LocalSGD(NaiveDDP):
+    """A ``NaiveDDP`` that averages parameters instead of gradients, in ``average``."""
+
+    def __init__(self, comm: Comm, module: nn.Module, **options: Any):
+        super().__init__(comm, module, **options)
+        self._synchronises = False
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Give each parameter the mean over the ranks, in one all-reduce; buffers are rank 0's."""
+        flat = torch.cat([parameter.flatten() for parameter in self.trained])
+        self.all_reduce(self.comm, flat, "mean")
+        for parameter, mean in zip(self.trained, flat.split([p.numel() for p in self.trained])):
+            parameter.copy_(mean.view_as(parameter))
+        for buffer in self.module.buffers():
+            broadcast(self.comm, buffer)
+
+
 @dataclass(eq=False)
 class DDP(OnShares):
-    """Synchronous data parallelism with ``BucketedDDP``; one synchronisation per update."""
+    """Data parallelism with ``BucketedDDP``; one synchronisation per update, or per several.
+
+    Args:
+        average_every: K, for local SGD: parameters are averaged after every K updates of an epoch
+            and at its end. ``clip_norm`` limits the norm of each rank's own gradient.
+    """
 
     sync_batch_norm: bool = False
     bucket_mb: float = 25
     hierarchical: bool = False
+    average_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.average_every is None:
+            return
+        refused = {
+            "sync_batch_norm": (self.sync_batch_norm, "communicates in every step"),
+            "bucket_mb": (self.bucket_mb != 25, "is about gradients, which stay local"),
+            "amp fp16": (self.amp == "fp16", "skips updates, on some ranks: take bf16"),
+        }
+        for name, (is_given, why) in refused.items():
+            if is_given:
+                raise ValueError(
+                    f"average_every {self.average_every} does not go with {name}, which {why}"
+                )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)
-        options = {"bucket_mb": self.bucket_mb, "hierarchical": self.hierarchical}
-        self.replica = BucketedDDP(comm, self.model, op="sum", **options)
+        options = {"op": "sum", "hierarchical": self.hierarchical}
+        if self.average_every is None:
+            self.replica = BucketedDDP(comm, self.model, bucket_mb=self.bucket_mb, **options)
+        else:
+            self.replica, self.since_average = LocalSGD(comm, self.model, **options), 0
+            # Then the mean of the ranks' gradients is that of the mean loss over the global batch.
+            self.factor = comm.world_size
         self.module, self.no_sync = self.replica, self.replica.no_sync
 
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        loss = super().step(inputs, targets, batch_size)
+        if self.average_every is not None:
+            self.since_average += 1
+            if self.since_average == self.average_every:
+                self.end_epoch()
+        return loss
+
     def sum_gradients(self) -> None:
-        if self.ended_empty and not self.runs_empty:
+        if self.ended_empty and not self.runs_empty and self.average_every is None:
             self.replica.end_backward()
 
     def end_epoch(self) -> None:
-        """Nothing: all replicas have rank 0's buffers after each step."""
+        """Average what local SGD has changed since; otherwise all replicas are equal already."""
+        if isinstance(self.replica, LocalSGD) and self.since_average:
+            self.replica.average()
+            self.since_average = 0

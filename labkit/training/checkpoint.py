@@ -50,7 +50,8 @@ _EACH = {"random/cpu", "progress/sums", "progress/draws", "progress/updates"}
 # What decides who computes what, in which order.
 _ARRANGEMENT = (
     *("strategy", "builtin", "world_size", "servers", "split_points", "devices", "bucket_mb"),
-    *("backend", "accumulate", "micro_batches", "schedule", "hierarchical"),
+    *("backend", "accumulate", "micro_batches", "schedule", "hierarchical", "stage"),
+    *("stages_per_rank", "recompute", "sequence_parallel", "dp", "pp", "tp"),
 )
 # What may be another in a run that goes on; all other settings must be as they were.
 _FREE = (
@@ -215,6 +216,11 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
     if isinstance(strategy, AsyncParameterServer):
         raise ValueError(
             f"{config.strategy} takes no checkpoint_dir: its workers never stop together"
+        )
+    if config.average_every is not None:
+        raise ValueError(
+            f"average_every {config.average_every} takes no checkpoint_dir: momenta differ "
+            "between ranks, and a checkpoint holds one optimizer"
         )
     names = [path.name for _, path in steps(folder)]
     if names and not config.resume:

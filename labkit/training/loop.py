@@ -273,7 +273,7 @@ class _Run:
             size = min(_BATCH, max(1, _MOST_VALUES // test.first(1)[0].numel()))
             parts = [share(b, index, count) for b in torch.arange(len(test)).split(size)]
             # Not every model takes an empty batch.
-            parts = [part for part in parts if len(part)]
+            parts = [part for part in parts if len(part) or strategy.predicts_together]
             for batch in test.batches(parts, pinned=strategy.uses_gpu):
                 inputs, targets = on_device(batch, comm.device)
                 if (outputs := strategy.predict(inputs)) is None:
@@ -281,7 +281,7 @@ class _Run:
                 sums[2] += self.work.loss(outputs, targets)
                 if predicts_classes(outputs, targets):
                     sums[0] += (outputs.argmax(dim=1) == targets).sum()
-                    sums[1] += len(targets)
+                    sums[1] += targets.numel()
         return sums
 
     def report(

@@ -161,7 +161,9 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
             f"one is {mean:.4g}: return the mean over samples (reduction='mean'; with weights, "
             "(weights * losses).mean()), so that shares add up"
         )
-    return make_strategy(config, own=own, work=work), work
+    strategy = make_strategy(config, own=own, work=work)
+    strategy.check_model(model, work.loss, config.world_size)
+    return strategy, work
 
 
 def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
@@ -209,11 +211,6 @@ def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
         model = _own_model(own.model, config.seed).to(dtype)
     else:
         shape = tuple(train.first(1)[0].shape[1:])
-        if len(shape) != 3:
-            raise ValueError(
-                f"the inputs of dataset have shape {list(shape)}, and labkit's models take images "
-                "[channels, height, width]: give your own model, too"
-            )
         options: dict[str, Any] = {"num_classes": num_classes(train), "input_shape": shape}
         model = build_model(config.model, **options, seed=config.seed, dtype=dtype)
     # Not at the top: few runs need it, and every rank would import it.
@@ -335,14 +332,15 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
 
         work = work or work_of(config, own)
         model, (inputs, _) = work.make_model(), work.train.first(1)
-        num_layers = len(layers_of(model))
-        if world_size > num_layers:
-            raise ValueError(f"{num_layers} layers are no {world_size} stages: use fewer ranks")
+        num_layers, num_stages = len(layers_of(model)), config.num_stages
+        if num_stages > num_layers:
+            found = f"{num_layers} layers are no {num_stages} stages"
+            raise ValueError(f"{found}: use fewer ranks or stages_per_rank")
         if config.split_points is None:
-            points = even_split(model, tuple(inputs.shape[1:]), world_size, inputs.dtype)
+            points = even_split(model, tuple(inputs.shape[1:]), num_stages, inputs.dtype)
         else:
             points = parse_split_points(config.split_points)
-        options["split_points"] = check_split_points(points, num_layers, world_size)
+        options["split_points"] = check_split_points(points, num_layers, num_stages)
     strategy = technique(**options)
     strategy.check_ranks(world_size)
     return strategy

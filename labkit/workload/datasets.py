@@ -1,4 +1,4 @@
-"""Data sets: digits, torchvision's, noise, and a learner's images in folders."""
+"""Data sets: digits, a text, torchvision's, and a learner's images in folders."""
 
 import math
 import os
@@ -21,15 +21,18 @@ REPOSITORY_DATA = Path(__file__).resolve().parents[2] / "data"
 # Of digits_augmented: as many as CIFAR has.
 AUGMENTED_SIZE = 50_000
 
+# A sample of text is this many characters, and its targets are those that follow each of them.
+TEXT_LENGTH = 64
+
 # Images [N, C, H, W] uint8 and targets [N] of the training or the held-out part.
 _Part = tuple[Tensor, Tensor]
 
 # data/make_digits.py wrote them, data/README.md lists them.
 _DIGITS_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-_RESTORE = "restore it with `git checkout -- data/digits` in the workbook's folder"
+_RESTORE = "restore it with `git checkout -- data/{}` in the workbook's folder"
 # torchvision's class, and the folder that the class uses in its root.
 _TORCHVISION = {"cifar10": ("CIFAR10", "cifar-10-batches-py"), "mnist": ("MNIST", "MNIST")}
-DATASETS = ("digits", *_TORCHVISION, "digits_augmented")
+DATASETS = ("digits", *_TORCHVISION, "digits_augmented", "text")
 _DIGITS = Standard(16, (0.3054,), (0.3761,))
 _STANDARDS = {
     "mnist": Standard(255, (0.1307,), (0.3081,)),
@@ -44,8 +47,9 @@ class Data:
     """A data set in memory, on the CPU.
 
     Attributes:
-        train_inputs, test_inputs: [N, C, H, W]; each channel has mean 0 and deviation 1.
-        train_targets, test_targets: [N] int64, 0 .. num_classes - 1.
+        train_inputs, test_inputs: [N, C, H, W]; each channel has mean 0 and deviation 1. Of a
+            text, [N, T] int64: the number of each character.
+        train_targets, test_targets: [N] int64, of a text [N, T]; 0 .. num_classes - 1.
         standard: None, or the inputs are uint8 still, and this turns them into such values.
     """
 
@@ -58,10 +62,9 @@ class Data:
     standard: Standard | None = None
 
     @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of one sample."""
-        _, channels, height, width = self.train_inputs.shape
-        return channels, height, width
+    def input_shape(self) -> tuple[int, ...]:
+        """(C, H, W) of one sample, or (T,)."""
+        return tuple(self.train_inputs.shape[1:])
 
 
 def load_dataset(
@@ -77,7 +80,8 @@ def load_dataset(
 
     Args:
         root: the folder to look in. By default the workbook's data/digits for digits; for
-            torchvision's sets that in the environment variable LABKIT_DATA, or data/downloads.
+            torchvision's sets that in the environment variable LABKIT_DATA, or data/downloads;
+            data/text for text.
         download: fetch a set that is missing. Of several processes, let one download it first.
         train_size: keep only the first ``train_size`` training samples; None keeps all.
             ``digits_augmented`` has up to 50,000: the digits, and copies of them that are shifted
@@ -87,7 +91,10 @@ def load_dataset(
     ValueError for a damaged file or a failed download, FileNotFoundError for missing data.
     """
     check_choice("data set", name, DATASETS)
-    if name in _TORCHVISION:
+    classes = 10
+    if name == "text":
+        train, test, classes = _read_text(Path(root or REPOSITORY_DATA / "text"))
+    elif name in _TORCHVISION:
         root = root or os.environ.get("LABKIT_DATA") or REPOSITORY_DATA / "downloads"
         train, test = _read_torchvision(name, Path(root), download)
     else:
@@ -98,19 +105,33 @@ def load_dataset(
     if name == "digits_augmented":
         train = _multiplied(train, train_size or num_train)
     (images, targets), (test_images, test_targets) = (p[:train_size] for p in train), test
-    standard = _STANDARDS.get(name, _DIGITS)
+    standard = None if name == "text" else _STANDARDS.get(name, _DIGITS)
     if stored:
-        return Data(name, images, targets, test_images, test_targets, standard=standard)
+        return Data(name, images, targets, test_images, test_targets, classes, standard)
     inputs, test_inputs = (Transform(standard)(x, dtype) for x in (images, test_images))
-    return Data(name, inputs, targets, test_inputs, test_targets)
+    return Data(name, inputs, targets, test_inputs, test_targets, classes)
+
+
+def _read_text(folder: Path) -> tuple[_Part, _Part, int]:
+    """The text's first nine tenths, the rest, and the number of different characters."""
+    path = folder / "moby-dick.txt"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {_RESTORE.format('text')}")
+    text = path.read_text(encoding="utf-8")
+    number = {character: i for i, character in enumerate(sorted(set(text)))}
+    count = (len(text) - 1) // TEXT_LENGTH
+    codes = torch.tensor([number[character] for character in text[: count * TEXT_LENGTH + 1]])
+    inputs, targets = codes[:-1].view(count, -1), codes[1:].view(count, -1)
+    end = count * 9 // 10
+    return (inputs[:end], targets[:end]), (inputs[end:], targets[end:]), len(number)
 
 
 def _read_digits(folder: Path) -> tuple[_Part, _Part]:
-    found = []
+    found, restore = [], _RESTORE.format("digits")
     for name in _DIGITS_FILES:
         path = folder / f"{name}-ubyte"
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: {_RESTORE}")
+            raise FileNotFoundError(f"{path} is missing: {restore}")
         content = path.read_bytes()
         try:
             # Two zeros, a type, the rank, big-endian sizes, then uint8 values.
@@ -118,7 +139,7 @@ def _read_digits(folder: Path) -> tuple[_Part, _Part]:
             values = np.frombuffer(content, np.uint8, offset=4 + shape.nbytes).reshape(shape)
         except (IndexError, ValueError) as error:
             size = len(content)
-            raise ValueError(f"{path} is damaged: {size} bytes ({error}); {_RESTORE}") from None
+            raise ValueError(f"{path} is damaged: {size} bytes ({error}); {restore}") from None
         found.append(torch.tensor(values))
     train_images, train_targets, test_images, test_targets = found
     train = train_images.unsqueeze(1), train_targets.long()

@@ -42,9 +42,10 @@ class SumOfMean:
 
 
 def predicts_classes(outputs: Tensor, targets: Tensor) -> bool:
-    """Whether targets are classes, and outputs have a column for each of two or more."""
-    is_table = targets.ndim == 1 and outputs.ndim == 2
-    return is_table and is_integer(targets) and outputs.shape[1] > 1
+    """Whether targets [n, ...] are classes, and outputs [n, K, ...] tell K > 1 classes apart."""
+    if outputs.ndim < 2 or targets.shape != outputs.shape[:1] + outputs.shape[2:]:
+        return False
+    return is_integer(targets) and outputs.shape[1] > 1
 
 
 class CountedLoss:
@@ -63,7 +64,7 @@ class CountedLoss:
         if predicts_classes(outputs, targets):
             with torch.no_grad():
                 self._right += (outputs.argmax(dim=1) == targets).sum()
-            self._judged += len(targets)
+            self._judged += targets.numel()
         return self.loss(outputs, targets)
 
     def take(self) -> tuple[Tensor | int, int]:

@@ -1,4 +1,4 @@
-"""The models of the course, each a flat ``nn.Sequential`` of layers.
+"""The models of the course, each a flat ``nn.Sequential`` of layers; ``transformer`` has the GPT.
 
 Flat, so that a split point is an index into it and a stage is a slice of it. No forward pass draws
 random numbers (no dropout), no activation works in place. Most models were published for larger
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from labkit.units import check_choice
+from labkit.workload.transformer import gpt
 
 # Images up to this width count as small: a stem made for ImageNet discards most of their pixels.
 SMALL_IMAGE_PIXELS = 64
@@ -34,16 +35,23 @@ def build_model(
     name: str,
     *,
     num_classes: int,
-    input_shape: tuple[int, int, int],
+    input_shape: tuple[int, ...],
     seed: int,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Sequential:
     """Build model ``name`` for inputs [N, *input_shape] and outputs [N, num_classes], on the CPU.
 
     The same seed gives the same parameters in every process, and in float64 the same values as in
-    float32; the caller's random state is not changed. ValueError for an unknown name.
+    float32; the caller's random state is not changed. ValueError for an unknown name, or inputs
+    that the model does not take: gpt takes texts [length], all others images.
     """
     check_choice("model", name, MODELS)
+    if len(input_shape) != (dimensions := 1 if name == "gpt" else 3):
+        takes = "texts [length]" if dimensions == 1 else "images [channels, height, width]"
+        raise ValueError(
+            f"model {name} takes {takes}, and the inputs have shape {list(input_shape)}: use "
+            f"{'dataset text, or another model' if dimensions == 1 else 'another model'}"
+        )
     # The CPU generator alone: torch.manual_seed would also touch CUDA, which the parent of the
     # workers must never initialise.
     with torch.random.fork_rng(devices=[]):
@@ -170,12 +178,13 @@ def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
                 module.stride = (1, 1)
 
 
-_BUILDERS: dict[str, Callable[[tuple[int, int, int], int], Iterable[nn.Module]]] = {
+_BUILDERS: dict[str, Callable[[Any, int], Iterable[nn.Module]]] = {
     "small_cnn": small_cnn,
     "mlp": mlp,
     "mobilenet": mobilenet,
     "resnet18": partial(_resnet, "resnet18"),
     "vgg16": vgg16,
     "resnet50": partial(_resnet, "resnet50"),
+    "gpt": gpt,
 }
 MODELS = tuple(_BUILDERS)

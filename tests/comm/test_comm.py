@@ -154,8 +154,12 @@ def among_some(comm):
         everyone = [tensor.item() for tensor in collectives.all_gather(some, mine)]
         with pytest.raises(ValueError, match="the ranks are 0 to 2"):
             some.send(mine, 3)
-    announced = int(comm.session.board.collectives[comm.rank])
-    return some.rank, total, everyone, announced, set(comm.bytes_to)
+    announced, peers = int(comm.session.board.collectives[comm.rank]), set(comm.bytes_to)
+    if comm.rank != 1:
+        # Some of some.
+        ends = SubComm(some, [2, 0])
+        assert collectives.fast_ring_all_reduce(ends, mine.clone()).item() == 1001
+    return some.rank, total, everyone, announced, peers
 
 
 def test_some_ranks_are_numbered_anew_and_messages_go_to_the_right_ones():

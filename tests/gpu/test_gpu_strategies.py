@@ -16,6 +16,8 @@ DATA = {"model": "small_cnn", "batch_size": 35, "train_size": 177}
 FURTHEST = {"float64": 1e-10, "float32": 1e-4}
 IN_ONE_PROCESS, OWN_PACE = {"single", "data_parallel"}, {"async_parameter_server"}
 STAGED = {"model_parallel": {}, "pipeline": {"micro_batches": 4, "schedule": "1f1b"}}
+# What cuts layers cuts those of a transformer.
+OWN_WORK = {"tensor_parallel": {"model": "gpt", "dataset": "text", "train_size": 77}}
 SYNCHRONOUS = [s for s in STRATEGIES if s not in IN_ONE_PROCESS | OWN_PACE]
 
 
@@ -38,9 +40,10 @@ def test_every_technique_equals_one_device(strategy, builtin, devices):
     settings = {"world_size": len(devices.split(",")), "builtin": builtin}
     # Named devices would mean stages in one process.
     settings |= {"device": "cuda"} if strategy == "model_parallel" else {"devices": devices}
+    work = DATA | OWN_WORK.get(strategy, {})
     for dtype, furthest in FURTHEST.items():
-        result = train_with(strategy, dtype=dtype, **settings, **DATA, **STAGED.get(strategy, {}))
-        assert result.difference_from(alone(dtype)) < furthest
+        result = train_with(strategy, dtype=dtype, **settings, **work, **STAGED.get(strategy, {}))
+        assert result.difference_from(alone(dtype, **work)) < furthest
         assert result.replicas_agree in (True, None)
 
 

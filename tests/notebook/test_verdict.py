@@ -125,6 +125,9 @@ def test_a_race_to_an_accuracy():
         "three epochs."
     )
     assert str(verdict.race(runs, 0.999)).startswith("First at 100%: none; never: single, ddp")
+    by_loss = str(verdict.race(runs, loss=runs["three epochs"].epochs[-1]["loss"]))
+    assert all(f"{name} after" in by_loss for name in runs)
+    assert "never: single, ddp" in str(verdict.race(runs, loss=0))
 
 
 def test_a_measurement_and_its_model():

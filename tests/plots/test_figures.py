@@ -1,6 +1,7 @@
 """Figures of models that have sliders on a page, of rings, bars, and learning curves."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from matplotlib.colors import to_hex
@@ -98,3 +99,8 @@ class TestLearningCurves:
         lines = [axes.lines[0].get_xydata().tolist() for axes in grid]
         assert lines[:2] == [[[1, 2], [2, 1]], [[3, 2], [5, 1]]]
         assert lines[2:] == [[[1, 25], [2, 75]], [[3, 25], [5, 75]]]
+
+    def test_an_axis_may_be_what_the_busiest_rank_has_sent(self):
+        run = SimpleNamespace(epochs=EPOCHS, bytes_sent=[1_000_000, 6_000_000])
+        axes = plots.learning_curves({"ring": run}, by=("second", "megabyte")).figure.axes[1]
+        assert axes.lines[0].get_xydata().tolist() == [[3, 2], [6, 1]]

@@ -1,16 +1,22 @@
-"""DDP from scratch: as PyTorch's, also under no_sync; its traffic, and what overlaps with what."""
+"""DDP from scratch: as PyTorch's, also under no_sync; its traffic, and what overlaps with what.
+
+Local SGD: as the same updates made one rank after the other.
+"""
 
 from functools import partial
 
-from odd_models import seeded, sgd, some_batches
+import pytest
+import torch
+from odd_models import Everything, seeded, sgd, some_batches
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import run
 from labkit.costs.traffic import Cost, broadcast_cost, ring_all_reduce_cost
-from labkit.strategies.ddp import BucketedDDP, NaiveDDP
-from labkit.training.result import largest_difference
+from labkit.strategies.ddp import DDP, BucketedDDP, NaiveDDP
+from labkit.training.result import checksum, largest_difference
+from labkit.workload.samples import share
 
 # Of a model with 100 to 200 float64 parameters: a few buckets.
 TINY_MB = 300 / 2**20
@@ -75,3 +81,74 @@ def test_traffic_equals_the_formula_and_the_line_has_a_lane_of_its_own():
         assert [len(sizes) > 1 for sizes, _, _ in found] == [False, True]
         # One bucket has nothing to run beside: whoever waits for it carries it out.
         assert [lanes for _, _, lanes in found] == [{0}, {0, 1}]
+
+
+class Counting(Everything):
+    """With a buffer that differs between ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, inputs):
+        self.seen += len(inputs)
+        return super().forward(inputs)
+
+
+# With 4 ranks, some have no sample of the third batch. Averages after 2 and 4 steps, and the end.
+BATCHES, EVERY, AVERAGES = some_batches((7, 5, 2, 9, 8)), 2, (2, 4, 5)
+
+
+def local_sgd(comm):
+    """(state after each step, bytes sent in all steps)."""
+    strategy, states = DDP(average_every=EVERY), []
+    strategy.setup(comm, seeded(Counting), sgd)
+    before = comm.bytes_sent
+    for inputs, targets in BATCHES:
+        mine = strategy.part_of(torch.arange(len(targets)))
+        strategy.step(inputs[mine], targets[mine], len(targets))
+        states.append(strategy.full_state())
+    strategy.end_epoch()
+    strategy.end_epoch()
+    return [*states[:-1], strategy.full_state()], comm.bytes_sent - before
+
+
+def one_after_the_other(world_size):
+    """The state after the last average, by plain PyTorch."""
+    models = [seeded(Counting) for _ in range(world_size)]
+    optimizers = [sgd([p for p in model.parameters() if p.requires_grad]) for model in models]
+    for number, (inputs, targets) in enumerate(BATCHES, start=1):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers)):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            mine = share(torch.arange(len(targets)), rank, world_size)
+            loss = functional.cross_entropy(model(inputs[mine]), targets[mine], reduction="sum")
+            (loss * world_size / len(targets)).backward()
+            optimizer.step()
+        for same in zip(*(model.parameters() for model in models)) if number in AVERAGES else ():
+            mean = torch.stack([*same]).mean(0).detach()
+            for parameter in same:
+                parameter.data = mean.clone()
+    return models[0].state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_local_sgd_averages_what_the_ranks_have_trained_alone(world_size):
+    values = run(local_sgd, world_size=world_size).values
+    # (The buffer is rank 0's.)
+    assert largest_difference(values[0][0][-1], one_after_the_other(world_size)) < 1e-10
+    for number, same in enumerate(zip(*(found for found, _ in values)), start=1):
+        assert len({*map(checksum, same)}) == (1 if number in AVERAGES else world_size), number
+    trained = sum(p.numel() for p in Counting().parameters() if p.requires_grad)
+    for rank, (_, num_bytes) in enumerate(values):
+        average = ring_all_reduce_cost(trained, 8, world_size, rank)
+        average += broadcast_cost(8, 1, world_size, rank)
+        assert num_bytes == len(AVERAGES) * average.num_bytes
+
+
+@pytest.mark.parametrize(
+    "options", [{"sync_batch_norm": True}, {"bucket_mb": 1}, {"amp": "fp16"}], ids=str
+)
+def test_local_sgd_refuses_what_it_has_no_gradients_for(options):
+    with pytest.raises(ValueError, match="average_every 4 does not go with "):
+        DDP(average_every=4, **options)

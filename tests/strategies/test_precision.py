@@ -1,5 +1,6 @@
 """Mixed precision and clipping: to the bit where no sum differs; the messages that they take."""
 
+import itertools
 import math
 from functools import partial
 
@@ -45,6 +46,8 @@ def exact(world_size):
     if world_size == 1:
         for name, builtin in (("ring_all_reduce", False), ("ddp", False), ("ddp", True)):
             yield 1, ours_or_theirs(name, builtin)
+        for stage, builtin in itertools.product((1, 2, 3), (False, True)):
+            yield 1, ours_or_theirs("sharded", builtin, stage=stage)
         yield 1, ours_or_theirs("data_parallel", devices=("cpu",))
         stages = strategies.get("model_parallel", in_one_process=True)
         yield 2, partial(stages, split_points=(2, 5), devices=["cpu:0"] * 3, accumulate=2)
@@ -54,6 +57,8 @@ def close(world_size):
     """Techniques that add up what their ranks have rounded."""
     for name, builtin in (("ring_all_reduce", False), ("ddp", False), ("ddp", True)):
         yield ours_or_theirs(name, builtin)
+    for stage, builtin in itertools.product((1, 2, 3), (False, True)):
+        yield ours_or_theirs("sharded", builtin, stage=stage)
     yield ours_or_theirs("parameter_server", servers=world_size - 1)
     cut = {"split_points": (1, 2)[: world_size - 1]}
     yield ours_or_theirs("pipeline", True, **cut)
@@ -153,6 +158,9 @@ def places_of_overflow(world_size):
     last = world_size - 1
     for name, builtin in (("ring_all_reduce", False), ("ddp", False), ("ddp", True)):
         yield ours_or_theirs(name, builtin), last, 0
+    # FSDP replaces the parameters, and loses the hook.
+    for stage, builtin in ((1, False), (2, False), (3, False), (1, True)):
+        yield ours_or_theirs("sharded", builtin, stage=stage), last, 0
     yield ours_or_theirs("parameter_server", True), last, 0
     # The first slice belongs to server 0, the last one to another.
     for layer in (0, 2):

@@ -28,12 +28,16 @@ TECHNIQUES = {
     ("ddp", False): THREE,
     ("ddp", True): THREE,
     ("ring_all_reduce", False): THREE,
+    ("sharded", False): THREE,
+    ("sharded", True): THREE,
     ("parameter_server", False): THREE,
     ("parameter_server", True): THREE,
     ("model_parallel", False): STAGES,
     ("model_parallel", True): STAGES,
     ("pipeline", False): STAGES,
     ("pipeline", True): STAGES,
+    ("mesh", False): {"pp": 3, "split_points": "1,4"},
+    ("mesh", True): {"dp": 3},
 }
 TRIED = [
     {"optimizer": "adamw", "weight_decay": 0.1, "lr_schedule": "cosine", "warmup_epochs": 0.5},
@@ -47,12 +51,16 @@ TRIED = [
     {"compress": "topk"},
     {"hierarchical": True},
     {"bucket_mb": 0.0},
+    {"average_every": 1, "accumulate": 2, "hierarchical": True},
     {"servers": 2},
     {"straggler": "1:1.5"},
     {"max_staleness": 4},
     {"split_points": "2,3"},
     {"micro_batches": 3},
     {"schedule": "1f1b"},
+    {"recompute": True},
+    {"sequence_parallel": True},
+    {"stage": 1},
 ]
 
 
@@ -66,17 +74,22 @@ SERVED = both("parameter_server", "async_parameter_server")
 TAKEN_BY = {
     "accumulate": TECHNIQUES.keys()
     - both("pipeline")
-    - {("model_parallel", True), ("data_parallel", False)},
-    "sync_batch_norm": both("single", "parameter_server") | IN_STEP,
+    - {("model_parallel", True), ("data_parallel", False), ("mesh", False)},
+    "sync_batch_norm": both("single", "parameter_server", "sharded") | IN_STEP,
     "straggler": SERVED | {("ring_all_reduce", False)},
-    "bucket_mb": both("ddp"),
+    "bucket_mb": both("ddp") | {("sharded", True), ("mesh", False)},
+    "average_every": {("ddp", False)},
     "compress": {("ring_all_reduce", False)},
     "hierarchical": {("ddp", False), ("ring_all_reduce", False)},
     "servers": both("parameter_server"),
     "max_staleness": both("async_parameter_server"),
-    "split_points": both("model_parallel", "pipeline"),
-    "micro_batches": both("pipeline"),
-    "schedule": both("pipeline"),
+    "split_points": both("model_parallel", "pipeline") | {("mesh", False)},
+    "micro_batches": both("pipeline") | {("mesh", False)},
+    "schedule": both("pipeline") | {("mesh", False)},
+    "recompute": {("model_parallel", False), ("pipeline", False), ("mesh", False)},
+    # For a model of another kind, see tests/strategies/test_tensor_parallel.py.
+    "sequence_parallel": set(),
+    "stage": both("sharded"),
 }
 # With these a run moves about as one device does, by this share of the way.
 NEAR = {"amp": 0.15, "compress": 2.0}

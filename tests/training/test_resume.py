@@ -16,6 +16,7 @@ from labkit.runtime.worker import seed_random_numbers
 from labkit.training.checkpoint import newest
 from labkit.training.loop import fit
 from labkit.training.resolve import Own, make_strategy
+from labkit.workload.transformer import gpt
 
 # 110 = 5 x 20 + 10: six steps in an epoch, and a last batch that three ranks do not divide.
 SMALL = {"epochs": 2, "train_size": 110, "batch_size": 20, "lr": 0.02}
@@ -29,6 +30,10 @@ def make_model():
 
 def without_dropout():
     return nn.Sequential(*(layer for layer in make_model() if not isinstance(layer, nn.Dropout)))
+
+
+def small_gpt():
+    return nn.Sequential(*gpt((64,), 80, width=24, num_heads=4, num_blocks=1))
 
 
 def job(strategy, world_size=1, *, model=make_model, **settings):
@@ -99,6 +104,8 @@ def test_techniques_on_two_ranks_go_on_to_the_bit(tmp_path):
         "model_parallel": job("model_parallel", 2, **SCHEDULED),
         "pipeline_builtin": job("pipeline", 2, builtin=True, micro_batches=2),
         "topk": job("ring_all_reduce", 2, compress="topk"),
+        "cut": job("tensor_parallel", 2, sequence_parallel=True, **OF_TEXT | SCHEDULED),
+        "cut_builtin": job("tensor_parallel", 2, builtin=True, **OF_TEXT),
         "fp16": job("ddp", 2, amp="fp16", clip_norm=0.5),
     }
     all_equal(jobs, 2, tmp_path)
@@ -109,35 +116,60 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
         "ring": job("ring_all_reduce", 3, **SCHEDULED),
         "ddp": job("ddp", 3, bucket_mb=0.001),
         "ddp_builtin": job("ddp", 3, builtin=True, bucket_mb=0.001),
+        "sharded": job("sharded", 3, **SCHEDULED),
+        "sharded_1": job("sharded", 3, stage=1, clip_norm=0.5),
         "over_hosts": job("ring_all_reduce", 3, compress="bf16", hierarchical=True),
         "one_server": job("parameter_server", 3),
-        "pipeline": job("pipeline", 3, schedule="1f1b", micro_batches=3),
+        "pipeline": job("pipeline", 3, schedule="zero_bubble", micro_batches=3, recompute=True),
     }
     all_equal(jobs, 3, tmp_path)
 
 
-EXACT = {"model": "mlp", "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
+def tied():
+    layers = [nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)]
+    layers[2].weight = layers[0].weight
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+EXACT = {"model": tied, "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
+# (Where a gradient is about zero, Adam would turn a rounding into a step.)
+OF_TEXT = {"model": small_gpt, "dataset": "text", "optimizer": "sgd"}
+
+
+@pytest.mark.more
+def test_meshes_go_on_to_the_bit(tmp_path):
+    both = {"one": {"dp": 2, "tp": 2}, "other": {"pp": 2, "tp": 2, "micro_batches": 2}}
+    options = OF_TEXT | SCHEDULED | {"clip_norm": 0.5}
+    all_equal({name: job("mesh", **options, **one) for name, one in both.items()}, 4, tmp_path)
+
+
 # Where a run has been saved, and where it goes on.
 MOVES = [
     (("ring_all_reduce", 3), ("ddp", 2)),
     (("parameter_server", 3), ("model_parallel", 2)),
     (("pipeline", 3), ("parameter_server", 2)),
-    (("ddp", 3), ("single", 1)),
+    (("ddp", 3), ("sharded", 2)),
+    (("sharded", 3), ("ddp", 2)),
+    (("tensor_parallel", 3), ("single", 1)),
+    (("ddp", 2), ("tensor_parallel", 3)),
+    (("mesh", 4, {"dp": 2, "tp": 2}), ("mesh", 2, {"pp": 2})),
 ]
 
 
 def trained(folder, technique, **settings):
     place = {"checkpoint_dir": str(folder), "checkpoint_every": 4}
-    return train_with(technique[0], world_size=technique[1], **SMALL | settings | place)
+    name, world_size, *sides = technique
+    return train_with(name, world_size=world_size, **SMALL | settings | place | dict(*sides))
 
 
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_other_ranks_and_techniques_end_where_one_device_ends(tmp_path, before, after):
-    trained(tmp_path, before, **EXACT)
+    exact = EXACT | (OF_TEXT if {before[0], after[0]} & {"tensor_parallel", "mesh"} else {})
+    trained(tmp_path, before, **exact)
     # So that it goes on within the second epoch, after 8 of 12 steps.
     shutil.rmtree(tmp_path / "step-00000012")
-    result = trained(tmp_path, after, resume=True, **EXACT)
-    due = train_with("single", **SMALL | EXACT)
+    result = trained(tmp_path, after, resume=True, **exact)
+    due = train_with("single", **SMALL | exact)
     assert "step-00000008" in result.notes["note"]
     assert result.replicas_agree
     assert result.difference_from(due) < 1e-10
@@ -156,6 +188,11 @@ def test_what_cannot_be_divided_anew_is_refused(tmp_path, settings, why):
     trained(tmp_path, ("ring_all_reduce", 3), **settings)
     with pytest.raises(ValueError, match=f"world_size 3 there, 2 here.*{why}"):
         trained(tmp_path, ("ring_all_reduce", 2), resume=True, **settings)
+
+
+def test_local_sgd_is_refused_as_its_ranks_have_momenta_of_their_own(tmp_path):
+    with pytest.raises(ValueError, match="average_every 2 takes no checkpoint_dir"):
+        trained(tmp_path, ("ddp", 3), average_every=2)
 
 
 def test_sigterm_ends_all_ranks_after_a_step_with_a_checkpoint(tmp_path):

@@ -70,3 +70,15 @@ def test_images_in_folders_are_those_of_torchvision(pets):
     assert [number for _, number in open_folder(str(pets), train_size=4)[0]] == [0, 0, 0, 1]
     (pets / "val").rename(pets / "elsewhere")
     assert open_folder(str(pets))[1] is None
+
+
+def test_a_text_is_cut_into_samples_whose_targets_are_the_next_characters():
+    data = load_dataset("text")
+    assert (data.num_classes, data.input_shape) == (80, (64,))
+    for inputs, targets in (
+        (data.train_inputs, data.train_targets),
+        (data.test_inputs, data.test_targets),
+    ):
+        assert torch.equal(inputs.flatten()[1:], targets.flatten()[:-1])
+    assert torch.equal(data.test_inputs[0, 0], data.train_targets[-1, -1])
+    assert len(data.test_inputs) * 9 <= len(data.train_inputs) + 9

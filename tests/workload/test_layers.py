@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.workload.layers import HeldBytes, layers_of, output_shapes
+from labkit.workload.layers import EmulatedLayer, HeldBytes, layers_of, output_shapes
 from labkit.workload.models import MODELS, build_model
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_on_paper_are_those_of_a_real_run(name):
-    model = build_model(name, num_classes=10, input_shape=(1, 8, 8), seed=0)
+    shape = (8,) if name == "gpt" else (1, 8, 8)
+    model = build_model(name, num_classes=10, input_shape=shape, seed=0)
     before = copy.deepcopy(model.state_dict())
-    found = output_shapes(model, (1, 8, 8), batch_size=3)
+    found = output_shapes(model, shape, batch_size=3)
     assert model.training
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    value = torch.randn(3, 1, 8, 8)
+    value = torch.randint(10, (3, 8)) if name == "gpt" else torch.randn(3, 1, 8, 8)
     for layer, (shape, dtype) in zip(layers_of(model), found, strict=True):
         value = layer(value)
         assert (value.shape, value.dtype) == (shape, dtype)
@@ -36,3 +37,16 @@ def test_what_a_forward_keeps_for_its_backward_in_bytes():
     with HeldBytes(linear) as held:
         torch.tanh(inputs[:1].requires_grad_())
     assert held.num_bytes == 4 * 4
+
+
+def test_each_half_of_an_emulated_backward_takes_as_long_as_the_forward(monkeypatch):
+    slept_s = []
+    monkeypatch.setattr("time.sleep", slept_s.append)
+    layer, value = EmulatedLayer(0.5), torch.ones(2, 3, requires_grad=True)
+    outputs = layer(value)
+    ones = torch.ones_like(outputs)
+    torch.autograd.grad(outputs, value, ones, retain_graph=True)
+    torch.autograd.grad(outputs, layer.scale, ones, retain_graph=True)
+    outputs.backward(ones)
+    layer(value.detach()).backward(ones)
+    assert slept_s == [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]

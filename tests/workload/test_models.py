@@ -8,7 +8,7 @@ from labkit.workload.models import MODELS, build_model
 DIGITS = (1, 8, 8)
 CIFAR = (3, 32, 32)
 # ResNet-50 has the blocks of torchvision and the stem of ResNet-18.
-SMALL = [name for name in MODELS if name != "resnet50"]
+SMALL = [name for name in MODELS if name not in ("resnet50", "gpt")]
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,20 @@ def test_forward_and_backward_in_training_mode_even_on_one_sample(name, input_sh
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_a_tied_transformer_that_looks_only_back():
+    model = build_model("gpt", num_classes=7, input_shape=(5,), seed=0)
+    tokens = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(0))
+    logits = model(tokens)
+    assert logits.shape == (2, 7, 5)
+    assert model[-1].weight is model[0].token.weight
+    changed = tokens.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % 7
+    differs = (model(changed) != logits).any(dim=1)
+    assert differs.tolist() == [[False, False, False, True, True]] * 2
+    with pytest.raises(ValueError, match="texts"):
+        build_model("gpt", num_classes=7, input_shape=DIGITS, seed=0)
+
+
 @pytest.mark.parametrize(
     ("name", "input_shape", "expected"),
     [
@@ -37,6 +51,7 @@ def test_forward_and_backward_in_training_mode_even_on_one_sample(name, input_sh
         ("mobilenet", (3, 224, 224), 3_504_872),
         ("resnet18", (3, 224, 224), 11_689_512),
         ("resnet50", (3, 224, 224), 25_557_032),
+        ("gpt", (64,), 461_376 - 70 * 96),
         ("vgg16", CIFAR, 14_714_688 + 512 * 10 + 10),
     ],
 )

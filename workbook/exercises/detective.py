@@ -140,13 +140,13 @@ def hang(seed: int | None = None) -> HungRun:
     return HungRun(stacks, dumps, seed, explained)
 
 
-def entries_in(dump: str) -> list[dict[str, Any]]:
-    """What one rank's recorder says of the default group; nothing if the rank did not answer."""
+def entries_in(dump: str | bytes, group: str = _DEFAULT_GROUP) -> list[dict[str, Any]]:
+    """What one rank's recorder says of a group; nothing if the rank did not answer."""
     try:
         return [
             {key: entry[key] for key in _KEPT}
             for entry in json.loads(dump)["entries"]
-            if entry["process_group"][0] == _DEFAULT_GROUP and not entry["is_p2p"]
+            if entry["process_group"][0] == group and not entry["is_p2p"]
         ]
     except (ValueError, KeyError):
         return []

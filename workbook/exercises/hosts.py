@@ -1,4 +1,4 @@
-"""Page 12: all-reduce over several hosts, in pieces, and the place of a process.
+"""Page 12: all-reduce over several hosts, in pieces, local SGD, and the place of a process.
 
 The ranks of one machine play the ranks of several hosts: what counts is which of them send to
 each other. Hosts have different numbers of ranks, and ranks are numbered host by host.
@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from labkit.collectives import hierarchical_all_reduce
@@ -17,8 +18,9 @@ from labkit.collectives.ring import split_chunks
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs import card_bytes
+from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.units import format_bytes
-from workbook.exercises.grader import Case, Check, Target, Wrong, judged
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Target, Wrong, judged
 from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import DRAWN, Found, Ranks, same_bits
 from workbook.exercises.ring import ring_target
@@ -133,6 +135,83 @@ all_reduce = _check(
     chunked=True,
     rule=_leaves_too_much,
     library=_by_labkit,
+    link=_CARD,
+)
+
+LR = 0.1
+
+
+def _plan(case: Case) -> tuple[int, int]:
+    """Steps, and after how many of them the weights are averaged."""
+    return case.integer(1, 3, 7), case.integer(2, 2, 4)
+
+
+def _start(case: Case) -> Tensor:
+    """The same weights on all ranks; float64, so that steps in another order round alike."""
+    return case.tensor(case.world_size).double()
+
+
+def _gradient_of(rank: int, case: Case) -> Callable[[Tensor, int], Tensor]:
+    """A loss that is curved differently on each rank, and has another minimum in each step."""
+    pulls = [5 * case.random(100 * rank + s, case.size).double() for s in range(_plan(case)[0])]
+    return lambda weight, step: (rank + 1) * weight - pulls[step]
+
+
+def _trained(
+    case: Case, rank: int, divisor: int = 0, at_end: bool = True, every: int = 0
+) -> Tensor:
+    """The rank's weights at the end, of all ranks' updates one after the other."""
+    (steps, usual), ranks = _plan(case), range(case.world_size)
+    every = every or usual
+    weights = [_start(case) for _ in ranks]
+    for step in range(steps):
+        weights = [w - LR * _gradient_of(r, case)(w, step) for r, w in zip(ranks, weights)]
+        if (step + 1) % every == 0 or (at_end and step + 1 == steps):
+            mean = torch.stack(weights).sum(0) / (divisor or case.world_size)
+            weights = [mean for _ in ranks]
+    return weights[rank]
+
+
+def _train(
+    fn: Callable, comm: Comm, weight: Tensor, gradient_of: Callable, steps: int, every: int
+) -> None:
+    def computed(weight: Tensor, step: int) -> Tensor:
+        with comm.span("compute"):
+            return gradient_of(weight, step)
+
+    fn(comm, weight, computed, steps, every)
+
+
+def _an_all_reduce_per_average(rank: int, case: Case) -> Target:
+    cost, (steps, every) = ring_all_reduce_cost(case.size, 8, case.world_size, rank), _plan(case)
+    averages = -(-steps // every)
+    return Target(averages * cost.messages, averages * cost.num_bytes)
+
+
+# ``steps`` updates of SGD by this rank's own gradients. Target: one ring all-reduce of the weights
+# after each ``every`` of them, and one at the end for those that are left.
+local_sgd = Check(
+    "hosts.local_sgd",
+    lambda rank, case: _trained(case, rank),
+    signature="comm, weight, gradient_of, steps, every",
+    inputs=lambda rank, case: (_start(case), _gradient_of(rank, case), *_plan(case)),
+    call=_train,
+    parts=lambda case: {
+        f"what rank {r} trains alone": _trained(case, r, every=10, at_end=False)
+        for r in range(case.world_size)
+    },
+    mistakes={
+        "the weights are added up, but not divided by the number of ranks": (
+            lambda rank, case: _trained(case, rank, divisor=1)
+        ),
+        "the steps after the last full round are never averaged": (
+            lambda rank, case: _trained(case, rank, at_end=False)
+        ),
+    },
+    rule=same_bits,
+    target=_an_all_reduce_per_average,
+    special=lambda case: "{} steps, an average every {}".format(*_plan(case)),
+    may_call=COLLECTIVES,
     link=_CARD,
 )
 

@@ -20,7 +20,14 @@ class Source:
         return f"<details open>{head}\n\n~~~~python\n{self.text}\n~~~~\n\n</details>"
 
 
-def show_source(thing: Callable[..., Any] | type) -> Source:
-    """Show the Python source of a labkit function or class, as installed."""
+def show_source(thing: Callable[..., Any] | type, *, numbered: bool = False) -> Source:
+    """Show the Python source of a labkit function or class, as installed.
+
+    ``numbered`` puts before each line its number in the file.
+    """
     where = f"{thing.__module__}.{thing.__qualname__}"
-    return Source(inspect.getsource(thing).rstrip(), where)
+    lines, first = inspect.getsourcelines(thing)
+    shown = [
+        f"{number:4}  {line}" if numbered else line for number, line in enumerate(lines, first)
+    ]
+    return Source("".join(shown).rstrip(), where)

@@ -116,13 +116,19 @@ def faster(times: Mapping[str, Times]) -> Verdict:
     return Verdict(f"{text} {first} was {ahead}." if ahead else text, nearest)
 
 
-def race(runs: Mapping[str, TrainResult], accuracy: float) -> Verdict:
-    """Which training run reaches an accuracy on held-out samples first, by its epochs' clock."""
+def race(
+    runs: Mapping[str, TrainResult], accuracy: float | None = None, *, loss: float | None = None
+) -> Verdict:
+    """Which training run first reaches an accuracy on held-out samples, or a training loss.
+
+    The clock is that of its epochs.
+    """
+    goal = f"{accuracy:.0%}" if accuracy is not None else f"loss {loss}"
     reached = {}
     for name, run in runs.items():
         ends_s = accumulate(epoch["seconds"] for epoch in run.epochs)
         for number, (end_s, epoch) in enumerate(zip(ends_s, run.epochs), start=1):
-            if epoch["test_accuracy"] >= accuracy:
+            if epoch["loss"] <= loss if loss is not None else epoch["test_accuracy"] >= accuracy:
                 reached[name] = end_s, number
                 break
     ends = "; ".join(
@@ -130,7 +136,7 @@ def race(runs: Mapping[str, TrainResult], accuracy: float) -> Verdict:
         for name, (end_s, number) in sorted(reached.items(), key=lambda item: item[1])
     )
     never = ", ".join(name for name in runs if name not in reached)
-    return Verdict(f"First at {accuracy:.0%}: {ends or 'none'}{never and f'; never: {never}'}.")
+    return Verdict(f"First at {goal}: {ends or 'none'}{never and f'; never: {never}'}.")
 
 
 def against_model(

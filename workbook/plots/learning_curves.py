@@ -1,4 +1,4 @@
-"""Learning curves: loss and held-out accuracy, by epoch and by second."""
+"""Learning curves: loss and held-out accuracy, by epoch, second or what was sent."""
 
 import itertools
 import math
@@ -25,11 +25,15 @@ _LABELS = {
     "loss": "training loss",
     "test_accuracy": "held-out accuracy (%)",
 }
+_BY = {"epoch": "epoch", "second": "time in training (s)", "megabyte": "sent by a rank (MB)"}
 
 
 @drawn
 def learning_curves(
-    runs: Mapping[str, Any], *, title: str = "Loss and held-out accuracy"
+    runs: Mapping[str, Any],
+    *,
+    title: str = "Loss and held-out accuracy",
+    by: tuple[str, str] = ("epoch", "second"),
 ) -> CaptionedFigure:
     """Draw loss and held-out accuracy, by epoch and by second of training.
 
@@ -37,6 +41,7 @@ def learning_curves(
         runs: ``{label: run}``. A run is a result that has ``.epochs``, or the epochs themselves:
             dicts with ``loss``, ``test_accuracy`` (0 to 1) and ``seconds`` (of this epoch alone).
             A list of such runs is drawn as their medians, with a band that spans all.
+        by: the two axes, also ``megabyte``: what the rank that sends most has sent (results only).
     """
     curves = {label: _curve(run) for label, run in runs.items()}
     figure = Figure(figsize=(WIDTH_IN, 5.6))
@@ -45,17 +50,18 @@ def learning_curves(
         look = {"color": style.color, "marker": marker, "linestyle": line, "markersize": 5}
         look["markevery"] = math.ceil(len(curve["epoch"]) / 12)
         for name, row in zip(_LABELS, grid):
-            for axes, x in zip(row, (curve["epoch"], curve["second"])):
+            for axes, x in zip(row, map(curve.get, by)):
                 axes.plot(x, np.median(curve[name], axis=0), label=label, **look)
                 low, high = curve[name].min(axis=0), curve[name].max(axis=0)
                 axes.fill_between(x, low, high, color=style.color, alpha=0.15, linewidth=0)
                 axes.grid(True)
             row[0].set_ylabel(_LABELS[name])
-    by_epoch, by_second = grid[-1]
-    by_epoch.set_xlabel("epoch")
-    by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    by_second.set_xlabel("time in training (s)")
-    by_second.set_xlim(left=0)
+    for axes, name in zip(grid[-1], by):
+        axes.set_xlabel(_BY[name])
+        if name == "epoch":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        else:
+            axes.set_xlim(left=0)
     add_title(figure, title)
     add_legend(figure, grid[0, 0].lines)
 
@@ -87,6 +93,7 @@ def learning_curves(
 
 def _curve(run: Any) -> dict[str, np.ndarray]:
     """``epoch`` and ``second`` [E]; the rest [repeats, E], of the epochs that all repeats have."""
+    sent_mb = max(getattr(run, "bytes_sent", None) or [math.nan]) / 1e6
     run = getattr(run, "epochs", run)
     repeats = [getattr(one, "epochs", one) for one in run]
     if isinstance(run[0], Mapping):
@@ -99,4 +106,5 @@ def _curve(run: Any) -> dict[str, np.ndarray]:
     }
     curve = {name: values[name] * (1 if name == "loss" else 100) for name in _LABELS}
     seconds = np.median(np.cumsum(values["seconds"], axis=1), axis=0)
-    return curve | {"epoch": np.arange(1, fewest + 1), "second": seconds}
+    epoch = np.arange(1, fewest + 1)
+    return curve | {"epoch": epoch, "second": seconds, "megabyte": sent_mb * epoch / fewest}

@@ -66,8 +66,8 @@ class TorchDDP(OnShares):
     bucket_mb: float = 25
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        super().setup(comm, model, make_optimizer)
         self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
+        super().setup(comm, model, make_optimizer)
         devices = [comm.device] if comm.device.type == "cuda" else None
         self.module = DistributedDataParallel(
             self.model, device_ids=devices, process_group=self.group, bucket_cap_mb=self.bucket_mb

@@ -5,6 +5,7 @@ import re
 import torch
 from graded import Answers, ends
 
+from labkit.collectives import fast_ring_all_reduce, ring_all_reduce
 from workbook import check
 
 # inside(comm, chunks, host)
@@ -111,6 +112,58 @@ def forgets_the_others_at_home(comm, tensor, hosts):
     over_hosts(comm, tensor, hosts, (lambda *args: None, between, share_inside))
 
 
+# local_sgd(comm, weight, gradient_of, steps, every)
+
+
+def local_sgd(comm, weight, gradient_of, steps, every):
+    for step in range(steps):
+        weight -= 0.1 * gradient_of(weight, step)
+        if (step + 1) % every == 0 or step + 1 == steps:
+            ring_all_reduce(comm, weight, "mean")
+
+
+def round_by_round(comm, weight, gradient_of, steps, every):
+    for first in range(0, steps, every):
+        for step in range(first, min(first + every, steps)):
+            weight.sub_(gradient_of(weight, step), alpha=0.1)
+        fast_ring_all_reduce(comm, weight)
+        weight /= comm.world_size
+
+
+def adds_the_weights(comm, weight, gradient_of, steps, every):
+    for step in range(steps):
+        weight -= 0.1 * gradient_of(weight, step)
+        if (step + 1) % every == 0 or step + 1 == steps:
+            ring_all_reduce(comm, weight)
+
+
+def leaves_the_last_steps(comm, weight, gradient_of, steps, every):
+    for step in range(steps):
+        weight -= 0.1 * gradient_of(weight, step)
+        if (step + 1) % every == 0:
+            ring_all_reduce(comm, weight, "mean")
+
+
+def averages_before_the_first_step_too(comm, weight, gradient_of, steps, every):
+    for step in range(steps):
+        if step % every == 0:
+            ring_all_reduce(comm, weight, "mean")
+        weight -= 0.1 * gradient_of(weight, step)
+    ring_all_reduce(comm, weight, "mean")
+
+
+def averages_gradients(comm, weight, gradient_of, steps, every):
+    for step in range(steps):
+        gradient = gradient_of(weight, step)
+        if (step + 1) % every == 0 or step + 1 == steps:
+            ring_all_reduce(comm, gradient, "mean")
+        weight -= 0.1 * gradient
+
+
+def averages_in_every_step(comm, weight, gradient_of, steps, every):
+    local_sgd(comm, weight, gradient_of, steps, 1)
+
+
 # place(environment)
 
 
@@ -158,6 +211,14 @@ ANSWERS = [
         [as_on_the_page],
         [around_all_ranks, forgets_the_others_at_home],
         on=4,
+    ),
+    Answers(
+        check.hosts.local_sgd,
+        [local_sgd, round_by_round],
+        [
+            *(adds_the_weights, leaves_the_last_steps, averages_before_the_first_step_too),
+            *(averages_gradients, averages_in_every_step),
+        ],
     ),
     Answers(check.hosts.place, [place], [as_if_all_had_the_first_nodes_tasks, local_rank_is_rank]),
 ]

@@ -1,0 +1,90 @@
+"""Memory: the bytes that a rank holds, by what they are for. Compare with what is counted."""
+
+from collections.abc import Sequence
+
+from labkit.schedules.ring import chunk_bounds, owned_chunk
+from labkit.schedules.sharding import Uses, first_uses
+
+
+def gpt_activation_bytes(
+    samples: int,
+    length: int,
+    *,
+    width: int,
+    num_heads: int,
+    num_blocks: int,
+    vocabulary: int,
+    itemsize: int = 4,
+) -> int:
+    """What a forward of ``workload.transformer.gpt`` with its loss keeps for backward.
+
+    By token, each block keeps 16 D numbers: what enters the two norms (2), the pairs of linear
+    layers (2, 1 and 4), attention (queries, keys, values: 3) and GELU (4); then the mean and the
+    deviation in each norm, and a number by head, from which attention's weights are made again.
+
+    Source: Korthikanti et al., "Reducing activation recomputation in large transformer models"
+    (2022), section 4, where dropout and attention's scores come to that.
+    """
+    block = 16 * width + 4 + num_heads
+    # The last norm, the head, and the probabilities.
+    numbers = num_blocks * block + 2 * width + 2 + vocabulary
+    tokens_and_targets = 2 * 8
+    # The loss also keeps the sum of its weights.
+    return samples * length * (itemsize * numbers + tokens_and_targets) + itemsize
+
+
+def sharded_memory(
+    sizes: Sequence[int],
+    stage: int,
+    world_size: int,
+    rank: int = 0,
+    *,
+    uses: Uses | None = None,
+    trained: Sequence[int] | None = None,
+    element_bytes: int = 4,
+    states: int = 1,
+    counter_bytes: int = 0,
+) -> dict[str, dict[str, int]]:
+    """Bytes by kind ``between_steps``, and the ``most`` of them when backward enters a unit.
+
+    Between steps there are S of parameters, in stage 3 S / P; S of gradients, in stages 2 and 3
+    S / P; and states x S / P of the optimizer. When backward enters unit n, stages 2 and 3 also
+    hold G(n), and in flight G(n + 1), which is being reduced. Stage 3 also holds W(n), and in
+    flight W(n - 1), gathered ahead: two units are whole.
+
+    Args:
+        sizes: elements of each flat, as in ``notes``; shards differ by at most one element.
+        uses: by unit, the flats it uses; by default each unit one.
+        trained: the flats that are trained; by default all.
+        states: the optimizer's numbers per parameter: SGD's momentum 1, Adam 2.
+        counter_bytes: what it keeps beside them for each shard: Adam counts steps, in 4 bytes.
+    """
+    flats = range(len(sizes))
+    uses, trained = uses or [(flat,) for flat in flats], flats if trained is None else trained
+
+    def whole(some: Sequence[int] | set[int]) -> int:
+        return element_bytes * sum(sizes[flat] for flat in some)
+
+    def part(some: Sequence[int]) -> int:
+        chunk = owned_chunk(rank, world_size)
+        bounds = [chunk_bounds(sizes[flat], world_size)[chunk] for flat in some]
+        return element_bytes * sum(end - start for start, end in bounds)
+
+    rest = {
+        "parameters": part(flats) if stage == 3 else whole(flats),
+        "gradients": whole(trained) if stage == 1 else part(trained),
+        "optimizer": states * part(trained) + counter_bytes * len(trained),
+        "in_flight": 0,
+    }
+    owned = [[flat for flat in some if flat in trained] for some in first_uses(uses)] + [[]]
+    first = next(unit for unit, some in enumerate(uses) if {*some} & {*trained})
+    moments = [rest]
+    for unit in range(len(uses) - 1, first - 1, -1) if stage > 1 else ():
+        now = rest | {"gradients": rest["gradients"] + whole(owned[unit])}
+        now["in_flight"] += whole(owned[unit + 1])
+        if stage == 3:
+            here, ahead = {*uses[unit]}, {*uses[unit - 1]} if unit > first else set()
+            now["parameters"] += whole(here)
+            now["in_flight"] += whole(ahead - here)
+        moments.append(now)
+    return {"between_steps": rest, "most": max(moments, key=lambda one: sum(one.values()))}

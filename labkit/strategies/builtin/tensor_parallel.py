@@ -1,0 +1,109 @@
+"""PyTorch's tensor parallelism, ``parallelize_module``: the same cuts, by DTensor.
+
+A DTensor is a tensor of which each rank of a mesh has a part. Operations on DTensors find out for
+themselves which collective they need: those of the ranks' process group, gloo on CPUs.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from labkit.strategies.base import State
+from labkit.strategies.tensor_cut import Cut
+from labkit.strategies.tensor_parallel import TensorParallel
+from labkit.workload.losses import Loss
+from labkit.workload.transformer import Attention, Block
+
+_OF_BLOCK: dict[str, Any] = {
+    "attention.qkv": ColwiseParallel(),
+    "attention.out": RowwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(),
+}
+
+
+@dataclass(eq=False)
+class TorchTensorParallel(TensorParallel):
+    """The counterpart of ``TensorParallel``; ``loss_parallel`` computes the loss.
+
+    The optimizer gets each rank's parts as plain tensors, in the DTensors' memory, as it does not
+    take both kinds. Right predictions on training samples are not counted: DTensor would gather
+    all logits.
+    """
+
+    sequence_parallel: bool = field(default=False, init=False)
+    through_comm = False
+
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        super().check_model(model, loss, world_size)
+        for layer in model.modules():
+            if isinstance(layer, Attention) and layer.num_heads % world_size:
+                raise ValueError(
+                    f"PyTorch's DTensor cuts {layer.num_heads} heads into equal parts, not over "
+                    f"{world_size} ranks: use a world_size that divides it, or leave builtin out"
+                )
+
+    def cut(self, model: nn.Module) -> State:
+        ranks, self.local = self.group.comm.world_size, dict[Tensor, nn.Parameter]()
+        self.parallelize(model, init_device_mesh(self.group.comm.device.type, (ranks,)))
+        for name, p in model.named_parameters():
+            if isinstance(p, DTensor):
+                part = self.local[p] = nn.Parameter(p.to_local(), p.requires_grad)
+                # (The biases of sums are replicated.)
+                for place in p.placements:
+                    if isinstance(place, Shard):
+                        blocks, rows = 3 if "qkv" in name else 1, torch.arange(p.shape[place.dim])
+                        sizes = [len(one) // blocks for one in rows.chunk(ranks)]
+                        self.group.cuts[part] = Cut(place.dim, sizes, blocks)
+        state = model.state_dict(keep_vars=True)
+        return {name: self.local.get(p, p) for name, p in state.items()}
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Cut the layers over the ranks of ``mesh``, in place."""
+        embeddings, *blocks, head = model.to(self.group.comm.device).children()
+        for block in blocks:
+            if isinstance(block, Block):
+                block.attention.num_heads //= mesh.size()
+                size = block.attention.qkv.in_features // mesh.size()
+                by_head = Cut(0, [size] * mesh.size(), blocks=3)
+                for p in block.attention.qkv.parameters():
+                    # DTensor gives each rank rows that follow one another: those of its heads.
+                    p.data = torch.cat([by_head.part(p.data, n) for n in range(mesh.size())])
+                parallelize_module(block, mesh, _OF_BLOCK)
+        tokens = RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(embeddings, mesh, {"token": tokens})
+        head.weight = embeddings.get_parameter("token.weight")
+        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+        parallelize_module(head, mesh, whole)
+        self.loss = _loss
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        self.model.zero_grad()
+        return super().step(inputs, targets, batch_size)
+
+    def add_gradients(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        with loss_parallel():
+            return super().add_gradients(inputs, targets, batch_size)
+
+    def sum_gradients(self) -> None:
+        for p, part in self.local.items():
+            part.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else None
+
+    def run(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs).full_tensor()
+
+
+def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    mean: Any = nn.functional.cross_entropy(outputs, targets)
+    return mean.to_local() * len(targets)

@@ -1,0 +1,345 @@
+"""Sharded data parallelism (ZeRO): ranks divide among them what data parallelism holds P times.
+
+The trained parameters of each layer form a **flat** tensor, cut into P chunks: one per rank, its
+**shard**. Each rank makes the update of its shard alone, with its part of the optimizer's state.
+
+**Stage 1** divides the optimizer's state. 1. Forward and backward, as in DDP; of the gradients
+that are complete, share_reduce sums each rank's chunk, while the rest of backward runs. 2. Each
+rank updates its shard. 3. share_only gives the new values to all.
+
+**Stage 2** divides the gradients, too: a layer's exist as a whole from when backward enters the
+layer until their sums are added to the shards' gradients.
+
+**Stage 3** divides the parameters, too. A layer's are gathered (share_only) before its forward and
+again before its backward, while the layer before is computing, and freed after; step 3 is gone.
+
+Bytes sent per rank and step: 2, 2 and 3 (P - 1)/P x S. In memory, S bytes of each kind become S/P,
+and what is under way: ``costs.sharded_memory``. In which order: ``schedules.sharding``.
+
+Symbols: P ranks, N elements of a flat, S bytes of the trained parameters. Sources: Rajbhandari et
+al., "ZeRO: memory optimizations toward training trillion parameter models" (2020), sections 5 and
+7; Zhao et al., "PyTorch FSDP" (2023), section 3.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.collectives.ring import all_gather, share_only, share_reduce, split_chunks
+from labkit.comm.comm import Comm
+from labkit.comm.work import Work, work_queue_of
+from labkit.schedules.ring import owned_chunk
+from labkit.schedules.sharding import Instruction, sharded_pass
+from labkit.strategies.base import MakeOptimizer, State, of_kind
+from labkit.strategies.on_shares import OnShares
+from labkit.units import check_integer
+from labkit.workload.layers import HeldBytes, layers_of
+from labkit.workload.losses import Loss
+
+
+class Flat:
+    """Parameters that are divided together; their values lie in ``full`` [N], cut into ``chunks``.
+
+    ``shard`` is this rank's chunk, which its optimizer changes: in stage 3 a copy, as ``full`` has
+    memory between ``gather`` and ``free`` alone. The parameters' gradients are views of
+    ``gradient`` [N]: in stage 1 always, else between ``begin`` and ``finish``; ``total`` is the
+    shard's. The methods from ``gather`` to ``finish`` are those of ``schedules.sharding``.
+    """
+
+    def __init__(self, comm: Comm, stage: int, parameters: list[nn.Parameter]):
+        self.comm, self.stage, self.parameters = comm, stage, parameters
+        self.sizes = [parameter.numel() for parameter in parameters]
+        self.full = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        self.num_bytes, self.trained = self.full.nbytes, parameters[0].requires_grad
+        for parameter, piece in zip(parameters, self.pieces(self.full)):
+            parameter.data = piece
+        self.mine = owned_chunk(comm.rank, comm.world_size)
+        self.chunks = split_chunks(self.full, comm.world_size)
+        own = self.chunks[self.mine]
+        self.shard = nn.Parameter(own.clone() if stage == 3 else own, self.trained)
+        # What is under way: values that are gathered ahead, gradients that are reduced.
+        self.gathering: Work | None = None
+        self.reducing: Work | None = None
+        self.gradient: Tensor | None = None
+        self.total = torch.zeros_like(own)
+        if self.trained:
+            if stage == 1:
+                self.total = split_chunks(self.begin(), comm.world_size)[self.mine]
+            self.shard.grad = self.total
+        if stage == 3:
+            self.free()
+
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """Views of a flat tensor [N] in the shapes of the parameters."""
+        return [one.view_as(p) for one, p in zip(flat.split(self.sizes), self.parameters)]
+
+    def gather(self) -> None:
+        self.full.untyped_storage().resize_(self.num_bytes)
+
+        def operation(comm: Comm) -> None:
+            self.chunks[self.mine].copy_(self.shard)
+            share_only(comm, self.chunks)
+
+        self.gathering = work_queue_of(self.comm).add("share_only", operation, [self.full], [])
+
+    def wait(self) -> None:
+        self.gathering = self._end_of(self.gathering)
+
+    def free(self) -> None:
+        # What autograd keeps of it are views: they show the values of the next gather.
+        self.full.untyped_storage().resize_(0)
+
+    def begin(self) -> Tensor:
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.full)
+            for parameter, piece in zip(self.parameters, self.pieces(self.gradient)):
+                parameter.grad = piece
+        return self.gradient
+
+    def reduce(self) -> None:
+        chunks = split_chunks(gradient := self.begin(), self.comm.world_size)
+
+        def operation(comm: Comm) -> None:
+            share_reduce(comm, chunks)
+            if self.stage > 1:
+                self.total += chunks[self.mine]
+
+        self.reducing = work_queue_of(self.comm).add("share_reduce", operation, [gradient], [])
+        for parameter in self.parameters if self.stage > 1 else ():
+            parameter.grad = None
+
+    def finish(self) -> None:
+        self.reducing = self._end_of(self.reducing)
+        if self.stage > 1:
+            self.gradient = None
+
+    def _end_of(self, work: Work | None) -> None:
+        if work:
+            with self.comm.span("wait"):
+                work.wait()
+
+    def whole(self, part: Tensor) -> list[Tensor]:
+        """From the ranks' parts, like their shards, values by parameter; a collective call."""
+        chunks = split_chunks(flat := part.new_empty(sum(self.sizes)), self.comm.world_size)
+        chunks[self.mine].copy_(part.detach())
+        share_only(self.comm, chunks)
+        return self.pieces(flat)
+
+    def part(self, values: list[Tensor]) -> Tensor:
+        """The opposite: of values by parameter, this rank's part."""
+        flat = torch.cat([value.flatten() for value in values])
+        return split_chunks(flat, self.comm.world_size)[self.mine]
+
+
+@dataclass(eq=False)
+class Sharded(OnShares):
+    """Synchronous data parallelism whose ranks hold a part of what they update.
+
+    A unit is a layer with parameters, and those without that follow. A parameter belongs to the
+    first unit that uses it; for another one (a tied parameter) stage 3 gathers it once more. The
+    model is a chain of layers, see ``workload.layers``.
+
+    Args:
+        stage: what is divided: 1 the optimizer's state, 2 also gradients, 3 also parameters.
+        accumulate: as elsewhere; stages 2 and 3 sum the gradients of each micro-batch.
+
+    Attributes:
+        flats: by dtype, and whether they are trained, the parameters that belong to a unit.
+        uses: by unit, the numbers of the flats that it uses; ``sums`` are those of trained ones.
+        most_held: of two steps, the ``held_now`` with the most bytes when backward enters a unit.
+        activation_bytes: what the first forward kept for its backward.
+    """
+
+    stage: int = 3
+    sync_batch_norm: bool = False
+    optimizes = "elements"
+    predicts_together = runs_empty = True
+
+    def __post_init__(self) -> None:
+        check_integer("stage", self.stage, least=1, most=3)
+
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        layers_of(model)
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.place(comm, model)
+        self.units: list[list[nn.Module]] = []
+        self.flats: list[Flat] = []
+        self.uses: list[list[int]] = []
+        self.names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(parameter, []).append(name)
+        homes: dict[nn.Parameter, int] = {}
+        for layer in layers_of(model):
+            alike: dict[Any, list[nn.Parameter]] = {}
+            for parameter in (parameters := list(layer.parameters())):
+                if parameter not in homes:
+                    kind = parameter.dtype, parameter.requires_grad
+                    alike.setdefault(kind, []).append(parameter)
+            for some in alike.values():
+                homes |= dict.fromkeys(some, len(self.flats))
+                self.flats.append(Flat(comm, self.stage, some))
+            if not self.units or (parameters and self.uses[-1]):
+                self.units.append([])
+                self.uses.append([])
+            self.units[-1].append(layer)
+            self.uses[-1] += dict.fromkeys(homes[parameter] for parameter in parameters)
+        self.sums = [number for number, flat in enumerate(self.flats) if flat.trained]
+        self.trained = [self.flats[number].shard for number in self.sums]
+        self.optimizer = make_optimizer(self.trained)
+        self.norm_ranks = range(comm.world_size)
+        self.module, self.no_sync = self.run, self._without_sums
+        self._steps, self._reduces, self._measures = 0, True, False
+        self.most_held, self.activation_bytes = self.held_now(), 0
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        trained = [self.flats[number] for number in self.sums]
+        for flat in trained:
+            (flat.total if flat.gradient is None else flat.gradient).zero_()
+        loss = self.add_gradients(inputs, targets, batch_size)
+        if self.update() and self.stage < 3:
+            for flat in trained:
+                share_only(self.comm, flat.chunks)
+        self._steps += 1
+        return loss
+
+    @contextlib.contextmanager
+    def _without_sums(self) -> Iterator[None]:
+        self._reduces = self.stage > 1
+        yield
+        self._reduces = True
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor, weight: float) -> Tensor:
+        self._stream = sharded_pass(self.stage, self.uses, self.sums)
+        self._measures = not self.activation_bytes
+        loss = targets.new_zeros((), dtype=torch.float64)
+        if len(targets) or self.sync_batch_norm:
+            loss = super()._forward_backward(inputs, targets, weight)
+        # On a rank without samples this is all.
+        self._go_to()
+        return loss
+
+    def run(self, inputs: Tensor) -> Tensor:
+        """The model's outputs; when backward enters a unit, it calls a hook."""
+        measured = HeldBytes(self.model) if self._measures else None
+        with measured or contextlib.nullcontext():
+            for number, layers in enumerate(self.units):
+                self._go_to("forward", number)
+                for layer in layers:
+                    inputs = layer(inputs)
+                if inputs.requires_grad:
+                    inputs.register_hook(lambda _, n=number: self._go_to("backward", n))
+        if measured:
+            self.activation_bytes, self._measures = measured.num_bytes, False
+        return inputs
+
+    @torch.no_grad()
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        self._stream = sharded_pass(self.stage, self.uses, self.sums, backward=False)
+        outputs = super().predict(inputs) if len(inputs) else None
+        self._go_to()
+        return outputs
+
+    @torch.no_grad()
+    def _go_to(self, kind: str = "", number: int = -1) -> None:
+        """Carry out what comes before this forward or backward; by default all there is.
+
+        All ranks have the same order of messages, whatever backward leaves out on one of them.
+        """
+        for instruction in self._stream:
+            if instruction.kind == "backward" and self._steps < 2:
+                held = self.held_now()
+                self.most_held = max(self.most_held, held, key=lambda one: sum(one.values()))
+            if instruction == Instruction(kind, number):
+                return
+            is_sum = instruction.kind in ("reduce", "finish")
+            if instruction.kind not in ("forward", "backward") and (self._reduces or not is_sum):
+                getattr(self.flats[instruction.number], instruction.kind)()
+
+    def held_now(self) -> dict[str, int]:
+        """The bytes that are alive, by kind, counted by their storages.
+
+        ``in_flight`` is gathered ahead, or being reduced. What a message is received into is not
+        counted, nor what forward keeps for its backward.
+        """
+        flying = [flat.full for flat in self.flats if flat.gathering]
+        reduced = [flat.gradient for flat in self.flats if flat.reducing and self.stage > 1]
+        mine = [*self.model.parameters(), *(flat.shard for flat in self.flats)]
+        kinds: dict[str, list[Any]] = {
+            "in_flight": [*flying, *reduced],
+            "parameters": mine,
+            "gradients": [tensor.grad for tensor in mine],
+            "optimizer": [
+                value for one in self.optimizer.state.values() for value in one.values()
+            ],
+        }
+        seen, found = set[int](), {}
+        for kind, some in kinds.items():
+            tensors = (one.untyped_storage() for one in some if isinstance(one, Tensor))
+            storages = {storage.data_ptr(): storage.nbytes() for storage in tensors}
+            found[kind] = sum(storages[place] for place in storages.keys() - seen)
+            seen |= storages.keys()
+        return found
+
+    def notes(self) -> dict[str, Any]:
+        """Bytes by kind and rank between two steps, and the most in backward; a collective call.
+
+        ``activations`` are those at the end of the first forward.
+        """
+        most = self.most_held | {"activations": self.activation_bytes}
+        memory: dict[str, dict[str, list[int]]] = {}
+        for moment, held in (("between_steps", self.held_now()), ("most", most)):
+            row = torch.tensor([*held.values()], device=self.comm.device)
+            by_rank = torch.stack(all_gather(self.comm, row)).T.tolist()
+            memory[moment] = dict(zip(held, by_rank))
+        sizes = [sum(flat.sizes) for flat in self.flats]
+        return {"memory": memory, "flats": sizes, "uses": self.uses, "trained": self.sums}
+
+    def full_state(self) -> State:
+        values = {}
+        for flat in self.flats if self.stage == 3 else ():
+            values |= {id(p): v.cpu() for p, v in zip(flat.parameters, flat.whole(flat.shard))}
+        state = self.model.state_dict(keep_vars=True)
+        return {name: values.get(id(v), v).detach().cpu().clone() for name, v in state.items()}
+
+    def state(self) -> State:
+        """Whole tensors, as from any technique: each flat's from one rank, in turn."""
+        state = self.buffers() if self.comm.rank == 0 else State()
+        for number, flat in enumerate(self.flats):
+            parts = {"model/{}": flat.shard}
+            for key, value in self.optimizer.state.get(flat.shard, {}).items():
+                parts[f"optimizer/{{}}/{key}"] = value
+            for place, part in parts.items():
+                values = flat.whole(part) if part.dim() else [part] * len(flat.parameters)
+                for p, value in zip(flat.parameters, values):
+                    if number % self.comm.world_size == self.comm.rank:
+                        state |= {place.format(name): value for name in self.names[p]}
+        return state
+
+    def buffers(self) -> State:
+        """By their names in a checkpoint."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        named = self.model.state_dict().items()
+        return {f"model/{name}": value for name, value in named if name not in parameters}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, buffer in self.buffers().items():
+            buffer.copy_(state[name])
+        for flat in self.flats:
+            names = [self.names[parameter][0] for parameter in flat.parameters]
+            values = [state[f"model/{name}"] for name in names]
+            flat.shard.copy_(flat.part(values))
+            for parameter, value in zip(flat.parameters, values) if self.stage < 3 else ():
+                parameter.copy_(value)
+            for key in of_kind(f"optimizer/{names[0]}", state):
+                values = [state[f"optimizer/{name}/{key}"] for name in names]
+                # PyTorch's optimizers count steps on the host.
+                value, device = values[0], "cpu"
+                if key != "step" and value.shape == flat.parameters[0].shape:
+                    value, device = flat.part(values), self.comm.device
+                self.optimizer.state[flat.shard][key] = value.to(device, copy=True)

@@ -1,0 +1,306 @@
+"""Layers that are cut over ranks: each rank computes with its part of the weights.
+
+Of a linear layer y = A x + b, A [O, I], a rank has either
+
+    some outputs: rows of A, the columns of the paper's y = x A. It needs all of x, and gets its
+                  part of y without a message; or
+    some inputs:  columns of A, the paper's rows. Of its part of x it makes one term of y, and the
+                  sum of all ranks' terms is y.
+
+The first kind goes before the second: between them each rank works on its own features, such as
+the heads of an attention, and one sum at the end puts them together. Backward is the mirror image:
+each rank computes what of x's gradient passed through its own features, one term of a sum. So the
+two ends of a cut have conjugate operations, ``Conjugate`` in ``enter`` and in ``leave``:
+
+                                   forward         backward
+    enter                          nothing         all-reduce
+    leave                          all-reduce      nothing
+    enter, sequence parallel       share-only      share-reduce
+    leave, sequence parallel       share-reduce    share-only
+
+In sequence parallelism each rank holds only some of the T positions outside the cuts, where norms
+and residuals are. An all-reduce *is* a share-reduce and a share-only, so the bytes are the same,
+and the memory outside falls as 1 / P.
+
+Shapes: n samples, T positions, t of one rank; I inputs and O outputs of a layer; V entries in the
+vocabulary, W of one rank; P ranks.
+Sources: Shoeybi et al., "Megatron-LM" (2019), section 3, where enter is f and leave is g;
+Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022),
+section 4.2.2, for sequence parallelism.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from labkit.collectives import fast_ring_all_reduce, share_only, share_reduce
+from labkit.comm.comm import Comm
+from labkit.schedules.ring import chunk_bounds
+from labkit.workload.losses import CountedLoss
+from labkit.workload.transformer import MLP, Attention, Embeddings, Head
+
+
+class Conjugate(torch.autograd.Function):
+    """Does ``there`` to an activation going forward, and ``back`` to its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
+
+
+def gathered(comm: Comm, part: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
+    """All ranks' parts, in their order, from this one's; rank r's has ``sizes[r]`` in ``dim``.
+
+    Messages P - 1, bytes about (P - 1) / P of all parts.
+    """
+    parts = [part.new_empty(*part.shape[:dim], size, *part.shape[dim + 1 :]) for size in sizes]
+    parts[comm.rank] = part.detach().contiguous()
+    share_only(comm, _by_chunk(parts))
+    return parts
+
+
+def scattered(comm: Comm, term: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's part of the sum of all ranks' terms; messages and bytes as ``gathered``."""
+    parts = [p.clone(memory_format=torch.contiguous_format) for p in term.split([*sizes], dim)]
+    share_reduce(comm, _by_chunk(parts))
+    return parts[comm.rank]
+
+
+def _by_chunk(parts: list[Tensor]) -> list[Tensor]:
+    """In the ring, rank r owns chunk r + 1, see ``schedules.ring.owned_chunk``."""
+    return [parts[-1], *parts[:-1]]
+
+
+class Cut(NamedTuple):
+    """How a parameter is divided: in ``dim``, into ``sizes`` by rank.
+
+    ``blocks`` that follow one another in ``dim`` are each divided so, such as those of queries,
+    keys and values: a head has rows in all three.
+    """
+
+    dim: int
+    sizes: list[int]
+    blocks: int = 1
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        blocks = whole.chunk(self.blocks, self.dim)
+        return torch.cat([block.split(self.sizes, self.dim)[rank] for block in blocks], self.dim)
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """The reverse of ``part``."""
+        by_block = zip(*(part.chunk(self.blocks, self.dim) for part in parts))
+        return torch.cat([piece for block in by_block for piece in block], self.dim)
+
+
+class TensorGroup:
+    """The ranks of ``comm``, over which layers are cut.
+
+    Attributes:
+        cuts: how the parameters that were cut are divided; all ranks have all of any other.
+        length: T of the inputs; ``cut`` makes the embeddings set it.
+    """
+
+    def __init__(self, comm: Comm, sequence_parallel: bool = False):
+        self.comm, self.sequence_parallel, self.length = comm, sequence_parallel, 0
+        self.cuts: dict[Tensor, Cut] = {}
+        self._made: dict[Tensor, nn.Parameter] = {}
+
+    def sizes(self, total: int) -> list[int]:
+        """``total`` by rank, as evenly as possible."""
+        return [end - start for start, end in chunk_bounds(total, self.comm.world_size)]
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What a layer with some outputs computes with: all of x [n, T, I]."""
+        return Conjugate.apply(x, *self._ends())
+
+    def leave(self, term: Tensor) -> Tensor:
+        """The sum of the terms [n, T, O] of layers with some inputs, or this rank's part of it."""
+        return Conjugate.apply(term, *reversed(self._ends()))
+
+    def _ends(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        if not self.sequence_parallel:
+            return _same, lambda term: fast_ring_all_reduce(self.comm, term.clone())
+        sizes = self.sizes(self.length)
+        return (
+            lambda x: torch.cat(gathered(self.comm, x, 1, sizes), dim=1),
+            lambda term: scattered(self.comm, term, 1, sizes),
+        )
+
+    def cut(self, model: nn.Module) -> None:
+        """Make the layers of a transformer this rank's parts of them, in place."""
+        for layer in model.modules():
+            if isinstance(layer, Attention):
+                heads, size = self.sizes(layer.num_heads), layer.out.in_features // layer.num_heads
+                features = [size * count for count in heads]
+                rows = Cut(0, features, blocks=3)
+                self._become(ColumnLinear, layer.qkv, weight=rows, bias=rows)
+                self._become(RowLinear, layer.out, weight=Cut(1, features))
+                layer.num_heads = heads[self.comm.rank]
+            elif isinstance(layer, MLP):
+                hidden = self.sizes(layer.up.out_features)
+                self._become(ColumnLinear, layer.up, weight=Cut(0, hidden), bias=Cut(0, hidden))
+                self._become(RowLinear, layer.down, weight=Cut(1, hidden))
+            elif isinstance(layer, Embeddings):
+                self._become(CutEmbeddings, layer)
+                entries = Cut(0, self.sizes(len(layer.token.weight)))
+                layer.token.weight = self._part_of(layer.token.weight, entries)
+            elif isinstance(layer, Head):
+                self._become(CutHead, layer, weight=Cut(0, self.sizes(len(layer.weight))))
+
+    def _become(self, kind: type[nn.Module], layer: nn.Module, **cuts: Cut) -> None:
+        """Another class, the same object: names and hooks stay."""
+        layer.__class__, layer.__dict__["group"] = kind, self
+        for name, cut in cuts.items():
+            setattr(layer, name, self._part_of(getattr(layer, name), cut))
+
+    def _part_of(self, whole: Tensor, cut: Cut) -> nn.Parameter:
+        """This rank's part of a parameter; of a tied one the same again."""
+        if whole not in self._made:
+            part = cut.part(whole.detach(), self.comm.rank).clone()
+            self._made[whole] = nn.Parameter(part, whole.requires_grad)
+            self.cuts[self._made[whole]] = cut
+        return self._made[whole]
+
+    def agree(self, trained: Sequence[nn.Parameter]) -> None:
+        """After a backward, give the parameters that all ranks have the same gradients.
+
+        With sequence parallelism each rank has the terms of its own positions. Otherwise all have
+        computed the same, but a sum is rounded otherwise on another number of threads.
+        """
+        gradients = [p.grad for p in trained if p not in self.cuts and p.grad is not None]
+        if gradients:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            fast_ring_all_reduce(self.comm, flat, "sum" if self.sequence_parallel else "mean")
+            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients])):
+                gradient.copy_(total.view_as(gradient))
+
+    def whole(self, parameter: Tensor, part: Tensor) -> Tensor:
+        """What all ranks have of a parameter, or of an optimizer's state of it; collective."""
+        cut = self.cuts.get(parameter)
+        if cut is None or part.shape != parameter.shape:
+            return part
+        sizes = [size * cut.blocks for size in cut.sizes]
+        return cut.whole(gathered(self.comm, part, cut.dim, sizes))
+
+    def part(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """The reverse of ``whole``; not collective."""
+        cut = self.cuts.get(parameter)
+        is_cut = cut is not None and whole.dim() == parameter.dim()
+        return cut.part(whole, self.comm.rank) if is_cut else whole
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+class ColumnLinear(nn.Linear):
+    """Some outputs of a linear layer: [n, T, I], or [n, t, I], to this rank's [n, T, O_r]."""
+
+    group: TensorGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(self.group.enter(input), self.weight, self.bias)
+
+
+class RowLinear(nn.Linear):
+    """Some inputs of a linear layer: this rank's [n, T, I_r] to [n, T, O], or [n, t, O]."""
+
+    group: TensorGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        # The bias once, not in each term.
+        return self.group.leave(functional.linear(input, self.weight)) + self.bias
+
+
+class CutEmbeddings(Embeddings):
+    """This rank's entries of the vocabulary, and all positions: [n, T] int64 to [n, T or t, O]."""
+
+    group: TensorGroup
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        group, weight, positions = self.group, self.token.weight, self.position.weight
+        index, here = own_entries(tokens, group.cuts[weight].sizes, group.comm.rank)
+        # The term of a token that another rank has is zero.
+        term = functional.embedding(index, weight).masked_fill(~here.unsqueeze(-1), 0)
+        group.length = tokens.shape[1]
+        positions = positions[: group.length]
+        if group.sequence_parallel:
+            positions = positions.split(group.sizes(group.length))[group.comm.rank]
+        return group.leave(term) + positions
+
+
+class CutHead(Head):
+    """The logits of this rank's entries of the vocabulary: [n, T or t, I] to [n, W, T]."""
+
+    group: TensorGroup
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.group.enter(x))
+
+
+class CutCrossEntropy(torch.autograd.Function):
+    """Logits [n, W, ...] of this rank's classes, targets [n, ...] -> losses, and which are right.
+
+    No rank needs the others' logits, but three all-reduces of [n, ...]: 1. the highest logit, so
+    that no exponential overflows; 2. the sum of the exponentials; 3. the target's logit, which one
+    rank has. The loss is log(2.) + 1. - 3.; a target is right if 3. equals 1. Backward sends
+    nothing: the gradient is the softmax, less 1 at the target.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, comm: Comm, sizes: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        highest = fast_ring_all_reduce(comm, logits.amax(dim=1), "max")
+        exps = (logits - highest.unsqueeze(1)).exp_()
+        total = fast_ring_all_reduce(comm, exps.sum(dim=1))
+        index, here = own_entries(targets, sizes, comm.rank)
+        found = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
+        of_target = fast_ring_all_reduce(comm, found)
+        right = of_target == highest
+        ctx.save_for_backward(exps, total, index, here)
+        ctx.mark_non_differentiable(right)
+        return total.log() + (highest - of_target), right
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        exps, total, index, here = ctx.saved_tensors
+        softmax = exps / total.unsqueeze(1)
+        softmax.scatter_add_(1, index.unsqueeze(1), -here.to(softmax.dtype).unsqueeze(1))
+        return softmax.mul_(gradients[0].unsqueeze(1)), None, None, None
+
+
+class CutLoss(CountedLoss):
+    """The sum over samples of the cross-entropy of a cut vocabulary, the same on all ranks.
+
+    ``classes`` is V. The first rank of the group counts the right predictions.
+    """
+
+    def __init__(self, comm: Comm, classes: int):
+        super().__init__(functional.cross_entropy)
+        self.comm, self.sizes = comm, TensorGroup(comm).sizes(classes)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses, right = CutCrossEntropy.apply(outputs, targets, self.comm, self.sizes)
+        if self.comm.rank == 0:
+            self._right += right.sum()
+            self._judged += targets.numel()
+        # A sample's loss is the mean over its positions.
+        return losses.sum() * (len(targets) / targets.numel())
+
+
+def own_entries(tokens: Tensor, sizes: list[int], rank: int) -> tuple[Tensor, Tensor]:
+    """Where tokens are among the entries of ``rank`` (0 for others'), and which are there."""
+    index = tokens - sum(sizes[:rank])
+    here = (index >= 0) & (index < sizes[rank])
+    return index.where(here, 0), here

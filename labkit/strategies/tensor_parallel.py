@@ -1,0 +1,133 @@
+"""Tensor parallelism: each layer of a transformer is cut over all ranks, which work at once.
+
+1. Every rank has its heads of each attention, its features of each MLP and its entries of the
+vocabulary (``tensor_cut``); norms, positions and the biases of sums are on all ranks. 2. Every
+rank gets the whole batch. In each block, two all-reduces of [n, T, D] add up the ranks' terms
+going forward, and two going backward. 3. The loss is computed from logits that no rank has all of.
+4. One more all-reduce lets all ranks agree on the gradients of what they all have, to the bit.
+5. Every rank updates its parts, and that.
+
+A rank holds 1 / P of most parameters, gradients and optimizer states, and of the activations
+inside the cuts; with ``sequence_parallel`` also of those outside. The price is communication that
+nothing hides: each all-reduce waits for a layer, and the next layer waits for it
+(``costs.traffic.tensor_parallel_cost``).
+
+Symbols: n samples, T positions, D features, P ranks. Source: Shoeybi et al., "Megatron-LM" (2019),
+section 3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from labkit.comm.comm import Comm
+from labkit.strategies.base import MakeOptimizer, State
+from labkit.strategies.on_shares import OnShares
+from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gathered
+from labkit.workload.layers import layers_of
+from labkit.workload.losses import Loss
+from labkit.workload.transformer import Block, Embeddings, Head
+
+
+def check_cut(model: nn.Module, loss: Loss, ranks: int, sequence_parallel: bool = False) -> None:
+    """Raise ValueError unless ``ranks`` can cut each layer of ``model``, and the loss."""
+    layers = layers_of(model) if isinstance(model, nn.Sequential) else [model]
+    first, *blocks, last = layers[0], *layers[1:-1], layers[-1]
+    fits = all(isinstance(one, Block | nn.LayerNorm) for one in blocks)
+    if not (isinstance(first, Embeddings) and fits and isinstance(last, Head)):
+        names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise ValueError(
+            f"tensor_parallel cuts labkit's transformer, and the layers of this model are {names}"
+            ": use model gpt, or another strategy"
+        )
+    if getattr(loss, "mean", None) is not functional.cross_entropy:
+        raise ValueError(
+            "tensor_parallel computes the cross-entropy of logits that no rank has all of: use "
+            "loss cross_entropy, or another strategy"
+        )
+    counts = {"heads": min(one.attention.num_heads for one in blocks if isinstance(one, Block))}
+    counts["entries of the vocabulary"] = len(last.weight)
+    if sequence_parallel:
+        counts["positions"] = len(first.position.weight)
+    for what, count in counts.items():
+        if count < ranks:
+            raise ValueError(f"{count} {what} cannot be cut over {ranks} ranks: use fewer ranks")
+
+
+@dataclass(eq=False)
+class TensorParallel(OnShares):
+    """Every rank computes the whole batch, with its part of each layer.
+
+    Args:
+        sequence_parallel: between the cuts, where each rank would otherwise hold all positions,
+            it holds some of them.
+
+    Attributes:
+        group: knows how the parameters are divided.
+        parts: by name this rank's parameters; a tied one has two names.
+    """
+
+    sequence_parallel: bool = False
+    optimizes = "layers"
+
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        check_cut(model, loss, world_size, self.sequence_parallel)
+
+    def share(self) -> tuple[int, int]:
+        return 0, 1
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.group = TensorGroup(comm, self.sequence_parallel)
+        self.parts = self.cut(model)
+        self.place(comm, model)
+        each = dict.fromkeys(p for p in self.parts.values() if isinstance(p, nn.Parameter))
+        self.trained = [p for p in each if p.requires_grad]
+        self.optimizer = make_optimizer(self.trained)
+        self.norm_ranks = range(comm.world_size)
+        if comm.rank > 0:
+            self.counted_elsewhere = {id(p) for p in each if p not in self.group.cuts}
+
+    def cut(self, model: nn.Module) -> State:
+        """Cut the model in place; returns ``parts``."""
+        self.group.cut(model)
+        state = model.state_dict(keep_vars=True)
+        # (The head comes last.)
+        self.classes = self.group.cuts[[*state.values()][-1]].sizes
+        self.loss = CutLoss(self.group.comm, sum(self.classes))
+        return state
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        loss = super().step(inputs, targets, batch_size)
+        # The loop adds up what the ranks return, and each has the loss of all samples.
+        return loss if self.group.comm.rank == 0 else torch.zeros_like(loss)
+
+    def sum_gradients(self) -> None:
+        self.group.agree(self.trained)
+
+    def run(self, inputs: Tensor) -> Tensor:
+        return torch.cat(gathered(self.comm, self.model(inputs), 1, self.classes), dim=1)
+
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        outputs = super().predict(inputs)
+        return outputs if self.group.comm.rank == 0 else None
+
+    def full_state(self) -> State:
+        whole = {name: self.group.whole(p, p.detach()) for name, p in self.parts.items()}
+        return {name: tensor.cpu().clone() for name, tensor in whole.items()}
+
+    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
+        names = {p: name for name, p in reversed(self.parts.items())}
+        return self.parts, {name: p for p, name in names.items() if isinstance(p, nn.Parameter)}
+
+    def state(self) -> State:
+        """Whole parameters and optimizer states, on rank 0: any technique can go on from them."""
+        found = super().state().items()
+        whole = {key: self.group.whole(self.parts[key.split("/")[1]], v) for key, v in found}
+        return whole if self.comm.rank == 0 else State()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        parts = {k: self.group.part(self.parts[k.split("/")[1]], v) for k, v in state.items()}
+        super().load_state(parts)

@@ -1,0 +1,182 @@
+"""Page 14: five models, each with its cluster, and the layouts in which a step can be spread.
+
+What a layout needs and how long its step takes is the model's word: ``labkit.costs.gpt_step``.
+"""
+
+from typing import Any, NamedTuple
+
+from labkit.costs.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds, layouts
+from labkit.units import check_choice, format_number, format_seconds, text_table
+from workbook.exercises.grader import Verdict, solved
+from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
+
+# A layout whose step is longer than the best one's by no more than this is as good.
+_CLOSE = 1.03
+
+# In words, then as the model takes it: a GPT, its global batch, its cluster.
+CASES = {
+    "small": (
+        "124 million parameters, 64 samples of 1024; a host of 8 GPUs of 24 GB, without NVLink",
+        *(GPT(12, 768, 12, length=1024, vocabulary=50304), 64),
+        Cluster(8, memory_bytes=24e9, inside=20e9),
+    ),
+    "medium": (
+        "6.6 billion parameters, 64 samples of 4096; a host of 8 A100 of 80 GB with NVLink",
+        *(GPT(32, 4096, 32, length=4096, vocabulary=32000), 64, Cluster(8)),
+    ),
+    "long": (
+        "22 billion parameters, 32 samples of 8192; a host of 8 A100 of 80 GB with NVLink",
+        *(GPT(48, 6144, 48, length=8192), 32, Cluster(8)),
+    ),
+    "scattered": (
+        "13 billion parameters, 1024 samples of 2048; 16 hosts, each one A100 and 10 Gb/s",
+        *(GPT(40, 5120, 40, vocabulary=50304), 1024),
+        Cluster(16, gpus_per_host=1, between=1.25e9),
+    ),
+    "large": (
+        "175 billion parameters, 64 samples of 2048; 8 hosts of 8 A100, NVLink, 200 Gb/s a GPU",
+        *(GPT(96, 12288, 96), 64, Cluster(64)),
+    ),
+}
+_CURES = {
+    "parameters": "ZeRO stage 3, or to cut the model into more parts",
+    "gradients": "a ZeRO stage from 2 on, or to cut the model into more parts",
+    "optimizer": "a ZeRO stage from 1 on, or to cut the model into more parts",
+    "activations": "a smaller micro-batch, tensor parallelism, or to recompute more",
+    "compute": "what is computed again",
+    "tensor": "all-reduces inside the layers, which nothing hides: cut them over fewer GPUs",
+    "hops": "messages between stages: cut the model into fewer",
+    "bubble": "the bubble: fewer stages, more micro-batches, or interleaved stages",
+    "data": "gradients or parameters that travel between replicas: fewer replicas, a larger "
+    "micro-batch, or a lower ZeRO stage",
+}
+
+
+class Ranked(NamedTuple):
+    """A layout, bytes on its fullest GPU and seconds, both by what they are for."""
+
+    layout: Layout
+    held: dict[str, float]
+    parts_s: dict[str, float]
+    fits: bool
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.parts_s.values())
+
+
+def look_at(name: str, layout: Layout) -> Ranked:
+    """What the model says of a layout; ValueError for one that does not divide the case."""
+    model, batch, cluster = CASES[name][1:]
+    held = gpt_bytes(model, batch, cluster, layout)
+    fits = sum(held.values()) <= cluster.memory_bytes
+    return Ranked(layout, held, gpt_seconds(model, batch, cluster, layout), fits)
+
+
+def ranked(name: str) -> list[Ranked]:
+    """Each way to divide the GPUs, with its best micro-batch: those that fit first, by seconds.
+
+    Of equally quick ones that which shards less comes first.
+    """
+    found = [look_at(name, layout) for layout in layouts(*CASES[name][1:])]
+    found.sort(key=lambda r: (not r.fits, r.step_s, r.layout.stage, sum(r.held.values())))
+    ways: dict[tuple[int, ...], Ranked] = {}
+    for one in found:
+        ways.setdefault((one.layout.dp, one.layout.tp, one.layout.pp, one.layout.stage), one)
+    return list(ways.values())
+
+
+def ranking(name: str, most: int = 6) -> str:
+    """A table of the quickest ways that fit, and the three quickest that do not."""
+    rows = ranked(name)
+    fitting = [one for one in rows if one.fits]
+    shown = [
+        (
+            str(one.layout),
+            _gb(sum(one.held.values())),
+            format_seconds(one.step_s) if one.fits else "does not fit",
+            *map(format_seconds, one.parts_s.values()),
+        )
+        for one in fitting[:most] + rows[len(fitting) :][:3]
+    ]
+    heads = ("layout (model)", "GB", "step", *rows[0].parts_s)
+    return f"{text_table(heads, shown)}\n{len(fitting)} of {len(rows)} ways fit."
+
+
+def choose(name: str, **layout: Any) -> Verdict:
+    """Judge a layout for a case: ``choose("medium", dp=4, tp=2, stage=1)``.
+
+    Without a layout it shows the case. The fields are those of ``Layout``.
+    """
+    check_choice("case", name, CASES)
+
+    def judge() -> Verdict:
+        if not layout:
+            return Verdict(f"choosing.{name}", NOT_ATTEMPTED, notes=[CASES[name][0]])
+        try:
+            mine = look_at(name, Layout(**layout))
+        except (TypeError, ValueError) as error:
+            note = f"This is no layout for it: {error}."
+            return Verdict(f"choosing.{name}", NOT_YET, notes=[note])
+        rows = {
+            f"{unit} (model)": [
+                ", ".join(f"{part} {text(value)}" for part, value in parts.items() if value),
+                text(sum(parts.values())),
+            ]
+            for unit, parts, text in (
+                ("GB", mine.held, _gb),
+                ("seconds", mine.parts_s, format_seconds),
+            )
+        }
+        wrong = what_is_wrong(name, mine)
+        right = ["It fits, and nothing is quicker by more than 3%.", f"Ranking:\n{ranking(name)}"]
+        return Verdict(
+            *(f"choosing.{name}", NOT_YET if wrong else PASSED),
+            *(["by what it is for", "sum"], rows, [wrong] if wrong else right),
+        )
+
+    return told(f"choosing.{name}", judge)
+
+
+def what_is_wrong(name: str, mine: Ranked) -> str | None:
+    """Why a layout does not fit, or is slower than the best one by more than 3%."""
+    if not mine.fits:
+        memory, held = CASES[name][3].memory_bytes, mine.held
+        most = max(held, key=held.__getitem__)
+        return (
+            f"It does not fit: {_gb(sum(held.values()))} GB of {_gb(memory)} GB, most of it "
+            f"{most}. What makes that less: {_CURES[most]}."
+        )
+    best = ranked(name)[0]
+    if mine.step_s <= _CLOSE * best.step_s:
+        return None
+    most = max(mine.parts_s, key=lambda part: mine.parts_s[part] - best.parts_s[part])
+    return (
+        f"It fits, but a step takes {format_seconds(mine.step_s)}, and "
+        f"{format_seconds(best.step_s)} is possible. Most of the difference is {_CURES[most]}."
+    )
+
+
+def _gb(num_bytes: float) -> str:
+    return format_number(num_bytes / 1e9)
+
+
+@solved(
+    *((7.5e9, dp, tp, pp, stage) for stage in range(4) for dp, tp, pp in ((64, 1, 1), (4, 8, 2))),
+    (124e6, 1, 1, 1, 0),
+    mistakes={
+        "stage 1 shards only the optimizer's 12 bytes, stage 2 also those of gradients": (
+            lambda state, n, dp, tp, pp, stage: 16 * n / (tp * pp * dp ** (stage > 0))
+        ),
+        "tensor and pipeline parallelism divide everything, whatever the stage": (
+            lambda state, n, dp, tp, pp, stage: state(n, dp, 1, 1, stage)
+        ),
+    },
+)
+def state_bytes(parameters: float, dp: int, tp: int, pp: int, stage: int) -> float:
+    """Grade ``fn(parameters, dp, tp, pp, stage)``: bytes per GPU without activations.
+
+    Mixed-precision Adam, 2 + 2 + 12 bytes per parameter; ``stage`` is ZeRO's, 0 to 3.
+    """
+    sharded = [dp if stage >= least else 1 for least in (3, 2, 1)]
+    return sum(n * parameters / (tp * pp) / part for n, part in zip((2, 2, 12), sharded))
