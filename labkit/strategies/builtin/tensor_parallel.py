@@ -23,14 +23,14 @@ from labkit.strategies.base import State
 from labkit.strategies.tensor_cut import Cut
 from labkit.strategies.tensor_parallel import TensorParallel
 from labkit.workload.losses import Loss
-from labkit.workload.transformer import Attention
+from labkit.workload.transformer import Attention, Block
 
-_PLAN: dict[str, Any] = {
-    "0.token": RowwiseParallel(input_layouts=Replicate()),
-    "*.attention.qkv": ColwiseParallel(),
-    "*.attention.out": RowwiseParallel(),
-    "*.mlp.up": ColwiseParallel(),
-    "*.mlp.down": RowwiseParallel(),
+_ENTRIES = {"token": RowwiseParallel(input_layouts=Replicate())}
+_BLOCK: dict[str, Any] = {
+    "attention.qkv": ColwiseParallel(),
+    "attention.out": RowwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(),
 }
 
 
@@ -65,8 +65,11 @@ class TorchTensorParallel(TensorParallel):
                 for p in layer.qkv.parameters():
                     # DTensor gives each rank rows that follow one another: those of its heads.
                     p.data = torch.cat([by_head.part(p.data, rank) for rank in range(ranks)])
-        parallelize_module(model, mesh, _PLAN)
-        embeddings, *_, head = model.children()
+        embeddings, *others, head = model.children()
+        parallelize_module(embeddings, mesh, _ENTRIES)
+        for layer in others:
+            if isinstance(layer, Block):
+                parallelize_module(layer, mesh, _BLOCK)
         head.weight = embeddings.get_parameter("token.weight")
         whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         parallelize_module(head, mesh, whole)
