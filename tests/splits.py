@@ -45,6 +45,6 @@ def _trace(split, factor, steps):
     for start_s in itertools.accumulate([0.0, *steps[:-1]]):
         stages = range(len(split.forward_s))
         spans += [Span(stage, "data", start_s, start_s) for stage in stages]
-        for stage, kind, _, begin_s, end_s in split.slots():
+        for stage, kind, _, begin_s, end_s, _ in split.slots():
             spans.append(Span(stage, kind, start_s + factor * begin_s, start_s + factor * end_s))
     return Trace(tuple(spans))

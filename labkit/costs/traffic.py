@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from labkit.schedules.pipeline import Hop, pipeline_schedule, with_hops
+from labkit.schedules.pipeline import Hop
 from labkit.schedules.ring import (
     Hosts,
     RingStep,
@@ -22,6 +22,7 @@ from labkit.schedules.ring import (
     rings_between,
 )
 from labkit.schedules.sharding import Instruction, Uses, sharded_pass
+from labkit.schedules.timetable import instructions
 from labkit.schedules.tree import binomial_broadcast
 
 
@@ -213,10 +214,11 @@ def model_parallel_cost(
     cut_bytes_per_sample: Sequence[int],
     batch_size: int,
     rank: int,
-    num_stages: int,
+    num_ranks: int,
     micro_batches: int = 1,
     first_trained: int = 0,
     schedule: str | None = None,
+    stages_per_rank: int = 1,
 ) -> Cost:
     """One training step of a model that is cut into stages, on one rank.
 
@@ -226,18 +228,19 @@ def model_parallel_cost(
     Args:
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.
         micro_batches: M, at most one per sample.
-        first_trained: the first stage that trains anything; P if none does.
+        first_trained: the first stage that trains anything; their number if none does.
         schedule: of ``Pipeline``; sends and receives may be one step (``with_hops``). None is
             ``ModelParallel``: one step per message.
+        stages_per_rank: V, with schedule ``interleaved``.
     """
     count = min(micro_batches, batch_size)
-    actions = pipeline_schedule(schedule or "gpipe")(rank, num_stages, count)
-    stream = with_hops(actions, rank, num_stages, first_trained)
-    hops = [step for step in stream if isinstance(step, Hop)]
+    sizes = num_ranks, count, first_trained, stages_per_rank
+    hops = [s for s in instructions(schedule or "gpipe", rank, *sizes) if isinstance(s, Hop)]
     sent = [hop.send for hop in hops if hop.send]
     steps = len(hops) if schedule else len(sent) + sum(hop.recv is not None for hop in hops)
-    # Each micro-batch is sent once to each peer, so each peer gets the whole batch.
-    cuts = [min(rank, peer) for peer in {message.peer for message in sent}]
+    # Each micro-batch is sent once over each cut, so each cut carries the whole batch.
+    crossed = {(m.kind, m.chunk * num_ranks + rank) for m in sent}
+    cuts = [stage - (kind == "gradient") for kind, stage in crossed]
     num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for cut in cuts)
     return Cost(steps, len(sent), num_bytes)
 

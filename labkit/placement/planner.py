@@ -85,7 +85,7 @@ class SplitModel:
 
     Attributes:
         split_points: where stages 1 to P - 1 begin.
-        schedule: "gpipe" or "1f1b"; with one micro-batch they are the same.
+        schedule: with a single stage per rank; with one micro-batch they are the same.
         micro_batches: M.
         forward_s, backward_s: by stage, seconds for the whole batch.
         hop_bytes: by cut, what the whole batch sends in one direction.
@@ -122,11 +122,11 @@ class SplitModel:
 
     def slots(self) -> list[Slot]:
         """When each stage does what; the last slot ends at ``step_s``."""
-        stages, count = len(self.forward_s), self.micro_batches
+        sizes = len(self.forward_s), self.micro_batches, self.first_trained
         times = self.forward_s, self.backward_s, self.hop_s
         return predicted_slots(
-            pipeline_streams(self.schedule, stages, count, self.first_trained),
-            *([seconds / count for seconds in by_part] for by_part in times),
+            pipeline_streams(self.schedule, *sizes, stages_per_rank=1),
+            *([seconds / self.micro_batches for seconds in by_part] for by_part in times),
         )
 
 
@@ -151,7 +151,7 @@ def predict_split(
     points = check_split_points(split_points, len(profile.layers))
     layers, first, count = _in_training(profile, micro_batches)
     stages = [layers[start:end] for start, end in stage_bounds(points, len(layers))]
-    held = map(in_flight, pipeline_streams(schedule, len(stages), count))
+    held = map(in_flight, pipeline_streams(schedule, len(stages), count, stages_per_rank=1))
     sizes = tuple(layers[cut - 1].output_bytes for cut in points)
     return SplitModel(
         points,
@@ -212,7 +212,8 @@ def best_split(
     stage: ValueError if no split keeps it.
     """
     layers, first, count = _in_training(profile, micro_batches)
-    held = [in_flight(stream) / count for stream in pipeline_streams(schedule, num_stages, count)]
+    streams = pipeline_streams(schedule, num_stages, count, stages_per_rank=1)
+    held = [in_flight(stream) / count for stream in streams]
     cap_bytes = memory_cap_bytes or math.inf
 
     def memory_bytes(stage: int, start: int, end: int) -> int:

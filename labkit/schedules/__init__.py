@@ -5,7 +5,8 @@
     servers            which worker meets which server in which turn; how late a gradient is
     bucket_assignment  which gradients DDP sends together (when: ``strategies.ddp``)
     split_points       where a list of layers is cut into stages
-    pipeline           GPipe and 1F1B: what each stage runs, and the messages in between
+    pipeline           GPipe, 1F1B, zero-bubble, interleaved: what each stage runs
+    timetable          when each action runs, and the messages in between
     sharding           when sharded parameters are gathered and freed, and gradients reduced
     learning_rate      the learning rate of each update: warm-up, then constant, step or cosine
 
@@ -17,8 +18,10 @@ from labkit.schedules.pipeline import (
     PIPELINES as PIPELINES,
     Hop as Hop,
     gpipe as gpipe,
+    interleaved as interleaved,
     one_f_one_b as one_f_one_b,
     with_hops as with_hops,
+    zero_bubble as zero_bubble,
 )
 from labkit.schedules.ring import (
     chunk_bounds as chunk_bounds,

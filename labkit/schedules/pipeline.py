@@ -1,30 +1,44 @@
 """Pipeline schedules: the stream of forwards, backwards and messages that each stage executes.
 
-Symbols: P stages, M micro-batches.
+Symbols: P ranks, M micro-batches, V stages per rank: stage c P + r is **chunk** c of rank r. With
+V = 1, which all schedules but ``interleaved`` have, the stages are the ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from labkit.schedules.ring import chunk_bounds
 from labkit.units import check_choice
+
+# The letters of the actions. A backward is whole, or two actions: its gradient of the stage's
+# input, for which the stage before waits, and its gradient of the weights, for which nobody does.
+LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
 
 
 class Action(NamedTuple):
-    """One stage's work on one micro-batch: ``forward`` or ``backward``. Prints as F3 or B3."""
+    """One stage's work on one micro-batch, of a kind in ``LETTERS``.
+
+    Prints as F3, B3 or W3; in chunk 1 of its rank as F3'.
+    """
 
     kind: str
     micro_batch: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind[0].upper()}{self.micro_batch}"
+        return f"{LETTERS[self.kind]}{self.micro_batch}" + "'" * self.chunk
 
 
 class Message(NamedTuple):
-    """What a stage sends to its neighbour: an ``activation``, or the ``gradient`` of one."""
+    """What a stage sends to its neighbour: an ``activation``, or the ``gradient`` of one.
+
+    ``chunk`` is that of the stage at this end.
+    """
 
     kind: str
     micro_batch: int
     peer: int
+    chunk: int = 0
 
 
 class Hop(NamedTuple):
@@ -75,37 +89,115 @@ def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> Iterator
         yield Action("backward", micro_batch)
 
 
-PIPELINES: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
+def zero_bubble(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
+    """ZB-H1: 1F1B with each backward cut in two, B and W. P = 3, M = 4:
+
+        stage 0   F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3   F, B and W take equally long
+        stage 1   .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+        stage 2   .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+
+    No stage waits for a W, so W fills what was bubble: on stage s it comes s micro-batches after
+    its B. Each stage holds the activations of at most P micro-batches, as stage 0 with 1F1B, and
+    idles for (P - 1) (F + B - W) seconds; with 1F1B for (P - 1) (F + B + W).
+
+    Source: Qi et al., "Zero bubble pipeline parallelism" (2023), section 2.1 and figure 3.
+    """
+    ahead = min(num_stages - 1 - stage, num_micro_batches)
+    for micro_batch in range(ahead):
+        yield Action("forward", micro_batch)
+    for micro_batch in range(num_micro_batches):
+        if micro_batch + ahead < num_micro_batches:
+            yield Action("forward", micro_batch + ahead)
+        yield Action("backward_input", micro_batch)
+        if micro_batch >= stage:
+            yield Action("backward_weight", micro_batch - stage)
+    for micro_batch in range(max(0, num_micro_batches - stage), num_micro_batches):
+        yield Action("backward_weight", micro_batch)
+
+
+def interleaved(
+    rank: int, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 2
+) -> Iterator[Action]:
+    """1F1B with V short stages on each rank: r, r + P, and so on. P = 2, M = 4, V = 2:
+
+        rank 0   F0 F1 F0'F1'F2 B0'F3 B1'F2'B0 F3'B1 .  B2'.  B3'B2 B3
+        rank 1   .  F0 F1 F0'B0'F1'B1'F2 B0 F3 B1 F2'B2'F3'B3'B2 B3 .
+
+    Groups of P micro-batches (or a few more, if P does not divide M) take turns: first in a rank's
+    first stage, then in its second. Before its first backward, rank r runs the first group's
+    forwards in all stages but its last, and 2 (P - 1 - r) more. The bubble is that of 1F1B divided
+    by V, because the pipeline fills and drains in short stages; V times as many messages are sent.
+
+    Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+    Megatron-LM" (2021), section 2.2 and figure 4.
+    """
+    chunks, order = range(stages_per_rank), list[tuple[int, int]]()
+    bounds = chunk_bounds(num_micro_batches, max(1, num_micro_batches // num_ranks))
+    for group in bounds:
+        order += [(micro_batch, chunk) for chunk in chunks for micro_batch in range(*group)]
+    ahead = (stages_per_rank - 1) * bounds[0][1] + 2 * (num_ranks - 1 - rank)
+    ahead = min(ahead, len(order))
+    for work in order[:ahead]:
+        yield Action("forward", *work)
+    for place, (micro_batch, chunk) in enumerate(order):
+        if place + ahead < len(order):
+            yield Action("forward", *order[place + ahead])
+        yield Action("backward", micro_batch, stages_per_rank - 1 - chunk)
+
+
+PIPELINES: dict[str, Callable[..., Iterator[Action]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "zero_bubble": zero_bubble,
+    "interleaved": interleaved,
 }
+# Those in which a rank has a single stage.
+ONE_STAGE = ("gpipe", "1f1b", "zero_bubble")
 
 
-def pipeline_schedule(name: str) -> Callable[[int, int, int], Iterator[Action]]:
-    """The schedule of this name, a function of stage, P and M."""
-    check_choice("schedule", name, PIPELINES)
-    return PIPELINES[name]
+def stages_on_each(schedule: str, stages_per_rank: int | None = None) -> int:
+    """V of a schedule: what is given, or else 2 for ``interleaved`` and 1 for the others."""
+    check_choice("schedule", schedule, PIPELINES)
+    several = schedule not in ONE_STAGE
+    given = 1 + several if stages_per_rank is None else stages_per_rank
+    if several != (given > 1):
+        takes = "2 or more: 1 is schedule 1f1b" if several else "1: leave it out, or interleave"
+        raise ValueError(f"stages_per_rank {given} with schedule {schedule}, which has {takes}")
+    return given
 
 
 def pipeline_streams(
-    schedule: str, num_stages: int, num_micro_batches: int, first_trained: int = 0
+    schedule: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    first_trained: int = 0,
+    stages_per_rank: int | None = None,
 ) -> list[list[Action]]:
-    """The actions of each stage; the stages before ``first_trained`` have no backward."""
+    """The actions of each rank; the stages before ``first_trained`` have no backward.
+
+    ``stages_per_rank`` is V, see ``stages_on_each``.
+    """
+    chunks = stages_on_each(schedule, stages_per_rank)
+    options = (chunks,) if schedule == "interleaved" else ()
     return [
         [
             action
-            for action in pipeline_schedule(schedule)(stage, num_stages, num_micro_batches)
-            if action.kind == "forward" or stage >= first_trained
+            for action in PIPELINES[schedule](rank, num_ranks, num_micro_batches, *options)
+            if action.kind == "forward" or action.chunk * num_ranks + rank >= first_trained
         ]
-        for stage in range(num_stages)
+        for rank in range(num_ranks)
     ]
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """The largest number of micro-batches whose activations a stage holds at the same time."""
+    """The largest number of micro-batches whose activations a rank holds at the same time.
+
+    They are counted once in each of its stages.
+    """
     held = most = 0
     for action in actions:
-        held += 1 if action.kind == "forward" else -1
+        # After the gradient of a stage's input, those of its weights still need activations.
+        held += {"forward": 1, "backward_input": 0}.get(action.kind, -1)
         most = max(most, held)
     return most
 

@@ -17,7 +17,7 @@ A stage idles for (P - 1) / (M + P - 1) of the step if all take equally long.
 
 Sources: the manual placement that PyTorch's tutorials call model parallelism; Huang et al.,
 "GPipe: Efficient training of giant neural networks using pipeline parallelism" (2019); Narayanan
-et al., "PipeDream" (2019), for the order called 1F1B.
+et al., "PipeDream" (2019), for the order called 1F1B; the papers of ``schedules.pipeline``.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
-from labkit.schedules.pipeline import Hop, Message, pipeline_schedule, with_hops
+from labkit.schedules.pipeline import Hop, Message, stages_on_each
 from labkit.schedules.split_points import stage_bounds
+from labkit.schedules.timetable import instructions
 from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.stage import StagedModel
@@ -136,22 +137,33 @@ class ModelParallel(StagedModel):
 class Pipeline(StagedModel):
     """``ModelParallel`` with micro-batches under way on all stages at once.
 
-    Each stage executes a stream of instructions, of ``labkit.schedules.pipeline``. The update
+    Each rank executes a stream of instructions, of ``labkit.schedules.timetable``. The update
     waits for all micro-batches, so the result equals that of one device that accumulates the same
     micro-batches. Each is normalised (BatchNorm) with its own statistics.
 
     Args:
         micro_batches: M; a batch of fewer samples is cut into single samples.
-        schedule: ``gpipe``, all forwards first, or ``1f1b``, which holds fewer activations.
+        schedule: ``gpipe``, all forwards first; ``1f1b``, which holds fewer activations;
+            ``zero_bubble``, which cuts a backward in two; ``interleaved``, with several stages on
+            each rank. Messages of the last two move beside the rank's work.
+        stages_per_rank: V, of ``interleaved``; 2 by default.
     """
 
     micro_batches: int = 4
     schedule: str = "gpipe"
+    stages_per_rank: int | None = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self.stages_per_rank = stages_on_each(self.schedule, self.stages_per_rank)
+        self.cuts_backward = self.schedule == "zero_bubble"
+        self.hops_beside = self.schedule in ("zero_bubble", "interleaved")
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         count = self.start(inputs, targets, batch_size, self.micro_batches)
-        actions = pipeline_schedule(self.schedule)(self.index, self.num_stages, count)
-        for step in with_hops(actions, self.index, self.num_stages, self.first_trained):
+        sizes = self.num_ranks, count, self.first_trained, self.stages_per_rank
+        for step in instructions(self.schedule, self.index, *sizes):
             self.do(step)
+        for work in self.under_way:
+            work.wait()
         self.update()
         return self.loss_sum

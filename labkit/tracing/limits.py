@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from labkit.tracing.spans import LOCAL_KINDS, Span, Trace
+from labkit.tracing.spans import LOCAL_KINDS, STEP_KINDS, Span, Trace
 from labkit.units import format_number
 
 COMPUTE, COMMUNICATE, WAIT, EVALUATE = "compute", "communicate", "wait", "evaluate"
@@ -147,7 +147,7 @@ def _unit_s(spans: list[Span]) -> float:
     for span in spans:
         if span.kind == "data":
             units_s.append(0.0)
-        elif span.kind in ("compute", "forward", "backward"):
+        elif span.kind in STEP_KINDS:
             units_s[-1] += span.duration_s
     # By the median: the first step takes many times as long as the others.
     return statistics.median([unit_s for unit_s in units_s if unit_s] or [0.0])
@@ -186,7 +186,7 @@ def what_limited(
         state: statistics.fmean(one.seconds[state] / one.elapsed_s for one in counted)
         for state in _KINDS
     }
-    has_stages = {"forward", "backward"} <= set(trace.kinds)
+    has_stages = "forward" in trace.kinds and len(STEP_KINDS & set(trace.kinds)) > 1
     slowest, slowdown, work = _slowest(times, has_stages)
 
     # The rank that the others waited for longest, and whether most of all waiting was for it.

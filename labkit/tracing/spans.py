@@ -13,9 +13,10 @@ from typing import Any
 
 from labkit.files import write_atomically
 
+STEP_KINDS = frozenset({"compute", "forward", "backward", "backward_input", "backward_weight"})
 # A transfer inside one of these regions is "communicate"; inside any other region (share_reduce,
 # share_only, ...) it is a part of that phase and carries its name.
-LOCAL_KINDS = frozenset({"compute", "forward", "backward", "update", "data", "evaluate"})
+LOCAL_KINDS = STEP_KINDS | {"update", "data", "evaluate"}
 
 # A message by (source, destination, number on this edge), or a meeting of all ranks by
 # (-1, -1, number): the same on all ranks that take part.

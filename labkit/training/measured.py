@@ -29,6 +29,7 @@ from labkit.strategies.model_parallel import ModelParallel, Pipeline
 from labkit.strategies.stage import StagedModel
 from labkit.tracing import Span, Trace
 from labkit.tracing.limits import Limit, what_limited
+from labkit.tracing.spans import STEP_KINDS
 from labkit.units import check_choice, format_bytes
 from labkit.workload.layers import layers_of, output_shapes
 from labkit.workload.models import build_model
@@ -39,6 +40,7 @@ ADDED_BYTES = 4 * 2**20
 _TIMEOUT_S = 600
 # The kind of a span of almost no length, which marks where a step begins.
 _MARK = "data"
+_BACKWARDS = STEP_KINDS - {"compute", "forward"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,8 @@ def _time_messages(
 class MeasuredSplit:
     """The time and memory that the steps of a split model took.
 
+    With several stages on a rank, what is given by stage is by rank, and by cut, by two ranks.
+
     Attributes:
         forward_s, backward_s: by stage, seconds per batch, the median over the steps.
         forward_hop_s, backward_hop_s: by cut and step, seconds of all transfers over the cut in
@@ -192,6 +196,8 @@ def measure_split(
     input_shape: tuple[int, ...] = (3, 32, 32),
     micro_batches: int = 1,
     schedule: str = "gpipe",
+    stages_per_rank: int | None = None,
+    recompute: bool = False,
     steps: int = 7,
     **where: Any,
 ) -> MeasuredSplit:
@@ -199,28 +205,30 @@ def measure_split(
 
     Args:
         model: one of ``labkit``'s, or a chain of layers that ends with logits [n, classes].
-        split_points: layers that begin a stage; P - 1 of them for P ranks.
+        split_points: layers that begin a stage; P V - 1 of them for P ranks.
         batch_size, input_shape: random samples per step, and the shape of one.
         micro_batches: M, at most one per sample; 1 is model parallelism without a pipeline.
-        schedule: ``gpipe`` or ``1f1b``.
+        schedule, stages_per_rank, recompute: see ``Pipeline``.
         steps: how many are measured, after one that warms up.
         where: ``device``, ``devices`` and ``transport``, see ``labkit.run``.
     """
-    num_layers = len(layers_of(_build(model, input_shape)))
-    points = check_split_points(split_points, num_layers)
-    strategy: StagedModel = Pipeline(points, micro_batches, schedule)
-    if micro_batches == 1:
-        strategy = ModelParallel(points)
+    how = micro_batches, schedule, stages_per_rank
+    strategy: StagedModel = Pipeline(split_points, *how, recompute=recompute)
+    num_layers, chunks = len(layers_of(_build(model, input_shape))), strategy.stages_per_rank
+    num_ranks = (len(split_points) + 1) // chunks
+    points = check_split_points(split_points, num_layers, num_ranks * chunks)
+    if micro_batches == chunks == 1:
+        strategy = ModelParallel(points, recompute=recompute)
     work = strategy, partial(_build, model, input_shape), (batch_size, *input_shape), steps
-    result = run(_train, *work, world_size=len(points) + 1, timeout_s=_TIMEOUT_S, **where)
+    result = run(_train, *work, world_size=num_ranks, timeout_s=_TIMEOUT_S, **where)
     held, parameters = zip(*result.values)
     # The first step warms up.
     traces = _by_step(result.trace)[1:]
-    stages, cuts = range(len(held)), range(len(points))
+    stages, cuts = range(num_ranks), range(num_ranks - 1)
     return MeasuredSplit(
         *(points, batch_size, min(micro_batches, batch_size), schedule),
         forward_s=[_median(traces, stage, "forward") for stage in stages],
-        backward_s=[_median(traces, stage, "backward") for stage in stages],
+        backward_s=[_median(traces, stage, *_BACKWARDS) for stage in stages],
         forward_hop_s=[_hop_s(traces, cut, cut + 1) for cut in cuts],
         backward_hop_s=[_hop_s(traces, cut + 1, cut) for cut in cuts],
         hop_bytes=[sum(s.num_bytes for s in _hops(traces[0], cut, cut + 1)) for cut in cuts],
@@ -294,8 +302,9 @@ def _by_step(trace: Trace) -> list[Trace]:
     return [Trace.merge([steps[number]]) for number in sorted(steps)]
 
 
-def _median(traces: list[Trace], rank: int, kind: str) -> float:
-    return statistics.median(trace.seconds_by_kind(rank).get(kind, 0.0) for trace in traces)
+def _median(traces: list[Trace], rank: int, *kinds: str) -> float:
+    by_kind = [trace.seconds_by_kind(rank) for trace in traces]
+    return statistics.median(sum(one.get(kind, 0.0) for kind in kinds) for one in by_kind)
 
 
 def _hops(trace: Trace, source: int, destination: int) -> list[Span]:

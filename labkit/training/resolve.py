@@ -332,14 +332,15 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
 
         work = work or work_of(config, own)
         model, (inputs, _) = work.make_model(), work.train.first(1)
-        num_layers = len(layers_of(model))
-        if world_size > num_layers:
-            raise ValueError(f"{num_layers} layers are no {world_size} stages: use fewer ranks")
+        num_layers, num_stages = len(layers_of(model)), config.num_stages
+        if num_stages > num_layers:
+            found = f"{num_layers} layers are no {num_stages} stages"
+            raise ValueError(f"{found}: use fewer ranks or stages_per_rank")
         if config.split_points is None:
-            points = even_split(model, tuple(inputs.shape[1:]), world_size, inputs.dtype)
+            points = even_split(model, tuple(inputs.shape[1:]), num_stages, inputs.dtype)
         else:
             points = parse_split_points(config.split_points)
-        options["split_points"] = check_split_points(points, num_layers, world_size)
+        options["split_points"] = check_split_points(points, num_layers, num_stages)
     strategy = technique(**options)
     strategy.check_ranks(world_size)
     return strategy

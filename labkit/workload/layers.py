@@ -6,7 +6,7 @@ Shapes come from PyTorch's meta device, on which tensors have a shape and no mem
 import copy
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import torch
@@ -106,31 +106,43 @@ class HeldBytes(saved_tensors_hooks):
     """Count, inside ``with``, the bytes that forward passes keep for their backward.
 
     What several operations keep counts once, and stays alive as long as this object.
-    The parameters and buffers of ``module`` exist anyway. ``num_bytes`` is the count so far.
+    The parameters and buffers of ``module`` exist anyway.
     """
 
     def __init__(self, module: nn.Module):
-        super().__init__(self._pack, lambda tensor: tensor)
+        super().__init__(self.keep, lambda tensor: tensor)
         own = [t.untyped_storage() for t in (*module.parameters(), *module.buffers())]
         # Keep the storages themselves: the identity of a freed one may be used again. (Its address
         # may change: that of sharded parameters does.)
         self._own = {storage._cdata: storage for storage in own}
         # By storage, and of each storage the bytes kept by where they begin.
         self._kept: dict[int, tuple[torch.UntypedStorage, Counter[int]]] = {}
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The count so far."""
+        return self.together([self])
+
+    @staticmethod
+    def together(several: Iterable["HeldBytes"]) -> int:
+        """The bytes that several keep, which count once here, too."""
+        kept: dict[int, tuple[torch.UntypedStorage, Counter[int]]] = {}
+        for one in several:
+            for address, (storage, counts) in one._kept.items():
+                kept[address] = storage, kept.get(address, (storage, Counter()))[1] | counts
+        return sum(min(storage.nbytes(), counts.total()) for storage, counts in kept.values())
 
     def __enter__(self) -> Self:  # type: ignore[override]
         super().__enter__()
         return self
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count a tensor, also one that no operation keeps; returns it."""
         storage, start = tensor.untyped_storage(), int(tensor.storage_offset())
         if (identity := storage._cdata) not in self._own:
             _, kept = self._kept.setdefault(identity, (storage, Counter()))
-            before = min(storage.nbytes(), kept.total())
             # Of a slice of a batch count only the slice, of an expanded tensor only what exists.
             kept[start] = max(kept[start], tensor.nbytes)
-            self.num_bytes += min(storage.nbytes(), kept.total()) - before
         return tensor
 
 
@@ -138,8 +150,9 @@ class EmulatedLayer(nn.Module):
     """Takes time as a device of its own would, asleep: more of them than cores can work at once.
 
     A forward takes ``call_s`` + n x ``sample_s`` seconds, a backward twice as long, as it does in
-    most layers. In between it multiplies by a trained number, so that it can be cut, trained and
-    compared like any other layer. Shapes: [n, ...] to [n, ...].
+    most layers: one half for the gradient of the input, one for that of a trained number, by which
+    it multiplies (if the input needs none, both). So it can be cut, trained and compared like any
+    other layer. Shapes: [n, ...] to [n, ...].
     """
 
     def __init__(self, sample_s: float, call_s: float = 0.0):
@@ -151,7 +164,8 @@ class EmulatedLayer(nn.Module):
         # Without memory (the meta device) only shapes are asked for.
         seconds = 0.0 if value.is_meta else self.call_s + len(value) * self.sample_s
         time.sleep(seconds)
-        outputs = value * self.scale
-        if outputs.requires_grad:
-            outputs.register_hook(lambda gradient: time.sleep(2 * seconds))
-        return outputs
+        factors = value.view_as(value), self.scale.view_as(self.scale)
+        for factor, doubled in zip(factors, (1, 1 if value.requires_grad else 2)):
+            if factor.requires_grad:
+                factor.register_hook(lambda _, factor_s=doubled * seconds: time.sleep(factor_s))
+        return factors[0] * factors[1]

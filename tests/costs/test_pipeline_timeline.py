@@ -3,23 +3,63 @@
 import pytest
 
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula, predicted_slots
-from labkit.schedules.pipeline import PIPELINES, Action, pipeline_streams
+from labkit.schedules.pipeline import Action, pipeline_streams
+
+
+def drawn(slots):
+    """A row of text per rank, a column per second."""
+    rows = [["."] * int(max(slot.end_s for slot in slots)) for _ in {slot.stage for slot in slots}]
+    for slot in slots:
+        for second in range(int(slot.start_s), int(slot.end_s)):
+            rows[slot.stage][second] = str(Action(slot.kind, slot.micro_batch, slot.chunk))
+    width = max(len(cell) for row in rows for cell in row)
+    return [" ".join(f"{cell:{width}}" for cell in row).rstrip() for row in rows]
 
 
 def test_one_forward_one_backward_with_backward_twice_as_long():
     slots = predicted_slots(pipeline_streams("1f1b", 3, 4), [1] * 3, [2] * 3)
-    rows = [["."] * 18 for _ in range(3)]
-    for slot in slots:
-        for second in range(int(slot.start_s), int(slot.end_s)):
-            rows[slot.stage][second] = str(Action(slot.kind, slot.micro_batch))
-    assert [" ".join(f"{cell:2}" for cell in row).rstrip() for row in rows] == [
+    assert drawn(slots) == [
         "F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3",
         ".  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3 .  .",
         ".  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .  .  .",
     ]
 
 
-@pytest.mark.parametrize("schedule", PIPELINES)
+def test_weights_fill_what_was_a_bubble():
+    slots = predicted_slots(pipeline_streams("zero_bubble", 3, 4), [1] * 3, [2] * 3)
+    assert drawn(slots) == [
+        "F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3",
+        ".  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+        ".  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+    ]
+
+
+def test_short_stages_fill_and_drain_in_short_steps():
+    slots = predicted_slots(pipeline_streams("interleaved", 2, 4), [1] * 4, [1] * 4)
+    assert drawn(slots) == [
+        "F0  F1  F0' F1' F2  B0' F3  B1' F2' B0  F3' B1  .   B2' .   B3' B2  B3",
+        ".   F0  F1  F0' B0' F1' B1' F2  B0  F3  B1  F2' B2' F3' B3' B2  B3  .",
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_bubbles_of_the_papers(num_ranks):
+    """Idle are (P - 1) (F + B - W) of the zero-bubble paper, and (P - 1) (F + B) / V."""
+    for count in (4, 8, 12):
+        streams = pipeline_streams("zero_bubble", num_ranks, count)
+        equal = [[seconds] * num_ranks for seconds in (2.0, 5.0)]
+        idle_s = (num_ranks - 1) * (2 + 3.5 - 1.5)
+        slots = predicted_slots(streams, *equal, weight_s=[1.5] * num_ranks)
+        if count >= 2 * num_ranks:
+            assert max(s.end_s for s in slots) == pytest.approx(count * 7 + idle_s)
+        for chunks in (2, 3):
+            streams = pipeline_streams("interleaved", num_ranks, count, 0, chunks)
+            short = [[seconds] * num_ranks * chunks for seconds in (2.0, 4.0)]
+            ends = max(slot.end_s for slot in predicted_slots(streams, *short))
+            assert ends == pytest.approx(count * chunks * 6 + (num_ranks - 1) * 6)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_equal_stages_and_free_hops_have_the_bubble_of_the_formula(schedule, num_stages):
     for count in (1, 2, 4, 9):

@@ -1,10 +1,21 @@
-"""GPipe and 1F1B as the papers draw them, and the messages that they need."""
+"""Pipelines as the papers draw them, and the messages that they need."""
 
 import itertools
+import math
 
 import pytest
 
-from labkit.schedules.pipeline import PIPELINES, Hop, in_flight, one_f_one_b, with_hops
+from labkit.schedules.pipeline import (
+    PIPELINES,
+    Hop,
+    in_flight,
+    interleaved,
+    one_f_one_b,
+    pipeline_streams,
+    with_hops,
+    zero_bubble,
+)
+from labkit.schedules.timetable import instructions
 
 
 def words(actions):
@@ -17,16 +28,44 @@ def test_one_forward_one_backward_on_paper():
     assert words(one_f_one_b(2, 3, 4)) == "F0 B0 F1 B1 F2 B2 F3 B3"
 
 
+def test_a_zero_bubble_stage_runs_the_weights_later_the_later_the_stage():
+    assert words(zero_bubble(0, 3, 4)) == "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3"
+    assert words(zero_bubble(1, 3, 4)) == "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3"
+    assert words(zero_bubble(2, 3, 4)) == "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3"
+
+
+def test_interleaved_stages_take_turns_in_groups_of_as_many_micro_batches_as_ranks():
+    """Megatron-LM's figure 4; a prime marks a rank's second stage."""
+    assert words(interleaved(0, 4, 8)) == (
+        "F0 F1 F2 F3 F0' F1' F2' F3' F4 F5 F6 B0' F7 B1' F4' B2' "
+        "F5' B3' F6' B0 F7' B1 B2 B3 B4' B5' B6' B7' B4 B5 B6 B7"
+    )
+    assert words(interleaved(3, 4, 8)) == (
+        "F0 F1 F2 F3 F0' B0' F1' B1' F2' B2' F3' B3' F4 B0 F5 B1 "
+        "F6 B2 F7 B3 F4' B4' F5' B5' F6' B6' F7' B7' B4 B5 B6 B7"
+    )
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 12])
-def test_a_stage_runs_each_action_once_and_holds_what_its_schedule_promises(name, count):
-    for num_stages in (1, 2, 3, 4, 6):
-        for stage in range(num_stages):
-            actions = list(PIPELINES[name](stage, num_stages, count))
-            assert sorted(actions) == list(
-                itertools.product(["backward", "forward"], range(count))
-            )
-            promised = {"gpipe": count, "1f1b": min(count, num_stages - stage)}
+def test_a_rank_runs_each_action_once_and_holds_what_its_schedule_promises(name, count):
+    for num_ranks, chunks in itertools.product((1, 2, 3, 4, 6), (2, 3)):
+        kinds = ["backward", "forward"]
+        if name == "zero_bubble":
+            kinds = ["backward_input", "backward_weight", "forward"]
+        chunks = chunks if name == "interleaved" else 1
+        streams = pipeline_streams(name, num_ranks, count, stages_per_rank=chunks)
+        for rank, actions in enumerate(streams):
+            all_actions = itertools.product(kinds, range(count), range(chunks))
+            assert sorted(actions) == list(all_actions)
+            group = math.ceil(count / max(1, count // num_ranks))
+            ahead = group * (chunks - 1) + 2 * (num_ranks - 1 - rank) + 1
+            promised = {
+                "gpipe": count,
+                "1f1b": min(count, num_ranks - rank),
+                "zero_bubble": min(count, num_ranks),
+                "interleaved": min(count * chunks, ahead),
+            }
             assert in_flight(actions) == promised[name]
 
 
@@ -38,7 +77,7 @@ def messages(hop):
 def finishes(programs):
     """Play the stages' hops; a message passes only when both ends have reached it."""
     todo = [
-        [{(way, m[-1]): m[:2] for way, *m in messages(hop)} for hop in program]
+        [{(way, m[2]): m[:2] for way, *m in messages(hop)} for hop in program]
         for program in programs
     ]
     while any(todo):
@@ -56,7 +95,7 @@ def finishes(programs):
     return True
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6])
 def test_no_cycle_of_stages_waits_though_a_send_waits_for_its_receive(name, num_stages):
     for count, first_trained in itertools.product((1, 2, 3, 5, 8), range(num_stages)):
@@ -65,3 +104,40 @@ def test_no_cycle_of_stages_waits_though_a_send_waits_for_its_receive(name, num_
             for s in range(num_stages)
         ]
         assert finishes([step for step in row if isinstance(step, Hop)] for row in programs)
+
+
+@pytest.mark.parametrize("name", ["zero_bubble", "interleaved"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_hops_beside_the_work_end_though_each_waits_for_the_one_before(name, num_ranks):
+    """Each rank's hops move in the order of its program; an action waits for what it needs."""
+    for count, chunks in itertools.product((1, 2, 3, 5, 8), (2, 3)):
+        chunks = chunks if name == "interleaved" else 1
+        for first_trained in {0, 1, num_ranks * chunks - 1}:
+            sizes = num_ranks, count, first_trained, chunks
+            todo = [[*instructions(name, rank, *sizes)] for rank in range(num_ranks)]
+            hops = [[step for step in row if isinstance(step, Hop)] for row in todo]
+            coming = [{received(hop) for hop in row if hop.recv} for row in hops]
+            queued = [[] for _ in todo]
+            while any(todo) or any(queued):
+                left = str((todo, queued))
+                for rank, row in enumerate(todo):
+                    while row and needed(row[0]) not in coming[rank]:
+                        step = row.pop(0)
+                        queued[rank] += [step] if isinstance(step, Hop) else []
+                for rank, row in enumerate(queued):
+                    peer = row[0].send.peer if row and row[0].send else rank
+                    landing = queued[peer][0].recv if queued[peer] else None
+                    if landing and landing.peer == rank:
+                        assert landing[:2] == row.pop(0).send[:2]
+                        coming[peer].remove(received(queued[peer].pop(0)))
+                assert str((todo, queued)) != left, (name, sizes)
+
+
+def received(hop):
+    return hop.recv.kind, hop.recv.micro_batch, hop.recv.chunk
+
+
+def needed(step):
+    """The message that an action needs, if it is not made on its own rank."""
+    kinds = {"forward": "activation", "backward": "gradient", "backward_input": "gradient"}
+    return None if isinstance(step, Hop) else (kinds.get(step.kind), *step[1:])

@@ -1,22 +1,31 @@
 """A model cut into stages: batch statistics, messages, held activations, and the trace."""
 
+import torch
 from odd_models import seeded, sgd, some_batches
 from torch import nn
 
 from labkit import run, strategies
 from labkit.costs.traffic import Cost, model_parallel_cost
+from labkit.strategies.layer_graphs import LayerGraphs
 from labkit.training.result import largest_difference
+from labkit.workload.layers import HeldBytes
 
 TECHNIQUES = {
     "model_parallel": {},
     "gpipe": {"micro_batches": 3},
     "1f1b": {"micro_batches": 3, "schedule": "1f1b"},
 }
+OURS_ALONE = {
+    "zero_bubble": {"micro_batches": 3, "schedule": "zero_bubble"},
+    "recompute": {"micro_batches": 3, "recompute": True},
+    "both": {"micro_batches": 3, "schedule": "zero_bubble", "recompute": True},
+}
 
 
 def made(technique, points, builtin=False):
     name = "model_parallel" if technique == "model_parallel" else "pipeline"
-    return strategies.get(name, builtin=builtin)(points, **TECHNIQUES[technique])
+    options = TECHNIQUES.get(technique) or OURS_ALONE.get(technique, {})
+    return strategies.get(name, builtin=builtin)(points, **options)
 
 
 def plain():
@@ -55,7 +64,7 @@ def test_batch_norm_sees_the_whole_batch_or_each_micro_batch():
     assert largest_difference(alone[1], alone[3]) > 1e-3
     both = {
         (name, builtin): made(name, (1, 4), builtin) for name in TECHNIQUES for builtin in (0, 1)
-    }
+    } | {(name, 0): made(name, (1, 4)) for name in OURS_ALONE}
     for states in run(train_batch_norm, both, world_size=3).values:
         for (name, builtin), state in states.items():
             due = alone[1 if name == "model_parallel" else 3]
@@ -65,9 +74,12 @@ def test_batch_norm_sees_the_whole_batch_or_each_micro_batch():
 def spent(comm):
     """By technique and model, what one step of 7 samples is counted as."""
     found = {}
-    for technique in TECHNIQUES:
+    for technique in (*TECHNIQUES, "zero_bubble", "interleaved"):
         for model, points in ((plain, (2, 5)), (frozen_first, (2, 3))):
             strategy = made(technique, points)
+            if technique == "interleaved":
+                points = (1, 2, 3, 4, 5)
+                strategy = strategies.get("pipeline")(points, 4, "interleaved")
             strategy.setup(comm, seeded(model), sgd)
             before = comm.operations, comm.messages, comm.bytes_sent
             strategy.step(*some_batches((7,))[0], 7)
@@ -79,21 +91,26 @@ def spent(comm):
 def test_a_step_takes_the_operations_messages_and_bytes_of_the_formula():
     for rank, found in enumerate(run(spent, world_size=3).values):
         for (technique, model), cost in found.items():
-            options = TECHNIQUES[technique]
+            options = TECHNIQUES.get(technique) or OURS_ALONE.get(technique, {})
             if technique == "gpipe":
                 options = options | {"schedule": "gpipe"}
-            # All layers hand on 6 float64; with layers 0 to 2 frozen, the last stage alone trains.
+            # All layers hand on 6 float64; with layers 0 to 2 frozen, the last stage alone trains,
+            # and of six stages the last two.
             first = 2 if model.__name__ == "frozen_first" else 0
-            due = model_parallel_cost([48, 48], 7, rank, 3, first_trained=first, **options)
+            if technique == "interleaved":
+                options = {"micro_batches": 4, "schedule": technique, "stages_per_rank": 2}
+                first *= 2
+            due = model_parallel_cost([48] * 5, 7, rank, 3, first_trained=first, **options)
             assert cost == due, (technique, model, rank)
 
 
 def held_bytes(comm):
     """By schedule, of 2 and of 6 micro-batches of 4 samples."""
     found = {}
-    for schedule in ("gpipe", "1f1b"):
+    for schedule in ("gpipe", "1f1b", "zero_bubble", "recompute"):
         for count in (2, 6):
-            strategy = strategies.get("pipeline")((2, 4), count, schedule)
+            how = ("gpipe" if schedule == "recompute" else schedule), schedule == "recompute"
+            strategy = strategies.get("pipeline")((2, 4), count, how[0], recompute=how[1])
             trained(comm, strategy, plain, (4 * count,))
             found[schedule, count] = strategy.held_bytes
     return found
@@ -107,3 +124,27 @@ def test_fill_and_drain_holds_all_micro_batches_and_1f1b_no_more_than_stages_are
         assert found["1f1b", 6] / found["1f1b", 2] == (1.5, 1, 1)[rank]
     # Stage 0 keeps its input (6 numbers a sample), and what Linear hands Tanh, which keeps it.
     assert ranks[0]["gpipe", 2] == 8 * 8 * (6 + 6)
+    # Of the others it keeps the input alone, while one micro-batch runs again.
+    assert ranks[0]["recompute", 6] == 4 * 8 * (6 * 6 + 6)
+    # On stage 1, F0 F1 B0: two whole micro-batches, or of one what Linear needs for its weights:
+    # its input and the gradient of its output.
+    assert ranks[1]["zero_bubble", 6] == 3 * 4 * 8 * (6 + 6)
+
+
+def test_the_halves_of_a_backward_leave_what_a_backward_leaves_and_free_the_rest():
+    model = seeded(plain)
+    inputs = some_batches((4,))[0][0].requires_grad_()
+    graphs = LayerGraphs(inputs, lambda: HeldBytes(model))
+    for layer in model:
+        graphs.add(layer)
+    # The input of each of four Linear and the outputs of three Tanh, which are the same: 4 in all.
+    assert graphs.num_bytes == 4 * 4 * 6 * 8
+    graphs.add(lambda outputs: outputs.square().sum())
+    gradient = graphs.backward_input(None)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert graphs.num_bytes == 2 * 4 * 4 * 6 * 8, "inputs, and gradients of outputs"
+    graphs.backward_weight()
+    assert graphs.num_bytes == 0
+    found = [gradient, *(parameter.grad for parameter in model.parameters())]
+    due = torch.autograd.grad(model(inputs).square().sum(), [inputs, *model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(found, due, strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.workload.layers import HeldBytes, layers_of, output_shapes
+from labkit.workload.layers import EmulatedLayer, HeldBytes, layers_of, output_shapes
 from labkit.workload.models import MODELS, build_model
 
 
@@ -37,3 +37,16 @@ def test_what_a_forward_keeps_for_its_backward_in_bytes():
     with HeldBytes(linear) as held:
         torch.tanh(inputs[:1].requires_grad_())
     assert held.num_bytes == 4 * 4
+
+
+def test_each_half_of_an_emulated_backward_takes_as_long_as_the_forward(monkeypatch):
+    slept_s = []
+    monkeypatch.setattr("time.sleep", slept_s.append)
+    layer, value = EmulatedLayer(0.5), torch.ones(2, 3, requires_grad=True)
+    outputs = layer(value)
+    ones = torch.ones_like(outputs)
+    torch.autograd.grad(outputs, value, ones, retain_graph=True)
+    torch.autograd.grad(outputs, layer.scale, ones, retain_graph=True)
+    outputs.backward(ones)
+    layer(value.detach()).backward(ones)
+    assert slept_s == [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]

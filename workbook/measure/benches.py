@@ -1,9 +1,11 @@
-"""``labkit bench ddp`` and ``pipeline``: contenders that train copies of one model in turns.
+"""``labkit bench ddp``, ``sharded``, ``pipeline``, ``schedules``: contenders train in turns.
 
 They take the same samples, and end with the same parameters. For DDP only the backend changes, or
-whose DDP it is. Pipelines are cut at the same layers: ours in shared memory and on gloo,
+whose DDP it is. Sharding is compared with our DDP, and with PyTorch's, stage by stage. Pipelines
+are cut at the same layers: ours in shared memory and on gloo,
 ``torch.distributed.pipelining`` on gloo, and the split without micro-batches. On GPUs, NCCL takes
-the place of gloo.
+the place of gloo. Schedules are compared on emulated devices, because few machines have a core for
+each stage.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,30 +13,42 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
+from labkit.costs.pipeline_timeline import bubble, predicted_slots
 from labkit.placement.profile import even_split
+from labkit.schedules.pipeline import PIPELINES, pipeline_streams, stages_on_each
 from labkit.strategies.base import Strategy
 from labkit.strategies.builtin.ddp import TorchDDP
 from labkit.strategies.builtin.pipeline import TorchPipeline
+from labkit.strategies.builtin.sharded import TorchSharded
 from labkit.strategies.ddp import DDP
 from labkit.strategies.model_parallel import ModelParallel, Pipeline
+from labkit.strategies.sharded import Sharded
 from labkit.training.result import largest_difference
+from labkit.workload.layers import EmulatedLayer
 from labkit.workload.models import build_model
-from workbook.measure.record import Result
+from workbook.measure.record import Result, Spread
 from workbook.measure.turns import Turn, Where, on_ranks, take_turns, timed
 
 SHAPE, NUM_CLASSES = (3, 32, 32), 10
+# Of gpt.
+LENGTH, VOCABULARY = 64, 64
 MICRO_BATCHES, SCHEDULES = 4, ("gpipe", "1f1b")
 _COMPARED_STEPS = 2
+# Of a step on emulated devices: samples, micro-batches, seconds of a rank's forward of a sample.
+EMULATED = 64, 8, 0.003
 
 # The strategies by name, each with the Comm for its messages; the first is the reference.
 Contenders = dict[str, tuple[Strategy, Comm]]
 
 
 def build(model: str) -> torch.nn.Sequential:
-    """One of ``labkit.workload.models`` for images of 3x32x32, the same on every rank."""
+    """A model for images of 3x32x32, or texts, the same on every rank."""
+    if model == "gpt":
+        return build_model(model, num_classes=VOCABULARY, input_shape=(LENGTH,), seed=0)
     return build_model(model, num_classes=NUM_CLASSES, input_shape=SHAPE, seed=0)
 
 
@@ -45,6 +59,9 @@ def step_of(
     generator = torch.Generator().manual_seed(0)
     samples = torch.randn(batch_size, *SHAPE, generator=generator)
     classes = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
+    if model == "gpt":
+        texts = torch.randint(VOCABULARY, (batch_size, LENGTH + 1), generator=generator)
+        samples, classes = texts[:, :-1], texts[:, 1:]
     strategy.setup(comm, build(model), partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
     inputs, targets = (strategy.part_of(each).to(comm.device) for each in (samples, classes))
     return partial(strategy.step, inputs, targets, batch_size)
@@ -63,6 +80,21 @@ def bench_ddp(world_size: int, model: str, repeats: int, where: Where) -> Iterat
     # Few samples, so that communication is a large part of a step.
     batch_size = world_size * {"small_cnn": 32, "vgg16": 4}.get(model, 8)
     yield _steps("DDP", contenders, world_size, model, batch_size, repeats, where)
+
+
+def bench_sharded(world_size: int, model: str, repeats: int, where: Where) -> Iterator[Result]:
+    """Time steps of sharded data parallelism in its stages, and of DDP."""
+
+    def contenders(comm: Comm) -> Contenders:
+        backend = dist.get_backend()
+        found: Contenders = {"labkit ddp": (DDP(), comm)}
+        for stage in (1, 2, 3):
+            found[f"labkit stage {stage}"] = Sharded(stage=stage), comm
+            found[f"torch stage {stage} on {backend}"] = TorchSharded(stage=stage), comm
+        return found
+
+    batch_size = world_size * 8
+    yield _steps("sharding", contenders, world_size, model, batch_size, repeats, where)
 
 
 def bench_pipeline(world_size: int, model: str, repeats: int, where: Where) -> Iterator[Result]:
@@ -86,6 +118,42 @@ def bench_pipeline(world_size: int, model: str, repeats: int, where: Where) -> I
     batch_size = {"vgg16": 64}.get(model, 32)
     title = f"pipelines with {MICRO_BATCHES} micro-batches"
     yield _steps(title, contenders, world_size, model, batch_size, repeats, where)
+
+
+def bench_schedules(world_size: int, repeats: int, where: Where) -> Iterator[Result]:
+    """Time steps of emulated devices by schedule: their bubbles beside those of the timetables."""
+    batch_size, micro_batches, sample_s = EMULATED
+
+    def measure(comm: Comm) -> tuple[dict[str, list[float]], None]:
+        turns = dict[str, Turn]()
+        inputs = torch.ones(batch_size, 4, device=comm.device)
+        targets = torch.zeros(batch_size, dtype=torch.int64, device=comm.device)
+        for name in PIPELINES:
+            chunks = stages_on_each(name)
+            stages = [EmulatedLayer(sample_s / chunks) for _ in range(comm.world_size * chunks)]
+            strategy = Pipeline(range(2, len(stages) + 1), micro_batches, name)
+            # A first layer that takes no time, so that the first stage's input gradient does.
+            model = nn.Sequential(EmulatedLayer(0.0), *stages)
+            strategy.setup(comm, model, partial(torch.optim.SGD, lr=1e-3))
+            step = partial(strategy.step, inputs, targets, batch_size)
+            turns[name] = partial(timed, comm, step)
+        return take_turns(turns, repeats), None
+
+    seconds, _ = on_ranks(measure, world_size=world_size, where=where)
+    busy_s, paper = 3 * batch_size * sample_s, dict[str, float]()
+    for name in seconds:
+        each = [1.0 / stages_on_each(name)] * world_size * stages_on_each(name)
+        streams = pipeline_streams(name, world_size, micro_batches)
+        paper[name] = bubble(predicted_slots(streams, each, [2 * one for one in each]))
+    idle = {name: 1 - busy_s / Spread.of(steps_s).median for name, steps_s in seconds.items()}
+    yield Result(
+        f"Step by schedule: {world_size} emulated devices, {micro_batches} micro-batches, in "
+        "turns; bubble: the share of the ranks' time without computing",
+        {"world_size": world_size, "batch_size": batch_size, "micro_batches": micro_batches},
+        {"": seconds},
+        ("1f1b",),
+        columns={"bubble": {"": idle}, "timetable": {"": paper}},
+    )
 
 
 def _steps(

@@ -49,6 +49,9 @@ STYLES = {
     "compute": Style(GREEN),
     "forward": Style(GREEN, "||"),
     "backward": Style(DEEP_GREEN, "--"),
+    # The halves of a backward.
+    "backward_input": Style(DEEP_GREEN, "\\\\"),
+    "backward_weight": Style(SKY, "//", DARK),
     "update": Style(BLUE, "\\\\\\"),
     "data": Style(PURPLE, "..."),
     "evaluate": Style(SKY, "oo", DARK),

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula
-from labkit.schedules.pipeline import Action, in_flight
+from labkit.schedules.pipeline import LETTERS, Action, in_flight
 from labkit.tracing import Span, Trace
 from labkit.units import as_repeats, format_count, format_number, format_seconds, second_unit
 from workbook.plots.figure import (
@@ -55,13 +55,16 @@ def pipeline_timeline(
     """
     slots = list[Slot]()
     for stage, stream in enumerate(streams):
-        mine = [s for s in trace.of(stage, lane=0) if s.kind in ("forward", "backward")]
+        mine = [s for s in trace.of(stage, lane=0) if s.kind in LETTERS]
         if [span.kind for span in mine] != [action.kind for action in stream]:
             raise ValueError(
                 f"rank {stage} ran {len(mine)} forwards and backwards, which are not the "
                 f"{len(stream)} of its stream: give the streams of this run"
             )
-        slots += [Slot(stage, *one, s.start_s, s.end_s) for one, s in zip(stream, mine)]
+        slots += [
+            Slot(stage, one.kind, one.micro_batch, span.start_s, span.end_s, one.chunk)
+            for one, span in zip(stream, mine)
+        ]
     start_s, end_s = min(slot.start_s for slot in slots), max(slot.end_s for slot in slots)
     spans = [
         Span(s.rank, s.kind, s.start_s - start_s, s.end_s - start_s)
@@ -86,7 +89,7 @@ def _draw(
         pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_PX - 60)
         room = int((pixels - 6) / 8) - len(str(count - 1))
         if room >= 0:
-            text = str(Action(slot.kind, slot.micro_batch))
+            text = str(Action(slot.kind, slot.micro_batch, slot.chunk))
             middle = (slot.start_s + slot.end_s) / 2 / scale
             tag(axes, middle, stages.index(slot.stage), text if room else text[1:])
     axes.set(xlabel=f"time ({shown_unit})", ylabel="stage")
@@ -96,7 +99,7 @@ def _draw(
     orders, held = [], []
     for stage in stages:
         mine = sorted((s for s in slots if s.stage == stage), key=lambda slot: slot.start_s)
-        actions = [Action(slot.kind, slot.micro_batch) for slot in mine]
+        actions = [Action(slot.kind, slot.micro_batch, slot.chunk) for slot in mine]
         order = " ".join(map(str, actions[:12])) + " and so on" * (len(actions) > 12)
         orders.append(f"stage {stage} {order}")
         held.append(str(in_flight(actions)))

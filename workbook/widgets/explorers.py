@@ -7,7 +7,7 @@ from collections.abc import Callable
 import ipywidgets
 
 from labkit.costs.pipeline_timeline import predicted_slots
-from labkit.schedules.pipeline import PIPELINES, pipeline_streams
+from labkit.schedules.pipeline import ONE_STAGE, pipeline_streams
 from labkit.training.measured import MeasuredSplit
 from workbook import plots
 from workbook.plots.models import BUCKET_SIZES_MB, LINKS, size_name
@@ -101,7 +101,7 @@ def pipeline_explorer(
     """
     count = ipywidgets.SelectionSlider(options=MICRO_BATCHES, value=4, description="micro-batches")
     count.style.description_width = "initial"
-    order = ipywidgets.Dropdown(options=list(PIPELINES), description="schedule")
+    order = ipywidgets.Dropdown(options=ONE_STAGE, description="schedule")
     run, ran = ipywidgets.Button(description="Run"), ipywidgets.HTML()
 
     def draw(count: int, schedule: str) -> plots.CaptionedFigure:

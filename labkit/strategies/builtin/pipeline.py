@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.stage import StagedModel
+from labkit.units import check_choice
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -31,7 +32,11 @@ class TorchPipeline(StagedModel):
 
     micro_batches: int = 4
     schedule: str = "gpipe"
+    recompute: bool = field(default=False, init=False)
     through_comm = False
+
+    def __post_init__(self) -> None:
+        check_choice("schedule of PyTorch's stages", self.schedule, _SCHEDULES)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)
