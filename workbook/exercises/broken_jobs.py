@@ -206,8 +206,7 @@ def buffers(seed: int | None = None) -> Case:
     chosen = random_tensor(seed, P, steps, len(digits.train_targets)).argsort()[..., :size]
     inputs, targets = digits.train_inputs.flatten(1)[chosen], digits.train_targets[chosen]
     inputs[rank] += 2  # a camera that makes brighter images
-    layers = nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
     result = run(jobs.buffers, model, inputs, targets, held_out, world_size=P, device="cpu")
     accuracy = {each: log.pop()["accuracy"] for each, log in enumerate(result.values)}
     losses, good = _logs(result, "loss"), accuracy[other]

@@ -9,15 +9,13 @@ import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isclose
 from pathlib import Path
 from typing import Any
 
 from workbook.exercises.grader import Verdict
 from workbook.exercises.grader.compare import plain, short
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
-
-# Of a measured number.
-_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,12 @@ class Case:
         return "\n".join([f"To be named: {', '.join(self.answer)}. The suspects:", *causes])
 
     def objection(self, name: str, said: Any) -> str:
-        """What the evidence says against an answer to ``name``; "" if it is right."""
-        right = self.answer[name]
-        if isinstance(right, float) and isinstance(said, (int, float)):
-            said = right if abs(said - right) <= _TOLERANCE * abs(right) else said
-        if said == right:
+        """What the evidence says against an answer to ``name``; "" if right, a float within 5%."""
+        right, is_number = self.answer[name], isinstance(said, (int, float))
+        said = sorted(said, key=str) if isinstance(said, list) else said
+        if said == right or (
+            isinstance(right, float) and is_number and isclose(said, right, rel_tol=0.05)
+        ):
             return ""
         if name == "cause":
             if said not in self.suspects:
