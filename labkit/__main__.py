@@ -36,6 +36,10 @@ def _refuse(message: str) -> NoReturn:
 def make_parser() -> argparse.ArgumentParser:
     """The command line's parser; ``labkit train`` has an option for each field of RunConfig."""
     parser = _Parser(prog="labkit", description="Distributed training, learnt by running it.")
+    # torch.distributed.launch gives it to every program; what counts is the environment.
+    parser.add_argument(
+        "--local-rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     train = commands.add_parser("train", help="train with one technique on real processes")
     train.set_defaults(run=_train)

@@ -67,8 +67,11 @@ def work(tmp_path, monkeypatch):
     sys.modules.pop("my_work", None)
 
 
-def test_own_work_from_the_current_directory_under_torchrun(work):
-    torchrun = [warm_python.command(), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+@pytest.mark.parametrize("launcher", ["run", pytest.param("launch", marks=pytest.mark.more)])
+def test_own_work_from_the_current_directory_under_torchrun(work, launcher):
+    """torch.distributed.launch gives each rank --local-rank=N, too."""
+    torchrun = [warm_python.command(), "-m", f"torch.distributed.{launcher}"]
+    torchrun += ["--nproc-per-node", "2"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     torchrun += ["-m", "labkit", "train"]
     words = ["--strategy", "ddp", "--json", "out.json"]

@@ -51,7 +51,8 @@ def _add_bench(commands) -> None:
     add("--devices", type=list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
     record = "record the results of one benchmark, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
-    draw = "all-reduce: draw the times, to FILE.png"
+    add("--quick", action="store_true", default=None, help="placement: within two minutes")
+    draw = "all-reduce, placement: draw the times, to FILE.png"
     add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
 
 
@@ -73,6 +74,9 @@ def _add_compare(commands) -> None:
     accuracy = "held-out accuracy to reach (95)"
     add("--target", type=typed(_percent), metavar="PERCENT", help=accuracy)
     add("--model", metavar="M", help="as for train")
+    add("--lr", type=float, metavar="R", help="as for train")
+    placed = "also these placements of model_parallel, such as 31 15,31,33 (vgg16: three)"
+    add("--split-points", nargs="+", metavar="K,K", help=placed)
     add("--dataset", metavar="D", help="as for train")
     add("--device", metavar="auto|cpu|cuda", help="as for train")
     add("--json", dest="json_path", metavar="FILE", help="record runs and hardware in FILE")
@@ -102,7 +106,7 @@ def _progress(arguments: Namespace) -> int:
 
 def _given(arguments: Namespace) -> dict[str, Any]:
     """The options that were given, and the words of the command line, which are recorded."""
-    ours = ("command", "rest", "run")
+    ours = ("command", "rest", "run", "local_rank")
     return {k: v for k, v in vars(arguments).items() if v is not None and k not in ours}
 
 

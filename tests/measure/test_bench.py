@@ -81,11 +81,14 @@ def test_a_wrong_sum_ends_the_bench(monkeypatch):
     ("bench", "names"),
     [
         ("ddp", {"torch on gloo", "torch on labkit", "labkit"}),
+        ("sharded", {"labkit ddp", "labkit stage 3", "torch stage 3 on gloo"}),
+        ("tensor-parallel", {"torch on gloo", "labkit", "labkit, sequence parallel"}),
         ("pipeline", {"labkit split, not pipelined", "labkit gpipe", "torch 1f1b on gloo"}),
     ],
 )
 def test_every_contender_of_a_step_trains_the_same_model(bench, names, tmp_path):
-    words = [bench, "--models", "mlp", "--repeats", "2", "--world-size", "3"]
+    model = "gpt" if bench == "tensor-parallel" else "mlp"
+    words = [bench, "--models", model, "--repeats", "2", "--world-size", "3"]
     rows = by_contender(rows_of(tmp_path, *words))
     assert names <= rows.keys()
     for name, row in rows.items():
@@ -111,11 +114,14 @@ def test_the_hops_of_a_placement_stand_beside_the_model(monkeypatch):
     monkeypatch.setattr(placement, "VGG16_SPLITS", {"4 devices": (15, 31, 33)})
     monkeypatch.setattr(placement, "BATCH_SIZES", (2,))
     monkeypatch.setattr(placement, "measure_link", lambda **where: Link(0.0, 1e-9))
-    (result,) = placement.bench_placement(1, CPU)
+    (result,) = placement.bench_placement(1, CPU, quick=True)
     ((case, hops),) = result.seconds.items()
     assert case == "4 devices"
     assert sum("gradient" in hop for hop in hops) == len(hops) / 2 == 3
     assert all(row["model_s"] > 0 and row["num_bytes"] > 0 for row in result.rows())
+    caption = result.figures["hops"]().caption
+    # Its link needs a nanosecond a byte, and no time to wake anybody.
+    assert "A number beside a point is how many times the model it is" in caption
 
 
 def test_what_is_measured_is_written_when_a_bench_is_stopped(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 
 from labkit import strategies
 from labkit.__main__ import main
-from labkit.config import STAGED
 from workbook.measure import compare
 from workbook.measure.compare import figures, summary
 from workbook.measure.compare.measure import find_contenders, settings_of
@@ -49,11 +48,12 @@ def record():
             for name, seconds in (("ring", 1.0), ("Torch", 2.0), ("single", 3.0)):
                 if name != "single" or index != 1:
                     runs.append(run_row(name, index, repeat, seconds * factor * drift))
+    single, ours = contender("single", ranks=1), contender("ring", counterpart="Torch")
     theirs = contender("Torch", strategy="ring", builtin=True)
     return {
         "command": "labkit compare",
         "config": {"model": "mlp", "dataset": "digits", "target": 0.95, "repeats": 3},
-        "contenders": [contender("single"), contender("ring", counterpart="Torch"), theirs],
+        "contenders": [single, ours, theirs],
         "settings": [dict(zip(names, one)) | {"epochs": 3} for one in settings],
         "runs": runs,
         "skipped": [],
@@ -65,9 +65,8 @@ def record():
 @pytest.mark.parametrize("names", [(), strategies.STRATEGIES], ids=["by default", "all"])
 def test_every_class_takes_part_once_and_single_is_first(names):
     found = find_contenders(names)
-    expected = set(names or strategies.STRATEGIES) - set(() if names else STAGED)
     assert found[0]["name"] == "single"
-    assert {one["name"] for one in found if not one["builtin"]} == expected
+    assert {one["name"] for one in found if not one["builtin"]} == {*strategies.STRATEGIES}
     assert len({one["name"] for one in found}) == len(found)
     builtins = {one["name"] for one in found if one["builtin"]}
     assert {one["counterpart"] for one in found} <= builtins | {None}
@@ -90,6 +89,16 @@ def test_an_epochs_time_leaves_out_the_first_and_time_to_target_counts_it(record
     assert "within 3 epochs: single, ring, Torch." in figures.time_to_accuracy(record).caption
 
 
+def test_who_gains_with_more_samples_is_said_from_the_quartiles(record):
+    """The ratio of their epochs is the same at both sizes, until one of them is changed."""
+    assert "cannot tell whether Torch gains" in summary.gain(record, "Torch", "ring")
+    for run in record["runs"]:
+        for epoch in run["epochs"] if (run["contender"], run["setting"]) == ("ring", 2) else ():
+            epoch["seconds"] *= 3
+    assert "supports that ring gains on Torch" in summary.gain(record, "ring", "Torch")
+    assert "contradicts that Torch gains on ring" in summary.gain(record, "Torch", "ring")
+
+
 def test_the_figures_say_what_the_numbers_say(record):
     drawn = figures.draw(record)
     assert set(drawn) == {"time_to_accuracy", "ranks", "train_size", "batch_size"}
@@ -107,13 +116,16 @@ def test_the_figures_say_what_the_numbers_say(record):
 
 def test_a_run_is_recorded_and_drawn(tmp_path, capsys):
     """On real ranks: three contenders and single, one setting, one epoch of 60 samples."""
-    words = ["compare", "--strategies", "ring_all_reduce", "--model", "mlp", "--device", "cpu"]
+    words = ["compare", "--strategies", "ring_all_reduce,model_parallel", "--model", "mlp"]
+    words += ["--device", "cpu", "--lr", "0.01", "--split-points", "1", "1,2"]
     words += ["--train-size", "60", "--batch-size", "16", "--world-size", "2", "--epochs", "1"]
     words += ["--repeats", "1", "--json", f"{tmp_path}/out.json", "--figures", str(tmp_path)]
     assert main(words) == 0
     found = compare.load(tmp_path / "out.json")
-    names = ["single", "ring_all_reduce", "TorchDDP", "TorchDDP (labkit)"]
+    names = ["single", "ring_all_reduce", "TorchDDP", "TorchDDP (labkit)", "model_parallel"]
+    names += ["model_parallel 1", "model_parallel 1,2", "TorchModelParallel"]
     assert [run["contender"] for run in found["runs"]] == names
+    assert [len(run["bytes_sent"] or ()) for run in found["runs"]][4:] == [2, 2, 3, 0]
     for run in found["runs"]:
         assert run["difference_from_single"] < 1e-5
         assert run["replicas_agree"]

@@ -30,7 +30,7 @@ def two_hosts_table(record: Record, rates: Iterable[str] | None = None) -> Table
         published = sorted(row.get("published_speed_up") or [])
         rows.append(
             (
-                f"{row['rate']}, {row['workers']} on {hosts}{how}",
+                f"{row['rate']}, {row['workers']} on {hosts}{how} (recorded)",
                 Spread(**row["step_s"]).text(format_seconds),
                 format_seconds(row["model_s"]),
                 Spread(**row["speed_up"]).text("{:.2f}".format),

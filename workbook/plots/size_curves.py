@@ -25,6 +25,8 @@ Repeats = Mapping[int, list[float]]
 Points = Mapping[int, float | Iterable[float]]
 Model = Mapping[str, Mapping[int, float]]
 _DASHED: Any = (0, (5, 3))
+# From so many times its model on, a point is marked.
+_MISSED = 2
 
 
 @drawn
@@ -78,7 +80,18 @@ def communication_time(
     most = max(set().union(*seconds.values()))
     longest = max(seconds, key=lambda name: median(seconds[name][most]))
     told = f"Longest in a batch of {most}: {longest}."
-    return draw_curves(seconds, model or {}, title, "batch (samples)", told)
+    return draw_curves(seconds, model or {}, title, "batch (samples)", told, say_missed=True)
+
+
+@drawn
+def hop_time(
+    measured: Mapping[str, Points], model: Model, *, title: str = "Time of a hop by its bytes"
+) -> CaptionedFigure:
+    """Draw the time of hops over their bytes; ``{"activation": {bytes: seconds}}``, as above."""
+    seconds = {name: _repeats(points) for name, points in measured.items()}
+    curves = {name: dict(sorted(curve.items())) for name, curve in model.items()}
+    settings: Any = {"format_size": format_bytes, "say_missed": True}
+    return draw_curves(seconds, curves, title, "bytes of the hop", "", **settings)
 
 
 def draw_curves(
@@ -90,11 +103,13 @@ def draw_curves(
     marks: Iterable[tuple[str, float, Any]] = (),
     format_size: Callable[[float], str] = str,
     log_time: bool = True,
+    say_missed: bool = False,
 ) -> CaptionedFigure:
     """Draw medians of seconds with a band over all repeats, and predictions as dashed lines.
 
     ``label`` is that of the axis of the sizes, ``told`` begins the caption, and ``marks`` are
-    vertical lines at a crossover: (whose, size, line style).
+    vertical lines at a crossover: (whose, size, line style). ``say_missed`` writes beside a point
+    how many times the link's model it is, from twice on.
     """
     figure, axes = new_axes(4.6, title)
     looks = dict(zip(dict.fromkeys([*measured, *predicted]), itertools.cycle(SERIES)))
@@ -126,19 +141,25 @@ def draw_curves(
     axes.set(xlabel=f"{label}, log scale", ylabel=f"time{', log scale' * log_time}")
     axes.grid()
     add_legend(figure, lines)
-    ratios = [
-        median(measured[name][x]) / model_s
+    ratios = {
+        (name, x): median(measured[name][x]) / model_s
         for name, curve in predicted.items()
         for x, model_s in curve.items()
         if x in measured.get(name, ())
-    ]
+    }
+    missed = {at: ratio for at, ratio in ratios.items() if say_missed and ratio >= _MISSED}
+    for (name, x), ratio in missed.items():
+        place = {"textcoords": "offset points", "color": looks[name][0].color}
+        axes.annotate(f"{ratio:.1f} x", (x, median(measured[name][x])), (6, 4), **place)
+    why = "A number beside a point is how many times the model it is. The model leaves out that a "
+    why = f"{why}rank is woken for its message, and what else runs." if missed else ""
     repeats = [each for points in measured.values() for each in points.values()]
     spread = repeats_words(repeats, "Points are medians of {} repeats; bands span all of them.")
     ends = [f"{name} {_ends_of(points, format_size)}" for name, points in measured.items()]
     return CaptionedFigure(
         figure,
         alt=f"Curves of time by {label}. {'; '.join(ends)}.",
-        caption=joined(told, ratio_words(ratios, "dashed"), spread),
+        caption=joined(told, ratio_words([*ratios.values()], "dashed"), why, spread),
     )
 
 

@@ -1,6 +1,6 @@
 """The command ``labkit compare``, which runs the contenders of a comparison in turns.
 
-Contenders are the techniques that split the batch over the ranks, and PyTorch's counterparts.
+Contenders are all techniques, and PyTorch's counterparts; a model may be cut in several places.
 There is one main setting; each of the others differs from it in one value. A repeat runs all
 settings, and in each setting all contenders; each repeat begins with another contender. Other load
 on the machine then affects all contenders in the same way, and they are compared by their ratios
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from labkit import devices, strategies
-from labkit.config import STAGED, RunConfig
+from labkit.config import RunConfig, parse_split_points
 from labkit.errors import WorkerError
 from labkit.files import check_writable
+from labkit.placement import VGG16_SPLITS
 from labkit.runtime.preload import warm_up
 from labkit.training.resolve import NOTHING, resolve
 from labkit.training.train_run import TrainResult, train_run
@@ -64,26 +65,31 @@ def main(
     return int(any(row["failed"] for row in record["skipped"]))
 
 
-def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[Row]:
+def find_contenders(
+    names: tuple[str, ...] = (), device: str = "auto", split_points: Sequence[str] = ()
+) -> list[Row]:
     """The contenders of these techniques, ours and PyTorch's; ``single``, the baseline, is first.
 
-    By default all techniques that split the batch; those that split the model, which are for
-    models that do not fit one device, take part only if they are named. A class of PyTorch that
-    is the counterpart of several techniques takes part once; if it has an option for the backend
-    and the ranks are on the CPU, on our backend as well.
+    By default all techniques. Those that cut the model cut it into even stages; each of
+    ``split_points`` is one more contender, on as many ranks as it has stages. A class of PyTorch
+    that is the counterpart of several techniques takes part once; if it has an option for the
+    backend and the ranks are on the CPU, on our backend as well.
     """
 
     def contender(name: str, **more: Any) -> Row:
         common = {"strategy": name, "builtin": False, "backend": "auto", "counterpart": None}
         return {"name": name} | common | more
 
-    found = {SINGLE: contender(SINGLE)}
-    for name in names or [one for one in strategies.STRATEGIES if one not in STAGED]:
+    found = {SINGLE: contender(SINGLE, ranks=1)}
+    for name in names or strategies.STRATEGIES:
         ours, theirs = strategies.get(name), strategies.get(name, builtin=True)
         if ours is theirs:  # one device
             continue
         their, how = theirs.__name__, {"strategy": name, "builtin": True}
         found[name] = contender(name, counterpart=their)
+        for points in split_points if name == "model_parallel" else ():
+            cut, ranks = f"{name} {points}", len(parse_split_points(points)) + 1
+            found[cut] = contender(cut, strategy=name, split_points=points, ranks=ranks)
         found.setdefault(their, contender(their, **how))
         if "backend" in theirs.options() and devices.plan(1, device).backend == "gloo":
             on_ours = f"{their} (labkit)"
@@ -126,22 +132,27 @@ def compare(
     model: str = "small_cnn",
     dataset: str = "digits",
     device: str = "auto",
+    lr: float | None = None,
+    split_points: Sequence[str] = (),
 ) -> Row:
     """Run the comparison and return its record; what has run is printed.
 
     The arguments are the command's options. Train sizes are by default a quarter, a half and all
-    of the data; without ``repeats`` there are as many as fit into eight minutes, 5 at most.
+    of the data; without ``repeats`` there are as many as fit into eight minutes, 5 at most. VGG16
+    is by default also placed as in the experiment that the course corrects.
     """
     check_above_zero("the target, an accuracy,", target, 1)
     check_integer("epochs", epochs)
     check_integer("repeats", MOST_REPEATS if repeats is None else repeats)
-    contenders = find_contenders(strategies, device)
+    placed = [VGG16_SPLITS[f"{n} devices"] for n in (2, 3, 4)] if model == "vgg16" else []
+    split_points = split_points or [",".join(map(str, points)) for points in placed]
+    contenders = find_contenders(strategies, device, split_points)
     gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
     count = len(load_dataset(dataset, train_size=max(train_sizes, default=None)).train_targets)
     train_sizes = train_sizes or (max(1, count // 4), max(1, count // 2), count)
     units = gpus or devices.num_cores()
     settings = settings_of(world_sizes, train_sizes, batch_sizes, epochs, units)
-    common: Row = {"model": model, "dataset": dataset, "device": device}
+    common: Row = {"model": model, "dataset": dataset, "device": device, "lr": lr}
     # Before anything runs: settings with which no run could start.
     for setting in settings:
         RunConfig(**common | setting, strategy="ddp")
@@ -168,20 +179,21 @@ def run_all(
 ) -> None:
     """Run each contender once in a setting; append to ``runs``, or to ``skipped`` with a reason.
 
-    Who was skipped on as many ranks before is left out. One device does not depend on the world
-    size, so it runs only at that of the main setting.
+    Who was skipped on as many ranks before is left out. One device, and a placement, have ranks of
+    their own, so they run only at the world size of the main setting.
     """
     setting, results = settings[number], dict[str, TrainResult]()
     out = {
         row["contender"] for row in found["skipped"] if row["world_size"] == setting["world_size"]
     }
     if setting["world_size"] != settings[0]["world_size"]:
-        out.add(SINGLE)
+        out |= {one["name"] for one in contenders if "ranks" in one}
     left = {one["name"]: one for one in contenders if one["name"] not in out}
     for name in in_turn(left, repeat):
         config = common | setting | {"seed": repeat}
         config |= {key: left[name][key] for key in ("strategy", "builtin", "backend")}
-        config |= {"world_size": 1} if name == SINGLE else {}
+        config |= {"split_points": left[name].get("split_points")}
+        config["world_size"] = left[name].get("ranks", config["world_size"])
         try:
             results[name] = train_run(RunConfig(**config), timeout_s=_TIMEOUT_S)
         except (ValueError, WorkerError) as error:

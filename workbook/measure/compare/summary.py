@@ -75,15 +75,16 @@ def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
 def series(record: Record, contender: str, field: str) -> dict[int, list[float]]:
     """Epoch times by the values of a field of ``VARIED``, with all else as in the main setting.
 
-    One device has only one world size, so by ``world_size`` it has one value, at 1.
+    One device, and a placement, have one number of ranks, so by ``world_size`` one value.
     """
     main, found = record["settings"][0], {}
+    known = {one["name"]: one.get("ranks") for one in record["contenders"]} | {SINGLE: 1}
+    ranks = known[contender] if field == "world_size" else None
     for index, setting in enumerate(record["settings"]):
         others = VARIED.keys() - {field}
         times = epoch_times(record, contender, index)
         if times and all(setting[name] == main[name] for name in others):
-            is_single = contender == SINGLE and field == "world_size"
-            found[1 if is_single else setting[field]] = times
+            found[ranks or setting[field]] = times
     return dict(sorted(found.items()))
 
 
@@ -92,14 +93,30 @@ def times_faster(record: Record, contender: str, other: str | None) -> list[floa
     return ratios(epoch_times(record, other or ""), epoch_times(record, contender))
 
 
+def gain(record: Record, contender: str, other: str, field: str = "train_size") -> str:
+    """Whether a contender gains on another from the least to the most of a field, in a sentence.
+
+    It does if its epochs over the other's fall by more than the quartiles of the repeats overlap.
+    """
+    mine, theirs = (series(record, name, field) for name in (contender, other))
+    spreads = {value: Spread.of(ratios(mine[value], theirs[value])) for value in mine}
+    parts = [f"{one.text(format_number)} at {value:,}" for value, one in spreads.items()]
+    first, *_, last = spreads.values()
+    found = "cannot tell whether"
+    if last.high < first.low or last.low > first.high:
+        found = "supports that" if last.median < first.median else "contradicts that"
+    text = f"{contender}'s epoch / {other}'s: {', '.join(parts)} {VARIED[field]}. So the record"
+    return f"{text} {found} {contender} gains on {other} with more {VARIED[field]}."
+
+
 def report(record: Record) -> str:
     """The tables that the command prints."""
     config, main, hardware = record["config"], record["settings"][0], record["hardware"]
     cores = f"{format_count(hardware['cores'], 'core')} of {hardware['cpu']}"
     headline = (
         f"{config['model']} on {config['dataset']}: {main['train_size']} samples, global batch "
-        f"{main['batch_size']}, {main['epochs']} epochs, world size {main['world_size']}; "
-        f"{', '.join(hardware['gpus']) or cores}\n{_RULES}"
+        f"{main['batch_size']}, {main['epochs']} epochs, world size {main['world_size']}, lr "
+        f"{config.get('lr') or 'by default'}; {', '.join(hardware['gpus']) or cores}\n{_RULES}"
     )
     target, names = f"{config['target']:.0%}", present(record)
     heads = ("contender", "epoch", "one device's / its", "PyTorch's / ours")
