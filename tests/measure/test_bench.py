@@ -81,6 +81,7 @@ def test_a_wrong_sum_ends_the_bench(monkeypatch):
     ("bench", "names"),
     [
         ("ddp", {"torch on gloo", "torch on labkit", "labkit"}),
+        ("sharded", {"labkit ddp", "labkit stage 3", "torch stage 3 on gloo"}),
         ("pipeline", {"labkit split, not pipelined", "labkit gpipe", "torch 1f1b on gloo"}),
     ],
 )

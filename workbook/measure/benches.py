@@ -1,7 +1,8 @@
-"""``labkit bench ddp``, ``pipeline``, ``schedules``: contenders that train one model in turns.
+"""``labkit bench ddp``, ``sharded``, ``pipeline``, ``schedules``: contenders train in turns.
 
 They take the same samples, and end with the same parameters. For DDP only the backend changes, or
-whose DDP it is. Pipelines are cut at the same layers: ours in shared memory and on gloo,
+whose DDP it is. Sharding is compared with our DDP, and with PyTorch's, stage by stage. Pipelines
+are cut at the same layers: ours in shared memory and on gloo,
 ``torch.distributed.pipelining`` on gloo, and the split without micro-batches. On GPUs, NCCL takes
 the place of gloo. Schedules are compared on emulated devices, because few machines have a core for
 each stage.
@@ -22,8 +23,10 @@ from labkit.schedules.pipeline import PIPELINES, pipeline_streams, stages_on_eac
 from labkit.strategies.base import Strategy
 from labkit.strategies.builtin.ddp import TorchDDP
 from labkit.strategies.builtin.pipeline import TorchPipeline
+from labkit.strategies.builtin.sharded import TorchSharded
 from labkit.strategies.ddp import DDP
 from labkit.strategies.model_parallel import ModelParallel, Pipeline
+from labkit.strategies.sharded import Sharded
 from labkit.training.result import largest_difference
 from labkit.workload.layers import EmulatedLayer
 from labkit.workload.models import build_model
@@ -31,6 +34,8 @@ from workbook.measure.record import Result, Spread
 from workbook.measure.turns import Turn, Where, on_ranks, take_turns, timed
 
 SHAPE, NUM_CLASSES = (3, 32, 32), 10
+# Of gpt.
+LENGTH, VOCABULARY = 64, 64
 MICRO_BATCHES, SCHEDULES = 4, ("gpipe", "1f1b")
 _COMPARED_STEPS = 2
 # Of a step on emulated devices: samples, micro-batches, seconds of a rank's forward of a sample.
@@ -41,7 +46,9 @@ Contenders = dict[str, tuple[Strategy, Comm]]
 
 
 def build(model: str) -> torch.nn.Sequential:
-    """One of ``labkit.workload.models`` for images of 3x32x32, the same on every rank."""
+    """A model for images of 3x32x32, or texts, the same on every rank."""
+    if model == "gpt":
+        return build_model(model, num_classes=VOCABULARY, input_shape=(LENGTH,), seed=0)
     return build_model(model, num_classes=NUM_CLASSES, input_shape=SHAPE, seed=0)
 
 
@@ -52,6 +59,9 @@ def step_of(
     generator = torch.Generator().manual_seed(0)
     samples = torch.randn(batch_size, *SHAPE, generator=generator)
     classes = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
+    if model == "gpt":
+        texts = torch.randint(VOCABULARY, (batch_size, LENGTH + 1), generator=generator)
+        samples, classes = texts[:, :-1], texts[:, 1:]
     strategy.setup(comm, build(model), partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
     inputs, targets = (strategy.part_of(each).to(comm.device) for each in (samples, classes))
     return partial(strategy.step, inputs, targets, batch_size)
@@ -70,6 +80,21 @@ def bench_ddp(world_size: int, model: str, repeats: int, where: Where) -> Iterat
     # Few samples, so that communication is a large part of a step.
     batch_size = world_size * {"small_cnn": 32, "vgg16": 4}.get(model, 8)
     yield _steps("DDP", contenders, world_size, model, batch_size, repeats, where)
+
+
+def bench_sharded(world_size: int, model: str, repeats: int, where: Where) -> Iterator[Result]:
+    """Time steps of sharded data parallelism in its stages, and of DDP."""
+
+    def contenders(comm: Comm) -> Contenders:
+        backend = dist.get_backend()
+        found: Contenders = {"labkit ddp": (DDP(), comm)}
+        for stage in (1, 2, 3):
+            found[f"labkit stage {stage}"] = Sharded(stage=stage), comm
+            found[f"torch stage {stage} on {backend}"] = TorchSharded(stage=stage), comm
+        return found
+
+    batch_size = world_size * 8
+    yield _steps("sharding", contenders, world_size, model, batch_size, repeats, where)
 
 
 def bench_pipeline(world_size: int, model: str, repeats: int, where: Where) -> Iterator[Result]:
