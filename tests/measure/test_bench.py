@@ -82,11 +82,13 @@ def test_a_wrong_sum_ends_the_bench(monkeypatch):
     [
         ("ddp", {"torch on gloo", "torch on labkit", "labkit"}),
         ("sharded", {"labkit ddp", "labkit stage 3", "torch stage 3 on gloo"}),
+        ("tensor-parallel", {"torch on gloo", "labkit", "labkit, sequence parallel"}),
         ("pipeline", {"labkit split, not pipelined", "labkit gpipe", "torch 1f1b on gloo"}),
     ],
 )
 def test_every_contender_of_a_step_trains_the_same_model(bench, names, tmp_path):
-    words = [bench, "--models", "mlp", "--repeats", "2", "--world-size", "3"]
+    model = "gpt" if bench == "tensor-parallel" else "mlp"
+    words = [bench, "--models", model, "--repeats", "2", "--world-size", "3"]
     rows = by_contender(rows_of(tmp_path, *words))
     assert names <= rows.keys()
     for name, row in rows.items():

@@ -41,12 +41,13 @@ Dumps = dict[int, list[dict[str, Any]]]
 @dataclass(frozen=True)
 class HungRun:
     """What is known of a run that stood still: by rank its stacks, the newest call first, and the
-    entries of its flight recorder; the seed of the program.
+    entries of its flight recorder; the seed of the program; by host what labkit says of its twin.
     """
 
     stacks: dict[int, str]
     dumps: Dumps
     seed: int
+    explained: Sequence[Sequence[str]] = ()
 
     @property
     def expected(self) -> tuple[int, int, int]:
@@ -63,6 +64,13 @@ class HungRun:
             # A rank that did not answer has an error there instead.
             shown = [re.sub(r'File ".*/', 'File "', frame) for frame in frames]
             print(f"rank {rank}", *(shown or [stack.strip()]), sep="\n")
+
+    def show_explanations(self) -> None:
+        """Print what labkit has said on each host of the same program with labkit."""
+        for host, lines in enumerate(self.explained):
+            for line in lines:
+                # Without the folder of that run.
+                show_line(host, re.sub(r"/\S*/labkit-hosts-\w+/", "", line))
 
 
 def named(
@@ -86,8 +94,9 @@ def named(
 def hang(seed: int | None = None) -> HungRun:
     """Run the program on two hosts, show each host's output, and look into the ranks.
 
-    While nothing moves, PyTorch's debug server is asked for all stacks and flight recorders. Then
-    the ranks' timeouts end the run. ``seed`` decides which rank stops early.
+    While nothing moves, PyTorch's debug server is asked for all stacks and flight recorders, and
+    the same program runs with labkit. Then the ranks' timeouts end the run. ``seed`` decides which
+    rank stops early.
 
     Raises:
         RuntimeError: the program has ended instead.
@@ -124,10 +133,11 @@ def hang(seed: int | None = None) -> HungRun:
             before, dumps = dumps, dict(enumerate(map(entries_in, page("fr_trace_json"))))
             time.sleep(_AGAIN_S)
         stacks = dict(enumerate(page("stacks")))
+        explained = explanations(seed)
         agents.follow(show=lambda host, line: lines.append((host, line)))
     for host, line in errors_in(lines):
         show_line(host, line)
-    return HungRun(stacks, dumps, seed)
+    return HungRun(stacks, dumps, seed, explained)
 
 
 def entries_in(dump: str | bytes, group: str = _DEFAULT_GROUP) -> list[dict[str, Any]]:
@@ -153,16 +163,13 @@ def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
     return found
 
 
-def explain(run: HungRun) -> None:
-    """Run the same program with labkit on two hosts, and print what it says on each of them."""
+def explanations(seed: int) -> list[list[str]]:
+    """Run the same program with labkit on two hosts; by host the lines of its explanation."""
     lines: list[list[str]] = [[] for _ in range(HOSTS)]
-    program = [_PROGRAM.with_name("early_stop_labkit.py"), str(run.seed)]
+    program = [_PROGRAM.with_name("early_stop_labkit.py"), str(seed)]
     with start_agents(program, hosts=HOSTS, ranks_per_host=RANKS_PER_HOST) as agents:
         agents.follow(show=lambda host, line: lines[host].append(line))
-    for host, told_there in enumerate(lines):
-        for line in explanation_in(told_there):
-            # Without the folder of this run.
-            show_line(host, re.sub(r"/\S*/labkit-hosts-\w+/", "", line))
+    return [explanation_in(told_there) for told_there in lines]
 
 
 def explanation_in(lines: Sequence[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""``labkit bench ddp``, ``sharded``, ``pipeline``, ``schedules``: contenders train in turns.
+"""``labkit bench ddp``, ``sharded``, ``tensor-parallel``, ``pipeline``, ``schedules``: in turns.
 
-They take the same samples, and end with the same parameters. For DDP only the backend changes, or
-whose DDP it is. Sharding is compared with our DDP, and with PyTorch's, stage by stage. Pipelines
-are cut at the same layers: ours in shared memory and on gloo,
+Contenders take the same samples, and end with the same parameters. For DDP only the backend
+changes, or whose DDP it is. Sharding is compared with our DDP, and with PyTorch's, stage by stage.
+Pipelines are cut at the same layers: ours in shared memory and on gloo,
 ``torch.distributed.pipelining`` on gloo, and the split without micro-batches. On GPUs, NCCL takes
 the place of gloo. Schedules are compared on emulated devices, because few machines have a core for
 each stage.
@@ -24,9 +24,11 @@ from labkit.strategies.base import Strategy
 from labkit.strategies.builtin.ddp import TorchDDP
 from labkit.strategies.builtin.pipeline import TorchPipeline
 from labkit.strategies.builtin.sharded import TorchSharded
+from labkit.strategies.builtin.tensor_parallel import TorchTensorParallel
 from labkit.strategies.ddp import DDP
 from labkit.strategies.model_parallel import ModelParallel, Pipeline
 from labkit.strategies.sharded import Sharded
+from labkit.strategies.tensor_parallel import TensorParallel
 from labkit.training.result import largest_difference
 from labkit.workload.layers import EmulatedLayer
 from labkit.workload.models import build_model
@@ -95,6 +97,22 @@ def bench_sharded(world_size: int, model: str, repeats: int, where: Where) -> It
 
     batch_size = world_size * 8
     yield _steps("sharding", contenders, world_size, model, batch_size, repeats, where)
+
+
+def bench_tensor_parallel(
+    world_size: int, model: str, repeats: int, where: Where
+) -> Iterator[Result]:
+    """Time steps of a transformer whose layers are cut, by our collectives and by DTensor's."""
+
+    def contenders(comm: Comm) -> Contenders:
+        found: Contenders = {f"torch on {dist.get_backend()}": (TorchTensorParallel(), comm)}
+        found["labkit"] = TensorParallel(), comm
+        return found | {
+            "labkit, sequence parallel": (TensorParallel(sequence_parallel=True), comm)
+        }
+
+    # Each rank has the whole batch.
+    yield _steps("tensor parallelism", contenders, world_size, model, 16, repeats, where)
 
 
 def bench_pipeline(world_size: int, model: str, repeats: int, where: Where) -> Iterator[Result]:
