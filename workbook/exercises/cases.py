@@ -9,7 +9,6 @@ import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,9 @@ class Case:
 
     def objection(self, name: str, said: Any) -> str:
         """What the evidence says against an answer to ``name``; "" if right, a float within 5%."""
-        right, is_number = self.answer[name], isinstance(said, (int, float))
-        said = sorted(said, key=str) if isinstance(said, list) else said
-        if said == right or (
-            isinstance(right, float) and is_number and isclose(said, right, rel_tol=0.05)
-        ):
+        right, said = self.answer[name], sorted(said, key=str) if isinstance(said, list) else said
+        measured = isinstance(right, float) and isinstance(said, (int, float))
+        if said == right or (measured and abs(said - right) <= 0.05 * right):
             return ""
         if name == "cause":
             if said not in self.suspects:
