@@ -1,5 +1,6 @@
 """RunConfig: all settings of a training run, with their defaults, limits and help texts."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ from labkit.schedules.learning_rate import parse_lr_schedule
 from labkit.schedules.pipeline import PIPELINES, stages_on_each
 from labkit.units import MOST, check_choice, check_integer, check_number
 
-# Techniques whose ranks divide the model between them, not the batch.
-STAGED = ("model_parallel", "pipeline", "tensor_parallel")
+# Techniques whose ranks divide the model between them, not the batch; a mesh divides both.
+STAGED = ("model_parallel", "pipeline", "tensor_parallel", "mesh")
 # Techniques for which several devices are devices of one process, not one for each rank.
 ONE_PROCESS = ("single", "data_parallel", "model_parallel")
 AUGMENTATIONS = ("crop", "flip", "randaugment", "colorjitter", "erasing")
@@ -149,6 +150,9 @@ class RunConfig:
         recompute: model_parallel, pipeline: hold a stage's input alone, and run forward again
         sequence_parallel: tensor_parallel: divide positions where layers are not cut
         stage: sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters
+        dp: mesh: replicas of the model, which divide the batch
+        pp: mesh: stages of a replica
+        tp: mesh: ranks over which each layer of a stage is cut
 
     Raises:
         ValueError: a value outside its limits, or settings that contradict each other.
@@ -203,6 +207,9 @@ class RunConfig:
     recompute: bool = False
     sequence_parallel: bool = False
     stage: int | None = None
+    dp: int | None = None
+    pp: int | None = None
+    tp: int | None = None
 
     def __post_init__(self) -> None:
         given = {setting.name: getattr(self, setting.name) for setting in fields(self)}
@@ -225,10 +232,13 @@ class RunConfig:
         given |= {name: rate for name, rate in rates.items() if given[name] is None}
         # (It is frozen.)
         vars(self).update(given)
-        if self.batch_size < self.world_size and self.strategy not in STAGED:
+        shares, name = self.world_size, "world_size"
+        if self.strategy in STAGED:
+            shares, name = self.dp or 1, "dp"
+        if self.batch_size < shares:
             raise ValueError(
-                f"batch_size {self.batch_size} is smaller than world_size {self.world_size}: some "
-                "ranks would never get a sample"
+                f"batch_size {self.batch_size} is smaller than {name} {shares}: some ranks would "
+                "never get a sample"
             )
         if self.checkpoint_dir is None and (self.resume or self.checkpoint_every):
             raise ValueError("resume and checkpoint_every need checkpoint_dir: give its folder")
@@ -240,23 +250,32 @@ class RunConfig:
             )
 
     def _num_ranks(self) -> int:
-        """The world size, which devices or stages may determine."""
-        counts = {"world_size": self.world_size} if self.world_size > 1 else {}
+        """The world size, which devices, stages or the sides of a mesh may determine."""
+        counts = {f"world_size {self.world_size}": self.world_size} if self.world_size > 1 else {}
         if self.devices is not None:
             # The ranks on each machine get the devices of this list.
             machines = self.hosts or int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-            counts["devices"] = machines * len(parse_devices(self.devices))
-        if self.split_points is not None:
+            counts[f"devices {self.devices}"] = machines * len(parse_devices(self.devices))
+        if self.strategy == "mesh":
+            sides = [side or 1 for side in (self.dp, self.pp, self.tp)]
+            counts["dp {} x pp {} x tp {}".format(*sides)] = math.prod(sides)
+        elif self.split_points is not None:
             stages = len(parse_split_points(self.split_points)) + 1
-            counts["split_points"] = stages // self.stages_on_each()
+            counts[f"split_points {self.split_points}"] = stages // self.stages_on_each()
         if len({*counts.values()}) > 1:
-            words = (f"{name} {getattr(self, name)} is {n} ranks" for name, n in counts.items())
-            raise ValueError(f"{', '.join(words)}: leave out one, or make them agree")
+            words = ", ".join(f"{name} is {n} ranks" for name, n in counts.items())
+            raise ValueError(f"{words}: leave out one, or make them agree")
         return max(counts.values(), default=1)
 
     def stages_on_each(self) -> int:
         """V, the stages of a rank, where ranks divide the model between them."""
         return stages_on_each(self.schedule or "gpipe", self.stages_per_rank)
+
+    @property
+    def num_stages(self) -> int:
+        """Into how many stages a technique that does so cuts the model."""
+        ranks = self.pp or 1 if self.strategy == "mesh" else self.world_size
+        return ranks * self.stages_on_each()
 
     def options(self) -> dict[str, Any]:
         """The technique's own options that were given, as keyword arguments of its constructor."""

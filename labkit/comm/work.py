@@ -221,7 +221,7 @@ class WorkQueue(threading.Thread):
             del queued
 
     def _carry_out(self, work: Work, operation: Operation) -> None:
-        board, rank, error = self._comm.session.board, self._comm.rank, None
+        board, rank, error = self._comm.session.board, self._comm.session.rank, None
         posted = board.posted(rank)
         self.under_way, self._worker = work, threading.current_thread()
         credit_to(work.location)

@@ -1,4 +1,4 @@
-"""The techniques, one per file or folder. They do not import each other or the training loop."""
+"""The techniques, one per file or folder; only the mesh imports others, none the training loop."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ TECHNIQUES = {
     ),
     "model_parallel": ("model_parallel.ModelParallel", "builtin.pipeline.TorchModelParallel"),
     "pipeline": ("model_parallel.Pipeline", "builtin.pipeline.TorchPipeline"),
+    "mesh": ("mesh.Mesh", "builtin.mesh.TorchMesh"),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "builtin.ddp.TorchDDP"),
     "tensor_parallel": (
         "tensor_parallel.TensorParallel",

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from labkit.collectives.ring import all_gather, share_only, share_reduce, split_chunks
 from labkit.comm.comm import Comm
 from labkit.comm.work import Work, work_queue_of
+from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
 from labkit.strategies.base import MakeOptimizer, State, of_kind
@@ -139,9 +140,9 @@ class Flat:
 class Sharded(OnShares):
     """Synchronous data parallelism whose ranks hold a part of what they update.
 
-    A unit is a layer with parameters, and those without that follow. A parameter belongs to the
-    first unit that uses it; for another one (a tied parameter) stage 3 gathers it once more. The
-    model is a chain of layers, see ``workload.layers``.
+    A unit is a layer with parameters, and those without that follow; in stage 1 layers of 1 MiB. A
+    parameter belongs to the first unit that uses it; for another one (a tied parameter) stage 3
+    gathers it once more. The model is a chain of layers, see ``workload.layers``.
 
     Args:
         stage: what is divided: 1 the optimizer's state, 2 also gradients, 3 also parameters.
@@ -168,26 +169,30 @@ class Sharded(OnShares):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.place(comm, model)
         self.units: list[list[nn.Module]] = []
+        # Every message has a fixed cost. In stages 2 and 3 large units would take memory.
+        least, held = MIB if self.stage == 1 else 0, 0
+        for layer in layers_of(model):
+            size = sum(parameter.nbytes for parameter in layer.parameters())
+            if not self.units or (size and held > least):
+                self.units.append([])
+                held = 0
+            self.units[-1].append(layer)
+            held += size
         self.flats: list[Flat] = []
         self.uses: list[list[int]] = []
-        self.names: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.names.setdefault(parameter, []).append(name)
         homes: dict[nn.Parameter, int] = {}
-        for layer in layers_of(model):
+        for layers in self.units:
+            parameters = dict.fromkeys(p for layer in layers for p in layer.parameters())
             alike: dict[Any, list[nn.Parameter]] = {}
-            for parameter in (parameters := list(layer.parameters())):
-                if parameter not in homes:
-                    kind = parameter.dtype, parameter.requires_grad
-                    alike.setdefault(kind, []).append(parameter)
+            for parameter in (p for p in parameters if p not in homes):
+                alike.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
             for some in alike.values():
                 homes |= dict.fromkeys(some, len(self.flats))
                 self.flats.append(Flat(comm, self.stage, some))
-            if not self.units or (parameters and self.uses[-1]):
-                self.units.append([])
-                self.uses.append([])
-            self.units[-1].append(layer)
-            self.uses[-1] += dict.fromkeys(homes[parameter] for parameter in parameters)
+            self.uses.append(list(dict.fromkeys(homes[parameter] for parameter in parameters)))
+        self.names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(parameter, []).append(name)
         self.sums = [number for number, flat in enumerate(self.flats) if flat.trained]
         self.trained = [self.flats[number].shard for number in self.sums]
         self.optimizer = make_optimizer(self.trained)

@@ -102,7 +102,7 @@ class TensorParallel(OnShares):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         loss = super().step(inputs, targets, batch_size)
         # The loop adds up what the ranks return, and each has the loss of all samples.
-        return loss if self.comm.rank == 0 else torch.zeros_like(loss)
+        return loss if self.group.comm.rank == 0 else torch.zeros_like(loss)
 
     def sum_gradients(self) -> None:
         self.group.agree(self.trained)
@@ -112,7 +112,7 @@ class TensorParallel(OnShares):
 
     def predict(self, inputs: Tensor) -> Tensor | None:
         outputs = super().predict(inputs)
-        return outputs if self.comm.rank == 0 else None
+        return outputs if self.group.comm.rank == 0 else None
 
     def full_state(self) -> State:
         whole = {name: self.group.whole(p, p.detach()) for name, p in self.parts.items()}

@@ -51,7 +51,7 @@ _EACH = {"random/cpu", "progress/sums", "progress/draws", "progress/updates"}
 _ARRANGEMENT = (
     *("strategy", "builtin", "world_size", "servers", "split_points", "devices", "bucket_mb"),
     *("backend", "accumulate", "micro_batches", "schedule", "hierarchical", "stage"),
-    *("stages_per_rank", "recompute", "sequence_parallel"),
+    *("stages_per_rank", "recompute", "sequence_parallel", "dp", "pp", "tp"),
 )
 # What may be another in a run that goes on; all other settings must be as they were.
 _FREE = (

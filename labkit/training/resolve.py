@@ -332,7 +332,7 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
 
         work = work or work_of(config, own)
         model, (inputs, _) = work.make_model(), work.train.first(1)
-        num_layers, num_stages = len(layers_of(model)), world_size * config.stages_on_each()
+        num_layers, num_stages = len(layers_of(model)), config.num_stages
         if num_stages > num_layers:
             found = f"{num_layers} layers are no {num_stages} stages"
             raise ValueError(f"{found}: use fewer ranks or stages_per_rank")

@@ -130,10 +130,16 @@ def on_ranks(world_size):
         yield ours_or_theirs("pipeline", **cut, micro_batches=2, recompute=True), model
         yield ours_or_theirs("pipeline", True, **cut, micro_batches=4, schedule="1f1b"), model
         yield ours_or_theirs("model_parallel", True, **cut), model
+        for replicas in (1, 2):
+            if world_size % replicas == 0:
+                stages = world_size // replicas
+                sides = {"dp": replicas, "pp": stages, "split_points": CUTS[stages]}
+                yield ours_or_theirs("mesh", **sides, micro_batches=3, bucket_mb=0.0003), model
     for model in (eight, eight_frozen_first):
         turns = {"split_points": SHORT[world_size], "schedule": "interleaved"}
         yield ours_or_theirs("pipeline", **turns, micro_batches=5), model
         yield ours_or_theirs("pipeline", **turns, recompute=True), model
+    yield ours_or_theirs("mesh", True, dp=world_size, accumulate=2), all_used
     if world_size == 2:
         # A single worker is one device; the norm of its pushes is limited to clip_norm itself.
         yield ours_or_theirs("async_parameter_server", accumulate=2), odd

@@ -142,7 +142,10 @@ def test_nothing_is_held_that_is_not_counted_and_stage_3_has_two_layers_at_a_tim
     for whole, uncounted in run(looked, stage, world_size=2).values:
         assert uncounted == 0
         # Its own and the next; of backward, a layer's hook sees what the layer before it had.
-        there, back = ([2, 2, 2, 2, 1], [1, 2, 2, 2, 2]) if stage == 3 else ([5] * 5,) * 2
+        # (In stage 1 these small layers are one unit.)
+        there, back = (
+            ([2, 2, 2, 2, 1], [1, 2, 2, 2, 2]) if stage == 3 else ([4 * stage - 3] * 5,) * 2
+        )
         assert whole == [*there, *back] * 2
 
 

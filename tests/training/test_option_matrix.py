@@ -36,6 +36,8 @@ TECHNIQUES = {
     ("model_parallel", True): STAGES,
     ("pipeline", False): STAGES,
     ("pipeline", True): STAGES,
+    ("mesh", False): {"pp": 3, "split_points": "1,4"},
+    ("mesh", True): {"dp": 3},
 }
 TRIED = [
     {"optimizer": "adamw", "weight_decay": 0.1, "lr_schedule": "cosine", "warmup_epochs": 0.5},
@@ -72,19 +74,19 @@ SERVED = both("parameter_server", "async_parameter_server")
 TAKEN_BY = {
     "accumulate": TECHNIQUES.keys()
     - both("pipeline")
-    - {("model_parallel", True), ("data_parallel", False)},
+    - {("model_parallel", True), ("data_parallel", False), ("mesh", False)},
     "sync_batch_norm": both("single", "parameter_server", "sharded") | IN_STEP,
     "straggler": SERVED | {("ring_all_reduce", False)},
-    "bucket_mb": both("ddp") | {("sharded", True)},
+    "bucket_mb": both("ddp") | {("sharded", True), ("mesh", False)},
     "average_every": {("ddp", False)},
     "compress": {("ring_all_reduce", False)},
     "hierarchical": {("ddp", False), ("ring_all_reduce", False)},
     "servers": both("parameter_server"),
     "max_staleness": both("async_parameter_server"),
-    "split_points": both("model_parallel", "pipeline"),
-    "micro_batches": both("pipeline"),
-    "schedule": both("pipeline"),
-    "recompute": {("model_parallel", False), ("pipeline", False)},
+    "split_points": both("model_parallel", "pipeline") | {("mesh", False)},
+    "micro_batches": both("pipeline") | {("mesh", False)},
+    "schedule": both("pipeline") | {("mesh", False)},
+    "recompute": {("model_parallel", False), ("pipeline", False), ("mesh", False)},
     # For a model of another kind, see tests/strategies/test_tensor_parallel.py.
     "sequence_parallel": set(),
     "stage": both("sharded"),

@@ -134,6 +134,15 @@ def tied():
 EXACT = {"model": tied, "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
 # (Where a gradient is about zero, Adam would turn a rounding into a step.)
 OF_TEXT = {"model": small_gpt, "dataset": "text", "optimizer": "sgd"}
+
+
+@pytest.mark.more
+def test_meshes_go_on_to_the_bit(tmp_path):
+    both = {"one": {"dp": 2, "tp": 2}, "other": {"pp": 2, "tp": 2, "micro_batches": 2}}
+    options = OF_TEXT | SCHEDULED | {"clip_norm": 0.5}
+    all_equal({name: job("mesh", **options, **one) for name, one in both.items()}, 4, tmp_path)
+
+
 # Where a run has been saved, and where it goes on.
 MOVES = [
     (("ring_all_reduce", 3), ("ddp", 2)),
@@ -143,17 +152,19 @@ MOVES = [
     (("sharded", 3), ("ddp", 2)),
     (("tensor_parallel", 3), ("single", 1)),
     (("ddp", 2), ("tensor_parallel", 3)),
+    (("mesh", 4, {"dp": 2, "tp": 2}), ("mesh", 2, {"pp": 2})),
 ]
 
 
 def trained(folder, technique, **settings):
     place = {"checkpoint_dir": str(folder), "checkpoint_every": 4}
-    return train_with(technique[0], world_size=technique[1], **SMALL | settings | place)
+    name, world_size, *sides = technique
+    return train_with(name, world_size=world_size, **SMALL | settings | place | dict(*sides))
 
 
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_other_ranks_and_techniques_end_where_one_device_ends(tmp_path, before, after):
-    exact = EXACT | (OF_TEXT if "tensor_parallel" in before + after else {})
+    exact = EXACT | (OF_TEXT if {before[0], after[0]} & {"tensor_parallel", "mesh"} else {})
     trained(tmp_path, before, **exact)
     # So that it goes on within the second epoch, after 8 of 12 steps.
     shutil.rmtree(tmp_path / "step-00000012")

@@ -3,13 +3,11 @@
 What a layout needs and how long its step takes is the model's word: ``labkit.costs.gpt_step``.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from labkit.costs.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds, layouts
 from labkit.units import check_choice, format_number, format_seconds, text_table
-from workbook.exercises.grader import Verdict, Wrong, judged, solved
-from workbook.exercises.grader.compare import short
+from workbook.exercises.grader import Verdict, solved
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
 
 # A layout whose step is longer than the best one's by no more than this is as good.
@@ -182,24 +180,3 @@ def state_bytes(parameters: float, dp: int, tp: int, pp: int, stage: int) -> flo
     """
     sharded = [dp if stage >= least else 1 for least in (3, 2, 1)]
     return sum(n * parameters / (tp * pp) / part for n, part in zip((2, 2, 12), sharded))
-
-
-@judged(
-    "model, batch, cluster",
-    *((name,) for name in CASES),
-    may_call=("layouts", "gpt_bytes", "gpt_seconds"),
-)
-def best_layout(fn: Callable, name: str) -> Wrong | None:
-    """Grade ``fn(model, batch, cluster)``: the quickest ``Layout`` that fits, by the model.
-
-    One that is longer by less than 3% is right, too.
-    """
-    words, *case = CASES[name]
-    found = fn(*case)
-    if not isinstance(found, Layout):
-        return Wrong(f"it returned {short(found)} for {words}, not a Layout")
-    try:
-        wrong = what_is_wrong(name, look_at(name, found))
-    except ValueError as error:
-        wrong = str(error)
-    return Wrong(f"for {words} it returned {found}. {wrong}") if wrong else None

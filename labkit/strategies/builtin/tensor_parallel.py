@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -23,14 +23,13 @@ from labkit.strategies.base import State
 from labkit.strategies.tensor_cut import Cut
 from labkit.strategies.tensor_parallel import TensorParallel
 from labkit.workload.losses import Loss
-from labkit.workload.transformer import Attention
+from labkit.workload.transformer import Attention, Block
 
-_PLAN: dict[str, Any] = {
-    "0.token": RowwiseParallel(input_layouts=Replicate()),
-    "*.attention.qkv": ColwiseParallel(),
-    "*.attention.out": RowwiseParallel(),
-    "*.mlp.up": ColwiseParallel(),
-    "*.mlp.down": RowwiseParallel(),
+_OF_BLOCK: dict[str, Any] = {
+    "attention.qkv": ColwiseParallel(),
+    "attention.out": RowwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(),
 }
 
 
@@ -56,21 +55,8 @@ class TorchTensorParallel(TensorParallel):
                 )
 
     def cut(self, model: nn.Module) -> State:
-        device, ranks = self.group.comm.device, self.group.comm.world_size
-        mesh = init_device_mesh(device.type, (ranks,))
-        for layer in model.to(device).modules():
-            if isinstance(layer, Attention):
-                layer.num_heads //= ranks
-                by_head = Cut(0, [layer.qkv.in_features // ranks] * ranks, blocks=3)
-                for p in layer.qkv.parameters():
-                    # DTensor gives each rank rows that follow one another: those of its heads.
-                    p.data = torch.cat([by_head.part(p.data, rank) for rank in range(ranks)])
-        parallelize_module(model, mesh, _PLAN)
-        embeddings, *_, head = model.children()
-        head.weight = embeddings.get_parameter("token.weight")
-        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-        parallelize_module(head, mesh, whole)
-        self.loss, self.local = _loss, dict[Tensor, nn.Parameter]()
+        ranks, self.local = self.group.comm.world_size, dict[Tensor, nn.Parameter]()
+        self.parallelize(model, init_device_mesh(self.group.comm.device.type, (ranks,)))
         for name, p in model.named_parameters():
             if isinstance(p, DTensor):
                 part = self.local[p] = nn.Parameter(p.to_local(), p.requires_grad)
@@ -82,6 +68,25 @@ class TorchTensorParallel(TensorParallel):
                         self.group.cuts[part] = Cut(place.dim, sizes, blocks)
         state = model.state_dict(keep_vars=True)
         return {name: self.local.get(p, p) for name, p in state.items()}
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Cut the layers over the ranks of ``mesh``, in place."""
+        embeddings, *blocks, head = model.to(self.group.comm.device).children()
+        for block in blocks:
+            if isinstance(block, Block):
+                block.attention.num_heads //= mesh.size()
+                size = block.attention.qkv.in_features // mesh.size()
+                by_head = Cut(0, [size] * mesh.size(), blocks=3)
+                for p in block.attention.qkv.parameters():
+                    # DTensor gives each rank rows that follow one another: those of its heads.
+                    p.data = torch.cat([by_head.part(p.data, n) for n in range(mesh.size())])
+                parallelize_module(block, mesh, _OF_BLOCK)
+        tokens = RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(embeddings, mesh, {"token": tokens})
+        head.weight = embeddings.get_parameter("token.weight")
+        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+        parallelize_module(head, mesh, whole)
+        self.loss = _loss
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.model.zero_grad()

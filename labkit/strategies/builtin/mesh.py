@@ -1,0 +1,102 @@
+"""PyTorch's mesh of ranks: DTensor along one side of a ``DeviceMesh``, FSDP2 along the other."""
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+from labkit.comm.comm import Comm, SubComm
+from labkit.strategies.base import MakeOptimizer, State
+from labkit.strategies.builtin.tensor_parallel import TorchTensorParallel
+from labkit.strategies.mesh import check_sides
+from labkit.strategies.tensor_cut import Cut
+from labkit.workload.losses import Loss
+from labkit.workload.transformer import Block
+
+
+@dataclass(eq=False)
+class TorchMesh(TorchTensorParallel):
+    """The counterpart of ``Mesh`` with ``pp`` = 1.
+
+    ``parallelize_module`` cuts the layers over ``tp`` ranks, and ``fully_shard`` divides each part
+    over ``dp`` ranks, since DDP takes no DTensors.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    predicts_together = True
+    runs_empty = True
+
+    def check_ranks(self, world_size: int) -> None:
+        if self.pp > 1:
+            raise ValueError(
+                f"PyTorch's mesh has no pipeline here, got pp {self.pp}: leave out pp, or builtin"
+            )
+        check_sides(self.dp, self.pp, self.tp, world_size)
+
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        if self.tp > 1:
+            super().check_model(model, loss, self.tp)
+
+    def share(self) -> tuple[int, int]:
+        return self.comm.rank // self.tp, self.dp
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        names = ("dp", "tp")
+        self.mesh = init_device_mesh(comm.device.type, (self.dp, self.tp), mesh_dim_names=names)
+        tensor = SubComm(comm, self.mesh["tp"].mesh.tolist())
+        super().setup(tensor, model, make_optimizer)
+        self.comm, self.norm_ranks = comm, range(comm.world_size)
+        if tensor.rank > 0:
+            parts = self.local.items()
+            self.counted_elsewhere = {id(part) for p, part in parts if p not in self.by_tp}
+
+    def cut(self, model: nn.Module) -> State:
+        if self.tp > 1:
+            self.parallelize(model, self.mesh["tp"])
+        by_tp = [
+            name
+            for name, p in model.named_parameters()
+            if isinstance(p, DTensor) and p.placements[0].is_shard()
+        ]
+        layers = [layer for layer in model.modules() if isinstance(layer, Block)]
+        # FSDP warns of outputs that are views.
+        model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
+        for module in (*layers, model.to(self.group.comm.device)):
+            shards = fully_shard(module, mesh=self.mesh["dp"])
+            # A sum over ranks, not their mean.
+            shards.set_gradient_divide_factor(1.0)
+            shards.set_force_sum_reduction_for_comms(True)
+        state = model.state_dict(keep_vars=True)
+        self.by_tp = {state[name] for name in by_tp}
+        self.local = {p: nn.Parameter(p.to_local(), p.requires_grad) for p in state.values()}
+        return {name: self.local[p] for name, p in state.items()}
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor, weight: float) -> Tensor:
+        if len(targets) or self.tp == 1:
+            return super()._forward_backward(inputs, targets, weight)
+        # DTensor's loss takes no empty batch, and FSDP waits: a sample that weighs nothing.
+        inputs, targets = (one.new_zeros(1, *one.shape[1:]) for one in (inputs, targets))
+        return super()._forward_backward(inputs, targets, 0.0) * 0
+
+    def run(self, inputs: Tensor) -> Tensor:
+        outputs = self.model(inputs)
+        return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
+
+    def full_state(self) -> State:
+        state, by_head = State(), Cut(0, [0] * self.tp, blocks=3)
+        for name, p in self.model.state_dict().items():
+            # One side after the other: both at once are two gathers, too, and a warning.
+            whole = p.redistribute(placements=[Replicate(), *p.placements[1:]]).full_tensor()
+            is_by_head = "qkv" in name and self.tp > 1
+            state[name] = (by_head.whole(whole.chunk(self.tp)) if is_by_head else whole).cpu()
+        return state
+
+    def state(self) -> NoReturn:
+        raise ValueError(
+            "a checkpoint is for labkit's own mesh: leave checkpoint_dir or builtin out"
+        )

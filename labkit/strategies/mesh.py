@@ -1,0 +1,152 @@
+"""A mesh of ranks: replicas of a pipeline of cut layers, each kind of division along its own side.
+
+D x S x T ranks, for example 2 x 1 x 2 and 1 x 2 x 2:
+
+             tensor                     tensor
+    data     rank 0  rank 1    stage 0  rank 0  rank 1
+             rank 2  rank 3    stage 1  rank 2  rank 3
+
+1. **Tensor**: each layer is cut over T ranks. They talk in every layer, so they are neighbours:
+rank = (d S + s) T + t. 2. **Pipeline**: the layers form S stages, between which activations
+travel. 3. **Data**: D replicas of all this have a share of the batch each. Their gradients are
+summed, in buckets, once per update: these ranks may be furthest apart.
+
+So a rank is in one group along each side, a ``SubComm``. Along a side it sends what it would send
+in that technique alone, of the part that the other two leave it.
+
+Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+Megatron-LM" (2021), section 3; Shoeybi et al., "Megatron-LM" (2019), figure 8, for two sides.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.collectives import broadcast, fast_ring_all_reduce
+from labkit.comm.comm import Comm, SubComm
+from labkit.schedules.bucket_assignment import MIB, assign_buckets
+from labkit.strategies.base import MakeOptimizer, State
+from labkit.strategies.ddp import Bucket
+from labkit.strategies.model_parallel import Pipeline
+from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gathered
+from labkit.strategies.tensor_parallel import check_cut
+from labkit.workload.layers import layers_of
+from labkit.workload.losses import Loss
+
+
+def check_sides(dp: int, pp: int, tp: int, world_size: int) -> None:
+    """Raise ValueError unless the mesh has as many places as there are ranks."""
+    if dp * pp * tp != world_size:
+        raise ValueError(
+            f"dp {dp} x pp {pp} x tp {tp} is a mesh of {dp * pp * tp} ranks, and world_size is "
+            f"{world_size}: make them agree"
+        )
+
+
+@dataclass(eq=False)
+class Mesh(Pipeline):
+    """Data, pipeline and tensor parallelism, each over its own groups of ranks.
+
+    Args:
+        dp, pp, tp: D, S and T; a side of 1 is a technique left out.
+        bucket_mb: MiB of gradients that replicas sum together.
+
+    Attributes:
+        data, line, tensor: this rank's groups.
+        group: cuts the layers over ``tensor``, and puts them together again.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    bucket_mb: float = 25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tp > 1 and self.hops_beside:
+            raise ValueError(
+                f"schedule {self.schedule} sends beside the work, and tp {self.tp} in it, on one "
+                "connection: use gpipe or 1f1b, or tp 1"
+            )
+
+    def check_ranks(self, world_size: int) -> None:
+        check_sides(self.dp, self.pp, self.tp, world_size)
+
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        if self.tp > 1:
+            check_cut(model, loss, self.tp)
+
+    def lay_out(self, comm: Comm, model: nn.Module) -> Comm:
+        places = torch.arange(comm.world_size).view(self.dp, self.pp, self.tp)
+        d, s, t = ((places == comm.rank).nonzero().flatten()).tolist()
+        self.data, line, self.tensor = (
+            _among(comm, ranks.tolist())
+            for ranks in (places[:, s, t], places[d, :, t], places[d, s])
+        )
+        self.group = TensorGroup(self.tensor)
+        if self.tp > 1:
+            self.group.cut(model)
+            self.classes = self.group.cuts[layers_of(model)[-1].get_parameter("weight")].sizes
+            self.loss = CutLoss(self.tensor, sum(self.classes))
+        self.whole = lambda tensor: self.group.whole(tensor, tensor.detach())
+        return line
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        super().setup(comm, model, make_optimizer)
+        # When the replicas have equal gradients, each clips by itself.
+        first = self.data.rank * self.pp * self.tp
+        self.norm_ranks = range(first, first + self.pp * self.tp)
+        if self.tensor.rank > 0:
+            uncut = (p for p in self.trained if p not in self.group.cuts)
+            self.counted_elsewhere = {*self.counted_elsewhere, *map(id, uncut)}
+        sizes = [p.numel() * p.element_size() for p in self.trained]
+        kinds = [p.dtype for p in self.trained]
+        assigned = assign_buckets(sizes, self.bucket_mb * MIB, kinds=kinds) if self.dp > 1 else []
+        self.buckets = [Bucket([self.trained[i] for i in indices]) for indices in assigned]
+
+    def share(self) -> tuple[int, int]:
+        return self.data.rank, self.dp
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        loss = super().step(inputs, targets, batch_size)
+        # The loop adds up what the ranks return, and all of ``tensor`` have computed this loss.
+        return loss if self.tensor.rank == 0 else torch.zeros_like(loss)
+
+    def update(self) -> bool:
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                bucket.take(parameter)
+            fast_ring_all_reduce(self.data, bucket.flat)
+        return super().update()
+
+    def end_epoch(self) -> None:
+        for buffer in self.module.buffers():
+            broadcast(self.data, buffer)
+
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        outputs = super().predict(inputs)
+        if outputs is not None and self.tp > 1:
+            outputs = torch.cat(gathered(self.tensor, outputs, 1, self.classes), dim=1)
+        return outputs if self.tensor.rank == 0 else None
+
+    def state(self) -> State:
+        """Whole tensors, each from one rank: a run of another arrangement can go on from them."""
+        names = self.tensors | self.parameters
+        found = super().state()
+        whole = {k: self.group.whole(names[k.split("/")[1]], v) for k, v in found.items()}
+        return whole if self.data.rank == self.tensor.rank == 0 else State()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        names = self.tensors | self.parameters
+        mine = ((k, names.get(k.split("/")[1]), v) for k, v in state.items())
+        super().load_state({k: self.group.part(p, v) for k, p, v in mine if p is not None})
+
+    def notes(self) -> dict[str, Any]:
+        return super().notes() | {"mesh": [self.dp, self.pp, self.tp]}
+
+
+def _among(comm: Comm, ranks: Sequence[int]) -> Comm:
+    return comm if len(ranks) == comm.world_size else SubComm(comm, ranks)

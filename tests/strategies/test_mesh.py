@@ -1,0 +1,121 @@
+"""A mesh of data, pipeline and tensor parallelism: equal to one device, and who talks to whom."""
+
+import itertools
+
+import pytest
+import torch
+from odd_models import sgd
+from ranks import travel_by_value
+from test_equality import ours_or_theirs
+from test_tensor_parallel import (
+    CLIP_NORM,
+    all_end_where_one_device_ends,
+    frozen,
+    frozen_first,
+    small,
+    some_texts,
+)
+from torch.nn.functional import cross_entropy
+
+from labkit import RunConfig, run
+from labkit.costs.traffic import ring_all_reduce_cost
+from labkit.schedules.pipeline import stages_on_each
+from labkit.training.resolve import NOTHING, resolve
+from labkit.workload.losses import CountedLoss, SumOfMean
+
+travel_by_value(__name__)
+
+# By world size, (dp, pp, tp).
+MESHES = {
+    1: [(1, 1, 1)],
+    2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
+    3: [(3, 1, 1), (1, 3, 1), (1, 1, 3)],
+    4: [(2, 1, 2), (1, 2, 2), (2, 2, 1)],
+    6: [(3, 2, 1)],
+    8: [(2, 2, 2)],
+}
+# By stage count, of five layers, the first and the last of which share a parameter.
+CUTS = {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}
+
+
+def made(dp, pp, tp, schedule="1f1b"):
+    sides = {"dp": dp, "pp": pp, "tp": tp, "split_points": CUTS[pp * stages_on_each(schedule)]}
+    options = {"schedule": schedule, "micro_batches": 2, "bucket_mb": 0.002}
+    return ours_or_theirs("mesh", **sides, **options)
+
+
+def cases_on(world_size):
+    norms = itertools.cycle((CLIP_NORM, None, CLIP_NORM))
+    for dp, pp, tp in MESHES[world_size]:
+        ways = [(small, "gpipe"), (frozen, "1f1b"), (frozen_first, "1f1b")]
+        if tp == 1 < pp:
+            ways += [(frozen, "zero_bubble"), *([(small, "interleaved")] if pp == 2 else [])]
+        for make_model, schedule in ways:
+            yield made(dp, pp, tp, schedule), make_model, next(norms)
+        if pp == 1 and tp != 3:
+            yield ours_or_theirs("mesh", True, dp=dp, tp=tp, accumulate=2), small, next(norms)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "every"),
+    [(4, 3), *(pytest.param(n, 1, marks=pytest.mark.more) for n in MESHES)],
+)
+def test_every_rank_ends_where_one_device_ends(world_size, every):
+    all_end_where_one_device_ends([*cases_on(world_size)][::every], world_size)
+
+
+def sent_to(comm, meshes):
+    """By mesh: what each peer was sent in a step, and how large this rank's gradients are."""
+    found = []
+    for mesh in meshes:
+        strategy = made(*mesh)()
+        strategy.loss = CountedLoss(SumOfMean(cross_entropy))
+        strategy.setup(comm, small(), sgd)
+        ((inputs, targets),) = some_texts((4,))
+        mine, before = strategy.part_of(torch.arange(4)), comm.bytes_to.copy()
+        strategy.step(inputs[mine], targets[mine], 4)
+        sizes = [bucket.flat.numel() for bucket in strategy.buckets]
+        found.append((comm.bytes_to - before, sizes))
+    return found
+
+
+def test_a_rank_talks_to_the_ranks_of_its_groups_and_replicas_send_their_gradients():
+    meshes = (2, 1, 2), (1, 2, 2), (2, 2, 1)
+    for rank, found in enumerate(run(sent_to, meshes, world_size=4, device="cpu").values):
+        for (dp, *_), (num_bytes, sizes) in zip(meshes, found, strict=True):
+            # Neighbours along the innermost side that is longer than 1, and across.
+            assert num_bytes.keys() == {rank ^ 1, rank ^ 2}
+            if dp > 1:
+                due = sum(ring_all_reduce_cost(n, 8, 2, rank // 2).num_bytes for n in sizes)
+                assert num_bytes[rank ^ 2] == due
+                assert len(sizes) > 1
+    # A rank has half of the cut parameters.
+    whole = sum(p.numel() for p in small().parameters())
+    (_, of_two), *_ = found
+    assert whole / 2 < sum(of_two) < whole * 0.6
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"world_size": 3, "tp": 2}, "world_size 3 is 3 ranks, dp 1 x pp 1 x tp 2 is 2 ranks"),
+        ({"dp": 2, "pp": 8}, "7 layers are no 8 stages"),
+        ({"pp": 2, "split_points": "2,3"}, r"2 split points \(2, 3\) for 2 stages: give 1"),
+        ({"tp": 13}, "12 heads cannot be cut over 13 ranks"),
+        ({"tp": 5, "builtin": True}, "12 heads into equal parts"),
+        ({"pp": 2, "builtin": True}, "has no pipeline here, got pp 2"),
+        ({"tp": 2, "model": "mlp", "dataset": "digits"}, "use model gpt"),
+        ({"tp": 2, "schedule": "zero_bubble"}, "use gpipe or 1f1b, or tp 1"),
+        ({"dp": 3, "batch_size": 2}, "batch_size 2 is smaller than dp 3"),
+    ],
+)
+def test_what_cannot_be_a_mesh_is_refused_before_ranks_start(settings, why):
+    of_text = {"model": "gpt", "dataset": "text", "train_size": 8}
+    with pytest.raises(ValueError, match=why):
+        resolve(RunConfig("mesh", **of_text | settings), NOTHING)
+
+
+def test_the_sides_determine_the_world_size():
+    assert RunConfig("mesh", dp=2, tp=2).world_size == 4
+    with pytest.raises(ValueError, match="dp 2 x pp 1 x tp 2 is a mesh of 4 ranks"):
+        made(2, 1, 2)().check_ranks(3)
