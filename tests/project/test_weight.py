@@ -46,7 +46,7 @@ LIMITS = {
     "tests/placement": (121, 1167),
     "tests/plots": (569, 6246),
     "tests/pretended": (861, 4842),
-    "tests/project": (1684, 11759),
+    "tests/project": (1685, 11767),
     "tests/runtime": (1479, 9585),
     "tests/schedules": (466, 3925),
     "tests/strategies": (1762, 16231),
