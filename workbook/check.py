@@ -34,6 +34,7 @@ from workbook.exercises import (
     sharded,
     staleness,
     step,
+    tensor_parallel,
     tree,
 )
 from workbook.exercises.grader import Case, Exercise, Target, Verdict, grade
@@ -42,4 +43,4 @@ __all__ = ["Case", "Exercise", "Target", "Verdict", "grade"]
 __all__ += ["backend", "cases", "choosing", "collectives", "compressed", "coordinator"]
 __all__ += ["data_parallel", "ddp", "detective", "elsewhere", "fairness", "hops", "hosts"]
 __all__ += ["messages", "overlap", "parameter_server", "pipeline", "placement", "puzzles"]
-__all__ += ["rendezvous", "ring", "sharded", "staleness", "step", "tree"]
+__all__ += ["rendezvous", "ring", "sharded", "staleness", "step", "tensor_parallel", "tree"]

@@ -5,17 +5,20 @@ against a wrong answer is made from what the run has left. Symbols: P ranks.
 """
 
 import itertools
+import json
 import random
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import _dump_fr_trace_json
 
-from labkit import RunResult, run
+from labkit import EmulatedLink, RunResult, load_dataset, run
 from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import Card
 from workbook.exercises.cases import Case, case_of
 from workbook.exercises.detective import entries_in
 from workbook.exercises.grader.exercise import new_seed, random_tensor
@@ -25,10 +28,7 @@ _TIMEOUT_S = 1.0
 
 
 def mismatch(seed: int | None = None) -> Case:
-    """A job of plain PyTorch in which one rank calls another collective than the others.
-
-    Clues, by rank: ``losses`` [STEPS, B], ``errors``, and the flight recorders' ``dumps``.
-    """
+    """Clues, by rank: ``losses`` [STEPS, B], ``errors``, and flight recorder ``dumps``."""
     seed, drawn = _seeded(seed)
     P, steps = 3, 9
     rank, step = drawn.randrange(P), drawn.randrange(3, steps - 1)
@@ -41,27 +41,23 @@ def mismatch(seed: int | None = None) -> Case:
     each_ms = 1000 * max(0.0, result.duration_s - _TIMEOUT_S) / (number - 1)
     text = f"""
     - a rank calls a collective only if its own data ask for it
-    - a rank has ended early: the newest entry of each rank has the number {number}, so all have
-      come equally far
-    - a rank is slow, and the timeout too short: the others waited {_TIMEOUT_S:g} s for collective
-      {number}, and each of the {number - 1} before it took {each_ms:.0f} ms at most
-    - the connection between two ranks is lost: then a rank would read "Connection closed by
-      peer", and here all {P} have timed out
-    - the ranks bring tensors of different sizes: in collective {number} all have
-      {newest["input_sizes"]}; what differs is the name
+    - a rank has ended early: the newest entry of every rank has the number {number}
+    - a rank is slow: the others waited for {_TIMEOUT_S:g} s, and at most {each_ms:.0f} ms before
+    - the connection between two ranks is lost: that is another error; all {P} have timed out
+    - the ranks bring tensors of different sizes: all bring {newest["input_sizes"]} in the end
     - a loss is not a number: the largest of all losses is {losses.max():.2f}
     rank: calls {usual} in the end, as most ranks do
     number: is not the first with different names on different ranks
     line: is not where rank {rank} stands: its newest entry is {name}
-    solved: collective {number} is {name} on rank {rank}, which has a loss above {jobs.HARD:g}
-      there, and {usual} on the others
+    solved: collective {number} is {name} on rank {rank}, whose loss is above {jobs.HARD:g}, and
+      {usual} on the others
     """
     clues = {"losses": losses, "errors": errors, "dumps": dumps}
     answer = {"rank": rank, "number": number, "line": "dist.all_gather"}
-    return case_of(jobs.mismatch, result, drawn, clues, answer, text)
+    return case_of(jobs.mismatch, P, drawn, text, clues, **answer)
 
 
-def _until_timeout(comm: Comm, losses: torch.Tensor) -> tuple[str, list[dict[str, Any]]]:
+def _until_timeout(comm: Comm, losses: Tensor) -> tuple[str, list[dict[str, Any]]]:
     """The error that ends the job on this rank, and the entries of its flight recorder."""
     group: Any = dist.new_group(timeout=timedelta(seconds=_TIMEOUT_S))
     error = ""
@@ -73,95 +69,208 @@ def _until_timeout(comm: Comm, losses: torch.Tensor) -> tuple[str, list[dict[str
 
 
 def drift(seed: int | None = None) -> Case:
-    """Replicas that differ from the step on in which one of them is not updated.
-
-    Clues: ``losses`` and ``checksums``, {rank: one by step}; a checksum is {name: number}.
-    """
+    """Clues: ``losses`` and ``checksums``, {rank: one by step}; a checksum is {name: number}."""
     seed, drawn = _seeded(seed)
     P, steps = 4, 8
     rank, other = drawn.sample(range(P), 2)
     early, step = sorted(drawn.sample(range(2, steps - 1), 2))
     x = random_tensor(seed, P, steps, 16, 6)
-    y = x.sum(-1, keepdim=True) + 0.1 * random_tensor(seed + 1, P, steps, 16, 1)
+    y = x.sum(-1, keepdim=True)
     # Two ranks have a bad batch; only one is so bad that its rank leaves out the update.
     y[rank, step] += 15
     y[other, early] += 6
-    batches = [list(zip(*of_rank)) for of_rank in zip(x, y)]
-    result = run(jobs.drift, _model(seed, 6, 8, 1), batches, world_size=P, device="cpu")
-    losses, checksums, states = (_by_rank(result, key) for key in ("loss", "checksums", "state"))
-    after, end = (
-        max((states[rank][now][key] - one).abs().max() for key, one in states[other][now].items())
-        for now in (step, -1)
-    )
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    result = run(jobs.drift, model, x, y, world_size=P, device="cpu")
+    losses, checksums, weights = (_logs(result, key) for key in ("loss", "checksums", "weights"))
+    after, end = ((weights[rank][n] - weights[other][n]).abs().max() for n in (step, -1))
     text = f"""
     - a rank leaves out an update because of its own loss
     - the ranks begin with different parameters: up to step {step - 1} all checksums are equal
-    - the ranks add up in different orders: that changes a parameter by 1e-7 of itself, and after
-      step {step} one differs by {after:.2g}
-    - a parameter is left out of the all-reduce: then no two ranks would agree, and {P - 1} of them
-      have equal checksums to the end
-    - the learning rate of a rank is another one: two ranks are {after:.3g} apart after step {step}
-      and {end:.3g} at the end, so their other updates are equal
-    - a rank reads other samples than the rest: all of them do, and all use the average of the
-      gradients; up to step {step - 1} their checksums are equal all the same
+    - the ranks add up in different orders: that changes the last bits, and this is {after:.2g}
+    - a parameter is left out of the all-reduce: {P - 1} ranks have equal checksums to the end
+    - a rank has another learning rate: it is off by {after:.3g} at first, {end:.3g} at the end
+    - a rank reads other samples: all do, and up to step {step - 1} their checksums are equal
     rank: has the checksums of most ranks to the end
-    step: is not the first after which the checksums differ; rank {other} has a loss of
-      {losses[other][early]:.0f} in step {early} and stays with the others
+    step: is not the first after which checksums differ: those of steps 0 to {step - 1} are equal
     line: does not decide it: after step {step} rank {rank} has the checksums of step {step - 1}
-    solved: rank {rank} has a loss of {losses[rank][step]:.0f} in step {step}: it adds its gradient
-      to the average, and is the only one that is not updated with it
+    solved: rank {rank} has a loss of {losses[rank][step]:.0f} in step {step}: it takes part in the
+      average, and is the only one that is not updated with it
     """
     clues = {"losses": losses, "checksums": checksums}
     answer = {"rank": rank, "step": step, "line": "if loss < SPOILT"}
-    return case_of(jobs.drift, result, drawn, clues, answer, text)
+    return case_of(jobs.drift, P, drawn, text, clues, **answer)
+
+
+def straggler(seed: int | None = None) -> Case:
+    """Clues: the ``run``; ``lengths`` {rank: tokens by step}."""
+    _, drawn = _seeded(seed)
+    P, steps, usual = 3, 6, 60
+    rank, is_text = drawn.randrange(P), drawn.random() < 0.5
+    lengths = {r: steps * [usual if is_text or r != rank else 4 * usual] for r in range(P)}
+    shards: list[list[Any]] = [[torch.rand(n, jobs.WIDTH) for n in lengths[r]] for r in range(P)]
+    if is_text:
+        shards[rank] = [json.dumps(sequence.tolist()) for sequence in shards[rank]]
+    result = run(jobs.straggler, shards, world_size=P, device="cpu")
+    tokens = [of_rank[0] for of_rank in lengths.values()]
+    causes = ["a rank reads text", "a rank has longer sequences"]
+    innocent = [f"reading takes {_ms(result, 'data')} ms", f"all have {usual} tokens"]
+    text = f"""
+    - {causes[not is_text]}
+    - {causes[is_text]}: {innocent[is_text]}
+    - the core of a rank is slow: {steps} times {tokens} tokens take {_ms(result, "compute")} ms
+    - a rank sends more: each sends {result.bytes_sent[0]} bytes
+    - a rank has more sequences: each has {steps}
+    - the first step is slow, as always: it is one of {steps}, and all are alike
+    rank: is not the last: ranks 0 to {P - 1} work for {_ms(result, "data", "compute")} ms
+    line: takes as long on the other ranks, or next to no time
+    solved: {causes[not is_text]}, rank {rank}, and in each step all others wait for it
+    """
+    clues, line = {"run": result, "lengths": lengths}, "json.loads" if is_text else "cell(token"
+    return case_of(jobs.straggler, P, drawn, text, clues, rank=rank, line=line)
 
 
 def divisor(seed: int | None = None) -> Case:
-    """Gradients divided by numbers from a recipe for other ranks or micro-batches.
-
-    Clues: ``recipe``; ``losses`` by step, of the ranks and of one device; ``lengths`` of the
-    gradients in step 0: the mean of the ranks' own, what the update takes, that of one device.
-    """
+    """Clues: ``recipe``; ``losses`` by step; ``lengths`` of gradients in step 0."""
     seed, drawn = _seeded(seed)
     P, parts, size, steps = drawn.randint(2, 4), drawn.randint(2, 3), 4, 12
     there = {"micro_batches": parts, "ranks": P}
+    wrong, other = drawn.sample(list(there), 2)
     recipe = {"size": size} | there
-    wrong, other = drawn.sample(("micro_batches", "ranks"), 2)
-    recipe[wrong] = drawn.choice([n for n in (1, 2, 3, 4, 8) if n != recipe[wrong]])
-    batch = P * parts * size
-    x = random_tensor(seed, steps, batch, 6)
-    given = _model(seed, 6, 8, 1), list(zip(x, x.sum(-1, keepdim=True)))
+    recipe[wrong] = drawn.choice([n for n in (1, 2, 3, 4, 8) if n != there[wrong]])
+    x = random_tensor(seed, steps, P * parts * size, 6)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    given = model, x, x.sum(-1, keepdim=True)
     result = run(jobs.divisor, *given, recipe, world_size=P, device="cpu")
-    whole = {"size": batch, "micro_batches": 1, "ranks": 1}
-    (alone,) = run(jobs.divisor, *given, whole, world_size=1, device="cpu").values
+    alone = {"size": P * parts * size, "micro_batches": 1, "ranks": 1}
+    (device,) = run(jobs.divisor, *given, alone, world_size=1, device="cpu").values
     own = torch.stack([log[0]["own"] for log in result.values]).mean(0)
-    used, right = result.values[0][0]["used"], alone[0]["used"]
-    lengths = {"mean of the ranks' own": own, "used": used, "one device": right}
-    lengths = {name: one.norm().item() for name, one in lengths.items()}
-    of_own, factor = (lengths[name] / lengths["one device"] for name in [*lengths][:2])
+    used, right = result.values[0][0]["gradient"], device[0]["gradient"]
+    norms = [one.norm().item() for one in (own, used, right)]
+    of_own, factor = norms[0] / norms[2], norms[1] / norms[2]
     cosine = nn.functional.cosine_similarity(used, right, 0)
     states = len({str(log[-1]["checksums"]) for log in result.values})
-    summands = {"ranks": "gradients of the ranks", "micro_batches": "losses of micro-batches"}
+    what = {"ranks": "gradients of the ranks", "micro_batches": "losses of micro-batches"}
     text = f"""
-    - the {summands[wrong]} are divided by another number than there are
-    - the {summands[other]} are divided by another number than there are: the mean of the ranks'
-      own gradients is {of_own:.3g} times as long as one device's, what is used {factor:.3g} times
-    - the gradient of a rank is missing in the sum: what is used has the direction of one device's
-      gradient (their cosine is {cosine:.4f}), and another length
-    - the ranks' shares are not equal: each has {batch // P} of the {batch} samples of a step
-    - the learning rate does not suit the batch: the gradient of step 0 is {factor:.3g} times as
-      long as one device's, before any learning rate is used
+    - the {what[wrong]} are divided by another number than there are
+    - the {what[other]} are divided by another number than there are: the mean of the ranks' own
+      gradients is {of_own:.3g} times as long as one device's, and what is used {factor:.3g} times
+    - a rank's gradient is missing: what is used has one device's direction (cosine {cosine:.4f})
+    - the ranks' shares are not equal: each has {parts * size} samples of a step
+    - the learning rate does not suit the batch: before it is used, the factor is {factor:.3g}
     - the replicas have drifted apart: the {P} ranks end with {states} set of checksums
     factor: is not the length of what was used / that of one device
     line: does not make the gradient {factor:.3g} times as long
-    solved: {wrong} is {recipe[wrong]} in the recipe, and {there[wrong]} is right:
-      each gradient is {factor:.3g} times as long as on one device, as with another learning rate
+    solved: {wrong} is {recipe[wrong]} in the recipe, and there are {there[wrong]}: all gradients
+      are {factor:.3g} times as long as on one device, as with another learning rate
     """
-    mean = torch.tensor([*_by_rank(result, "loss").values()]).mean(0).tolist()
-    losses = {f"{P} ranks": mean, "one device": [step["loss"] for step in alone]}
+    mean = torch.tensor([*_logs(result, "loss").values()]).mean(0).tolist()
+    losses = {f"{P} ranks": mean, "one device": [step["loss"] for step in device]}
+    lengths = dict(zip(("mean of the ranks' own", "used", "one device"), norms))
     clues = {"recipe": recipe, "losses": losses, "lengths": lengths}
-    answer = {"factor": factor, "line": f'recipe["{wrong}"]'}
-    return case_of(jobs.divisor, result, drawn, clues, answer, text)
+    return case_of(jobs.divisor, P, drawn, text, clues, factor=factor, line=f'recipe["{wrong}"]')
+
+
+def sampler(seed: int | None = None) -> Case:
+    """Clues: ``size``; ``read`` {rank: numbers by epoch}; how many are ``seen`` in each epoch."""
+    seed, drawn = _seeded(seed)
+    P, epochs = drawn.randint(3, 4), 3
+    size, rank = 24 * P, drawn.randrange(P)
+    result = run(jobs.sampler, range(size), seed, epochs, rank, world_size=P, device="cpu")
+    read, other = dict(enumerate(result.values)), (rank + 1) % P
+    seen = [len(set(itertools.chain(*parts))) for parts in zip(*result.values)]
+    text = f"""
+    - one rank alone tells its sampler the epoch
+    - no rank tells it: rank {rank} begins with {read[rank][0][:3]}, then with {read[rank][1][:3]}
+    - the samples do not divide by the ranks: {size} / {P} = {size / P:g}
+    - the samplers have different seeds: in epoch 0 all {seen[0]} samples are read
+    - the order is not shuffled: rank {other} begins with {read[other][0][:4]}
+    - a rank has only a part of the data: {seen[0]} of {size} samples are read in epoch 0
+    rank: has one order for all {epochs} epochs
+    missed: is not {size} less the different samples that all ranks read in the last epoch
+    line: is executed by all ranks, or need not be
+    solved: rank {rank} alone has a new order in each epoch, so its share overlaps with those of
+      the others: {size - seen[-1]} of {size} samples are missed in the last epoch
+    """
+    clues = {"size": size, "read": read, "seen": seen}
+    answer = {"rank": rank, "missed": size - seen[-1], "line": "set_epoch"}
+    return case_of(jobs.sampler, P, drawn, text, clues, **answer)
+
+
+def buffers(seed: int | None = None) -> Case:
+    """Clues, by rank: ``accuracy``, ``losses``, and the ``checksums`` of the last step."""
+    seed, drawn = _seeded(seed)
+    P, steps, size = 3, 30, 40
+    rank, other = drawn.sample(range(P), 2)
+    digits = load_dataset("digits")
+    held_out = digits.test_inputs.flatten(1), digits.test_targets
+    chosen = random_tensor(seed, P, steps, len(digits.train_targets)).argsort()[..., :size]
+    inputs, targets = digits.train_inputs.flatten(1)[chosen], digits.train_targets[chosen]
+    inputs[rank] += 2  # a camera that makes brighter images
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    result = run(jobs.buffers, model, inputs, targets, held_out, world_size=P, device="cpu")
+    accuracy = {each: log.pop()["accuracy"] for each, log in enumerate(result.values)}
+    losses, good = _logs(result, "loss"), accuracy[other]
+    sums = {each: mine[-1] for each, mine in _logs(result, "checksums").items()}
+    names = [name for name, _ in model.named_parameters()]
+    equal = sum(len({sums[each][name] for each in sums}) == 1 for name in names)
+    text = f"""
+    - each replica has running statistics of its own samples alone
+    - the parameters have drifted apart: {equal} of {len(names)} are equal on all ranks
+    - a replica has overfitted: rank {other} gets {good:.0%} right with the same parameters
+    - a rank has wrong labels: its loss ends at {losses[rank][-1]:.2f}, that of rank {other} at
+      {losses[other][-1]:.2f}
+    - the ranks are tested on different samples: all on the same {len(held_out[1])}
+    - the batches are too small for BatchNorm: all have {size}, rank {other} with {good:.0%} right
+    rank: is among the best, with {good:.0%} right or nearly so
+    buffer: is equal on all ranks, or not the first that differs
+    line: changes nothing, or what all ranks change alike
+    solved: nothing averages the buffers, and rank {rank} has those of a brighter camera: it gets
+      {accuracy[rank]:.0%} right in place of {good:.0%}
+    """
+    clues = {"accuracy": accuracy, "losses": losses, "checksums": sums}
+    answer = {"rank": rank, "buffer": "1.running_mean", "line": "model(x)"}
+    return case_of(jobs.buffers, P, drawn, text, clues, **answer)
+
+
+def link(seed: int | None = None) -> Case:
+    """Clues: ``ms`` of single messages, {(from, to, bytes): ms}; the ``run``."""
+    _, drawn = _seeded(seed)
+    P, steps, few, many = 4, 3, 4, 400_000
+    first, is_late = drawn.randrange(P), drawn.random() < 0.5
+    pair = {first, (first + 1) % P}
+    slow = EmulatedLink(0.02) if is_late else EmulatedLink(0.0, 10e6)
+    result = run(_over_slow_link, pair, slow, steps, (few, many), world_size=P, device="cpu")
+    ms = dict(itertools.chain(*(of_rank.items() for of_rank in result.values)))
+    (a, b), (c, d) = sorted(pair), sorted({*range(P)} - pair)
+    small, large = ms[a, b, few], ms[a, b, many]
+    causes = ["a link has less bandwidth", "a link has a longer latency"]
+    innocent = [
+        f"there {many} bytes take {large:.0f} ms, and {few} bytes {small:.0f} ms as well",
+        f"there {few} bytes take {small:.1f} ms, between {c} and {d} {ms[c, d, few]:.1f} ms",
+    ]
+    text = f"""
+    - {causes[is_late]}
+    - {causes[not is_late]}: {innocent[not is_late]}
+    - all links are slow: {many} bytes take {ms[c, d, many]:.1f} ms from {c} to {d}
+    - the network card of a rank is slow: {many} bytes take {ms[a, c, many]:.1f} ms from {a} to
+      {c}, and {ms[d, b, many]:.1f} ms from {d} to {b}
+    - a rank computes slowly: ranks 0 to {P - 1} compute for {_ms(result, "compute")} ms
+    - a rank sends more than the others: each sends {result.bytes_sent[0]} bytes
+    between: is not the link on which {many} bytes take {large:.0f} ms
+    solved: between {a} and {b} {few} bytes take {small:.1f} ms and {many} {large:.0f} ms, between
+      {c} and {d} {ms[c, d, few]:.1f} and {ms[c, d, many]:.1f} ms: {causes[is_late]}
+    """
+    return case_of(jobs.link, P, drawn, text, {"run": result, "ms": ms}, between=[a, b])
+
+
+def _over_slow_link(
+    comm: Comm, pair: set[int], slow: EmulatedLink, steps: int, sizes: tuple[int, ...]
+) -> dict[tuple[int, int, int], float]:
+    """Run the job with a slow link between a pair of ranks, then send single messages."""
+    near = frozenset(range(comm.world_size)) - (pair if comm.rank in pair else set())
+    comm.transport.carry, comm.transport.shares_memory = partial(Card(slow).carry, near), False
+    jobs.link(comm, torch.rand(100_000), steps)
+    return jobs.probe(comm, sizes)
 
 
 def _seeded(seed: int | None) -> tuple[int, random.Random]:
@@ -169,14 +278,12 @@ def _seeded(seed: int | None) -> tuple[int, random.Random]:
     return seed, random.Random(seed)
 
 
-def _model(seed: int, *sizes: int) -> nn.Sequential:
-    """Linear layers of these sizes with tanh between them, the same for the same seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        layers = [nn.Linear(D, E) for D, E in itertools.pairwise(sizes)]
-    return nn.Sequential(*[one for layer in layers for one in (layer, nn.Tanh())][:-1])
-
-
-def _by_rank(result: RunResult, key: str) -> dict[int, list[Any]]:
+def _logs(result: RunResult, key: str) -> dict[int, list[Any]]:
     """What the ranks have logged under ``key``, {rank: one by step}."""
     return {rank: [step[key] for step in log] for rank, log in enumerate(result.values)}
+
+
+def _ms(result: RunResult, *kinds: str) -> str:
+    """By rank, the milliseconds of work of some kinds in the whole run."""
+    by_rank = map(result.trace.seconds_by_kind, range(len(result.values)))
+    return ", ".join(f"{1000 * sum(one[kind] for kind in kinds):.1f}" for one in by_rank)

@@ -15,6 +15,7 @@ from workbook.measure.benches import (
     bench_pipeline,
     bench_schedules,
     bench_sharded,
+    bench_tensor_parallel,
 )
 from workbook.measure.placement import bench_placement
 from workbook.measure.record import Result, machine, write
@@ -31,12 +32,16 @@ BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
         {"world_sizes": (2,), "models": ("small_cnn", "resnet18", "vgg16"), "repeats": 20},
     ),
     "sharded": (bench_sharded, {"world_sizes": (2,), "models": ("gpt",), "repeats": 20}),
+    "tensor-parallel": (
+        bench_tensor_parallel,
+        {"world_sizes": (2,), "models": ("gpt",), "repeats": 20},
+    ),
     "placement": (bench_placement, {"repeats": 6, "quick": False, "figure_path": None}),
     "pipeline": (
         bench_pipeline,
         {"world_sizes": (2,), "models": ("vgg16", "resnet18"), "repeats": 10},
     ),
-    "schedules": (bench_schedules, {"world_sizes": (4,), "repeats": 6}),
+    "schedules": (bench_schedules, {"world_sizes": (4,), "repeats": 3}),
 }
 
 

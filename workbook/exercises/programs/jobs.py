@@ -1,8 +1,11 @@
 """The broken jobs of page 13. On which rank, when and by how much each fails is in its data.
 
-Symbols: P ranks, B samples of a batch, D inputs.
+Symbols: P ranks, B samples of a batch, D inputs, T tokens.
 """
 
+import itertools
+import json
+import time
 import zlib
 from typing import Any
 
@@ -10,16 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DistributedSampler
 
 from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
 from labkit.workload.samples import share
 
-HARD = 2.0
-SPOILT = 100.0
+HARD, SPOILT, WIDTH = 2.0, 100.0, 512
 
-# (inputs [B, D], targets [B, 1]) of one step.
-Batch = tuple[Tensor, Tensor]
 # What a rank writes down of a step, by name.
 Logged = dict[str, Any]
 
@@ -34,11 +36,11 @@ def mismatch(losses: Tensor, group: Any) -> None:
         dist.all_reduce(gradient, group=group)
 
 
-def drift(comm: Comm, model: nn.Module, batches: list[list[Batch]]) -> list[Logged]:
-    """Fit ``model`` to the batches of this rank."""
+def drift(comm: Comm, model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Logged]:
+    """Fit ``model`` to this rank's part of ``inputs`` [P, STEPS, B, D]."""
     optimizer, log = torch.optim.SGD(model.parameters(), lr=0.02), []
-    for inputs, targets in batches[comm.rank]:
-        loss = functional.mse_loss(model(inputs), targets)
+    for x, y in zip(inputs[comm.rank], targets[comm.rank]):
+        loss = functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         average_gradients(comm, model, comm.world_size)
@@ -48,44 +50,102 @@ def drift(comm: Comm, model: nn.Module, batches: list[list[Batch]]) -> list[Logg
     return log
 
 
-def divisor(
-    comm: Comm, model: nn.Module, batches: list[Batch], recipe: dict[str, int]
-) -> list[Logged]:
-    """Fit ``model`` to batches of all ranks.
+def straggler(comm: Comm, shards: list[list[str | Tensor]]) -> None:
+    """Go through this rank's sequences [T, D], stored as tensors or as text."""
+    cell = nn.RNNCell(WIDTH, 32)
+    for stored in shards[comm.rank]:
+        with comm.span("data"):
+            sequence = torch.tensor(json.loads(stored)) if isinstance(stored, str) else stored
+        with comm.span("compute"), torch.no_grad():
+            state = torch.zeros(32)
+            for token in sequence:
+                state = cell(token, state)
+        ring_all_reduce(comm, state)
 
-    ``recipe``: the ``size`` of a micro-batch, how many ``micro_batches`` a rank has in a step, and
-    how many ``ranks`` there are.
-    """
+
+def divisor(
+    comm: Comm, model: nn.Module, inputs: Tensor, targets: Tensor, recipe: dict[str, int]
+) -> list[Logged]:
+    """Fit ``model`` to the ranks' shares of ``inputs`` [STEPS, B, D], in micro-batches."""
     optimizer, log = torch.optim.SGD(model.parameters(), lr=0.05), []
-    for batch in batches:
-        inputs, targets = (share(part, comm.rank, comm.world_size) for part in batch)
+    for batch in zip(inputs, targets):
+        mine = [share(part, comm.rank, comm.world_size) for part in batch]
         optimizer.zero_grad()
         losses = []
-        for x, y in zip(inputs.split(recipe["size"]), targets.split(recipe["size"])):
+        for x, y in zip(*(part.split(recipe["size"]) for part in mine)):
             losses.append(functional.mse_loss(model(x), y))
             (losses[-1] / recipe["micro_batches"]).backward()
-        own = flat_gradient(model)
+        own = logged(losses[0], model)["gradient"]
         average_gradients(comm, model, recipe["ranks"])
         optimizer.step()
-        log.append(logged(torch.stack(losses).mean(), model))
-        log[-1] |= {"own": own, "used": flat_gradient(model)}
+        log.append(logged(torch.stack(losses).mean(), model) | {"own": own})
     return log
 
 
+def sampler(comm: Comm, data: Any, seed: int, epochs: int, log_rank: int) -> list[list[int]]:
+    """Return by epoch the numbers of the samples of ``data`` that this rank reads."""
+    order, read = DistributedSampler(data, comm.world_size, comm.rank, seed=seed), []
+    for epoch in range(epochs):
+        if comm.rank == log_rank:
+            print(f"epoch {epoch} begins")
+            order.set_epoch(epoch)
+        read.append(list(order))  # and here the model learns from them
+    return read
+
+
+def buffers(
+    comm: Comm, model: nn.Module, inputs: Tensor, targets: Tensor, held_out: tuple[Tensor, Tensor]
+) -> list[Logged]:
+    """Fit a classifier to this rank's part of ``inputs`` [P, STEPS, B, D], and evaluate it."""
+    optimizer, log = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for x, y in zip(inputs[comm.rank], targets[comm.rank]):
+        loss = functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        average_gradients(comm, model, comm.world_size)
+        optimizer.step()
+        log.append(logged(loss, model))
+    hits = model.eval()(held_out[0]).argmax(1) == held_out[1]
+    return [*log, {"accuracy": hits.float().mean().item()}]
+
+
+def link(comm: Comm, gradient: Tensor, steps: int) -> None:
+    """Compute and add up a gradient in each step."""
+    for _ in range(steps):
+        with comm.span("compute"):
+            gradient = gradient.sin()
+        ring_all_reduce(comm, gradient)
+
+
+def probe(comm: Comm, sizes: tuple[int, ...]) -> dict[tuple[int, int, int], float]:
+    """Milliseconds of single messages on this rank, their receiver: {(from, to, bytes): ms}."""
+    found, ranks = {}, range(comm.world_size)
+    for src, dst, size in itertools.product(ranks, ranks, sizes):
+        message = torch.zeros(size, dtype=torch.uint8)
+        comm.barrier()
+        start_s = time.perf_counter()
+        if comm.rank == src != dst:
+            comm.send(message, dst)
+        elif comm.rank == dst != src:
+            comm.recv(message, src)
+            found[src, dst, size] = 1000 * (time.perf_counter() - start_s)
+    return found
+
+
 def average_gradients(comm: Comm, model: nn.Module, divide_by: int) -> None:
-    """One all-reduce per parameter, then the division."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            ring_all_reduce(comm, parameter.grad).div_(divide_by)
-
-
-def flat_gradient(model: nn.Module) -> Tensor:
-    """[number of parameters]"""
-    return torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+    """One all-reduce of all gradients, then the division."""
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    total = ring_all_reduce(comm, parameters_to_vector(gradients))
+    vector_to_parameters(total / divide_by, gradients)
 
 
 def logged(loss: Tensor, model: nn.Module) -> Logged:
-    """The loss; all parameters and buffers by name, and their CRC-32: equal bits, equal number."""
-    state = {name: one.detach().clone() for name, one in model.state_dict().items()}
-    checksums = {name: zlib.crc32(one.numpy()) for name, one in state.items()}
-    return {"loss": loss.item(), "state": state, "checksums": checksums}
+    """With the CRC-32 of each parameter and buffer by name: equal bits, equal number."""
+    return {
+        "loss": loss.item(),
+        "weights": parameters_to_vector(model.parameters()).detach(),
+        "gradient": parameters_to_vector(
+            [p.grad for p in model.parameters() if p.grad is not None]
+        ),
+        "checksums": {name: zlib.crc32(one.numpy()) for name, one in model.state_dict().items()},
+    }

@@ -1,0 +1,206 @@
+"""Page 10: linear layers by outputs and by inputs, heads, a cut vocabulary, bytes, a ring's step.
+
+Symbols: P ranks, n samples, T positions, D features; I inputs and O outputs of a layer.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from labkit.schedules.ring import chunk_bounds
+from labkit.strategies.ring_attention import Running, attend_block
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Target, Wrong, judged, solved
+from workbook.exercises.grader.compare import agree, plain, short
+from workbook.exercises.grader.exercise import random_tensor
+from workbook.exercises.ring import ring_target
+
+# The features of what all ranks have, and of one rank's part: rank 1 has more than the others.
+_WHOLE, _PARTS = 6, (2, 3, 2, 2)
+_SAMPLES = (6, 5, 1)
+
+
+def _layer(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[n, whole] that all ranks have, twice; this rank's weight [part, whole]; [n, part]."""
+    n, part = case.size, _PARTS[rank]
+    whole = case.random(1, n, _WHOLE), case.random(2, n, _WHOLE)
+    return *whole, case.random(10 + rank, part, _WHOLE), case.random(20 + rank, n, part)
+
+
+def _inputs(by_outputs: bool, rank: int, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight, and the gradient of y."""
+    x, gradient, weight, part = _layer(case, rank)
+    return (x, weight, part) if by_outputs else (part, weight.T.contiguous(), gradient)
+
+
+def _terms(by_outputs: bool, case: Case) -> list[Tensor]:
+    """By rank, the product that has to be summed."""
+    each = [_inputs(by_outputs, rank, case) for rank in range(case.world_size)]
+    return [g @ w if by_outputs else x @ w.T for x, w, g in each]
+
+
+def _results(by_outputs: bool, rank: int, case: Case, summed: bool = True) -> list[Tensor]:
+    x, weight, gradient = _inputs(by_outputs, rank, case)
+    terms = _terms(by_outputs, case)
+    total = torch.stack(terms).sum(0) if summed else terms[rank]
+    y, of_x = (x @ weight.T, total) if by_outputs else (total, gradient @ weight)
+    return [y, of_x, gradient.T @ x]
+
+
+def _linear(name: str, by_outputs: bool, what: str) -> Check:
+    """A check of fn(comm, x, weight, gradient) -> (y, gradient of x, gradient of weight)."""
+    return Check(
+        f"tensor_parallel.{name}",
+        partial(_results, by_outputs),
+        inputs=partial(_inputs, by_outputs),
+        signature="comm, x, weight, gradient",
+        written=None,
+        keeps=("x", "weight", "gradient"),
+        parts=lambda case: {
+            f"rank {rank}'s term": term for rank, term in enumerate(_terms(by_outputs, case))
+        },
+        mistakes={f"{what} is this rank's term": partial(_results, by_outputs, summed=False)},
+        target=lambda rank, case: ring_target(case.size * _WHOLE, 4, rank, case),
+        sizes=_SAMPLES,
+        nouns=("rank", "sample"),
+        may_call=COLLECTIVES,
+    )
+
+
+# x [n, I] on all ranks, weight [O_r, I], gradient [n, O_r].
+column = _linear("column", True, "the gradient of x")
+# x [n, I_r], weight [O, I_r], gradient [n, O] on all ranks.
+row = _linear("row", False, "y")
+
+
+def _attention(x: Tensor, qkv: Tensor, out: Tensor, num_heads: int) -> Tensor:
+    q, k, v = (p.unflatten(-1, (num_heads, -1)).transpose(0, 1) for p in (x @ qkv.T).chunk(3, -1))
+    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return mixed.transpose(0, 1).flatten(1) @ out.T
+
+
+@judged("rank, world_size, qkv, out, num_heads", (4, 3, 2), (6, 2, 3), (4, 2, 4), (3, 4, 1))
+def heads(fn: Callable, num_heads: int, size: int, world_size: int) -> Wrong | None:
+    """Grade ``fn(rank, world_size, qkv, out, num_heads)``: the parts of an attention's weights.
+
+    ``qkv`` [3 D, D], ``out`` [D, D]; of a rank [3 D / P, D] and [D, D / P]. Any heads will do, if
+    each is on one rank.
+    """
+    width, part = num_heads * size, num_heads * size // world_size
+    x, qkv, out = (random_tensor(rows, rows, width) for rows in (5, 3 * width, width))
+    terms = []
+    for rank in range(world_size):
+        found = plain(fn(rank, world_size, qkv.clone(), out.clone(), num_heads))
+        shapes = [[3 * part, width], [width, part]]
+        if shapes_of(found) != shapes:
+            return Wrong(f"rank {rank} got {shapes_of(found)}, expected tensors {shapes}")
+        if world_size > 1 and agree(found[0], qkv.chunk(world_size)[rank]):
+            return Wrong(
+                f"rank {rank} got rows of qkv that follow one another: then the first ranks have "
+                "the queries, and the last ones the values"
+            )
+        terms.append(_attention(x, found[0], found[1], num_heads // world_size))
+    if torch.allclose(torch.stack(terms).sum(0), _attention(x, qkv, out, num_heads), atol=1e-4):
+        return None
+    return Wrong("the ranks' terms do not add up to the attention of all heads")
+
+
+def shapes_of(found: Any) -> list[list[int]] | str:
+    """The shapes of a list of tensors; of anything else what it is, in words."""
+    is_list = isinstance(found, list) and all(isinstance(one, Tensor) for one in found)
+    return [list(one.shape) for one in found] if is_list else short(found)
+
+
+def _classes(case: Case, rank: int | None = None) -> tuple[int, int]:
+    bounds = chunk_bounds(9 * case.world_size + 1, case.world_size)
+    return bounds[rank] if rank is not None else (0, bounds[-1][1])
+
+
+def _logits(case: Case) -> tuple[Tensor, Tensor]:
+    n, (_, classes) = case.size, _classes(case)
+    # The exponentials of the second size would be infinite.
+    logits = case.random(1, n, classes).double() * (1000 if n == _SAMPLES[1] else 2)
+    return logits, torch.tensor([case.integer(key, 0, classes - 1) for key in range(n)])
+
+
+def _own_logits(rank: int, case: Case) -> tuple[Tensor, Tensor, int]:
+    (logits, targets), (start, end) = _logits(case), _classes(case, rank)
+    return logits[:, start:end].contiguous(), targets, start
+
+
+def _loss(rank: int, case: Case, of: Callable = lambda logits: logits) -> list[Any]:
+    """The mean loss, and its gradient by the rank's logits."""
+    (logits, targets), (start, end) = _logits(case), _classes(case, rank)
+    loss = functional.cross_entropy(of(logits.requires_grad_()), targets)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return [loss.item(), gradient[:, start:end]]
+
+
+def _three_sums(rank: int, case: Case) -> Target:
+    one = ring_target(case.size, 8, rank, case)
+    return Target(3 * (one.messages or 0), 3 * (one.num_bytes or 0))
+
+
+# fn(comm, logits, targets, first) -> (mean loss, gradient [n, W]); logits [n, W] from class
+# ``first`` on, targets [n] of all classes.
+cross_entropy = Check(
+    "tensor_parallel.cross_entropy",
+    _loss,
+    inputs=_own_logits,
+    signature="comm, logits, targets, first",
+    written=None,
+    keeps=("logits", "targets"),
+    parts=lambda case: {},
+    target=_three_sums,
+    sizes=_SAMPLES,
+    nouns=("rank", "sample"),
+    special=lambda case: "logits of thousands" if case.size == _SAMPLES[1] else "",
+    may_call=COLLECTIVES,
+)
+
+
+# n, T, D, P, bytes of an element
+@solved(
+    *((2, 8, 6, 2, 4), (32, 64, 96, 4, 4), (1, 5, 12, 3, 8), (3, 4, 10, 1, 2)),
+    mistakes={
+        "backward has as many all-reduces as forward": lambda of, *sizes: of(*sizes) // 2,
+        "in each of 2 (P - 1) steps a rank sends a P-th": lambda of, *sizes: sizes[3] * of(*sizes),
+    },
+)
+def block_bytes(
+    samples: int, positions: int, features: int, world_size: int, element_bytes: int
+) -> int:
+    """Grade ``fn(samples, positions, features, world_size, element_bytes)``.
+
+    The bytes that each rank sends for one block, forward and backward.
+    """
+    size_bytes = samples * positions * features * element_bytes
+    return 4 * 2 * (world_size - 1) * size_bytes // world_size
+
+
+@judged("running, q, k, v", (1.0, (4,)), (1.0, (3, 2, 4)), (30.0, (2, 5, 1)))
+def attend(fn: Callable, scale: float, lengths: Sequence[int]) -> Wrong | None:
+    """Grade ``fn(running, q, k, v)``: the running softmax after one more block of keys.
+
+    ``running`` is (highest [h, t, 1], total [h, t, 1], output [h, t, d]); ``q`` [h, t, d], ``k``
+    and ``v`` [h, u, d]. Expected are the three after the block; no position is hidden.
+    """
+    q = scale * random_tensor(1, 2, 3, 4)
+    nothing = torch.zeros(2, 3, 1)
+    due = running = Running(nothing - math.inf, nothing, torch.zeros_like(q))
+    for number, length in enumerate(lengths):
+        k, v = (random_tensor(10 * number + i, 2, length, 4) for i in (2, 3))
+        due = attend_block(due, q, k, v, causal=False)
+        found = plain(fn(Running(*(one.clone() for one in running)), q, k, v))
+        if shapes_of(found) != (shapes := shapes_of([*due])):
+            return Wrong(f"it returned {shapes_of(found)}, expected tensors {shapes}")
+        for name, mine, right in zip(Running._fields, found, due):
+            if not torch.allclose(mine, right, rtol=1e-4, atol=1e-5):
+                pair = f"{short(mine.flatten()[:3])}, expected {short(right.flatten()[:3])}"
+                return Wrong(f"after block {number} {name} begins with {pair}")
+        running = Running(*found)
+    return None
