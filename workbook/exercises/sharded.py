@@ -74,8 +74,13 @@ def _momentum(case: Case) -> Tensor:
     return case.random(6, case.size)
 
 
+def _gradient_of(rank: int, case: Case) -> Tensor:
+    """A rank's gradient: whole numbers, which have the same sum in any order."""
+    return (8 * case.random(40 + rank, case.size)).round()
+
+
 def _updated(rank: int, case: Case) -> list[Tensor]:
-    momentum = MOMENTUM * _momentum(case) + case.total()
+    momentum = MOMENTUM * _momentum(case) + case.over_ranks(lambda one: _gradient_of(one, case))
     return [_values(case) - LR * momentum, _own(momentum, rank, case.world_size)]
 
 
@@ -98,7 +103,7 @@ update = Check(
     signature="comm, values, gradient, momentum",
     inputs=lambda rank, case: (
         _values(case),
-        case.tensor(rank),
+        _gradient_of(rank, case),
         _own(_momentum(case), rank, case.world_size),
     ),
     written=None,
@@ -106,7 +111,10 @@ update = Check(
     parts=lambda case: {
         "the old values": _values(case),
         "the old momentum": _momentum(case),
-        **{f"the gradient of rank {rank}": case.tensor(rank) for rank in range(case.world_size)},
+        **{
+            f"the gradient of rank {rank}": _gradient_of(rank, case)
+            for rank in range(case.world_size)
+        },
     },
     mistakes={"the parts that other ranks update are as they were: share_only them": _unshared},
     target=lambda rank, case: case.target(
@@ -121,7 +129,6 @@ def _layer(kind: int, number: int, case: Case) -> Tensor:
 
 
 def _gradient(rank: int, number: int, case: Case) -> Tensor:
-    # Whole numbers have the same sum in any order.
     return (8 * _layer(rank + 1, number, case)).round()
 
 
