@@ -91,7 +91,7 @@ def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -
     ``look`` measures ``link`` and ``call_s``; by default they are what is emulated.
     """
     by_layer = [[4 * p.numel() for p in layer.parameters()] for layer in [*build()][:-1]]
-    sizes, layers = [size for layer in by_layer for size in layer], MODEL.layers
+    sizes, layers, workers = [s for own in by_layer for s in own], MODEL.layers, max(1, ranks - 1)
     reduce_s = partial(all_reduce_seconds, "ring", link=link)
     # Ranks that work at once share the cores.
     call_s *= 1 if name in ("single", "model_parallel") else max(1, ranks / num_cores())
@@ -100,7 +100,6 @@ def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -
         """Forward of all blocks for some of the samples, of a part of each block."""
         return layers * (math.ceil(samples) * FORWARD_S * part + call_s)
 
-    workers = max(1, ranks - 1)
     replica_s, worker_s = blocks_s(SAMPLES / ranks), blocks_s(SAMPLES / workers)
     if name == "ddp":
         # The last block's gradients are ready first, the embeddings' with those of block 0.
