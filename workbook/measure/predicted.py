@@ -190,8 +190,8 @@ def measured_s(
 
 def look(ranks: int) -> tuple[Link, float]:
     """What a model has to know: a message between ranks, and what a block's call takes itself."""
-    sizes = (2**8, 2**12, 2**16)
-    link = measure_link(ranks, "exchange", sizes_bytes=sizes, repeats=5, device="cpu", link=_LINK)
+    how = {"sizes_bytes": (2**8, 2**12, 2**16), "repeats": 5, "device": "cpu", "link": _LINK}
+    link = measure_link(ranks, "exchange", **how)
     (steps,) = measured_s(1, ["single"]).values()
     own_s = statistics.median(steps) - predicted_s("single", 1)
     return link, max(0.0, own_s / (3 * MODEL.layers))
@@ -201,16 +201,13 @@ def beside(
     measured: Mapping[str, Sequence[float]], ranks: int, link: Link, call_s: float
 ) -> Table:
     """Model and measurement of each technique, with the error of the model."""
-    models = {name: predicted_s(name, ranks, link, call_s) for name in measured}
-    errors = {n: models[n] / statistics.median(steps) - 1 for n, steps in measured.items()}
-    rows = [
-        (
-            *(name, format_seconds(models[name])),
-            *(Spread.of(steps).text(format_seconds), f"{errors[name]:+.0%}"),
-        )
-        for name, steps in measured.items()
-    ]
-    close = sum(abs(error) <= CLOSE for error in errors.values())
-    note = f"{close} of {len(rows)} within {CLOSE:.0%} on {ranks} emulated devices."
+    rows, close = [], 0
+    for name, steps in measured.items():
+        model_s, spread = predicted_s(name, ranks, link, call_s), Spread.of(steps)
+        error = model_s / spread.median - 1
+        close += abs(error) <= CLOSE
+        shown = spread.text(format_seconds)
+        rows.append((name, format_seconds(model_s), shown, f"{error:+.0%}"))
     heads = ("technique", "step (model)", "measured (quartiles)", "model's error")
+    note = f"{close} of {len(rows)} within {CLOSE:.0%} on {ranks} emulated devices."
     return Table(heads, tuple(rows), (note,))
