@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import run, train_with
+from labkit import WorkerError, run, train_with
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies import STRATEGIES
 from labkit.strategies.ring_attention import ring_attention
