@@ -128,14 +128,14 @@ def _layer(kind: int, number: int, case: Case) -> Tensor:
     return case.random(100 * kind + number, _LAYERS[number])
 
 
-def _gradient(rank: int, number: int, case: Case) -> Tensor:
+def _layer_gradient(rank: int, number: int, case: Case) -> Tensor:
     return (8 * _layer(rank + 1, number, case)).round()
 
 
 def _totals(rank: int, case: Case, of: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
     """By layer this rank's part of ``of(what was there, the sum of the gradients)``."""
     sums = [
-        case.over_ranks(lambda one, number=number: _gradient(one, number, case))
+        case.over_ranks(lambda one, number=number: _layer_gradient(one, number, case))
         for number in range(case.size)
     ]
     before = [_layer(9, number, case) for number in range(case.size)]
@@ -168,7 +168,7 @@ def _reduce(fn: Callable, comm: Comm, case: Case, totals: list[Tensor]) -> Any:
                 held.append(
                     f"when layer {number} comes, the gradients of layers {others} are still held"
                 )
-            yield number, alive.note(number, _gradient(comm.rank, number, case))
+            yield number, alive.note(number, _layer_gradient(comm.rank, number, case))
 
     fn(comm, backward(), totals)
     return Wrong(f"{held[0]}: let go of each before the next") if held else totals
