@@ -75,6 +75,8 @@ def _add_compare(commands) -> None:
     add("--target", type=typed(_percent), metavar="PERCENT", help=accuracy)
     add("--model", metavar="M", help="as for train")
     add("--lr", type=float, metavar="R", help="as for train")
+    add("--optimizer", metavar="NAME", help="as for train")
+    add("--no-builtin", dest="builtin", action="store_false", help="without PyTorch's")
     placed = "also these placements of model_parallel, such as 31 15,31,33 (vgg16: three)"
     add("--split-points", nargs="+", metavar="K,K", help=placed)
     add("--dataset", metavar="D", help="as for train")

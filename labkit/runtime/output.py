@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from labkit.comm.board import Board
-from labkit.runtime.preload import IN_NOTEBOOKS, interrupts_later
+from labkit.runtime.preload import IN_NOTEBOOKS, interrupts_later, kernel
 from labkit.tracing import Trace
 
 MAX_CHARS = 200_000
@@ -122,12 +121,6 @@ def undrawn() -> Iterator[None]:
         yield
     finally:
         _draws.reset(token)
-
-
-def kernel() -> Any:
-    """The IPython shell of a notebook's kernel, or None."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return shell if hasattr(shell, "kernel") else None
 
 
 class Watcher:

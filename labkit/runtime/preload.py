@@ -5,9 +5,11 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from labkit.devices import plan, print_once
 from labkit.gpus import may_exist
@@ -24,6 +26,12 @@ IN_NOTEBOOKS: list[str] = []
 def under_torchrun() -> bool:
     """Whether ``torchrun`` has started this process as a rank."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def kernel() -> Any:
+    """The IPython shell of a notebook's kernel, or None."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell if hasattr(shell, "kernel") else None
 
 
 def warm_up(*, device: str | None = None, world_size: int = 4, training: bool = True) -> None:
@@ -48,9 +56,19 @@ def warm_up(*, device: str | None = None, world_size: int = 4, training: bool = 
             multiprocessing.forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if (shell := kernel()) is not None:
+        shell.observe(_end, "exit_now")
     # Without a driver auto has nothing to say, and to import torch would take seconds.
     if device and (device != "auto" or may_exist()):
         print_once(plan(world_size, device).note)
+
+
+def _end(_change: object) -> None:
+    """End what a kernel that ends would wait for in vain: the tracker ignores its signals."""
+    of: Any = multiprocessing
+    of.util._exit_function()
+    os.close(of.forkserver._forkserver._forkserver_alive_fd)
+    of.resource_tracker._resource_tracker._stop()
 
 
 @contextlib.contextmanager

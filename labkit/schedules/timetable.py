@@ -45,9 +45,8 @@ def predicted_slots(
     ranks, num_stages = len(streams), len(forward_s)
     hop_s = hop_s or [0.0] * (num_stages - 1)
     weight_s = weight_s or [seconds / 2 for seconds in backward_s]
-    input_s = [both - weight for both, weight in zip(backward_s, weight_s)]
-    seconds = {"forward": forward_s, "backward": backward_s}
-    seconds |= {"backward_input": input_s, "backward_weight": weight_s}
+    seconds = {"forward": forward_s, "backward": backward_s, "backward_weight": weight_s}
+    seconds["backward_input"] = [both - half for both, half in zip(backward_s, weight_s)]
     slots: list[list[Slot]] = [[] for _ in streams]
     # By kind, stage and micro-batch; the gradient of a stage's input is always a "backward".
     ends_s: dict[tuple[str, int, int], float] = {}

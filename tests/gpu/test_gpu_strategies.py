@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import train_with
+from labkit import WorkerError, run, train_with
+from labkit.schedules.ring import chunk_bounds
 from labkit.strategies import STRATEGIES
+from labkit.strategies.ring_attention import ring_attention
 
 # A batch that does not divide, and a last batch that is smaller.
 DATA = {"model": "small_cnn", "batch_size": 35, "train_size": 177}
@@ -16,9 +18,11 @@ DATA = {"model": "small_cnn", "batch_size": 35, "train_size": 177}
 FURTHEST = {"float64": 1e-10, "float32": 1e-4}
 IN_ONE_PROCESS, OWN_PACE = {"single", "data_parallel"}, {"async_parameter_server"}
 STAGED = {"model_parallel": {}, "pipeline": {"micro_batches": 4, "schedule": "1f1b"}}
+CUT = {"sharded": {}, "tensor_parallel": {}}
 # What cuts layers cuts those of a transformer.
-OWN_WORK = {"tensor_parallel": {"model": "gpt", "dataset": "text", "train_size": 77}}
-SYNCHRONOUS = [s for s in STRATEGIES if s not in IN_ONE_PROCESS | OWN_PACE]
+OF_TEXT = {"model": "gpt", "dataset": "text", "train_size": 77}
+OWN_WORK = {"tensor_parallel": OF_TEXT}
+SYNCHRONOUS = [s for s in STRATEGIES if s not in IN_ONE_PROCESS | OWN_PACE | {"mesh"}]
 
 
 def alone(dtype="float64", **settings):
@@ -29,8 +33,9 @@ def cases(world_size):
     """(strategy, builtin, devices) for everything that can run."""
     for strategy, builtin in itertools.product(SYNCHRONOUS, (False, True)):
         shared, own = needs.placed(world_size)
-        # PyTorch's pipelines send from GPU to GPU, and gloo sends host memory only.
-        for devices in (own,) if builtin and strategy in STAGED else (shared, own):
+        # PyTorch's pipelines send from GPU to GPU, and gloo sends host memory only; nor does it
+        # take the collectives of DTensor.
+        for devices in (own,) if builtin and strategy in STAGED | CUT else (shared, own):
             name = f"{'torch ' * builtin}{strategy}, {devices.id}"
             yield pytest.param(strategy, builtin, *devices.values, id=name, marks=devices.marks)
 
@@ -45,6 +50,43 @@ def test_every_technique_equals_one_device(strategy, builtin, devices):
         result = train_with(strategy, dtype=dtype, **settings, **work, **STAGED.get(strategy, {}))
         assert result.difference_from(alone(dtype, **work)) < furthest
         assert result.replicas_agree in (True, None)
+
+
+@pytest.mark.parametrize("devices", needs.placed(4))
+@pytest.mark.parametrize("sides", [{"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}, {"dp": 2, "pp": 2}])
+def test_a_mesh_equals_one_device(sides, devices):
+    settings = DATA | OF_TEXT | {"dtype": "float64"}
+    result = train_with("mesh", devices=devices, **sides, **settings)
+    assert result.difference_from(alone(**settings)) < 1e-10
+    assert result.replicas_agree
+
+
+@needs.real
+@pytest.mark.parametrize("devices", needs.placed(4)[1:])
+def test_a_mesh_of_pytorch_equals_one_device(devices):
+    settings = DATA | OF_TEXT | {"dtype": "float64"}
+    result = train_with("mesh", devices=devices, dp=2, tp=2, builtin=True, **settings)
+    assert result.difference_from(alone(**settings)) < 1e-10
+
+
+def attended(comm, length):
+    """The output of ring attention and the gradients of its inputs, for this rank's positions."""
+    torch.manual_seed(0)
+    whole = torch.randn(4, 2, 3, length, 8, dtype=torch.float64)
+    part = slice(*chunk_bounds(length, comm.world_size)[comm.rank])
+    *inputs, gradient = (each[..., part, :].to(comm.device) for each in whole)
+    inputs = [each.requires_grad_() for each in inputs]
+    output = ring_attention(comm, *inputs, length=length)
+    found = output.detach(), *torch.autograd.grad(output, inputs, gradient)
+    return [each.cpu() for each in found]
+
+
+@pytest.mark.parametrize("devices", [*needs.placed(2), *needs.placed(3)])
+def test_ring_attention_equals_that_of_one_rank(devices):
+    parts = run(attended, 70, world_size=len(devices.split(",")), devices=devices).values
+    (due,) = run(attended, 70, world_size=1, device="cuda").values
+    for found, one in zip(zip(*parts), due):
+        torch.testing.assert_close(torch.cat(found, dim=2), one, rtol=0, atol=1e-10)
 
 
 def normed():
@@ -111,3 +153,10 @@ def test_a_model_in_one_process_equals_one_device_and_its_hops_are_timed(devices
         hops = placed.trace.of(0, kind)
         assert hops
         assert all(0 < hop.duration_s < 1 for hop in hops)
+
+
+@pytest.mark.parametrize("strategy", CUT)
+@pytest.mark.parametrize("devices", [needs.placed(2)[0]])
+def test_where_dtensor_would_crash_there_is_an_error(strategy, devices):
+    with pytest.raises(WorkerError, match="NCCL"):
+        train_with(strategy, builtin=True, devices=devices, **DATA | OF_TEXT)

@@ -1,7 +1,13 @@
 """Links and split models measured on real processes: what is counted is exact."""
 
+import pytest
+from torch import nn
+
 from labkit.costs.link import Link
+from labkit.schedules.pipeline import pipeline_streams
+from labkit.tracing.spans import STEP_KINDS
 from labkit.training.measured import measure_link, measure_split
+from labkit.workload.layers import EmulatedLayer
 
 SIZES = (2**10, 2**20)
 SMALL = {"batch_size": 6, "input_shape": (1, 8, 8), "steps": 2}
@@ -37,3 +43,17 @@ def test_bytes_and_hops_of_a_pipeline():
     step = found.typical_step()
     assert {*step.kinds} == {"forward", "backward", "communicate", "wait", "update"}
     assert len(step.of(kind="update")) == 3
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("zero_bubble", 1), ("interleaved", 2)])
+def test_ranks_run_their_streams_while_messages_move_beside_them(schedule, chunks):
+    model = nn.Sequential(*(EmulatedLayer(0.001) for _ in range(3 * chunks)))
+    batch = {"batch_size": 7, "input_shape": (4,), "steps": 1, "device": "cpu"}
+    points = range(1, 3 * chunks)
+    found = measure_split(model, points, micro_batches=5, schedule=schedule, **batch)
+    for rank, stream in enumerate(pipeline_streams(schedule, 3, 5)):
+        ran = [span for span in found.trace.of(rank, lane=0) if span.kind in STEP_KINDS]
+        assert [span.kind for span in ran] == [action.kind for action in stream]
+        assert {span.lane for span in found.trace.of(rank, "communicate")} == {1}
+    # 16 bytes a sample cross each cut.
+    assert found.hop_bytes == [7 * 16 * chunks] * 2

@@ -1,4 +1,4 @@
-"""Page 09: micro-batches, the stream of a stage, a hop, and the step.
+"""Page 09: micro-batches, the streams of a stage, a hop, and the step.
 
 Symbols: P stages and ranks, M micro-batches, n samples.
 """
@@ -17,7 +17,14 @@ from torch.nn import functional
 from labkit import schedules
 from labkit.comm.comm import Comm
 from labkit.costs.pipeline_timeline import bubble as idle_share, predicted_slots
-from labkit.schedules.pipeline import Action, Hop, Message, in_flight, with_hops
+from labkit.schedules.pipeline import (
+    Action,
+    Hop,
+    Message,
+    in_flight,
+    pipeline_streams,
+    with_hops,
+)
 from labkit.workload.layers import EmulatedLayer
 from workbook.exercises.grader import Case, Check, Target, Wrong, judged
 from workbook.exercises.grader.compare import agree, beside, fit, plain, short
@@ -26,6 +33,8 @@ from workbook.exercises.grader.own_run import OwnRun
 
 Streams = list[list[Action]]
 KINDS = {"F": "forward", "B": "backward"}
+# With backwards that are cut in two.
+HALVES = {"F": "forward", "B": "backward_input", "W": "backward_weight"}
 
 # (n, M, shape of a sample), most telling first.
 _BATCHES = ((7, 3, (2,)), (8, 4, (2,)), (3, 5, (2,)), (6, 4, (1, 2, 2)), (6, 1, (2,)))
@@ -63,13 +72,15 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
     return Wrong(f"{text}, but weights {beside(weights, expected)}")
 
 
-def _timetable(fn: Callable, status: str, P: int) -> Any:
+def _timetable(
+    fn: Callable, status: str, P: int, of: str = "one_f_one_b", kinds: dict[str, str] = KINDS
+) -> Any:
     # Imported here: ranks load the checks, but draw nothing.
     from workbook.plots.pipeline import pipeline_timetable
 
-    name = "pipeline.one_f_one_b"
+    name = f"pipeline.{of}"
     try:
-        streams = _streams(fn, P, 2 * P)
+        streams = _streams(fn, P, 2 * P, kinds)
         if isinstance(streams, Wrong):
             raise ValueError(streams)
         slots = predicted_slots(streams, [1.0] * P, [2.0] * P)
@@ -92,7 +103,47 @@ def one_f_one_b(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong 
     return Wrong(found) if found else None
 
 
-def _streams(fn: Callable, P: int, M: int) -> Streams | Wrong:
+# 1F1B with whole backwards takes 3 (M + P - 1) forwards, the shortest possible 3 M + P - 1.
+@judged(
+    "stage, num_stages, num_micro_batches",
+    *_SIZES,
+    drawn=partial(_timetable, of="zero_bubble", kinds=HALVES),
+)
+def zero_bubble(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong | None:
+    """Grade ``fn(stage, num_stages, num_micro_batches)``: a stage's stream with cut backwards.
+
+    Any streams pass that end, hold no more activations than 1F1B does on stage 0, and take no
+    longer than ``labkit.schedules.zero_bubble``, where F, B and W take equally long.
+    """
+    P, M = num_stages, num_micro_batches
+    streams = _streams(fn, P, M, HALVES)
+    if isinstance(streams, Wrong):
+        return streams
+    if found := _incomplete(streams, M, HALVES):
+        return Wrong(found)
+    both = streams, pipeline_streams("zero_bubble", P, M)
+    try:
+        ends = [max(s.end_s for s in predicted_slots(one, [1.0] * P, [2.0] * P)) for one in both]
+    except ValueError as error:
+        return Wrong(
+            f"{error}, whose inputs never come: B needs its F here and B behind it, W its B"
+        )
+    for stage, stream in enumerate(streams):
+        if (held := in_flight(stream)) > min(P, M):
+            text = (
+                f"stage {stage} runs {_listed(stream)}; from F to W it holds {held} micro-batches"
+            )
+            return Wrong(f"{text} at once, 1F1B at most {min(P, M)}")
+    if ends[0] > ends[1]:
+        text = f"with {P} stages and {M} micro-batches the step takes {ends[0]:g} forwards of a "
+        text += (
+            f"micro-batch, labkit's {ends[1]:g}, 1F1B's {3 * (M + P - 1)}; the last stage runs "
+        )
+        return Wrong(f"{text}{_listed(streams[-1])}")
+    return None
+
+
+def _streams(fn: Callable, P: int, M: int, kinds: dict[str, str] = KINDS) -> Streams | Wrong:
     """The streams of all stages; an action may also be a pair, or "F3"."""
     streams: Streams = []
     for stage in range(P):
@@ -102,23 +153,31 @@ def _streams(fn: Callable, P: int, M: int) -> Streams | Wrong:
         streams.append([])
         # An endless generator must not hang the check.
         for thing in itertools.islice(yielded, 4 * M + 4):
-            if isinstance(thing, str) and re.fullmatch(r"[FB]\d+", thing):
-                thing = KINDS[thing[0]], thing[1:]
-            is_pair = isinstance(thing, tuple | list) and len(thing) == 2
-            if not is_pair or thing[0] not in KINDS.values():
+            if isinstance(thing, str) and re.fullmatch(rf"[{''.join(kinds)}]\d+", thing):
+                thing = kinds[thing[0]], thing[1:]
+            is_pair = isinstance(thing, tuple | list) and len(thing) in (2, 3)
+            if not is_pair or thing[0] not in kinds.values():
                 return Wrong(f'{short(thing)} is not an action: use Action("forward", 0), or "F0"')
             streams[-1].append(Action(thing[0], int(thing[1])))
     return streams
 
 
-def _wrong_streams(streams: Streams, M: int) -> Found:
-    """The first stage whose stream is not complete, or not that of 1F1B."""
-    wanted = Counter(Action(kind, m) for kind in KINDS.values() for m in range(M))
+def _incomplete(streams: Streams, M: int, kinds: dict[str, str]) -> Found:
+    """The first stage that does not run each action once."""
+    wanted = Counter(Action(kind, m) for kind in kinds.values() for m in range(M))
     for stage, stream in enumerate(streams):
         if Counter(stream) != wanted:
-            text = f"stage {stage} has to run each of F0 to F{M - 1} and B0 to B{M - 1} once; "
+            each = " and ".join(f"{letter}0 to {letter}{M - 1}" for letter in kinds)
             missing, more = wanted - Counter(stream), Counter(stream) - wanted
-            return f"{text}missing: {_listed(missing)}, too many: {_listed(more)}"
+            text = f"missing: {_listed(missing)}, too many: {_listed(more)}"
+            return f"stage {stage} has to run each of {each} once; {text}"
+    return None
+
+
+def _wrong_streams(streams: Streams, M: int) -> Found:
+    """The first stage whose stream is not complete, or not that of 1F1B."""
+    if found := _incomplete(streams, M, KINDS):
+        return found
     for kind in KINDS.values():
         first, *others = [[a.micro_batch for a in row if a.kind == kind] for row in streams]
         for stage, order in enumerate(others, start=1):

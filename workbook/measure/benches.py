@@ -8,8 +8,10 @@ the place of gloo. Schedules are compared on emulated devices, because few machi
 each stage.
 """
 
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +31,11 @@ from labkit.strategies.ddp import DDP
 from labkit.strategies.model_parallel import ModelParallel, Pipeline
 from labkit.strategies.sharded import Sharded
 from labkit.strategies.tensor_parallel import TensorParallel
+from labkit.training.measured import measure_split
 from labkit.training.result import largest_difference
 from labkit.workload.layers import EmulatedLayer
 from labkit.workload.models import build_model
-from workbook.measure.record import Result, Spread
+from workbook.measure.record import Result
 from workbook.measure.turns import Turn, Where, on_ranks, take_turns, timed
 
 SHAPE, NUM_CLASSES = (3, 32, 32), 10
@@ -41,7 +44,7 @@ LENGTH, VOCABULARY = 64, 64
 MICRO_BATCHES, SCHEDULES = 4, ("gpipe", "1f1b")
 _COMPARED_STEPS = 2
 # Of a step on emulated devices: samples, micro-batches, seconds of a rank's forward of a sample.
-EMULATED = 64, 8, 0.003
+EMULATED = 64, 8, 0.012
 
 # The strategies by name, each with the Comm for its messages; the first is the reference.
 Contenders = dict[str, tuple[Strategy, Comm]]
@@ -141,32 +144,24 @@ def bench_pipeline(world_size: int, model: str, repeats: int, where: Where) -> I
 def bench_schedules(world_size: int, repeats: int, where: Where) -> Iterator[Result]:
     """Time steps of emulated devices by schedule: their bubbles beside those of the timetables."""
     batch_size, micro_batches, sample_s = EMULATED
-
-    def measure(comm: Comm) -> tuple[dict[str, list[float]], None]:
-        turns = dict[str, Turn]()
-        inputs = torch.ones(batch_size, 4, device=comm.device)
-        targets = torch.zeros(batch_size, dtype=torch.int64, device=comm.device)
-        for name in PIPELINES:
-            chunks = stages_on_each(name)
-            stages = [EmulatedLayer(sample_s / chunks) for _ in range(comm.world_size * chunks)]
-            strategy = Pipeline(range(2, len(stages) + 1), micro_batches, name)
-            # A first layer that takes no time, so that the first stage's input gradient does.
-            model = nn.Sequential(EmulatedLayer(0.0), *stages)
-            strategy.setup(comm, model, partial(torch.optim.SGD, lr=1e-3))
-            step = partial(strategy.step, inputs, targets, batch_size)
-            turns[name] = partial(timed, comm, step)
-        return take_turns(turns, repeats), None
-
-    seconds, _ = on_ranks(measure, world_size=world_size, where=where)
-    busy_s, paper = 3 * batch_size * sample_s, dict[str, float]()
-    for name in seconds:
-        each = [1.0 / stages_on_each(name)] * world_size * stages_on_each(name)
+    seconds, idle, paper = dict[str, list[float]](), dict[str, float](), dict[str, float]()
+    for name in PIPELINES:
+        chunks = stages_on_each(name)
+        stages = [EmulatedLayer(sample_s / chunks) for _ in range(world_size * chunks)]
+        # A first layer that takes no time, so that the first stage's input has a gradient.
+        model, points = nn.Sequential(EmulatedLayer(0.0), *stages), range(2, len(stages) + 1)
+        batch: Any = {"batch_size": batch_size, "input_shape": (4,), "steps": repeats, **where}
+        how = {"micro_batches": micro_batches, "schedule": name}
+        measured = measure_split(model, points, **how, **batch)
+        busy_s = statistics.fmean((*measured.forward_s, *measured.backward_s)) * 2
+        seconds[name] = measured.step_s
+        idle[name] = 1 - busy_s / statistics.median(measured.step_s)
+        equal = [1.0] * len(stages)
         streams = pipeline_streams(name, world_size, micro_batches)
-        paper[name] = bubble(predicted_slots(streams, each, [2 * one for one in each]))
-    idle = {name: 1 - busy_s / Spread.of(steps_s).median for name, steps_s in seconds.items()}
+        paper[name] = bubble(predicted_slots(streams, equal, [2 * one for one in equal]))
     yield Result(
-        f"Step by schedule: {world_size} emulated devices, {micro_batches} micro-batches, in "
-        "turns; bubble: the share of the ranks' time without computing",
+        f"Step by schedule: {world_size} emulated devices, {micro_batches} micro-batches; bubble: "
+        "the share of their time in which they compute nothing, measured and on paper",
         {"world_size": world_size, "batch_size": batch_size, "micro_batches": micro_batches},
         {"": seconds},
         ("1f1b",),

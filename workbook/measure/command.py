@@ -41,7 +41,7 @@ BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
         bench_pipeline,
         {"world_sizes": (2,), "models": ("vgg16", "resnet18"), "repeats": 10},
     ),
-    "schedules": (bench_schedules, {"world_sizes": (4,), "repeats": 6}),
+    "schedules": (bench_schedules, {"world_sizes": (4,), "repeats": 3}),
 }
 
 

@@ -40,15 +40,14 @@ def run_elsewhere(contenders: Sequence[str], steps: int) -> dict[str, Any]:
         return json.loads(Path(folder, "record.json").read_text(encoding="utf-8"))
 
 
-def side_by_side(live: Row) -> dict[str, Any]:
-    """A record in which who has not run here is taken from the stored one, marked."""
-    stored = json.loads(RECORD.read_text(encoding="utf-8"))["contenders"]
-    old = {row["contender"]: row | {"recorded": True} for row in stored if "losses" in row}
-    rows = []
-    for row in live["contenders"]:
-        found = old.pop(row["contender"], None)
-        rows.append(found if row["absent"] and found else row)
-    return {**live, "contenders": [*rows, *old.values()]}
+def side_by_side(now: Sequence[str], steps: int) -> dict[str, Any]:
+    """The stored record, marked, in which those of ``now`` that are here have run anew."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = {row["contender"]: row | {"recorded": True} for row in record["contenders"]}
+    if now:
+        live = run_elsewhere(now, steps)["contenders"]
+        rows |= {row["contender"]: row for row in live if not row["absent"]}
+    return {**record, "contenders": [*rows.values()]}
 
 
 def elsewhere_table(record: Row) -> Table:

@@ -3,6 +3,7 @@
 import itertools
 import textwrap
 from collections.abc import Iterable, Mapping
+from functools import partial
 from statistics import median
 
 from labkit.units import as_repeats, byte_unit, format_number, format_value, second_unit
@@ -59,7 +60,8 @@ def bars(
         if len(medians) <= 12:
             above = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
             axes.annotate(format_number(middle), (x, max(high, 0)), (0, 3), **above)
-    axes.set_xticks(range(len(repeats)), [textwrap.fill(group, 16) for group in repeats])
+    wrap = partial(textwrap.fill, width=min(16, 88 // len(repeats)), break_long_words=False)
+    axes.set_xticks(range(len(repeats)), [*map(wrap, repeats)])
     axes.set(xlim=(-0.6, len(repeats) - 0.4), ylabel=f"{quantity} ({shown_unit})")
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y")

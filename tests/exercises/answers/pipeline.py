@@ -49,6 +49,11 @@ def by_recursion(stage, P, M, done=(0, 0)):
     return [f"B{b}", *by_recursion(stage, P, M, (f, b + 1))]
 
 
+def as_actions(stage, P, M):
+    kinds = {"F": "forward", "B": "backward"}
+    return [Action(kinds[one[0]], int(one[1:])) for one in by_recursion(stage, P, M)]
+
+
 def warms_up_for_four_stages(stage, P, M):
     warm_up = min(3 - stage, M)
     yield from (Action("forward", m) for m in range(warm_up))
@@ -62,6 +67,43 @@ def forwards_again(stage, P, M):
     ahead = P - 1 - stage
     yield from (f"F{m}" for m in range(ahead))
     yield from (f"{kind}{m}" for m in range(M) for kind in "FB")
+
+
+# The zero-bubble stream
+
+
+def cut_in_two(stage, P, M, lag=None):
+    """1F1B whose weights wait for ``lag`` micro-batches, by default as many as stages before."""
+    ahead, lag = min(P - 1 - stage, M), min(stage if lag is None else lag, M)
+    yield from (Action("forward", m) for m in range(ahead))
+    for m in range(M):
+        if m + ahead < M:
+            yield Action("forward", m + ahead)
+        yield Action("backward_input", m)
+        if m >= lag:
+            yield Action("backward_weight", m - lag)
+    yield from (("backward_weight", m) for m in range(M - lag, M))
+
+
+def by_counting(stage, P, M):
+    """As a weight is due, then as a forward may run ahead, then what is left."""
+    f = b = w = 0
+    while w < M:
+        if w < b - stage or b == M:
+            w, name = w + 1, f"W{w}"
+        elif f < M and f - b < P - stage:
+            f, name = f + 1, f"F{f}"
+        else:
+            b, name = b + 1, f"B{b}"
+        yield name
+
+
+def weights_at_once(stage, P, M):
+    yield from cut_in_two(stage, P, M, lag=0)
+
+
+def weights_at_the_end(stage, P, M):
+    yield from cut_in_two(stage, P, M, lag=M)
 
 
 # The hop
@@ -101,8 +143,13 @@ ANSWERS = [
     ),
     Answers(
         check.pipeline.one_f_one_b,
-        [by_recursion],
+        [by_recursion, as_actions],
         [warms_up_for_four_stages, forwards_again, 7],
+    ),
+    Answers(
+        check.pipeline.zero_bubble,
+        [cut_in_two, by_counting],
+        [weights_at_once, weights_at_the_end, forwards_again],
     ),
     Answers(
         check.pipeline.hop,

@@ -134,12 +134,15 @@ def compare(
     device: str = "auto",
     lr: float | None = None,
     split_points: Sequence[str] = (),
+    optimizer: str = "sgd",
+    builtin: bool = True,
 ) -> Row:
     """Run the comparison and return its record; what has run is printed.
 
     The arguments are the command's options. Train sizes are by default a quarter, a half and all
     of the data; without ``repeats`` there are as many as fit into eight minutes, 5 at most. VGG16
-    is by default also placed as in the experiment that the course corrects.
+    is by default also placed as in the experiment that the course corrects. Without ``builtin``
+    PyTorch's counterparts are left out.
     """
     check_above_zero("the target, an accuracy,", target, 1)
     check_integer("epochs", epochs)
@@ -147,12 +150,14 @@ def compare(
     placed = [VGG16_SPLITS[f"{n} devices"] for n in (2, 3, 4)] if model == "vgg16" else []
     split_points = split_points or [",".join(map(str, points)) for points in placed]
     contenders = find_contenders(strategies, device, split_points)
+    contenders = [one for one in contenders if builtin or not one["builtin"]]
     gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
     count = len(load_dataset(dataset, train_size=max(train_sizes, default=None)).train_targets)
     train_sizes = train_sizes or (max(1, count // 4), max(1, count // 2), count)
     units = gpus or devices.num_cores()
     settings = settings_of(world_sizes, train_sizes, batch_sizes, epochs, units)
     common: Row = {"model": model, "dataset": dataset, "device": device, "lr": lr}
+    common["optimizer"] = optimizer
     # Before anything runs: settings with which no run could start.
     for setting in settings:
         RunConfig(**common | setting, strategy="ddp")
@@ -193,7 +198,11 @@ def run_all(
         config = common | setting | {"seed": repeat}
         config |= {key: left[name][key] for key in ("strategy", "builtin", "backend")}
         config |= {"split_points": left[name].get("split_points")}
-        config["world_size"] = left[name].get("ranks", config["world_size"])
+        config["world_size"] = ranks = left[name].get("ranks", config["world_size"])
+        if config["strategy"] == "mesh":
+            # Only the transformer's layers can be cut.
+            side = 1 + (ranks % 2 == 0)
+            config |= {"dp": ranks // side, "tp" if config["model"] == "gpt" else "pp": side}
         try:
             results[name] = train_run(RunConfig(**config), timeout_s=_TIMEOUT_S)
         except (ValueError, WorkerError) as error:

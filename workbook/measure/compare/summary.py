@@ -109,20 +109,31 @@ def gain(record: Record, contender: str, other: str, field: str = "train_size") 
     return f"{text} {found} {contender} gains on {other} with more {VARIED[field]}."
 
 
-def report(record: Record) -> str:
-    """The tables that the command prints."""
+def headline(record: Record) -> str:
+    """What was measured, on what."""
     config, main, hardware = record["config"], record["settings"][0], record["hardware"]
     cores = f"{format_count(hardware['cores'], 'core')} of {hardware['cpu']}"
-    headline = (
+    return (
         f"{config['model']} on {config['dataset']}: {main['train_size']} samples, global batch "
         f"{main['batch_size']}, {main['epochs']} epochs, world size {main['world_size']}, lr "
-        f"{config.get('lr') or 'by default'}; {', '.join(hardware['gpus']) or cores}\n{_RULES}"
+        f"{config.get('lr') or 'by default'}; {', '.join(hardware['gpus']) or cores}"
     )
-    target, names = f"{config['target']:.0%}", present(record)
+
+
+def scoreboard(record: Record, recorded: bool = False) -> Table:
+    """A row per contender in the main setting, which says so if it was ``recorded`` elsewhere."""
+    target, names = f"{record['config']['target']:.0%}", present(record)
     heads = ("contender", "epoch", "one device's / its", "PyTorch's / ours")
     heads += (f"epochs to {target}", f"time to {target}", "accuracy", "from one device")
     heads += ("replicas", "sent per rank", "peak memory")
-    parts = [headline, str(Table(heads, tuple(_row(record, one) for one in names.values())))]
+    rows = [_row(record, one) for one in names.values()]
+    mark = " (recorded)" if recorded else ""
+    return Table(heads, tuple((name + mark, *cells) for name, *cells in rows))
+
+
+def report(record: Record) -> str:
+    """The tables that the command prints."""
+    names, parts = present(record), [f"{headline(record)}\n{_RULES}", str(scoreboard(record))]
     for field in varied(record):
         times = {name: series(record, name, field) for name in names}
         values = sorted({value for by_value in times.values() for value in by_value})
