@@ -1,9 +1,10 @@
 """What page 13 shows of a run on two hosts that stood still."""
 
-import pytest
+from answers.detective import ERRORS, hung
 
+from workbook import check
 from workbook.exercises import detective
-from workbook.exercises.detective import HungRun, entries_in, errors_in, explanation_in
+from workbook.exercises.detective import entries_in, errors_in
 from workbook.exercises.programs import early_stop
 
 STACK = """Thread 0x00007e (most recent call first):
@@ -16,16 +17,26 @@ STACK = """Thread 0x00007e (most recent call first):
 def test_one_rank_stops_early_and_never_at_the_beginning_or_the_end():
     source = detective._PROGRAM.read_text().splitlines()
     for seed in range(20):
-        rank, host, line = HungRun({}, {}, seed).expected
+        answer = hung(seed).answer
         losses = early_stop.losses_of(seed, 4)
         ((step, lowest),) = (losses < 0.1).nonzero().tolist()
         assert 3 <= step < early_stop.STEPS - 3
-        assert (rank, host) == (lowest, lowest // 2)
-        assert source[line - 1].strip() == "dist.barrier()"
+        assert (answer["rank"], answer["host"]) == (lowest, lowest // 2)
+        assert source[answer["line"] - 1].strip() == "dist.barrier()"
+
+
+def test_five_other_causes_are_refused_with_what_the_run_says_against_them():
+    case = hung(3)
+    others = case.suspects.keys() - {case.answer["cause"]}
+    said = [check.detective.named(case, cause=letter).notes[0] for letter in others]
+    assert len(set(said)) == 5
+    assert all(any(map(str.isdigit, one.partition(": ")[2])) for one in said), said
+    assert any("it names 2, rank 2 and rank 1" in one for one in said), said
+    assert check.detective.named(case, **case.answer)
 
 
 def test_stacks_are_shown_without_what_is_inside_of_pytorch(capsys):
-    HungRun({0: STACK, 1: "ConnectionError: no answer\n"}, {}, 1).show_stacks()
+    detective.show_stacks(hung(1, {0: STACK, 1: "ConnectionError: no answer\n"}))
     assert capsys.readouterr().out.splitlines() == [
         "rank 0",
         '  File "distributed_c10d.py", line 6614 in barrier',
@@ -37,14 +48,10 @@ def test_stacks_are_shown_without_what_is_inside_of_pytorch(capsys):
 
 
 def test_errors_and_what_torchrun_takes_for_the_cause():
+    lines = [*ERRORS, (1, "  rank      : 3"), (1, "  rank      : 0"), (0, "rank 0:")]
     said = "rank 3: [rank3]: RuntimeError: [/src/gloo/pair.cc:78] Timed out waiting"
-    summary = ["  rank      : 3", "Root Cause (first observed failure):", "  rank      : 2"]
-    lines = [(1, said), *((1, line) for line in summary), (1, "  rank      : 0"), (0, "rank 0:")]
-    due = ["rank 3: [rank3]: RuntimeError: Timed out waiting", *summary[1:]]
-    assert errors_in(lines) == [(1, line) for line in due]
-
-
-@pytest.mark.parametrize("begin", ["rank 2: labkit: rank 0 and", "labkit.errors.WorkerError: a"])
-def test_an_explanation_reaches_from_its_first_sentence_to_the_next_step(begin):
-    lines = ["rank 1: some", begin, "rank 2:   rank 0: 1. barrier", "rank 2: Next step: this."]
-    assert explanation_in([*lines, "more"]) == lines[1:]
+    assert errors_in([(1, said), *lines]) == [
+        *(error for error in ERRORS if error[0] == 0),
+        (1, "rank 3: [rank3]: RuntimeError: Timed out waiting"),
+        *(error for error in ERRORS if error[0] == 1),
+    ]

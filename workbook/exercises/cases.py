@@ -16,9 +16,6 @@ from workbook.exercises.grader import Verdict
 from workbook.exercises.grader.compare import plain, short
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
 
-# Of a measured number.
-_TOLERANCE = 0.05
-
 
 @dataclass(frozen=True)
 class Case:
@@ -45,11 +42,10 @@ class Case:
         return "\n".join([f"To be named: {', '.join(self.answer)}. The suspects:", *causes])
 
     def objection(self, name: str, said: Any) -> str:
-        """What the evidence says against an answer to ``name``; "" if it is right."""
-        right = self.answer[name]
-        if isinstance(right, float) and isinstance(said, (int, float)):
-            said = right if abs(said - right) <= _TOLERANCE * abs(right) else said
-        if said == right:
+        """What the evidence says against an answer to ``name``; "" if right, a float within 5%."""
+        right, said = self.answer[name], sorted(said, key=str) if isinstance(said, list) else said
+        measured = isinstance(right, float) and isinstance(said, (int, float))
+        if said == right or (measured and abs(said - right) <= 0.05 * right):
             return ""
         if name == "cause":
             if said not in self.suspects:
@@ -90,12 +86,11 @@ def case_of(
     return Case(program, world_size, clues, suspects, answer, against)
 
 
-def check_of(name: str) -> Callable[..., Verdict]:
+def check_of(title: str) -> Callable[..., Verdict]:
     """The check of a case: ``check.cases.drift(case, rank=2, step=4, line=30, cause="b")``.
 
     The first wrong answer is refused with what the evidence says against it.
     """
-    title = f"cases.{name}"
 
     def judge(case: Case, answers: dict[str, Any]) -> Verdict:
         if unknown := answers.keys() - case.answer.keys():
@@ -113,5 +108,6 @@ def check_of(name: str) -> Callable[..., Verdict]:
     return lambda case, **answers: told(title, lambda: judge(case, answers))
 
 
-mismatch, drift, straggler = map(check_of, ("mismatch", "drift", "straggler"))
-divisor, sampler, buffers, link = map(check_of, ("divisor", "sampler", "buffers", "link"))
+mismatch, drift, straggler = map(check_of, ("cases.mismatch", "cases.drift", "cases.straggler"))
+divisor, sampler = check_of("cases.divisor"), check_of("cases.sampler")
+buffers, link = check_of("cases.buffers"), check_of("cases.link")

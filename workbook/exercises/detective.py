@@ -10,16 +10,16 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from labkit.runtime.agents import show_line, start_agents
-from workbook.exercises.grader import Verdict, Wrong, judged
-from workbook.exercises.grader.compare import agree, plain, short
+from workbook.exercises.cases import Case, case_of, check_of
+from workbook.exercises.grader import Wrong, judged
+from workbook.exercises.grader.compare import agree, short
 from workbook.exercises.grader.exercise import new_seed
-from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
-from workbook.exercises.programs.early_stop import losses_of
+from workbook.exercises.programs import early_stop
+from workbook.exercises.programs.early_stop import TIMEOUT_S, losses_of
 
 HOSTS, RANKS_PER_HOST = 2, 2
 WORLD_SIZE = HOSTS * RANKS_PER_HOST
@@ -30,73 +30,62 @@ _ANSWER_S, _AGAIN_S = 20.0, 0.3
 _DEFAULT_GROUP = "0"
 # Of an entry of the recorder: what says when, on which thread and in which process is left out.
 _KEPT = ("collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "state", "retired")
-# What labkit says in the output of a host: from its first sentence to the next step.
-_EXPLAINS = re.compile(r"(?ms)^[^\n]*labkit(\.errors\.\w+)?: .*?(Next step[^\n]*|\Z)")
 _PROGRAM = Path(__file__).parent / "programs" / "early_stop.py"
 
 # By rank, the entries of its flight recorder.
 Dumps = dict[int, list[dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class HungRun:
+named = check_of("detective.named")
+
+
+def case_of_run(
+    seed: int,
+    stacks: dict[int, str],
+    dumps: Dumps,
+    errors: Sequence[tuple[int, str]],
+) -> Case:
     """What is known of a run that stood still: by rank its stacks, the newest call first, and the
-    entries of its flight recorder; the seed of the program; by host what labkit says of its twin.
+    entries of its flight recorder; the errors, each with its host.
     """
-
-    stacks: dict[int, str]
-    dumps: Dumps
-    seed: int
-    explained: Sequence[Sequence[str]] = ()
-
-    @property
-    def expected(self) -> tuple[int, int, int]:
-        """The culprit, its host, and the line at which it stands."""
-        losses, lines = losses_of(self.seed, WORLD_SIZE), _PROGRAM.read_text("utf-8")
-        rank = int(losses.min(0).values.argmin())
-        return rank, rank // RANKS_PER_HOST, lines[: lines.index("dist.barrier()")].count("\n") + 1
-
-    def show_stacks(self) -> None:
-        """Print the lines of the program, and of PyTorch just above them, on which ranks stand."""
-        for rank, stack in self.stacks.items():
-            frames = [line for line in stack.splitlines() if "distributed_c10d" in line]
-            frames += [line for line in stack.splitlines() if _PROGRAM.name in line]
-            # A rank that did not answer has an error there instead.
-            shown = [re.sub(r'File ".*/', 'File "', frame) for frame in frames]
-            print(f"rank {rank}", *(shown or [stack.strip()]), sep="\n")
-
-    def show_explanations(self) -> None:
-        """Print what labkit has said on each host of the same program with labkit."""
-        for host, lines in enumerate(self.explained):
-            for line in lines:
-                # Without the folder of that run.
-                show_line(host, re.sub(r"/\S*/labkit-hosts-\w+/", "", line))
+    losses = losses_of(seed, WORLD_SIZE)
+    rank = int(losses.min(0).values.argmin())
+    host = rank // RANKS_PER_HOST
+    sizes = [entries[-1]["input_sizes"] for each, entries in dumps.items() if each != rank]
+    failed = [(host, line) for host, line in errors if "Timed out" in line]
+    roots = [line.split()[2] for _, line in errors if line.startswith("  rank ")]
+    text = f"""
+    - a rank decides by its own loss to stop
+    - what torchrun calls the root cause: it names {len(roots)}, rank {" and rank ".join(roots)}
+    - a rank is slow: no step took {_QUIET_S:g} s, and in {TIMEOUT_S:g} s the next one has not come
+    - a rank was killed: {len(stacks)} of {WORLD_SIZE} ranks have shown their stacks
+    - a host is out of reach: {len(failed)} ranks have failed, on {len(dict(failed))} hosts
+    - a rank brings another size: those in an all-reduce bring {sizes[:3]}, the other one nothing
+    rank: stands in an all-reduce, as most ranks do
+    host: is not where rank {rank} is: ranks are numbered host by host, {RANKS_PER_HOST} on each
+    line: is not the newest line of the program, and not of PyTorch, in the stack of rank {rank}
+    solved: rank {rank} on host {host} waits in a barrier, and the others in an all-reduce
+    """
+    clues = {"seed": seed, "stacks": stacks, "dumps": dumps}
+    answer = {"rank": rank, "host": host, "line": "dist.barrier()"}
+    return case_of(early_stop.train, WORLD_SIZE, random.Random(seed), text, clues, **answer)
 
 
-def named(
-    run: HungRun, rank: int | None = None, host: int | None = None, line: int | None = None
-) -> Verdict:
-    """Judge which rank of a run does not do what the others do, its host, and where it stands."""
-    found = [plain(one) for one in (rank, host, line)]
-    texts = (
-        f"rank {short(found[0])} is not the one that does something else than the others",
-        f"the rank is right, but it is not on host {short(found[1])}, counted from 0",
-        f"rank and host are right, but it does not stand at line {short(found[2])}: take the "
-        "newest line of the program itself, not of PyTorch",
-    )
-    wrong = [text for text, one, right in zip(texts, found, run.expected) if one != right]
-    right = f"rank {rank} on host {host} waits at line {line}, and the others in an all-reduce"
-    status = NOT_ATTEMPTED if found == [None] * 3 else NOT_YET if wrong else PASSED
-    notes = [] if status == NOT_ATTEMPTED else [*wrong, right][:1]
-    return told("detective.named", lambda: Verdict("detective.named", status, notes=notes))
+def show_stacks(case: Case) -> None:
+    """Print the lines of the program, and of PyTorch just above them, on which ranks stand."""
+    for rank, stack in case.clues["stacks"].items():
+        frames = [line for line in stack.splitlines() if "distributed_c10d" in line]
+        frames += [line for line in stack.splitlines() if _PROGRAM.name in line]
+        # A rank that did not answer has an error there instead.
+        shown = [re.sub(r'File ".*/', 'File "', frame) for frame in frames]
+        print(f"rank {rank}", *(shown or [stack.strip()]), sep="\n")
 
 
-def hang(seed: int | None = None) -> HungRun:
+def hang(seed: int | None = None) -> Case:
     """Run the program on two hosts, show each host's output, and look into the ranks.
 
-    While nothing moves, PyTorch's debug server is asked for all stacks and flight recorders, and
-    the same program runs with labkit. Then the ranks' timeouts end the run. ``seed`` decides which
-    rank stops early.
+    While nothing moves, PyTorch's debug server is asked for all stacks and flight recorders. Then
+    the ranks' timeouts end the run. ``seed`` decides which rank stops early.
 
     Raises:
         RuntimeError: the program has ended instead.
@@ -133,11 +122,10 @@ def hang(seed: int | None = None) -> HungRun:
             before, dumps = dumps, dict(enumerate(map(entries_in, page("fr_trace_json"))))
             time.sleep(_AGAIN_S)
         stacks = dict(enumerate(page("stacks")))
-        explained = explanations(seed)
         agents.follow(show=lambda host, line: lines.append((host, line)))
-    for host, line in errors_in(lines):
+    for host, line in (errors := errors_in(lines)):
         show_line(host, line)
-    return HungRun(stacks, dumps, seed, explained)
+    return case_of_run(seed, stacks, dumps, errors)
 
 
 def entries_in(dump: str | bytes, group: str = _DEFAULT_GROUP) -> list[dict[str, Any]]:
@@ -161,20 +149,6 @@ def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
             # Without the place in gloo's sources.
             found.append((host, re.sub(r"\[/\S+\] ", "", line)))
     return found
-
-
-def explanations(seed: int) -> list[list[str]]:
-    """Run the same program with labkit on two hosts; by host the lines of its explanation."""
-    lines: list[list[str]] = [[] for _ in range(HOSTS)]
-    program = [_PROGRAM.with_name("early_stop_labkit.py"), str(seed)]
-    with start_agents(program, hosts=HOSTS, ranks_per_host=RANKS_PER_HOST) as agents:
-        agents.follow(show=lambda host, line: lines[host].append(line))
-    return [explanation_in(told_there) for told_there in lines]
-
-
-def explanation_in(lines: Sequence[str]) -> list[str]:
-    found = _EXPLAINS.search("\n".join(lines))
-    return found[0].splitlines() if found else []
 
 
 # What goes wrong, with which rank, after so many collectives that go well, and how often again;

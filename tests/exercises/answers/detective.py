@@ -6,7 +6,7 @@ import numpy as np
 from graded import Answers
 
 from workbook import check
-from workbook.exercises.detective import HungRun
+from workbook.exercises.detective import case_of_run
 
 # culprit(dumps)
 
@@ -37,31 +37,35 @@ def blames_who_waits(dumps):
     return None
 
 
-# named(run, rank, host, line)
+# named(case, rank=..., host=..., line=..., cause=...)
+
+WAITS = {"collective_seq_id": 5, "profiling_name": "gloo:all_reduce", "input_sizes": [[1000]]}
+# Of two agents, as torchrun names the first failure on each host.
+ROOT = "Root Cause (first observed failure):"
+ERRORS = [(0, ROOT), (0, "  rank      : 1 (local_rank: 1)")]
+ERRORS = [(1, ROOT), (1, "  rank      : 2 (local_rank: 0)"), *ERRORS]
+
+
+def hung(seed, stacks=None):
+    """A run that stood still, with stacks and dumps of all ranks."""
+    stacks = stacks or dict.fromkeys(range(4), "")
+    return case_of_run(seed, stacks, {rank: [WAITS] for rank in range(4)}, ERRORS)
+
 
 # Not the first rank of the second host, so that it differs from its number there.
-RUN_ON_HOST_1 = next(run for seed in range(99) if (run := HungRun({}, {}, seed)).expected[0] == 3)
+ON_HOST_1 = next(case for seed in range(99) if (case := hung(seed)).answer["rank"] == 3)
 
 
 def named(answer):
-    return check.detective.named(RUN_ON_HOST_1, *answer())
+    return check.detective.named(ON_HOST_1, **answer())
 
 
 def says(**wrong):
-    def answer():
-        return tuple(
-            (dict(zip(("rank", "host", "line"), RUN_ON_HOST_1.expected)) | wrong).values()
-        )
-
-    return answer
-
-
-def right_numbers():
-    return RUN_ON_HOST_1.expected
+    return lambda: ON_HOST_1.answer | wrong
 
 
 def right_numpy():
-    return tuple(np.array(right_numbers()))
+    return {n: np.array(one) if n != "cause" else one for n, one in ON_HOST_1.answer.items()}
 
 
 ANSWERS = [
@@ -70,5 +74,5 @@ ANSWERS = [
         [by_number],
         [blames_who_waits, lambda dumps: (found := by_number(dumps)) and (0, found[1])],
     ),
-    Answers(named, [right_numpy], [says(rank=4), says(host=2), says(line=1)]),
+    Answers(named, [right_numpy], [says(rank=4), says(rank=0), says(host=2), says(line=1)]),
 ]
