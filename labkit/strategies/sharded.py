@@ -136,6 +136,38 @@ class Flat:
         return split_chunks(flat, self.comm.world_size)[self.mine]
 
 
+def divide(
+    model: nn.Module, stage: int
+) -> tuple[list[list[nn.Module]], list[list[nn.Parameter]], list[list[int]]]:
+    """The layers of each unit, the parameters of each flat, and by unit the flats that it uses.
+
+    The parameters of a flat have one dtype, and are all trained or all frozen.
+    """
+    units: list[list[nn.Module]] = []
+    # Every message has a fixed cost. In stages 2 and 3 large units would take memory.
+    least, held = MIB if stage == 1 else 0, 0
+    for layer in layers_of(model):
+        size = sum(parameter.nbytes for parameter in layer.parameters())
+        if not units or (size and held > least):
+            units.append([])
+            held = 0
+        units[-1].append(layer)
+        held += size
+    flats: list[list[nn.Parameter]] = []
+    homes: dict[nn.Parameter, int] = {}
+    uses = []
+    for layers in units:
+        parameters = dict.fromkeys(p for layer in layers for p in layer.parameters())
+        alike: dict[Any, list[nn.Parameter]] = {}
+        for parameter in (p for p in parameters if p not in homes):
+            alike.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+        for some in alike.values():
+            homes |= dict.fromkeys(some, len(flats))
+            flats.append(some)
+        uses.append(list(dict.fromkeys(homes[parameter] for parameter in parameters)))
+    return units, flats, uses
+
+
 @dataclass(eq=False)
 class Sharded(OnShares):
     """Synchronous data parallelism whose ranks hold a part of what they update.
@@ -168,28 +200,8 @@ class Sharded(OnShares):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.place(comm, model)
-        self.units: list[list[nn.Module]] = []
-        # Every message has a fixed cost. In stages 2 and 3 large units would take memory.
-        least, held = MIB if self.stage == 1 else 0, 0
-        for layer in layers_of(model):
-            size = sum(parameter.nbytes for parameter in layer.parameters())
-            if not self.units or (size and held > least):
-                self.units.append([])
-                held = 0
-            self.units[-1].append(layer)
-            held += size
-        self.flats: list[Flat] = []
-        self.uses: list[list[int]] = []
-        homes: dict[nn.Parameter, int] = {}
-        for layers in self.units:
-            parameters = dict.fromkeys(p for layer in layers for p in layer.parameters())
-            alike: dict[Any, list[nn.Parameter]] = {}
-            for parameter in (p for p in parameters if p not in homes):
-                alike.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
-            for some in alike.values():
-                homes |= dict.fromkeys(some, len(self.flats))
-                self.flats.append(Flat(comm, self.stage, some))
-            self.uses.append(list(dict.fromkeys(homes[parameter] for parameter in parameters)))
+        self.units, parameters, self.uses = divide(model, self.stage)
+        self.flats = [Flat(comm, self.stage, some) for some in parameters]
         self.names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(parameter, []).append(name)
