@@ -49,7 +49,7 @@ LIMITS = {
     "tests/project": (1713, 11996),
     "tests/runtime": (1479, 9585),
     "tests/schedules": (466, 3925),
-    "tests/strategies": (1762, 16231),
+    "tests/strategies": (1756, 16180),
     "tests/tracing": (212, 1641),
     "tests/training": (1035, 8560),
     "tests/widgets": (280, 2196),
