@@ -15,9 +15,9 @@ from labkit.devices import plan, print_once
 from labkit.gpus import may_exist
 
 # What the forkserver imports before it forks ranks.
-FOR_RANKS = ["labkit.runtime.server", "labkit.runtime.worker"]
+FOR_RANKS = ["labkit.runtime.server", "labkit.runtime.worker", "labkit.collectives"]
 # The first optimizer in a process imports torch._dynamo, which takes seconds in every rank.
-FOR_TRAINING = ["torch._dynamo", "labkit.collectives"]
+FOR_TRAINING = ["torch._dynamo"]
 # The module whose ``watcher`` draws the runs of a notebook, imported by the first of them. A
 # package above labkit appends it.
 IN_NOTEBOOKS: list[str] = []
