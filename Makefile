@@ -50,7 +50,7 @@ help:
 	@echo "make two-hosts       train on two hosts on this machine, and record it (root; five minutes)"
 	@echo "make gpu-report      all figures of a GPU server as one page, in 30 minutes at most"
 	@echo "make elsewhere       train the same with PyTorch, Horovod and TensorFlow, and record it"
-	@echo "make html            the notebooks as web pages in build/html"
+	@echo "make html            the course as a site in build/html, which needs no network"
 	@echo "make notebooks       run the notebooks and store their outputs in place"
 	@echo "make pins            renew requirements.txt and the pins in tools/*.txt, with hashes"
 	@echo "make cluster         add Ray to .venv, for runs on several machines: labkit.run(..., hosts=2)"
@@ -207,10 +207,15 @@ gpu-report: env
 elsewhere: env
 	@PYTHONPATH=$(CURDIR) $(BIN)/python tools/elsewhere.py $(ARGS)
 
-html: env
-	@mkdir -p build/html
-	@$(if $(NOTEBOOKS),$(BIN)/jupyter nbconvert --to html --output-dir build/html $(NOTEBOOKS),\
-	  echo "make html: no notebooks in notebooks/")
+# Everything is read, nothing runs. A warning, such as a broken link, ends it.
+html: $(VENV)-site/.ready
+	@$(VENV)-site/bin/sphinx-build -W --keep-going -q -c tools/site . build/html
+	@echo "the site: build/html/index.html"
+
+$(VENV)-site/.ready: tools/site.txt | env
+	@$(BIN)/uv venv --quiet --clear --no-project --python $(BIN)/python $(VENV)-site
+	@$(BIN)/uv pip install --quiet --python $(VENV)-site/bin/python --require-hashes -r $<
+	@touch $@
 
 notebooks: env
 	@$(BIN)/python tools/execute_notebooks.py $(NOTEBOOKS)
@@ -228,6 +233,7 @@ pins: env
 	  -o tools/cluster.txt
 	$(BIN)/uv pip compile $(PINS) $(ARGS) $(UNUSED) --group horovod -o tools/horovod.txt
 	$(BIN)/uv pip compile $(PINS) $(ARGS) --group tensorflow -o tools/tensorflow.txt
+	$(BIN)/uv pip compile $(PINS) $(ARGS) --group site -o tools/site.txt
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache notebooks/.ipynb_checkpoints

@@ -1,4 +1,6 @@
 # isort: skip_file
+"""labkit: distributed deep-learning training, from scratch, on real processes."""
+
 # "X as X" hands a name on (PEP 484); labkit/__init__.py reads this list, too.
 from . import (
     backend as backend,

@@ -1,3 +1,5 @@
+"""Collectives as readable functions on ``Comm``."""
+
 from .common import Reduction as Reduction
 from .compressed import sparse_all_reduce as sparse_all_reduce
 from .fast_ring import fast_ring_all_reduce as fast_ring_all_reduce

@@ -25,8 +25,7 @@ def assign_buckets(
 
     A bucket is closed as soon as it holds ``cap_bytes`` or more. This is PyTorch's rule, with one
     difference: a parameter that fills a bucket alone gets its own, while the bucket being filled
-        stays
-    open. So a large gradient can be reduced in place, and small ones still share a bucket.
+    stays open. So a large gradient can be reduced in place, and small ones still share a bucket.
 
     Args:
         sizes_bytes: of the parameters, in the order of their registration.

@@ -52,6 +52,7 @@ class Mesh(Pipeline):
 
     Args:
         dp, pp, tp: D, S and T; a side of 1 is a technique left out.
+        micro_batches: by default 4 in a pipeline, else 1.
         bucket_mb: MiB of gradients that replicas sum together.
 
     Attributes:
@@ -63,9 +64,11 @@ class Mesh(Pipeline):
     pp: int = 1
     tp: int = 1
     bucket_mb: float = 25
+    micro_batches: int | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.micro_batches = self.micro_batches or (4 if self.pp > 1 else 1)
         if self.tp > 1 and self.hops_beside:
             raise ValueError(
                 f"schedule {self.schedule} sends beside the work, and tp {self.tp} in it, on one "

@@ -71,7 +71,7 @@ class TrainResult:
     def difference_from(self, other: "TrainResult") -> float:
         """The largest relative difference between the two runs' parameters and buffers.
 
-        Per tensor: max |a - b| / max |b|; 0 means equal to the bit.
+        Per tensor: ``max |a - b| / max |b|``; 0 means equal to the bit.
         """
         return largest_difference(self.state, other.state)
 
@@ -137,7 +137,7 @@ def tolerance(dtype: str, on_gpu: bool) -> float:
 
 
 def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest relative difference between two states: max over tensors of |a - b| / |b|.
+    """The largest relative difference between two states: max of ``|a - b| / |b|``.
 
     The norm is each tensor's largest magnitude. A tensor that is zero but for rounding in both
     states has none: then the difference is taken as it is. (A bias that starts at zero and whose

@@ -39,7 +39,7 @@ def build_model(
     seed: int,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Sequential:
-    """Build model ``name`` for inputs [N, *input_shape] and outputs [N, num_classes], on the CPU.
+    """Build model ``name`` for inputs [N, ``*input_shape``], outputs [N, num_classes], on the CPU.
 
     The same seed gives the same parameters in every process, and in float64 the same values as in
     float32; the caller's random state is not changed. ValueError for an unknown name, or inputs

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import run, train_with
+from labkit import WorkerError, run, train_with
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies import STRATEGIES
 from labkit.strategies.ring_attention import ring_attention
@@ -18,6 +18,7 @@ DATA = {"model": "small_cnn", "batch_size": 35, "train_size": 177}
 FURTHEST = {"float64": 1e-10, "float32": 1e-4}
 IN_ONE_PROCESS, OWN_PACE = {"single", "data_parallel"}, {"async_parameter_server"}
 STAGED = {"model_parallel": {}, "pipeline": {"micro_batches": 4, "schedule": "1f1b"}}
+CUT = {"sharded": {}, "tensor_parallel": {}}
 # What cuts layers cuts those of a transformer.
 OF_TEXT = {"model": "gpt", "dataset": "text", "train_size": 77}
 OWN_WORK = {"tensor_parallel": OF_TEXT}
@@ -32,8 +33,9 @@ def cases(world_size):
     """(strategy, builtin, devices) for everything that can run."""
     for strategy, builtin in itertools.product(SYNCHRONOUS, (False, True)):
         shared, own = needs.placed(world_size)
-        # PyTorch's pipelines send from GPU to GPU, and gloo sends host memory only.
-        for devices in (own,) if builtin and strategy in STAGED else (shared, own):
+        # PyTorch's pipelines send from GPU to GPU, and gloo sends host memory only; nor does it
+        # take the collectives of DTensor.
+        for devices in (own,) if builtin and strategy in STAGED | CUT else (shared, own):
             name = f"{'torch ' * builtin}{strategy}, {devices.id}"
             yield pytest.param(strategy, builtin, *devices.values, id=name, marks=devices.marks)
 
@@ -151,3 +153,10 @@ def test_a_model_in_one_process_equals_one_device_and_its_hops_are_timed(devices
         hops = placed.trace.of(0, kind)
         assert hops
         assert all(0 < hop.duration_s < 1 for hop in hops)
+
+
+@pytest.mark.parametrize("strategy", CUT)
+@pytest.mark.parametrize("devices", [needs.placed(2)[0]])
+def test_where_dtensor_would_crash_there_is_an_error(strategy, devices):
+    with pytest.raises(WorkerError, match="NCCL"):
+        train_with(strategy, builtin=True, devices=devices, **DATA | OF_TEXT)

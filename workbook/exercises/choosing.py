@@ -118,22 +118,13 @@ def choose(name: str, **layout: Any) -> Verdict:
         except (TypeError, ValueError) as error:
             note = f"This is no layout for it: {error}."
             return Verdict(f"choosing.{name}", NOT_YET, notes=[note])
-        rows = {
-            f"{unit} (model)": [
-                ", ".join(f"{part} {text(value)}" for part, value in parts.items() if value),
-                text(sum(parts.values())),
-            ]
-            for unit, parts, text in (
-                ("GB", mine.held, _gb),
-                ("seconds", mine.parts_s, format_seconds),
-            )
-        }
         wrong = what_is_wrong(name, mine)
-        right = ["It fits, and nothing is quicker by more than 3%.", f"Ranking:\n{ranking(name)}"]
-        return Verdict(
-            *(f"choosing.{name}", NOT_YET if wrong else PASSED),
-            *(["by what it is for", "sum"], rows, [wrong] if wrong else right),
-        )
+        held = ", ".join(f"{kind} {_gb(size)} GB" for kind, size in mine.held.items())
+        parts = ", ".join(f"{part} {format_seconds(s)}" for part, s in mine.parts_s.items() if s)
+        notes = [wrong or "It fits, and nothing is quicker by more than 3%."]
+        notes.append(f"By the model it holds {held}; a step is {parts}.")
+        notes += [] if wrong else [f"Ranking:\n{ranking(name)}"]
+        return Verdict(f"choosing.{name}", NOT_YET if wrong else PASSED, notes=notes)
 
     return told(f"choosing.{name}", judge)
 

@@ -91,7 +91,7 @@ def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -
     ``look`` measures ``link`` and ``call_s``; by default they are what is emulated.
     """
     by_layer = [[4 * p.numel() for p in layer.parameters()] for layer in [*build()][:-1]]
-    sizes, layers = [size for layer in by_layer for size in layer], MODEL.layers
+    sizes, layers, workers = [s for own in by_layer for s in own], MODEL.layers, max(1, ranks - 1)
     reduce_s = partial(all_reduce_seconds, "ring", link=link)
     # Ranks that work at once share the cores.
     call_s *= 1 if name in ("single", "model_parallel") else max(1, ranks / num_cores())
@@ -100,7 +100,6 @@ def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -
         """Forward of all blocks for some of the samples, of a part of each block."""
         return layers * (math.ceil(samples) * FORWARD_S * part + call_s)
 
-    workers = max(1, ranks - 1)
     replica_s, worker_s = blocks_s(SAMPLES / ranks), blocks_s(SAMPLES / workers)
     if name == "ddp":
         # The last block's gradients are ready first, the embeddings' with those of block 0.
@@ -191,8 +190,8 @@ def measured_s(
 
 def look(ranks: int) -> tuple[Link, float]:
     """What a model has to know: a message between ranks, and what a block's call takes itself."""
-    sizes = (2**8, 2**12, 2**16)
-    link = measure_link(ranks, "exchange", sizes_bytes=sizes, repeats=5, device="cpu", link=_LINK)
+    how = {"sizes_bytes": (2**8, 2**12, 2**16), "repeats": 5, "device": "cpu", "link": _LINK}
+    link = measure_link(ranks, "exchange", **how)
     (steps,) = measured_s(1, ["single"]).values()
     own_s = statistics.median(steps) - predicted_s("single", 1)
     return link, max(0.0, own_s / (3 * MODEL.layers))
@@ -202,16 +201,13 @@ def beside(
     measured: Mapping[str, Sequence[float]], ranks: int, link: Link, call_s: float
 ) -> Table:
     """Model and measurement of each technique, with the error of the model."""
-    models = {name: predicted_s(name, ranks, link, call_s) for name in measured}
-    errors = {n: models[n] / statistics.median(steps) - 1 for n, steps in measured.items()}
-    rows = [
-        (
-            *(name, format_seconds(models[name])),
-            *(Spread.of(steps).text(format_seconds), f"{errors[name]:+.0%}"),
-        )
-        for name, steps in measured.items()
-    ]
-    close = sum(abs(error) <= CLOSE for error in errors.values())
-    note = f"{close} of {len(rows)} within {CLOSE:.0%} on {ranks} emulated devices."
+    rows, close = [], 0
+    for name, steps in measured.items():
+        model_s, spread = predicted_s(name, ranks, link, call_s), Spread.of(steps)
+        error = model_s / spread.median - 1
+        close += abs(error) <= CLOSE
+        shown = spread.text(format_seconds)
+        rows.append((name, format_seconds(model_s), shown, f"{error:+.0%}"))
     heads = ("technique", "step (model)", "measured (quartiles)", "model's error")
+    note = f"{close} of {len(rows)} within {CLOSE:.0%} on {ranks} emulated devices."
     return Table(heads, tuple(rows), (note,))

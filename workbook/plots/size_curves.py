@@ -127,19 +127,7 @@ def draw_curves(
     for whose, size, dashes in marks:
         name = f"crossover, {whose}: {format_size(size)}"
         lines.append(axes.axvline(size, color=DARK, linestyle=dashes, label=name))
-    axes.set_xscale("log", base=2)
-    sizes = sorted(set().union(*measured.values()))
-    ticks = sizes[:: math.ceil(len(sizes) / 10)]
-    axes.set_xticks(ticks, list(map(format_size, ticks)))
-    if log_time:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
-    else:
-        axes.set_ylim(0, None)
-    axes.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
-    axes.minorticks_off()
-    axes.set(xlabel=f"{label}, log scale", ylabel=f"time{', log scale' * log_time}")
-    axes.grid()
+    _scale(axes, sorted(set().union(*measured.values())), label, format_size, log_time)
     add_legend(figure, lines)
     ratios = {
         (name, x): median(measured[name][x]) / model_s
@@ -161,6 +149,23 @@ def draw_curves(
         alt=f"Curves of time by {label}. {'; '.join(ends)}.",
         caption=joined(told, ratio_words([*ratios.values()], "dashed"), why, spread),
     )
+
+
+def _scale(
+    axes: Any, sizes: list[float], label: str, format_size: Callable[[float], str], log_time: bool
+) -> None:
+    axes.set_xscale("log", base=2)
+    ticks = sizes[:: math.ceil(len(sizes) / 10)]
+    axes.set_xticks(ticks, list(map(format_size, ticks)))
+    if log_time:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
+    else:
+        axes.set_ylim(0, None)
+    axes.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
+    axes.minorticks_off()
+    axes.set(xlabel=f"{label}, log scale", ylabel=f"time{', log scale' * log_time}")
+    axes.grid()
 
 
 def _ends_of(points: Repeats, format_size: Callable[[float], str]) -> str:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from labkit.comm.comm import Comm, SubComm
 from labkit.strategies.base import MakeOptimizer, State
+from labkit.strategies.builtin import check_dtensor
 from labkit.strategies.builtin.tensor_parallel import TorchTensorParallel
 from labkit.strategies.mesh import check_sides
 from labkit.strategies.tensor_cut import Cut
@@ -46,6 +47,7 @@ class TorchMesh(TorchTensorParallel):
         return self.comm.rank // self.tp, self.dp
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        check_dtensor(comm)
         names = ("dp", "tp")
         self.mesh = init_device_mesh(comm.device.type, (self.dp, self.tp), mesh_dim_names=names)
         tensor = SubComm(comm, self.mesh["tp"].mesh.tolist())

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, State
+from labkit.strategies.builtin import check_dtensor
 from labkit.strategies.builtin.ddp import TorchDDP
 from labkit.strategies.sharded import Sharded
 from labkit.units import check_integer
@@ -42,6 +43,7 @@ class TorchSharded(TorchDDP):
             zero: Any = ZeroRedundancyOptimizer
             super().setup(comm, model, lambda mine: zero(mine, make_optimizer, self.group))
             return
+        check_dtensor(comm)
         self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
         self.place(comm, model)
         group: Any = self.group or dist.group.WORLD

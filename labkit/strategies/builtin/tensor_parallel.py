@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from labkit.strategies.base import State
+from labkit.strategies.builtin import check_dtensor
 from labkit.strategies.tensor_cut import Cut
 from labkit.strategies.tensor_parallel import TensorParallel
 from labkit.workload.losses import Loss
@@ -55,6 +56,7 @@ class TorchTensorParallel(TensorParallel):
                 )
 
     def cut(self, model: nn.Module) -> State:
+        check_dtensor(self.group.comm)
         ranks, self.local = self.group.comm.world_size, dict[Tensor, nn.Parameter]()
         self.parallelize(model, init_device_mesh(self.group.comm.device.type, (ranks,)))
         for name, p in model.named_parameters():
