@@ -31,6 +31,7 @@ from workbook.exercises import (
     puzzles,
     rendezvous,
     ring,
+    sharded,
     staleness,
     step,
     tensor_parallel,
@@ -42,4 +43,4 @@ __all__ = ["Case", "Exercise", "Target", "Verdict", "grade"]
 __all__ += ["backend", "cases", "choosing", "collectives", "compressed", "coordinator"]
 __all__ += ["data_parallel", "ddp", "detective", "elsewhere", "fairness", "hops", "hosts"]
 __all__ += ["messages", "overlap", "parameter_server", "pipeline", "placement", "puzzles"]
-__all__ += ["rendezvous", "ring", "staleness", "step", "tensor_parallel", "tree"]
+__all__ += ["rendezvous", "ring", "sharded", "staleness", "step", "tensor_parallel", "tree"]

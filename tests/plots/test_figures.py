@@ -93,6 +93,20 @@ class TestBars:
         assert "1.33 times the model" in figure.caption
 
 
+class TestMemoryLedger:
+    def test_a_model_is_hatched_and_what_was_held_stands_beside_it(self):
+        models = {"a": {"parameters": 4096, "in_flight": 0}, "b": {"gradients": 2048}}
+        figure = plots.memory_ledger(models, {"a": {"parameters": 6144}})
+        bars = {round(bar.get_x() + 0.17, 2): bar for bar in figure.figure.axes[0].patches}
+        assert {x: bar.get_height() for x, bar in bars.items()} == {0: 4, 0.36: 6, 1: 2}
+        assert {x: bar.get_hatch() for x, bar in bars.items()} == {
+            0: "////",
+            0.36: None,
+            1: "////",
+        }
+        assert "is 1.5 times the model" in figure.caption
+
+
 class TestLearningCurves:
     def test_curves_are_the_epochs_by_epoch_and_by_second(self):
         grid = plots.learning_curves({"single": EPOCHS}).figure.axes

@@ -2,7 +2,7 @@ import pytest
 from parts import boxes_of, legend_of
 
 from labkit.costs.pipeline_timeline import predicted_slots
-from labkit.schedules.pipeline import PIPELINES
+from labkit.schedules.pipeline import PIPELINES, pipeline_streams
 from labkit.tracing import Span, Trace
 from workbook import plots
 
@@ -67,3 +67,13 @@ class TestTimeline:
         for others in (ONE_F_ONE_B, streams_of("gpipe", 2, 4)):
             with pytest.raises(ValueError, match=r"ran 4 .* give the streams of this run"):
                 plots.pipeline_timeline(ran(GPIPE), others)
+
+
+def test_halves_of_backwards_and_short_stages_have_names_of_their_own():
+    for schedule, chunks in (("zero_bubble", 1), ("interleaved", 2)):
+        streams = pipeline_streams(schedule, 2, 4)
+        slots = predicted_slots(streams, [1 / chunks] * 2 * chunks, [2 / chunks] * 2 * chunks)
+        figure = plots.pipeline_timetable(slots)
+        assert words_of(figure) == {r: list(map(str, row)) for r, row in enumerate(streams)}
+        assert "With GPipe or 1F1B, equal stages" in figure.caption
+    assert figure.caption.endswith("at most 2.5, 1.5 micro-batches are held, by stage.")

@@ -14,6 +14,7 @@ MAKE = {
     "buckets": widgets.bucket_explorer,
     "ring": widgets.ring_stepper,
     "staleness": widgets.staleness_explorer,
+    "memory": widgets.memory_explorer,
 }
 
 
@@ -76,6 +77,18 @@ def test_it_is_read_as_text_and_a_new_caption_is_read_aloud(make):
     assert bundle["text/plain"] == text
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert '<figcaption role="status" aria-live="polite"' in made.view.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_what_the_memory_explorer_runs_holds_what_it_predicts(model):
+    made = widgets.memory_explorer(model, ranks=2, stage=1)
+    made.stage.value, made.precision.value = 3, "float64"
+    assert "By the formula between two steps" in made.caption
+    run, shown = made.children[-2:]
+    run.click()
+    made.job.join()
+    assert "is equal to the model" in shown.value
 
 
 def test_a_pipelines_step_is_predicted_and_then_run():

@@ -103,7 +103,6 @@ def one_f_one_b(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong 
     return Wrong(found) if found else None
 
 
-# 1F1B with whole backwards takes 3 (M + P - 1) forwards, the shortest possible 3 M + P - 1.
 @judged(
     "stage, num_stages, num_micro_batches",
     *_SIZES,
@@ -125,21 +124,17 @@ def zero_bubble(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong 
     try:
         ends = [max(s.end_s for s in predicted_slots(one, [1.0] * P, [2.0] * P)) for one in both]
     except ValueError as error:
-        return Wrong(
-            f"{error}, whose inputs never come: B needs its F here and B behind it, W its B"
-        )
+        return Wrong(f"{error}: B needs its F, and the B of the stage behind, W its B")
+    most = min(P, M)
     for stage, stream in enumerate(streams):
-        if (held := in_flight(stream)) > min(P, M):
-            text = (
-                f"stage {stage} runs {_listed(stream)}; from F to W it holds {held} micro-batches"
-            )
-            return Wrong(f"{text} at once, 1F1B at most {min(P, M)}")
+        if (held := in_flight(stream)) > most:
+            text = f"stage {stage} holds {held} micro-batches at once, from F to W, 1F1B {most}"
+            return Wrong(f"{text}: it runs {_listed(stream)}")
     if ends[0] > ends[1]:
-        text = f"with {P} stages and {M} micro-batches the step takes {ends[0]:g} forwards of a "
-        text += (
-            f"micro-batch, labkit's {ends[1]:g}, 1F1B's {3 * (M + P - 1)}; the last stage runs "
+        text = (
+            f"the step takes {ends[0]:g} columns, labkit's {ends[1]:g}, 1F1B's {3 * (M + P - 1)}"
         )
-        return Wrong(f"{text}{_listed(streams[-1])}")
+        return Wrong(f"{text}; the last stage runs {_listed(streams[-1])}")
     return None
 
 

@@ -6,6 +6,7 @@ Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 from workbook.plots.bars import bars
 from workbook.plots.figure import CaptionedFigure
 from workbook.plots.learning_curves import learning_curves
+from workbook.plots.memory_ledger import memory_ledger
 from workbook.plots.models import (
     bucket_overlap,
     staleness_histogram,
@@ -31,6 +32,7 @@ __all__ = [
     "crossings",
     "hop_time",
     "learning_curves",
+    "memory_ledger",
     "phases",
     "pipeline_timeline",
     "pipeline_timetable",

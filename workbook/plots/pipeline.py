@@ -92,7 +92,8 @@ def _draw(
             text = str(Action(slot.kind, slot.micro_batch, slot.chunk))
             middle = (slot.start_s + slot.end_s) / 2 / scale
             tag(axes, middle, stages.index(slot.stage), text if room else text[1:])
-    axes.set(xlabel=f"time ({shown_unit})", ylabel="stage")
+    kinds, chunks = {slot.kind for slot in slots}, 1 + max(slot.chunk for slot in slots)
+    axes.set(xlabel=f"time ({shown_unit})", ylabel="stage" if chunks == 1 else "rank")
     label_lanes(axes, list(map(str, stages)))
     add_legend(figure, entries)
 
@@ -102,18 +103,19 @@ def _draw(
         actions = [Action(slot.kind, slot.micro_batch, slot.chunk) for slot in mine]
         order = " ".join(map(str, actions[:12])) + " and so on" * (len(actions) > 12)
         orders.append(f"stage {stage} {order}")
-        held.append(str(in_flight(actions)))
+        held.append(format_number(in_flight(actions) / chunks))
     takes = f"{format_number(end_s)} {unit}" if unit else format_seconds(end_s)
     words = f"the step takes {takes}, and stages are idle for {bubble(slots):.0%} of it"
     sizes = f"{format_count(len(stages), 'stage')} and {format_count(count, 'micro-batch')}"
+    usual = "With GPipe or 1F1B, equal" if chunks > 1 or "backward_weight" in kinds else "Equal"
     formula = f"(P - 1) / (M + P - 1) = {bubble_formula(len(stages), count):.0%}"
     return CaptionedFigure(
         figure,
         alt=f"{'Predicted timetable' if model else 'Timeline'} of {sizes}. {'; '.join(orders)}. "
         f"In all, {words}.",
-        caption=f"{'Model' if model else 'Measured'}: {words}. Equal stages without hops would be "
-        f"idle for {formula}. Activations of at most {', '.join(held)} micro-batches are held, by "
-        "stage.",
+        caption=f"{'Model' if model else 'Measured'}: {words}. {usual} stages without hops would "
+        f"be idle for {formula}. Activations of at most {', '.join(held)} micro-batches are held, "
+        "by stage.",
     )
 
 

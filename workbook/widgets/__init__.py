@@ -3,6 +3,7 @@
     bucket_explorer      the model of DDP's buckets: ``plots.bucket_overlap`` with controls
     split_explorer       a model cut into stages: a picture whose cuts are dragged; runs it
     pipeline_explorer    micro-batches and a schedule: the step predicted, then run
+    memory_explorer      what a rank holds under sharding: the formula, then a run
     ring_stepper         ring all-reduce step by step: ``plots.ring_step`` with two sliders
     staleness_explorer   the model of late gradients: ``plots.staleness_model`` with three sliders
 
@@ -17,10 +18,12 @@ from workbook.widgets.explorers import (
     ring_stepper,
     staleness_explorer,
 )
+from workbook.widgets.memory_explorer import memory_explorer
 from workbook.widgets.split_explorer import SplitExplorer as split_explorer
 
 __all__ = [
     "bucket_explorer",
+    "memory_explorer",
     "pipeline_explorer",
     "ring_stepper",
     "split_explorer",

@@ -1,0 +1,179 @@
+"""Answers to ``check.sharded``."""
+
+import torch
+from graded import Answers, ends
+
+from labkit.collectives import ring_all_reduce, share_only, share_reduce
+from labkit.collectives.ring import split_chunks
+from workbook import check
+
+# ledger(num_bytes, world_size, stage)
+
+
+def ledger(num_bytes, world_size, stage, adam=2):
+    sizes = [num_bytes, num_bytes, adam * num_bytes]
+    return [size // world_size if stage > 2 - kind else size for kind, size in enumerate(sizes)]
+
+
+def parameters_first(num_bytes, world_size, stage):
+    return [*ledger(num_bytes, world_size, stage)[::-1][1:], 2 * num_bytes]
+
+
+# part(num_elements, rank, world_size)
+
+
+def part(num_elements, rank, world_size, shift=1):
+    chunks = torch.arange(num_elements).tensor_split(world_size)
+    before = sum(map(len, chunks[: (rank + shift) % world_size]))
+    return before, before + len(chunks[(rank + shift) % world_size])
+
+
+def ends_with_the_remainder(num_elements, rank, world_size):
+    size, chunk = num_elements // world_size, (rank + 1) % world_size
+    return size * chunk, num_elements if chunk == world_size - 1 else size * (chunk + 1)
+
+
+# update(comm, values, gradient, momentum)
+
+
+def update(comm, values, gradient, momentum, shift=1):
+    mine = (comm.rank + shift) % comm.world_size
+    gradients, parts = (split_chunks(one, comm.world_size) for one in (gradient, values))
+    share_reduce(comm, gradients)
+    momentum.mul_(0.9).add_(gradients[mine])
+    parts[mine] -= 0.1 * momentum
+    share_only(comm, parts)
+
+
+def all_reduces(comm, values, gradient, momentum):
+    """Twice as many bytes on the way there."""
+    ring_all_reduce(comm, gradient)
+    mine = (comm.rank + 1) % comm.world_size
+    momentum.mul_(0.9).add_(split_chunks(gradient, comm.world_size)[mine])
+    parts = split_chunks(values, comm.world_size)
+    parts[mine] -= 0.1 * momentum
+    share_only(comm, parts)
+
+
+def never_shares(comm, values, gradient, momentum):
+    kept = values.clone()
+    update(comm, values, gradient, momentum)
+    mine = (comm.rank + 1) % comm.world_size
+    for chunk, (now, before) in enumerate(
+        zip(*(split_chunks(v, comm.world_size) for v in (values, kept)))
+    ):
+        if chunk != mine:
+            now.copy_(before)
+
+
+def forgets_the_momentum(comm, values, gradient, momentum):
+    momentum.zero_()
+    update(comm, values, gradient, momentum)
+
+
+# reduce(comm, backward, totals)
+
+
+def reduces(comm, backward, totals, adds=True):
+    mine = (comm.rank + 1) % comm.world_size
+    for number, gradient in backward:
+        chunks = split_chunks(gradient, comm.world_size)
+        share_reduce(comm, chunks)
+        totals[number].mul_(adds).add_(chunks[mine])
+        del chunks
+
+
+def keeps_all(comm, backward, totals):
+    reduces(comm, list(backward), totals)
+
+
+def forgets_what_was_there(comm, backward, totals):
+    reduces(comm, backward, totals, adds=False)
+
+
+# forward(comm, shards, sizes, layers, inputs)
+
+
+def forward(comm, shards, sizes, layers, inputs, shift=1):
+    for shard, size, layer in zip(shards, sizes, layers):
+        whole = torch.empty(size)
+        chunks = split_chunks(whole, comm.world_size)
+        chunks[(comm.rank + shift) % comm.world_size].copy_(shard)
+        share_only(comm, chunks)
+        inputs = layer(whole, inputs)
+        del whole, chunks
+    return inputs
+
+
+def gathers_everything_first(comm, shards, sizes, layers, inputs):
+    wholes = []
+    forward(comm, shards, sizes, [lambda whole, x: wholes.append(whole) or x] * len(sizes), inputs)
+    for whole, layer in zip(wholes, layers):
+        inputs = layer(whole, inputs)
+    return inputs
+
+
+# prefetch(order, gather, use, free)
+
+
+def prefetches(order, gather, use, free, ahead=1):
+    handles = {unit: gather(unit) for unit in order[:1]}
+    for place, unit in enumerate(order):
+        handles.pop(unit).wait()
+        handles |= {one: gather(one) for one in order[place + 1 :][:ahead]}
+        use(unit)
+        free(unit)
+
+
+def one_by_one(order, gather, use, free):
+    for unit in order:
+        gather(unit).wait()
+        use(unit)
+        free(unit)
+
+
+def all_at_once(order, gather, use, free):
+    handles = [gather(unit) for unit in order]
+    for unit, handle in zip(order, handles):
+        handle.wait()
+        use(unit)
+        free(unit)
+
+
+def waits_too_early(order, gather, use, free):
+    gather(order[0]).wait()
+    for unit, following in zip(order, [*order[1:], None]):
+        if following is not None:
+            gather(following).wait()
+        use(unit)
+        free(unit)
+
+
+def never_frees(order, gather, use, free):
+    prefetches(order, gather, use, lambda unit: None)
+
+
+ANSWERS = [
+    Answers(
+        check.sharded.ledger,
+        [ledger],
+        [parameters_first, lambda *case: ledger(*case, adam=1)],
+    ),
+    Answers(
+        check.sharded.part,
+        [part],
+        [ends_with_the_remainder, lambda *case: part(*case, shift=0)],
+    ),
+    Answers(check.sharded.update, [update], [never_shares, forgets_the_momentum, all_reduces]),
+    Answers(check.sharded.reduce, [reduces], [keeps_all, forgets_what_was_there]),
+    Answers(
+        check.sharded.forward,
+        [forward],
+        [gathers_everything_first, ends(lambda *args: forward(*args, shift=0))],
+    ),
+    Answers(
+        check.sharded.prefetch,
+        [prefetches],
+        [one_by_one, all_at_once, waits_too_early, never_frees],
+    ),
+]

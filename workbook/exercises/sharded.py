@@ -1,0 +1,296 @@
+"""Page 11: the ledger, whose part is which, the sharded update, what exists only for a moment.
+
+Symbols: P ranks, S bytes of parameters; a part is what one rank has of a flat tensor.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.collectives.ring import split_chunks
+from labkit.comm.comm import Comm
+from labkit.costs.traffic import (
+    Cost,
+    ring_all_reduce_cost,
+    share_only_cost,
+    share_reduce_cost,
+)
+from labkit.schedules.ring import chunk_bounds, owned_chunk
+from workbook.exercises.grader import COLLECTIVES, Case, Check, Target, Wrong, judged, solved
+
+LR, MOMENTUM = 0.1, 0.9
+# Elements by layer: neither divides by all P.
+_LAYERS = 10, 7, 12, 5, 9
+
+
+def _divided(num_bytes: int, P: int, stage: int, least: tuple[int, ...] = (3, 2, 1)) -> list[int]:
+    sizes = num_bytes, num_bytes, 2 * num_bytes
+    return [size // (P if stage >= first else 1) for size, first in zip(sizes, least)]
+
+
+@solved(
+    *((9600, P, stage) for P in (2, 4) for stage in (0, 1, 2, 3)),
+    *((96, 3, stage) for stage in (0, 1, 2, 3)),
+    mistakes={
+        "Adam keeps two numbers per parameter": lambda rule, *case: [
+            size // (1 + (kind == 2)) for kind, size in enumerate(rule(*case))
+        ],
+        "stage 1 divides the optimizer's state first, and parameters come last": (
+            lambda rule, *case: _divided(*case, least=(1, 2, 3))
+        ),
+    },
+)
+def ledger(num_bytes: int, world_size: int, stage: int) -> list[int]:
+    """Grade ``fn(num_bytes, world_size, stage)``: parameters, gradients, Adam's state in bytes."""
+    return _divided(num_bytes, world_size, stage)
+
+
+@solved(
+    *((size, rank, P) for size, P in ((10, 4), (12, 3), (2, 3)) for rank in range(P)),
+    mistakes={
+        "after share_reduce rank r has the sum of chunk (r + 1) mod P, not of chunk r": (
+            lambda rule, size, rank, P: rule(size, (rank - 1) % P, P)
+        ),
+    },
+)
+def part(num_elements: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Grade ``fn(num_elements, rank, world_size)``: where the rank's chunk starts and ends."""
+    return chunk_bounds(num_elements, world_size)[owned_chunk(rank, world_size)]
+
+
+def _own(flat: Tensor, rank: int, world_size: int) -> Tensor:
+    return split_chunks(flat, world_size)[owned_chunk(rank, world_size)].clone()
+
+
+def _values(case: Case) -> Tensor:
+    return case.random(5, case.size)
+
+
+def _momentum(case: Case) -> Tensor:
+    return case.random(6, case.size)
+
+
+def _gradient_of(rank: int, case: Case) -> Tensor:
+    """A rank's gradient: whole numbers, which have the same sum in any order."""
+    return (8 * case.random(40 + rank, case.size)).round()
+
+
+def _updated(rank: int, case: Case) -> list[Tensor]:
+    momentum = MOMENTUM * _momentum(case) + case.over_ranks(lambda one: _gradient_of(one, case))
+    return [_values(case) - LR * momentum, _own(momentum, rank, case.world_size)]
+
+
+def _unshared(rank: int, case: Case) -> list[Tensor]:
+    values, (updated, momentum) = _values(case), _updated(rank, case)
+    mine = owned_chunk(rank, case.world_size)
+    split_chunks(values, case.world_size)[mine].copy_(split_chunks(updated, case.world_size)[mine])
+    return [values, momentum]
+
+
+def _update(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor, momentum: Tensor) -> Any:
+    fn(comm, values, gradient, momentum)
+    return [values, momentum]
+
+
+# ``values`` [N] are the same on all ranks, ``momentum`` is the part that this rank updates.
+update = Check(
+    "sharded.update",
+    _updated,
+    signature="comm, values, gradient, momentum",
+    inputs=lambda rank, case: (
+        _values(case),
+        _gradient_of(rank, case),
+        _own(_momentum(case), rank, case.world_size),
+    ),
+    written=None,
+    call=_update,
+    parts=lambda case: {
+        "the old values": _values(case),
+        "the old momentum": _momentum(case),
+        **{
+            f"the gradient of rank {rank}": _gradient_of(rank, case)
+            for rank in range(case.world_size)
+        },
+    },
+    mistakes={"the parts that other ranks update are as they were: share_only them": _unshared},
+    target=lambda rank, case: case.target(
+        ring_all_reduce_cost, rank, peers={(rank + 1) % case.world_size}
+    ),
+    may_call=COLLECTIVES,
+)
+
+
+def _layer(kind: int, number: int, case: Case) -> Tensor:
+    return case.random(100 * kind + number, _LAYERS[number])
+
+
+def _layer_gradient(rank: int, number: int, case: Case) -> Tensor:
+    return (8 * _layer(rank + 1, number, case)).round()
+
+
+def _totals(rank: int, case: Case, of: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    """By layer this rank's part of ``of(what was there, the sum of the gradients)``."""
+    sums = [
+        case.over_ranks(lambda one, number=number: _layer_gradient(one, number, case))
+        for number in range(case.size)
+    ]
+    before = [_layer(9, number, case) for number in range(case.size)]
+    return [_own(of(*pair), rank, case.world_size) for pair in zip(before, sums)]
+
+
+class _Alive:
+    """Which of the tensors that were handed out, by layer, still have memory."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, Any] = {}
+
+    def note(self, number: int, tensor: Tensor) -> Tensor:
+        self._storages[number] = weakref.ref(tensor.untyped_storage())
+        return tensor
+
+    def others(self, *numbers: int) -> list[int]:
+        there = [number for number, ref in self._storages.items() if ref() is not None]
+        return [number for number in there if number not in numbers]
+
+
+def _reduce(fn: Callable, comm: Comm, case: Case, totals: list[Tensor]) -> Any:
+    """The gradients of the layers come one after another, from the last to the first."""
+    alive, held = _Alive(), []
+
+    def backward() -> Iterator[tuple[int, Tensor]]:
+        for number in reversed(range(case.size)):
+            # A loop's variable holds the one before until it gets the next.
+            if others := alive.others(number + 1):
+                held.append(
+                    f"when layer {number} comes, the gradients of layers {others} are still held"
+                )
+            yield number, alive.note(number, _layer_gradient(comm.rank, number, case))
+
+    fn(comm, backward(), totals)
+    return Wrong(f"{held[0]}: let go of each before the next") if held else totals
+
+
+def _by_layer(cost_of: Callable[..., Cost]) -> Callable[[int, Case], Target]:
+    def target(rank: int, case: Case) -> Target:
+        costs = [cost_of(size, 4, case.world_size, rank) for size in _LAYERS[: case.size]]
+        return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
+
+    return target
+
+
+_in_layers = {
+    "written": None,
+    "sizes": (5, 3),
+    "nouns": ("rank", "layer"),
+    "may_call": COLLECTIVES,
+}
+# ``backward`` gives (number, gradient) once each; ``totals`` are this rank's parts, by layer.
+reduce = Check(
+    "sharded.reduce",
+    lambda rank, case: _totals(rank, case, torch.add),
+    signature="comm, backward, totals",
+    inputs=lambda rank, case: (case, _totals(rank, case, lambda before, _: before)),
+    call=_reduce,
+    parts=lambda case: {},
+    mistakes={
+        "it is the sum of the gradients alone: add it to what is in totals": (
+            lambda rank, case: _totals(rank, case, lambda _, total: total)
+        ),
+    },
+    target=_by_layer(share_reduce_cost),
+    **_in_layers,
+)
+
+
+def _forward(fn: Callable, comm: Comm, case: Case, shards: list[Tensor], inputs: Tensor) -> Any:
+    """The layers note what else is held while they work."""
+    alive, held = _Alive(), []
+
+    def layer_of(number: int) -> Callable[[Tensor, Tensor], Tensor]:
+        def layer(parameters: Tensor, inputs: Tensor) -> Tensor:
+            alive.note(number, parameters)
+            if others := alive.others(number):
+                held.append(
+                    f"while layer {number} works, the parameters of layers {others} are still held"
+                )
+            return _apply(number, parameters, inputs, case)
+
+        return layer
+
+    sizes = list(_LAYERS[: case.size])
+    outputs = fn(comm, shards, sizes, [layer_of(number) for number in range(case.size)], inputs)
+    if not held and (left := alive.others()):
+        held.append(f"after the last layer, the parameters of layers {left} are still held")
+    return Wrong(held[0]) if held else outputs
+
+
+def _apply(number: int, parameters: Tensor, inputs: Tensor, case: Case) -> Tensor:
+    return torch.tanh(inputs + parameters @ _layer(20, number, case))
+
+
+def _outputs(rank: int, case: Case) -> Tensor:
+    outputs = case.random(700 + rank, 4)
+    for number in range(case.size):
+        outputs = _apply(number, _layer(30, number, case), outputs, case)
+    return outputs
+
+
+# layer(parameters, inputs) gets all parameters [size]; ``shards`` has this rank's part of them.
+forward = Check(
+    "sharded.forward",
+    _outputs,
+    signature="comm, shards, sizes, layers, inputs",
+    inputs=lambda rank, case: (
+        case,
+        [_own(_layer(30, number, case), rank, case.world_size) for number in range(case.size)],
+        case.random(700 + rank, 4),
+    ),
+    call=_forward,
+    parts=lambda case: {},
+    target=_by_layer(share_only_cost),
+    **_in_layers,
+)
+
+
+@judged("order, gather, use, free", ([0, 1, 2, 3],), ([3, 2, 1, 0],), ([2],), ([4, 0, 2],))
+def prefetch(fn: Callable, order: Sequence[int]) -> Wrong | None:
+    """Grade ``fn(order, gather, use, free)``: each unit is gathered while the one before works."""
+    asked, there, used, wrong = [], [], [], []
+
+    def say(sentence: str) -> None:
+        wrong.append(sentence)
+
+    def gather(unit: int) -> SimpleNamespace:
+        if unit in asked:
+            say(f"unit {unit} is gathered twice")
+        asked.append(unit)
+        if len(whole := [one for one in asked if one not in freed]) > 2:
+            say(
+                f"units {whole} are whole, or being gathered, at the same time: at most two may be"
+            )
+        return SimpleNamespace(wait=lambda: there.append(unit))
+
+    def use(unit: int) -> None:
+        if unit not in there:
+            say(f"unit {unit} is used before the wait for its gather")
+        if unit in freed:
+            say(f"unit {unit} is used after it was freed")
+        used.append(unit)
+        following = order[len(used) : len(used) + 1]
+        if following and following[0] not in asked:
+            say(f"nothing is gathered while unit {unit} works: begin with unit {following[0]}")
+        elif following and following[0] in there:
+            say(f"it waits for unit {following[0]} before unit {unit} works: no overlap")
+
+    freed: list[int] = []
+    fn(list(order), gather, use, freed.append)
+    if wrong:
+        return Wrong(wrong[0])
+    if used != list(order):
+        return Wrong(f"it uses the units {used}, expected {list(order)}")
+    left = [unit for unit in asked if unit not in freed]
+    return Wrong(f"units {left} are not freed") if left else None
