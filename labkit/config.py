@@ -131,7 +131,7 @@ class RunConfig:
         resume: continue from the newest checkpoint in checkpoint_dir, if any
         log_dir: folder for TensorBoard's files
         backend: for --builtin; labkit is this package's own
-        bucket_mb: ddp: bucket size in MiB; 0 gives each parameter a bucket
+        bucket_mb: ddp, mesh: bucket size in MiB; 0 gives each parameter a bucket
         average_every: ddp: local SGD: average parameters after that many updates, not gradients
         accumulate: micro-batches per update and synchronisation
         amp: mixed precision; tf32: products of float32 on NVIDIA's GPUs
@@ -144,10 +144,10 @@ class RunConfig:
         devices: a device per rank, for example cuda:2,cuda:3; data_parallel and model_parallel
             are then one process with a replica or a stage on each
         split_points: layers K,K that begin a stage; by default an even split by FLOPs
-        micro_batches: pipeline: micro-batches per batch
-        schedule: pipeline: order of micro-batches
+        micro_batches: pipeline, mesh: micro-batches per batch
+        schedule: pipeline, mesh: order of micro-batches
         stages_per_rank: pipeline with schedule interleaved: V short stages on each rank (2)
-        recompute: model_parallel, pipeline: hold a stage's input alone, and run forward again
+        recompute: of stages: hold their inputs alone, and run forward again
         sequence_parallel: tensor_parallel: divide positions where layers are not cut
         stage: sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters
         dp: mesh: replicas of the model, which divide the batch

@@ -2,7 +2,8 @@
 
 ``make two-hosts`` runs it (root, Linux). In each repeat, at each rate, torchrun starts jobs of 1,
 2 and 4 ranks on two hosts, whose contenders take turns. The model computes asleep, as on a device
-of its own, and has as many parameters as ResNet-18.
+of its own, and has as many parameters as ResNet-18; some contenders train ResNet-18 itself, too,
+on the cores that the ranks share.
 """
 
 import argparse
@@ -41,7 +42,8 @@ RATES: dict[str, float | None] = {"unlimited": None, "10 Gb/s": 10e9, "1 Gb/s": 
 # As in the published run: ResNet-18 for 100 classes, the batch by workers. Computing is 2.7 times
 # as slow as there, so that at 1 Gb/s it stands to communication as it did there.
 PARAMETERS, BLOCKS, SAMPLE_S = 11_220_132, 10, 1e-3
-BATCHES = {1: 128, 2: 64, 4: 64}
+BATCHES, COMPUTED_BATCHES = {1: 128, 2: 64, 4: 64}, {1: 16, 2: 8, 4: 8}
+COMPUTED = ("one worker", "two on one host", "ring", "hierarchical", "DDP")
 BUCKET_BYTES, BACKWARD = 25 * 2**20, 2 / 3
 PUBLISHED_S = {"one worker": [555.08], "two on one host": [302.00, 324.26], "ring": [549.25]}
 CONTENDERS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -95,23 +97,15 @@ def be_a_rank(comm: Comm) -> None:
     torch.set_num_threads(1)  # as on a device of its own
     blocks = [nn.Sequential(EmulatedLayer(SAMPLE_S / BLOCKS), Weights(n)) for n in BLOCK_SIZES]
     model, P = nn.Sequential(*blocks), comm.world_size
-    inputs, targets = torch.randn(BATCHES[P], 10), torch.zeros(BATCHES[P], dtype=torch.long)
-    found: dict[str, Any] = {"steps": {}, "local_s": {}, "links": {}}
-    for name, (ranks, kind, options) in CONTENDERS.items():
-        if ranks != P:
-            continue
-        strategy = strategies.get(kind)(**options)
-        # Ranks that are dealt out to the hosts in turn: every message of the ring crosses.
-        own = SubComm(comm, [0, 2, 1, 3]) if "dealt out" in name else comm
-        # The hooks of others on the parameters would run for all.
-        mine = model if isinstance(strategy, RingAllReduce) else copy.deepcopy(model)
-        strategy.setup(own, mine, partial(torch.optim.SGD, lr=1e-3))
-        step = partial(strategy.step, inputs, targets, len(inputs) * P)
-        step()
-        before = len(comm.session.spans())
-        found["steps"][name] = slowest(comm, step)
-        seconds = labkit.Trace(comm.session.spans()[before:]).seconds_by_kind(lane=0)
-        found["local_s"][name] = {k: seconds.get(k, 0) for k in ("compute", "update", "compress")}
+    resnet = labkit.build_model("resnet18", num_classes=100, input_shape=(3, 32, 32), seed=0)
+    asleep = torch.randn(BATCHES[P], 10), torch.zeros(BATCHES[P], dtype=torch.long)
+    images = torch.randn(COMPUTED_BATCHES[P], 3, 32, 32), asleep[1][: COMPUTED_BATCHES[P]]
+    found: dict[str, Any] = {"steps": {}, "local_s": {}, "computed_steps": {}, "links": {}}
+    for name, (ranks, *_) in CONTENDERS.items():
+        if ranks == P:
+            found["steps"][name], found["local_s"][name] = one_step(comm, name, model, *asleep)
+        if ranks == P and name in COMPUTED:
+            found["computed_steps"][name], _ = one_step(comm, name, resnet, *images)
     if P > 1:
         right, left, partner = (comm.rank + 1) % P, (comm.rank - 1) % P, comm.rank ^ 1
         seconds = defaultdict(list)
@@ -126,6 +120,25 @@ def be_a_rank(comm: Comm) -> None:
         found["links"] = seconds
     if comm.rank == 0:
         print(f"{ANSWER}{json.dumps(found)}", flush=True)
+
+
+def one_step(
+    comm: Comm, name: str, model: nn.Module, inputs: Tensor, targets: Tensor
+) -> tuple[float, dict[str, float]]:
+    """Seconds of a contender's second step, and those of this rank's own parts of it."""
+    _, kind, options = CONTENDERS[name]
+    strategy = strategies.get(kind)(**options)
+    # Ranks that are dealt out to the hosts in turn: every message of the ring crosses.
+    own = SubComm(comm, [0, 2, 1, 3]) if "dealt out" in name else comm
+    # The hooks of others on the parameters would run for all.
+    mine = model if isinstance(strategy, RingAllReduce) else copy.deepcopy(model)
+    strategy.setup(own, mine, partial(torch.optim.SGD, lr=1e-3))
+    step = partial(strategy.step, inputs, targets, len(inputs) * comm.world_size)
+    step()
+    before = len(comm.session.spans())
+    seconds = slowest(comm, step)
+    spent_s = labkit.Trace(comm.session.spans()[before:]).seconds_by_kind(lane=0)
+    return seconds, {k: spent_s.get(k, 0) for k in ("compute", "update", "compress")}
 
 
 def slowest(comm: Comm, action: Callable[[], object]) -> float:
@@ -201,29 +214,38 @@ def measure(hosts: TwoHosts, repeats: int) -> dict[str, Any]:
         found, adding = (fit_link(sizes, one) for one in both)
         return Link(found.alpha_s, found.beta_s_per_byte, adding.beta_s_per_byte)
 
-    links, steps = [], []
+    def row_of(kind: str, batches: dict[int, int], rate: str, name: str) -> dict[str, Any]:
+        """What was measured; speed-ups are those in samples per second, in the same repeat."""
+        P = CONTENDERS[name][0]
+        alone, seconds = (
+            [one[kind][who] for one in jobs[rate, ranks]]
+            for who, ranks in (("one worker", 1), (name, P))
+        )
+        share = P * batches[P] / batches[1]
+        speed_up = Spread.of([share * one for one in ratios(alone, seconds)])
+        row = {"rate": rate, "contender": name, "workers": P, "hosts": max(1, P // 2)}
+        row |= {"samples": P * batches[P], "seconds": rounded(seconds)}
+        row |= {"step_s": asdict(Spread.of(seconds)), "speed_up": asdict(speed_up)}
+        return row | {"efficiency": speed_up.median / P}
+
+    links, steps, computed = [], [], []
     for rate, bits_per_s in RATES.items():
         between, inside, one_host = (link(rate, *of) for of in MEASURED)
-        alone = None
+        alone_s = 0.0
         cable = {"between": between, "inside": inside, "one_host": one_host}
         own = {"rate": rate, "bits_per_s": bits_per_s, "raw_bytes_per_s": raw[rate]}
         links.append(own | {name: asdict(one) for name, one in cable.items()})
         for name, (P, *_) in CONTENDERS.items():
-            seconds = [one["steps"][name] for one in jobs[rate, P]]
             free = [one["local_s"][name] for one in jobs["unlimited", P]]
             local_s = {k: statistics.median(one[k] for one in free) for k in free[0]}
             model_s = step_s(name, local_s, one_host if P == 2 else inside, between)
-            alone = alone or (seconds, model_s)
-            share = P * BATCHES[P] / BATCHES[1]
-            speed_up = Spread.of([share * one for one in ratios(alone[0], seconds)])
-            row = {"rate": rate, "contender": name, "workers": P, "hosts": max(1, P // 2)}
-            row |= {"samples": P * BATCHES[P], "seconds": rounded(seconds)}
-            row |= {"step_s": asdict(Spread.of(seconds)), "speed_up": asdict(speed_up)}
-            row |= {"efficiency": speed_up.median / P, "local_s": local_s, "model_s": model_s}
-            row["model_speed_up"] = alone[1] / model_s * share
+            alone_s = alone_s or model_s
+            row = row_of("steps", BATCHES, rate, name) | {"local_s": local_s, "model_s": model_s}
+            row["model_speed_up"] = alone_s / model_s * P * BATCHES[P] / BATCHES[1]
             published = [PUBLISHED_S["one worker"][0] / s for s in PUBLISHED_S.get(name, [])]
             steps.append(row | ({"published_speed_up": published} if published else {}))
-    return {"links": links, "steps": steps}
+        computed += [row_of("computed_steps", COMPUTED_BATCHES, rate, name) for name in COMPUTED]
+    return {"links": links, "steps": steps, "real_steps": computed}
 
 
 def main() -> None:

@@ -39,8 +39,8 @@ def sharded_memory(
     world_size: int,
     rank: int = 0,
     *,
-    uses: Uses | None = None,
-    trained: Sequence[int] | None = None,
+    uses: Uses,
+    trained: Sequence[int],
     element_bytes: int = 4,
     states: int = 1,
     counter_bytes: int = 0,
@@ -53,14 +53,11 @@ def sharded_memory(
     flight W(n - 1), gathered ahead: two units are whole.
 
     Args:
-        sizes: elements of each flat, as in ``notes``; shards differ by at most one element.
-        uses: by unit, the flats it uses; by default each unit one.
-        trained: the flats that are trained; by default all.
+        sizes: elements of each flat, of which ranks have parts that differ by at most one.
+        uses, trained: by unit, the flats that it uses; and the flats that are trained.
         states: the optimizer's numbers per parameter: SGD's momentum 1, Adam 2.
         counter_bytes: what it keeps beside them for each shard: Adam counts steps, in 4 bytes.
     """
-    flats = range(len(sizes))
-    uses, trained = uses or [(flat,) for flat in flats], flats if trained is None else trained
 
     def whole(some: Sequence[int] | set[int]) -> int:
         return element_bytes * sum(sizes[flat] for flat in some)
@@ -70,6 +67,7 @@ def sharded_memory(
         bounds = [chunk_bounds(sizes[flat], world_size)[chunk] for flat in some]
         return element_bytes * sum(end - start for start, end in bounds)
 
+    flats = range(len(sizes))
     rest = {
         "parameters": part(flats) if stage == 3 else whole(flats),
         "gradients": whole(trained) if stage == 1 else part(trained),

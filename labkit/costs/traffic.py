@@ -165,8 +165,8 @@ def sharded_cost(
     world_size: int,
     rank: int = 0,
     *,
-    uses: Uses | None = None,
-    trained: Sequence[int] | None = None,
+    uses: Uses,
+    trained: Sequence[int],
     element_bytes: int = 4,
     micro_batches: int = 1,
 ) -> Cost:
@@ -175,8 +175,6 @@ def sharded_cost(
     That is if all is trained and no parameter tied. M micro-batches reduce M times in stage 2, and
     gather as often in stage 3. The arguments are those of ``sharded_memory``. Left out: clipping.
     """
-    flats = range(len(sizes))
-    uses, trained = uses or [(flat,) for flat in flats], flats if trained is None else trained
     halves = {"gather": share_only_cost, "reduce": share_reduce_cost}
     done = [one for one in sharded_pass(stage, uses, trained) if one.kind in halves]
     done *= micro_batches if stage > 1 else 1

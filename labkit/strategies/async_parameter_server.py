@@ -59,6 +59,7 @@ class AsyncParameterServer(OnShares):
     max_staleness: int | None = None
     servers = 1
     survives_lost_workers = True
+    no_checkpoint = "the workers of an asynchronous server never stop together"
 
     def check_ranks(self, world_size: int) -> None:
         if world_size < 2:

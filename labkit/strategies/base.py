@@ -86,6 +86,7 @@ class Strategy:
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
         through_comm: whether all traffic passes through ``comm``, which counts it.
+        no_checkpoint: why its runs have no checkpoints; empty if they may have.
         predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
@@ -103,6 +104,7 @@ class Strategy:
     in_one_process = False
     survives_lost_workers = False
     through_comm = True
+    no_checkpoint = ""
     predicts_together = False
     optimizes = "model"
     amp: str | None = None

@@ -227,6 +227,8 @@ class DDP(OnShares):
     def __post_init__(self) -> None:
         if self.average_every is None:
             return
+        why = "momenta differ between ranks, and a checkpoint holds one optimizer"
+        self.no_checkpoint = f"with average_every {self.average_every} {why}"
         refused = {
             "sync_batch_norm": (self.sync_batch_norm, "communicates in every step"),
             "bucket_mb": (self.bucket_mb != 25, "is about gradients, which stay local"),

@@ -119,6 +119,8 @@ class Mesh(Pipeline):
         return loss if self.tensor.rank == 0 else torch.zeros_like(loss)
 
     def update(self) -> bool:
+        if self.tp > 1:
+            self.group.agree(self.trained)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 bucket.take(parameter)

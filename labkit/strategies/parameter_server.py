@@ -59,6 +59,11 @@ class ParameterServer(OnShares):
     servers: int = 1
     optimizes = "elements"
 
+    @property
+    def no_checkpoint(self) -> str:  # type: ignore[override]
+        parts = f"each of {self.servers} servers has a part of the optimizer's state (or take one)"
+        return parts if self.servers > 1 else ""
+
     def check_ranks(self, world_size: int) -> None:
         if self.servers >= max(world_size, 2):
             raise ValueError(
@@ -126,11 +131,6 @@ class ParameterServer(OnShares):
         with self.comm.span("pull"):
             for worker in self.peers:
                 self.comm.send(self.slice, worker)
-
-    def state(self) -> State:
-        if self.servers > 1:
-            raise ValueError("a checkpoint is for one server: leave checkpoint_dir or servers out")
-        return super().state()
 
     def full_state(self) -> State:
         # Workers have all slices already; each of several servers has only its own.

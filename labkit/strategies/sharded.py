@@ -48,7 +48,8 @@ class Flat:
     ``shard`` is this rank's chunk, which its optimizer changes: in stage 3 a copy, as ``full`` has
     memory between ``gather`` and ``free`` alone. The parameters' gradients are views of
     ``gradient`` [N]: in stage 1 always, else between ``begin`` and ``finish``; ``total`` is the
-    shard's. The methods from ``gather`` to ``finish`` are those of ``schedules.sharding``.
+    shard's. ``flying`` is what is under way: gathered ahead, or reduced. The methods from
+    ``gather`` to ``finish`` are those of ``schedules.sharding``.
     """
 
     def __init__(self, comm: Comm, stage: int, parameters: list[nn.Parameter]):
@@ -62,9 +63,8 @@ class Flat:
         self.chunks = split_chunks(self.full, comm.world_size)
         own = self.chunks[self.mine]
         self.shard = nn.Parameter(own.clone() if stage == 3 else own, self.trained)
-        # What is under way: values that are gathered ahead, gradients that are reduced.
-        self.gathering: Work | None = None
-        self.reducing: Work | None = None
+        self.work: Work | None = None
+        self.flying: Tensor | None = None
         self.gradient: Tensor | None = None
         self.total = torch.zeros_like(own)
         if self.trained:
@@ -85,10 +85,14 @@ class Flat:
             self.chunks[self.mine].copy_(self.shard)
             share_only(comm, self.chunks)
 
-        self.gathering = work_queue_of(self.comm).add("share_only", operation, [self.full], [])
+        self.flying = self.full
+        self.work = work_queue_of(self.comm).add("share_only", operation, [self.full], [])
 
     def wait(self) -> None:
-        self.gathering = self._end_of(self.gathering)
+        if self.work:
+            with self.comm.span("wait"):
+                self.work.wait()
+        self.work = self.flying = None
 
     def free(self) -> None:
         # What autograd keeps of it are views: they show the values of the next gather.
@@ -109,19 +113,13 @@ class Flat:
             if self.stage > 1:
                 self.total += chunks[self.mine]
 
-        self.reducing = work_queue_of(self.comm).add("share_reduce", operation, [gradient], [])
-        for parameter in self.parameters if self.stage > 1 else ():
-            parameter.grad = None
-
-    def finish(self) -> None:
-        self.reducing = self._end_of(self.reducing)
+        self.work = work_queue_of(self.comm).add("share_reduce", operation, [gradient], [])
         if self.stage > 1:
-            self.gradient = None
+            self.flying, self.gradient = gradient, None
+            for parameter in self.parameters:
+                parameter.grad = None
 
-    def _end_of(self, work: Work | None) -> None:
-        if work:
-            with self.comm.span("wait"):
-                work.wait()
+    finish = wait
 
     def whole(self, part: Tensor) -> list[Tensor]:
         """From the ranks' parts, like their shards, values by parameter; a collective call."""
@@ -210,7 +208,7 @@ class Sharded(OnShares):
         self.optimizer = make_optimizer(self.trained)
         self.norm_ranks = range(comm.world_size)
         self.module, self.no_sync = self.run, self._without_sums
-        self._steps, self._reduces, self._measures = 0, True, False
+        self._steps, self._reduces = 0, True
         self.most_held, self.activation_bytes = self.held_now(), 0
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
@@ -231,27 +229,27 @@ class Sharded(OnShares):
         self._reduces = True
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor, weight: float) -> Tensor:
-        self._stream = sharded_pass(self.stage, self.uses, self.sums)
-        self._measures = not self.activation_bytes
+        sums = self.sums if self._reduces else ()
+        self._stream = sharded_pass(self.stage, self.uses, sums)
+        measured = None if self.activation_bytes else HeldBytes(self.model)
         loss = targets.new_zeros((), dtype=torch.float64)
         if len(targets) or self.sync_batch_norm:
-            loss = super()._forward_backward(inputs, targets, weight)
+            with measured or contextlib.nullcontext():
+                loss = super()._forward_backward(inputs, targets, weight)
+        if measured:
+            self.activation_bytes = measured.num_bytes
         # On a rank without samples this is all.
         self._go_to()
         return loss
 
     def run(self, inputs: Tensor) -> Tensor:
         """The model's outputs; when backward enters a unit, it calls a hook."""
-        measured = HeldBytes(self.model) if self._measures else None
-        with measured or contextlib.nullcontext():
-            for number, layers in enumerate(self.units):
-                self._go_to("forward", number)
-                for layer in layers:
-                    inputs = layer(inputs)
-                if inputs.requires_grad:
-                    inputs.register_hook(lambda _, n=number: self._go_to("backward", n))
-        if measured:
-            self.activation_bytes, self._measures = measured.num_bytes, False
+        for number, layers in enumerate(self.units):
+            self._go_to("forward", number)
+            for layer in layers:
+                inputs = layer(inputs)
+            if inputs.requires_grad:
+                inputs.register_hook(lambda _, n=number: self._go_to("backward", n))
         return inputs
 
     @torch.no_grad()
@@ -273,21 +271,17 @@ class Sharded(OnShares):
                 self.most_held = max(self.most_held, held, key=lambda one: sum(one.values()))
             if instruction == Instruction(kind, number):
                 return
-            is_sum = instruction.kind in ("reduce", "finish")
-            if instruction.kind not in ("forward", "backward") and (self._reduces or not is_sum):
+            if instruction.kind not in ("forward", "backward"):
                 getattr(self.flats[instruction.number], instruction.kind)()
 
     def held_now(self) -> dict[str, int]:
         """The bytes that are alive, by kind, counted by their storages.
 
-        ``in_flight`` is gathered ahead, or being reduced. What a message is received into is not
-        counted, nor what forward keeps for its backward.
+        What a message is received into is not counted, nor what forward keeps for its backward.
         """
-        flying = [flat.full for flat in self.flats if flat.gathering]
-        reduced = [flat.gradient for flat in self.flats if flat.reducing and self.stage > 1]
         mine = [*self.model.parameters(), *(flat.shard for flat in self.flats)]
         kinds: dict[str, list[Any]] = {
-            "in_flight": [*flying, *reduced],
+            "in_flight": [flat.flying for flat in self.flats],
             "parameters": mine,
             "gradients": [tensor.grad for tensor in mine],
             "optimizer": [
@@ -303,10 +297,7 @@ class Sharded(OnShares):
         return found
 
     def notes(self) -> dict[str, Any]:
-        """Bytes by kind and rank between two steps, and the most in backward; a collective call.
-
-        ``activations`` are those at the end of the first forward.
-        """
+        """Bytes by kind and rank, between steps and at most in backward; a collective call."""
         most = self.most_held | {"activations": self.activation_bytes}
         memory: dict[str, dict[str, list[int]]] = {}
         for moment, held in (("between_steps", self.held_now()), ("most", most)):

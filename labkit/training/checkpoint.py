@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.config import RunConfig
 from labkit.errors import OutputError
-from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.strategies.base import State, Strategy, named, of_kind
 from labkit.training.resolve import PARTS, Own, Work, schedule_of
 
@@ -213,15 +212,8 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
     """
     if (folder := config.checkpoint_dir) is None:
         return None, ""
-    if isinstance(strategy, AsyncParameterServer):
-        raise ValueError(
-            f"{config.strategy} takes no checkpoint_dir: its workers never stop together"
-        )
-    if config.average_every is not None:
-        raise ValueError(
-            f"average_every {config.average_every} takes no checkpoint_dir: momenta differ "
-            "between ranks, and a checkpoint holds one optimizer"
-        )
+    if strategy.no_checkpoint:
+        raise ValueError(f"leave checkpoint_dir out: {strategy.no_checkpoint}")
     names = [path.name for _, path in steps(folder)]
     if names and not config.resume:
         raise ValueError(

@@ -75,6 +75,9 @@ def test_nothing_is_left_when_the_program_is_killed():
 def test_the_tables_of_the_record():
     slow = two_hosts.two_hosts_table(RECORD, ["1 Gb/s"])
     assert 0 < len(slow.rows) < len(RECORD["steps"])
+    # Those who compute have no model beside them, and all say that they were recorded.
+    assert {bool(row[2]) for row in slow.rows} == {True, False}
+    assert all("(recorded" in row[0] for row in slow.rows)
 
 
 @pytest.mark.slow
@@ -85,4 +88,6 @@ def test_a_short_measurement_takes_place(tmp_path):
     subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
     record = json.loads((tmp_path / "r.json").read_text())
     assert {row["rate"] for row in record["steps"]} == {"unlimited", "10 Gb/s", "1 Gb/s"}
+    computed = {row["workers"]: row["samples"] for row in record["real_steps"]}
+    assert computed == {1: 16, 2: 16, 4: 32}
     assert record["links"][-1]["raw_bytes_per_s"] < 1.1 * 1e9 / 8

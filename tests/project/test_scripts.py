@@ -5,7 +5,10 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from agents import SCRIPTS, WORK, Agents
@@ -150,3 +153,28 @@ def test_no_answer_from_the_host(tmp_path):
         agents.start("none", "many_nodes.sh", "nobody.invalid", RANKS="1")
         assert agents.wait("none") == 1
         assert agents.told("none") == "no address of nobody.invalid\n"
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("launcher", ["recipe.py", "launch.sh"])
+def test_the_project_to_copy_trains_where_it_was_copied_to(tmp_path, launcher):
+    """Under torchrun with three ranks; by itself it starts two. Both end as one device does."""
+    folder = shutil.copytree(SCRIPTS / "project", tmp_path / "mine")
+    words = {"recipe.py": [sys.executable, "recipe.py"], "launch.sh": ["bash", "launch.sh"]}[
+        launcher
+    ]
+    found = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"RANKS": "3", "PATH": found, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "replicas agree: True" in done.stdout
+    sys.path.insert(0, str(folder))
+    try:
+        import recipe
+
+        own = {"model": recipe.make_model, "dataset": recipe.make_dataset}
+        due = train_with(**recipe.SETTINGS | {"strategy": "single"}, **own)
+    finally:
+        sys.path.remove(str(folder))
+    assert due.test_accuracy > 0.9
+    assert largest_difference(load_file(folder / "model.safetensors"), due.state) < 1e-5

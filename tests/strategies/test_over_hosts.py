@@ -25,7 +25,7 @@ OWN_PACE = "async_parameter_server"
 IN_ONE_PROCESS = ("single", "data_parallel")
 # What cuts layers cuts those of a transformer.
 OF_TEXT = {"model": "gpt", "dataset": "text"}
-OWN_WORK = {"tensor_parallel": OF_TEXT}
+OWN_WORK = {"tensor_parallel": OF_TEXT, "mesh": OF_TEXT | {"tp": 3}}
 TECHNIQUES = {
     name: {"strategy": name} | OWN_WORK.get(name, {})
     for name in strategies.STRATEGIES
@@ -33,7 +33,7 @@ TECHNIQUES = {
 }
 TECHNIQUES |= {f"{name}, built in": TECHNIQUES[name] | {"builtin": True} for name in TECHNIQUES}
 # On hosts with other numbers of threads, its ranks round what all of them compute differently.
-del TECHNIQUES["tensor_parallel, built in"]
+del TECHNIQUES["tensor_parallel, built in"], TECHNIQUES["mesh, built in"]
 TECHNIQUES["ddp on labkit"] = {"strategy": "ddp", "builtin": True, "backend": "labkit"}
 TECHNIQUES["sums inside hosts first"] = {"strategy": "ring_all_reduce", "hierarchical": True}
 TECHNIQUES["so do buckets"] = {"strategy": "ddp", "bucket_mb": 0.0, "hierarchical": True}

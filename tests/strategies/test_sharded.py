@@ -154,9 +154,3 @@ def test_what_is_no_stage_or_no_chain_is_refused():
         make_strategy(RunConfig("sharded", world_size=2, stage=4))
     with pytest.raises(ValueError, match="Everything cannot be cut into layers"):
         train_with("sharded", world_size=2, model=Everything, dataset=some_batches((9,))[0])
-
-
-def test_pytorchs_own_takes_no_checkpoints(tmp_path):
-    settings = {"world_size": 2, "builtin": True, "model": "mlp", "train_size": 40}
-    with pytest.raises(Exception, match="leave checkpoint_dir or builtin out"):
-        train_with("sharded", **settings, checkpoint_dir=str(tmp_path))

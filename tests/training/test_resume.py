@@ -190,9 +190,18 @@ def test_what_cannot_be_divided_anew_is_refused(tmp_path, settings, why):
         trained(tmp_path, ("ring_all_reduce", 2), resume=True, **settings)
 
 
-def test_local_sgd_is_refused_as_its_ranks_have_momenta_of_their_own(tmp_path):
-    with pytest.raises(ValueError, match="average_every 2 takes no checkpoint_dir"):
-        trained(tmp_path, ("ddp", 3), average_every=2)
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("ddp", {"average_every": 2}, "with average_every 2 momenta differ"),
+        ("async_parameter_server", {}, "never stop together"),
+        ("parameter_server", {"servers": 2}, "each of 2 servers has a part"),
+        ("sharded", {"builtin": True}, "in its own way"),
+    ],
+)
+def test_what_has_no_checkpoints_says_so_before_it_starts(tmp_path, name, options, why):
+    with pytest.raises(ValueError, match=f"leave checkpoint_dir out: .*{why}"):
+        trained(tmp_path, (name, 3), **options)
 
 
 def test_sigterm_ends_all_ranks_after_a_step_with_a_checkpoint(tmp_path):

@@ -22,49 +22,39 @@ MODELS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "mlp": ("digits", 10, (1, 8, 8)),
 }
 PRECISIONS = ("float32", "float64")
-# What "most" is shown as.
 MOMENTS = {"between_steps": "between two steps", "most": "most, in backward"}
 
 
 @cache
-def _flats(model: str, stage: int) -> tuple[list[int], list[list[int]]]:
-    """The elements of each flat, and the flats of each unit."""
+def predicted_memory(model: str, ranks: int, precision: str, stage: int) -> dict[str, Any]:
+    """The ledgers of rank 0 by moment, with Adam."""
     _, num_classes, shape = MODELS[model]
     built = build_model(model, num_classes=num_classes, input_shape=shape, seed=0)
     _, flats, uses = divide(built, stage)
-    return [sum(parameter.numel() for parameter in flat) for flat in flats], uses
-
-
-def predicted_memory(model: str, ranks: int, precision: str, stage: int) -> dict[str, Any]:
-    """The ledgers of rank 0 by moment, with Adam."""
-    sizes, uses = _flats(model, stage)
-    item = getattr(torch, precision).itemsize
-    options = {"uses": uses, "element_bytes": item, "states": 2, "counter_bytes": 4}
-    found = sharded_memory(sizes, stage, ranks, **options)
-    return {MOMENTS[moment]: ledger for moment, ledger in found.items()}
+    sizes = [sum(parameter.numel() for parameter in flat) for flat in flats]
+    numbers = {
+        "element_bytes": getattr(torch, precision).itemsize,
+        "states": 2,
+        "counter_bytes": 4,
+    }
+    layout = {"uses": uses, "trained": range(len(sizes))}
+    found = sharded_memory(sizes, stage, ranks, **layout, **numbers)
+    return {words: found[moment] for moment, words in MOMENTS.items()}
 
 
 def held_memory(model: str, ranks: int, precision: str, stage: int) -> dict[str, Any]:
     """The same as a run counts it: two steps of Adam."""
-    run = train_with(
-        "sharded",
-        stage=stage,
-        world_size=ranks,
-        model=model,
-        dataset=MODELS[model][0],
-        dtype=precision,
-        optimizer="adam",
-        device="cpu",
-        epochs=1,
-        train_size=4 * ranks,
-        batch_size=2 * ranks,
-    )
-    memory = run.notes["memory"]
+    options: dict[str, Any] = {
+        "model": model,
+        "dataset": MODELS[model][0],
+        "dtype": precision,
+        "stage": stage,
+    }
+    options |= {"optimizer": "adam", "train_size": 4 * ranks, "batch_size": 2 * ranks}
+    memory = train_with("sharded", world_size=ranks, device="cpu", **options).notes["memory"]
     return {
-        MOMENTS[moment]: {
-            kind: by_rank[0] for kind, by_rank in kinds.items() if kind != "activations"
-        }
-        for moment, kinds in memory.items()
+        words: {kind: ranks[0] for kind, ranks in memory[moment].items() if kind != "activations"}
+        for moment, words in MOMENTS.items()
     }
 
 

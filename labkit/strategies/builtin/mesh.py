@@ -1,7 +1,6 @@
 """PyTorch's mesh of ranks: DTensor along one side of a ``DeviceMesh``, FSDP2 along the other."""
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +29,7 @@ class TorchMesh(TorchTensorParallel):
     pp: int = 1
     tp: int = 1
     predicts_together = True
+    no_checkpoint = "PyTorch has divided the parameters in its own way (or leave builtin out)"
     runs_empty = True
 
     def check_ranks(self, world_size: int) -> None:
@@ -97,8 +97,3 @@ class TorchMesh(TorchTensorParallel):
             is_by_head = "qkv" in name and self.tp > 1
             state[name] = (by_head.whole(whole.chunk(self.tp)) if is_by_head else whole).cpu()
         return state
-
-    def state(self) -> NoReturn:
-        raise ValueError(
-            "a checkpoint is for labkit's own mesh: leave checkpoint_dir or builtin out"
-        )

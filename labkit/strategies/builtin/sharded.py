@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +32,7 @@ class TorchSharded(TorchDDP):
 
     stage: int = 3
     predicts_together = True
+    no_checkpoint = "PyTorch has divided the parameters in its own way (or leave builtin out)"
 
     def __post_init__(self) -> None:
         check_integer("stage", self.stage, least=1, most=3)
@@ -74,8 +75,3 @@ class TorchSharded(TorchDDP):
         state = self.model.state_dict()
         full = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
         return {name: value.detach().cpu().clone() for name, value in full.items()}
-
-    def state(self) -> NoReturn:
-        raise ValueError(
-            "a checkpoint is for labkit's own sharded: leave checkpoint_dir or builtin out"
-        )
