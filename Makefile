@@ -148,7 +148,7 @@ test: env
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none
 	LABKIT_LIVE=0 $(BIN)/python -m pytest $(SPREAD) $(NBVAL) -m "not more" tests $(NOTEBOOKS) $(ARGS)
 
-# What is not installed (make cluster, horovod, tensorflow; root for two hosts) is skipped and says so. One by one: storms,
+# What is not installed (make cluster, horovod, tensorflow, html; root for two hosts) is skipped and says so. One by one: storms,
 # agents and clusters need the cores for themselves.
 test-more: env
 	$(BIN)/python -m pytest -p no:nbval -m more tests $(ARGS)

@@ -115,11 +115,15 @@ def forgets_the_others_at_home(comm, tensor, hosts):
 # local_sgd(comm, weight, gradient_of, steps, every)
 
 
-def local_sgd(comm, weight, gradient_of, steps, every):
+def local_sgd(comm, weight, gradient_of, steps, every, op="mean"):
     for step in range(steps):
         weight -= 0.1 * gradient_of(weight, step)
         if (step + 1) % every == 0 or step + 1 == steps:
-            ring_all_reduce(comm, weight, "mean")
+            ring_all_reduce(comm, weight, op)
+
+
+def as_explained(comm, weight, gradient_of, steps, every):
+    local_sgd(comm, weight, gradient_of, steps, every)
 
 
 def round_by_round(comm, weight, gradient_of, steps, every):
@@ -131,25 +135,19 @@ def round_by_round(comm, weight, gradient_of, steps, every):
 
 
 def adds_the_weights(comm, weight, gradient_of, steps, every):
-    for step in range(steps):
-        weight -= 0.1 * gradient_of(weight, step)
-        if (step + 1) % every == 0 or step + 1 == steps:
-            ring_all_reduce(comm, weight)
+    local_sgd(comm, weight, gradient_of, steps, every, op="sum")
 
 
 def leaves_the_last_steps(comm, weight, gradient_of, steps, every):
-    for step in range(steps):
+    whole = steps - steps % every
+    local_sgd(comm, weight, gradient_of, whole, every)
+    for step in range(whole, steps):
         weight -= 0.1 * gradient_of(weight, step)
-        if (step + 1) % every == 0:
-            ring_all_reduce(comm, weight, "mean")
 
 
 def averages_before_the_first_step_too(comm, weight, gradient_of, steps, every):
-    for step in range(steps):
-        if step % every == 0:
-            ring_all_reduce(comm, weight, "mean")
-        weight -= 0.1 * gradient_of(weight, step)
     ring_all_reduce(comm, weight, "mean")
+    local_sgd(comm, weight, gradient_of, steps, every)
 
 
 def averages_gradients(comm, weight, gradient_of, steps, every):
@@ -158,10 +156,6 @@ def averages_gradients(comm, weight, gradient_of, steps, every):
         if (step + 1) % every == 0 or step + 1 == steps:
             ring_all_reduce(comm, gradient, "mean")
         weight -= 0.1 * gradient
-
-
-def averages_in_every_step(comm, weight, gradient_of, steps, every):
-    local_sgd(comm, weight, gradient_of, steps, 1)
 
 
 # place(environment)
@@ -214,10 +208,10 @@ ANSWERS = [
     ),
     Answers(
         check.hosts.local_sgd,
-        [local_sgd, round_by_round],
+        [as_explained, round_by_round],
         [
             *(adds_the_weights, leaves_the_last_steps, averages_before_the_first_step_too),
-            *(averages_gradients, averages_in_every_step),
+            averages_gradients,
         ],
     ),
     Answers(check.hosts.place, [place], [as_if_all_had_the_first_nodes_tasks, local_rank_is_rank]),
