@@ -3,7 +3,7 @@
 import lazy_loader
 
 from labkit.comm.source_lines import count_as_ours
-from labkit.runtime.preload import FOR_TRAINING, IN_NOTEBOOKS, interrupts_later
+from labkit.runtime.preload import FOR_RANKS, IN_NOTEBOOKS, interrupts_later
 
 # Lazy, as labkit is; the names are listed in __init__.pyi.
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
@@ -17,4 +17,4 @@ def __getattr__(name: str):
 count_as_ours(__file__)
 IN_NOTEBOOKS.append("workbook.notebook.live")
 # A notebook warms up before it imports the checks: otherwise each rank would import them again.
-FOR_TRAINING.append("workbook.check")
+FOR_RANKS.append("workbook.check")

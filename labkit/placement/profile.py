@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from labkit import gpus
 from labkit.placement.planner import LayerCost, Profile, cheapest_cuts
@@ -77,6 +76,9 @@ def even_split(
     They are counted, so every process finds the same split, without a measurement. The model is a
     chain of at least ``num_stages`` layers; ``input_shape`` and ``dtype`` are those of one sample.
     """
+    # Not at the top: few need it, and it imports Triton.
+    from torch.utils.flop_counter import FlopCounterMode
+
     # One real sample: on the meta device, convolutions import PyTorch's compiler first (seconds).
     sample = torch.zeros((1, *input_shape), dtype=dtype or input_dtype(model))
     with FlopCounterMode(display=False) as counter:

@@ -1,6 +1,7 @@
 """The process that ranks are forked from: Python's forkserver, with torch imported already."""
 
 import contextlib
+import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -15,9 +16,9 @@ from labkit.devices import plan, print_once
 from labkit.gpus import may_exist
 
 # What the forkserver imports before it forks ranks.
-FOR_RANKS = ["labkit.runtime.server", "labkit.runtime.worker"]
+FOR_RANKS = ["labkit.runtime.server", "labkit.runtime.worker", "labkit.collectives"]
 # The first optimizer in a process imports torch._dynamo, which takes seconds in every rank.
-FOR_TRAINING = ["torch._dynamo", "labkit.collectives"]
+FOR_TRAINING = ["torch._dynamo"]
 # The module whose ``watcher`` draws the runs of a notebook, imported by the first of them. A
 # package above labkit appends it.
 IN_NOTEBOOKS: list[str] = []
@@ -44,6 +45,8 @@ def warm_up(*, device: str | None = None, world_size: int = 4, training: bool = 
     """
     if under_torchrun():
         return
+    # Imported modules are no garbage; to look for some takes a fifth of the time of the imports.
+    gc.set_threshold(50_000)
     names = [*FOR_RANKS, *(FOR_TRAINING if training else ())]
     multiprocessing.forkserver.set_forkserver_preload(names)
     # Ctrl-C and the stop button signal the whole process group, and would end a server that still
@@ -69,6 +72,9 @@ def _end(_change: object) -> None:
     of.util._exit_function()
     os.close(of.forkserver._forkserver._forkserver_alive_fd)
     of.resource_tracker._resource_tracker._stop()
+    # To free what was imported takes a second. Triton would list what is never freed.
+    gc.freeze()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 @contextlib.contextmanager

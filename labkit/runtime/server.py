@@ -29,8 +29,10 @@ def _freeze() -> None:
 
 def _end() -> None:
     """Remove the folder of sockets and stores, which a killed caller cannot remove, and end."""
+    if os.getpid() != _PID:
+        return
     server: Any = multiprocessing.forkserver._forkserver
-    if os.getpid() == _PID and server._forkserver_address:
+    if server._forkserver_address:
         shutil.rmtree(os.path.dirname(server._forkserver_address), ignore_errors=True)
     # To tear torch down takes a second, for which a kernel would wait.
     os._exit(0)

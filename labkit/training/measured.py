@@ -214,7 +214,8 @@ def measure_split(
     """
     how = micro_batches, schedule, stages_per_rank
     strategy: StagedModel = Pipeline(split_points, *how, recompute=recompute)
-    num_layers, chunks = len(layers_of(_build(model, input_shape))), strategy.stages_per_rank
+    whole = model if isinstance(model, nn.Module) else _build(model, input_shape)
+    num_layers, chunks = len(layers_of(whole)), strategy.stages_per_rank
     num_ranks = (len(split_points) + 1) // chunks
     points = check_split_points(split_points, num_layers, num_ranks * chunks)
     if micro_batches == chunks == 1:

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from jupyter_client.manager import start_new_kernel
 from ranks import is_alive, leftovers, running_ranks, server_pid, wait_until
 
 from labkit import WorkerError, run
@@ -95,6 +96,21 @@ def test_a_run_that_loses_its_forkserver_ends_and_the_next_run_works():
     with pytest.raises(WorkerError, match="left early with exit code 255"):
         run(works, server_pid(), world_size=2)
     assert run(right_neighbour, world_size=2).values == [1, 0]
+
+
+@pytest.mark.fresh
+def test_a_kernel_ends_without_a_signal_and_its_forkserver_with_it():
+    code = "import labkit, os; labkit.warm_up(training=False)\n"
+    code += "print(labkit.run(lambda comm: os.getppid(), world_size=1).values[0])"
+    manager, client = start_new_kernel()
+    said, process = [], manager.provisioner.process
+    client.execute_interactive(code, output_hook=said.append, timeout=60)
+    (server,) = (int(m["content"]["text"]) for m in said if m["msg_type"] == "stream")
+    client.stop_channels()
+    manager.shutdown_wait_time = 20  # after half of them Jupyter sends one
+    manager.shutdown_kernel()
+    assert process.returncode == 0
+    assert not is_alive(server)
 
 
 def test_a_consequence_that_is_reported_first_does_not_hide_the_cause():

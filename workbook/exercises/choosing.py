@@ -3,6 +3,7 @@
 What a layout needs and how long its step takes is the model's word: ``labkit.costs.gpt_step``.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from labkit.costs.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds, layouts
@@ -104,7 +105,7 @@ def ranking(name: str, most: int = 6) -> str:
 
 
 def choose(name: str, **layout: Any) -> Verdict:
-    """Judge a layout for a case: ``choose("medium", dp=4, tp=2, stage=1)``.
+    """Judge a layout for a case: ``check.choosing.medium(dp=4, tp=2, stage=1)``.
 
     Without a layout it shows the case. The fields are those of ``Layout``.
     """
@@ -127,6 +128,9 @@ def choose(name: str, **layout: Any) -> Verdict:
         return Verdict(f"choosing.{name}", NOT_YET if wrong else PASSED, notes=notes)
 
     return told(f"choosing.{name}", judge)
+
+
+small, medium, long, scattered, large = (partial(choose, name) for name in CASES)
 
 
 def what_is_wrong(name: str, mine: Ranked) -> str | None:

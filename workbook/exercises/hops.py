@@ -1,4 +1,4 @@
-"""Page 08, with ranks: a stage's forward with its hops, and its backward.
+"""Page 08, with ranks: a stage's forward with its hops, its backward, and branches.
 
 Symbols: P ranks and stages, n samples. The input and the output of every stage are [n, 4], so that
 a wrong tensor can be received, too, and told from the right one.
@@ -9,9 +9,12 @@ import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from labkit.comm.comm import Comm
+from labkit.workload.layers import EmulatedLayer
 from workbook.exercises.grader import Case, Check, Target, Wrong
 from workbook.exercises.grader.exercise import with_parameters
 
@@ -111,4 +114,63 @@ backward = _check(
     inputs=lambda rank, case: (case,),
     call=_backward,
     target=partial(_target, -1),
+)
+
+
+def _network(P: int) -> tuple[list[nn.Sequential], nn.Sequential]:
+    """P towers and the head."""
+    head = with_parameters(nn.Sequential(nn.Linear(_WIDTH, _WIDTH)), 71)
+    return [_stage(tower).append(EmulatedLayer(0.0, 0.002)) for tower in range(P)], head
+
+
+def _batch(case: Case) -> tuple[Tensor, Tensor]:
+    n = case.size or _SAMPLES
+    return case.random(41, n, _WIDTH), torch.arange(n) % _WIDTH
+
+
+def _branch_gradients(rank: int, case: Case) -> list[Tensor | None]:
+    """Those of one device."""
+    towers, head = _network(case.world_size)
+    inputs, targets = _batch(case)
+    joined = torch.stack([tower(inputs) for tower in towers]).sum(0)
+    functional.cross_entropy(head(joined), targets).backward()
+    return [
+        p.grad for module in (towers[rank], head)[: 2 - (rank > 0)] for p in module.parameters()
+    ]
+
+
+def _branches(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None] | Wrong:
+    towers, head = _network(comm.world_size)
+    tower, at = towers[comm.rank], list[int]()
+    start = comm.operations
+
+    def watch(module: nn.Module, args: tuple, output: Tensor) -> None:
+        at.append(comm.operations - start)
+        output.register_hook(lambda gradient: at.append(comm.operations - start))
+
+    tower.register_forward_hook(watch)
+    fn(comm, tower, None if comm.rank else head, *_batch(case))
+    calls = comm.operations - start
+    # Forward before all calls, backward after them: the towers run at the same time.
+    if len(at) == 2 and comm.rank == 0 and at != [0, calls]:
+        text = f"tower 0 goes forward after {at[0]} and backward after {at[1]} of rank 0's {calls}"
+        return Wrong(f"{text} calls of comm, expected 0 and {calls}: the other towers wait for it")
+    return [p.grad for module in (tower, head)[: 2 - (comm.rank > 0)] for p in module.parameters()]
+
+
+def _branch_target(rank: int, case: Case) -> Target:
+    """One message per tower and direction, between its rank and rank 0."""
+    peers = frozenset(range(1, case.world_size)) if rank == 0 else frozenset([0])
+    size = 4 * (case.size or _SAMPLES) * _WIDTH
+    return Target(len(peers), len(peers) * size, 2 * len(peers), peers)
+
+
+# The loss is cross_entropy(head(the sum of all towers' outputs), targets).
+branches = _check(
+    "hops.branches",
+    _branch_gradients,
+    signature="comm, tower, head, inputs, targets",
+    inputs=lambda rank, case: (case,),
+    call=_branches,
+    target=_branch_target,
 )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 STEPS, DIMENSION = 12, 1000
-TIMEOUT_S = 8.0
+TIMEOUT_S = 5.0
 
 
 def losses_of(seed: int, world_size: int) -> torch.Tensor:
