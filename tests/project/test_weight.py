@@ -45,7 +45,7 @@ LIMITS = {
     "tests/notebook": (784, 6028),
     "tests/placement": (121, 1167),
     "tests/plots": (593, 6515),
-    "tests/pretended": (861, 4842),
+    "tests/pretended": (864, 4867),
     "tests/project": (1709, 11990),
     "tests/runtime": (1495, 9698),
     "tests/schedules": (466, 3925),
