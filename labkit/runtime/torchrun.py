@@ -111,7 +111,6 @@ class Opened:
     """A ``Comm`` for one thread, on the CPU, as ``open_for`` has opened it.
 
     Attributes:
-        hosts, host: the ranks of each host, and the number of this one.
         local_rank, local_size: this rank among those of its host, and how many these are.
         has_failed: whether the script ends with an error.
     """
@@ -120,9 +119,7 @@ class Opened:
         # A thread that is inside PyTorch when the interpreter ends would abort the process.
         atexit.register(at_end)
         self.comm, self.has_failed = comm, False
-        self.hosts = comm.session.hosts
-        self.host = next(n for n, ranks in enumerate(self.hosts) if comm.rank in ranks)
-        neighbours = self.hosts[self.host]
+        neighbours = next(ranks for ranks in comm.session.hosts if comm.rank in ranks)
         self.local_rank, self.local_size = neighbours.index(comm.rank), len(neighbours)
         self._watch, self._pid, self._print_error = watch, os.getpid(), sys.excepthook
         if watch is not None:
