@@ -110,13 +110,16 @@ class Strategy:
     amp: str | None = None
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
-    devices: Sequence[torch.device] = ()
+    devices: Sequence[Any] = ()
     optimizer: Any = None
     norm_ranks: Sequence[int] = ()
     counted_elsewhere: Iterable[int] = ()
     trained: list[nn.Parameter]
     comm: Comm
     model: nn.Module
+
+    def __post_init__(self) -> None:
+        self.devices = [torch.device(name) for name in self.devices]
 
     @classmethod
     def options(cls) -> list[str]:

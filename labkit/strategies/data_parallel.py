@@ -43,9 +43,6 @@ class DataParallel(Strategy):
     in_one_process = True
     through_comm = False
 
-    def __post_init__(self) -> None:
-        self.devices = [torch.device(name) for name in self.devices]
-
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm, self.model = comm, model.to(self.devices[0]).train()
         others = [copy.deepcopy(self.model).to(device) for device in self.devices[1:]]

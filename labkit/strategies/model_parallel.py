@@ -56,9 +56,6 @@ class ModelParallelOneProcess(OnShares):
     in_one_process = True
     through_comm = False
 
-    def __post_init__(self) -> None:
-        self.devices = [torch.device(name) for name in self.devices]
-
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm, self.model, layers = comm, model.train(), layers_of(model)
         bounds = stage_bounds(self.split_points, len(layers))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,9 +27,6 @@ class TorchDataParallel(OnShares):
     devices: Sequence[Any] = ()
     in_one_process = True
     through_comm = False
-
-    def __post_init__(self) -> None:
-        self.devices = [torch.device(name) for name in self.devices]
 
     def place(self, comm: Comm, model: nn.Module) -> None:
         super().place(comm, model)
