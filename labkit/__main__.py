@@ -71,11 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def config_of(arguments: Namespace) -> RunConfig:
-    """The settings from the command line; under torchrun the world size is torchrun's.
-
-    Raises:
-        ValueError: what ``RunConfig`` refuses.
-    """
+    """The settings from the command line; under torchrun the world size is torchrun's."""
     given: dict[str, Any] = {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}
     given |= vars(arguments)
     return RunConfig(
@@ -119,8 +115,8 @@ def _explain(arguments: Namespace) -> int:
     from labkit.tracing.chrome import read_traces
     from labkit.tracing.limits import what_limited
 
-    read = read_traces(arguments.files)
-    print(what_limited(read.trace, gap=read.gap))
+    trace, gap = read_traces(arguments.files)
+    print(what_limited(trace, gap=gap))
     return 0
 
 

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from labkit.files import check_regular
 from labkit.tracing.recorder import with_waits
@@ -30,15 +30,11 @@ _COLLECTIVE = re.compile(r"^(?:gloo|nccl|mpi|ucc|xccl|labkit):|^nccl(?:Dev)?Kern
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
-class ReadTrace(NamedTuple):
-    """A trace from files, and what a rank does where it has no span."""
+def read_traces(paths: Sequence[str | Path]) -> tuple[Trace, str]:
+    """The trace of all ranks from one or more files, and what a rank does where it has no span.
 
-    trace: Trace
-    gap: str
-
-
-def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
-    """Read the trace of all ranks from one or more files; ValueError for any other file."""
+    ValueError for any other file.
+    """
     spans: dict[int, list[Span]] = {}
     gap = "code between PyTorch's operators"
     for path in paths:
@@ -50,7 +46,7 @@ def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
                     head = json.load(unpacked)
             head = head if isinstance(head, dict) else {"traceEvents": head}
             if len(paths) == 1 and (ours := _ours(head["traceEvents"])):
-                return ReadTrace(Trace.merge([ours]), "code outside all spans")
+                return Trace.merge([ours]), "code outside all spans"
             rank = head.get("distributedInfo", {}).get("rank", len(spans))
             mine, on_gpu = _profiled(rank, head["traceEvents"])
         except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
@@ -68,7 +64,7 @@ def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
                 replace(s, meets=((-1, -1, next(numbers)),)) if s.kind == "communicate" else s
                 for s in mine
             ]
-    return ReadTrace(Trace.merge([with_waits(spans.values())]), gap)
+    return Trace.merge([with_waits(spans.values())]), gap
 
 
 def _ours(events: list[dict[str, Any]]) -> list[Span]:

@@ -58,7 +58,7 @@ def recorded(name):
 
 
 def limited(name):
-    trace = read_traces([LIMITS / f"{name}.json.gz"]).trace
+    trace, _ = read_traces([LIMITS / f"{name}.json.gz"])
     return RunResult([], trace, 1.0, [], [])
 
 

@@ -33,7 +33,7 @@ RECORDED = Path(__file__).parent / "recorded"
     ],
 )
 def test_recorded_runs(name, kind, rank, words):
-    limit = what_limited(read_traces([RECORDED / f"{name}.json.gz"]).trace)
+    limit = what_limited(read_traces([RECORDED / f"{name}.json.gz"])[0])
     assert (limit.kind, limit.rank) == (kind, rank)
     assert words in str(limit)
     assert sum(limit.shares.values()) == pytest.approx(1)
@@ -41,7 +41,7 @@ def test_recorded_runs(name, kind, rank, words):
 
 def test_the_two_files_of_pytorchs_profiler_show_who_is_late():
     files = [RECORDED / f"profiler_rank{rank}.json.gz" for rank in (0, 1)]
-    read = read_traces(files)
-    limit = what_limited(read.trace, gap=read.gap)
+    trace, gap = read_traces(files)
+    limit = what_limited(trace, gap=gap)
     assert (limit.kind, limit.rank) == ("straggler", 1)
     assert "rank 0 waited for it 42% of its time" in str(limit)
