@@ -12,9 +12,8 @@ Source: Linux, proc_pid_status(5) and proc_pid_clear_refs(5).
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -91,11 +90,6 @@ class Part:
         yield
         self._peaks |= self._meter.lap()
         self.peak = _above(self._peaks, self._start_bytes)
-
-
-def as_dicts(peaks: list[PeakMemory | None]) -> list[dict[str, Any] | None]:
-    """The peaks of all ranks for JSON; None for a rank that was lost."""
-    return [None if peak is None else asdict(peak) for peak in peaks]
 
 
 def own_bytes(status: Mapping[str, int]) -> int:

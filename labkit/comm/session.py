@@ -16,7 +16,7 @@ from torch import Tensor
 from labkit import gpus
 from labkit.comm.board import KINDS, LEFT, RECV, SEND, Board
 from labkit.comm.deadlock import check_collective, check_message
-from labkit.comm.peak_memory import MemoryMeter, Part
+from labkit.comm.peak_memory import MemoryMeter
 from labkit.comm.shared_transport import LOOK_S, why_gone
 from labkit.comm.source_lines import caller_location
 from labkit.comm.transport import Transport, describe
@@ -246,10 +246,6 @@ class Session:
         if not on_gpu or time.monotonic() > self._loss_due_s:
             self._loss_due_s = time.monotonic() + _EVERY_S
             self.board.ranks[self.rank]["loss"] = float(loss)
-
-    def memory_of_part(self, arrived_bytes: int = 0) -> Part:
-        assert self.memory is not None, "the run has started"
-        return Part(self.memory, arrived_bytes)
 
     def leave(self) -> None:
         """Close, and post that this rank has left, so that no rank waits for it any longer."""

@@ -18,7 +18,7 @@ Sources: Narayanan et al., "Efficient large-scale language model training on GPU
 Megatron-LM" (2021), section 3; Shoeybi et al., "Megatron-LM" (2019), figure 8, for two sides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ class Mesh(Pipeline):
         places = torch.arange(comm.world_size).view(self.dp, self.pp, self.tp)
         d, s, t = ((places == comm.rank).nonzero().flatten()).tolist()
         self.data, line, self.tensor = (
-            _among(comm, ranks.tolist())
+            SubComm(comm, ranks.tolist()) if len(ranks) < comm.world_size else comm
             for ranks in (places[:, s, t], places[d, :, t], places[d, s])
         )
         self.group = TensorGroup(self.tensor)
@@ -151,7 +151,3 @@ class Mesh(Pipeline):
 
     def notes(self) -> dict[str, Any]:
         return super().notes() | {"mesh": [self.dp, self.pp, self.tp]}
-
-
-def _among(comm: Comm, ranks: Sequence[int]) -> Comm:
-    return comm if len(ranks) == comm.world_size else SubComm(comm, ranks)

@@ -129,7 +129,7 @@ class TensorGroup:
 
     def _ends(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         if not self.sequence_parallel:
-            return _same, lambda term: fast_ring_all_reduce(self.comm, term.clone())
+            return lambda x: x.view_as(x), lambda x: fast_ring_all_reduce(self.comm, x.clone())
         sizes = self.sizes(self.length)
         return (
             lambda x: torch.cat(gathered(self.comm, x, 1, sizes), dim=1),
@@ -197,10 +197,6 @@ class TensorGroup:
         cut = self.cuts.get(parameter)
         is_cut = cut is not None and whole.dim() == parameter.dim()
         return cut.part(whole, self.comm.rank) if is_cut else whole
-
-
-def _same(x: Tensor) -> Tensor:
-    return x.view_as(x)
 
 
 class ColumnLinear(nn.Linear):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.comm.peak_memory import PeakMemory, as_dicts
+from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.transport import as_bytes
 from labkit.config import RunConfig
 from labkit.files import write_atomically
@@ -98,7 +98,7 @@ class TrainResult:
             "epochs": epochs,
             **{name: getattr(self, name) for name in ("phases_s", "bytes_sent", "messages")},
             "replicas_agree": self.replicas_agree,
-            "peak_memory": as_dicts(self.peak_memory),
+            "peak_memory": [peak and asdict(peak) for peak in self.peak_memory],
             **self.notes,
             "hardware": self.hardware,
             "versions": self.versions,

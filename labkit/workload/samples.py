@@ -198,19 +198,15 @@ class Samples:
                     image = torch.as_tensor(item[0])
                     item = transform(image, self.dtype, draw=draw), item[1]
                 items.append(tuple(item))
-        inputs, targets = (as_dtype(part[: len(numbers)], self.dtype) for part in _collated(items))
+        parts = default_collate(items)
+        for part in parts:
+            if not isinstance(part, Tensor):
+                raise ValueError(
+                    f"the samples of dataset are collated to a {type(part).__name__}: return a "
+                    "tensor, a NumPy array or a number as input and as target"
+                )
+        inputs, targets = (as_dtype(part[: len(numbers)], self.dtype) for part in parts)
         return inputs, targets
-
-
-def _collated(items: list[Any]) -> list[Tensor]:
-    parts = default_collate(items)
-    for part in parts:
-        if not isinstance(part, Tensor):
-            raise ValueError(
-                f"the samples of dataset are collated to a {type(part).__name__}: return a "
-                "tensor, a NumPy array or a number as input and as target"
-            )
-    return parts
 
 
 def samples_of(part: Any, dtype: torch.dtype, seed: int) -> Samples:
