@@ -86,10 +86,8 @@ def _reduction(op: str, dtype: torch.dtype) -> Reduction:
 def in_place(tensor: Tensor) -> Iterator[Tensor]:
     """Lend ``tensor`` (any shape and strides, with or without gradients) as a flat tensor [N].
 
-    It is a view, or a copy that is written back at the end.
-
-    Raises:
-        ValueError: not a dense tensor, or an expanded one; on every rank, before any message.
+    It is a view, or a copy that is written back at the end. ValueError, on every rank and before
+    any message, for a tensor that is not dense, or expanded.
     """
     check_tensor(tensor)
     check_writable(tensor)

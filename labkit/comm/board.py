@@ -121,11 +121,7 @@ class Board:
         return b"".join(np.ascontiguousarray(part).tobytes() for part in self._parts(rank))
 
     def unpack(self, rank: int, data: bytes) -> None:
-        """Write what ``pack`` has made of ``rank`` elsewhere.
-
-        Raises:
-            ValueError: the bytes are not as many as ``pack`` makes.
-        """
+        """Write what ``pack`` has made of ``rank`` elsewhere; ValueError for other bytes."""
         parts = list(self._parts(rank))
         if len(data) != sum(part.nbytes for part in parts):
             raise ValueError(f"{len(data)} bytes are not what a rank writes on a board")

@@ -235,12 +235,8 @@ class Comm:
     ) -> None:
         """Report this rank's progress, which the notebook shows while the run lasts.
 
-        Args:
-            done: steps so far.
-            total: steps in all; 0 if that is not known.
-            label: what is counted, for example ``steps, epoch 2``.
-            samples: how many samples were processed since the last report.
-            loss: of the last step; from a GPU it is fetched at most four times a second.
+        ``done`` of ``total`` steps (0: not known), ``label`` says what is counted, ``samples`` are
+        those since the last report. A ``loss`` leaves a GPU at most four times a second.
         """
         self.session.board.progress(self.rank, done, total, label, samples)
         if loss is not None:

@@ -14,11 +14,7 @@ from labkit.errors import MismatchError
 
 
 def check_message(board: Board, side: int, source: int, destination: int) -> None:
-    """Compare the latest message that one end (``side``) of an edge has posted with the other's.
-
-    Raises:
-        MismatchError: the other end has posted its part, with another shape or dtype.
-    """
+    """MismatchError if the latest message of one end (``side``) does not fit the other end's."""
     mine = int(board.counts[side, source, destination]) - 1
     theirs = board.counts[1 - side]
     if theirs[source, destination] <= mine:
@@ -38,11 +34,7 @@ def check_message(board: Board, side: int, source: int, destination: int) -> Non
 
 
 def check_collective(board: Board, rank: int) -> None:
-    """Compare the collective that ``rank`` has just announced with the other ranks'.
-
-    Raises:
-        MismatchError: another rank has called a different one, or with another tensor.
-    """
+    """MismatchError if another rank differs in the collective that ``rank`` has announced."""
     number = int(board.collectives[rank])
     for other in range(board.world_size):
         if other == rank or board.collectives[other] < number:

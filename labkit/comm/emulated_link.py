@@ -74,10 +74,8 @@ class EmulatedLink:
 class Card:
     """A network card: until when each of its two sides is busy.
 
-    Args:
-        link: how long messages take.
-        shared: the state of both sides [2], float64, and its lock, in memory that the ranks of an
-            emulated host share; None for a card of this process alone.
+    ``shared`` is the state of both sides [2], float64, and its lock, in memory that the ranks of
+    an emulated host share; None for a card of this process alone.
     """
 
     def __init__(self, link: EmulatedLink, shared: tuple[Tensor, Semaphore] | None = None):
@@ -129,10 +127,8 @@ _hosts: Hosts | None = None
 def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None) -> None:
     """Give this process a card for ``link``, or take its card away: a rank has one card.
 
-    ``arena`` is the memory that it shares with all others; needed where ranks share a card.
-
-    Raises:
-        ValueError: hosts cannot be emulated here.
+    ``arena`` is the memory that it shares with all others; ValueError if ``link`` has hosts, whose
+    ranks share a card, and there is none.
     """
     global _card, _hosts
     _card, _hosts = None if link is None else Card(link), None
@@ -150,10 +146,8 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
 def over_link(comm: Comm, ranks: Sequence[int] | None = None) -> Comm:
     """``comm`` over this process's emulated link and on its emulated hosts, if it has any.
 
-    Collectives that would write directly into shared memory then send messages.
-
-    Args:
-        ranks: those of ``comm``, as they are numbered in the run; by default all.
+    Collectives that would write directly into shared memory then send messages. ``ranks`` are
+    those of ``comm``, numbered as in the run, by default all.
     """
     near: frozenset[int] = frozenset()
     if _hosts is not None:

@@ -55,14 +55,10 @@ def find_hosts(store: Any, rank: int, world_size: int) -> tuple[Hosts, tuple[str
 def meet(
     store: Any, rank: int, world_size: int, ranks: Sequence[int] | None = None
 ) -> Arena | None:
-    """Map one arena on all ranks of a host: the first of them makes it, the others open it.
+    """Map one arena on ``ranks``, by default all: the first of them makes it, the others open it.
 
-    Args:
-        world_size: of the whole run: the arena has a place for each of its ranks.
-        ranks: of this host; None for all.
-
-    Returns:
-        The arena; None on all of ``ranks`` if one of them cannot open it (another container).
+    It has a place for each of ``world_size`` ranks. The result is None on all of ``ranks`` if one
+    of them cannot open it (another container).
     """
     ranks = range(world_size) if ranks is None else ranks
     # A store may outlive a group: the next group must not read the notes of this one.
@@ -131,12 +127,8 @@ def separate_comm(
 
     Messages of an edge are first in, first out: threads that share a ``Comm`` would take each
     other's. So the ranks meet once more, with shared memory of their own on each host, and gloo
-    between hosts, for CPU tensors.
-
-    Args:
-        purpose: of this Comm, in the store.
-        timeout: the longest wait for a message.
-        ranks: as they are numbered in the run; None for all of them.
+    between hosts, for CPU tensors. A message may take up to ``timeout``; ``ranks`` are numbered as
+    in the run, by default all.
     """
     cpu = torch.device("cpu")
     store = dist.PrefixStore(f"labkit/{purpose}", store)
@@ -157,10 +149,7 @@ def separate_comm(
 class HostsTransport(Transport):
     """Point-to-point through the memory of this host, or through a process group of all ranks.
 
-    Args:
-        near: for the ranks of this host; its arena has a place for every rank of the run.
-        far: for all others.
-        neighbours: the ranks of this host.
+    ``near`` reaches the ``neighbours``, the ranks of this host, and ``far`` all others.
     """
 
     def __init__(self, near: SharedTransport, far: TorchTransport, neighbours: Sequence[int]):

@@ -49,11 +49,7 @@ class Waiter:
         self._spins_from_s = 0.0
 
     def wait(self, semaphore: Semaphore, peer: int) -> None:
-        """Wait until ``peer`` has posted the semaphore, and decrement it.
-
-        Raises:
-            PeerLostError: the peer has ended, or did not post within ``timeout_s``.
-        """
+        """Wait until ``peer`` has posted the semaphore, and decrement it; or PeerLostError."""
         if not semaphore.try_wait():
             self.wait_for_first([(semaphore, peer)])
 
@@ -103,11 +99,8 @@ class Channel:
     """One edge, as one of its two ends sees it: the sender fills slots, the receiver empties them.
 
     The sender calls ``reserve`` and ``commit``, the receiver ``arrive`` and ``release``. Between
-    the two calls the slot belongs to the caller.
-
-    Args:
-        wait: ``Waiter.wait``.
-        sent: the sender's counters; None at the receiving end, which counts nothing.
+    the two calls the slot belongs to the caller. ``sent`` are the sender's counters; the receiver,
+    which counts nothing, has None.
     """
 
     segment_bytes = SEGMENT_BYTES

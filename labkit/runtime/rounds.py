@@ -47,11 +47,7 @@ class Round:
     _calls: int = 0
 
     def exchange(self, text: str, what: str) -> list[str]:
-        """The texts of all ranks, by rank; called by all of them.
-
-        Raises:
-            ConnectionError: a rank has not come; ``what`` says to what.
-        """
+        """The texts of all ranks, by rank; ConnectionError if one does not come to ``what``."""
         self._calls += 1
         keys = [f"told/{self._calls}/{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], text)

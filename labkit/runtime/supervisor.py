@@ -69,11 +69,7 @@ class Supervisor:
         return [process.pid or 0 for process in self._processes]
 
     def run(self) -> list[Report | None]:
-        """The reports of all ranks, in rank order; None of a rank that was ``lost``.
-
-        Raises:
-            WorkerError: or a subclass of it, if the run has failed.
-        """
+        """The reports of all ranks, None of a ``lost`` one; WorkerError if the run has failed."""
         __tracebackhide__ = True
         trace = None
         try:

@@ -153,11 +153,7 @@ def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Ope
 
     Inside ``labkit.run`` the ranks meet once more. A script that torchrun has started joins the
     others, and is watched from then on. Without a launcher the program is the only rank.
-
-    Args:
-        purpose: of this thread, one word.
-        comm: of the run that this rank is in; None to find it.
-        at_end: called before the run or the program ends, to end the thread.
+    ``at_end`` is called before the run or the program ends, to end the thread.
     """
     if (run := comm or open_comm()) is not None:
         run.session.at_close.append(at_end)

@@ -131,11 +131,7 @@ class AsyncParameterServer(OnShares):
             return self.comm.recv(report[:1], 0)
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
-        """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all.
-
-        Yields:
-            After each epoch, the seconds since the start and the mean loss of its samples.
-        """
+        """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all."""
         start_s, done, last = time.perf_counter(), 0, shares * epochs
         # Of this epoch so far: the sum of losses, and samples.
         sums = self.values.new_zeros(2, dtype=torch.double)

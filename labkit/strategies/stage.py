@@ -350,13 +350,9 @@ class StagedModel(Strategy):
 
 
 def carry_out(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:
-    """Carry out one hop: send, receive, or both in a single exchange.
+    """Send ``outgoing``, receive into ``landing``, or both in a single exchange, as ``hop`` says.
 
-    Args:
-        comm: this rank's Comm.
-        hop: what is sent and received, and from whom; one of the two may be None.
-        outgoing: the tensor to send, None if nothing is sent.
-        landing: the memory to receive into, None if nothing is received.
+    The tensor of an end that ``hop`` does not have is None.
     """
     if hop.send and hop.recv:
         comm.exchange(outgoing, hop.send.peer, landing, hop.recv.peer)
