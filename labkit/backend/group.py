@@ -216,10 +216,7 @@ class LabkitGroup(ProcessGroup):
         opts: Any,
         result: Tensors | None = None,
     ) -> Work:
-        """Queue a collective, or carry it out at once when PyTorch is going to wait for it.
-
-        ``result`` lists the tensors that hold the result; None means ``inputs``.
-        """
+        """Queue a collective, or carry it out at once when PyTorch is going to wait for it."""
         is_waited_for = not getattr(opts, "asyncOp", True)
         result = inputs if result is None else result
         name = f"sparse_{name}" if any(one.is_sparse for one in inputs) else name

@@ -22,7 +22,7 @@ from labkit.comm.source_lines import caller_location
 from labkit.comm.transport import Transport, describe
 from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts
-from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span
+from labkit.tracing import ClockTimer, CudaTimer, Recorder
 
 # One end of a message: the peer, and the tensor that is sent or received.
 End = tuple[int, Tensor]
@@ -235,10 +235,6 @@ class Session:
             self._compares = bool(origins_s.all())
         self.recorder = Recorder(self.rank, timer, float(origins_s.max()))
         self.recorder.listener = SpanSums(row)
-
-    def spans(self) -> list[Span]:
-        """This rank's spans so far, on the host's clock; waits for its GPU."""
-        return self.recorder.spans()
 
     def report_loss(self, loss: Tensor | float) -> None:
         """Post the loss of a step; one on a GPU at most 4 times a second."""

@@ -168,10 +168,7 @@ class TorchTransport(Transport):
 
 
 class _Ahead(threading.Thread):
-    """A receive that is posted before ``recv`` asks for it, and waits in this thread.
-
-    gloo cannot take back a posted receive. So it belongs to the process group, and outlives a run.
-    """
+    """A receive posted ahead of ``recv``; gloo cannot take it back, so it may outlive a run."""
 
     def __init__(self, group: Any, num_bytes: int, source: int, tag: int):
         super().__init__(name=f"labkit-from-{source}", daemon=True)

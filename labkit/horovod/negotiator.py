@@ -99,11 +99,8 @@ class Engine(threading.Thread):
         """Submit a collective, which begins once all ranks have submitted its name.
 
         Without a name, what belongs together is the n-th of its kind on all ranks. ``take`` makes
-        the caller's result of what ``carry_out`` returns.
-
-        Raises:
-            ValueError: the name is under way already, or a tensor cannot be reduced, or gathered.
-            PeerLostError: a rank has ended.
+        the caller's result of what ``carry_out`` returns. ValueError if the name is under way
+        already, or the tensor cannot be reduced or gathered; PeerLostError if a rank has ended.
         """
         if name is None:
             name = f"noname.{next(self.numbers.setdefault(kind, itertools.count(1)))}"

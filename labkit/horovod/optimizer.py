@@ -23,10 +23,6 @@ from labkit.units import check_integer
 Average, Sum = "mean", "sum"
 
 
-class WrongOrder(ValueError, AssertionError):
-    """Calls that would reduce wrong gradients (Horovod: AssertionError)."""
-
-
 class Compression:
     """``compress(tensor)`` gives what travels and a context, for ``decompress(tensor, context)``.
 
@@ -120,7 +116,7 @@ class Gradients:
 
     def passed(self, parameter: Tensor) -> None:
         if self.left[parameter] == 0:
-            raise WrongOrder(
+            raise ValueError(
                 f"the gradient of {self.names[parameter]!r} was computed more than "
                 f"backward_passes_per_step={self.passes} times before step(): set it to the "
                 "number of backward passes in a step"
@@ -170,7 +166,7 @@ class Gradients:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if any(left != self.passes for left in self.left.values()):
-            raise WrongOrder(
+            raise ValueError(
                 "zero_grad() between backward() and step() would clear gradients that are to be "
                 "reduced: call it after step()"
             )

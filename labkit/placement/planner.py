@@ -167,10 +167,7 @@ def predict_split(
 
 
 def _in_training(profile: Profile, micro_batches: int) -> tuple[list[LayerCost], int, int]:
-    """The layers with the bytes of parameters in training, the first trained layer, and M.
-
-    The layers before that one have no backward, and hold nothing for it.
-    """
+    """The layers as training has them (no backward before the first trained), that one, and M."""
     trained = [index for index, layer in enumerate(profile.layers) if layer.parameter_bytes]
     first = trained[0] if trained else len(profile.layers)
     layers = [

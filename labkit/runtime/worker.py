@@ -150,7 +150,7 @@ def call(
         comm.rank,
         "value",
         payload,
-        spans=tuple(comm.session.spans()),
+        spans=tuple(comm.session.recorder.spans()),
         messages=comm.messages,
         bytes_sent=comm.bytes_sent,
         device=device,
@@ -160,11 +160,7 @@ def call(
 
 
 def _watch_launcher(control: socket.socket) -> threading.Event:
-    """Watch the launcher in a thread; return an event that is set once this rank may exit.
-
-    A launcher that is killed cannot end its ranks: they end when its socket or its process does
-    (a child that it has forked may hold the socket open).
-    """
+    """An event that is set once this rank may exit; if the launcher is killed, the rank ends."""
     may_exit = threading.Event()
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -172,6 +168,7 @@ def _watch_launcher(control: socket.socket) -> threading.Event:
 
     def watch() -> None:
         with contextlib.suppress(OSError):
+            # (A child that the launcher has forked may hold its socket open.)
             if control in wait([control, launcher]) and control.recv(1) == GO:
                 may_exit.set()
                 wait([launcher])

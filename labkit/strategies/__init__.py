@@ -34,10 +34,7 @@ STRATEGIES = tuple(TECHNIQUES)
 
 
 def get(name: str, *, builtin: bool = False, in_one_process: bool = False) -> "type[Strategy]":
-    """The class of a technique: ours, PyTorch's, or ours for several devices in one process.
-
-    ValueError, listing the known names, for one that is not in ``STRATEGIES``.
-    """
+    """The class of a technique: ours, PyTorch's, or ours for several devices in one process."""
     check_choice("strategy", name, STRATEGIES)
     place = TECHNIQUES[name][builtin]
     if in_one_process and not builtin:

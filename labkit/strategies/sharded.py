@@ -261,10 +261,7 @@ class Sharded(OnShares):
 
     @torch.no_grad()
     def _go_to(self, kind: str = "", number: int = -1) -> None:
-        """Carry out what comes before this forward or backward; by default all there is.
-
-        All ranks have the same order of messages, whatever backward leaves out on one of them.
-        """
+        """Carry out what comes before it, in one order on all ranks; by default all there is."""
         for instruction in self._stream:
             if instruction.kind == "backward" and self._steps < 2:
                 held = self.held_now()

@@ -43,9 +43,6 @@ class StagedModel(Strategy):
     memory cost", 2016, section 4) a forward keeps the stage's input alone, and backward begins
     with the same forward again. Layers that draw random numbers would draw others.
 
-    (What a run asks of a technique and a schedule of a stage determines the methods and
-    their number.)
-
     Attributes:
         split_points: layers that begin a stage, one fewer than there are stages.
         line: the Comm of the ranks that have stages, in the order of their first ones.

@@ -154,17 +154,14 @@ def _unit_s(spans: list[Span]) -> float:
 
 
 def _culprits(waiting: int, state_at: dict[int, str], peer_of: dict[int, int | None]) -> list[int]:
-    """The ranks that a rank waits for at this moment.
-
-    Who waits for a rank that waits itself, waits for whom that one waits for. Where the peer is
-    not known (a barrier), all ranks that compute are waited for.
-    """
+    """The ranks that a rank waits for at this moment, also by way of others that wait."""
     rank = waiting
     for _ in state_at:
         peer = peer_of[rank] if state_at.get(rank) == WAIT else None
         rank = rank if peer is None else peer
     if state_at.get(rank, WAIT) != WAIT:
         return [rank]
+    # In a barrier the peer is not known.
     at_work = [one for one, its in state_at.items() if its not in (WAIT, COMMUNICATE)]
     return at_work or [one for one, its in state_at.items() if its == COMMUNICATE]
 
@@ -228,10 +225,7 @@ def what_limited(
 
 
 def _slowest(times: dict[int, RankTimes], has_stages: bool) -> tuple[int, float, str]:
-    """The rank that takes longest for its work, how many times as long as the others, and what.
-
-    It compares the computing per unit of work; if that is even, all that is not messages.
-    """
+    """The rank that takes longest, how many times as long as the others, and for what."""
     work = "for its stage" if has_stages else "for the same amount of work"
     computed_s = {rank: one.unit_s for rank, one in times.items() if one.unit_s}
     own_s = {rank: one.seconds[COMPUTE] + one.seconds[GAP] for rank, one in times.items()}

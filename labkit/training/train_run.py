@@ -129,12 +129,7 @@ def _begin(
 def _begin_together(
     config: RunConfig, own: Own, download: bool, timeout_s: float
 ) -> tuple[Strategy, Start]:
-    """``_begin`` on a rank of torchrun, which all of them leave with the same error, or none.
-
-    torchrun starts a process per rank, on machines that may have other code, other data, or
-    another folder of the same name. ValueError if a rank has an error, or differs in what all must
-    have in common; ConnectionError if another rank cannot be reached.
-    """
+    """``_begin`` on torchrun's ranks, maybe with other code or data: all raise one error, or none."""
     # Only what torchrun has started needs it.
     from labkit.runtime import rounds
 

@@ -124,16 +124,13 @@ def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Mo
 
 
 def _resnet(name: str, input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
-    """ResNet-18 or -50 (He et al. 2016), torchvision's: 11.2 or 23.5 million parameters.
-
-    On small images the stem is a 3x3 convolution with stride 1 and no pooling, as in the paper's
-    own CIFAR-10 networks (section 4.2).
-    """
+    """ResNet-18 or -50 (He et al. 2016), torchvision's: 11.2 or 23.5 million parameters."""
     from torchvision import models
 
     channels, height, width = input_shape
     model = getattr(models, name)(num_classes=num_classes)
     is_small = min(height, width) <= SMALL_IMAGE_PIXELS
+    # On small images as in the paper's own CIFAR-10 networks (section 4.2).
     size_stride_padding = (3, 1, 1) if is_small else (7, 2, 3)
     stem = [_he(nn.Conv2d(channels, 64, *size_stride_padding, bias=False)), model.bn1, model.relu]
     layers = [*stem, *([] if is_small else [model.maxpool])]
@@ -162,10 +159,8 @@ def _conv3x3(in_channels: int, out_channels: int, size: int) -> nn.Conv2d:
 
 
 def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
-    """Remove the stride of each layer that would shrink a map of ``size`` pixels too far.
-
-    Layer by layer: a residual block and its skip connection need the same stride.
-    """
+    """Remove the stride of each layer that would shrink a map of ``size`` pixels too far."""
+    # A residual block and its skip connection need the same stride.
     for layer in layers:
         shrinking = (m for m in layer.modules() if isinstance(m, nn.Conv2d | nn.MaxPool2d))
         strided = [module for module in shrinking if module.stride in (2, (2, 2))]

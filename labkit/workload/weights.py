@@ -48,11 +48,8 @@ def load_weights(model: nn.Module, path: str | Path, name: str | None = None) ->
 def _in_order(
     model: nn.Module, given: dict[str, Tensor], name: str
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """``given`` under the names of ``model``, without the layers that are made for other data.
-
-    labkit's models are flat lists of torchvision's layers, so names differ, and not the order.
-    Also returns the names that are missing: of the first layer and the last, if a shape differs.
-    """
+    """``given`` under the model's names, but a first or last layer of another shape; and that."""
+    # labkit's models are flat lists of torchvision's layers: names differ, and not the order.
     wanted = model.state_dict()
     if given.keys() != wanted.keys():
         # VGG16's own classifier is larger; before 2018, BatchNorm did not count its batches.

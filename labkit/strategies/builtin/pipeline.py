@@ -58,11 +58,7 @@ class TorchPipeline(StagedModel):
         return self.loss_sum
 
     def _schedule(self, count: int, inputs: Tensor) -> Any:
-        """The schedule for ``count`` micro-batches of ``inputs``.
-
-        The shapes are given: otherwise PyTorch (up to 2.11) finds them by a pass through the
-        layers, which changes BatchNorm's averages.
-        """
+        # PyTorch (up to 2.11) would find the shapes by a pass, which changes BatchNorm's averages.
         rows, index, first = inputs[: len(inputs) // count], self.index, self.first_trained
         entering = self.boundary(rows, index).detach().requires_grad_(index > first)
         leaving = self.boundary(rows, index + 1).detach().requires_grad_(index >= first)
