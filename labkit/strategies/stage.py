@@ -199,46 +199,39 @@ class StagedModel(Strategy):
         return loss * (self.scaler.scale / self._batch_size)
 
     def backward(self, micro_batch: int, chunk: int = 0) -> None:
-        """Compute the gradient of the stage's input from the gradient of its output."""
-        place = chunk, micro_batch
-        with self.comm.span("backward"):
-            leaving, gradient = self._begin_backward(place)
-            torch.autograd.backward(leaving, gradient)
-            self._held.pop(place, None)
-            self._end_backward(place, self._entering[place].grad)
+        """Compute the gradient of the stage's input from the gradient of its output.
 
-    def backward_input(self, micro_batch: int, chunk: int = 0) -> None:
-        """The first half of ``backward``; the gradients of the weights are still missing."""
+        If it is cut in two, the gradients of the weights are left to ``backward_weight``.
+        """
         place = chunk, micro_batch
-        with self.comm.span("backward_input"):
-            _, gradient = self._begin_backward(place)
-            self._end_backward(place, self._held[place].backward_input(gradient))
-        self._note_held()
+        with self.comm.span("backward_input" if self.cuts_backward else "backward"):
+            # Of the last stage's output, the loss, there is none.
+            gradient = self._gradients.pop(place, None)
+            if self.recompute:
+                before = [(each.data, each.clone()) for each in self.chunks[chunk].buffers()]
+                self._leaving[place] = self._run_for_backward(place)
+                self._note_held()
+                # A BatchNorm has already counted this micro-batch.
+                for buffer, value in before:
+                    buffer.copy_(value)
+            entering, leaving = self._entering.pop(place), self._leaving.pop(place)
+            if self.cuts_backward:
+                of_input = self._held[place].backward_input(gradient)
+                self._note_held()
+            else:
+                torch.autograd.backward(leaving, gradient)
+                self._held.pop(place, None)
+                of_input = entering.grad
+            if self.stage_at(chunk) > self.first_trained:
+                assert of_input is not None, "the layers use their input"
+                self._gradients[chunk - (self.num_ranks == 1), micro_batch] = of_input
+
+    backward_input = backward
 
     def backward_weight(self, micro_batch: int, chunk: int = 0) -> None:
         """The second half of ``backward``."""
         with self.comm.span("backward_weight"):
             self._held.pop((chunk, micro_batch)).backward_weight()
-
-    def _begin_backward(self, place: Place) -> tuple[Tensor, Tensor | None]:
-        """The stage's output, and its gradient: None on the last stage, of the loss."""
-        gradient = self._gradients.pop(place, None)
-        if self.recompute:
-            before = [(each.data, each.clone()) for each in self.chunks[place[0]].buffers()]
-            self._leaving[place] = self._run_for_backward(place)
-            self._note_held()
-            # A BatchNorm has already counted this micro-batch.
-            for buffer, value in before:
-                buffer.copy_(value)
-        return self._leaving.pop(place), gradient
-
-    def _end_backward(self, place: Place, gradient: Tensor | None) -> None:
-        """Keep the gradient of the stage's input for the stage before, if that trains anything."""
-        del self._entering[place]
-        chunk, micro_batch = place
-        if self.stage_at(chunk) > self.first_trained:
-            assert gradient is not None, "the layers use their input"
-            self._gradients[chunk - (self.num_ranks == 1), micro_batch] = gradient
 
     def do(self, step: Action | Hop) -> None:
         """Execute one of the ``schedules.timetable.instructions``."""

@@ -129,7 +129,7 @@ def _begin(
 def _begin_together(
     config: RunConfig, own: Own, download: bool, timeout_s: float
 ) -> tuple[Strategy, Start]:
-    """``_begin`` on torchrun's ranks, maybe with other code or data: all raise one error, or none."""
+    """``_begin`` on torchrun's ranks, maybe of other code: all raise one error, or none."""
     # Only what torchrun has started needs it.
     from labkit.runtime import rounds
 
