@@ -52,13 +52,12 @@ class Session:
         device: torch.device,
         transport: Transport,
         board: Board,
-        near: Sequence[int] = (),
-        keep_spans: int | None = None,
-        hosts: Hosts | None = None,
+        near: Sequence[int],
+        keep_spans: int | None,
+        hosts: Hosts,
     ):
         self.rank, self.device, self.transport = rank, device, transport
-        self.board, self.near = board, near
-        self.hosts = hosts or (tuple(range(board.world_size)),)
+        self.board, self.near, self.hosts = board, near, hosts
         self.operations = self.barriers = 0
         self._loss_due_s, self._compares = 0.0, False
         self.memory: MemoryMeter | None = None
