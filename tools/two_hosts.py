@@ -135,9 +135,9 @@ def one_step(
     strategy.setup(own, mine, partial(torch.optim.SGD, lr=1e-3))
     step = partial(strategy.step, inputs, targets, len(inputs) * comm.world_size)
     step()
-    before = len(comm.session.recorder.spans())
+    before = len(comm.session.spans())
     seconds = slowest(comm, step)
-    spent_s = labkit.Trace(comm.session.recorder.spans()[before:]).seconds_by_kind(lane=0)
+    spent_s = labkit.Trace(comm.session.spans()[before:]).seconds_by_kind(lane=0)
     return seconds, {k: spent_s.get(k, 0) for k in ("compute", "update", "compress")}
 
 

@@ -22,7 +22,7 @@ from labkit.comm.source_lines import caller_location
 from labkit.comm.transport import Transport, describe
 from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts
-from labkit.tracing import ClockTimer, CudaTimer, Recorder
+from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span
 
 # One end of a message: the peer, and the tensor that is sent or received.
 End = tuple[int, Tensor]
@@ -43,8 +43,10 @@ class Session:
         hosts: the ranks of each host; an emulated link may show others (``Comm.hosts``).
 
     ``operations`` counts the calls of send, recv, recv_any and exchange, and the messages inside
-    ``streaming``; ``memory`` is None before ``start_together``; ``at_close`` is called at the end.
+    ``streaming``; ``memory`` is made by ``start_together``; ``at_close`` is called at the end.
     """
+
+    memory: MemoryMeter
 
     def __init__(
         self,
@@ -60,7 +62,6 @@ class Session:
         self.board, self.near, self.hosts = board, near, hosts
         self.operations = self.barriers = 0
         self._loss_due_s, self._compares = 0.0, False
-        self.memory: MemoryMeter | None = None
         self.at_close: list[Callable[[], None]] = []
         self._timers: dict[tuple[torch.device, ...], ClockTimer] = {(): ClockTimer()}
         self.recorder = Recorder(rank, self.timer_of(device), keep=keep_spans)
@@ -234,6 +235,10 @@ class Session:
             self._compares = bool(origins_s.all())
         self.recorder = Recorder(self.rank, timer, float(origins_s.max()))
         self.recorder.listener = SpanSums(row)
+
+    def spans(self) -> list[Span]:
+        """This rank's spans so far, on the host's clock; waits for its GPU."""
+        return self.recorder.spans()
 
     def report_loss(self, loss: Tensor | float) -> None:
         """Post the loss of a step; one on a GPU at most 4 times a second."""

@@ -137,8 +137,7 @@ def call(
     value = fn(comm, *args)
     gpus.synchronize(comm.device)
     duration_s = time.perf_counter() - started_s
-    meter = comm.session.memory
-    peak_memory = meter.total() if meter else None
+    peak_memory = comm.session.memory.total()
     payload = dump(value)
     comm.session.close()
     comm.session.board.ranks[comm.rank]["state"] = RETURNED
@@ -150,7 +149,7 @@ def call(
         comm.rank,
         "value",
         payload,
-        spans=tuple(comm.session.recorder.spans()),
+        spans=tuple(comm.session.spans()),
         messages=comm.messages,
         bytes_sent=comm.bytes_sent,
         device=device,

@@ -42,8 +42,6 @@ from labkit.strategies.base import State, Strategy, named, of_kind
 from labkit.training.resolve import PARTS, Own, Work, schedule_of
 
 FACTS, FORMAT = "facts.json", 4
-# How many of the newest checkpoints stay.
-_KEEP = 2
 # What each rank's file has.
 _EACH = {"random/cpu", "progress/sums", "progress/draws", "progress/updates"}
 # What decides who computes what, in which order.
@@ -57,7 +55,6 @@ _FREE = (
     *("epochs", "device", "link", "hosts", "weights", "straggler", "max_staleness"),
     *("checkpoint_dir", "checkpoint_every", "resume", "log_dir"),
 )
-_NAMED = 5
 # What an epoch reports, by name; NaN where there is nothing to measure.
 Row = dict[str, float]
 
@@ -168,7 +165,8 @@ def save(comm: Comm, path: Path, facts: Facts, tensors: Mapping[str, Tensor]) ->
                 # A damaged one, from which the run did not go on: it is not ours to remove.
                 os.rename(path, f"{path}.old-{secrets.token_hex(4)}")
             os.rename(part, path)
-            for _, old in steps(path.parent)[_KEEP:]:
+            # The two newest stay.
+            for _, old in steps(path.parent)[2:]:
                 shutil.rmtree(old, ignore_errors=True)
     except ConnectionError:
         raise
@@ -261,7 +259,7 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> tuple[list[str]
         if there.get(name) != here.get(name)
     }
     moved = [words.pop(name) for name in _ARRANGEMENT if name in words]
-    return list(words.values())[:_NAMED], moved
+    return list(words.values())[:5], moved
 
 
 @dataclass

@@ -69,7 +69,6 @@ def fit(
     strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
     model = work.make_model()
     # What the model takes counts, whether it was made here or has arrived with the call.
-    assert comm.session.memory is not None, "the run has started"
     memory = Part(comm.session.memory, sum(t.nbytes for t in model.state_dict().values()))
     if own.model is not None and comm.world_size > 1:
         # A function may not make the same on all ranks, and under torchrun each has its own.

@@ -99,7 +99,7 @@ def train_run(
             warm_up()
         with on_sigterm(_end_ranks if passes_on else None):
             result = run(
-                *(fit, config, strategy, bool(verbose), own, start),
+                *(fit, config, strategy, verbose, own, start),
                 world_size=ranks,
                 device=config.device,
                 devices=devices,
