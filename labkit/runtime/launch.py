@@ -78,11 +78,7 @@ def run(
     """
     __tracebackhide__ = True
     expendable = frozenset(may_lose)
-    if open_comm() is not None or multiprocessing.parent_process() is not None:
-        raise ValueError(
-            "labkit.run was called inside a rank of another run: start runs from a notebook, or a "
-            'script, there under if __name__ == "__main__":'
-        )
+    _check_not_nested()
     check_world_size(world_size, warn=hosts is None)
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     # What torchrun or Ray need is imported only with them.
@@ -106,6 +102,14 @@ def run(
     what = dump_call(fn, args), cell_sources(), chosen
     supervisor = Supervisor(Job(*what, world_size, timeout_s, expendable, link))
     return _result(supervisor.run(), supervisor.lost)
+
+
+def _check_not_nested() -> None:
+    if open_comm() is not None or multiprocessing.parent_process() is not None:
+        raise ValueError(
+            "labkit.run was called inside a rank of another run: start runs from a notebook, or a "
+            'script, there under if __name__ == "__main__":'
+        )
 
 
 def _value(report: Report) -> Any:
