@@ -85,6 +85,7 @@ class Strategy:
         servers: ranks 0 to ``servers`` - 1 serve the others, and compute no gradients.
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
+        takes_whole_batch: whether each rank needs all of a batch, not a share.
         through_comm: whether all traffic passes through ``comm``, which counts it.
         no_checkpoint: why its runs have no checkpoints; empty if they may have.
         predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
@@ -103,6 +104,7 @@ class Strategy:
     sync_batch_norm = False
     in_one_process = False
     survives_lost_workers = False
+    takes_whole_batch = False
     through_comm = True
     no_checkpoint = ""
     predicts_together = False
@@ -203,6 +205,8 @@ class Strategy:
 
     def share(self) -> tuple[int, int]:
         """(index, count) of this rank's part of every batch; (0, 0) for one that only serves."""
+        if self.takes_whole_batch:
+            return 0, 1
         if self.comm.rank not in self.workers:
             return 0, 0
         return self.workers.index(self.comm.rank), len(self.workers)

@@ -159,7 +159,14 @@ class Pipeline(StagedModel):
         count = self.start(inputs, targets, batch_size, self.micro_batches)
         sizes = self.num_ranks, count, self.first_trained, self.stages_per_rank
         for step in instructions(self.schedule, self.index, *sizes):
-            self.do(step)
+            if isinstance(step, Hop):
+                self.hop(step)
+                continue
+            needed = "activation" if step.kind == "forward" else "gradient"
+            if work := self.coming.pop((needed, step.micro_batch, step.chunk), None):
+                with self.comm.span("wait"):
+                    work.wait()
+            getattr(self, step.kind)(step.micro_batch, step.chunk)
         for work in self.under_way:
             work.wait()
         self.update()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from labkit.collectives import broadcast, naive_all_reduce
 from labkit.comm.comm import Comm, SubComm
 from labkit.comm.work import Work, work_queue_of
-from labkit.schedules.pipeline import Action, Hop
+from labkit.schedules.pipeline import Hop
 from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, State, Strategy
 from labkit.strategies.layer_graphs import LayerGraphs
@@ -60,6 +60,7 @@ class StagedModel(Strategy):
     amp: str | None = field(default=None, kw_only=True)
     recompute: bool = field(default=False, kw_only=True)
     optimizes = "layers"
+    takes_whole_batch = True
     stages_per_rank = 1
     cuts_backward = hops_beside = False
 
@@ -105,10 +106,6 @@ class StagedModel(Strategy):
         """The ranks that have a stage each; in a mesh some ranks, and it may cut the layers."""
         return comm
 
-    def share(self) -> tuple[int, int]:
-        # The whole batch: the first stage needs the inputs, the last one the targets.
-        return 0, 1
-
     def start(
         self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int = 1
     ) -> int:
@@ -126,7 +123,7 @@ class StagedModel(Strategy):
         self._entering, self._leaving, self._gradients = (dict[Place, Tensor]() for _ in range(3))
         # What is kept for backwards (``HeldBytes``, ``LayerGraphs``); receives and hops under way.
         self._held: dict[Place, Any] = {}
-        self._coming: dict[tuple[str, int, int], Work] = {}
+        self.coming: dict[tuple[str, int, int], Work] = {}
         self.under_way: list[Work] = []
         for parameter in self.trained:
             parameter.grad = None
@@ -233,17 +230,6 @@ class StagedModel(Strategy):
         with self.comm.span("backward_weight"):
             self._held.pop((chunk, micro_batch)).backward_weight()
 
-    def do(self, step: Action | Hop) -> None:
-        """Execute one of the ``schedules.timetable.instructions``."""
-        if isinstance(step, Hop):
-            self.hop(step)
-            return
-        needed = "activation" if step.kind == "forward" else "gradient"
-        if work := self._coming.pop((needed, step.micro_batch, step.chunk), None):
-            with self.comm.span("wait"):
-                work.wait()
-        getattr(self, step.kind)(step.micro_batch, step.chunk)
-
     def hop(self, hop: Hop) -> None:
         """Send, receive, or both at once; what lands is put where an action will look for it."""
         outgoing = landing = None
@@ -258,7 +244,8 @@ class StagedModel(Strategy):
         if hop.recv:
             kind, micro_batch, _, chunk = hop.recv
             stage = self.stage_at(chunk) + (kind == "gradient")
-            landing = self._landing(self._inputs[micro_batch], stage)
+            like = self.boundary(self._inputs[micro_batch], stage)
+            landing = torch.empty_like(like, device=self.comm.device)
             lands_in = self._gradients if kind == "gradient" else self._entering
             lands_in[chunk, micro_batch] = landing
         if not self.hops_beside:
@@ -269,7 +256,7 @@ class StagedModel(Strategy):
         work = work_queue_of(self.line).add("hop", carry, tensors, tensors)
         self.under_way.append(work)
         if hop.recv:
-            self._coming[hop.recv.kind, hop.recv.micro_batch, hop.recv.chunk] = work
+            self.coming[hop.recv.kind, hop.recv.micro_batch, hop.recv.chunk] = work
 
     def update(self) -> bool:
         self._measures = False
@@ -288,7 +275,7 @@ class StagedModel(Strategy):
         for chunk in range(len(self.chunks)):
             stage = self.stage_at(chunk)
             if stage > 0 and self.num_ranks > 1:
-                value = self._landing(inputs, stage)
+                value = torch.empty_like(self.boundary(inputs, stage), device=self.comm.device)
                 self.line.recv(value, (self.index - 1) % self.num_ranks)
             value = self.run(value, chunk)
             if stage + 1 < self.num_stages and self.num_ranks > 1:
@@ -334,9 +321,6 @@ class StagedModel(Strategy):
             ]
             self._boundaries[key] = [inputs.to("meta"), *made]
         return self._boundaries[key][stage]
-
-    def _landing(self, inputs: Tensor, stage: int) -> Tensor:
-        return torch.empty_like(self.boundary(inputs, stage), device=self.comm.device)
 
 
 def carry_out(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:

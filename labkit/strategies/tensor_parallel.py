@@ -72,12 +72,10 @@ class TensorParallel(OnShares):
 
     sequence_parallel: bool = False
     optimizes = "layers"
+    takes_whole_batch = True
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
         check_cut(model, loss, world_size, self.sequence_parallel)
-
-    def share(self) -> tuple[int, int]:
-        return 0, 1
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.group = TensorGroup(comm, self.sequence_parallel)
