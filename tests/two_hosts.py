@@ -31,20 +31,17 @@ class Torchrun:
 
     Args:
         words: the program with its arguments.
-        options: of torchrun, on both hosts.
     """
 
-    def __init__(
-        self, hosts: TwoHosts, ranks: int, words: list[str], port: int, options: list[str] = ()
-    ):
+    def __init__(self, hosts: TwoHosts, ranks: int, words: list[str], port: int):
         self.agents = []
         for host in (0, 1):
             rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:{port}"]
             launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *rendezvous]
             agent = hosts.popen(
                 host,
-                [*launch, "--nproc-per-node", str(ranks), *options, *words],
-                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
+                [*launch, "--nproc-per-node", str(ranks), *words],
+                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
