@@ -492,14 +492,7 @@ def script():
         print(found, flush=True)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ([2], "[(0, 0, 0, 1), (1, 1, 0, 1)]"),
-        ([1, 2], "[(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 1, 2)]"),
-    ],
-)
-def test_a_script_under_torchrun(sizes, words):
-    hosts = on_hosts(script, sizes)
-    assert words in hosts[0].text, hosts[0].text
+def test_a_script_under_torchrun():
+    hosts = on_hosts(script, [1, 2])
+    assert "[(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 1, 2)]" in hosts[0].text, hosts[0].text
     assert {code for host in hosts for code in host.codes.values()} == {0}, hosts[0].text
