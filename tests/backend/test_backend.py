@@ -302,23 +302,6 @@ def test_a_mismatch_shows_both_sides_on_every_rank(tmp_path, fault):  # rows 6 t
             assert outcome.count("test_backend.py") == 2
 
 
-def one_call_more(rank):
-    dist.all_reduce(torch.ones(3))
-    if rank == 0:
-        dist.all_reduce(torch.ones(3))
-    return "fine"
-
-
-@pytest.mark.slow
-def test_one_call_more_shows_both_sequences(tmp_path):  # row 8
-    (_, more), (_, fine) = plain(tmp_path, one_call_more)
-    assert fine == "fine"
-    assert "PeerLostError: a rank left before fast_ring_all_reduce: rank 1 has left" in more
-    call = "fast_ring_all_reduce float32 [3] sum"
-    assert f"rank 0: 1. barrier, 2. {call}, 3. {call}" in more
-    assert f"rank 1: 1. barrier, 2. {call}" in more
-
-
 def is_interrupted(rank):
     """Ctrl-C hits rank 1 inside a call."""
     labkit.backend.use(interrupted_on_rank_1)
