@@ -1,6 +1,5 @@
 """Horovod's interface when something goes wrong: who is told what, what ends, what goes on."""
 
-import os
 import signal
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The functions of ``torch.distributed`` that send, with the same inputs on "labkit" and "gloo"."""
+"""The functions of ``torch.distributed`` that send, with the same inputs on both backends."""
 
 import warnings
 from datetime import timedelta

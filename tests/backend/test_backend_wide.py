@@ -354,6 +354,7 @@ def messages(rank):
             dist.recv(torch.zeros(5), 0, tag=2)
         except ValueError as error:
             return str(error)
+    return None
 
 
 def test_a_message_that_was_kept_and_does_not_fit_is_refused(tmp_path):
