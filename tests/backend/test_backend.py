@@ -1,9 +1,9 @@
 """The backend "labkit": PyTorch's own operations and training on our collectives, next to gloo.
 
 That every function does what it does on gloo: test_backend_public.py. Most of this runs in the
-ranks of ``labkit.run``, which hold a gloo group and a labkit group at once. What a user without labkit's launcher sees is tested in plain processes; they come from the same
-forkserver, so they start as fast. Only what concerns the start and the end of an interpreter
-needs fresh ones.
+ranks of ``labkit.run``, which hold a gloo group and a labkit group at once. What a user without
+labkit's launcher sees is tested in plain processes; they come from the same forkserver, so they
+start as fast. Only what concerns the start and the end of an interpreter needs fresh ones.
 """
 
 import os
