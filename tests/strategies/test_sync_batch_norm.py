@@ -113,12 +113,18 @@ def trained(comm, make_strategy, sizes=(7, 5, 2)):
     return state, (after[0] - before[0], after[1] - before[1])
 
 
-def made(name, **options):
-    return partial(strategies.get(name), sync_batch_norm=True, **options)
+def made(name, builtin=False, **options):
+    return partial(strategies.get(name, builtin=builtin), sync_batch_norm=True, **options)
 
 
-# Of the other techniques: tests/training/test_option_matrix.py.
-JOBS = {"ring": made("ring_all_reduce"), "ring in three": made("ring_all_reduce", accumulate=3)}
+# With several servers or micro-batches: tests/training has the rest.
+JOBS = {
+    "ring": made("ring_all_reduce"),
+    "ring in three": made("ring_all_reduce", accumulate=3),
+    "torch in three": made("ddp", True, bucket_mb=0.0001, accumulate=3),
+    "two servers": made("parameter_server", servers=2),
+    "rpc in three": made("parameter_server", True, accumulate=3),
+}
 ALONE = {"": Single, "in three": partial(Single, accumulate=3, sync_batch_norm=True)}
 
 
