@@ -25,12 +25,8 @@ REFUSED = {
     f"strategy=tensor_parallel {TEXT} world_size=13": "12 heads cannot be cut over 13 ranks",
     f"strategy=tensor_parallel {TEXT} world_size=5 builtin=True": "12 heads into equal parts",
     f"strategy=mesh {TEXT} world_size=3 tp=2": "3 is 3 ranks, dp 1 x pp 1 x tp 2 is 2 ranks",
-    f"strategy=mesh {TEXT} dp=2 pp=8": "7 layers are no 8 stages",
     f"strategy=mesh {TEXT} pp=2 split_points=2,3": r"2 split points \(2, 3\) for 2 stages: give 1",
-    f"strategy=mesh {TEXT} tp=13": "12 heads cannot be cut over 13 ranks",
-    f"strategy=mesh {TEXT} tp=5 builtin=True": "12 heads into equal parts",
     f"strategy=mesh {TEXT} pp=2 builtin=True": "has no pipeline here, got pp 2",
-    "strategy=mesh tp=2 model=mlp": "use model gpt",
     f"strategy=mesh {TEXT} tp=2 schedule=zero_bubble": "use gpipe or 1f1b, or tp 1",
     f"strategy=mesh {TEXT} dp=3 batch_size=2": "batch_size 2 is smaller than dp 3",
 }

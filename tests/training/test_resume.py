@@ -43,16 +43,6 @@ def job(strategy, world_size=1, *, model=make_model, **settings):
     return config, own
 
 
-def spoil_random_numbers():
-    torch.manual_seed(99)
-
-
-def numbers(report):
-    """What a report says that does not depend on time."""
-    rows = [{**row, "seconds": 0} for row in report.epochs]
-    return repr(rows), report.checksum
-
-
 def in_turn_from(comm, jobs, folder, step):
     """For each job what a run reports: without checkpoints, with them, and from one of them."""
     found, threads = {}, torch.get_num_threads()
@@ -60,9 +50,9 @@ def in_turn_from(comm, jobs, folder, step):
     def once(config, own, start=None):
         # Replicas in threads have divided them, and would do so again.
         torch.set_num_threads(threads)
-        seed_random_numbers(comm.rank) if start is None else spoil_random_numbers()
-        strategy = make_strategy(config, own=own)
-        return numbers(fit(comm, config, strategy, False, own, start))
+        seed_random_numbers(comm.rank) if start is None else torch.manual_seed(99)
+        report = fit(comm, config, make_strategy(config, own=own), False, own, start)
+        return repr([{**row, "seconds": 0} for row in report.epochs]), report.checksum
 
     for name, (config, own) in jobs.items():
         comm.hosts = ((0, 1), (2,)) if config.hierarchical else (tuple(range(comm.world_size)),)
