@@ -143,18 +143,20 @@ def _totals(rank: int, case: Case, of: Callable[[Tensor, Tensor], Tensor]) -> li
 
 
 class _Alive:
-    """Which of the tensors that were handed out, by layer, still have memory."""
+    """Which of the tensors that were handed out, by layer, are neither freed nor overwritten."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, Any] = {}
+        self._places: dict[int, Any] = {}
 
     def note(self, number: int, tensor: Tensor) -> Tensor:
-        self._storages[number] = weakref.ref(tensor.untyped_storage())
+        self._places[number] = weakref.ref(tensor.untyped_storage()), tensor.storage_offset()
         return tensor
 
     def others(self, *numbers: int) -> list[int]:
-        there = [number for number, ref in self._storages.items() if ref() is not None]
-        return [number for number in there if number not in numbers]
+        there = [(number, ref(), offset) for number, (ref, offset) in self._places.items()]
+        starts = {n: (one.data_ptr(), offset) for n, one, offset in there if one and one.nbytes()}
+        mine = {starts.get(number) for number in numbers}
+        return [n for n, start in starts.items() if n not in numbers and start not in mine]
 
 
 def _reduce(fn: Callable, comm: Comm, case: Case, totals: list[Tensor]) -> Any:
@@ -259,19 +261,15 @@ forward = Check(
 @judged("order, gather, use, free", ([0, 1, 2, 3],), ([3, 2, 1, 0],), ([2],), ([4, 0, 2],))
 def prefetch(fn: Callable, order: Sequence[int]) -> Wrong | None:
     """Grade ``fn(order, gather, use, free)``: each unit is gathered while the one before works."""
-    asked, there, used, wrong = [], [], [], []
-
-    def say(sentence: str) -> None:
-        wrong.append(sentence)
+    asked, there, used, wrong = [], [], [], list[str]()
+    say = wrong.append
 
     def gather(unit: int) -> SimpleNamespace:
         if unit in asked:
             say(f"unit {unit} is gathered twice")
         asked.append(unit)
         if len(whole := [one for one in asked if one not in freed]) > 2:
-            say(
-                f"units {whole} are whole, or being gathered, at the same time: at most two may be"
-            )
+            say(f"units {whole} are whole, or being gathered, at once: at most two may be")
         return SimpleNamespace(wait=lambda: there.append(unit))
 
     def use(unit: int) -> None:

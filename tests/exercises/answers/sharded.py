@@ -94,22 +94,27 @@ def forgets_what_was_there(comm, backward, totals):
 # forward(comm, shards, sizes, layers, inputs)
 
 
-def forward(comm, shards, sizes, layers, inputs, shift=1):
+def forward(comm, shards, sizes, layers, inputs, shift=1, frees=True):
+    kept = []
     for shard, size, layer in zip(shards, sizes, layers):
         whole = torch.empty(size)
-        chunks = split_chunks(whole, comm.world_size)
+        kept.append(chunks := split_chunks(whole, comm.world_size))
         chunks[(comm.rank + shift) % comm.world_size].copy_(shard)
         share_only(comm, chunks)
         inputs = layer(whole, inputs)
-        del whole, chunks
+        if frees:
+            whole.untyped_storage().resize_(0)
     return inputs
 
 
-def gathers_everything_first(comm, shards, sizes, layers, inputs):
-    wholes = []
-    forward(comm, shards, sizes, [lambda whole, x: wholes.append(whole) or x] * len(sizes), inputs)
-    for whole, layer in zip(wholes, layers):
-        inputs = layer(whole, inputs)
+def into_one_buffer(comm, shards, sizes, layers, inputs, step=0):
+    buffer = torch.empty(sum(sizes))
+    for number, (shard, size, layer) in enumerate(zip(shards, sizes, layers)):
+        start = step * sum(sizes[:number])
+        chunks = split_chunks(buffer[start : start + size], comm.world_size)
+        chunks[(comm.rank + 1) % comm.world_size].copy_(shard)
+        share_only(comm, chunks)
+        inputs = layer(buffer[start : start + size], inputs)
     return inputs
 
 
@@ -128,14 +133,6 @@ def prefetches(order, gather, use, free, ahead=1):
 def one_by_one(order, gather, use, free):
     for unit in order:
         gather(unit).wait()
-        use(unit)
-        free(unit)
-
-
-def all_at_once(order, gather, use, free):
-    handles = [gather(unit) for unit in order]
-    for unit, handle in zip(order, handles):
-        handle.wait()
         use(unit)
         free(unit)
 
@@ -168,12 +165,16 @@ ANSWERS = [
     Answers(check.sharded.reduce, [reduces], [keeps_all, forgets_what_was_there]),
     Answers(
         check.sharded.forward,
-        [forward],
-        [gathers_everything_first, ends(lambda *args: forward(*args, shift=0))],
+        [forward, into_one_buffer],
+        [
+            lambda *args: forward(*args, frees=False),
+            lambda *args: into_one_buffer(*args, step=1),
+            ends(lambda *args: forward(*args, shift=0)),
+        ],
     ),
     Answers(
         check.sharded.prefetch,
         [prefetches],
-        [one_by_one, all_at_once, waits_too_early, never_frees],
+        [one_by_one, lambda *args: prefetches(*args, ahead=2), waits_too_early, never_frees],
     ),
 ]
