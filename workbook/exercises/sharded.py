@@ -5,6 +5,7 @@ Symbols: P ranks, S bytes of parameters; a part is what one rank has of a flat t
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,21 +143,18 @@ def _totals(rank: int, case: Case, of: Callable[[Tensor, Tensor], Tensor]) -> li
     return [_own(of(*pair), rank, case.world_size) for pair in zip(before, sums)]
 
 
-class _Alive:
-    """Which of the tensors that were handed out, by layer, are neither freed nor overwritten."""
-
-    def __init__(self) -> None:
-        self._places: dict[int, Any] = {}
+class _Alive(dict[int, Any]):
+    """By layer, the places of the tensors that were handed out: which are still there?"""
 
     def note(self, number: int, tensor: Tensor) -> Tensor:
-        self._places[number] = weakref.ref(tensor.untyped_storage()), tensor.storage_offset()
+        self[number] = weakref.ref(tensor.untyped_storage()), tensor.storage_offset()
         return tensor
 
-    def others(self, *numbers: int) -> list[int]:
-        there = [(number, ref(), offset) for number, (ref, offset) in self._places.items()]
-        starts = {n: (one.data_ptr(), offset) for n, one, offset in there if one and one.nbytes()}
-        mine = {starts.get(number) for number in numbers}
-        return [n for n, start in starts.items() if n not in numbers and start not in mine]
+    def others(self, number: int = -1) -> list[int]:
+        """The layers whose tensors are not freed, and not overwritten by that of ``number``."""
+        # A storage without bytes is false.
+        starts = {n: (one.data_ptr(), at) for n, (ref, at) in self.items() if (one := ref())}
+        return [n for n, start in starts.items() if start != starts.get(number)]
 
 
 def _reduce(fn: Callable, comm: Comm, case: Case, totals: list[Tensor]) -> Any:
@@ -212,19 +210,15 @@ def _forward(fn: Callable, comm: Comm, case: Case, shards: list[Tensor], inputs:
     """The layers note what else is held while they work."""
     alive, held = _Alive(), []
 
-    def layer_of(number: int) -> Callable[[Tensor, Tensor], Tensor]:
-        def layer(parameters: Tensor, inputs: Tensor) -> Tensor:
-            alive.note(number, parameters)
-            if others := alive.others(number):
-                held.append(
-                    f"while layer {number} works, the parameters of layers {others} are still held"
-                )
-            return _apply(number, parameters, inputs, case)
+    def layer(number: int, parameters: Tensor, inputs: Tensor) -> Tensor:
+        alive.note(number, parameters)
+        if others := alive.others(number):
+            of_others = f"the parameters of layers {others} are still held"
+            held.append(f"while layer {number} works, {of_others}")
+        return _apply(number, parameters, inputs, case)
 
-        return layer
-
-    sizes = list(_LAYERS[: case.size])
-    outputs = fn(comm, shards, sizes, [layer_of(number) for number in range(case.size)], inputs)
+    layers = [partial(layer, number) for number in range(case.size)]
+    outputs = fn(comm, shards, [*_LAYERS[: case.size]], layers, inputs)
     if not held and (left := alive.others()):
         held.append(f"after the last layer, the parameters of layers {left} are still held")
     return Wrong(held[0]) if held else outputs

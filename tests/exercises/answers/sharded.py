@@ -1,5 +1,7 @@
 """Answers to ``check.sharded``."""
 
+from functools import partial
+
 import torch
 from graded import Answers, ends
 
@@ -94,28 +96,29 @@ def forgets_what_was_there(comm, backward, totals):
 # forward(comm, shards, sizes, layers, inputs)
 
 
-def forward(comm, shards, sizes, layers, inputs, shift=1, frees=True):
-    kept = []
-    for shard, size, layer in zip(shards, sizes, layers):
-        whole = torch.empty(size)
-        kept.append(chunks := split_chunks(whole, comm.world_size))
+def forward(comm, shards, sizes, layers, inputs, shift=1, memory=map):
+    for shard, whole, layer in zip(shards, memory(torch.empty, sizes), layers):
+        chunks = split_chunks(whole, comm.world_size)
         chunks[(comm.rank + shift) % comm.world_size].copy_(shard)
         share_only(comm, chunks)
         inputs = layer(whole, inputs)
-        if frees:
-            whole.untyped_storage().resize_(0)
+        del whole, chunks
     return inputs
 
 
-def into_one_buffer(comm, shards, sizes, layers, inputs, step=0):
-    buffer = torch.empty(sum(sizes))
-    for number, (shard, size, layer) in enumerate(zip(shards, sizes, layers)):
-        start = step * sum(sizes[:number])
-        chunks = split_chunks(buffer[start : start + size], comm.world_size)
-        chunks[(comm.rank + 1) % comm.world_size].copy_(shard)
-        share_only(comm, chunks)
-        inputs = layer(buffer[start : start + size], inputs)
-    return inputs
+def resized(empty, sizes):
+    for whole in [*map(empty, sizes)]:
+        yield whole
+        whole.untyped_storage().resize_(0)
+
+
+def overwritten(empty, sizes):
+    buffer = empty(max(sizes))
+    return [buffer[:size] for size in sizes]
+
+
+def in_one_piece(empty, sizes):
+    return empty(sum(sizes)).split(sizes)
 
 
 # prefetch(order, gather, use, free)
@@ -165,16 +168,12 @@ ANSWERS = [
     Answers(check.sharded.reduce, [reduces], [keeps_all, forgets_what_was_there]),
     Answers(
         check.sharded.forward,
-        [forward, into_one_buffer],
-        [
-            lambda *args: forward(*args, frees=False),
-            lambda *args: into_one_buffer(*args, step=1),
-            ends(lambda *args: forward(*args, shift=0)),
-        ],
+        [forward, partial(forward, memory=resized), partial(forward, memory=overwritten)],
+        [partial(forward, memory=in_one_piece), ends(partial(forward, shift=0))],
     ),
     Answers(
         check.sharded.prefetch,
         [prefetches],
-        [one_by_one, lambda *args: prefetches(*args, ahead=2), waits_too_early, never_frees],
+        [one_by_one, partial(prefetches, ahead=2), waits_too_early, never_frees],
     ),
 ]
