@@ -255,7 +255,7 @@ forward = Check(
 @judged("order, gather, use, free", ([0, 1, 2, 3],), ([3, 2, 1, 0],), ([2],), ([4, 0, 2],))
 def prefetch(fn: Callable, order: Sequence[int]) -> Wrong | None:
     """Grade ``fn(order, gather, use, free)``: each unit is gathered while the one before works."""
-    asked, there, used, wrong = [], [], [], list[str]()
+    asked, there, used, wrong = [], [], [], []
     say = wrong.append
 
     def gather(unit: int) -> SimpleNamespace:
