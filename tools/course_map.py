@@ -1,7 +1,7 @@
 """The pages of the course in one table, and every place that shows it.
 
-    python tools/course_map.py      writes the maps in README and page 00, and the links to the
-                                    previous and the next page
+python tools/course_map.py      writes the maps in README and page 00, and the links to the
+                                previous and the next page
 """
 
 import re
