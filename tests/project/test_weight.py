@@ -57,7 +57,7 @@ LIMITS = {
     "tools": (1497, 11282),
     "tools/site": (101, 653),
     "workbook": (416, 2407),
-    "workbook/exercises": (6663, 51594),
+    "workbook/exercises": (6662, 51586),
     "workbook/measure": (1830, 14359),
     "workbook/notebook": (1258, 7791),
     "workbook/plots": (1716, 12774),
