@@ -77,12 +77,11 @@ _LAST_RUN = re.compile(r"(\| Last run on \|.*\n)")
 
 def course_map(folder: str = "", here: str = "") -> str:
     """The table in Markdown, with the path to the pages, for the page ``here`` or README."""
-    lines = ["| page | what it answers | state |", "|---|---|---|"]
+    lines = ["| page | what it answers |", "|---|---|"]
     for stem, (name, question) in PAGES.items():
-        label, state = f"[{stem[:2]} {name}]({folder}{stem}.ipynb)", "here"
-        if stem == here:
-            label, state = f"**{stem[:2]} {name}**", "you are here"
-        lines.append(f"| {label} | {question} | {state} |")
+        label = f"{stem[:2]} {name}"
+        label = f"**{label}**" if stem == here else f"[{label}]({folder}{stem}.ipynb)"
+        lines.append(f"| {label} | {question} |")
     return "\n".join(lines) + "\n"
 
 
