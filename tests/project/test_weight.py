@@ -54,7 +54,7 @@ LIMITS = {
     "tests/training": (1033, 8552),
     "tests/widgets": (280, 2196),
     "tests/workload": (393, 3825),
-    "tools": (1497, 11282),
+    "tools": (1483, 11205),
     "tools/site": (101, 653),
     "workbook": (416, 2407),
     "workbook/exercises": (6654, 51583),
