@@ -38,7 +38,7 @@ def _add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
     bench.set_defaults(run=_bench)
     add = bench.add_argument
-    names = "all-reduce, ddp, placement, pipeline: all of them if left out"
+    names = "all-reduce, ddp, placement, pipeline, schedules: all of them if left out"
     add("names", nargs="*", metavar="NAME", help=names)
     ranks = "numbers of ranks, one run each (2,4)"
     add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)

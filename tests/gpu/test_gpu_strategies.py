@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import WorkerError, train_with
+from labkit import WorkerError, run, train_with
+from labkit.schedules.ring import chunk_bounds
 from labkit.strategies import STRATEGIES
+from labkit.strategies.ring_attention import ring_attention
 
 # A batch that does not divide, and a last batch that is smaller.
 DATA = {"model": "small_cnn", "batch_size": 35, "train_size": 177}
@@ -65,6 +67,26 @@ def test_a_mesh_of_pytorch_equals_one_device(devices):
     settings = DATA | OF_TEXT | {"dtype": "float64"}
     result = train_with("mesh", devices=devices, dp=2, tp=2, builtin=True, **settings)
     assert result.difference_from(alone(**settings)) < 1e-10
+
+
+def attended(comm, length):
+    """The output of ring attention and the gradients of its inputs, for this rank's positions."""
+    torch.manual_seed(0)
+    whole = torch.randn(4, 2, 3, length, 8, dtype=torch.float64)
+    part = slice(*chunk_bounds(length, comm.world_size)[comm.rank])
+    *inputs, gradient = (each[..., part, :].to(comm.device) for each in whole)
+    inputs = [each.requires_grad_() for each in inputs]
+    output = ring_attention(comm, *inputs, length=length)
+    found = output.detach(), *torch.autograd.grad(output, inputs, gradient)
+    return [each.cpu() for each in found]
+
+
+@pytest.mark.parametrize("devices", [*needs.placed(2), *needs.placed(3)])
+def test_ring_attention_equals_that_of_one_rank(devices):
+    parts = run(attended, 70, world_size=len(devices.split(",")), devices=devices).values
+    (due,) = run(attended, 70, world_size=1, device="cuda").values
+    for found, one in zip(zip(*parts), due):
+        torch.testing.assert_close(torch.cat(found, dim=2), one, rtol=0, atol=1e-10)
 
 
 def normed():

@@ -8,7 +8,7 @@ import torch
 
 from labkit.__main__ import main
 from labkit.costs.link import Link, all_reduce_seconds
-from workbook.measure import all_reduce, placement
+from workbook.measure import all_reduce, benches, placement
 from workbook.measure.command import show
 from workbook.measure.record import Result
 
@@ -81,16 +81,31 @@ def test_a_wrong_sum_ends_the_bench(monkeypatch):
     ("bench", "names"),
     [
         ("ddp", {"torch on gloo", "torch on labkit", "labkit"}),
+        ("sharded", {"labkit ddp", "labkit stage 3", "torch stage 3 on gloo"}),
+        ("tensor-parallel", {"torch on gloo", "labkit", "labkit, sequence parallel"}),
         ("pipeline", {"labkit split, not pipelined", "labkit gpipe", "torch 1f1b on gloo"}),
     ],
 )
 def test_every_contender_of_a_step_trains_the_same_model(bench, names, tmp_path):
-    words = [bench, "--models", "mlp", "--repeats", "2", "--world-size", "3"]
+    model = "gpt" if bench == "tensor-parallel" else "mlp"
+    words = [bench, "--models", model, "--repeats", "2", "--world-size", "3"]
     rows = by_contender(rows_of(tmp_path, *words))
     assert names <= rows.keys()
     for name, row in rows.items():
         assert row["difference"] < 1e-5
         assert row["ratio_to"].keys() >= {one for one in rows if one.startswith("torch")} - {name}
+
+
+@pytest.mark.slow
+def test_the_schedules_stand_beside_their_timetables(monkeypatch):
+    monkeypatch.setattr(benches, "EMULATED", (8, 4, 0.004))
+    (result,) = benches.bench_schedules(3, 2, CPU)
+    paper, idle = (result.columns[name][""] for name in ("timetable", "bubble"))
+    # (P - 1) / (M + P - 1); of its idle F + B + W remains F + B - W; of short stages one half.
+    expected = {"gpipe": 2 / 6, "1f1b": 2 / 6, "zero_bubble": 2 / 14, "interleaved": 1 / 5}
+    assert paper == pytest.approx(expected)
+    # A step may take longer than on paper, but not less.
+    assert all(paper[name] - 0.02 < idle[name] < 1 for name in expected)
 
 
 @pytest.mark.slow

@@ -10,7 +10,13 @@ from labkit.devices import check_world_size, plan
 from labkit.units import check_choice, check_integer
 from labkit.workload.models import MODELS
 from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce
-from workbook.measure.benches import bench_ddp, bench_pipeline
+from workbook.measure.benches import (
+    bench_ddp,
+    bench_pipeline,
+    bench_schedules,
+    bench_sharded,
+    bench_tensor_parallel,
+)
 from workbook.measure.placement import bench_placement
 from workbook.measure.record import Result, machine, write
 from workbook.measure.turns import Where
@@ -25,11 +31,17 @@ BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
         bench_ddp,
         {"world_sizes": (2,), "models": ("small_cnn", "resnet18", "vgg16"), "repeats": 20},
     ),
+    "sharded": (bench_sharded, {"world_sizes": (2,), "models": ("gpt",), "repeats": 20}),
+    "tensor-parallel": (
+        bench_tensor_parallel,
+        {"world_sizes": (2,), "models": ("gpt",), "repeats": 20},
+    ),
     "placement": (bench_placement, {"repeats": 6, "quick": False, "figure_path": None}),
     "pipeline": (
         bench_pipeline,
         {"world_sizes": (2,), "models": ("vgg16", "resnet18"), "repeats": 10},
     ),
+    "schedules": (bench_schedules, {"world_sizes": (4,), "repeats": 3}),
 }
 
 
