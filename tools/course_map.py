@@ -1,9 +1,7 @@
 """The pages of the course in one table, and every place that shows it.
 
-    python tools/course_map.py      writes the maps in README and page 00, and the links to the
-                                    previous and the next page
-
-A page is "coming" until its notebook exists.
+python tools/course_map.py      writes the maps in README and page 00, and the links to the
+                                previous and the next page
 """
 
 import re
@@ -90,15 +88,14 @@ def course_map(there: list[str], *, folder: str = "", here: str | None = None) -
         folder: the path to them, with a slash at its end.
         here: the page that shows the table.
     """
-    lines = ["| page | what it answers | state |", "|---|---|---|"]
+    lines = ["| page | what it answers |", "|---|---|"]
     for stem, (name, question) in PAGES.items():
         label = f"{stem[:2]} {name}"
-        state = "here" if stem in there else "coming"
         if stem == here:
-            label, state = f"**{label}**", "you are here"
+            label = f"**{label}**"
         elif stem in there:
             label = f"[{label}]({folder}{stem}.ipynb)"
-        lines.append(f"| {label} | {question} | {state} |")
+        lines.append(f"| {label} | {question} |")
     return "\n".join(lines) + "\n"
 
 
