@@ -128,7 +128,7 @@ cluster: env
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --require-hashes \
 	  -r tools/cluster.txt
 
-# Environments of their own, where the package's own programs are those of .venv.
+# Separate environments, where the package's own programs are those of .venv.
 ASKED := $(if $(filter command environment,$(firstword $(origin PYTHON))),--python "$(PYTHON)")
 MAKE_OTHER = $(BIN)/python tools/other_framework.py $@ $(ASKED) --torch $(BUILD)
 

@@ -23,7 +23,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 
 
 def check_regular(path: str | Path) -> None:
-    """ValueError for a folder, a pipe or a device: to open a pipe could wait for ever."""
+    """ValueError for a folder, a pipe or a device: to open a pipe could wait forever."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"cannot read {path}: it is not a regular file")
 

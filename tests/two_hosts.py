@@ -1,15 +1,12 @@
-"""Two hosts for the tests that need root: why there are none here; ranks on both of them."""
+"""Two hosts for the tests that need root: why there are none here; a Ray cluster on both."""
 
-import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools"))
-from namespaces import ADDRESSES, NAMES, SCRATCH, TwoHosts  # noqa: E402
+from namespaces import ADDRESSES, SCRATCH, TwoHosts  # noqa: E402
 
 # Ray gives up if its own processes take longer than 15 s to start, as they do on a busy machine:
 # the scheduler shall prefer this session, and in it this program.
@@ -24,52 +21,6 @@ def why_not() -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-class Torchrun:
-    """``torchrun`` on both hosts, with so many ranks on each; its lines by host.
-
-    Args:
-        words: the program with its arguments.
-        options: of torchrun, on both hosts.
-    """
-
-    def __init__(
-        self, hosts: TwoHosts, ranks: int, words: list[str], port: int, options: list[str] = ()
-    ):
-        self.agents = []
-        for host in (0, 1):
-            rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:{port}"]
-            launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *rendezvous]
-            agent = hosts.popen(
-                host,
-                [*launch, "--nproc-per-node", str(ranks), *options, *words],
-                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            self.agents.append(agent)
-
-    def line(self, start: str, timeout_s: float = 120) -> str:
-        """The rest of the first host's next line that begins so.
-
-        Raises:
-            AssertionError: it has ended without, or was ended after ``timeout_s``; the message is
-                what it said.
-        """
-        before, agent = [], self.agents[0]
-        too_late = threading.Timer(timeout_s, os.killpg, (agent.pid, signal.SIGKILL))
-        too_late.start()
-        try:
-            for line in agent.stdout:
-                if line.startswith(start):
-                    return line.removeprefix(start).strip()
-                before.append(line)
-        finally:
-            too_late.cancel()
-        raise AssertionError("".join(before))
 
 
 class RayCluster:

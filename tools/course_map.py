@@ -1,9 +1,7 @@
 """The pages of the course in one table, and every place that shows it.
 
-    python tools/course_map.py      writes the maps in README and page 00, and the links to the
-                                    previous and the next page
-
-A page is "coming" until its notebook exists.
+``python tools/course_map.py`` writes the maps in README and page 00, and the links to the previous
+and the next page.
 """
 
 import re
@@ -60,7 +58,7 @@ PAGES = {
     "14_choosing": ("choosing", "Which technique suits a model and its machines?"),
     "15_seventy_times": (
         "seventy times",
-        'How does a benchmark come to "70 times faster than DDP"?',
+        "How can a benchmark make a ring look 70 times faster than DDP?",
     ),
     "16_the_same_elsewhere": (
         "the same elsewhere",
@@ -77,37 +75,23 @@ _NEIGHBOURS = re.compile(r"\| (Previous|Next) \|.*(\n|$)")
 _LAST_RUN = re.compile(r"(\| Last run on \|.*\n)")
 
 
-def existing(root: Path = ROOT) -> list[str]:
-    """The pages that exist, in reading order."""
-    return [stem for stem in PAGES if (root / "notebooks" / f"{stem}.ipynb").is_file()]
-
-
-def course_map(there: list[str], *, folder: str = "", here: str | None = None) -> str:
-    """The table in Markdown.
-
-    Args:
-        there: the pages that exist, to which the table links.
-        folder: the path to them, with a slash at its end.
-        here: the page that shows the table.
-    """
-    lines = ["| page | what it answers | state |", "|---|---|---|"]
+def course_map(folder: str = "", here: str = "") -> str:
+    """The table in Markdown, with the path to the pages, for the page ``here`` or README."""
+    lines = ["| page | what it answers |", "|---|---|"]
     for stem, (name, question) in PAGES.items():
         label = f"{stem[:2]} {name}"
-        state = "here" if stem in there else "coming"
-        if stem == here:
-            label, state = f"**{label}**", "you are here"
-        elif stem in there:
-            label = f"[{label}]({folder}{stem}.ipynb)"
-        lines.append(f"| {label} | {question} | {state} |")
+        label = f"**{label}**" if stem == here else f"[{label}]({folder}{stem}.ipynb)"
+        lines.append(f"| {label} | {question} |")
     return "\n".join(lines) + "\n"
 
 
-def neighbours(there: list[str], stem: str) -> str:
+def neighbours(stem: str) -> str:
     """The rows in the head of a page that link to the previous and the next page."""
-    place, rows = there.index(stem), ""
+    pages, rows = list(PAGES), ""
+    place = pages.index(stem)
     for head, other in (("Previous", place - 1), ("Next", place + 1)):
-        if 0 <= other < len(there):
-            page = there[other]
+        if 0 <= other < len(pages):
+            page = pages[other]
             rows += f"| {head} | [{page[:2]} {PAGES[page][0]}]({page}.ipynb) |\n"
     return rows
 
@@ -120,21 +104,20 @@ def replaced(pattern: re.Pattern[str], new: str, text: str) -> str:
     return changed
 
 
-def files(root: Path = ROOT) -> dict[Path, str]:
+def files() -> dict[Path, str]:
     """The text that each file with the table should have, by path."""
-    there, readme = existing(root), root / "README.md"
-    table = course_map(there, folder="notebooks/")
-    found = {readme: replaced(_TABLE, table, readme.read_text())}
-    for stem in there:
-        path = root / "notebooks" / f"{stem}.ipynb"
+    readme = ROOT / "README.md"
+    found = {readme: replaced(_TABLE, course_map("notebooks/"), readme.read_text())}
+    for stem in PAGES:
+        path = ROOT / "notebooks" / f"{stem}.ipynb"
         page = nbformat.read(path, as_version=4)
         head = _NEIGHBOURS.sub("", page.cells[0].source + "\n")
         row = _LAST_RUN.search(head)
-        rows = (row[0] if row else "") + neighbours(there, stem)
+        rows = (row[0] if row else "") + neighbours(stem)
         page.cells[0].source = replaced(_LAST_RUN, rows, head).removesuffix("\n")
         if stem == _FIRST:
             (cell,) = (cell for cell in page.cells if _TABLE.search(cell.source))
-            cell.source = replaced(_TABLE, course_map(there, here=stem), cell.source)
+            cell.source = replaced(_TABLE, course_map(here=stem), cell.source)
         found[path] = nbformat.writes(page).rstrip("\n") + "\n"
     return found
 

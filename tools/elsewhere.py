@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from labkit.comm.shared_memory import kill_marked, loopback
+from labkit.files import check_writable
 from labkit.units import check_choice
 from labkit.workload.datasets import load_dataset
 from labkit.workload.models import build_model
@@ -173,12 +174,11 @@ def run_elsewhere(contenders: Sequence[str], steps: int, repeats: int) -> dict[s
     """
     for name in contenders:
         check_choice("contender", name, CONTENDERS)
-    wanted = {ONE_DEVICE, *contenders}
-    chosen = {name: one for name, one in CONTENDERS.items() if name in wanted}
+    chosen = {name: one for name, one in CONTENDERS.items() if name in (ONE_DEVICE, *contenders)}
     found: dict[str, list[Turn]] = {name: [] for name in chosen}
     needs = {name: one.framework.lower() for name, one in chosen.items()}
-    absent = {name: why_not(need) for name, need in needs.items() if need in FRAMEWORKS}
-    problems = {name: reason for name, reason in absent.items() if reason}
+    asked = {name: why_not(need) for name, need in needs.items() if need in FRAMEWORKS}
+    problems = {name: reason for name, reason in asked.items() if reason}
     # A short path: sockets lie in it.
     with tempfile.TemporaryDirectory(prefix="lk-", ignore_cleanup_errors=True) as private:
         prepare(Path(private), steps)
@@ -193,7 +193,7 @@ def run_elsewhere(contenders: Sequence[str], steps: int, repeats: int) -> dict[s
     rows = []
     for name, one in chosen.items():
         row = {"contender": name, "framework": one.framework, "messages": one.messages}
-        row |= {"problem": problems.get(name, ""), "absent": bool(absent.get(name))}
+        row |= {"problem": problems.get(name, "")}
         rows.append(row | (numbers(one, found[name], truth) if truth and found[name] else {}))
     return {"batch_size": BATCH_SIZE, "contenders": rows}
 
@@ -237,11 +237,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", default="data/results/elsewhere", help="FILE without its ending")
     given = parser.parse_args()
+    check_writable(path := f"{given.out}.json")
     found = run_elsewhere(given.contenders.split(","), given.steps, given.repeats)
     print(elsewhere_table(found))
     how = {"command": "make elsewhere", "config": vars(given)}
-    figures = {f"{given.out}.png": elsewhere_figure(found)}
-    write(how | found | machine(), f"{given.out}.json", figures)
+    write(how | found | machine(), path, {f"{given.out}.png": elsewhere_figure(found)})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces with a cable between them, slowed to a rate.
 
-A host is a process that waits in namespaces of its own: network, processes, mounts and name. It
+A host is a process that waits in its own namespaces: network, processes, mounts and name. It
 reaches the other host only through a veth pair (a cable with a network card at each end). The
 kernel's token bucket filter (tbf) slows each card down to a rate. Nothing has a name outside: the
 namespaces end with the process that holds them, which ends when its standard input does. The

@@ -1,9 +1,9 @@
 """Train on one host and on two, over cables of several rates, and compare with the model.
 
 ``make two-hosts`` runs it (root, Linux). In each repeat, at each rate, torchrun starts jobs of 1,
-2 and 4 ranks on two hosts, whose contenders take turns. The model computes asleep, as on a device
-of its own, and has as many parameters as ResNet-18; some contenders train ResNet-18 itself, too,
-on the cores that the ranks share.
+2 and 4 ranks on two hosts, whose contenders take turns. The model computes asleep, as on a
+separate device, and has as many parameters as ResNet-18; some contenders train ResNet-18 itself,
+too, on the cores that the ranks share.
 """
 
 import argparse
@@ -94,7 +94,7 @@ class Weights(nn.Module):
 
 def be_a_rank(comm: Comm) -> None:
     """One turn of every contender of this size, then messages; rank 0 prints what it measured."""
-    torch.set_num_threads(1)  # as on a device of its own
+    torch.set_num_threads(1)  # as on a separate device
     blocks = [nn.Sequential(EmulatedLayer(SAMPLE_S / BLOCKS), Weights(n)) for n in BLOCK_SIZES]
     model, P = nn.Sequential(*blocks), comm.world_size
     resnet = labkit.build_model("resnet18", num_classes=100, input_shape=(3, 32, 32), seed=0)

@@ -123,10 +123,10 @@ def separate_comm(
     timeout: timedelta,
     ranks: Sequence[int] | None = None,
 ) -> Comm:
-    """A Comm of its own for one kind of traffic of these ranks; all of them call this, as often.
+    """A separate Comm for one kind of traffic of these ranks; all of them call this, as often.
 
     Messages of an edge are first in, first out: threads that share a ``Comm`` would take each
-    other's. So the ranks meet once more, with shared memory of their own on each host, and gloo
+    other's. So the ranks meet once more, with separate shared memory on each host, and gloo
     between hosts, for CPU tensors. A message may take up to ``timeout``; ``ranks`` are numbered as
     in the run, by default all.
     """

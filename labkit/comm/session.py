@@ -224,7 +224,7 @@ class Session:
         row["origin_s"] = time.perf_counter()
         self.transport.barrier()
         if len(self.hosts) > 1:
-            # Hosts have clocks of their own, and the barrier ends at about one time on all.
+            # Hosts have their own clocks, and the barrier ends at about one time on all.
             row["origin_s"] = time.perf_counter()
             self.transport.barrier()
         # Ranks of one host read the same clock, and set a GPU's by it.

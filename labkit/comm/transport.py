@@ -179,7 +179,7 @@ def deliver(landing: Tensor, tensor: Tensor) -> Tensor:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors share a byte; others travel through buffers of their own."""
+    """Whether two contiguous tensors share a byte; others travel through separate buffers."""
     for tensor in (one, other):
         is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
         if not is_dense or not tensor.is_contiguous():

@@ -146,7 +146,7 @@ class WorkQueue(threading.Thread):
     Callbacks of futures run in the queue's thread. An operation that a callback calls is carried
     out there at once, before all queued ones: so the order is the same on every rank.
 
-    On a GPU the operations have a stream and always a thread of their own. As in
+    On a GPU the operations have their own stream and always their own thread. As in
     ``torch.distributed``, an operation begins when the caller's stream has reached the call, and
     the stream of whoever calls ``wait`` goes on after the operation.
 

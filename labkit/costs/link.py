@@ -142,7 +142,7 @@ def hosts_all_reduce_seconds(
     if any(len(ranks) != size for ranks in hosts):
         raise ValueError(f"the formulas hold for hosts with equally many ranks, got {hosts}")
     if algorithm == "hierarchical":
-        # The m ranks of a host share its card, and each adds a part of its own.
+        # The m ranks of a host share its card, and each adds its own part.
         card = replace(between, gamma_s_per_byte=between.gamma_s_per_byte / size)
         inside_s = all_reduce_seconds("ring", num_bytes, size, inside)
         return inside_s + all_reduce_seconds("ring", num_bytes, len(hosts), card)

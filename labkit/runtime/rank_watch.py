@@ -67,7 +67,7 @@ class Rows:
 
 
 class Watch:
-    """The watch over one run, in one rank, with a connection of its own to the run's store.
+    """The watch over one run, in one rank, with its own connection to the run's store.
 
     ``error`` says why the run ends, and is None while it goes on; each host prints it once.
     """

@@ -1,7 +1,7 @@
 """This process is a rank that ``torchrun`` has started: ``labkit.run`` in it, and plain scripts.
 
 ``labkit.run`` calls its function here, and exchanges what the ranks return. A script without it
-whose library has a thread of its own (``labkit.horovod``) gets a ``Comm`` by ``open_for``.
+whose library has its own thread (``labkit.horovod``) gets a ``Comm`` by ``open_for``.
 """
 
 import atexit
@@ -104,7 +104,7 @@ def _exchange(comm: Comm, mine: Report) -> list[Report]:
     return [load_report(data, rank) for rank, data in enumerate(everyone)]
 
 
-# For a library with a thread of its own
+# For a library with its own thread
 
 
 class Opened:

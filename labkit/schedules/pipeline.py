@@ -102,14 +102,9 @@ def zero_bubble(stage: int, num_stages: int, num_micro_batches: int) -> Iterator
 
     Source: Qi et al., "Zero bubble pipeline parallelism" (2023), section 2.1 and figure 3.
     """
-    ahead = min(num_stages - 1 - stage, num_micro_batches)
-    for micro_batch in range(ahead):
-        yield Action("forward", micro_batch)
-    for micro_batch in range(num_micro_batches):
-        if micro_batch + ahead < num_micro_batches:
-            yield Action("forward", micro_batch + ahead)
-        yield Action("backward_input", micro_batch)
-        if micro_batch >= stage:
+    for kind, micro_batch, _ in one_f_one_b(stage, num_stages, num_micro_batches):
+        yield Action("backward_input" if kind == "backward" else kind, micro_batch)
+        if kind == "backward" and micro_batch >= stage:
             yield Action("backward_weight", micro_batch - stage)
     for micro_batch in range(max(0, num_micro_batches - stage), num_micro_batches):
         yield Action("backward_weight", micro_batch)

@@ -1,4 +1,4 @@
-"""Model and pipeline parallelism: the model is cut into stages, each on a device of its own.
+"""Model and pipeline parallelism: the model is cut into stages, each on its own device.
 
 The batch passes through the stages one after another, forward and then backward:
 

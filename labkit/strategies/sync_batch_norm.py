@@ -129,7 +129,7 @@ def convert(model: nn.Module, comm: Comm, workers: Sequence[int]) -> None:
     """Let every BatchNorm in ``model`` use the statistics of the global batch from now on.
 
     In place, at any depth. All workers have to run the same layers in the same order, also those
-    without samples. ValueError for a layer with a forward of its own.
+    without samples. ValueError for a layer with its own forward.
     """
     batch = GlobalBatch(comm, workers)
     for name, layer in model.named_modules():
@@ -137,7 +137,7 @@ def convert(model: nn.Module, comm: Comm, workers: Sequence[int]) -> None:
             continue
         if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
             raise ValueError(
-                f"{name} is a {type(layer).__name__} that has a forward of its own: use "
+                f"{name} is a {type(layer).__name__} that has its own forward: use "
                 "BatchNorm1d, 2d or 3d, or leave sync_batch_norm out"
             )
         layer.__class__ = type("SyncBatchNorm", (SyncBatchNorm, type(layer)), {})

@@ -208,8 +208,8 @@ def what_limited(
     names = {COMPUTE: "computing", COMMUNICATE: "messages", WAIT: waiting, GAP: gap}
     del names[next((state for state, name in _KINDS.items() if name == kind), WAIT)]
     rest = sorted(((shares[s], name) for s, name in names.items()), reverse=True)
-    parts = [", ".join(f"{name} {share:.0%}" for share, name in rest if share > _MENTIONED)]
-    parts = [f"the rest: {parts[0]}"] if parts[0] else []
+    listed = ", ".join(f"{name} {share:.0%}" for share, name in rest if share > _MENTIONED)
+    parts = [f"{'the rest' if rank is None else 'all ranks together'}: {listed}"] if listed else []
     hidden_s = sum(one.hidden_s for one in times.values())
     hidden = hidden_s / (hidden_s + sum(one.seconds[COMMUNICATE] for one in times.values()) or 1.0)
     if hidden > _MENTIONED:

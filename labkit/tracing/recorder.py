@@ -224,7 +224,7 @@ class Recorder:
         self._add(self.timer, "wait", start, end)
 
     def _between(self, start: Any, end: Any) -> str:
-        """Cut the open region for an operation of its own; returns the kind of a transfer here."""
+        """Cut the open region for a separate operation; returns the kind of a transfer here."""
         stack = self._stack()
         if not stack:
             return "communicate"

@@ -34,7 +34,7 @@ from labkit.units import check_choice, format_bytes
 from labkit.workload.layers import layers_of, output_shapes
 from labkit.workload.models import build_model
 
-PATTERNS = {"ping_pong": "ping-pong between", "exchange": "exchange of"}
+PATTERNS = ("ping_pong", "exchange")
 MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 ADDED_BYTES = 4 * 2**20
 _TIMEOUT_S = 600
@@ -93,10 +93,8 @@ def measure_link(
     added_s = [*map(max, zip(*(added_s for *_, added_s in by_rank)))]
     sizes, times_s = zip(*[(size, s) for size, times in seconds.items() for s in times])
     line = fit_link(sizes, times_s, statistics.median(added_s) / ADDED_BYTES if gamma else 0.0)
-    how = (
-        f"{PATTERNS[pattern]} {world_size} ranks, medians of {repeats} repeats, "
-        f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}, transport: {by_rank[0][0]}"
-    )
+    how = f"{pattern.replace('_', '-')}, {world_size} ranks, {by_rank[0][0]}, "
+    how += f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}, medians of {repeats}"
     return MeasuredLink(**asdict(line), how=how, seconds=seconds)
 
 

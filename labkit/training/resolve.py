@@ -172,7 +172,7 @@ def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
     loss = own.loss() if isinstance(own.loss, type) else own.loss
     loss = getattr(nn.functional, config.loss) if loss is None else loss
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-        raise ValueError("this loss has parameters of its own to train: make them the model's")
+        raise ValueError("this loss has its own parameters to train: make them the model's")
     return Work(train, test, partial(_make_model, config, own, train), SumOfMean(loss))
 
 

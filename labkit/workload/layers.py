@@ -147,7 +147,7 @@ class HeldBytes(saved_tensors_hooks):
 
 
 class EmulatedLayer(nn.Module):
-    """Takes time as a device of its own would, asleep: more of them than cores can work at once.
+    """Takes time as a separate device would, asleep: more of them than cores can work at once.
 
     A forward takes ``call_s`` + n x ``sample_s`` seconds, a backward twice as long, as it does in
     most layers: one half for the gradient of the input, one for that of a trained number, by which

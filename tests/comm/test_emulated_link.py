@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit import EmulatedLink, collectives, run, train_with
+from labkit import EmulatedLink, collectives, run
 from labkit.comm import emulated_link
 from labkit.comm.emulated_link import Card
 from labkit.costs import Link, all_reduce_seconds
@@ -131,13 +131,3 @@ def test_only_messages_between_hosts_pass_the_card_that_a_hosts_ranks_share():
         # Two messages of 1000 bytes in each direction, one after the other.
         assert min(passed_s) >= 2 * 1000 / 1e5
         assert bytes_to == {rank ^ 1: 1000, (rank + 2) % 4: 1000}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "settings"),
-    [("ddp", {"builtin": True, "backend": "labkit"}), ("async_parameter_server", {})],
-)
-def test_techniques_train_over_a_link(strategy, settings):
-    link = EmulatedLink(1e-4, 1e9)
-    sizes = {"world_size": 2, "train_size": 128, "batch_size": 64}
-    assert train_with(strategy, link=link, **sizes, **settings).epochs

@@ -20,16 +20,8 @@ from labkit.comm.transport import as_bytes
 from labkit.errors import PeerLostError
 
 CPU = torch.device("cpu")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-TRANSPORTS = [
-    pytest.param("shared"),
-    pytest.param("gloo"),
-    pytest.param("linked", id="shared, over an emulated link"),
-    pytest.param("group", id="gloo, a group of its own"),
-    pytest.param("staged", id="gloo, staged through host memory", marks=needs_gpu),
-    pytest.param("nccl", id="NCCL", marks=needs_two_gpus),
-]
+# Two of them are shared memory over an emulated link, and gloo in a group of its own.
+TRANSPORTS = ["shared", "gloo", "linked", "group"]
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -39,15 +31,8 @@ DTYPES = (
 
 def on(transport: str, function: Callable, world_size: int, *args, **settings) -> list:
     """Returns the values of ``function(comm, *args)`` by rank, with a Comm on that transport."""
-    known = {
-        "group": "gloo",
-        "linked": "shared",
-        "staged": "gloo",
-        "nccl": "auto",
-    }
-    device = "cuda" if transport in ("staged", "nccl") else "cpu"
-    asked = known.get(transport, transport)
-    settings |= {"world_size": world_size, "device": device, "transport": asked}
+    asked = {"group": "gloo", "linked": "shared"}.get(transport, transport)
+    settings |= {"world_size": world_size, "device": "cpu", "transport": asked}
     if transport == "linked":
         settings["link"] = EmulatedLink(1e-6, 1e11)
     if transport != "group":
@@ -127,7 +112,7 @@ def can_add(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_dtype_shape_and_size_arrives_by_every_operation_and_is_counted(
     transport, world_size
@@ -172,7 +157,6 @@ def leaves_while_the_other(comm, operation):
     calls = {
         "send": lambda: [comm.send(mine, 1) for _ in range(50)],
         "recv": lambda: comm.recv(theirs, 1),
-        "recv_add": lambda: comm.recv_add(theirs, 1),
         "exchange": lambda: comm.exchange(mine, 1, theirs, 1),
         "barrier": comm.barrier,
     }
@@ -182,8 +166,8 @@ def leaves_while_the_other(comm, operation):
         return str(error)
 
 
-@pytest.mark.parametrize("operation", ["send", "recv", "recv_add", "exchange", "barrier"])
-@pytest.mark.parametrize("transport", TRANSPORTS[:-1])  # NCCL's errors come later
+@pytest.mark.parametrize("operation", ["send", "recv", "exchange", "barrier"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_peer_that_has_ended_is_a_lost_peer_in_every_operation(transport, operation):
     found = on(transport, leaves_while_the_other, 2, operation, may_lose=[1])
     assert found[0], "no error"

@@ -26,6 +26,13 @@ def test_a_function_without_ranks_is_graded_by_its_answers():
     assert not adds(lambda a, b: a[b])
     ones = solved((2,), mistakes={})(lambda size: torch.ones(size))
     assert ones(lambda size: [1.0] * size).passed
+    calls = []
+    said = repr(adds(lambda a, b: calls.append(a) or a + b + (len(calls) > 1)))
+    assert "The first call, with the same arguments, went right" in said
+    drawn = []
+    same = solved(more=lambda random: drawn.append(random.random()) or [(drawn[-1],)])(abs)
+    assert all(same(lambda x: x).passed for _ in "ab")
+    assert drawn[0] != drawn[1], "others in each check"
 
 
 def test_what_is_printed_is_what_is_returned(capsys):
@@ -108,13 +115,13 @@ def never_ends(comm, tensor):
 
 
 def test_an_error_is_told_with_its_case_and_line_and_without_a_traceback(monkeypatch):
-    said = repr(NAIVE(stops_at_rank_1))
+    said = NAIVE(stops_at_rank_1).notes[0]
     assert "with 2 ranks and 10 elements: rank 1 raised IndexError" in said
     assert "return tensor[comm.rank + 9 * (comm.rank == 1)]" in said
     assert "Traceback" not in said
     monkeypatch.setattr(on_ranks, "TIMEOUT_S", 1.0)
     monkeypatch.setattr(on_ranks, "AGAIN_S", 1.0)
-    assert "with 2 ranks and 96 elements: the run was still going" in repr(NAIVE(never_ends))
+    assert "with 2 ranks and 96 elements: the run was still going" in NAIVE(never_ends).notes[0]
 
 
 def test_a_verdict_is_a_card_in_a_notebook_and_shown_once(monkeypatch):
@@ -129,6 +136,8 @@ def test_a_verdict_is_a_card_in_a_notebook_and_shown_once(monkeypatch):
     assert not shown
     verdict._ipython_display_()
     assert shown[0]["text/plain"] == repr(verdict)
+    lines = repr(check.Verdict("a", "not yet", notes=["word " * 40 + 100 * "x"])).split("\n")
+    assert sorted(map(len, lines))[-3:] == [94, 94, 100]
 
 
 def test_a_fit_tells_how_often_each_part_is_in_a_value():
@@ -139,5 +148,5 @@ def test_a_fit_tells_how_often_each_part_is_in_a_value():
     assert in_words(made_of(value / 2, basis)) == "0.5 x rank 0 + rank 3"
     assert made_of(torch.rand(24), basis) == {}
     assert made_of(value[:2], basis) == {}
-    said = repr(NAIVE(lambda comm, tensor: comm.barrier(), world_sizes=(3,)))
+    said = NAIVE(lambda comm, tensor: comm.barrier(), world_sizes=(3,)).notes[0]
     assert "it is rank 0, expected rank 0 + rank 1 + rank 2" in said

@@ -16,7 +16,7 @@ def test_an_all_reduce_over_hosts_is_drawn():
     assert run.sentence.startswith("passed")
     assert run.figure is not None
     flat = check.hosts.all_reduce(around_all_ranks, world_sizes=(5,))
-    assert "leave host 0 by its card" in repr(flat)
+    assert "leave host 0 by its card" in flat.notes[0]
     assert flat.own_run(5).figure is not None
 
 
@@ -32,7 +32,8 @@ def without_attempt(store, address, world_size, attempt):
 
 
 def test_keys_of_the_attempt_before_are_noticed():
-    assert "in a later attempt" in repr(check.rendezvous.meet(without_attempt, world_sizes=(2,)))
+    met = check.rendezvous.meet(without_attempt, world_sizes=(2,))
+    assert "in a later attempt" in met.notes[0]
 
 
 def test_the_store_works_under_any_store_of_pytorch():

@@ -8,7 +8,7 @@ import sys
 import needs
 import pytest
 import torch
-from ranks import session_of, wait_until
+from ranks import wait_until
 
 from labkit import DeadlockError, WorkerError, run
 from labkit.collectives import fast_ring_all_reduce, ring_all_reduce
@@ -106,18 +106,6 @@ def test_a_failure_is_explained_and_the_next_run_works(devices, fails, error, wo
     assert [value for _, value in run(add_neighbours, world_size=2, devices=devices).values] == [
         1.0
     ] * 2
-
-
-@needs.gpus(1)
-def test_ctrl_c_ends_all_ranks():
-    words = ["train", "--strategy", "ddp", "--world-size", "2", "--epochs", "9999"]
-    options = {"start_new_session": True, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-m", "labkit", *words], **options) as process:
-        assert "epoch 1/" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert wait_until(lambda: not session_of(process.pid), 30)
 
 
 def free_bytes():

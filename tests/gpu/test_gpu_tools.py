@@ -19,7 +19,6 @@ QUICK = {
     "all-reduce": ["--sizes", "4KiB,1MiB", "--repeats", "3", "--world-size"],
     "ddp": ["--models", "small_cnn", "--repeats", "3", "--world-size"],
     "pipeline": ["--models", "mlp", "--repeats", "2", "--world-size"],
-    "launch": ["--repeats", "1", "--world-size"],
 }
 
 

@@ -1,7 +1,5 @@
 """labkit compare: what is run, what a record says, and the figures' claims."""
 
-from pathlib import Path
-
 import pytest
 
 from labkit import strategies
@@ -143,8 +141,3 @@ def test_a_run_is_recorded_and_drawn(tmp_path, capsys):
 )
 def test_errors_of_use_are_one_line_and_exit_2(words, message, refused):
     assert message in refused("compare", *words)
-
-
-def test_the_stored_record_is_read():
-    stored = Path(__file__).parents[2] / "data" / "results" / "compare.json"
-    assert "PyTorch's / ours" in summary.report(compare.load(stored))

@@ -1,50 +1,18 @@
-"""TensorFlow's asynchronous server on the experiment, and the processes that a command starts."""
+"""The processes that a command of TensorFlow's scripts starts: they end together."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-import torch
 from ranks import session_of, wait_until
-from torch.nn.functional import cross_entropy
 
-from workbook.measure.environments import REPOSITORY, environment_of, why_not
+from workbook.measure.environments import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "tools"))
-from elsewhere import SCRIPTS, initial_model, prepare
-
-STEPS = 8
-
-
-@pytest.mark.skipif(bool(why_not("tensorflow")), reason=why_not("tensorflow") or "is here")
-@pytest.mark.slow
-def test_an_asynchronous_parameter_server_counts_its_staleness(tmp_path):
-    prepare(tmp_path, STEPS)
-    words = [
-        environment_of("tensorflow") / "bin/python",
-        tmp_path / "parameter_server.py",
-        "--asynchronous",
-    ]
-    files = ["--experiment", tmp_path / "experiment.npz", "--report", tmp_path / "report.json"]
-    subprocess.run([*words, *files], check=True, timeout=300, env=os.environ | {"PYTHONPATH": ""})
-    report = json.loads((tmp_path / "report.json").read_text())
-    updates = 2 * STEPS
-    assert len(report["losses"]) == len(report["staleness"]) == updates
-    # An update comes between the reading and the update of the other worker at most once.
-    assert 0 <= sum(report["staleness"]) < updates
-    # Whichever share came first was computed with the initial weights.
-    with np.load(tmp_path / "experiment.npz") as file:
-        batches = zip(*(map(torch.from_numpy, file[name]) for name in ("images", "labels")))
-    halves = [half for batch in batches for half in zip(*(part.chunk(2) for part in batch))]
-    model = initial_model()
-    initial = [cross_entropy(model(images), labels).item() for images, labels in halves]
-    assert min(np.abs(np.subtract(report["losses"], initial))) < 1e-5
-
+from elsewhere import SCRIPTS
 
 # The processes alone, which need not load TensorFlow.
 SCRIPT = """

@@ -11,10 +11,6 @@ import pytest
 from ranks import is_alive, wait_until
 from two_hosts import ROOT, TwoHosts, why_not
 
-from workbook.measure import two_hosts
-
-RECORD = json.loads((ROOT / "data" / "results" / "two_hosts.json").read_text())
-
 
 @pytest.fixture(scope="module")
 def hosts():
@@ -70,14 +66,6 @@ def test_nothing_is_left_when_the_program_is_killed():
         process.kill()
     assert len(pids) == 2
     assert all(wait_until(lambda pid=pid: not is_alive(pid), 20) for pid in pids)
-
-
-def test_the_tables_of_the_record():
-    slow = two_hosts.two_hosts_table(RECORD, ["1 Gb/s"])
-    assert 0 < len(slow.rows) < len(RECORD["steps"])
-    # Those who compute have no model beside them, and all say that they were recorded.
-    assert {bool(row[2]) for row in slow.rows} == {True, False}
-    assert all("(recorded" in row[0] for row in slow.rows)
 
 
 @pytest.mark.slow

@@ -1,49 +1,54 @@
-"""Ranks on two hosts with a network between them: the same results, and a cut cable is named."""
+"""A run on two hosts with a network between them: a cut cable is named.
 
-import json
+That techniques train over hosts as on one device: tests/strategies/test_over_hosts.py.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
-from hosts_program import BASE, CASES
-from safetensors.torch import load_file
-from two_hosts import ROOT, Torchrun, TwoHosts, why_not
+from two_hosts import ROOT, TwoHosts, why_not
 
-from labkit import train_with
-from labkit.training.result import largest_difference
+PROGRAM = """
+import torch, labkit
+from labkit.collectives import ring_all_reduce
 
-pytestmark = pytest.mark.slow
+def endless(comm):
+    for step in range(10**9):
+        ring_all_reduce(comm, torch.ones(1000))
+        if step == 3 and comm.rank == 0:
+            print("endless", flush=True)
+
+labkit.run(endless, world_size=4)
+"""
 
 
-@pytest.fixture(scope="module")
-def hosts():
+@pytest.mark.slow
+def test_a_cut_cable_names_the_lost_host(tmp_path):
     if missing := why_not():
         pytest.skip(missing)
-    with TwoHosts() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def trained(hosts, tmp_path_factory):
-    """(folder of states, whether replicas agree by case, the job, which is sending endlessly)."""
-    folder = tmp_path_factory.mktemp("states")
-    words = [str(ROOT / "tests" / "hosts_program.py"), str(folder), "endless"]
-    job = Torchrun(hosts, 2, words, 29500)
-    return folder, json.loads(job.line("trained ")), job
-
-
-def test_techniques_equal_one_device_over_two_hosts(trained):
-    folder, agree, _ = trained
-    alone = train_with("single", **BASE).state
-    differences = {name: largest_difference(load_file(folder / name), alone) for name in CASES}
-    assert {name: d for name, d in differences.items() if d >= 1e-10} == {}
-    assert agree == dict.fromkeys(CASES, True)
-
-
-def test_a_cut_cable_names_the_lost_host(trained, hosts):
-    *_, job = trained
-    job.line("endless")
-    hosts.run(1, "ip", "link", "set", "cable", "down")
-    try:
-        job.line("labkit: rank 2 (host 1) and rank 3 (host 1) cannot be reached", timeout_s=60)
-    finally:
-        hosts.run(1, "ip", "link", "set", "cable", "up")
-    assert "hosts_program.py, line" in job.line("  rank 0 (host 0) was waiting at")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--rdzv-backend"]
+    words += ["c10d", "--rdzv-endpoint", "host0:29500", "--nproc-per-node", "2"]
+    words += [str(tmp_path / "program.py")]
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    options |= {"stderr": subprocess.STDOUT}
+    options["env"] = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    said = ""
+    with TwoHosts() as hosts:
+        agent, _ = [hosts.popen(host, words, **options) for host in (0, 1)]
+        too_late = threading.Timer(180, os.killpg, (agent.pid, signal.SIGKILL))
+        too_late.start()
+        for line in agent.stdout:
+            said += line
+            if line.startswith("endless"):
+                hosts.run(1, "ip", "link", "set", "cable", "down")
+            if line.startswith("  rank 0 (host 0) was waiting at"):
+                break
+        too_late.cancel()
+    assert "labkit: rank 2 (host 1) and rank 3 (host 1) cannot be reached" in said, said
+    assert re.search(r"  rank 0 \(host 0\) was waiting at .*program.py, line", said), said

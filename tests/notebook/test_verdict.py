@@ -99,7 +99,7 @@ def test_the_fastest_and_those_that_cannot_be_told_apart():
     )
     found = verdict.faster({name: of_pipeline(name) for name in (*names, "labkit 1f1b")})
     assert str(found).startswith(
-        "Cannot be told apart: labkit gpipe and labkit 1f1b (a ratio of 0.918 to"
+        "Cannot be told apart: labkit gpipe and labkit 1f1b (labkit 1f1b / labkit gpipe: 0.918 to"
     )
     assert "labkit gpipe was 1.31 times as fast as labkit split" in str(found)
     assert "measured once" in str(verdict.faster({"ring": 1.0, "naive": 2.0}))

@@ -63,7 +63,7 @@ class TestEveryFigure:
         figure = figure_of(name)
         found = re.fullmatch(
             r'<figure [^>]*><img alt="([^"]+)" src="data:image/png;base64,([^"]+)" '
-            r'width="(\d+)"[^>]*><figcaption [^>]*>(.+)</figcaption></figure>',
+            r'width="(\d+)"[^>]*><figcaption [^>]*>(.+)</figcaption><style>.+</style></figure>',
             figure._repr_html_(),
         )
         assert base64.b64decode(found[2]).startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from labkit import devices, run
-from labkit.__main__ import config_of, main, make_parser
+from labkit.__main__ import config_of, make_parser
 from labkit.training.resolve import make_strategy
 from labkit.units import format_bytes
 from labkit.workload.models import MODELS
@@ -58,22 +58,6 @@ def test_every_training_command_is_one_that_runs(command, monkeypatch):
     make_strategy(config)
     if config.split_points:
         assert config.world_size == 3, "# three stages"
-
-
-@pytest.mark.more
-def test_the_recipe_runs_in_one_command(tmp_path, monkeypatch):
-    """On 140 samples: two epochs of two batches."""
-    (command,) = (one for one in COMMANDS if "--lr-schedule cosine" in one)
-    monkeypatch.chdir(tmp_path)
-    words = [*shlex.split(command)[3:], "--train-size", "140", "--json", "out.json"]
-    assert main([*words, "--epochs", "2"]) == 0
-    found = json.loads(Path("out.json").read_text())
-    assert len(found["epochs"]) == 2
-    assert found["replicas_agree"]
-    folders = {name: Path(words[words.index(name) + 1]) for name in words if name[-4:] == "-dir"}
-    checkpoints = sorted(folders["--checkpoint-dir"].glob("step-*"))
-    assert [path.name for path in checkpoints] == ["step-00000002", "step-00000004"]
-    assert list(folders["--log-dir"].glob("events.out.tfevents.*"))
 
 
 def test_the_example_gives_what_its_comment_says():

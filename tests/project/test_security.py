@@ -36,28 +36,13 @@ SECURITY = (ROOT / "SECURITY.md").read_text()
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 
 
-class TestInventory:
-    def listed(self):
-        """The rows of the table: a file, a function in it, a call."""
-        rows = re.findall(
-            r"^\| `([\w/.]+)` \| `([\w()]+)` \| `([\w.]+)` \|", SECURITY, re.MULTILINE
-        )
-        assert len(rows) == len(set(rows))
-        return set(rows)
-
-    def test_the_places_in_the_code_are_those_that_are_listed(self):
-        listed, found = self.listed(), dangerous_calls()
-        assert not found - listed, "say in SECURITY.md whom that trusts"
-        assert not listed - found, "gone: take it out of SECURITY.md"
-
-    def test_a_call_is_found_however_it_is_imported(self, tmp_path):
-        import inventory
-
-        source = "import pickle\ndef f(x):\n    return pickle.loads(x)\nfrom pickle import loads"
-        found = set(inventory.calls(inventory.ast.parse(source), ""))
-        assert found == {("f", "pickle.loads"), ("(module)", "pickle.loads")}
-        harmless = inventory.ast.parse("model.eval()\njson.loads(x)\nsignature.bind(1)")
-        assert not set(inventory.calls(harmless, ""))
+def test_the_places_in_the_code_are_those_that_are_listed():
+    """Each row of the table is a file, a function in it, a call."""
+    rows = re.findall(r"^\| `([\w/.]+)` \| `([\w()]+)` \| `([\w.]+)` \|", SECURITY, re.M)
+    listed, found = set(rows), dangerous_calls()
+    assert len(rows) == len(listed)
+    assert not found - listed, "say in SECURITY.md whom that trusts"
+    assert not listed - found, "gone: take it out of SECURITY.md"
 
 
 # Listening
@@ -94,7 +79,7 @@ def listens_in_a_run(comm, during):
     """(of the ranks, of their launcher) where they can be heard while ``during`` is open."""
     if during == "rpc":
         remote.join_rpc(comm)
-    elif during != "nothing":
+    else:
         dist.barrier(dist.new_group(backend=during))
     pids = torch.zeros(comm.world_size, dtype=torch.int64)
     pids[comm.rank] = os.getpid()
@@ -116,8 +101,9 @@ class TestListening:
         assert heard_outside([os.getpid()]) == before
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("transport", ["shared", "gloo"])
-    @pytest.mark.parametrize("during", ["nothing", "gloo", "labkit", "rpc"])
+    @pytest.mark.parametrize(
+        ("during", "transport"), [("gloo", "shared"), ("labkit", "gloo"), ("rpc", "shared")]
+    )
     def test_ranks_and_launcher_are_heard_on_loopback_alone_and_not_after_the_run(
         self, during, transport
     ):

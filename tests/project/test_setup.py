@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tomllib
-import warnings
 from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from labkit import WorkerError, run, strategies
+from labkit import run, strategies
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -237,16 +236,3 @@ def test_no_function_and_no_class_is_too_long():
                 methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
                 excused = "their number" in (ast.get_docstring(node) or "")
                 assert len(methods) <= MOST_METHODS or excused, f"{name}: {node.name}"
-
-
-def warn_as_ours(comm):
-    warnings.warn_explicit(
-        "old name", FutureWarning, "labkit/comm/comm.py", 1, module="labkit.comm.comm"
-    )
-
-
-def test_a_warning_of_our_own_lines_is_an_error_here_and_in_ranks():
-    with pytest.raises(FutureWarning, match="old name"):
-        warn_as_ours(None)
-    with pytest.raises(WorkerError, match="FutureWarning: old name"):
-        run(warn_as_ours, world_size=1)

@@ -49,7 +49,7 @@ def test_hosts_are_numbered_and_one_of_them_fails(tmp_path):
             agents.follow(0.5, show=lambda *line: lines.append(line))
             return any(host == 1 and "exitcode  : 3" in line for host, line in lines)
 
-        # Host 0 does not know of it, and would go on for ever.
+        # Host 0 does not know of it, and would go on forever.
         assert wait_until(fails, 60)
     for rank in range(4):
         assert (rank // 2, f"rank {rank}: {rank // 2} {rank % 2} 4") in lines

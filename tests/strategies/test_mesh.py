@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy
 from labkit import RunConfig, run
 from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.schedules.pipeline import stages_on_each
-from labkit.training.resolve import NOTHING, resolve
 from labkit.workload.losses import CountedLoss, SumOfMean
 
 travel_by_value(__name__)
@@ -93,26 +92,6 @@ def test_a_rank_talks_to_the_ranks_of_its_groups_and_replicas_send_their_gradien
     whole = sum(p.numel() for p in small().parameters())
     (_, of_two), *_ = found
     assert whole / 2 < sum(of_two) < whole * 0.6
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"world_size": 3, "tp": 2}, "world_size 3 is 3 ranks, dp 1 x pp 1 x tp 2 is 2 ranks"),
-        ({"dp": 2, "pp": 8}, "7 layers are no 8 stages"),
-        ({"pp": 2, "split_points": "2,3"}, r"2 split points \(2, 3\) for 2 stages: give 1"),
-        ({"tp": 13}, "12 heads cannot be cut over 13 ranks"),
-        ({"tp": 5, "builtin": True}, "12 heads into equal parts"),
-        ({"pp": 2, "builtin": True}, "has no pipeline here, got pp 2"),
-        ({"tp": 2, "model": "mlp", "dataset": "digits"}, "use model gpt"),
-        ({"tp": 2, "schedule": "zero_bubble"}, "use gpipe or 1f1b, or tp 1"),
-        ({"dp": 3, "batch_size": 2}, "batch_size 2 is smaller than dp 3"),
-    ],
-)
-def test_what_cannot_be_a_mesh_is_refused_before_ranks_start(settings, why):
-    of_text = {"model": "gpt", "dataset": "text", "train_size": 8}
-    with pytest.raises(ValueError, match=why):
-        resolve(RunConfig("mesh", **of_text | settings), NOTHING)
 
 
 def test_the_sides_determine_the_world_size():

@@ -92,8 +92,7 @@ def train_each(comm, cases):
     return [train(comm, *case) for case in cases]
 
 
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "amp"), [(1, "bf16"), (2, "fp16"), (3, "bf16")])
 def test_mixed_precision_equals_one_device(world_size, amp):
     """To the bit where one rank has all of a batch; sums of shares have been rounded before."""
     singles = [(partial(ours_or_theirs("single"), accumulate=n), images, amp) for n in (1, 2, 3)]

@@ -46,8 +46,7 @@ def test_bytes_and_messages_are_those_of_the_formula(world_size, servers):
     assert sum(samples for _, samples in found) == 13
 
 
-@pytest.mark.parametrize("builtin", [False, True])
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize(("world_size", "builtin"), [(4, False), (3, True)])
 def test_a_bound_is_kept_and_every_share_is_worked_through(world_size, builtin):
     workers = world_size - 1
     settings = {"world_size": world_size, "builtin": builtin, "epochs": 3, "straggler": "1:3"}

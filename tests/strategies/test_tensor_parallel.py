@@ -12,10 +12,9 @@ from test_equality import ours_or_theirs
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from labkit import RunConfig, run
+from labkit import run
 from labkit.costs.traffic import Cost, tensor_parallel_cost
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup
-from labkit.training.resolve import NOTHING, resolve
 from labkit.training.result import checksum, largest_difference
 from labkit.workload.layers import HeldBytes
 from labkit.workload.losses import CountedLoss, SumOfMean
@@ -221,24 +220,6 @@ def replicated_bytes(comm):
     group, model = TensorGroup(comm), small()
     group.cut(model)
     return sum(p.nbytes for p in model.parameters() if p not in group.cuts)
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        (
-            {"model": "small_cnn", "dataset": "digits"},
-            "model are AvgPool2d, Conv2d, .*use model gpt",
-        ),
-        ({"world_size": 13}, "12 heads cannot be cut over 13 ranks: use fewer"),
-        ({"world_size": 5, "builtin": True}, "12 heads into equal parts"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_before_ranks_start(changes, why):
-    settings = {"model": "gpt", "dataset": "text", "world_size": 2, "train_size": 8}
-    config = RunConfig("tensor_parallel", **settings | changes)
-    with pytest.raises(ValueError, match=why):
-        resolve(config, NOTHING)
 
 
 def test_positions_and_losses_that_cannot_be_cut_are_refused():

@@ -23,9 +23,7 @@ def test_a_ping_pong_between_two_ranks():
     # On a busy machine three small sizes may take the same time: beta is then 0.
     assert link.beta_s_per_byte >= 0 == link.gamma_s_per_byte
     assert {size: len(times) for size, times in link.seconds.items()} == dict.fromkeys(SIZES, 3)
-    assert str(link).endswith(
-        "(ping-pong between 2 ranks, medians of 3 repeats, 1 KiB to 1 MiB, transport: gloo)"
-    )
+    assert str(link).endswith("(ping-pong, 2 ranks, gloo, 1 KiB to 1 MiB, medians of 3)")
 
 
 def test_bytes_and_hops_of_a_pipeline():

@@ -83,10 +83,6 @@ def test_what_has_no_classes_reports_its_loss():
     assert result.config.lr == 1e-3
 
 
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1)
-
-
 LOADER = DataLoader(TensorDataset(INPUTS, TARGETS))
 WEIGHTS = torch.tensor([1.0, 5.0, 0.1])
 REFUSED = {
@@ -95,7 +91,7 @@ REFUSED = {
     r"do not take torch.float32 inputs \[4, 6\] and": {"model": net(inputs=5)},
     "return the mean over samples": {"loss": nn.CrossEntropyLoss(reduction="sum")},
     "so that shares add up": {"loss": nn.CrossEntropyLoss(weight=WEIGHTS)},
-    "takes no lr and no weight_decay here: leave them": {"optimizer": adam, "lr": 0.1},
+    "takes no lr and no weight_decay here: leave them": {"optimizer": torch.optim.Adam, "lr": 0.1},
 }
 
 

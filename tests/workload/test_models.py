@@ -47,17 +47,12 @@ def test_a_tied_transformer_that_looks_only_back():
         ("mlp", DIGITS, 8_970),
         # The reference project's MobileNet.
         ("mobilenet", CIFAR, 2_236_682),
-        # With 1000 classes and 224 pixels, the counts torchvision publishes.
-        ("mobilenet", (3, 224, 224), 3_504_872),
-        ("resnet18", (3, 224, 224), 11_689_512),
-        ("resnet50", (3, 224, 224), 25_557_032),
         ("gpt", (64,), 461_376 - 70 * 96),
         ("vgg16", CIFAR, 14_714_688 + 512 * 10 + 10),
     ],
 )
 def test_parameter_counts(name, input_shape, expected):
-    num_classes = 1000 if 224 in input_shape else 10
-    model = build_model(name, num_classes=num_classes, input_shape=input_shape, seed=0)
+    model = build_model(name, num_classes=10, input_shape=input_shape, seed=0)
     sizes = [parameter.numel() for parameter in model.parameters()]
     assert sum(sizes) == expected
     assert name != "mobilenet" or len(sizes) == 158

@@ -125,7 +125,7 @@ def straggler(seed: int | None = None) -> Case:
     line: takes as long on the other ranks, or next to no time
     solved: {causes[not is_text]}, rank {rank}, and in each step all others wait for it
     """
-    clues, line = {"run": result, "lengths": lengths}, "json.loads" if is_text else "cell(token"
+    clues, line = {"run": result, "lengths": lengths}, "json.loads" if is_text else "rnn(sequence"
     return case_of(jobs.straggler, P, drawn, text, clues, rank=rank, line=line)
 
 
@@ -180,7 +180,8 @@ def sampler(seed: int | None = None) -> Case:
     seen = [len(set(itertools.chain(*parts))) for parts in zip(*result.values)]
     text = f"""
     - one rank alone tells its sampler the epoch
-    - no rank tells it: rank {rank} begins with {read[rank][0][:3]}, then with {read[rank][1][:3]}
+    - no rank tells its sampler the epoch: rank {rank} begins with {read[rank][0][:3]}, then with
+      {read[rank][1][:3]}
     - the samples do not divide by the ranks: {size} / {P} = {size / P:g}
     - the samplers have different seeds: in epoch 0 all {seen[0]} samples are read
     - the order is not shuffled: rank {other} begins with {read[other][0][:4]}

@@ -70,7 +70,7 @@ def case_of(
 ) -> Case:
     """Make a case. The answer ``line`` is a part of that line, the first in ``program``.
 
-    ``text`` has entries, each begins on a line of its own: ``- cause: what is against it``, the
+    ``text`` has entries, each begins on its own line: ``- cause: what is against it``, the
     first cause is the right one, and ``name: what is against a wrong answer``, or ``solved``.
     """
     if "line" in answer:

@@ -3,7 +3,6 @@
 Symbols: P ranks, B samples in the global batch.
 """
 
-import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -130,14 +129,11 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
 
 
 # Sizes of parameters, cap, first bucket's cap. No parameter fills a bucket by itself.
-_BUCKETINGS = tuple(
-    (random.choices(range(1, 9), k=count), random.randint(12, 20), random.randint(9, 11))
-    for count in range(1, 13)
-)
-
-
 @solved(
-    *_BUCKETINGS,
+    more=lambda random: [
+        (random.choices(range(1, 9), k=count), random.randint(12, 20), random.randint(9, 11))
+        for count in range(1, 13)
+    ],
     mistakes={
         "the first bucket has its own cap": lambda rule, sizes, cap, _: rule(sizes, cap, cap),
     },

@@ -4,7 +4,6 @@ Symbols: P ranks.
 """
 
 import itertools
-import random
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -30,18 +29,15 @@ def synchronisations(messages: Sequence[int]) -> int:
 
 
 # Samples of the data set, samples by rank, seconds by epoch.
-_EPOCHS = tuple(
-    (
-        random.randint(400, 1200),
-        tuple(random.choices(range(100, 500), k=2 + epochs % 3)),
-        tuple(random.choices((1.0, 1.5, 2.0, 2.5, 9.0), k=epochs)),
-    )
-    for epochs in range(2, 12)
-)
-
-
 @solved(
-    *_EPOCHS,
+    more=lambda random: [
+        (
+            random.randint(400, 1200),
+            tuple(random.choices(range(100, 500), k=2 + epochs % 3)),
+            tuple(random.choices((1.0, 1.5, 2.0, 2.5, 9.0), k=epochs)),
+        )
+        for epochs in range(2, 12)
+    ],
     mistakes={
         "samples that several ranks went through count several times": (
             lambda rate, size, by_rank, seconds: rate(sum(by_rank), by_rank, seconds)

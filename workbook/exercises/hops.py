@@ -94,7 +94,7 @@ def _gradients(rank: int, case: Case) -> list[Tensor | None]:
 
 
 # So many samples are drawn that messages and computing can be seen.
-_check = partial(Check, written=None, sizes=(), drawn_size=50_000)
+_check = partial(Check, written=None, sizes=(), inputs=lambda _, case: (case,), drawn_size=50_000)
 # (entering, leaving): a stage's input and output, with autograd's graph between the two.
 forward = _check(
     "hops.forward",
@@ -111,7 +111,6 @@ backward = _check(
     "hops.backward",
     _gradients,
     signature="comm, entering, leaving",
-    inputs=lambda rank, case: (case,),
     call=_backward,
     target=partial(_target, -1),
 )
@@ -170,7 +169,6 @@ branches = _check(
     "hops.branches",
     _branch_gradients,
     signature="comm, tower, head, inputs, targets",
-    inputs=lambda rank, case: (case,),
     call=_branches,
     target=_branch_target,
 )

@@ -128,8 +128,8 @@ def zero_bubble(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong 
     most = min(P, M)
     for stage, stream in enumerate(streams):
         if (held := in_flight(stream)) > most:
-            text = f"stage {stage} holds {held} micro-batches at once, from F to W, 1F1B {most}"
-            return Wrong(f"{text}: it runs {_listed(stream)}")
+            text = f"stage {stage} holds {held} micro-batches at once, from F to W; the most is"
+            return Wrong(f"{text} {most}, what 1F1B holds on stage 0. It runs {_listed(stream)}")
     if ends[0] > ends[1]:
         text = (
             f"the step takes {ends[0]:g} columns, labkit's {ends[1]:g}, 1F1B's {3 * (M + P - 1)}"

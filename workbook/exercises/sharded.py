@@ -5,6 +5,7 @@ Symbols: P ranks, S bytes of parameters; a part is what one rank has of a flat t
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,19 +143,18 @@ def _totals(rank: int, case: Case, of: Callable[[Tensor, Tensor], Tensor]) -> li
     return [_own(of(*pair), rank, case.world_size) for pair in zip(before, sums)]
 
 
-class _Alive:
-    """Which of the tensors that were handed out, by layer, still have memory."""
-
-    def __init__(self) -> None:
-        self._storages: dict[int, Any] = {}
+class _Alive(dict[int, Any]):
+    """By layer, the places of the tensors that were handed out: which are still there?"""
 
     def note(self, number: int, tensor: Tensor) -> Tensor:
-        self._storages[number] = weakref.ref(tensor.untyped_storage())
+        self[number] = weakref.ref(tensor.untyped_storage()), tensor.storage_offset()
         return tensor
 
-    def others(self, *numbers: int) -> list[int]:
-        there = [number for number, ref in self._storages.items() if ref() is not None]
-        return [number for number in there if number not in numbers]
+    def others(self, number: int = -1) -> list[int]:
+        """The layers whose tensors are not freed, and not overwritten by that of ``number``."""
+        # A storage without bytes is false.
+        starts = {n: (one.data_ptr(), at) for n, (ref, at) in self.items() if (one := ref())}
+        return [n for n, start in starts.items() if start != starts.get(number)]
 
 
 def _reduce(fn: Callable, comm: Comm, case: Case, totals: list[Tensor]) -> Any:
@@ -210,19 +210,15 @@ def _forward(fn: Callable, comm: Comm, case: Case, shards: list[Tensor], inputs:
     """The layers note what else is held while they work."""
     alive, held = _Alive(), []
 
-    def layer_of(number: int) -> Callable[[Tensor, Tensor], Tensor]:
-        def layer(parameters: Tensor, inputs: Tensor) -> Tensor:
-            alive.note(number, parameters)
-            if others := alive.others(number):
-                held.append(
-                    f"while layer {number} works, the parameters of layers {others} are still held"
-                )
-            return _apply(number, parameters, inputs, case)
+    def layer(number: int, parameters: Tensor, inputs: Tensor) -> Tensor:
+        alive.note(number, parameters)
+        if others := alive.others(number):
+            of_others = f"the parameters of layers {others} are still held"
+            held.append(f"while layer {number} works, {of_others}")
+        return _apply(number, parameters, inputs, case)
 
-        return layer
-
-    sizes = list(_LAYERS[: case.size])
-    outputs = fn(comm, shards, sizes, [layer_of(number) for number in range(case.size)], inputs)
+    layers = [partial(layer, number) for number in range(case.size)]
+    outputs = fn(comm, shards, [*_LAYERS[: case.size]], layers, inputs)
     if not held and (left := alive.others()):
         held.append(f"after the last layer, the parameters of layers {left} are still held")
     return Wrong(held[0]) if held else outputs
@@ -260,18 +256,14 @@ forward = Check(
 def prefetch(fn: Callable, order: Sequence[int]) -> Wrong | None:
     """Grade ``fn(order, gather, use, free)``: each unit is gathered while the one before works."""
     asked, there, used, wrong = [], [], [], []
-
-    def say(sentence: str) -> None:
-        wrong.append(sentence)
+    say = wrong.append
 
     def gather(unit: int) -> SimpleNamespace:
         if unit in asked:
             say(f"unit {unit} is gathered twice")
         asked.append(unit)
         if len(whole := [one for one in asked if one not in freed]) > 2:
-            say(
-                f"units {whole} are whole, or being gathered, at the same time: at most two may be"
-            )
+            say(f"units {whole} are whole, or being gathered, at once: at most two may be")
         return SimpleNamespace(wait=lambda: there.append(unit))
 
     def use(unit: int) -> None:

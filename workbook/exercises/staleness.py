@@ -7,7 +7,6 @@ Symbols: W workers, P = W + 1 ranks, V the parameters' version.
 """
 
 import itertools
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,30 +23,18 @@ from workbook.exercises.grader.exercise import Found
 
 Event = tuple[str, int]
 
+
 # In the first the workers take turns; in those that are drawn, one may push twice after one pull.
-_HISTORIES = (
-    (("pull", 1), ("push", 1), ("pull", 2), ("push", 2)),
-    (("pull", 1), ("pull", 2), ("push", 2), ("push", 1)),
-    *(
-        [("pull", 7), ("pull", 2), ("pull", 3)]
-        + [(random.choice(("pull", "push")), random.choice((2, 3, 7))) for _ in range(count)]
-        for count in (4, 8, 20)
-    ),
-)
-# The pushing worker, V, {worker: the version that it has pulled}, the bound.
-_SITUATIONS = tuple(
-    (random.randint(1, count), version, dict(enumerate(pulled, start=1)), bound)
-    for version in (0, 2, 3)
-    for count in (3, 2)
-    for pulled in itertools.product((3, 2, 1, 0), repeat=count)
-    for bound in (2, 3, 4)
-    # A server that follows the rule meets only situations where no worker is too late already.
-    if max(pulled) <= version and in_time(pulled, version, bound)
-)
-
-
 @solved(
-    *((list(events),) for events in _HISTORIES),
+    ([("pull", 1), ("push", 1), ("pull", 2), ("push", 2)],),
+    ([("pull", 1), ("pull", 2), ("push", 2), ("push", 1)],),
+    more=lambda random: [
+        (
+            [("pull", 7), ("pull", 2), ("pull", 3)]
+            + [(random.choice(("pull", "push")), random.choice((2, 3, 7))) for _ in range(count)],
+        )
+        for count in (4, 8, 20)
+    ],
     mistakes={
         "one version is stored for all workers, but each pulls at a different time": (
             lambda staleness, events: staleness([(kind, 0) for kind, _ in events])
@@ -66,8 +53,17 @@ def bookkeeping(events: Sequence[Event]) -> list[int]:
     return [update.staleness for update in tracker.updates]
 
 
+# The pushing worker, V, {worker: the version that it has pulled}, the bound.
 @solved(
-    *_SITUATIONS,
+    more=lambda random: [
+        (random.randint(1, count), version, dict(enumerate(pulled, start=1)), bound)
+        for version in (0, 2, 3)
+        for count in (3, 2)
+        for pulled in itertools.product((3, 2, 1, 0), repeat=count)
+        for bound in (2, 3, 4)
+        # A server that follows the rule meets only situations where no worker is too late already.
+        if max(pulled) <= version and in_time(pulled, version, bound)
+    ],
     mistakes={
         "the rule looks only one update ahead: of two equally stale workers, one has to push "
         "after the other": (

@@ -3,23 +3,21 @@
 Symbols: P ranks, S bytes of a rank's tensor.
 """
 
-import random
-
 from labkit.costs import Link, all_reduce_seconds
 from workbook.exercises.grader import solved
 
+
 # S, P, alpha, beta: a tensor that a mistake decides wrongly, a link without a fixed price and one
 # on which bytes are free, bytes that P does not divide, and what is drawn, near to a tie.
-_CHOICES = (
+@solved(
     *((420_000, 4, 50e-6, 1e-9), (8, 8, 0.0, 1e-9), (1_000_000_000, 8, 1e-6, 0.0)),
     *((0, 16, 0.0, 1e-9), (3, 2, 1e-10, 1e-9)),
-    *((int(10 ** random.uniform(3.5, 7)), 2**power, 50e-6, 1e-9) for power in range(1, 11)),
-    *((int(10 ** random.uniform(3.5, 7)), 2**power, 1e-3, 1e-8) for power in range(1, 11)),
-    *((int(50_000 * random.uniform(3, 20)), 4, 50e-6, 1e-9) for _ in range(20)),
+    more=lambda random: [
+        *((int(10 ** random.uniform(3.5, 7)), 2**power, 50e-6, 1e-9) for power in range(1, 11)),
+        *((int(10 ** random.uniform(3.5, 7)), 2**power, 1e-3, 1e-8) for power in range(1, 11)),
+        *((int(50_000 * random.uniform(3, 20)), 4, 50e-6, 1e-9) for _ in range(20)),
+    ],
 )
-
-
-@solved(*_CHOICES)
 def choose(num_bytes: int, world_size: int, alpha_s: float, beta_s_per_byte: float) -> str:
     """Grade ``fn(num_bytes, world_size, alpha_s, beta_s_per_byte)``: "tree" or "ring".
 

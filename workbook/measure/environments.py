@@ -26,7 +26,7 @@ def why_not(framework: str, repository: Path = REPOSITORY) -> str:
         made = False
     if made and (folder / "bin" / "python").exists():
         return ""
-    return f"{framework} needs an environment of its own: make {framework}"
+    return f"{framework} needs its own environment: make {framework}"
 
 
 def stamp(framework: str, repository: Path = REPOSITORY) -> list[str]:

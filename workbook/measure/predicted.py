@@ -1,6 +1,6 @@
 """Steps of every technique as a model predicts them, and as they run, on emulated devices.
 
-A small transformer's blocks take time asleep, as on devices of their own, and messages go over an
+A small transformer's blocks take time asleep, as on separate devices, and messages go over an
 emulated link: so model and run concern the same thing, on two cores, too. What else a step does
 (real products, Python, copies) is not in the model, and shows in its error.
 """

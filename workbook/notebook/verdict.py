@@ -111,7 +111,7 @@ def faster(times: Mapping[str, Times]) -> Verdict:
     if not close:
         return Verdict(f"Fastest: {first}, {ahead}.", ratios[others[0]])
     nearest = ratios[close[0]]
-    spread = f"a ratio of {nearest.spread}" if nearest.repeats else nearest.spread
+    spread = f"{close[0]} / {first}: {nearest.spread}" if nearest.repeats else nearest.spread
     text = f"Cannot be told apart: {first} and {', '.join(close)} ({spread})."
     return Verdict(f"{text} {first} was {ahead}." if ahead else text, nearest)
 

@@ -102,9 +102,8 @@ def ratio_words(ratios: Sequence[float], look: str) -> str:
         return ""
     low, high = format_number(min(ratios)), format_number(max(ratios))
     times = f"{low} times" if low == high else f"{low} to {high} times"
-    return (
-        f"What was measured is {'equal to' if times == '1 times' else times} the model ({look})."
-    )
+    times = "equal to" if times == "1 times" else times
+    return f"What was measured is {times} the model ({look})."
 
 
 def repeats_words(series: Iterable[Sequence[float]], sentence: str) -> str:
@@ -149,7 +148,9 @@ class CaptionedFigure:
             f'<img alt="{html.escape(self.alt)}" src="data:image/png;base64,{picture}" '
             f'width="{width}" style="max-width: 100%; height: auto">'
             f'<figcaption style="max-width: {width}px">{html.escape(self.caption)}</figcaption>'
-            "</figure>"
+            # Dark on a dark page: this turns lightness over, and hues stay.
+            '<style>[data-jp-theme-light="false"] figure > img '
+            "{ filter: invert(0.93) hue-rotate(180deg) }</style></figure>"
         )
 
     _repr_html_ = html
@@ -162,9 +163,8 @@ class CaptionedFigure:
             OutputError: writing failed.
         """
         path = Path(path)
-        write_atomically(
-            path, self.png() if path.suffix == ".png" else self._file(path.suffix[1:])
-        )
+        data = self.png() if path.suffix == ".png" else self._file(path.suffix[1:])
+        write_atomically(path, data)
         return path
 
     def __repr__(self) -> str:

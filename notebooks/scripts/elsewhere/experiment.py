@@ -136,7 +136,7 @@ def _read(descriptor):
     _sent[number] = max(_sent.get(number, 0), waiting + sent - again)
 
 
-def report(path, *, losses, step_s, sent_bytes, versions, worker=0, **more):
+def report(path, *, losses, step_s, sent_bytes, versions, worker=0):
     """Write this worker's report: worker 0 to ``path``, worker N to ``path.N``.
 
     Args:
@@ -146,7 +146,6 @@ def report(path, *, losses, step_s, sent_bytes, versions, worker=0, **more):
         sent_bytes: bytes of every step, of this worker; or ``{process: bytes of every step}``,
             where one process tells those of several.
         versions: for example ``{"torch": torch.__version__}``.
-        more: what else this worker has counted, by name.
     """
     by_process = sent_bytes if isinstance(sent_bytes, dict) else {f"worker {worker}": sent_bytes}
     told = {
@@ -155,7 +154,6 @@ def report(path, *, losses, step_s, sent_bytes, versions, worker=0, **more):
         "step_s": [float(seconds) for seconds in step_s],
         "sent_bytes": {name: [int(one) for one in each] for name, each in by_process.items()},
         "versions": versions,
-        **more,
     }
     path = f"{path}.{worker}" if worker else str(path)
     with open(f"{path}.part", "w", encoding="utf-8") as file:

@@ -9,7 +9,7 @@ processor is divided into two logical devices.
 import argparse
 
 from experiment import Experiment, Measured, report
-from tensorflow_digits import channels_last, digests, digits_cnn, tf
+from tensorflow_digits import channels_last, digits_cnn, tf
 
 
 def two_logical_cpus():
@@ -65,7 +65,6 @@ def main(options):
         step_s=measured.step_s,
         sent_bytes=measured.sent_bytes,
         versions={"tensorflow": tf.__version__, "keras": tf.keras.__version__},
-        weights_sha256=digests(strategy, model),
     )
 
 

@@ -11,7 +11,7 @@ import signal
 
 import tensorflow_processes
 from experiment import Experiment, Measured, report
-from tensorflow_digits import channels_last, digests, digits_cnn, tf
+from tensorflow_digits import channels_last, digits_cnn, tf
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--experiment", required=True)
@@ -72,6 +72,5 @@ report(
     step_s=measured.step_s,
     sent_bytes=measured.sent_bytes,
     versions={"tensorflow": tf.__version__, "keras": tf.keras.__version__},
-    weights_sha256=digests(strategy, model),
 )
 processes.finish()

@@ -1,10 +1,10 @@
 """The experiment with TensorFlow's ParameterServerStrategy: a server, two workers, a coordinator.
 
-python parameter_server.py --experiment FILE --report FILE [--asynchronous]
+python parameter_server.py --experiment FILE --report FILE
 
 starts all four on this machine. TensorFlow means this strategy to be asynchronous: each worker's
-gradients are applied when they come. Without ``--asynchronous`` the coordinator waits for those
-of both workers, so that it can be compared with the other strategies.
+gradients are applied when they come. Here the coordinator waits for those of both workers, so
+that it can be compared with the other strategies.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from tensorflow_digits import channels_last, digits_cnn, tf
 parser = argparse.ArgumentParser()
 parser.add_argument("--experiment", required=True)
 parser.add_argument("--report", required=True)
-parser.add_argument("--asynchronous", action="store_true", help="also reports the staleness")
 options = parser.parse_args()
 experiment = Experiment.load(options.experiment)
 WORKERS = 2
@@ -36,7 +35,6 @@ with strategy.scope():  # every variable made here is on the server
     model = digits_cnn(experiment.weights)
     weights = [weight.value for weight in model.trainable_variables]
     velocities = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
-    updates = tf.Variable(0)
 
 
 @tf.function(autograph=False)
@@ -50,26 +48,10 @@ def loss_and_gradients(images, labels, batch_size):
 
 @tf.function(autograph=False)
 def apply(gradients):
-    """SGD with momentum, on the server (the optimizers of Keras 3 do not know this strategy).
-
-    Returns how many updates there were before this one.
-    """
+    """SGD with momentum, on the server (the optimizers of Keras 3 do not know this strategy)."""
     rates = {"lr": experiment.lr, "momentum": experiment.momentum, "use_locking": True}
-    done = [
+    for w, v, gradient in zip(weights, velocities, gradients):
         tf.raw_ops.ResourceApplyMomentum(var=w.handle, accum=v.handle, grad=gradient, **rates)
-        for w, v, gradient in zip(weights, velocities, gradients)
-    ]
-    with tf.control_dependencies(done):  # counts as one operation, whatever others do meanwhile
-        return tf.raw_ops.ResourceCountUpTo(resource=updates.handle, limit=2**31 - 1, T=tf.int32)
-
-
-@tf.function(autograph=False)
-def read_compute_apply(images, labels, batch_size):
-    """Returns the loss, and how many updates came between reading the weights and this one."""
-    before = updates.read_value()
-    with tf.control_dependencies([before]):
-        loss, gradients = loss_and_gradients(images, labels, batch_size)
-    return loss, apply(gradients) - before
 
 
 def shares(step):
@@ -91,28 +73,10 @@ def in_lockstep(step):
     return float(sum(losses))
 
 
-def asynchronously():
-    """One update for each share, as workers become free. Returns their losses and staleness."""
-    share_size = experiment.labels.shape[1] / WORKERS
-    parts = [
-        coordinator.schedule(read_compute_apply, args=(*share, share_size))
-        for step in range(experiment.steps)
-        for share in shares(step)
-    ]
-    coordinator.join()
-    return zip(*coordinator.fetch(parts))
-
-
-measured, counted = tensorflow_processes.MeasuredByAll(processes), {}
-if options.asynchronous:
+losses, measured = [], tensorflow_processes.MeasuredByAll(processes)
+for step in range(experiment.steps):
     with measured:
-        losses, staleness = asynchronously()
-    counted["staleness"] = [int(updates_of_others) for updates_of_others in staleness]
-else:
-    losses = []
-    for step in range(experiment.steps):
-        with measured:
-            losses.append(in_lockstep(step))
+        losses.append(in_lockstep(step))
 
 report(
     options.report,
@@ -120,6 +84,5 @@ report(
     step_s=measured.step_s,
     sent_bytes=measured.sent_bytes,
     versions={"tensorflow": tf.__version__, "keras": tf.keras.__version__},
-    **counted,
 )
 processes.finish()

@@ -1,7 +1,6 @@
 """What the three TensorFlow scripts share: the model, its weights from PyTorch, and silence."""
 
 import contextlib
-import hashlib
 import os
 import sys
 import tempfile
@@ -74,10 +73,3 @@ def digits_cnn(weights):
 def channels_last(images):
     """[batch, channel, row, column] to [batch, row, column, channel]."""
     return np.ascontiguousarray(images.transpose(0, 2, 3, 1))
-
-
-def digests(strategy, model):
-    """The SHA-256 of all weights of each replica that is in this process."""
-    copies = [strategy.experimental_local_results(weight.value) for weight in model.weights]
-    replicas = [b"".join(copy.numpy().tobytes() for copy in replica) for replica in zip(*copies)]
-    return [hashlib.sha256(replica).hexdigest() for replica in replicas]

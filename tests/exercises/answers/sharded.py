@@ -1,5 +1,7 @@
 """Answers to ``check.sharded``."""
 
+from functools import partial
+
 import torch
 from graded import Answers, ends
 
@@ -94,9 +96,8 @@ def forgets_what_was_there(comm, backward, totals):
 # forward(comm, shards, sizes, layers, inputs)
 
 
-def forward(comm, shards, sizes, layers, inputs, shift=1):
-    for shard, size, layer in zip(shards, sizes, layers):
-        whole = torch.empty(size)
+def forward(comm, shards, sizes, layers, inputs, shift=1, memory=map):
+    for shard, whole, layer in zip(shards, memory(torch.empty, sizes), layers):
         chunks = split_chunks(whole, comm.world_size)
         chunks[(comm.rank + shift) % comm.world_size].copy_(shard)
         share_only(comm, chunks)
@@ -105,12 +106,19 @@ def forward(comm, shards, sizes, layers, inputs, shift=1):
     return inputs
 
 
-def gathers_everything_first(comm, shards, sizes, layers, inputs):
-    wholes = []
-    forward(comm, shards, sizes, [lambda whole, x: wholes.append(whole) or x] * len(sizes), inputs)
-    for whole, layer in zip(wholes, layers):
-        inputs = layer(whole, inputs)
-    return inputs
+def resized(empty, sizes):
+    for whole in [*map(empty, sizes)]:
+        yield whole
+        whole.untyped_storage().resize_(0)
+
+
+def overwritten(empty, sizes):
+    buffer = empty(max(sizes))
+    return [buffer[:size] for size in sizes]
+
+
+def in_one_piece(empty, sizes):
+    return empty(sum(sizes)).split(sizes)
 
 
 # prefetch(order, gather, use, free)
@@ -128,14 +136,6 @@ def prefetches(order, gather, use, free, ahead=1):
 def one_by_one(order, gather, use, free):
     for unit in order:
         gather(unit).wait()
-        use(unit)
-        free(unit)
-
-
-def all_at_once(order, gather, use, free):
-    handles = [gather(unit) for unit in order]
-    for unit, handle in zip(order, handles):
-        handle.wait()
         use(unit)
         free(unit)
 
@@ -168,12 +168,12 @@ ANSWERS = [
     Answers(check.sharded.reduce, [reduces], [keeps_all, forgets_what_was_there]),
     Answers(
         check.sharded.forward,
-        [forward],
-        [gathers_everything_first, ends(lambda *args: forward(*args, shift=0))],
+        [forward, partial(forward, memory=resized), partial(forward, memory=overwritten)],
+        [partial(forward, memory=in_one_piece), ends(partial(forward, shift=0))],
     ),
     Answers(
         check.sharded.prefetch,
         [prefetches],
-        [one_by_one, all_at_once, waits_too_early, never_frees],
+        [one_by_one, partial(prefetches, ahead=2), waits_too_early, never_frees],
     ),
 ]

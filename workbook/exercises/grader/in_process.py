@@ -5,11 +5,12 @@ The cases are those of a run of one rank: a process that can be ended, whatever 
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from random import Random
 from typing import Any
 
-from workbook.exercises.grader.exercise import Exercise, Wrong
+from workbook.exercises.grader.exercise import Exercise, Wrong, new_seed
 from workbook.exercises.grader.grader import grade
 from workbook.exercises.grader.report import Verdict
 
@@ -30,40 +31,55 @@ def judged(
         _, *names = inspect.signature(judge).parameters
         fields: dict[str, Any] = {"signature": signature, "may_call": frozenset(may_call)}
         fields["call"] = lambda fn, comm, *args: judge(fn, *args)
-        return _check(judge, names, cases, drawn, **fields)
+        exercise = _exercise(judge, names, cases, **fields)
+
+        def check(fn: Callable) -> Verdict:
+            verdict = grade(fn, exercise, (1,))
+            if drawn:
+                verdict.run_again = partial(drawn, fn)
+            return verdict
+
+        check.__doc__ = judge.__doc__
+        return check
 
     return check_of
 
 
 def solved(
-    *cases: tuple, mistakes: Mapping[str, Callable[..., Any]] | None = None
+    *cases: tuple,
+    more: Callable[[Random], Iterable[tuple]] = lambda random: (),
+    mistakes: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[Callable], Grades]:
     """Make the check of an exercise, with its name, from its solution.
 
-    The functions in ``mistakes`` get the solution, too, before the arguments of a case.
+    ``more`` draws further cases, others in each check. The functions in ``mistakes`` get the
+    solution, too, before the arguments of a case.
     """
 
     def check_of(solution: Callable) -> Grades:
         names = list(inspect.signature(solution).parameters)
-        results = [solution(*case) for case in cases]
-        wrong = {
-            words: lambda rank, case, rule=rule: rule(solution, *cases[case.size])
-            for words, rule in (mistakes or {}).items()
-        }
-        fields: dict[str, Any] = {"signature": ", ".join(names), "mistakes": wrong}
-        fields["expected"] = lambda rank, case: results[case.size]
-        fields["call"] = lambda fn, comm, *args: fn(*args)
-        return _check(solution, names, cases, **fields)
+
+        def check(fn: Callable) -> Verdict:
+            tried = (*cases, *more(Random(new_seed())))
+            wrong = {
+                words: lambda rank, case, rule=rule: rule(solution, *tried[case.size])
+                for words, rule in (mistakes or {}).items()
+            }
+            fields: dict[str, Any] = {"signature": ", ".join(names), "mistakes": wrong}
+            fields["expected"] = lambda rank, case: solution(*tried[case.size])
+            fields["call"] = lambda fn, comm, *args: fn(*args)
+            return grade(fn, _exercise(solution, names, tried, **fields), (1,))
+
+        check.__doc__ = solution.__doc__
+        return check
 
     return check_of
 
 
-def _check(
-    of: Callable, names: list[str], cases: tuple, drawn: Callable | None = None, **fields: Any
-) -> Grades:
+def _exercise(of: Callable, names: list[str], cases: tuple, **fields: Any) -> Exercise:
     """Call a function twice for each case: the second time it may have kept something."""
     words = [", ".join(map("{}={!r}".format, names, case)) for case in cases]
-    exercise = Exercise(
+    return Exercise(
         f"{of.__module__.rpartition('.')[2]}.{of.__name__}",
         # A copy, because the function may change its arguments.
         inputs=lambda rank, case: copy.deepcopy(cases[case.size]),
@@ -74,12 +90,3 @@ def _check(
         special=lambda case: words[case.size] and f"with {words[case.size]}",
         **fields,
     )
-
-    def check(fn: Callable) -> Verdict:
-        verdict = grade(fn, exercise, (1,))
-        if drawn:
-            verdict.run_again = partial(drawn, fn)
-        return verdict
-
-    check.__doc__ = of.__doc__
-    return check

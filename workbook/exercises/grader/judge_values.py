@@ -36,8 +36,11 @@ def value_problem(exercise: Exercise, tried: Tried) -> Found:
         if not found and (changed := max(outcome.changed for outcome in ranks)):
             found = f"{place}: {changed}"
         if found:
-            again = case.call and place == exercise.where(replace(case, call=0))
-            return found + (". The first call went right" if again else "")
+            # A judge may find in the data of one call what those of the other do not show.
+            unjudged = exercise.judge is None and not noticed
+            again = unjudged and case.call and place == exercise.where(replace(case, call=0))
+            given = "other data" if exercise.nouns[0] else "the same arguments"
+            return found + (f". The first call, with {given}, went right" if again else "")
     return None
 
 

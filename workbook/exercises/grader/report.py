@@ -1,6 +1,7 @@
 """The verdict of a check: a card in a notebook, and the same as text."""
 
 import html
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +58,8 @@ class Verdict:
     def __repr__(self) -> str:
         table, after = self._around_the_table()
         shown = [text_table(["", *self.columns], table)] if table else []
-        return "\n\n".join([f"{self.status}: {self.name}", *self.notes, *shown, *after])
+        notes = ["\n".join(map(_filled, note.split("\n"))) for note in self.notes]
+        return "\n\n".join([f"{self.status}: {self.name}", *notes, *shown, *after])
 
     def _repr_html_(self) -> str:
         """The same in a page; the lines of a long note are in a fold."""
@@ -94,6 +96,12 @@ class Verdict:
         if self.run_again is None:
             raise ValueError(f"{self.name} is graded without ranks, so there is no run to draw")
         return self.run_again(self.status, world_size)
+
+
+def _filled(line: str) -> str:
+    """A printed line, broken at spaces; the row of a table as it is."""
+    text = textwrap.fill(line, 96, break_long_words=False, break_on_hyphens=False)
+    return line if "  " in line.strip() else text
 
 
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:

@@ -34,12 +34,11 @@ def train(losses: torch.Tensor) -> None:
 
 
 def main() -> None:
+    from torch.distributed.debug import start_debug_server
+
     seed, port = map(int, sys.argv[1:])
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    if port:
-        from torch.distributed.debug import start_debug_server
-
-        start_debug_server(port)
+    start_debug_server(port)
     train(losses_of(seed, dist.get_world_size())[:, dist.get_rank()])
     dist.destroy_process_group()
 
