@@ -3,6 +3,8 @@
 The cases are those of Horovod's documentation: what it promises of arguments, results and errors.
 """
 
+import warnings
+
 import pytest
 import torch
 from hosts import on_hosts
@@ -33,13 +35,19 @@ def reductions():
     size, rank = hvd.size(), hvd.rank()
     values, every = mine(3, 4), everyone(3, 4)
     assert near(hvd.allreduce(values), every.mean(0))
-    assert near(hvd.allreduce(values, op=hvd.Sum), every.sum(0))
+    assert near(hvd.allreduce(values, average=False), every.sum(0))
     assert near(hvd.allreduce(values, op=hvd.Min, name="least"), every.amin(0))
     assert near(hvd.allreduce(values, op=hvd.Max), every.amax(0))
     assert near(hvd.allreduce(values, op=hvd.Product), every.prod(0))
-    assert near(hvd.allreduce(values.t(), name="t"), every.mean(0).t())
+    scaled = hvd.allreduce(values, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
+    assert near(scaled, every.sum(0) * 1.5)
+    assert near(hvd.allreduce(values.t(), None, "t"), every.mean(0).t())
     assert near(hvd.allreduce(values[0, 0]), every.mean(0)[0, 0])
     assert hvd.allreduce(torch.empty(0, 3)).shape == (0, 3)
+    # Averages of integers are rounded towards zero.
+    mean = (size - 1) / 2
+    whole = hvd.allreduce(torch.tensor([rank, -rank, 7]))
+    assert whole.tolist() == [int(mean), int(-mean), 7]
     half = hvd.allreduce(values.float(), compression=hvd.Compression.fp16)
     assert half.dtype == torch.float32
     assert torch.allclose(half.double(), every.mean(0), atol=2e-3)
@@ -48,8 +56,17 @@ def reductions():
     assert near(same, everyone(4).sum(0)[::2])
     parameter = nn.Parameter(mine(2))
     assert near(hvd.allreduce_(parameter, op=hvd.Sum).detach(), everyone(2).sum(0))
-    handle = hvd.allreduce_async(torch.tensor([rank]), name="held", op=hvd.Sum)
-    assert hvd.synchronize(handle).tolist() == [sum(range(size))]
+    group = [mine(2), mine(3).float(), torch.tensor([rank])]
+    found = hvd.grouped_allreduce(group, op=hvd.Sum)
+    assert near(found[0], everyone(2).sum(0))
+    assert found[1].dtype == torch.float32
+    assert found[2].tolist() == [sum(range(size))]
+    assert hvd.grouped_allreduce([]) == []
+    found = hvd.grouped_allreduce_(group, op=hvd.Sum)
+    assert all(one is other for one, other in zip(found, group))
+    handle = hvd.allreduce_async(values, name="held")
+    assert near(hvd.synchronize(handle), every.mean(0))
+    assert hvd.poll(handle)
 
 
 def gathers():
@@ -57,6 +74,9 @@ def gathers():
     rows = torch.cat([torch.full((r + 1, 2), r) for r in range(size)])
     assert hvd.allgather(torch.full((rank + 1, 2), rank)).equal(rows)
     assert hvd.allgather(torch.full((rank, 2), rank > 0)).shape == (sum(range(size)), 2)
+    one, other = hvd.grouped_allgather([torch.tensor([rank]), torch.ones(rank + 1)])
+    assert one.tolist() == list(range(size))
+    assert len(other) == size * (size + 1) // 2
     root = size - 1
     assert hvd.broadcast(torch.tensor(rank), root).item() == root
     flag = torch.tensor([rank == root, False])
@@ -64,11 +84,104 @@ def gathers():
     assert flag.tolist() == [True, False]
     found = hvd.broadcast_object({"lr": rank, "t": torch.tensor(rank)}, root)
     assert found == {"lr": root, "t": root}
+    assert hvd.allgather_object("x" * rank, name="texts") == ["x" * r for r in range(size)]
     hvd.barrier()
 
 
-def refused(words, function, *args, **options):
-    with pytest.raises(ValueError, match=words):
+def exchanges():
+    """All-to-all and reduce-scatter, even and uneven."""
+    size, rank = hvd.size(), hvd.rank()
+    for dtype in (torch.uint8, torch.int64, torch.float16, torch.float64):
+        rows = torch.arange(size).repeat_interleave(rank + 1).to(dtype)[:, None]
+        right = torch.full((size * (size + 1) // 2, 1), rank, dtype=dtype)
+        assert hvd.alltoall(rows).equal(right)
+        found, came = hvd.alltoall(rows, torch.tensor([rank + 1] * size).int())
+        assert (found.tolist(), came.tolist()) == (right.tolist(), [r + 1 for r in range(size)])
+    # Rank 0 alone sends, to the last rank alone.
+    splits = [0] * (size - 1) + [4 if rank == 0 else 0]
+    found, came = hvd.synchronize(hvd.alltoall_async(torch.ones(sum(splits)), splits))
+    assert (len(found), came.tolist()) == (came.sum(), [4 * (rank == size - 1)] + [0] * (size - 1))
+    for op, every in ((hvd.Sum, everyone(7, 2).sum(0)), (hvd.Average, everyone(7, 2).mean(0))):
+        scales = {"prescale_factor": 0.5, "postscale_factor": 3.0}
+        right = every.tensor_split(size)[rank]
+        assert near(hvd.reducescatter(mine(7, 2), op=op), right)
+        one, other = hvd.grouped_reducescatter([mine(7, 2), mine(7, 2)[:, :1]], op=op, **scales)
+        assert near(one, right * 1.5)
+        assert near(other, right[:, :1] * 1.5)
+        half = hvd.reducescatter(mine(7, 2).float(), None, hvd.Compression.fp16, op)
+        assert torch.allclose(half.double(), right, atol=1e-2)
+        handle = hvd.reducescatter_async(torch.full((size,), 7), op=op)
+        assert hvd.synchronize(handle).tolist() == [7 * size if op == hvd.Sum else 7]
+    # Integers are scaled on each rank, and rounded towards zero.
+    whole = hvd.allreduce(torch.tensor([5, -5]), op=hvd.Sum, prescale_factor=0.5)
+    assert whole.tolist() == [2 * size, -2 * size]
+
+
+def gradients():
+    """Horovod's, for gradients (of the results) that are rank + 1 everywhere."""
+    size, rank = hvd.size(), hvd.rank()
+    total = size * (size + 1) / 2
+    root, fours = size - 1, [4] * size
+    cases = [
+        (lambda x: hvd.allreduce(x, op=hvd.Sum), total),
+        (lambda x: hvd.allreduce(x, name="g", postscale_factor=3.0), 3 * total / size),
+        (lambda x: sum(hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)), 3 * total),
+        (lambda x: hvd.allgather(x[: rank + 1]), total / size),
+        (lambda x: sum(hvd.grouped_allgather([x, x])), 2 * total / size),
+        (lambda x: hvd.broadcast(x, root), total / size if rank == root else 0.0),
+    ]
+    for function, right in cases:
+        x = torch.ones(4 * size, 2, dtype=torch.float64, requires_grad=True)
+        found = function(x)
+        found.backward(torch.full_like(found, rank + 1.0))
+        used = x.grad[: rank + 1] if function is cases[3][0] else x.grad
+        assert near(used, torch.full_like(used, right)), (function, right)
+    for function, factor in (
+        (lambda x: hvd.alltoall(x), 1),
+        (lambda x: hvd.alltoall(x, fours)[0], 1),
+        (lambda x: hvd.reducescatter(x), 1),
+        (lambda x: hvd.grouped_reducescatter([x], op=hvd.Sum, prescale_factor=2.0)[0], 2 * size),
+    ):
+        x = torch.ones(4 * size, dtype=torch.float64, requires_grad=True)
+        found = function(x)
+        found.backward(torch.full_like(found, rank + 1.0))
+        right = factor * torch.arange(1.0, size + 1).repeat_interleave(4)
+        assert near(x.grad, right.double()), (function, factor)
+    least = hvd.allreduce(mine(2).requires_grad_(), op=hvd.Min)
+    refused("no gradient", least.sum().backward)
+
+
+def sparse():
+    size, rank = hvd.size(), hvd.rank()
+    one = torch.sparse_coo_tensor([[0, rank + 1]], [2.0, 3.0], (size + 1,))
+    for op, part in ((hvd.Sum, 1), (hvd.Average, size)):
+        found = hvd.sparse_allreduce_async(one, "sparse", op)()
+        assert torch.allclose(found.to_dense() * part, torch.tensor([2.0 * size] + [3.0] * size))
+    table = nn.Embedding(4, 2, sparse=True)
+    adam = torch.optim.SparseAdam(list(table.parameters()))
+    optimizer = hvd.DistributedOptimizer(adam, op=hvd.Sum)
+    table(torch.tensor([0, rank + 1])).sum().backward()
+    optimizer.step()
+    right = [[size] * 2] + [[float(r < size)] * 2 for r in range(3)]
+    assert table.weight.grad.to_dense().tolist() == right
+
+
+def predivides():
+    model = nn.Linear(2, 1)
+    options = {"gradient_predivide_factor": 2.0, "groups": [list(model.parameters())]}
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), **options)
+    optimizer.set_backward_passes_per_step(2)
+    for _ in range(2):
+        model(torch.full((1, 2), float(hvd.rank()))).sum().backward()
+    optimizer.step()
+    assert model.weight.grad.tolist() == [[hvd.size() - 1.0] * 2]
+    assert hvd.is_homogeneous()
+    hvd.init(range(hvd.size()))
+    refused("all .* ranks", hvd.init, [7])
+
+
+def refused(words, function, *args, kind=ValueError, **options):
+    with pytest.raises(kind, match=words):
         function(*args, **options)
     # The others come through, too, and everything goes on.
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
@@ -76,16 +189,36 @@ def refused(words, function, *args, **options):
 
 def errors():
     one = torch.ones(2)
+    refused("not both", hvd.allreduce, one, average=True, op=hvd.Sum)
     refused("'median'", hvd.allreduce, one, op="median")
     refused("float8", hvd.allreduce, one.to(torch.float8_e5m2))
-    refused("mean of int64", hvd.allreduce, torch.tensor([1, 2]))
-    refused("dense", hvd.allreduce, one.to_sparse())
     refused("reshape", hvd.allgather, torch.tensor(1))
+    refused("cannot be split", hvd.alltoall, torch.ones(hvd.size() + 1), [1] * hvd.size())
+    refused("cannot be split", hvd.alltoall, one, torch.ones(hvd.size()))
+    refused("reshape", hvd.reducescatter, torch.tensor(1))
     refused("not a rank", hvd.broadcast, one, hvd.size())
+    refused("new_group", hvd.allreduce, one, process_set=object(), kind=NotImplementedError)
     hvd.allreduce_async(one, name="twice")
     with pytest.raises(ValueError, match=r"'allreduce.twice' is under way already, from .*\.py"):
         hvd.allreduce_async(one, name="twice")
     hvd.barrier()
+
+
+def joins():
+    """Ranks with fewer batches: sums go on with zeros, averages divide by all ranks."""
+    rank, size = hvd.rank(), hvd.size()
+    for batch in range(rank + 1):
+        left = size - batch
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [left] * 2
+        found = hvd.allreduce(torch.ones(1, dtype=torch.float64), name="loss")
+        assert near(found, torch.tensor([left / size]))
+    if rank == size - 1 and size > 1:
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 0.* called join"):
+            hvd.allgather(torch.ones(1), name="not after join")
+    assert hvd.join() == size - 1
+    # From here on all ranks count what has no name from the same number.
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+    assert hvd.join() in range(size)
 
 
 # ---- training
@@ -177,13 +310,28 @@ def optimizer_rules():
         model(mine(3, 2)).sum().backward()
 
     backward()
-    with pytest.raises(ValueError, match="zero_grad"):
+    with pytest.raises(AssertionError, match="zero_grad"):
         optimizer.zero_grad()
-    with pytest.raises(ValueError, match="backward_passes_per_step=1"):
+    with pytest.raises(AssertionError, match="backward_passes_per_step=1"):
         backward()
-    optimizer.step()
-    # That pass has changed gradients while they were reduced.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        # That pass has changed gradients while they were reduced.
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer.zero_grad()
+        backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        clipped = model.weight.grad.clone()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert model.weight.grad.equal(clipped)
+    optimizer.zero_grad()
+    backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+        optimizer.step()
     # A scheduler works on it, and what is frozen and free again is reduced.
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model.bias.requires_grad_(False)
@@ -208,6 +356,13 @@ def optimizer_refusals():
     model(torch.full((1, 2), float(hvd.rank()))).sum().backward()
     half.step()
     assert model.weight.grad.tolist() == [[(hvd.size() - 1) / 2] * 2]
+    table = nn.Embedding(4, 2, sparse=True)
+    dense = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), 1.0), sparse_as_dense=True, op=hvd.Sum
+    )
+    table(torch.tensor([3])).sum().backward()
+    dense.step()
+    assert table.weight.grad[3].tolist() == [hvd.size()] * 2
 
 
 def states():
@@ -244,6 +399,8 @@ def batch_norm():
 
 def answers():
     assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert not any(built() for built in (hvd.mpi_built, hvd.nccl_built, hvd.mpi_threads_supported))
     before = hvd.engine().comm.messages, hvd.engine().comm.bytes_sent
     hvd.allreduce(torch.ones(5000))
     ring = ring_all_reduce_cost(5000, 4, hvd.size(), hvd.rank())
@@ -260,8 +417,8 @@ def answers():
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
-PARTS = [reductions, gathers, errors, trains, optimizer_rules, optimizer_refusals, states]
-PARTS += [batch_norm, answers]
+PARTS = [reductions, gathers, errors, joins, trains, optimizer_rules, optimizer_refusals, states]
+PARTS += [exchanges, gradients, sparse, predivides, batch_norm, answers]
 
 
 def everything(comm, given):
@@ -284,7 +441,7 @@ def test_all_of_it(world_size):
 def test_alone_without_a_launcher():
     hvd.init()
     try:
-        for part in (reductions, answers):
+        for part in (reductions, joins, answers):
             part()
     finally:
         hvd.shutdown()
@@ -300,12 +457,13 @@ def script():
     reductions()
     hvd.shutdown()
     hvd.init()
-    found = hvd.allgather(torch.tensor([[hvd.rank(), hvd.local_rank(), hvd.local_size()]]))
+    mine = hvd.rank(), hvd.local_rank(), hvd.cross_rank(), hvd.cross_size()
+    found = hvd.allgather_object(mine)
     if hvd.rank() == 0:
-        print(found.tolist(), flush=True)
+        print(found, flush=True)
 
 
 def test_a_script_under_torchrun():
     hosts = on_hosts(script, [1, 2])
-    assert "[[0, 0, 1], [1, 0, 2], [2, 1, 2]]" in hosts[0].text, hosts[0].text
+    assert "[(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 1, 2)]" in hosts[0].text, hosts[0].text
     assert {code for host in hosts for code in host.codes.values()} == {0}, hosts[0].text

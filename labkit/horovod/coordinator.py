@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+JOIN = "join"
 FUSION_BYTES = 64 * 2**20
 # All ranks wait, and none has submitted anything: after this time none will.
 STUCK_S = 3.0
+# Kinds whose tensors may differ in their first dimension.
+BY_ROWS = ("allgather", "alltoall")
 
 
 class Request(NamedTuple):
@@ -25,10 +28,12 @@ class Request(NamedTuple):
 
     Attributes:
         name: by which the ranks agree.
-        kind: ``allreduce``, ``allgather``, ``broadcast`` or ``barrier``.
+        kind: ``allreduce``, ``allgather``, ``broadcast``, ``alltoall``, ``reducescatter``,
+            ``barrier`` or ``join``.
         option: of a reduction the operation of ``Reduction``, of a broadcast the root.
-        dtype, shape: of its tensor; of an allgather without the first dimension.
-        rows: the first dimension of an allgather, which alone may differ.
+        dtype, shape: of its tensor; of an allgather or alltoall without the first dimension.
+        rows: the first dimension of an allgather, and of an alltoall the rows for each rank: they
+            alone may differ.
     """
 
     name: str
@@ -36,7 +41,7 @@ class Request(NamedTuple):
     option: str = ""
     dtype: str = ""
     shape: Sequence[int] = ()
-    rows: int = 0
+    rows: int | Sequence[int] = 0
 
     def described(self) -> str:
         """``allreduce sum float32 [2, 3]``, for example."""
@@ -50,11 +55,13 @@ class Decision(NamedTuple):
         requests: one, or several all-reduces that are fused.
         error: why they cannot; empty if they can.
         rows: by rank, the ``rows`` of its request.
+        last: of a join, the rank that came last.
     """
 
     requests: list[Request]
     error: str = ""
-    rows: Sequence[int] = ()
+    rows: Sequence[Any] = ()
+    last: int = 0
 
 
 class Coordinator:
@@ -76,8 +83,12 @@ class Coordinator:
             for values in message["new"]:
                 request = Request(*values)
                 self._table.setdefault(request.name, {})[rank] = request
-        ready = [name for name, of in self._table.items() if len(of) == self._world_size]
-        decided = [_agreed(self._table.pop(name)) for name in ready]
+        joined = list(self._table.get(JOIN, {}))
+        ready = [n for n, of in self._table.items() if len({*of, *joined}) == self._world_size]
+        if len(joined) < self._world_size or len(self._table) > 1:
+            # The ranks that joined first are needed for all that is left.
+            ready = [name for name in ready if name != JOIN]
+        decided = [_agreed(self._table.pop(name), joined) for name in ready]
         if not decided and self._are_stuck(everyone):
             why = self._explained()
             decided = [Decision([next(iter(of.values()))], why) for of in self._table.values()]
@@ -102,14 +113,24 @@ class Coordinator:
         return "\n".join(lines)
 
 
-def _agreed(of: Mapping[int, Request]) -> Decision:
-    """What to do about a name that all ranks have submitted."""
+def _agreed(of: Mapping[int, Request], joined: Sequence[int]) -> Decision:
+    """What to do about a name that all ranks have submitted but those that have joined."""
     first = next(iter(of.values()))
+    if first.kind == JOIN:
+        return Decision([first], last=joined[-1])
     if len({one.described() for one in of.values()}) > 1:
         lines = [f"the ranks do not agree on {first.name!r}:"]
         lines += [f"  rank {rank} has {of[rank].described()}" for rank in sorted(of)]
         lines.append("Next step: give all ranks the same, or use another name for each.")
         return Decision([first], "\n".join(lines))
+    gone = set(joined) - of.keys()
+    # The zeros of a rank that has joined change nothing in a sum.
+    if gone and (first.kind != "allreduce" or first.option not in ("sum", "mean")):
+        return Decision(
+            [first],
+            f"{first.described()} {first.name!r} needs something from every rank, and "
+            f"{_ranks(gone)} called join(): from then on only sums and averages are possible",
+        )
     return Decision([first], rows=[of[rank].rows for rank in sorted(of)])
 
 

@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.collectives import all_to_all, broadcast, fast_ring_all_reduce
-from labkit.collectives.common import Reduction
+from labkit.collectives import all_to_all, broadcast, fast_ring_all_reduce, reduce_scatter
 from labkit.comm.comm import Comm
 from labkit.comm.source_lines import caller_location, credit_to
 from labkit.errors import MismatchError, PeerLostError
-from labkit.horovod.coordinator import Coordinator, Decision, Request
+from labkit.horovod.coordinator import BY_ROWS, JOIN, Coordinator, Decision, Request
 from labkit.runtime.torchrun import Opened, open_for
 
 # How long a tensor waits for others to be fused with, unless the program waits for it.
@@ -68,6 +67,9 @@ class Handle:
         self.result, self.take = self.take(self.result), lambda result: result
         return self.result
 
+    # Horovod's handle of a sparse all-reduce is called.
+    __call__ = wait
+
 
 class Engine(threading.Thread):
     """The background thread of one rank, from ``init`` to ``shutdown``.
@@ -95,26 +97,28 @@ class Engine(threading.Thread):
         tensor: Tensor | None = None,
         take: Callable[[Any], Any] = lambda result: result,
         option: str = "",
+        splits: Sequence[int] = (),
     ) -> Handle:
         """Submit a collective, which begins once all ranks have submitted its name.
 
         Without a name, what belongs together is the n-th of its kind on all ranks. ``take`` makes
-        the caller's result of what ``carry_out`` returns. ValueError if the name is under way
-        already, or the tensor cannot be reduced or gathered; PeerLostError if a rank has ended.
+        the caller's result of what ``carry_out`` returns.
+
+        Raises:
+            ValueError: the name is under way already, or a tensor without rows.
+            PeerLostError: a rank has ended.
         """
         if name is None:
             name = f"noname.{next(self.numbers.setdefault(kind, itertools.count(1)))}"
-        request = Request(f"{kind}.{name}", kind, option)
+        request = Request(name if kind == JOIN else f"{kind}.{name}", kind, option)
         if tensor is not None:
-            if kind == "allreduce":
-                Reduction.of(option, tensor)
-            rows, shape = 0, list(tensor.shape)
-            if kind == "allgather":
-                if not shape:
-                    raise ValueError(f"{kind} works along rows: use tensor.reshape(1)")
-                rows = shape.pop(0)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            request = request._replace(dtype=dtype, shape=shape, rows=rows)
+            dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            if kind in (*BY_ROWS, "reducescatter") and not shape:
+                raise ValueError(f"{kind} works along rows: use tensor.reshape(1)")
+            if kind in BY_ROWS:
+                request = request._replace(rows=splits or shape[0])
+                del shape[0]
+            request = request._replace(dtype=dtype, shape=shape)
         handle = Handle(self, tensor, take)
         with self.changed:
             if self._error is not None:
@@ -181,12 +185,12 @@ class Engine(threading.Thread):
 
     def _carry_out(self, decision: Decision) -> None:
         handles = [self._handles.get(request.name) for request in decision.requests]
+        tensors = [None if handle is None else handle.tensor for handle in handles]
         error, results = None, [None] * len(handles)
         if decision.error:
             error = NegotiationError(decision.error)
         else:
-            tensors = [self._handles[request.name].tensor for request in decision.requests]
-            values = [t.detach().cpu().contiguous() for t in tensors if t is not None]
+            values = [None if t is None else t.detach().cpu().contiguous() for t in tensors]
             results = carry_out(self.comm, decision, values)
         with self.changed:
             for request, handle, result in zip(decision.requests, handles, results):
@@ -220,35 +224,58 @@ class Engine(threading.Thread):
             self.join(_DRAIN_S)
 
 
-def carry_out(comm: Comm, decision: Decision, values: Sequence[Tensor]) -> list[Any]:
-    """The results of each request, on the CPU; of an allgather the parts of all ranks.
+def carry_out(comm: Comm, decision: Decision, values: Sequence[Tensor | None]) -> list[Any]:
+    """The results of each request, on the CPU; by rows the parts of all ranks.
 
-    ``values`` are this rank's tensors on the CPU, by request; they are not changed.
+    Args:
+        values: by request, this rank's tensor on the CPU, None for zeros; they are not changed.
     """
-    request = decision.requests[0]
-    if request.kind == "barrier":
-        return [None]
+    request, mine = decision.requests[0], values[0]
     if request.kind == "allreduce":
         # 1. Copy the tensors into a buffer. 2. One ring. 3. Cut the results out.
-        total = torch.cat([value.reshape(-1) for value in values])
-        fast_ring_all_reduce(comm, total, request.option)
-        parts = total.split([value.numel() for value in values])
-        return [part.view(value.shape) for part, value in zip(parts, values)]
-    (mine,) = values
-    if request.kind == "broadcast":
+        empty = torch.empty(0, dtype=getattr(torch, request.dtype))
+        pieces = [
+            empty.new_zeros(one.shape) if value is None else value
+            for one, value in zip(decision.requests, values)
+        ]
+        total = torch.cat([piece.reshape(-1) for piece in pieces])
+        _reduced(comm, lambda op: fast_ring_all_reduce(comm, total, op), request)
+        parts = total.split([piece.numel() for piece in pieces])
+        return [part.view(piece.shape) for part, piece in zip(parts, pieces)]
+    if request.kind == "broadcast" and mine is not None:
         return [broadcast(comm, mine.clone(), int(request.option))]
-    parts = [mine.new_empty(rows, *request.shape) for rows in decision.rows]
-    return [all_to_all(comm, [mine] * comm.world_size, parts)]
+    if request.kind == "reducescatter" and mine is not None:
+        # The first ranks have one row more if need be.
+        shares = list(mine.tensor_split(comm.world_size))
+        return [_reduced(comm, lambda op: reduce_scatter(comm, shares, op), request)]
+    if request.kind in BY_ROWS and mine is not None:
+        theirs, shares = decision.rows, [mine] * comm.world_size
+        if request.kind == "alltoall":
+            theirs = [splits[comm.rank] for splits in decision.rows]
+            shares = list(mine.split(decision.rows[comm.rank]))
+        return [all_to_all(comm, shares, [mine.new_empty(n, *request.shape) for n in theirs])]
+    return [decision.last]
+
+
+def _reduced(comm: Comm, reduce: Callable[[str], Tensor], request: Request) -> Tensor:
+    """The result of ``reduce(op)``; an average of integers is rounded towards 0."""
+    dtype = getattr(torch, request.dtype)
+    if request.option == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return reduce("sum").div_(comm.world_size, rounding_mode="trunc")
+    return reduce(request.option)
 
 
 _engine: Engine | None = None
 
 
-def init(comm: Comm | None = None) -> None:
-    """Join the other ranks, unless this one has. ``comm`` is that of ``labkit.run``, if any."""
+def init(comm: Comm | Sequence[int] | None = None) -> None:
+    """Join the other ranks, unless this one has. ``comm``: of ``labkit.run``, or all ranks."""
     global _engine
     if _engine is None:
-        _engine = Engine(open_for("horovod", comm, shutdown))
+        _engine = Engine(open_for("horovod", comm if isinstance(comm, Comm) else None, shutdown))
+    size = _engine.comm.world_size
+    if not isinstance(comm, Comm | None) and list(comm) not in ([], list(range(size))):
+        raise ValueError(f"init({comm!r}): all {size} ranks take part, so call init() without it")
 
 
 def shutdown() -> None:

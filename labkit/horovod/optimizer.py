@@ -9,7 +9,9 @@ Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning
 (2018), section 4.
 """
 
-from collections.abc import Iterable
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,10 @@ from labkit.horovod.negotiator import Handle, engine
 from labkit.units import check_integer
 
 Average, Sum = "mean", "sum"
+
+
+class WrongOrder(ValueError, AssertionError):
+    """Calls that would reduce wrong gradients (Horovod: AssertionError)."""
 
 
 class Compression:
@@ -47,20 +53,44 @@ class Compression:
 Compression.none, Compression.fp16 = Compression(False), Compression(True)
 
 
+def sparse_allreduce_async(tensor: Tensor, name: str | None = None, op: str = Average) -> Handle:
+    """Reduce a sparse tensor: all ranks get the indices and values of all, added up."""
+    mine = tensor.detach().coalesce()
+    indices, values = name and f"{name}.indices", name and f"{name}.values"
+    where = engine().submit("allgather", indices, mine.indices().t(), torch.cat)
+
+    def take(parts: list[Tensor]) -> Tensor:
+        found = torch.cat(parts) / (len(parts) if op == Average else 1)
+        summed = torch.sparse_coo_tensor(where.wait().t(), found, tensor.shape).coalesce()
+        return summed.to(tensor.device, tensor.dtype)
+
+    return engine().submit("allgather", values, mine.values(), take)
+
+
 def DistributedOptimizer(
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
     op: str = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
 ) -> Any:
     """``optimizer``, whose ``step`` uses gradients that were reduced while backward still ran.
+
+    It gets ``synchronize()``, after which gradients are reduced, ``skip_synchronize()``, a context
+    for the ``step`` after that, and ``set_backward_passes_per_step(passes)``.
 
     Args:
         named_parameters: names by which the ranks agree; by default their order counts.
         compression: ``Compression.none`` or ``Compression.fp16``, see there.
         backward_passes_per_step: after how many passes a gradient is reduced; they add up.
         op: Average or Sum.
+        gradient_predivide_factor: divides before an average, and multiplies after it.
+        num_groups, groups: no effect, as what is ready at the same time is fused anyway.
+        sparse_as_dense: whether sparse gradients become dense.
 
     Raises:
         ValueError: an argument that is none of these; says which.
@@ -70,10 +100,12 @@ def DistributedOptimizer(
             f"DistributedOptimizer takes an optimizer of torch.optim, not {optimizer!r:.60}, and "
             f"op=hvd.Average or hvd.Sum, not {op!r}"
         )
+    if gradient_predivide_factor <= 0 or (op != Average and gradient_predivide_factor != 1):
+        raise ValueError("gradient_predivide_factor is above 0, and for op=hvd.Average")
     check_integer("backward_passes_per_step", backward_passes_per_step)
     names: dict[Tensor, str] = {}
     if named_parameters is not None:
-        pairs = list(named_parameters)
+        pairs = [one for one in named_parameters if isinstance(one, tuple)]
         names = {parameter: name for name, parameter in pairs}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not names.keys() >= set(parameters) or len(set(names.values())) < len(pairs):
@@ -81,10 +113,14 @@ def DistributedOptimizer(
                 "named_parameters leave out parameters of the optimizer, or give two the same "
                 "name: use model.named_parameters() of the whole model, or leave them out"
             )
+    passes = backward_passes_per_step
     found: Any = optimizer
-    gradients = Gradients(optimizer, names, compression, backward_passes_per_step, op)
+    gradients = Gradients(
+        optimizer, names, compression, passes, op, gradient_predivide_factor, sparse_as_dense
+    )
     found.register_step_pre_hook(gradients.before_step)
-    found.zero_grad = gradients.zero_grad
+    found.synchronize, found.skip_synchronize = gradients.synchronize, gradients.skip
+    found.zero_grad, found.set_backward_passes_per_step = gradients.zero_grad, gradients.set_passes
     return found
 
 
@@ -97,6 +133,10 @@ class Gradients:
     compression: Any
     passes: int
     op: str
+    factor: float
+    sparse_as_dense: bool
+    is_synchronized: bool = False
+    synchronizes: bool = True
 
     def __post_init__(self) -> None:
         # By parameter: the passes before its gradient is submitted, and what was submitted.
@@ -114,12 +154,16 @@ class Gradients:
                 self.left[parameter] = self.passes
                 parameter.register_post_accumulate_grad_hook(self.passed)
 
+    def set_passes(self, passes: int) -> None:
+        check_integer("backward_passes_per_step", passes)
+        self.passes, self.left = passes, dict.fromkeys(self.left, passes)
+
     def passed(self, parameter: Tensor) -> None:
         if self.left[parameter] == 0:
-            raise ValueError(
+            raise WrongOrder(
                 f"the gradient of {self.names[parameter]!r} was computed more than "
-                f"backward_passes_per_step={self.passes} times before step(): set it to the "
-                "number of backward passes in a step"
+                f"backward_passes_per_step={self.passes} times before step() or synchronize(): "
+                "set it to the number of backward passes in a step"
             )
         self.left[parameter] -= 1
         if self.left[parameter] == 0:
@@ -128,11 +172,19 @@ class Gradients:
     def submit(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        gradient, name = parameter.grad, self.names[parameter]
-        small, context = self.compression.compress(gradient)
+        name = self.names[parameter]
+        if parameter.grad.is_sparse and not self.sparse_as_dense:
+            self.under_way[parameter] = sparse_allreduce_async(parameter.grad, name, self.op)
+            return
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        gradient, factor = parameter.grad, self.factor
+        divided = gradient if factor == 1 else gradient / factor
+        small, context = self.compression.compress(divided)
 
         def take(found: Tensor) -> Tensor:
-            return gradient.copy_(self.compression.decompress(found, context))
+            gradient.copy_(self.compression.decompress(found, context))
+            return gradient if factor == 1 else gradient.mul_(factor)
 
         self.under_way[parameter] = engine().submit("allreduce", name, small, take, self.op)
 
@@ -149,25 +201,43 @@ class Gradients:
         finally:
             self.under_way.clear()
             self.left = dict.fromkeys(self.left, self.passes)
+        self.is_synchronized = True
+
+    @contextlib.contextmanager
+    def skip(self) -> Iterator[None]:
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
 
     def before_step(self, optimizer: Optimizer, args: Any, options: Any) -> Any:
         """Reduce the gradients; those of a closure are reduced in it."""
         closure = options.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self.synchronize()
-            return None
 
         def reduced() -> Any:
             loss = closure()
             self.synchronize()
+            self.is_synchronized = False
             return loss
 
-        return (optimizer, reduced), {}
+        if self.synchronizes and self.is_synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() after "
+                "synchronize(): it reduces the gradients once more, which takes time",
+                stacklevel=4,
+            )
+        if self.synchronizes and closure is not None:
+            return (optimizer, reduced), {}
+        if self.synchronizes:
+            self.synchronize()
+        self.is_synchronized = False
+        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if any(left != self.passes for left in self.left.values()):
-            raise ValueError(
-                "zero_grad() between backward() and step() would clear gradients that are to be "
-                "reduced: call it after step()"
+            raise WrongOrder(
+                "zero_grad() between backward() and step() or synchronize() would clear gradients "
+                "that are to be reduced: call it after step()"
             )
         self.clear(set_to_none)

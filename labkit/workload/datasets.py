@@ -70,6 +70,7 @@ class Data:
 def load_dataset(
     name: str,
     *,
+    root: str | Path | None = None,
     download: bool = False,
     train_size: int | None = None,
     dtype: torch.dtype = torch.float32,
@@ -78,8 +79,10 @@ def load_dataset(
     """Load data set ``name``, one of ``DATASETS``.
 
     Args:
-        download: fetch a set of torchvision's that is missing, into data/downloads or the folder
-            in the environment variable LABKIT_DATA. Of several processes, let one do it first.
+        root: the folder to look in. By default the workbook's data/digits for digits; for
+            torchvision's sets that in the environment variable LABKIT_DATA, or data/downloads;
+            data/text for text.
+        download: fetch a set that is missing. Of several processes, let one download it first.
         train_size: keep only the first ``train_size`` training samples; None keeps all.
             ``digits_augmented`` has up to 50,000: the digits, and copies of them that are shifted
             by up to one pixel, with noise.
@@ -90,12 +93,12 @@ def load_dataset(
     check_choice("data set", name, DATASETS)
     classes = 10
     if name == "text":
-        train, test, classes = _read_text(REPOSITORY_DATA / "text")
+        train, test, classes = _read_text(Path(root or REPOSITORY_DATA / "text"))
     elif name in _TORCHVISION:
-        root = os.environ.get("LABKIT_DATA") or REPOSITORY_DATA / "downloads"
+        root = root or os.environ.get("LABKIT_DATA") or REPOSITORY_DATA / "downloads"
         train, test = _read_torchvision(name, Path(root), download)
     else:
-        train, test = _read_digits(REPOSITORY_DATA / "digits")
+        train, test = _read_digits(Path(root or REPOSITORY_DATA / "digits"))
     num_train = AUGMENTED_SIZE if name == "digits_augmented" else len(train[1])
     if train_size is not None and not 1 <= train_size <= num_train:
         raise ValueError(f"train_size {train_size}: {name} has {num_train} training samples")

@@ -41,7 +41,7 @@ from labkit.collectives import (
 )
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.runtime import launch
-from labkit.workload import datasets
+from labkit.workload.datasets import load_dataset
 
 TRANSPORTS = ("shared", "gloo")
 ALL_REDUCES = (naive_all_reduce, tree_all_reduce, ring_all_reduce, fast_ring_all_reduce)
@@ -657,13 +657,13 @@ def test_26_data(case):
     def offline(request, *args, **kwargs):
         raise URLError("Temporary failure in name resolution")
 
-    folder, empty = case.folder / "digits", case.folder / "downloads"
+    folder, empty = case.folder / "digits", case.folder / "empty"
     shutil.copytree(Path(__file__).parents[2] / "data" / "digits", folder)
+    empty.mkdir()
     images, restore = folder / "train-images-idx3-ubyte", "git checkout -- data/digits"
     images.write_bytes(images.read_bytes()[:5000])
-    case.patch.setattr(datasets, "REPOSITORY_DATA", case.folder)
-    digits = partial(datasets.load_dataset, "digits")
-    mnist = partial(datasets.load_dataset, "mnist")
+    digits = partial(load_dataset, "digits", root=folder)
+    mnist = partial(load_dataset, "mnist", root=empty)
     case.refused(digits, str(images), "5000 bytes", restore)
     images.unlink()
     case.refused(digits, f"{images} is missing", restore, error=FileNotFoundError)
@@ -672,7 +672,7 @@ def test_26_data(case):
     case.patch.setattr(urllib.request, "urlopen", offline)
     says = str(empty), "Temporary failure in name resolution", "Check the network"
     case.refused(lambda: mnist(download=True), *says)
-    assert not os.listdir(empty)
+    assert list(empty.iterdir()) == []
 
 
 def test_27_checkpoints(case):
