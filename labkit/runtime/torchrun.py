@@ -111,6 +111,7 @@ class Opened:
     """A ``Comm`` for one thread, on the CPU, as ``open_for`` has opened it.
 
     Attributes:
+        hosts, host: the ranks of each host, and the number of this one.
         local_rank, local_size: this rank among those of its host, and how many these are.
         has_failed: whether the script ends with an error.
     """
@@ -119,7 +120,9 @@ class Opened:
         # A thread that is inside PyTorch when the interpreter ends would abort the process.
         atexit.register(at_end)
         self.comm, self.has_failed = comm, False
-        neighbours = next(ranks for ranks in comm.session.hosts if comm.rank in ranks)
+        self.hosts = comm.session.hosts
+        self.host = next(n for n, ranks in enumerate(self.hosts) if comm.rank in ranks)
+        neighbours = self.hosts[self.host]
         self.local_rank, self.local_size = neighbours.index(comm.rank), len(neighbours)
         self._watch, self._pid, self._print_error = watch, os.getpid(), sys.excepthook
         if watch is not None:
@@ -153,7 +156,11 @@ def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Ope
 
     Inside ``labkit.run`` the ranks meet once more. A script that torchrun has started joins the
     others, and is watched from then on. Without a launcher the program is the only rank.
-    ``at_end`` is called before the run or the program ends, to end the thread.
+
+    Args:
+        purpose: of this thread, one word.
+        comm: of the run that this rank is in; None to find it.
+        at_end: called before the run or the program ends, to end the thread.
     """
     if (run := comm or open_comm()) is not None:
         run.session.at_close.append(at_end)
