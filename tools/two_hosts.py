@@ -43,7 +43,7 @@ RATES: dict[str, float | None] = {"unlimited": None, "10 Gb/s": 10e9, "1 Gb/s": 
 # as slow as there, so that at 1 Gb/s it stands to communication as it did there.
 PARAMETERS, BLOCKS, SAMPLE_S = 11_220_132, 10, 1e-3
 BATCHES, COMPUTED_BATCHES = {1: 128, 2: 64, 4: 64}, {1: 16, 2: 8, 4: 8}
-COMPUTED = ("one worker", "two on one host", "ring", "hierarchical", "DDP")
+COMPUTED = ("one worker", "two on one host", "ring", "hierarchical", "DDP", "PyTorch's DDP")
 BUCKET_BYTES, BACKWARD = 25 * 2**20, 2 / 3
 PUBLISHED_S = {"one worker": [555.08], "two on one host": [302.00, 324.26], "ring": [549.25]}
 CONTENDERS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -55,6 +55,7 @@ CONTENDERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ring, fp16": (4, "ring_all_reduce", {"compress": "fp16"}),
     "hierarchical, fp16": (4, "ring_all_reduce", {"compress": "fp16", "hierarchical": True}),
     "DDP": (4, "ddp", {}),
+    "PyTorch's DDP": (4, "ddp", {}),
 }
 BLOCK_SIZES = [end - start for start, end in chunk_bounds(PARAMETERS, BLOCKS)]
 MESSAGE_BYTES, MESSAGE_REPEATS = (2**20, 2**22, 2**23, 2**24), 5
@@ -127,7 +128,7 @@ def one_step(
 ) -> tuple[float, dict[str, float]]:
     """Seconds of a contender's second step, and those of this rank's own parts of it."""
     _, kind, options = CONTENDERS[name]
-    strategy = strategies.get(kind)(**options)
+    strategy = strategies.get(kind, builtin=name.startswith("PyTorch"))(**options)
     # Ranks that are dealt out to the hosts in turn: every message of the ring crosses.
     own = SubComm(comm, [0, 2, 1, 3]) if "dealt out" in name else comm
     # The hooks of others on the parameters would run for all.
@@ -245,7 +246,8 @@ def measure(hosts: TwoHosts, repeats: int) -> dict[str, Any]:
             published = [PUBLISHED_S["one worker"][0] / s for s in PUBLISHED_S.get(name, [])]
             steps.append(row | ({"published_speed_up": published} if published else {}))
         computed += [row_of("computed_steps", COMPUTED_BATCHES, rate, name) for name in COMPUTED]
-    return {"links": links, "steps": steps, "real_steps": computed}
+    measured = {"links": links, "steps": steps, "real_steps": computed}
+    return {"parameters": PARAMETERS} | measured
 
 
 def main() -> None:
