@@ -232,8 +232,8 @@ def connected(hosts: object) -> Any:
             ray.init("auto", logging_level=logging.ERROR)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"hosts={hosts!r} needs Ray, which is not installed here ({error}): pip install "
-            "'labkit[cluster]' on every host (in a clone of the repository: make cluster)"
+            f"hosts={hosts!r} needs Ray, which is not installed here ({error}): run make cluster "
+            "in the clone of labkit on every host (or pip install -e '.[cluster]')"
         ) from None
     except Exception as error:
         raise ValueError(
