@@ -58,7 +58,7 @@ def simulate(
     def pull(worker: int) -> None:
         """The worker has waited for its new parameters, and computes the next gradient."""
         if worker in arrived_s:
-            spans.append(Span(worker, "wait", arrived_s.pop(worker), now_s))
+            spans.append(Span(worker, "wait", arrived_s.pop(worker), now_s, peer=sender))
         heapq.heappush(coming, (now_s + computes_s[worker], worker))
         spans.append(Span(worker, "compute", now_s, now_s + computes_s[worker]))
 

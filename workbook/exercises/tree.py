@@ -1,4 +1,4 @@
-"""Page 06: the choice between all-reduce by recursive doubling, the tree, and the ring.
+"""Page 07: the choice between all-reduce by recursive doubling, the tree, and the ring.
 
 Symbols: P ranks, S bytes of a rank's tensor.
 """
