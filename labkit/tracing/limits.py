@@ -194,7 +194,8 @@ def what_limited(
     # A server that is busy with messages while others wait for it: both shares show it.
     is_busy = times[most].blamed_s[COMMUNICATE] > blamed_s[most] / 2 and shares[WAIT] > 0.25
     is_slow = slowest == most and slowdown > _STRAGGLER
-    rank, took = None, f"took {format_number(slowdown)} times as long as"
+    times_as_long = format_number(slowdown) if slowdown < 10 else "more than ten"
+    rank, took = None, f"took {times_as_long} times as long as"
     if is_one and is_slow and shares[WAIT] > max(_NOTICED, shares[COMMUNICATE]):
         kind, rank, first = "straggler", most, _named(most, times, f"it {took} %s {work}, and %s")
     elif is_one and (largest == WAIT or (largest == COMMUNICATE and is_busy)):

@@ -159,7 +159,9 @@ def _row(record: Record, contender: dict) -> tuple[str, ...]:
         to_reach = [format_number(epochs), format_seconds(seconds)]
     far = [run.get("difference_from_single", "unknown") for run in runs]
     # JSON has no NaN: in a run whose parameters diverged, null is stored instead.
-    apart = "not finite" if None in far else "-" if "unknown" in far else f"{max(far):.1g}"
+    apart = "-" if "unknown" in far else "not finite"
+    if not {None, "unknown"} & {*far}:
+        apart = _spread(far, "{:.1g}".format)
     sent = [max(run["bytes_sent"]) for run in runs if run["bytes_sent"]]
     ranks = [[PeakMemory(**one) for one in run.get("peak_memory", ()) if one] for run in runs]
     peaks = [max(max(rank.by_device.values(), default=0) for rank in own) for own in ranks if own]
