@@ -58,7 +58,7 @@ LIMITS = {
     "tools/site": (101, 653),
     "workbook": (416, 2407),
     "workbook/exercises": (6654, 51697),
-    "workbook/measure": (1796, 14056),
+    "workbook/measure": (1804, 14147),
     "workbook/notebook": (1258, 7791),
     "workbook/plots": (1716, 12785),
     "workbook/widgets": (681, 4848),

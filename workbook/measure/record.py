@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,9 @@ class Table:
 
     def _repr_html_(self) -> str:
         shown = tabulate(self.rows, self.heads, tablefmt="html", disable_numparse=True)
+        # Lines break before a spread, not between a number and its unit.
+        shown = re.sub(r" (\(.*?\))", lambda m: "<br>" + m[1].replace(" ", "&nbsp;"), shown)
+        shown = re.sub(r"(?<=\d) (?=[a-zµKMG]+\b)", "&nbsp;", shown)
         return shown + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
 
 

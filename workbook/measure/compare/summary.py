@@ -128,7 +128,11 @@ def scoreboard(record: Record, recorded: bool = False) -> Table:
     heads += ("replicas", "sent per rank", "peak memory")
     rows = [_row(record, one) for one in names.values()]
     mark = " (recorded)" if recorded else ""
-    return Table(heads, tuple((name + mark, *cells) for name, *cells in rows))
+    rows = [(name + mark, *cells) for name, *cells in rows]
+    # PyTorch's, for example, may have been left out.
+    columns = [column for column in zip(heads, *rows) if {*column[1:]} != {"-"}]
+    heads, *rows = zip(*columns)
+    return Table(heads, tuple(rows))
 
 
 def report(record: Record) -> str:
@@ -176,7 +180,7 @@ def _row(record: Record, contender: dict) -> tuple[str, ...]:
         apart,
         "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
         _spread(sent, format_bytes),
-        _spread(peaks, format_bytes),
+        format_bytes(statistics.median(peaks)) if peaks else "-",
     )
 
 
