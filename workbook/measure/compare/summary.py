@@ -165,7 +165,7 @@ def _row(record: Record, contender: dict) -> tuple[str, ...]:
     # JSON has no NaN: in a run whose parameters diverged, null is stored instead.
     apart = "-" if "unknown" in far else "not finite"
     if not {None, "unknown"} & {*far}:
-        apart = _spread(far, "{:.1g}".format)
+        apart = f"{statistics.median(far):.1g}"
     sent = [max(run["bytes_sent"]) for run in runs if run["bytes_sent"]]
     ranks = [[PeakMemory(**one) for one in run.get("peak_memory", ()) if one] for run in runs]
     peaks = [max(max(rank.by_device.values(), default=0) for rank in own) for own in ranks if own]
