@@ -69,7 +69,7 @@ class Table:
         shown = tabulate(self.rows, self.heads, tablefmt="html", disable_numparse=True)
         # Lines break before a spread, not between a number and its unit.
         shown = re.sub(r" (\(.*?\))", lambda m: "<br>" + m[1].replace(" ", "&nbsp;"), shown)
-        shown = re.sub(r"(?<=\d) (?=[A-Za-zµ]+<)", "&nbsp;", shown)
+        shown = re.sub(r"(?<=\d) (?=[A-Za-zµ]+\s*<)", "&nbsp;", shown)
         return shown + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
 
 
