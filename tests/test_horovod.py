@@ -1,8 +1,9 @@
-"""Horovod's interface: values, the optimizer against one device, scripts.
+"""Horovod's interface: the coordinator, values, the optimizer against one device, scripts.
 
 The cases are those of Horovod's documentation: what it promises of arguments, results and errors.
 """
 
+import math
 import warnings
 
 import pytest
@@ -13,6 +14,34 @@ from torch import nn
 import labkit.horovod as hvd
 from labkit import run
 from labkit.costs.traffic import ring_all_reduce_cost
+from labkit.horovod.coordinator import Coordinator, Decision, Request, fuse
+
+# ---- the coordinator
+
+
+def wants(name, kind="allreduce", option="sum", dtype="float32", shape=(2,), rows=0):
+    return Request(name, kind, option, dtype, list(shape), rows)
+
+
+def says(*requests, waits=False):
+    return {"new": [list(request) for request in requests], "waits": waits}
+
+
+def test_nothing_is_decided_before_all_ranks_have_it_and_then_in_one_order():
+    judge, a, b = Coordinator(3), wants("a"), wants("b", option="max")
+    assert judge.decide([says(a), says(b), says(a, b)]) == []
+    assert [one.requests for one in judge.decide([says(b), says(), says()])] == [[b]]
+    assert [one.requests for one in judge.decide([says(), says(a), says()])] == [[a]]
+
+
+def test_ready_sums_are_fused_up_to_the_limit_by_operation_and_dtype():
+    each = [Decision([wants(str(n), shape=(n,))]) for n in (4, 6, 1, 20, 2)]
+    sizes = [[math.prod(r.shape) for r in one.requests] for one in fuse(each, 44)]
+    assert sizes == [[4, 6, 1], [20], [2]]
+    mixed = [wants("a"), wants("b"), wants("c", option="max"), wants("d", dtype="int8")]
+    mixed += [wants("e", "allgather"), wants("f", "allgather")]
+    assert len(fuse([Decision([one]) for one in mixed], 1000)) == 5
+
 
 # ---- values, on real ranks
 
@@ -463,7 +492,14 @@ def script():
         print(found, flush=True)
 
 
-def test_a_script_under_torchrun():
-    hosts = on_hosts(script, [1, 2])
-    assert "[(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 1, 2)]" in hosts[0].text, hosts[0].text
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ([2], "[(0, 0, 0, 1), (1, 1, 0, 1)]"),
+        ([1, 2], "[(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 1, 2)]"),
+    ],
+)
+def test_a_script_under_torchrun(sizes, words):
+    hosts = on_hosts(script, sizes)
+    assert words in hosts[0].text, hosts[0].text
     assert {code for host in hosts for code in host.codes.values()} == {0}, hosts[0].text

@@ -1,5 +1,6 @@
 """Horovod's interface when something goes wrong: who is told what, what ends, what goes on."""
 
+import os
 import signal
 import threading
 import time
@@ -35,12 +36,22 @@ def raises():
     raise KeyError("of the learner")
 
 
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves():
+    raise SystemExit(0)
+
+
 def wants_another():
     total(torch.ones(2), "another")
 
 
 FAULTS = {
     raises: "raised KeyError: 'of the learner'",
+    is_killed: "was killed by SIGKILL",
+    leaves: "called sys.exit(0)",
     wants_another: "'allreduce.another': submitted by rank",
 }
 
@@ -62,13 +73,14 @@ def test_in_a_run_the_cause_is_raised(of, told):
     assert told in str(error.value)
 
 
-def test_over_hosts_each_is_told_the_cause():
-    hosts = on_hosts(partial(fault, of=wants_another), [1, 1])
+@pytest.mark.parametrize("of", [raises, wants_another], ids=["raises", "wants another"])
+def test_over_hosts_each_is_told_the_cause(of):
+    hosts = on_hosts(partial(fault, of=of), [1, 1])
     codes = {rank: code for host in hosts for rank, code in host.codes.items()}
     # torchrun ends the others by SIGTERM once one has ended.
     assert set(codes.values()) <= {1, -signal.SIGTERM}, codes
     for host in hosts:
-        assert FAULTS[wants_another] in host.text, host.text
+        assert FAULTS[of].removeprefix("raised ") in host.text, host.text
 
 
 # ---- errors that a program may catch

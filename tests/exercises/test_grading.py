@@ -11,7 +11,7 @@ from labkit.collectives.ring import split_chunks
 from workbook import check
 from workbook.exercises.grader import grader, on_ranks, solved
 from workbook.exercises.grader.exercise import Case
-from workbook.exercises.grader.judge_values import in_words, made_of
+from workbook.exercises.grader.judge_values import _wrong_part, in_words, made_of
 
 NAIVE = check.ring.naive_all_reduce
 
@@ -33,6 +33,17 @@ def test_a_function_without_ranks_is_graded_by_its_answers():
     same = solved(more=lambda random: drawn.append(random.random()) or [(drawn[-1],)])(abs)
     assert all(same(lambda x: x).passed for _ in "ab")
     assert drawn[0] != drawn[1], "others in each check"
+
+
+def test_a_sum_of_products_may_be_rounded_in_another_order():
+    """Also where an input, which has the shape of the sum, is nearly zero."""
+    column = check.tensor_parallel.column
+    for seed in range(200):
+        case = Case(4, 6, seed)
+        y, _, of_weight = column.expected(0, case)
+        first, *others = column.parts(case).values()
+        assert not _wrong_part(column, case, 0, [y, sum(others) + first, of_weight])
+        assert _wrong_part(column, case, 0, [y, sum(others) + 1.0001 * first, of_weight])
 
 
 def test_what_is_printed_is_what_is_returned(capsys):

@@ -48,6 +48,16 @@ def all_in_recv(comm):
     comm.recv(torch.zeros(4), (comm.rank + 1) % comm.world_size)  # the cycle
 
 
+def one_never_comes(comm):
+    if comm.rank < comm.world_size - 1:
+        comm.barrier()  # not the last rank
+
+
+def other_collectives(comm):
+    op = "max" if comm.rank == comm.world_size - 1 else "sum"
+    ring_all_reduce(comm, torch.zeros(6), op)  # sum and maximum
+
+
 def killed(comm):
     if comm.rank == comm.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -94,6 +104,16 @@ class TestFaults:
     def test_a_cycle(self):
         hosts = self.told(all_in_recv, "deadlock: rank 0 (host 0) -> rank 1", where("the cycle"))
         self.raised(hosts, "DeadlockError", 0, 1, 2, 3)
+
+    @pytest.mark.more
+    def test_a_rank_that_never_comes(self):
+        found = "rank 3 (host 1) has returned, but rank 0 (host 0), rank 1"
+        hosts = self.told(one_never_comes, found, where("not the last rank"))
+        self.raised(hosts, "DeadlockError", 0, 1, 2)
+
+    @pytest.mark.more
+    def test_collectives(self):
+        self.told(other_collectives, "call different collectives", where("sum and maximum"))
 
     @pytest.mark.more
     def test_a_rank_that_is_lost(self):
