@@ -47,7 +47,7 @@ def test_a_cut_cable_names_the_lost_host(tmp_path):
             said += line
             if line.startswith("endless"):
                 hosts.run(1, "ip", "link", "set", "cable", "down")
-            # A rank whose wait has just ended with the loss is not waiting any more.
+            # Named are the ranks that had given up when the loss was explained: one, or both.
             if re.match(r"  rank [01] \(host 0\) was waiting at", line):
                 break
         too_late.cancel()

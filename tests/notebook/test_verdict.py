@@ -65,9 +65,9 @@ def limited(name):
 def test_two_ranks_and_what_their_time_is_made_of():
     one = compare("single", SIX_EPOCHS)
     assert str(verdict.speedup(one, compare("ddp", SIX_EPOCHS))) == (
-        "2 ranks were 1.89 times as fast as one device (1.42 to 2.25 in 5 repeats of each): on "
-        "average, a rank computed 47% as long as one device; communication took 8% of its time, "
-        "and waiting 7%."
+        "2 ranks were 1.89 times as fast as one device (1.42 to 2.25 in 5 epochs of each, "
+        "after the first): on average, a rank computed 47% as long as one device; communication "
+        "took 8% of its time, and waiting 7%."
     )
     slow = verdict.speedup(recorded("single"), recorded("ddp_slow_link"))
     assert slow.ratio.high < 1

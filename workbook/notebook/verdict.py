@@ -216,9 +216,10 @@ def _ratio(slower: Times, quicker: Times) -> Ratio:
         repeats = _counted(len(one), "pair") if len(one) > 1 else ""
         return Ratio(*_middle([a / b for a, b in zip(one, other)]), repeats)
     (low, median, high), (least, usual, most) = _middle(one), _middle(other)
-    repeats = f"{len(one)} and {format_count(len(other), 'repeat')}"
+    noun, after = ("epoch", ", after the first") if are_runs else ("repeat", "")
+    repeats = f"{len(one)} and {format_count(len(other), noun)}{after}"
     if len(one) == len(other):
-        repeats = f"{_counted(len(one), 'repeat')} of each" if len(one) > 1 else ""
+        repeats = f"{_counted(len(one), noun)} of each{after}" if len(one) > 1 else ""
     return Ratio(low / most, median / usual, high / least, repeats)
 
 

@@ -21,9 +21,10 @@ Record = dict[str, Any]
 VARIED = {"world_size": "ranks", "train_size": "training samples", "batch_size": "global batch"}
 _RULES = """\
 Medians of repeats (quartiles), contenders in turns; an epoch's time leaves out the first epoch
-(warm-up), evaluation and launch. Of the ranks of a parameter server one only serves, and those of
-a split model are stages. More ranks than cores or GPUs take turns on them. Peak memory is that of
-the rank, or the GPU, that took most during the steps."""
+(warm-up), evaluation and launch. The difference from one device is that of the worst repeat. Of
+the ranks of a parameter server one only serves, and those of a split model are stages. More ranks
+than cores or GPUs take turns on them. Peak memory is that of the rank, or the GPU, that took most
+during the steps."""
 
 
 def load(path: str | Path) -> Record:
@@ -163,9 +164,7 @@ def _row(record: Record, contender: dict) -> tuple[str, ...]:
         to_reach = [format_number(epochs), format_seconds(seconds)]
     far = [run.get("difference_from_single", "unknown") for run in runs]
     # JSON has no NaN: in a run whose parameters diverged, null is stored instead.
-    apart = "-" if "unknown" in far else "not finite"
-    if not {None, "unknown"} & {*far}:
-        apart = f"{statistics.median(far):.1g}"
+    apart = "not finite" if None in far else "-" if "unknown" in far else f"{max(far):.1g}"
     sent = [max(run["bytes_sent"]) for run in runs if run["bytes_sent"]]
     ranks = [[PeakMemory(**one) for one in run.get("peak_memory", ()) if one] for run in runs]
     peaks = [max(max(rank.by_device.values(), default=0) for rank in own) for own in ranks if own]
