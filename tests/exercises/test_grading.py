@@ -5,10 +5,13 @@ import time
 import pytest
 import torch
 from answers.ring import through_rank_0
+from torch import autograd
+from torch.nn import functional
 
 from labkit import collectives
 from labkit.collectives.ring import split_chunks
 from workbook import check
+from workbook.exercises.ddp import _model as ddp_model
 from workbook.exercises.grader import grader, on_ranks, solved
 from workbook.exercises.grader.exercise import Case
 from workbook.exercises.grader.judge_values import _wrong_part, in_words, made_of
@@ -44,6 +47,19 @@ def test_a_sum_of_products_may_be_rounded_in_another_order():
         first, *others = column.parts(case).values()
         assert not _wrong_part(column, case, 0, [y, sum(others) + first, of_weight])
         assert _wrong_part(column, case, 0, [y, sum(others) + 1.0001 * first, of_weight])
+
+
+def test_a_gradient_may_be_rounded_in_another_order():
+    """Also where what its samples add up to is nearly zero."""
+    average = check.ddp.average
+    for seed in range(200):
+        # Rank 0 of two has all samples.
+        case, model = Case(2, 0, seed), ddp_model()
+        inputs, targets, batch_size = average.inputs(0, case)
+        loss = functional.cross_entropy(model(inputs), targets, reduction="sum") / batch_size
+        value = torch.cat([one.flatten() for one in autograd.grad(loss, [*model.parameters()])])
+        assert not _wrong_part(average, case, 0, value)
+        assert _wrong_part(average, case, 0, 1.0001 * value)
 
 
 def test_what_is_printed_is_what_is_returned(capsys):
