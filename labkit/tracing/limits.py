@@ -227,7 +227,7 @@ def what_limited(
 
 def _slowest(times: dict[int, RankTimes], has_stages: bool) -> tuple[int, float, str]:
     """The rank that takes longest, how many times as long as the others, and for what."""
-    work = "for its stage" if has_stages else "for the same amount of work"
+    work = "for its stage" if has_stages else "for its part"
     computed_s = {rank: one.unit_s for rank, one in times.items() if one.unit_s}
     own_s = {rank: one.seconds[COMPUTE] + one.seconds[GAP] for rank, one in times.items()}
     found = []

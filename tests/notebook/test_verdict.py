@@ -62,12 +62,11 @@ def limited(name):
     return RunResult([], trace, 1.0, [], [])
 
 
-def test_two_ranks_and_what_their_time_is_made_of():
+def test_two_ranks_and_how_long_each_computes():
     one = compare("single", SIX_EPOCHS)
     assert str(verdict.speedup(one, compare("ddp", SIX_EPOCHS))) == (
         "2 ranks were 1.89 times as fast as one device (1.42 to 2.25 in 5 epochs of each, "
-        "after the first): on average, a rank computed 47% as long as one device; communication "
-        "took 8% of its time, and waiting 7%."
+        "after the first); in the whole run, the average rank computed 47% as long as one device."
     )
     slow = verdict.speedup(recorded("single"), recorded("ddp_slow_link"))
     assert slow.ratio.high < 1
@@ -80,11 +79,10 @@ def test_replicas_in_one_process_are_no_ranks():
     one = compare("single", SIX_EPOCHS)
     epochs = [{**epoch, "seconds": 3 * epoch["seconds"]} for epoch in one.epochs]
     config = RunConfig(strategy="data_parallel", world_size=2)
-    phases_s = {"compute": one.phases_s["compute"] / 2, "gather": one.phases_s["compute"] / 2}
+    phases_s = {"compute": one.phases_s["compute"] / 2}
     said = str(verdict.speedup(one, replace(one, config=config, epochs=epochs, phases_s=phases_s)))
     assert said.startswith("2 replicas took 3 times as long as one device")
     assert "the main thread computed 48% as long" in said
-    assert "communication took 50%" in said
 
 
 def of_pipeline(contender):

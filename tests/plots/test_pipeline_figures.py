@@ -76,4 +76,4 @@ def test_halves_of_backwards_and_short_stages_have_names_of_their_own():
         figure = plots.pipeline_timetable(slots)
         assert words_of(figure) == {r: list(map(str, row)) for r, row in enumerate(streams)}
         assert "With GPipe or 1F1B, equal stages" in figure.caption
-    assert figure.caption.endswith("at most 2.5, 1.5 micro-batches are held, by stage.")
+    assert figure.caption.endswith("at most 2.5, 1.5 micro-batches are held, by rank.")

@@ -164,7 +164,7 @@ def test_the_project_to_copy_trains_where_it_was_copied_to(tmp_path, launcher):
         launcher
     ]
     found = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"RANKS": "3", "PATH": found, "TMPDIR": str(tmp_path)}
+    env = os.environ | {"RANKS": "3", "PATH": found}
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "replicas agree: True" in done.stdout

@@ -24,7 +24,7 @@ RECORDED = Path(__file__).parent / "recorded"
     [
         ("one_device", "computing", None, "Computing limited the run: it took 97% of the time"),
         ("computing", "computing", None, "of the ranks' time. The rest: messages"),
-        ("straggler", "straggler", 1, "times as long as the others for the same amount of work"),
+        ("straggler", "straggler", 1, "times as long as the others for its part"),
         ("slow_link", "communication", None, "11% of all communication was hidden"),
         ("busy_server", "bottleneck", 0, "while it exchanged messages with others"),
         ("async_straggler", "computing", None, "and hardly any of them waited for it"),

@@ -122,7 +122,7 @@ def choose(name: str, **layout: Any) -> Verdict:
         wrong = what_is_wrong(name, mine)
         held = ", ".join(f"{kind} {_gb(size)} GB" for kind, size in mine.held.items())
         parts = ", ".join(f"{part} {format_seconds(s)}" for part, s in mine.parts_s.items() if s)
-        notes = [wrong or "It fits, and nothing is quicker by more than 3%."]
+        notes = [wrong or "It fits, and nothing without interleaving is quicker by more than 3%."]
         notes.append(f"By the model it holds {held}; a step is {parts}.")
         notes += [] if wrong else [f"Ranking:\n{ranking(name)}"]
         return Verdict(f"choosing.{name}", NOT_YET if wrong else PASSED, notes=notes)

@@ -1,6 +1,6 @@
-"""Page 17: twelve puzzles, first right, then scored against the best that is known.
+"""Page 17: twelve puzzles, first right, then scored against a target.
 
-A puzzle is passed when its score is as good as the best known. Rounds are counted along the
+A puzzle is passed when its score reaches its target. Rounds are counted along the
 longest chain of messages that wait for each other; an exchange takes one round, as a send with its
 recv does.
 
@@ -32,23 +32,23 @@ LATENCY_S, BYTES_PER_S = 1e-3, 1e6
 # Puzzle 12.
 LAYERS = 64
 
-# By puzzle: the best score of this session, and how it and the best known are shown.
+# By puzzle: the best score of this session, and how it and the target are shown.
 _SCORES: dict[str, tuple[float, str, str]] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Puzzle(Check):
-    """An exercise with a score, the less the better, which has to be as good as the best known.
+    """An exercise with a score, the less the better, which has to reach a target.
 
     Attributes:
         score: (case, outcomes by rank) -> a number; None if it cannot be told.
-        best: case -> the best known; None if the case is not scored.
+        goal: case -> what passes; None if the case is not scored.
         shown: a score in words.
-        slack: how much larger than the best a score may be and still be as good.
+        slack: how much larger than the target a score may be.
     """
 
     score: Callable[[Case, Ranks], float | None] = lambda case, ranks: None
-    best: Callable[[Case], float | None] = lambda case: None
+    goal: Callable[[Case], float | None] = lambda case: None
     shown: Callable[[float], str] = str
     slack: float = 0.0
 
@@ -59,18 +59,18 @@ class Puzzle(Check):
         world_sizes = world_sizes or self.world_sizes
         scored: dict[int, tuple[float, str, str]] = {}
 
-        def as_good_as_the_best(case: Case, ranks: Ranks) -> Found:
-            best, score = self.best(case), self.score(case, ranks)
-            if (broken := self.rule(case, ranks)) or best is None:
+        def reaches_its_target(case: Case, ranks: Ranks) -> Found:
+            target, score = self.goal(case), self.score(case, ranks)
+            if (broken := self.rule(case, ranks)) or target is None:
                 return broken
             if score is None:
                 return "with recv_any no rounds can be counted: receive from a rank that you name"
-            row = score, self.shown(score), self.shown(best)
+            row = score, self.shown(score), self.shown(target)
             scored.setdefault(case.world_size, row)
-            too_much = score > best + self.slack
-            return "the score is {1}; the best known is {2}".format(*row) if too_much else None
+            too_much = score > target + self.slack
+            return "the score is {1}; the target is {2}".format(*row) if too_much else None
 
-        judged = replace(self, rule=as_good_as_the_best)
+        judged = replace(self, rule=reaches_its_target)
         verdict = super(Puzzle, judged).__call__(fn, world_sizes=world_sizes)
         if len(scored) == len(world_sizes) and verdict.status != NOT_YOURS:
             row = scored[world_sizes[-1]]
@@ -79,12 +79,12 @@ class Puzzle(Check):
 
 
 def scoreboard() -> None:
-    """Print the best scores of this session beside the best known, on the most ranks."""
+    """Print the best scores of this session beside the targets, on the most ranks."""
     rows = []
     for puzzle in PUZZLES:
         _, *shown = _SCORES.get(puzzle.name, (0, "-", "-"))
         rows.append([puzzle.name.removeprefix("puzzles."), *shown])
-    print(text_table(["puzzle", "yours", "best known"], rows))
+    print(text_table(["puzzle", "yours", "target"], rows))
 
 
 _puzzle = partial(Puzzle, written=None, sizes=(24, 7), drawn_size=100_000)
@@ -92,7 +92,7 @@ _in_rounds = partial(
     _puzzle,
     score=lambda case, ranks: steps_in_a_row([outcome.steps for outcome in ranks]),
     # In a round, at most twice as many ranks can know something.
-    best=lambda case: math.ceil(math.log2(case.world_size)),
+    goal=lambda case: math.ceil(math.log2(case.world_size)),
     shown=partial(format_count, noun="round"),
 )
 _in_bytes = partial(
@@ -120,7 +120,7 @@ largest = _in_bytes(
     "puzzles.largest",
     lambda rank, case: max(_below_zero(r, case).max().item() for r in range(case.world_size)),
     inputs=lambda rank, case: (_below_zero(rank, case),),
-    best=lambda case: 8 * (case.world_size - 1),
+    goal=lambda case: 8 * (case.world_size - 1),
 )
 
 
@@ -135,7 +135,7 @@ pass_on = _in_rounds(
     _left_neighbours,
     drawn_size=0,
     rule=_no_exchange,
-    best=lambda case: 2 + case.world_size % 2,
+    goal=lambda case: 2 + case.world_size % 2,
 )
 
 
@@ -159,7 +159,7 @@ pass_in_place = _puzzle(
     drawn_size=0,
     score=lambda case, ranks: max(outcome.value[1] for outcome in ranks),
     # Of a long tensor; what the first call imports, and Python's own, are not scored.
-    best=lambda case: 4.0 * -(-case.size // MESSAGES) if case.size > 1000 and case.call else None,
+    goal=lambda case: 4.0 * -(-case.size // MESSAGES) if case.size > 1000 and case.call else None,
     shown=format_bytes,
     # An array in place of the spare tensor is counted with the rest of Python.
     slack=128_000,
@@ -194,7 +194,7 @@ same_bits = _in_bytes(
     inputs=lambda rank, case: (_on_a_grid(rank, case),),
     judge=_not_rounded_once,
     sizes=(5_000, 7),
-    best=lambda case: 12 * (case.world_size - 1),
+    goal=lambda case: 12 * (case.world_size - 1),
 )
 # fn(comm, tensor) returns rank 0's tensor on every rank: a binomial tree.
 broadcast = _in_rounds("puzzles.broadcast", lambda rank, case: case.tensor(0))
@@ -232,7 +232,7 @@ long_broadcast = _puzzle(
     sizes=(80_000, 7),
     drawn_size=0,
     score=lambda case, ranks: seconds_in_a_row([o.steps for o in ranks], LATENCY_S, BYTES_PER_S),
-    best=_chain_s,
+    goal=_chain_s,
     shown=format_seconds,
     # Segments of the best size may leave a short one, which is a message more.
     slack=1.5 * LATENCY_S,
@@ -315,7 +315,7 @@ recompute = _puzzle(
     drawn_size=0,
     score=lambda case, ranks: max(outcome.value[1] for outcome in ranks),
     # Segments of sqrt(L) layers: their inputs, the activations of one, and two gradients.
-    best=lambda case: 4.0 * case.size * (2 * math.isqrt(LAYERS) + 2),
+    goal=lambda case: 4.0 * case.size * (2 * math.isqrt(LAYERS) + 2),
     shown=format_bytes,
 )
 

@@ -6,14 +6,13 @@ than the spread of the repeats is not called one.
 """
 
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
 from labkit.runtime.launch import RunResult
-from labkit.tracing.limits import COMMUNICATE, COMPUTE, EVALUATE, WAIT, state_of
+from labkit.tracing.limits import COMMUNICATE, COMPUTE, state_of
 from labkit.training.measured import MeasuredSplit
 from labkit.training.result import TrainResult
 from labkit.units import as_repeats, format_count, format_number, format_seconds, format_value
@@ -70,11 +69,11 @@ class Verdict:
 
 
 def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
-    """Whether several ranks are faster than one device, and what their time is made of.
+    """Whether several ranks are faster than one device, and how long each of them computed.
 
     ``ranks`` may be left out for training runs.
     """
-    ratio, who, its = _ratio(one, many), "ranks", "a rank"
+    ratio, who, its = _ratio(one, many), "ranks", "the average rank"
     if isinstance(many, TrainResult):
         ranks = many.config.world_size
         if many.config.strategy == "data_parallel":  # threads of one process
@@ -86,15 +85,11 @@ def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
     if ratio.is_larger is None:
         text += ": this measurement cannot tell them apart"
     elif isinstance(one, TrainResult) and isinstance(many, TrainResult):
-        # Seconds by state, the mean of the ranks.
-        alone, mine = defaultdict(float), defaultdict(float)
-        for result, seconds in ((one, alone), (many, mine)):
-            for kind, spent_s in result.phases_s.items():
-                if state_of(kind) != EVALUATE:
-                    seconds[state_of(kind)] += spent_s
-        talked, waited = (mine[state] / sum(mine.values()) for state in (COMMUNICATE, WAIT))
-        text += f": on average, {its} computed {mine[COMPUTE] / alone[COMPUTE]:.0%} as long as one"
-        text += f" device; communication took {talked:.0%} of its time, and waiting {waited:.0%}"
+        alone_s, mine_s = (
+            sum(s for kind, s in run.phases_s.items() if state_of(kind) == COMPUTE)
+            for run in (one, many)
+        )
+        text += f"; in the whole run, {its} computed {mine_s / alone_s:.0%} as long as one device"
     return Verdict(f"{text}.", ratio)
 
 

@@ -93,7 +93,8 @@ def _draw(
             middle = (slot.start_s + slot.end_s) / 2 / scale
             tag(axes, middle, stages.index(slot.stage), text if room else text[1:])
     kinds, chunks = {slot.kind for slot in slots}, 1 + max(slot.chunk for slot in slots)
-    axes.set(xlabel=f"time ({shown_unit})", ylabel="stage" if chunks == 1 else "rank")
+    row = "stage" if chunks == 1 else "rank"
+    axes.set(xlabel=f"time ({shown_unit})", ylabel=row)
     label_lanes(axes, list(map(str, stages)))
     add_legend(figure, entries)
 
@@ -102,11 +103,11 @@ def _draw(
         mine = sorted((s for s in slots if s.stage == stage), key=lambda slot: slot.start_s)
         actions = [Action(slot.kind, slot.micro_batch, slot.chunk) for slot in mine]
         order = " ".join(map(str, actions[:12])) + " and so on" * (len(actions) > 12)
-        orders.append(f"stage {stage} {order}")
+        orders.append(f"{row} {stage} {order}")
         held.append(format_number(in_flight(actions) / chunks))
     takes = f"{format_number(end_s)} {unit}" if unit else format_seconds(end_s)
-    words = f"the step takes {takes}, and stages are idle for {bubble(slots):.0%} of it"
-    sizes = f"{format_count(len(stages), 'stage')} and {format_count(count, 'micro-batch')}"
+    words = f"the step takes {takes}, and {row}s are idle for {bubble(slots):.0%} of it"
+    sizes = f"{format_count(len(stages), row)} and {format_count(count, 'micro-batch')}"
     usual = "With GPipe or 1F1B, equal" if chunks > 1 or "backward_weight" in kinds else "Equal"
     formula = f"(P - 1) / (M + P - 1) = {bubble_formula(len(stages), count):.0%}"
     return CaptionedFigure(
@@ -115,7 +116,7 @@ def _draw(
         f"In all, {words}.",
         caption=f"{'Model' if model else 'Measured'}: {words}. {usual} stages without hops would "
         f"be idle for {formula}. Activations of at most {', '.join(held)} micro-batches are held, "
-        "by stage.",
+        f"by {row}.",
     )
 
 
