@@ -43,7 +43,7 @@ def mismatch(seed: int | None = None) -> Case:
     - a rank calls a collective only if its own data ask for it
     - a rank has ended early: the newest entry of every rank has the number {number}
     - a rank is slow: the others waited for {_TIMEOUT_S:g} s, and at most {each_ms:.0f} ms before
-    - the connection between two ranks is lost: then the entries with number {number} would have one name
+    - the connection between two ranks is lost: then the entries {number} would have one name
     - the ranks bring tensors of different sizes: all bring {newest["input_sizes"]} in the end
     - a loss is not a number: the largest of all losses is {losses.max():.2f}
     rank: calls {usual} in the end, as most ranks do
