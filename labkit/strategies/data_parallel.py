@@ -139,8 +139,9 @@ class DataParallel(Strategy):
         with self.comm.span("reduce"):
             for index, replica in enumerate(replicas[1:], start=1):
                 for ours, theirs in zip(self.model.parameters(), replica.parameters()):
-                    if ours.grad is not None and theirs.grad is not None:
-                        ours.grad += self._moved("reduce", theirs.grad, index, 0)
+                    if theirs.grad is not None:
+                        moved = self._moved("reduce", theirs.grad, index, 0)
+                        ours.grad = moved if ours.grad is None else ours.grad.add_(moved)
 
     def _moved(self, phase: str, tensor: Tensor, start: int, end: int) -> Tensor:
         """A copy on device ``end`` of a tensor on device ``start``, also if both are the CPU."""

@@ -24,14 +24,16 @@ CLIP_NORM = 0.75
 
 
 class Spare(nn.Module):
-    """A layer with a parameter that forward does not use: its gradient is missing."""
+    """A layer whose forward uses some parameters never, and some for some samples only."""
 
     def __init__(self):
         super().__init__()
-        self.used, self.spare = nn.Linear(6, 6), nn.Linear(2, 3)
+        self.used, self.sometimes, self.spare = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(2, 3)
 
     def forward(self, inputs):
-        return self.used(inputs)
+        chosen, outputs = inputs[:, :1] < -0.05, self.used(inputs)
+        is_used = inputs.is_meta or chosen.any()
+        return outputs + chosen * self.sometimes(inputs) if is_used else outputs
 
 
 def odd():
