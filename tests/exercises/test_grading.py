@@ -62,6 +62,15 @@ def test_a_gradient_may_be_rounded_in_another_order():
         assert _wrong_part(average, case, 0, 1.0001 * value)
 
 
+def test_a_difference_of_one_element_may_be_rounded_in_another_order():
+    case = Case(3, 1, 275)
+    start, *after = case.tensor(3), case.tensor(3) - 0.1 * case.tensor(1)
+    after.append(after[0] - 0.1 * case.tensor(2))
+    assert abs(after[1]) < 0.1 * abs(start)
+    assert not check.parameter_server.one_by_one.judge(case, [after[1], *after])
+    assert check.parameter_server.one_by_one.judge(case, [after[1] + 1e-5, *after])
+
+
 def test_what_is_printed_is_what_is_returned(capsys):
     verdict = NAIVE(collectives.naive_all_reduce)
     said = capsys.readouterr().out
