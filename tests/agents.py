@@ -1,18 +1,25 @@
 """torchrun's agents as separate nodes of one machine, started by the course's own scripts."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
+import pytest
 import warm_python
+from elastic_work import make_dataset, make_model
 from ranks import wait_until
+from safetensors.torch import load_file
 
+from labkit import train_with
 from labkit.comm.shared_memory import kill_marked
+from labkit.training.result import largest_difference
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "notebooks" / "scripts"
 WORK = ["--model", "elastic_work:make_model", "--dataset", "elastic_work:make_dataset"]
 WORK += ["--dtype", "float64", "--batch-size", "10"]
+NUMBERS = {"model": make_model, "dataset": make_dataset, "batch_size": 10, "dtype": "float64"}
 PATIENCE_S = 90
 # The variable by which an agent and its ranks are known.
 MARK = "TESTS_AGENT"
@@ -39,7 +46,8 @@ class Agents:
             (programs / name).chmod(0o755)
         self.variables = os.environ | {
             "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
-            "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "TESTS_PACE_S": str(pace_s),
+            "TMPDIR": str(folder), "OMP_NUM_THREADS": "1",
+            "TESTS_FOLDER": str(folder), "TESTS_PACE_S": str(pace_s),
             **variables,
         }  # fmt: skip
         self.started: dict[str, subprocess.Popen] = {}
@@ -94,3 +102,21 @@ class Agents:
         for name, agent in self.started.items():
             if agent.poll() is None:
                 self.kill(name)
+
+
+def check_result(folder: Path, epochs: int, checkpoints: Path, world_size: int | None = None):
+    """The same parameters as on one device: no sample is lost or seen twice; one whole report."""
+    due = train_with("single", epochs=epochs, **NUMBERS)
+    assert largest_difference(load_file(folder / "end"), due.state) < 1e-10
+    report = json.loads((folder / "out.json").read_text())
+    assert report["replicas_agree"]
+    assert world_size in (None, report["config"]["world_size"])
+    losses = [row["loss"] for row in due.epochs]
+    assert [row["loss"] for row in report["epochs"]] == pytest.approx(losses, rel=1e-12)
+    hidden = [path.name for path in checkpoints.iterdir() if path.name[0] == "."]
+    assert hidden == []
+
+
+def newest(folder: Path) -> int:
+    """The number of the newest checkpoint."""
+    return max((int(path.name[5:]) for path in folder.glob("step-*")), default=0)

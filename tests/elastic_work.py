@@ -41,7 +41,7 @@ def told(setup, folder):
 
 
 if "TESTS_PACE_S" in os.environ:
-    _folder, _pace_s = Path(os.environ["TMPDIR"]), float(os.environ["TESTS_PACE_S"])
+    _folder, _pace_s = Path(os.environ["TESTS_FOLDER"]), float(os.environ["TESTS_PACE_S"])
     _technique = strategies.get("ddp")
     _technique.step = paced(_technique.step, _folder, _pace_s)
     _technique.setup = told(_technique.setup, _folder)

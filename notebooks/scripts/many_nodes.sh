@@ -17,6 +17,11 @@
 set -euo pipefail
 host=$(getent ahostsv4 "$1" | awk 'NR == 1 { print $1 }') || { echo "no address of $1" >&2; exit 1; }
 run=${RUN:-labkit}
+if [[ $host == 127.* && $1 != 127.* && ${NODES:-2} != 1 ]]; then
+    echo "many_nodes.sh: $1 is $host here, where no other machine finds it. Give its address" \
+        "in your network ('ip -4 address' lists them)" >&2
+    exit 1
+fi
 ranks=${RANKS:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}
 shift
 
@@ -26,12 +31,13 @@ port=$((20000 + $(cksum <<< "$run" | cut -d ' ' -f 1) % 12000))
 
 # This machine's address and network card towards HOST. Without them torchrun, gloo and NCCL look
 # up the machine's own name, which often leads to 127.0.1.1, or choose another card.
-address=$(ip -4 route get "$host" | sed -n 's/.* src \([0-9.]*\).*/\1/p')
+route=$(ip -4 route get "$host")
+address=$(sed -n 's/.* src \([0-9.]*\).*/\1/p' <<< "$route")
 card=$(ip -4 -o address show to "$address" | awk 'NR == 1 { print $2 }')
 export GLOO_SOCKET_IFNAME=$card NCCL_SOCKET_IFNAME=$card
 
 # Where the machines meet is on HOST. torchrun knows a host by its name only, not by every address.
-is_host=${IS_HOST:-$([[ $address == "$host" ]] && echo 1 || echo 0)}
+is_host=${IS_HOST:-$([[ $route == local* ]] && echo 1 || echo 0)}
 
 # torchrun itself would try for a minute, and end with a page of traceback.
 until ((is_host)) || timeout 2 bash -c ": < /dev/tcp/$host/$port" 2> /dev/null; do

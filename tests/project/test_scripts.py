@@ -1,47 +1,26 @@
-"""The scripts for one device, one machine, several machines, and Slurm, as learners start them."""
+"""The scripts for one device, one machine and several machines, as learners start them."""
 
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-from agents import SCRIPTS, WORK, Agents
-from elastic_work import make_dataset, make_model
+from agents import NUMBERS, SCRIPTS, WORK, Agents, check_result, newest
 from safetensors.torch import load_file
 
 from labkit import train_with
 from labkit.training.result import largest_difference
 
 pytestmark = pytest.mark.skipif(shutil.which("ip") is None, reason="no ip: not on Linux")
-NUMBERS = {"model": make_model, "dataset": make_dataset, "batch_size": 10, "dtype": "float64"}
-
-
-def check_result(folder, epochs):
-    """The same parameters as on one device: no sample is lost or seen twice; one whole report."""
-    due = train_with("single", epochs=epochs, **NUMBERS)
-    assert largest_difference(load_file(folder / "end"), due.state) < 1e-10
-    report = json.loads((folder / "out.json").read_text())
-    assert report["replicas_agree"]
-    losses = [row["loss"] for row in due.epochs]
-    assert [row["loss"] for row in report["epochs"]] == pytest.approx(losses, rel=1e-12)
-    hidden = [path.name for path in (folder / "checkpoints").iterdir() if path.name[0] == "."]
-    assert hidden == []
 
 
 def outputs(epochs):
     files = "--json", "out.json", "--save", "end"
     return [*WORK, "--epochs", str(epochs), *files]
-
-
-def newest(folder):
-    """The number of the newest checkpoint."""
-    return max((int(path.name[5:]) for path in folder.glob("step-*")), default=0)
 
 
 @pytest.mark.fresh
@@ -69,7 +48,7 @@ def test_a_machine_that_joins_and_is_lost(tmp_path):
     # That a machine joins is no failure: all ranks have ended after the same step.
     stopped = re.search(r"stopped by SIGTERM after (\d+) of 300 steps", agents.told("first"))
     assert f"continues from step-{int(stopped[1]):08d}" in agents.told("first")
-    check_result(tmp_path, 30)
+    check_result(tmp_path, 30, tmp_path / "checkpoints")
 
 
 @pytest.mark.fresh
@@ -83,58 +62,9 @@ def test_a_rank_that_is_killed_on_one_machine(tmp_path):
         agents.hurry()
         assert agents.wait("node") == 0, agents.told("node")
         assert [len(ranks) for ranks in agents.rounds()] == [2, 2]
-    check_result(tmp_path, 2)
+    check_result(tmp_path, 2, tmp_path / "checkpoints")
     due = train_with("ddp", world_size=2, epochs=2, **NUMBERS)
     assert largest_difference(load_file(tmp_path / "end"), due.state) == 0.0
-
-
-FAKES = {
-    "scontrol": """
-        if [[ $1 == show ]]; then for _ in $(seq "$SLURM_JOB_NUM_NODES"); do echo 127.0.0.1; done
-        else echo "$@" >> scontrol.log; fi
-        """,
-    # As many tasks as nodes, all on this machine; signals are passed on.
-    "srun": """
-        for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
-            IS_HOST=$((node == 0)) SLURM_NODEID=$node "$@" & tasks+=($!)
-        done
-        trap 'kill -TERM "${tasks[@]}"' TERM
-        for task in "${tasks[@]}"; do wait "$task" || wait "$task"; done
-        """,
-}
-
-
-@pytest.mark.fresh
-def test_a_slurm_job_whose_time_is_over_goes_on_in_the_next(tmp_path):
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    for name, text in FAKES.items():
-        (bin_folder / name).write_text("#!/usr/bin/env bash\n" + textwrap.dedent(text))
-        (bin_folder / name).chmod(0o755)
-    shutil.copy(SCRIPTS / "many_nodes.sh", tmp_path)
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2"}
-    job |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    job |= {"SLURM_GPUS_ON_NODE": "1"}
-    checkpoints = tmp_path / "runs" / str(os.getpid())
-    words = *WORK, "--epochs", "999", "--checkpoint-every", "2"
-    with Agents(tmp_path, pace_s=0.1, **job) as agents:
-        path = os.pathsep.join([str(bin_folder), agents.variables["PATH"]])
-        agents.start("job", "slurm.sbatch", *words, PATH=path)
-        agents.wait_until(lambda: list(checkpoints.glob("step-*")))
-        agents.started["job"].send_signal(signal.SIGTERM)
-        assert agents.wait("job") != 0
-        (stopped,) = re.findall(r"stopped by SIGTERM after (\d+) of", agents.told("job"))
-        assert (checkpoints / f"step-{int(stopped):08d}" / "facts.json").exists()
-        assert (tmp_path / "scontrol.log").read_text() == f"requeue {os.getpid()}\n"
-        # The next start of the job has the same command; here it only says it.
-        (bin_folder / "torchrun").write_text('#!/usr/bin/env bash\necho "$@" >> torchrun.log\n')
-        (bin_folder / "torchrun").chmod(0o755)
-        agents.start("job", "slurm.sbatch", *words, PATH=path, SLURM_JOB_NUM_NODES="1")
-        assert agents.wait("job") == 0, agents.told("job")
-    started = (tmp_path / "torchrun.log").read_text().splitlines()
-    assert started
-    for line in started:
-        assert f"--checkpoint-dir runs/{os.getpid()} --resume" in line
 
 
 def test_one_device(tmp_path):
@@ -153,6 +83,10 @@ def test_no_answer_from_the_host(tmp_path):
         agents.start("none", "many_nodes.sh", "nobody.invalid", RANKS="1")
         assert agents.wait("none") == 1
         assert agents.told("none") == "no address of nobody.invalid\n"
+        # Other machines would look for the host in themselves.
+        agents.start("itself", "many_nodes.sh", "localhost", RANKS="1")
+        assert agents.wait("itself") == 1
+        assert "127.0.0.1" in agents.told("itself")
 
 
 @pytest.mark.more
