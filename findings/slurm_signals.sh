@@ -35,7 +35,7 @@ if [[ ${1:-} != inside ]]; then
     packages+=(munge libmunge2 libhwloc15 liblua5.1-0 libnuma1)
     apt-get download -qq "${packages[@]}" 2> apt.log || { cat apt.log >&2; exit 1; }
     for file in *.deb; do
-        dpkg -x "$file" root
+        dpkg -x "$file" unpacked
     done
     unshare --net --pid --mount --uts --ipc --fork --kill-child=KILL --mount-proc \
         timeout 300 bash "$script" inside "$folder" &
@@ -46,9 +46,9 @@ fi
 
 folder=$2
 cd "$folder"
-libraries=$(echo "$folder"/root/usr/lib/*-linux-gnu)
+libraries=$(echo "$folder"/unpacked/usr/lib/*-linux-gnu)
 export LD_LIBRARY_PATH=$libraries/slurm-wlm:$libraries
-export PATH=$folder/root/usr/sbin:$folder/root/usr/bin:$PATH
+export PATH=$folder/unpacked/usr/sbin:$folder/unpacked/usr/bin:$PATH
 export SLURM_CONF=$folder/slurm.conf
 ip link set lo up
 ip address add 10.77.0.1/32 dev lo
@@ -81,7 +81,7 @@ mkdir state spool
 munged --origin=10.77.0.1 --key-file="$folder/munge.key" --socket="$folder/munge.socket" \
     --pid-file="$folder/munge.pid" --log-file="$folder/munge.log" --seed-file="$folder/munge.seed"
 slurmctld-wlm
-slurmd-wlm -N n1 -d "$folder/root/usr/sbin/slurmstepd-wlm"
+slurmd-wlm -N n1 -d "$folder/unpacked/usr/sbin/slurmstepd-wlm"
 for _ in {1..60}; do
     [[ $(sinfo --noheader --format=%T) == idle ]] && break
     sleep 1

@@ -7,11 +7,14 @@ a folder, but no temporary one. A Slurm that this machine may have is neither re
 Sources: slurm.conf(5), gres.conf(5), munged(8).
 """
 
+import contextlib
 import os
 import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from agents import SCRIPTS
@@ -27,8 +30,6 @@ _PATIENCE_S = 180
 _CONF = """
 ClusterName=tests
 SlurmctldHost=host0(10.77.0.1)
-SlurmUser=root
-AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
@@ -38,14 +39,9 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
 SchedulerParameters=sched_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-KillWait=30
 GresTypes=gpu
 NodeName=host0 NodeAddr=10.77.0.1 CPUs=2 RealMemory=1000 Gres=gpu:1
 NodeName=host1 NodeAddr=10.77.0.2 CPUs=2 RealMemory=1000 Gres=gpu:1
@@ -60,65 +56,55 @@ echo "$hosts" > /dev/shm/.hosts
 
 
 def why_not() -> str:
-    """What a cluster lacks on this machine, in words; empty if it can be made."""
+    """Say why this machine can have no cluster; empty if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"no {', '.join(missing)}: Debian's slurmctld, slurmd, slurm-client and munge"
     return no_two_hosts()
 
 
+@dataclass
 class Slurm:
-    """The cluster, until the end of the ``with`` block."""
+    """The running cluster; its nodes share ``folder``."""
 
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="slurm-", dir=os.environ["TESTS_TMPDIR"])
-        self.folder = Path(self._folder.name)
-        self.folder.chmod(0o755)
-        self._hosts = TwoHosts()
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self) -> None:
-        (self.folder / "slurm.conf").write_text(_CONF.format(folder=self.folder))
-        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
-        (self.folder / "munge.key").write_bytes(os.urandom(64))
-        (self.folder / "munge.key").chmod(0o600)
-        for name in ("state", "spool.host0", "spool.host1"):
-            (self.folder / name).mkdir()
-        for host, node in enumerate(NODES):
-            self._hosts.run(host, "sh", "-c", _SET_UP.format(node=node) + _open_up())
-        munged = ["munged"]
-        for name in ("key-file", "socket", "pid-file", "log-file", "seed-file"):
-            munged.append(f"--{name}={self.folder}/munge.{name.removesuffix('-file')}")
-        self.run(0, *munged)
-        self.run(0, "slurmctld")
-        for host, node in enumerate(NODES):
-            self.run(host, "slurmd", "-N", node)
-        states = ["sinfo", "--noheader", "--format=%T %D"]
-        if not wait_until(lambda: self.run(0, *states) == "idle 2\n", _PATIENCE_S):
-            raise AssertionError((self.folder / "slurmctld.log").read_text())
+    hosts: TwoHosts
+    folder: Path
 
     def run(self, host: int, *words: str) -> str:
         """Run a command as root on a node (0 or 1), and return what it prints."""
-        return self._hosts.run(host, "env", f"SLURM_CONF={self.folder}/slurm.conf", *words)
+        return self.hosts.run(host, "env", f"SLURM_CONF={self.folder}/slurm.conf", *words)
 
     def users_processes(self) -> int:
         """Count the job user's processes on both nodes."""
         owners = ["sh", "-c", "stat --format=%u /proc/[0-9]* 2> /dev/null || true"]
         return sum(self.run(host, *owners).split().count(str(USER)) for host in (0, 1))
 
-    def __enter__(self) -> "Slurm":
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._hosts.close()
-        self._folder.cleanup()
+@contextlib.contextmanager
+def cluster() -> Iterator[Slurm]:
+    """Start a cluster for the ``with`` block."""
+    shared = tempfile.TemporaryDirectory(prefix="slurm-", dir=os.environ["TESTS_TMPDIR"])
+    with shared as path, TwoHosts() as hosts:
+        folder = Path(path)
+        folder.chmod(0o755)
+        (folder / "slurm.conf").write_text(_CONF.format(folder=folder))
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
+        (folder / "munge.key-file").write_bytes(os.urandom(64))
+        (folder / "munge.key-file").chmod(0o600)
+        for name in ("state", "spool.host0", "spool.host1"):
+            (folder / name).mkdir()
+        for host, node in enumerate(NODES):
+            hosts.run(host, "sh", "-c", _SET_UP.format(node=node) + _open_up())
+        slurm = Slurm(hosts, folder)
+        files = ("key-file", "socket", "pid-file", "log-file", "seed-file")
+        slurm.run(0, "munged", *(f"--{name}={folder}/munge.{name}" for name in files))
+        slurm.run(0, "slurmctld")
+        for host, node in enumerate(NODES):
+            slurm.run(host, "slurmd", "-N", node)
+        states = ["sinfo", "--noheader", "--format=%T %D"]
+        if not wait_until(lambda: slurm.run(0, *states) == "idle 2\n", _PATIENCE_S):
+            raise AssertionError((folder / "slurmctld.log").read_text())
+        yield slurm
 
 
 class Job:
@@ -154,7 +140,7 @@ class Job:
         return (self.folder / f"slurm-{self.number}.out").read_text()
 
     def facts(self) -> dict[str, str]:
-        """What Slurm knows of the job: JobState, Restarts and more."""
+        """Return what Slurm knows of the job: JobState, Restarts and more."""
         return dict(
             re.findall(r"(\w+)=(\S+)", self.slurm.run(0, "scontrol", "show", "job", self.number))
         )
