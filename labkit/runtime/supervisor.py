@@ -29,8 +29,9 @@ from labkit.runtime.failures import (
 )
 from labkit.runtime.messages import Report, trace_of
 from labkit.runtime.output import Output, Watcher
-from labkit.runtime.preload import interrupts_later, warm_up
+from labkit.runtime.preload import RANK_NAME, interrupts_later, warm_up
 from labkit.runtime.worker import GO, Job, run_rank
+from labkit.started import MARK, RUN
 from labkit.tracing import Trace
 
 _POLL_S = 0.05
@@ -99,12 +100,12 @@ class Supervisor:
             self._output.follow(shown)
             # The caller's variables as they are now, and what torchrun sets for a rank.
             names = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            names |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            names |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, MARK: RUN}
             settings = os.environ.copy() | names, theirs, output
             process = context.Process(
                 target=run_rank,
                 args=(*settings, self.job, self._arena, self._meeting),
-                name=f"labkit-rank-{rank}",
+                name=f"{RANK_NAME}{rank}",
             )
             # The rank's ends must close when it ends: no other process may hold them open.
             # An interrupt must not leave half a rank, of which nobody knows.
