@@ -24,6 +24,11 @@ _OTHERS = {
 }
 # In a rank: the id of its process; RUN in those that labkit has started. Its children inherit it.
 MARK, RUN = "LABKIT_RANK", "run"
+# The name of a rank's process that labkit has started, before its number.
+RANK_NAME = "labkit-rank-"
+# The exit code of a rank that imports a script which starts ranks whenever it is imported.
+UNGUARDED = 78
+GUARD = 'under if __name__ == "__main__":'
 INSIDE = (
     "labkit.run was called inside a rank of another run, or in a process that one has started: "
     "start runs from a notebook or a script. A program of its own is to be started without the "
@@ -109,11 +114,13 @@ def started_as_rank() -> Started | None:
         raise ValueError(
             f"{values} in the environment, but not {', '.join(missing)}: one of several ranks "
             f"needs {', '.join(_NEEDED)} (torchrun sets them); for a run that starts its ranks "
-            f"itself, unset {', '.join(_LAUNCHERS_OWN)}"
+            f"itself, unset {', '.join(name for name in there if name in _LAUNCHERS_OWN)}"
         )
     numbers = read_numbers()
     _integer("MASTER_PORT")
     is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ
+    if numbers.world_size == 1 and not is_torchruns:
+        _check_no_other()
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Started(
         **vars(numbers),

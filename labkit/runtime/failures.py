@@ -22,7 +22,7 @@ from labkit.comm.source_lines import is_internal, is_ours, learner_frames, reada
 from labkit.comm.torch_transport import means_loss
 from labkit.errors import DeadlineError, DeadlockError, MismatchError, PeerLostError, WorkerError
 from labkit.runtime.messages import Report
-from labkit.runtime.preload import GUARD, UNGUARDED
+from labkit.started import GUARD, UNGUARDED
 
 _SHM = Path("/dev/shm")
 _END_PATIENCE_S = 0.5

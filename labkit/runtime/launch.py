@@ -107,11 +107,17 @@ def run(
         chosen = plan(world_size, device, "gloo", devices=devices)
     print_once(chosen.note)
     what = dump_call(fn, args), cell_sources(), chosen
+    return _run_here(Job(*what, world_size, timeout_s, expendable, link))
+
+
+def _run_here(job: Job) -> RunResult:
+    """Carry out a run on this machine; OSError, with its numbers, for a limit of the system."""
+    __tracebackhide__ = True
     try:
-        supervisor = Supervisor(Job(*what, world_size, timeout_s, expendable, link))
+        supervisor = Supervisor(job)
         reports = supervisor.run()
     except EOFError:
-        raise OSError(
+        raise ConnectionError(
             "the ranks could not be started: the process that they are forked from has ended, and "
             f"stderr may say why. Perhaps there may be no more processes: {process_limit()}"
         ) from None

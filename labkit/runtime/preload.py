@@ -16,7 +16,7 @@ from typing import Any
 
 from labkit.devices import plan, print_once
 from labkit.gpus import may_exist
-from labkit.started import started_as_rank
+from labkit.started import GUARD, RANK_NAME, UNGUARDED, started_as_rank
 
 # What the forkserver imports before it forks ranks.
 FOR_RANKS = ["labkit.runtime.server", "labkit.runtime.worker", "labkit.collectives"]
@@ -25,11 +25,6 @@ FOR_TRAINING = ["torch._dynamo"]
 # The module whose ``watcher`` draws the runs of a notebook, imported by the first of them. A
 # package above labkit appends it.
 IN_NOTEBOOKS: list[str] = []
-# A rank's process is named so, with its number.
-RANK_NAME = "labkit-rank-"
-# The exit code of a rank that imports a script which starts ranks whenever it is imported.
-UNGUARDED = 78
-GUARD = 'under if __name__ == "__main__":'
 # The longest temporary folder in which the paths of sockets (107 bytes) have their place.
 _LONGEST_PATH = 107 - len("/pymp-12345678/listener-12345678")
 _SHORT_FOLDER = "/tmp"
@@ -65,8 +60,8 @@ def _prepare() -> None:
     main: Any = sys.modules["__main__"]
     # A debugger's main program has none.
     vars(main).setdefault("__spec__", None)
-    # From ``python - < script.py`` each rank would run a file ``<stdin>``. (What the function needs
-    # travels with it.)
+    # From ``python - < script.py`` each rank would run a file ``<stdin>``. (What the function
+    # needs travels with it.)
     path = getattr(main, "__file__", None)
     if path and not os.path.exists(os.path.join(_STARTED_IN, path)):
         main.__file__ = None

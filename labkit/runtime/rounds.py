@@ -11,8 +11,10 @@ All of it is plain text: the store has no password.
 
 import hashlib
 import json
+import queue
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ _POLL_S = 0.02
 _CHECKS_S = 600.0
 # How long they may take to come, at most.
 _LONGEST_S = 60.0
+# How much later than after its time limit PyTorch may end its search for the store.
+_GRACE_S = 5.0
 
 
 @dataclass(eq=False)
@@ -78,8 +82,7 @@ def join(timeout_s: float) -> Round:
     if _joined is None:
         started_s, timeout_s = time.monotonic(), min(timeout_s, _LONGEST_S)
         try:
-            timeout = timedelta(seconds=timeout_s)
-            server, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            server, rank, world_size = _find_store(timeout_s)
             meet = dist.PrefixStore(_PLACE, server)
             number, hosts = agree(meet, rank, world_size, timeout_s)
         except dist.DistError as error:
@@ -88,6 +91,29 @@ def join(timeout_s: float) -> Round:
         store = dist.PrefixStore(f"{_PLACE}/{number}", server)
         _joined = Round(rank, world_size, hosts, store)
     return _joined
+
+
+def _find_store(timeout_s: float) -> tuple[Any, int, int]:
+    """The launcher's store, or rank 0's; this rank; how many there are.
+
+    Another program at the port may never answer, and PyTorch would wait for it without a limit.
+    """
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def find() -> None:
+        try:
+            answers.put(next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=find, name="labkit-rendezvous", daemon=True).start()
+    try:
+        answer = answers.get(timeout=timeout_s + _GRACE_S)
+    except queue.Empty:
+        answer = dist.DistNetworkError("what listens there does not answer: another program?")
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def agree(store: Any, rank: int, world_size: int, timeout_s: float) -> tuple[str, list[str]]:

@@ -29,9 +29,9 @@ from labkit.runtime.failures import (
 )
 from labkit.runtime.messages import Report, trace_of
 from labkit.runtime.output import Output, Watcher
-from labkit.runtime.preload import RANK_NAME, interrupts_later, warm_up
+from labkit.runtime.preload import interrupts_later, warm_up
 from labkit.runtime.worker import GO, Job, run_rank
-from labkit.started import MARK, RUN
+from labkit.started import MARK, RANK_NAME, RUN
 from labkit.tracing import Trace
 
 _POLL_S = 0.05

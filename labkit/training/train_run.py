@@ -17,8 +17,8 @@ from labkit.config import RunConfig, parse_link
 from labkit.devices import hardware, versions
 from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.launch import RunResult, run
-from labkit.runtime.preload import RANK_NAME, warm_up
-from labkit.started import is_rank_0, started_as_rank
+from labkit.runtime.preload import warm_up
+from labkit.started import RANK_NAME, is_rank_0, started_as_rank
 from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import Start, find_start, on_sigterm, remove_unfinished
 from labkit.training.loop import RankReport, fit
