@@ -38,13 +38,7 @@ INSIDE = (
 
 @dataclass(frozen=True)
 class Numbers:
-    """A rank's numbers as its launcher says them; None where it does not.
-
-    Attributes:
-        rank, world_size: among all ranks.
-        local_rank, local_world_size: among those of its host.
-        host: the number of its host.
-    """
+    """A rank's numbers among all ranks and those of its host; None where a launcher says none."""
 
     rank: int | None
     world_size: int | None
@@ -63,27 +57,17 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Started(Numbers):
-    """The numbers of a rank that a launcher has started, beside others.
-
-    Attributes:
-        address: HOST:PORT, where the ranks meet.
-        launcher: as errors name it.
-        is_server: whether this rank listens there, and not its launcher.
-    """
+    """The numbers of a rank that a launcher has started, beside others."""
 
     rank: int
     world_size: int
-    address: str
-    launcher: str
-    is_server: bool
+    address: str  # HOST:PORT, where the ranks meet
+    launcher: str  # as errors name it
+    is_server: bool  # whether this rank listens there, and not its launcher
 
 
 def read_numbers() -> Numbers:
-    """The numbers of this process, a rank of any launcher or of none.
-
-    Raises:
-        ValueError: they are no integers, or contradict each other.
-    """
+    """The numbers of this process; ValueError if they are no integers, or contradict."""
     names = ("RANK", "WORLD_SIZE", *_LOCAL, "GROUP_RANK")
     numbers = Numbers(*map(_integer, names))
     pairs = {

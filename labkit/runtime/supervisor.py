@@ -53,14 +53,14 @@ class Supervisor:
         self._processes: list[BaseProcess] = []
         self._arena, self._output = Arena(job.world_size), Output()
         self._seen = Evidence(self._arena.board, job.may_lose, exit_codes=self.exit_codes)
-        # Where the ranks meet: in the forkserver's folder, which it removes if its caller cannot.
-        self._meeting = f"{multiprocessing.util.get_temp_dir()}/store-{secrets.token_hex(8)}"
         self._controls: list[socket.socket] = []
         # By rank: those whose report has not come, and what has arrived of it.
         self._reporting: dict[int, socket.socket] = {}
         self._arrived: dict[int, bytearray] = {}
         self._looked: object = None
         warm_up(training=False)
+        # Where the ranks meet: in the forkserver's folder, which it removes if its caller cannot.
+        self._meeting = f"{multiprocessing.util.get_temp_dir()}/store-{secrets.token_hex(8)}"
         # The first one's imports take their time while the forkserver does its own.
         self._watcher = Watcher(self._seen.board)
 
