@@ -70,8 +70,7 @@ def run(
         link: an emulated link, which makes messages slower.
         hosts: how many nodes of a Ray cluster the ranks are spread over.
 
-    Started by ``torchrun`` or another launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT, this process is one of the ranks, and each gets the same result.
+    Under ``torchrun``, or with its variables, this process is a rank; all get the same result.
 
     Raises:
         ValueError: impossible settings; what cannot be pickled; a run inside a run.
@@ -80,9 +79,7 @@ def run(
     """
     __tracebackhide__ = True
     expendable = frozenset(may_lose)
-    if open_comm() is not None:
-        raise ValueError(INSIDE)
-    check_may_start()
+    _check_may_run()
     check_world_size(world_size, warn=hosts is None)
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     started = started_as_rank()
@@ -91,9 +88,7 @@ def run(
         from labkit.runtime import torchrun
 
         if hosts is not None:
-            raise ValueError(
-                f"hosts={hosts!r}: leave hosts out, {started.launcher} has started the ranks"
-            )
+            raise ValueError(f"hosts={hosts!r}: leave hosts out, the ranks were started already")
         here = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *here))
     if hosts is not None:
@@ -108,6 +103,12 @@ def run(
     print_once(chosen.note)
     what = dump_call(fn, args), cell_sources(), chosen
     return _run_here(Job(*what, world_size, timeout_s, expendable, link))
+
+
+def _check_may_run() -> None:
+    if open_comm() is not None:
+        raise ValueError(INSIDE)
+    check_may_start()
 
 
 def _run_here(job: Job) -> RunResult:
