@@ -5,7 +5,6 @@ that takes argparse's subparsers and gives each of its parsers a ``run``.
 """
 
 import argparse
-import os
 import re
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 from labkit.config import RunConfig, type_of
 from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
 from labkit.files import check_writable
+from labkit.started import is_rank_0, started_as_rank
 
 _ABOUT = re.compile(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", re.MULTILINE)
 
@@ -71,8 +71,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def config_of(arguments: Namespace) -> RunConfig:
-    """The settings from the command line; under torchrun the world size is torchrun's."""
-    given: dict[str, Any] = {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+    """The settings from the command line; in a rank of a launcher the world size is its."""
+    started = started_as_rank()
+    given: dict[str, Any] = {"world_size": 1 if started is None else started.world_size}
     given |= vars(arguments)
     return RunConfig(
         **{one.name: given[one.name] for one in fields(RunConfig) if one.name in given}
@@ -84,7 +85,7 @@ def _train(arguments: Namespace) -> int:
     check_writable(arguments.json, arguments.save)
     from labkit.runtime import preload
 
-    if not preload.under_torchrun():
+    if started_as_rank() is None:
         # What is being written, and all ranks, then end as after an error.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # Before torch is imported here, so that both imports, some seconds each, run in parallel.
@@ -94,7 +95,7 @@ def _train(arguments: Namespace) -> int:
     result = train_run(
         config, timeout_s=arguments.timeout, download=arguments.download, verbose=True
     )
-    if preload.under_torchrun() and os.environ["RANK"] != "0":
+    if not is_rank_0():
         return 0
     phases = ", ".join(f"{kind} {s:.2f} s" for kind, s in sorted(result.phases_s.items()))
     print(f"mean seconds per rank: {phases}")
@@ -140,10 +141,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except PreemptedError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if is_rank_0():
             print(f"labkit: {error}", file=sys.stderr)
         return 128 + signal.SIGTERM
-    # Under torchrun this process is a rank: lost peers and mismatches reach it as they are.
+    # In a rank of a launcher: lost peers and mismatches reach it as they are.
     except (WorkerError, OutputError, ConnectionError, MismatchError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1

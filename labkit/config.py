@@ -1,7 +1,6 @@
 """RunConfig: all settings of a training run, with their defaults, limits and help texts."""
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,6 +9,7 @@ from typing import Any, get_args
 
 from labkit.schedules.learning_rate import parse_lr_schedule
 from labkit.schedules.pipeline import PIPELINES, stages_on_each
+from labkit.started import read_numbers
 from labkit.units import MOST, check_choice, check_integer, check_number
 
 # Techniques whose ranks divide the model between them, not the batch; a mesh divides both.
@@ -254,8 +254,9 @@ class RunConfig:
         counts = {f"world_size {self.world_size}": self.world_size} if self.world_size > 1 else {}
         if self.devices is not None:
             # The ranks on each machine get the devices of this list.
-            machines = self.hosts or int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-            counts[f"devices {self.devices}"] = machines * len(parse_devices(self.devices))
+            machines = self.hosts or read_numbers().num_hosts
+            if machines is not None:
+                counts[f"devices {self.devices}"] = machines * len(parse_devices(self.devices))
         if self.strategy == "mesh":
             sides = [side or 1 for side in (self.dp, self.pp, self.tp)]
             counts["dp {} x pp {} x tp {}".format(*sides)] = math.prod(sides)

@@ -132,7 +132,7 @@ def strike_run(target: str, number: signal.Signals, draw: random.Random) -> str:
     if outcome == "named" and not (function is fails_everywhere and "the fault of rank" in error):
         assert hit, f"{told} was not struck, and says: {error}"
         names = {"rank": f"rank {hit[0]} was killed by {number.name}", "caller": "never"}
-        names["forkserver"] = r"^$|exit code 255|EOF|Errno"
+        names["forkserver"] = r"forked from has ended|exit code 255|Errno"
         says = "still going at its deadline" if number == signal.SIGSTOP else names[target]
         assert re.search(says, error), f"{told} is not named by: {error}"
     took_s = time.monotonic() - started_s

@@ -32,6 +32,7 @@ from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import Transport
 from labkit.schedules.ring import Hosts, host_of
+from labkit.started import read_numbers
 
 # How many spans a separate Comm keeps: training for days must not fill the memory with them.
 _KEPT_SPANS = 10_000
@@ -42,7 +43,9 @@ def find_hosts(store: Any, rank: int, world_size: int) -> tuple[Hosts, tuple[str
     if _is_one_host():
         return (tuple(range(world_size)),), (socket.gethostname(),)
     place = f"labkit/host/{store.add(f'labkit/hosts/{rank}', 1)}"
-    store.set(f"{place}/{rank}", f"{os.environ.get('GROUP_RANK', '0')} {socket.gethostname()}")
+    name = socket.gethostname()
+    host = read_numbers().host
+    store.set(f"{place}/{rank}", f"{name if host is None else host} {name}")
     hosts: dict[str, list[int]] = {}
     names: dict[str, str] = {}
     for other in range(world_size):
@@ -105,13 +108,13 @@ def _seals() -> int:
 
 
 def _is_one_host() -> bool:
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    return local is None or local == os.environ.get("WORLD_SIZE")
+    numbers = read_numbers()
+    return numbers.world_size is not None and numbers.local_world_size == numbers.world_size
 
 
 def stay_on_loopback() -> None:
-    """If torchrun has started all ranks on this machine, let gloo listen on loopback only."""
-    if "LOCAL_WORLD_SIZE" in os.environ and _is_one_host():
+    """If all ranks were started on this machine, let gloo listen on loopback only."""
+    if _is_one_host():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
 
 

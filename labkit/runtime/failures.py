@@ -1,6 +1,7 @@
 """How reports, exit codes and the status board become one error that names the cause."""
 
 import contextlib
+import os
 import resource
 import shutil
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from torch.utils._pytree import tree_leaves
 
 from labkit import units
@@ -20,6 +22,7 @@ from labkit.comm.source_lines import is_internal, is_ours, learner_frames, reada
 from labkit.comm.torch_transport import means_loss
 from labkit.errors import DeadlineError, DeadlockError, MismatchError, PeerLostError, WorkerError
 from labkit.runtime.messages import Report
+from labkit.started import GUARD, UNGUARDED
 
 _SHM = Path("/dev/shm")
 _END_PATIENCE_S = 0.5
@@ -71,7 +74,36 @@ def _explained(error: BaseException) -> str:
             f"{text or 'asked for more memory than there is'}; the rank held up to {held}. Next "
             "step: a smaller batch, model or result, or fewer ranks, since each needs as much"
         )
-    return text
+    limit = reached_limit(error)
+    return text if not limit or limit in text else f"{text}. {limit}"
+
+
+def reached_limit(error: BaseException) -> str:
+    """The limit that an error means, with numbers and the next step; empty if it means none."""
+    text = str(error)
+    if "Too many open files" in text:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return (
+            f"This process may open {limit} files (ulimit -n); a run needs some 20 and 4 more per "
+            "rank. Next step: ulimit -n 1024, or fewer ranks"
+        )
+    if "Resource temporarily unavailable" in text or "start new thread" in text:
+        return f"The system says so when there may be no more threads: {process_limit()}"
+    return ""
+
+
+def process_limit() -> str:
+    """The number of this user's processes and threads, their limit, and the next step."""
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    allowed = "any number" if limit == resource.RLIM_INFINITY else str(limit)
+    count = 0
+    for process in psutil.process_iter(["uids", "num_threads"]):
+        if process.info["uids"] and process.info["uids"].real == os.getuid():
+            count += process.info["num_threads"] or 0
+    return (
+        f"this user has {count} processes and threads, and may have {allowed} (ulimit -u; a "
+        "container may have a limit of its own). Next step: fewer ranks, or a higher limit"
+    )
 
 
 def _needed(error: BaseException) -> str:
@@ -146,10 +178,15 @@ class Evidence:
         when = known.get(state, "in mid-run")
         if code is None:
             return f"has ended {when}"
+        if code == UNGUARDED and state == NOT_STARTED:
+            return (
+                "ended before it had started: each rank imports the script, which then calls "
+                f"labkit.run again; there it has to be called {GUARD}"
+            )
         if code == 1 and state == NOT_STARTED:
             return (
-                "ended before it had started: in a script, labkit.run has to be called under "
-                'if __name__ == "__main__":'
+                "ended before it had started, with exit code 1: stderr says more. (It imports the "
+                f"script that starts it, which needs what is to run once {GUARD})"
             )
         if code >= 0:
             return f"left early with exit code {code}, {when}"

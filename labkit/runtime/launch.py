@@ -1,6 +1,5 @@
 """``labkit.run``: call a function on P real processes, and gather what they return."""
 
-import multiprocessing
 import pickle
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +9,13 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import check_world_size, plan, print_once
+from labkit.runtime.failures import process_limit, reached_limit
 from labkit.runtime.messages import Report, dump_call, trace_of
 from labkit.runtime.plain import load_plain
-from labkit.runtime.preload import under_torchrun
+from labkit.runtime.preload import check_may_start
 from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job, open_comm
+from labkit.started import INSIDE, started_as_rank
 from labkit.tracing import Trace
 from labkit.tracing.limits import Limit, what_limited
 from labkit.units import MOST_SECONDS, check_above_zero
@@ -60,7 +61,7 @@ def run(
         fn: a function of a ``Comm`` and ``args``; it may be defined in a notebook cell.
         world_size: P, the number of ranks.
         device: ``auto`` (GPUs if any can be used), ``cpu`` or ``cuda``.
-        devices: by rank (under ``torchrun`` by LOCAL_RANK), as ``"cuda:2,cuda:3"``; see ``plan``.
+        devices: by rank (a launcher's by LOCAL_RANK), as ``"cuda:2,cuda:3"``; see ``plan``.
         transport: ``shared`` (memory, on one machine), ``gloo``, or ``auto``: shared memory for
             CPU ranks, NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
@@ -69,7 +70,7 @@ def run(
         link: an emulated link, which makes messages slower.
         hosts: how many nodes of a Ray cluster the ranks are spread over.
 
-    Under ``torchrun`` this process is one of the ranks, and each gets the same result.
+    Under ``torchrun``, or with its variables, this process is a rank; all get the same result.
 
     Raises:
         ValueError: impossible settings; what cannot be pickled; a run inside a run.
@@ -78,15 +79,16 @@ def run(
     """
     __tracebackhide__ = True
     expendable = frozenset(may_lose)
-    _check_not_nested()
+    _check_may_run()
     check_world_size(world_size, warn=hosts is None)
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
-    # What torchrun or Ray need is imported only with them.
-    if under_torchrun():
+    started = started_as_rank()
+    # What a launcher or Ray need is imported only with them.
+    if started is not None:
         from labkit.runtime import torchrun
 
         if hosts is not None:
-            raise ValueError(f"hosts={hosts!r}: leave hosts out, torchrun has started the ranks")
+            raise ValueError(f"hosts={hosts!r}: leave hosts out, the ranks were started already")
         here = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *here))
     if hosts is not None:
@@ -100,16 +102,31 @@ def run(
         chosen = plan(world_size, device, "gloo", devices=devices)
     print_once(chosen.note)
     what = dump_call(fn, args), cell_sources(), chosen
-    supervisor = Supervisor(Job(*what, world_size, timeout_s, expendable, link))
-    return _result(supervisor.run(), supervisor.lost)
+    return _run_here(Job(*what, world_size, timeout_s, expendable, link))
 
 
-def _check_not_nested() -> None:
-    if open_comm() is not None or multiprocessing.parent_process() is not None:
-        raise ValueError(
-            "labkit.run was called inside a rank of another run: start runs from a notebook, or a "
-            'script, there under if __name__ == "__main__":'
-        )
+def _check_may_run() -> None:
+    if open_comm() is not None:
+        raise ValueError(INSIDE)
+    check_may_start()
+
+
+def _run_here(job: Job) -> RunResult:
+    """Carry out a run on this machine; OSError, with its numbers, for a limit of the system."""
+    __tracebackhide__ = True
+    try:
+        supervisor = Supervisor(job)
+        reports = supervisor.run()
+    except EOFError:
+        raise ConnectionError(
+            "the ranks could not be started: the process that they are forked from has ended, and "
+            f"stderr may say why. Perhaps there may be no more processes: {process_limit()}"
+        ) from None
+    except OSError as error:
+        if limit := reached_limit(error):
+            raise OSError(f"the ranks could not be started: {error}. {limit}") from None
+        raise
+    return _result(reports, supervisor.lost)
 
 
 def _value(report: Report) -> Any:

@@ -4,9 +4,11 @@ import contextlib
 import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -14,6 +16,7 @@ from typing import Any
 
 from labkit.devices import plan, print_once
 from labkit.gpus import may_exist
+from labkit.started import GUARD, RANK_NAME, UNGUARDED, started_as_rank
 
 # What the forkserver imports before it forks ranks.
 FOR_RANKS = ["labkit.runtime.server", "labkit.runtime.worker", "labkit.collectives"]
@@ -22,11 +25,50 @@ FOR_TRAINING = ["torch._dynamo"]
 # The module whose ``watcher`` draws the runs of a notebook, imported by the first of them. A
 # package above labkit appends it.
 IN_NOTEBOOKS: list[str] = []
+# The longest temporary folder in which the paths of sockets (107 bytes) have their place.
+_LONGEST_PATH = 107 - len("/pymp-12345678/listener-12345678")
+_SHORT_FOLDER = "/tmp"
+_have_folders: set[int] = set()  # process ids, of this process and those it was forked from
+# Paths of a script are relative to it.
+_STARTED_IN = os.getcwd()
 
 
-def under_torchrun() -> bool:
-    """Whether ``torchrun`` has started this process as a rank."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+def check_may_start() -> None:
+    """ValueError where Python lets a process start none: why.
+
+    A rank of a script that is called without a guard ends here, in its import of the script.
+    """
+    process = multiprocessing.current_process()
+    # Python sets it while a new process imports the script that has started it.
+    if getattr(process, "_inheriting", False):
+        if process.name.startswith(RANK_NAME):
+            os._exit(UNGUARDED)
+        raise ValueError(
+            "labkit.run was called while a process that the script has started imports the "
+            f"script: call it {GUARD}"
+        )
+    if process.daemon:
+        raise ValueError(
+            "labkit.run starts processes, and Python lets no daemonic process do so, such as this "
+            f"one, {process.name}: call it in a process that is not daemonic. Those of a "
+            "multiprocessing.Pool are, those of a ProcessPoolExecutor are not"
+        )
+
+
+def _prepare() -> None:
+    """Let ranks start where this process is not as multiprocessing takes it to be."""
+    main: Any = sys.modules["__main__"]
+    # A debugger's main program has none.
+    vars(main).setdefault("__spec__", None)
+    # From ``python - < script.py`` each rank would run a file ``<stdin>``. (What the function
+    # needs travels with it.)
+    path = getattr(main, "__file__", None)
+    if path and not os.path.exists(os.path.join(_STARTED_IN, path)):
+        main.__file__ = None
+    # The workers of joblib have one that ranks cannot find.
+    method = multiprocessing.get_start_method(allow_none=True)
+    if method not in (None, *multiprocessing.get_all_start_methods()):
+        multiprocessing.set_start_method("forkserver", force=True)
 
 
 def kernel() -> Any:
@@ -43,7 +85,8 @@ def warm_up(*, device: str | None = None, world_size: int = 4, training: bool = 
     that ranks share a GPU, for example (ValueError for a device that is not there). Only a
     first call may import what ``training`` needs; otherwise every rank spends seconds on it.
     """
-    if under_torchrun():
+    check_may_start()
+    if started_as_rank() is not None:
         return
     # Imported modules are no garbage; to look for some takes a fifth of the time of the imports.
     gc.set_threshold(50_000)
@@ -52,7 +95,9 @@ def warm_up(*, device: str | None = None, world_size: int = 4, training: bool = 
     # Ctrl-C and the stop button signal the whole process group, and would end a server that still
     # imports. It inherits this thread's signal mask; the resource tracker unblocks the signal when
     # it starts, so it has to be there before.
+    _prepare()
     with interrupts_later():
+        _make_folder()
         multiprocessing.resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -64,6 +109,41 @@ def warm_up(*, device: str | None = None, world_size: int = 4, training: bool = 
     # Without a driver auto has nothing to say, and to import torch would take seconds.
     if device and (device != "auto" or may_exist()):
         print_once(plan(world_size, device).note)
+
+
+def _make_folder() -> None:
+    """Make the folder of this process's sockets, elsewhere if TMPDIR is too long for them."""
+    if os.getpid() in _have_folders:
+        return
+    config: Any = multiprocessing.current_process()
+    # It may be that of the process which has started this one: the server will remove its folder.
+    config._config.pop("tempdir", None)
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) > _LONGEST_PATH:
+        tempfile.tempdir = _SHORT_FOLDER
+    try:
+        multiprocessing.util.get_temp_dir()
+        _have_folders.add(os.getpid())
+    except OSError as error:
+        if tempfile.tempdir != _SHORT_FOLDER:
+            raise
+        raise OSError(
+            f"the path of a socket has at most 107 bytes: the temporary folder {usual} is too "
+            f"long for it, and {_SHORT_FOLDER} cannot be used ({error}). Next step: another TMPDIR"
+        ) from None
+    finally:
+        tempfile.tempdir = usual
+
+
+def _after_fork() -> None:
+    """In a fork of this process: it needs a server of its own, this one's child is not its."""
+    server: Any = multiprocessing.forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _end(_change: object) -> None:

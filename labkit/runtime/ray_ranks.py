@@ -33,6 +33,7 @@ from labkit.runtime.plain import dump_error, dump_plain, dump_report, load_error
 from labkit.runtime.rank_watch import Rows, Watch, with_hosts
 from labkit.runtime.torchrun import watched
 from labkit.runtime.worker import call as run_as, connect
+from labkit.started import MARK, RUN
 from labkit.units import check_integer, format_count
 
 _POLL_S = 0.2
@@ -114,7 +115,7 @@ class _Ranks:
             node, here = nodes[host], host_of.count(host)
             local = rank - host_of.index(host)
             numbers = rank, world_size, local, here, host, len(nodes), address
-            variables = dict(zip(_VARIABLES.split(), map(str, numbers)))
+            variables = dict(zip(_VARIABLES.split(), map(str, numbers))) | {MARK: RUN}
             gpus = 0 if where[0] == "cpu" else node["Resources"].get("GPU", 0)
             made = ray.remote(RankActor).options(
                 # It keeps no cores from other work. All ranks of a host see the host's GPUs.

@@ -1,18 +1,20 @@
-"""The ranks that torchrun has started together: one round of its rendezvous.
+"""The ranks that a launcher has started together: one round of torchrun's rendezvous.
 
 When a rank is lost, or a machine joins, torchrun ends all ranks and starts new ones, which may
 find what those before them have written in the store. (TORCHELASTIC_RESTART_COUNT does not tell
 the two apart: each agent counts only the failures of its own ranks.) So the ranks of a round first
-agree on a number that none before them had, and put it before all their keys.
+agree on a number that none before them had, and put it before all their keys. Ranks that another
+launcher has started do the same; the store is then rank 0's.
 
 All of it is plain text: the store has no password.
 """
 
 import hashlib
 import json
-import os
+import queue
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +25,16 @@ from typing import Any
 import torch.distributed as dist
 
 from labkit.comm.torch_transport import first_line as _first_line
+from labkit.started import fill_in, started_as_rank
 
 _PLACE = "labkit/round"
 _POLL_S = 0.02
 # How long ranks may take over their checks, such as reading a checkpoint, or loading data.
 _CHECKS_S = 600.0
+# How long they may take to come, at most.
+_LONGEST_S = 60.0
+# How much later than after its time limit PyTorch may end its search for the store.
+_GRACE_S = 5.0
 
 
 @dataclass(eq=False)
@@ -35,7 +42,7 @@ class Round:
     """One round, on one rank.
 
     Attributes:
-        rank, world_size: as torchrun says.
+        rank, world_size: as the launcher says.
         hosts: by rank, the name of its machine.
         store: what it holds is of this round alone.
     """
@@ -59,7 +66,7 @@ class Round:
             named = ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in missing[:4])
             raise ConnectionError(
                 f"rank {self.rank} waited {_CHECKS_S:g} s for {named or 'the others'} to come to "
-                f"{what}: see what torchrun says there ({_first_line(error)})"
+                f"{what}: see what is printed there ({_first_line(error)})"
             ) from None
 
 
@@ -67,20 +74,46 @@ _joined: Round | None = None
 
 
 def join(timeout_s: float) -> Round:
-    """The round for which torchrun has started this process; the same at every call."""
+    """The round for which a launcher has started this process; the same at every call.
+
+    The environment is complete from then on, as torchrun would have set it.
+    """
     global _joined
     if _joined is None:
-        started_s = time.monotonic()
+        started_s, timeout_s = time.monotonic(), min(timeout_s, _LONGEST_S)
         try:
-            timeout = timedelta(seconds=timeout_s)
-            server, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            server, rank, world_size = _find_store(timeout_s)
             meet = dist.PrefixStore(_PLACE, server)
             number, hosts = agree(meet, rank, world_size, timeout_s)
         except dist.DistError as error:
             raise unreachable(error, time.monotonic() - started_s) from None
+        fill_in(rank, hosts)
         store = dist.PrefixStore(f"{_PLACE}/{number}", server)
         _joined = Round(rank, world_size, hosts, store)
     return _joined
+
+
+def _find_store(timeout_s: float) -> tuple[Any, int, int]:
+    """The launcher's store, or rank 0's; this rank; how many there are.
+
+    Another program at the port may never answer, and PyTorch would wait for it without a limit.
+    """
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def find() -> None:
+        try:
+            answers.put(next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=find, name="labkit-rendezvous", daemon=True).start()
+    try:
+        answer = answers.get(timeout=timeout_s + _GRACE_S)
+    except queue.Empty:
+        answer = dist.DistNetworkError("what listens there does not answer: another program?")
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def agree(store: Any, rank: int, world_size: int, timeout_s: float) -> tuple[str, list[str]]:
@@ -108,8 +141,9 @@ def agree(store: Any, rank: int, world_size: int, timeout_s: float) -> tuple[str
                 return number, [str(host) for _, host in told]
         time.sleep(_POLL_S)
     raise ConnectionError(
-        f"rank {rank} of {world_size} waited {timeout_s:g} s for all others that torchrun has "
-        "started: see what torchrun says on the other machines"
+        f"rank {rank} of {world_size} waited {timeout_s:g} s for the others that were started "
+        "with it: see what they print. (Two with the same RANK wait in vain, and so does a "
+        "program that has inherited the variables of a rank)"
     )
 
 
@@ -127,14 +161,28 @@ def _read(store: Any, key: str) -> Any:
 
 
 def unreachable(error: Exception, waited_s: float) -> ConnectionError:
-    """The error of a rank that finds no store where torchrun says that it is."""
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return ConnectionError(
-        f"rank {os.environ['RANK']} could not join the others at {where} in {waited_s:.0f} s: "
-        "check that rank 0 runs there and that no firewall blocks the connection "
-        f"({_first_line(error)}). On several machines give torchrun the --local-addr under which "
-        "the others reach it, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    """The error of a rank that finds no store, or no others, at its launcher's address."""
+    started = started_as_rank()
+    assert started is not None
+    text = (
+        f"rank {started.rank} could not join the others at {started.address} in {waited_s:.0f} s: "
     )
+    if started.is_server:
+        text += (
+            f"{_first_line(error)}. Check that all {started.world_size} ranks were started, and "
+            "that the port is free: else choose another MASTER_PORT for all of them"
+        )
+    else:
+        text += (
+            "check that rank 0 runs there and that no firewall blocks the connection "
+            f"({_first_line(error)})"
+        )
+    if started.launcher == "torchrun":
+        text += (
+            ". On several machines give torchrun the --local-addr under which the others reach "
+            "it, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
+    return ConnectionError(text)
 
 
 def code() -> str:

@@ -5,6 +5,7 @@ import gc
 import multiprocessing.forkserver
 import os
 import shutil
+import sys
 from typing import Any
 
 _PID = os.getpid()
@@ -32,7 +33,8 @@ def _end() -> None:
     if os.getpid() != _PID:
         return
     server: Any = multiprocessing.forkserver._forkserver
-    if server._forkserver_address:
+    # After an error of its own (Python keeps it) its caller is there, and removes the folder.
+    if server._forkserver_address and not hasattr(sys, "last_type"):
         shutil.rmtree(os.path.dirname(server._forkserver_address), ignore_errors=True)
     # To tear torch down takes a second, for which a kernel would wait.
     os._exit(0)

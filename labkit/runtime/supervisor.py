@@ -31,6 +31,7 @@ from labkit.runtime.messages import Report, trace_of
 from labkit.runtime.output import Output, Watcher
 from labkit.runtime.preload import interrupts_later, warm_up
 from labkit.runtime.worker import GO, Job, run_rank
+from labkit.started import MARK, RANK_NAME, RUN
 from labkit.tracing import Trace
 
 _POLL_S = 0.05
@@ -52,14 +53,14 @@ class Supervisor:
         self._processes: list[BaseProcess] = []
         self._arena, self._output = Arena(job.world_size), Output()
         self._seen = Evidence(self._arena.board, job.may_lose, exit_codes=self.exit_codes)
-        # Where the ranks meet: in the forkserver's folder, which it removes if its caller cannot.
-        self._meeting = f"{multiprocessing.util.get_temp_dir()}/store-{secrets.token_hex(8)}"
         self._controls: list[socket.socket] = []
         # By rank: those whose report has not come, and what has arrived of it.
         self._reporting: dict[int, socket.socket] = {}
         self._arrived: dict[int, bytearray] = {}
         self._looked: object = None
         warm_up(training=False)
+        # Where the ranks meet: in the forkserver's folder, which it removes if its caller cannot.
+        self._meeting = f"{multiprocessing.util.get_temp_dir()}/store-{secrets.token_hex(8)}"
         # The first one's imports take their time while the forkserver does its own.
         self._watcher = Watcher(self._seen.board)
 
@@ -99,12 +100,12 @@ class Supervisor:
             self._output.follow(shown)
             # The caller's variables as they are now, and what torchrun sets for a rank.
             names = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            names |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            names |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, MARK: RUN}
             settings = os.environ.copy() | names, theirs, output
             process = context.Process(
                 target=run_rank,
                 args=(*settings, self.job, self._arena, self._meeting),
-                name=f"labkit-rank-{rank}",
+                name=f"{RANK_NAME}{rank}",
             )
             # The rank's ends must close when it ends: no other process may hold them open.
             # An interrupt must not leave half a rank, of which nobody knows.

@@ -1,4 +1,6 @@
-"""This process is a rank that ``torchrun`` has started: ``labkit.run`` in it, and plain scripts.
+"""This process is a rank that a launcher has started: ``labkit.run`` in it, and plain scripts.
+
+The launcher is ``torchrun``, or another that sets its variables (``labkit.started``).
 
 ``labkit.run`` calls its function here, and exchanges what the ranks return. A script without it
 whose library has its own thread (``labkit.horovod``) gets a ``Comm`` by ``open_for``.
@@ -29,9 +31,9 @@ from labkit.devices import plan, print_once
 from labkit.runtime import rounds
 from labkit.runtime.messages import Report
 from labkit.runtime.plain import dump_plain, dump_report, load_report
-from labkit.runtime.preload import under_torchrun
 from labkit.runtime.rank_watch import Watch
-from labkit.runtime.worker import call, connect, open_comm
+from labkit.runtime.worker import call, connect, failures, open_comm
+from labkit.started import read_numbers, started_as_rank
 from labkit.units import MOST_SECONDS, format_count
 
 # The runs of this process so far, and the Comms that it has opened for threads.
@@ -49,18 +51,27 @@ def run_as_rank(
     link: EmulatedLink | None = None,
     devices: str | Sequence[str] | None = None,
 ) -> list[Report]:
-    """Run ``fn`` in this process, one of torchrun's ranks (see ``labkit.run``); all reports.
+    """Run ``fn`` in this process, one of a launcher's ranks (see ``labkit.run``); all reports.
 
     An exception of ``fn`` on this rank is raised as it is; WorkerError says how another failed.
     """
-    started = int(os.environ["WORLD_SIZE"])
-    if world_size != started:
+    started = started_as_rank()
+    assert started is not None
+    count = started.world_size
+    if world_size != count:
         raise ValueError(
-            f"world_size is {world_size}, but torchrun started {format_count(started, 'rank')}: "
-            f"use world_size={started}, or another --nproc-per-node"
+            f"world_size is {world_size}, but {started.launcher} has started "
+            f"{format_count(count, 'rank')}: use world_size={count}, or start as many"
         )
-    chosen = plan(int(os.environ["LOCAL_WORLD_SIZE"]), device, transport, devices=devices)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if failures:
+        raise ValueError(
+            "an earlier run of this process has failed, and the connections between the ranks "
+            f"ended with it: start the ranks anew. The failure: {failures[0]}"
+        )
+    rounds.join(timeout_s)
+    numbers = read_numbers()
+    chosen = plan(numbers.local_world_size or count, device, transport, devices=devices)
+    if numbers.local_rank == 0:
         print_once(chosen.note)
     comm = connect(chosen, timeout_s, link=link)
     with watched(Watch(comm, _own_store(next(_runs)))):
@@ -74,16 +85,21 @@ def watched(watch: Watch) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if (raised := watch.failed(error)) is error:
+        raised = watch.failed(error)
+        failures.append(str(raised).partition("\n")[0] or type(raised).__name__)
+        if raised is error:
             raise
         # The explanation names the cause; what this rank ran into is a consequence.
         raise raised from None
     finally:
         watch.close()
+        comm = open_comm()
+        if comm is not None:
+            comm.session.close()
 
 
 def _own_store(run: int) -> dist.Store:
-    """A new connection to torchrun's store: the group's may be kept busy by the ranks."""
+    """A new connection to the ranks' store: the group's may be kept busy by the ranks."""
     # The rank has joined already.
     store = rounds.join(0.0).store.clone()
     store.set_timeout(_FOREVER)
@@ -154,7 +170,7 @@ class Opened:
 def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Opened:
     """Open a Comm of all ranks for one thread; all of them call this, as often.
 
-    Inside ``labkit.run`` the ranks meet once more. A script that torchrun has started joins the
+    Inside ``labkit.run`` the ranks meet once more. A script that a launcher has started joins the
     others, and is watched from then on. Without a launcher the program is the only rank.
 
     Args:
@@ -168,8 +184,11 @@ def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Ope
         store = dist.distributed_c10d._get_default_store()
         where = f"{purpose}/{next(_opened)}"
         return Opened(separate_comm(where, store, run.rank, run.world_size, _FOREVER), at_end)
-    if run is None and under_torchrun():
-        chosen = plan(int(os.environ["LOCAL_WORLD_SIZE"]), "cpu", "auto")
+    started = None if run is not None else started_as_rank()
+    if started is not None:
+        rounds.join(MOST_SECONDS)
+        ranks_here = read_numbers().local_world_size or started.world_size
+        chosen = plan(ranks_here, "cpu", "auto")
         mine = connect(chosen, MOST_SECONDS)
         mine.session.board.ranks[mine.rank]["state"] = RUNNING
         return Opened(mine, at_end, Watch(mine, _own_store(next(_runs))))

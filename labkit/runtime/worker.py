@@ -37,9 +37,10 @@ from labkit.comm.torch_transport import TorchTransport, close_arrivals, connecti
 from labkit.comm.transport import Transport
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
-from labkit.runtime.failures import report_of_failure
+from labkit.runtime.failures import reached_limit, report_of_failure
 from labkit.runtime.messages import Report, dump_value
 from labkit.schedules.ring import host_of
+from labkit.started import MARK, read_numbers
 
 # What the launcher writes to let a rank exit.
 GO = b"g"
@@ -49,6 +50,8 @@ _RENDEZVOUS_S = 60.0
 
 # The Comm that this process has last joined the others with.
 _latest: list[Comm] = []
+# Why runs of this process have failed: first lines of errors.
+failures: list[str] = []
 # The connections of the default process group of this process.
 group_connections: set[Any] = set()
 # Of the hosts of this process's latest run.
@@ -83,7 +86,7 @@ def run_rank(
     rank, me = int(environment["RANK"]), os.getpid()
     # A separate process group, so that processes which this rank starts can be ended with it.
     os.setpgid(0, 0)
-    may_exit = _watch_launcher(control)
+    may_exit = threading.Event()
     # Ctrl-C and the stop button signal the whole process group; the launcher ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # All that Python or C writes goes to the launcher.
@@ -102,6 +105,7 @@ def run_rank(
     # A rank has no notebook that shows figures.
     os.environ["MPLBACKEND"] = "agg"
     try:
+        _watch_launcher(control, may_exit)
         install_sources(job.sources)
         function, args = cloudpickle.loads(job.call)
         comm = connect(job.plan, job.timeout_s, arena, meeting, job.link)
@@ -142,9 +146,10 @@ def call(
     comm.session.close()
     comm.session.board.ranks[comm.rank]["state"] = RETURNED
     device = str(comm.device)
-    if int(os.environ.get("LOCAL_WORLD_SIZE", comm.world_size)) < comm.world_size:
+    numbers = read_numbers()
+    if (numbers.local_world_size or comm.world_size) < comm.world_size:
         # Each machine has a ``cuda:0``.
-        device += f" of machine {os.environ['GROUP_RANK']}"
+        device += f" of machine {numbers.host}"
     return Report(
         comm.rank,
         "value",
@@ -158,9 +163,8 @@ def call(
     )
 
 
-def _watch_launcher(control: socket.socket) -> threading.Event:
-    """An event that is set once this rank may exit; if the launcher is killed, the rank ends."""
-    may_exit = threading.Event()
+def _watch_launcher(control: socket.socket, may_exit: threading.Event) -> None:
+    """Set ``may_exit`` once this rank may exit; if the launcher is killed, the rank ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     launcher = parent.sentinel
@@ -174,7 +178,6 @@ def _watch_launcher(control: socket.socket) -> threading.Event:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="labkit-launcher-watch", daemon=True).start()
-    return may_exit
 
 
 def seed_random_numbers(rank: int) -> None:
@@ -213,12 +216,16 @@ def connect(
     """Join the process group that the environment describes, and return this rank's Comm.
 
     ``arena`` is the launcher's memory, with a place for every rank (None without a launcher);
-    ``meeting`` a file, or what has a ``store(world_size)``, or None for torchrun's.
+    ``meeting`` a file, or what has a ``store(world_size)``, or None for a launcher's; its ranks
+    have joined (``rounds.join``).
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
+    numbers = read_numbers()
+    rank, world_size = numbers.rank, numbers.world_size
+    assert rank is not None
+    assert world_size is not None
+    device = torch.device(plan.devices[numbers.local_rank or 0])
     stay_on_loopback()
-    torch.set_num_threads(max(1, num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    torch.set_num_threads(max(1, num_cores() // (numbers.local_world_size or world_size)))
     allow_tf32(False)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -230,7 +237,7 @@ def connect(
         # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
         before = connections()
-        _join_group(plan.backend, group_timeout_s, device, meeting)
+        _join_group(rank, world_size, plan.backend, group_timeout_s, device, meeting)
         group_connections.update(connections() - before)
         keep_alive(group_connections)
     group_store = dist.distributed_c10d._get_default_store()
@@ -249,6 +256,7 @@ def connect(
     board = arena.board if arena else None
     comm = over_link(Comm(rank, world_size, device, transport, board, hosts=hosts))
     _latest[:] = [comm]
+    os.environ.setdefault(MARK, str(os.getpid()))
     return comm
 
 
@@ -257,20 +265,21 @@ def open_comm() -> Comm | None:
     return next((comm for comm in _latest if not comm.session.is_closed), None)
 
 
-def _join_group(backend: str, timeout_s: float, device: torch.device, meeting: Any) -> None:
+def _join_group(
+    rank: int, world_size: int, backend: str, timeout_s: float, device: torch.device, meeting: Any
+) -> None:
     started_s = time.monotonic()
     patience = timedelta(seconds=min(timeout_s, _RENDEZVOUS_S))
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         if isinstance(meeting, str):
             store: Any = dist.FileStore(meeting, world_size)
         elif meeting is not None:
             store = meeting.store(world_size)
         else:
-            # Only what torchrun has started needs it.
+            # Only what a launcher has started needs it.
             from labkit.runtime import rounds
 
-            store = rounds.join(patience.total_seconds()).store
+            store = rounds.join(timeout_s).store
         store.set_timeout(patience)
         dist.init_process_group(
             backend,
@@ -286,9 +295,12 @@ def _join_group(backend: str, timeout_s: float, device: torch.device, meeting: A
 
             raise rounds.unreachable(error, time.monotonic() - started_s) from None
         said = str(error).partition("\nException raised from ")[0]
+        text = f"rank {rank} could not connect to the other ranks. PyTorch says: {said}. "
+        if limit := reached_limit(error):
+            raise OSError(text + limit) from None
         raise PeerLostError(
-            f"rank {rank} could not connect to the other ranks: one of them has ended, or "
-            f"GLOO_SOCKET_IFNAME is no interface of this machine. PyTorch says: {said}"
+            f"{text}Perhaps one of them has ended, or GLOO_SOCKET_IFNAME="
+            f"{os.environ.get('GLOO_SOCKET_IFNAME', '')} is no interface of this machine"
         ) from None
     if backend == "nccl":
         # The group must end before CUDA does. (A rank's process runs no atexit handlers.)
@@ -303,7 +315,7 @@ def _leave_group() -> None:
     if not dist.is_initialized():
         return
     close_arrivals()
-    if dist.get_backend() == "nccl" and open_comm() is not None:
+    if dist.get_backend() == "nccl" and (failures or open_comm() is not None):
         dist.distributed_c10d._get_default_group().abort()
     else:
         dist.destroy_process_group()

@@ -17,7 +17,8 @@ from labkit.config import RunConfig, parse_link
 from labkit.devices import hardware, versions
 from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.launch import RunResult, run
-from labkit.runtime.preload import under_torchrun, warm_up
+from labkit.runtime.preload import warm_up
+from labkit.started import RANK_NAME, is_rank_0, started_as_rank
 from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import Start, find_start, on_sigterm, remove_unfinished
 from labkit.training.loop import RankReport, fit
@@ -27,7 +28,6 @@ from labkit.workload.datasets import is_folder
 
 # What may differ between machines.
 _OF_A_MACHINE = ("devices", "log_dir", "checkpoint_dir", "weights")
-_RENDEZVOUS_S = 60.0
 
 
 def train_with(
@@ -45,14 +45,15 @@ def train_with(
         strategy: the technique, one of ``labkit.strategies.STRATEGIES``.
         timeout_s, download, verbose: see ``train_run``, whose errors it raises.
         link: an emulated link, or the same as text, ``"10ms,100MB/s"``; None for no emulation.
-        settings: the other fields of ``RunConfig``; under torchrun ``world_size`` is what it has
-            started, if left out. ``model``, ``dataset``, ``loss`` and ``optimizer`` may be your
-            own objects, see ``labkit.training.resolve.Own``; each rank gets a copy.
+        settings: the other fields of ``RunConfig``; in a rank of torchrun or of another launcher
+            ``world_size`` is what that has started, if left out. ``model``, ``dataset``,
+            ``loss`` and ``optimizer`` may be your own objects, see
+            ``labkit.training.resolve.Own``; each rank gets a copy.
             ``result.state`` has the model's own names: ``model.load_state_dict`` takes it.
     """
     own, settings = take_own(settings)
-    if under_torchrun():
-        settings.setdefault("world_size", int(os.environ["WORLD_SIZE"]))
+    if (started := started_as_rank()) is not None:
+        settings.setdefault("world_size", started.world_size)
     config = RunConfig(strategy, link=None if link is None else str(link), **settings)
     return train_run(config, own=own, timeout_s=timeout_s, download=download, verbose=verbose)
 
@@ -86,14 +87,15 @@ def train_run(
     full = {name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()}
     config = replace(config, **full)
     link = EmulatedLink(**parse_link(config.link)) if config.link else None
-    begin = _begin_together if under_torchrun() else _begin
+    is_one_of_several = started_as_rank() is not None
+    begin = _begin_together if is_one_of_several else _begin
     strategy, (start, note) = begin(config, own, download, timeout_s)
-    if note and os.environ.get("RANK", "0") == "0":
+    if note and is_rank_0():
         print(note, file=sys.stderr)
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:
         ranks, devices = 1, str(strategy.devices[0])
-    passes_on = config.checkpoint_dir is not None and not under_torchrun()
+    passes_on = config.checkpoint_dir is not None and not is_one_of_several
     try:
         if config.hosts is None:
             warm_up()
@@ -129,11 +131,11 @@ def _begin(
 def _begin_together(
     config: RunConfig, own: Own, download: bool, timeout_s: float
 ) -> tuple[Strategy, Start]:
-    """``_begin`` on torchrun's ranks, maybe of other code: all raise one error, or none."""
-    # Only what torchrun has started needs it.
+    """``_begin`` on a launcher's ranks, maybe of other code: all raise one error, or none."""
+    # Only what a launcher has started needs it.
     from labkit.runtime import rounds
 
-    found = rounds.join(min(timeout_s, _RENDEZVOUS_S))
+    found = rounds.join(timeout_s)
     begun, error = None, ""
     try:
         begun = _begin(config, own, download, timeout_s)
@@ -160,7 +162,7 @@ def _begin_together(
                 raise ValueError(
                     f"rank {rank} on {found.hosts[rank]} is not of the same run as rank 0 on "
                     f"{found.hosts[0]}: {name} {value} on rank 0 and {theirs} on rank {rank}. "
-                    "Start torchrun with the same command and versions on every machine"
+                    "Start the same command with the same versions on every machine"
                 )
     assert begun is not None, "an error has been raised on all ranks"
     return begun
@@ -170,7 +172,7 @@ def _end_ranks() -> None:
     """Let the ranks end together, with a checkpoint; the next SIGTERM ends this process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for process in multiprocessing.active_children():
-        if process.name.startswith("labkit-rank-"):
+        if process.name.startswith(RANK_NAME):
             process.terminate()
 
 

@@ -29,7 +29,7 @@ LOCKED += ("tools/horovod.txt", "tools/tensorflow.txt", "tools/site.txt")
 FLOORS = {
     "labkit": [
         {"errors", "units"},
-        {"files", "gpus"},
+        {"files", "gpus", "started"},
         {"schedules", "tracing"},
         {"config", "costs"},
         {"comm", "devices", "workload"},

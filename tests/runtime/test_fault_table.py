@@ -14,6 +14,7 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -530,6 +531,62 @@ def test_19_threads(case):
     button.click()
     button.close()
     assert found[-1].values == [31, 30]
+
+
+# By row, what a shell does with a script of two ranks, and what is printed.
+STARTED = {
+    "a program from stdin": ("python - < good.py", "[0, 1]"),
+    "pdb": ("python -m pdb -c continue -c quit good.py < /dev/null", "[0, 1]"),
+    "a fork of a process that has run": ("python executor.py", "[0, 1]"),
+    "a daemonic process": ("python pool.py", "no daemonic process do so"),
+    "no guard": ("python bare.py", "it has to be called under if __name__"),
+    "a long TMPDIR": ("mkdir {long} && TMPDIR={long} python good.py && rmdir {long}", "[0, 1]"),
+    "few files": ("ulimit -n 24; python good.py", "may open 24 files (ulimit -n)"),
+    # As a user who has no other processes, and may read this one's files.
+    "few processes": (
+        "setpriv --reuid 61234 --clear-groups --inh-caps +dac_override --ambient-caps "
+        "+dac_override prlimit --nproc=14 python good.py",
+        "may have 14 (ulimit -u;",
+    ),
+}
+GOOD = """
+import labkit
+from multiprocessing import Pool
+from concurrent.futures import ProcessPoolExecutor
+
+def rank(comm):
+    return comm.rank
+
+def ranks(number):
+    return labkit.run(rank, world_size=number, device="cpu").values
+"""
+IN_POOL = """
+if __name__ == "__main__":
+    ranks(1)
+    with {kind}(1) as pool:
+        print(*pool.map(ranks, [2]))
+"""
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize("way", STARTED)
+def test_19_started_in_unusual_ways(way, case):
+    """It works, or the reason given is the true one; no temporary folder is left."""
+    command, says = STARTED[way]
+    if "setpriv" in command and (os.getuid() or not shutil.which("setpriv")):
+        pytest.skip("only root can become a user without processes")
+    scripts = {"good": 'if __name__ == "__main__":\n    print(ranks(4)[:2])\n'}
+    scripts |= {"bare": "print(ranks(2))\n", "pool": IN_POOL.format(kind="Pool")}
+    scripts["executor"] = IN_POOL.format(kind="ProcessPoolExecutor")
+    for name, text in scripts.items():
+        (case.folder / f"{name}.py").write_text(GOOD + text)
+    temporary = case.folder / "t"
+    temporary.mkdir(mode=0o777)
+    command = command.replace("python ", f"{sys.executable} ").format(long=temporary / ("x" * 99))
+    settings = {"cwd": case.folder, "env": os.environ | {"TMPDIR": str(temporary)}}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, **settings)
+    assert says in done.stdout + done.stderr
+    assert list(temporary.iterdir()) == []
 
 
 def test_20_pickling(case):

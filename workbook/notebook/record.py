@@ -21,7 +21,6 @@ from pathlib import Path
 from filelock import FileLock
 
 from labkit.files import write_atomically
-from labkit.runtime.preload import under_torchrun
 from workbook.notebook.pages import current_page
 
 VERSION = 1
@@ -80,7 +79,7 @@ _lock = threading.RLock()
 def progress_file() -> tuple[Path | None, str]:
     """Where progress is kept; or None, and why it is not kept."""
     named = os.environ.get("LABKIT_PROGRESS", "")
-    if os.environ.get("LABKIT_LIVE") == "0" or under_torchrun():
+    if os.environ.get("LABKIT_LIVE") == "0" or os.environ.get("RANK"):
         return None, "LABKIT_LIVE=0 is set, or this is a rank"
     if named.lower() == "off":
         return None, "LABKIT_PROGRESS=off is set"
