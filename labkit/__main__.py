@@ -6,7 +6,6 @@ that takes argparse's subparsers and gives each of its parsers a ``run``.
 
 import argparse
 import os
-import re
 import signal
 import sys
 from argparse import Namespace
@@ -17,8 +16,6 @@ from typing import Any, NoReturn
 from labkit.config import RunConfig, type_of
 from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
 from labkit.files import check_writable
-
-_ABOUT = re.compile(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", re.MULTILINE)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     train = commands.add_parser("train", help="train with one technique on real processes")
     train.set_defaults(run=_train)
-    add, about = train.add_argument, dict(_ABOUT.findall(RunConfig.__doc__ or ""))
+    add = train.add_argument
     for setting in fields(RunConfig):
         kind, default = type_of(setting), setting.default
         how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
@@ -52,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
             f"--{setting.name.replace('_', '-')}",
             default=argparse.SUPPRESS,
             required=setting.name == "strategy",
-            help=about[setting.name] + shown,
+            help=setting.metadata["help"] + shown,
             **how,
         )
     add("--timeout", type=float, default=24 * 3600, help="deadline in seconds (one day)")

@@ -46,6 +46,8 @@ class Supervisor:
     """Starts, watches and ends the ranks of one run; ``lost`` is then as in ``RunResult``."""
 
     def __init__(self, job: Job):
+        # First: in a rank that imports an unguarded script it raises, before a folder is made.
+        warm_up(training=False)
         self.job = job
         self.lost: dict[int, str] = {}
         self.exit_codes: dict[int, int | None] = {}
@@ -59,7 +61,6 @@ class Supervisor:
         self._reporting: dict[int, socket.socket] = {}
         self._arrived: dict[int, bytearray] = {}
         self._looked: object = None
-        warm_up(training=False)
         # The first one's imports take their time while the forkserver does its own.
         self._watcher = Watcher(self._seen.board)
 
