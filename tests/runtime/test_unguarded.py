@@ -1,4 +1,4 @@
-"""A script that calls ``labkit.run`` at its top level: each rank imports it, and comes there, too."""
+"""A script that calls ``labkit.run`` at its top level, which each rank comes to as well."""
 
 import os
 import subprocess
