@@ -182,8 +182,8 @@ OTHER := .venv-torch-$(TORCH_VERSION)
 
 test-torch: env
 	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python 'torch==$(TORCH_VERSION)' '.[test]'
-	@$(BIN)/uv pip uninstall --quiet --python $(OTHER)/bin/python labkit
+	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python 'torch==$(TORCH_VERSION)' '.[course,test]'
+	@$(BIN)/uv pip uninstall --quiet --python $(OTHER)/bin/python labkit-course
 	PYTHONPATH=$(CURDIR) $(OTHER)/bin/python -m pytest $(SPREAD) -p no:nbval \
 	  tests/runtime/test_launch.py $(ARGS)
 
@@ -227,7 +227,7 @@ EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["proj
 # What PyTorch 2.0.1 brings and needs on a GPU alone: 160 MB. (The other CUDA libraries it loads at its start.)
 UNUSED := $(addprefix --no-emit-package ,triton lit nvidia-cusolver-cu11)
 pins: env
-	$(BIN)/uv pip compile $(PINS) $(ARGS) --extra test pyproject.toml -o requirements.txt
+	$(BIN)/uv pip compile $(PINS) $(ARGS) --extra course --extra test pyproject.toml -o requirements.txt
 	echo uv | $(BIN)/uv pip compile $(PINS) $(ARGS) - -o tools/uv.txt
 	$(BIN)/python -c '$(EXTRA)' | $(BIN)/uv pip compile $(PINS) $(ARGS) -c requirements.txt - \
 	  -o tools/cluster.txt

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from labkit.config import RunConfig, type_of
 from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
+from labkit.extras import describe_absence, extra_of
 from labkit.files import check_writable
 
 
@@ -62,8 +63,10 @@ def make_parser() -> argparse.ArgumentParser:
     explain.set_defaults(run=_explain)
     doctor = commands.add_parser("doctor", help="check what this machine has and can do")
     doctor.set_defaults(run=_doctor)
-    for point in entry_points(group="labkit.commands"):
-        point.load()(commands)
+    points = entry_points(group="labkit.commands")
+    # By name: an environment may hold labkit under the distribution's former name, too.
+    for name in sorted(points.names):
+        points[name].load()(commands)
     return parser
 
 
@@ -146,6 +149,11 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except (ValueError, OSError) as error:
         _refuse(str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if extra_of(package) is None:
+            raise
+        _refuse(describe_absence(package, f"labkit {arguments.command}"))
     except KeyboardInterrupt:
         print("labkit: stopped; all ranks have ended", file=sys.stderr)
         return 130

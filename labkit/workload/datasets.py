@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, Subset
 
+from labkit.extras import require
 from labkit.files import check_regular, user_folder
 from labkit.units import check_choice
 from labkit.workload.samples import Standard, Transform
@@ -168,6 +169,7 @@ def _multiplied(part: _Part, size: int) -> _Part:
 
 
 def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:
+    require("torchvision", f"data set {name}")
     # Here, and not at the top: the import takes a second in every process.
     import torchvision
 
@@ -238,6 +240,7 @@ def open_folder(
 
 
 def _images_in(folder: Path, resize: int | None, crop: bool) -> Any:
+    require("torchvision", "a folder of images")
     from torchvision.datasets import folder as folders
     from torchvision.transforms import v2
 

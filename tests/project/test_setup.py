@@ -28,7 +28,7 @@ LOCKED += ("tools/horovod.txt", "tools/tensorflow.txt", "tools/site.txt")
 # ``__init__`` hands names on, by name alone.
 FLOORS = {
     "labkit": [
-        {"errors", "units"},
+        {"errors", "extras", "units"},
         {"files", "gpus"},
         {"schedules", "tracing"},
         {"config", "costs"},
@@ -113,7 +113,8 @@ def room_of(module: str) -> str:
 
 def test_every_dependency_is_pinned_inside_its_range():
     wanted = {f"tools/{name}.txt": pins for name, pins in PYPROJECT["dependency-groups"].items()}
-    wanted["requirements.txt"] = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]
+    extras = PROJECT["optional-dependencies"]
+    wanted["requirements.txt"] = PROJECT["dependencies"] + extras["course"] + extras["test"]
     for name, texts in wanted.items():
         versions = defaultdict(list)
         for requirement, _ in locked(name):
