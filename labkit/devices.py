@@ -161,9 +161,5 @@ def versions() -> dict[str, str]:
 
     import labkit
 
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": version("numpy"),
-        "labkit": labkit.__version__,
-    }
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    return found | {"numpy": version("numpy"), "labkit": labkit.__version__}

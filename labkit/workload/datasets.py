@@ -31,10 +31,7 @@ _Part = tuple[Tensor, Tensor]
 
 # data/make_digits.py in the clone wrote them.
 _DIGITS_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-_RESTORE = (
-    "restore it with `git checkout -- labkit/workload/data/{}` in the workbook's folder, or "
-    "install labkit's wheel again"
-)
+_RESTORE = "restore it with `git checkout -- labkit/workload/data/{}`, or install labkit again"
 # torchvision's class, and the folder that the class uses in its root.
 _TORCHVISION = {"cifar10": ("CIFAR10", "cifar-10-batches-py"), "mnist": ("MNIST", "MNIST")}
 DATASETS = ("digits", *_TORCHVISION, "digits_augmented", "text")
