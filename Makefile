@@ -31,7 +31,7 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 unexport UV_TORCH_BACKEND UV_REQUIRE_HASHES UV_NO_VERIFY_HASHES
 
 .DEFAULT_GOAL := help
-.PHONY: help env cluster horovod tensorflow lab test test-more test-unit test-gpu test-pretended test-notebooks test-torch faults storm bench two-hosts gpu-report elsewhere html \
+.PHONY: help env cluster horovod tensorflow lab test test-more test-unit test-gpu test-pretended test-notebooks test-torch test-python faults storm bench two-hosts gpu-report elsewhere html \
         notebooks pins clean distclean FORCE
 
 help:
@@ -43,6 +43,7 @@ help:
 	@echo "make test-pretended  all notebooks as with 1, 2 and 8 GPUs, on the CPU (some minutes)"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
 	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH_VERSION=2.11.0)"
+	@echo "make test-python     the quick part on another Python (PYTHON=python3.13), in a .venv of its own"
 	@echo "make faults          test the fault table: what users can run into, row by row, with seconds"
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make storm-resume    20 runs of each technique killed, resumed and compared (half an hour)"
@@ -182,10 +183,15 @@ OTHER := .venv-torch-$(TORCH_VERSION)
 
 test-torch: env
 	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python 'torch==$(TORCH_VERSION)' '.[test]'
-	@$(BIN)/uv pip uninstall --quiet --python $(OTHER)/bin/python labkit
+	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python 'torch==$(TORCH_VERSION)' '.[course,test]'
+	@$(BIN)/uv pip uninstall --quiet --python $(OTHER)/bin/python labkit-course
 	PYTHONPATH=$(CURDIR) $(OTHER)/bin/python -m pytest $(SPREAD) -p no:nbval \
 	  tests/runtime/test_launch.py $(ARGS)
+
+# 3.11 to 3.14. The environment is .venv-python3.13 for PYTHON=python3.13 or a path to one.
+test-python:
+	@$(MAKE) --no-print-directory test-unit \
+	  VENV=.venv-python$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 storm: env
 	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python storm.py $(ARGS)
@@ -227,7 +233,7 @@ EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["proj
 # What PyTorch 2.0.1 brings and needs on a GPU alone: 160 MB. (The other CUDA libraries it loads at its start.)
 UNUSED := $(addprefix --no-emit-package ,triton lit nvidia-cusolver-cu11)
 pins: env
-	$(BIN)/uv pip compile $(PINS) $(ARGS) --extra test pyproject.toml -o requirements.txt
+	$(BIN)/uv pip compile $(PINS) $(ARGS) --extra course --extra test pyproject.toml -o requirements.txt
 	echo uv | $(BIN)/uv pip compile $(PINS) $(ARGS) - -o tools/uv.txt
 	$(BIN)/python -c '$(EXTRA)' | $(BIN)/uv pip compile $(PINS) $(ARGS) -c requirements.txt - \
 	  -o tools/cluster.txt

@@ -1,4 +1,4 @@
-"""Make data/digits from scikit-learn's copy of the UCI handwritten digits.
+"""Make labkit/workload/data/digits from scikit-learn's copy of the UCI handwritten digits.
 
 The four files this writes are in the repository: run it only to check how they came about
 (`pip install scikit-learn`, which labkit itself does not need; then `python data/make_digits.py`).
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.datasets import load_digits
 
+import labkit
 from labkit.files import write_atomically
 
 TEST_PER_CLASS = 36
@@ -44,7 +45,7 @@ def main() -> None:
     digits = load_digits()
     images, targets = digits.images.astype(np.uint8), digits.target.astype(np.uint8)
     is_test = held_out(targets)
-    folder = Path(__file__).parent / "digits"
+    folder = Path(labkit.__file__).parent / "workload" / "data" / "digits"
     folder.mkdir(exist_ok=True)
     for part, chosen in (("train", ~is_test), ("t10k", is_test)):
         write_idx(folder / f"{part}-images-idx3-ubyte", images[chosen])

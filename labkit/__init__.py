@@ -5,6 +5,8 @@ import lazy_loader
 from labkit.backend import register_backend
 from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
 
+__version__ = "0.2.0"
+
 # Lazy: a notebook's first cell should not wait for parts that it does not use. The names are
 # listed in __init__.pyi, which editors read, too.
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,6 +1,8 @@
 # isort: skip_file
 """labkit: distributed deep-learning training, from scratch, on real processes."""
 
+__version__: str
+
 # "X as X" hands a name on (PEP 484); labkit/__init__.py reads this list, too.
 from . import (
     backend as backend,

@@ -5,7 +5,6 @@ that takes argparse's subparsers and gives each of its parsers a ``run``.
 """
 
 import argparse
-import re
 import signal
 import sys
 from argparse import Namespace
@@ -15,10 +14,9 @@ from typing import Any, NoReturn
 
 from labkit.config import RunConfig, type_of
 from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
+from labkit.extras import describe_absence, extra_of
 from labkit.files import check_writable
 from labkit.started import is_rank_0, started_as_rank
-
-_ABOUT = re.compile(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", re.MULTILINE)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     train = commands.add_parser("train", help="train with one technique on real processes")
     train.set_defaults(run=_train)
-    add, about = train.add_argument, dict(_ABOUT.findall(RunConfig.__doc__ or ""))
+    add = train.add_argument
     for setting in fields(RunConfig):
         kind, default = type_of(setting), setting.default
         how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
@@ -52,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
             f"--{setting.name.replace('_', '-')}",
             default=argparse.SUPPRESS,
             required=setting.name == "strategy",
-            help=about[setting.name] + shown,
+            help=setting.metadata["help"] + shown,
             **how,
         )
     add("--timeout", type=float, default=24 * 3600, help="deadline in seconds (one day)")
@@ -65,8 +63,10 @@ def make_parser() -> argparse.ArgumentParser:
     explain.set_defaults(run=_explain)
     doctor = commands.add_parser("doctor", help="check what this machine has and can do")
     doctor.set_defaults(run=_doctor)
-    for point in entry_points(group="labkit.commands"):
-        point.load()(commands)
+    points = entry_points(group="labkit.commands")
+    # By name: an environment may hold labkit under the distribution's former name, too.
+    for name in sorted(points.names):
+        points[name].load()(commands)
     return parser
 
 
@@ -150,6 +150,11 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except (ValueError, OSError) as error:
         _refuse(str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if extra_of(package) is None:
+            raise
+        _refuse(describe_absence(package, f"labkit {arguments.command}"))
     except KeyboardInterrupt:
         print("labkit: stopped; all ranks have ended", file=sys.stderr)
         return 130

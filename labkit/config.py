@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from reprlib import repr as shortened
 from typing import Any, get_args
 
@@ -92,6 +92,11 @@ def parse_link(text: str) -> dict[str, Any]:
     return found
 
 
+def _option(default: Any, about: str) -> Any:
+    """Make a field of ``RunConfig`` with the help text that ``labkit train --help`` shows."""
+    return field(default=default, metadata={"help": about})
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The settings of one training run; ``labkit train`` has an option for each.
@@ -99,117 +104,104 @@ class RunConfig:
     The settings from ``backend`` on belong to some techniques only (``OPTIONS``), ``devices`` to
     all; None means the technique's own default. ``devices`` and ``split_points`` determine the
     world size, which may then be left at 1. ``devices`` may be given as a sequence of names, too.
-
-    Attributes:
-        strategy: the technique, for example ring_all_reduce
-        world_size: number of ranks; under torchrun as many as it starts
-        batch_size: global batch size, over all ranks together
-        epochs: passes over the training samples
-        model: labkit's model of this name, or your MODULE:FUNCTION
-        dataset: data set of this name, a folder of images, or your MODULE:FUNCTION
-        loss: torch.nn.functional's, or your MODULE:FUNCTION
-        optimizer: sgd, adam, adamw, or your MODULE:FUNCTION
-        device: where the ranks run: auto, cpu or cuda
-        seed: random seed of parameters and sample order
-        lr: learning rate (sgd 0.05, for vgg16 0.005; adam 0.001)
-        weight_decay: of the optimizer (0; adamw 0.01)
-        lr_schedule: after the warm-up: constant, cosine to 0 at the end, or step:EPOCHS:FACTOR
-        warmup_epochs: first epochs (2 or 0.5), in which the learning rate rises
-        clip_norm: scale gradients down to this global norm
-        dtype: type of parameters; float64 is for tests
-        builtin: run PyTorch's counterpart of the technique
-        train_size: only the first N training samples
-        link: emulate a slower link, as in 10ms,100MB/s; with ',2 per host' it is between hosts
-            of two ranks each
-        hosts: run on that many nodes of a Ray cluster
-        augment: change training images at random: crop, flip, randaugment, colorjitter, erasing
-        resize: scale images to this height and width, such as 224
-        weights: start from the parameters in this file: safetensors or .pt
-        freeze: layers A,A that are not trained; features: all but the last
-        checkpoint_dir: folder of the run's checkpoints, which all machines share
-        checkpoint_every: steps between checkpoints (an epoch)
-        resume: continue from the newest checkpoint in checkpoint_dir, if any
-        log_dir: folder for TensorBoard's files
-        backend: for --builtin; labkit is this package's own
-        bucket_mb: ddp, mesh: bucket size in MiB; 0 gives each parameter a bucket
-        average_every: ddp: local SGD: average parameters after that many updates, not gradients
-        accumulate: micro-batches per update and synchronisation
-        amp: mixed precision; tf32: products of float32 on NVIDIA's GPUs
-        sync_batch_norm: BatchNorm normalises with the statistics of the global batch
-        compress: ring_all_reduce: compress gradients on the wire
-        hierarchical: ring_all_reduce, ddp: sum inside each host first, then between
-        servers: parameter_server: ranks that hold parameters
-        straggler: 1:4.0 makes rank 1 compute four times as slowly
-        max_staleness: async_parameter_server: updates by others that a gradient may miss
-        devices: a device per rank, for example cuda:2,cuda:3; data_parallel and model_parallel
-            are then one process with a replica or a stage on each
-        split_points: layers K,K that begin a stage; by default an even split by FLOPs
-        micro_batches: pipeline, mesh: micro-batches per batch
-        schedule: pipeline, mesh: order of micro-batches
-        stages_per_rank: pipeline with schedule interleaved: V short stages on each rank (2)
-        recompute: of stages: hold their inputs alone, and run forward again
-        sequence_parallel: tensor_parallel: divide positions where layers are not cut
-        stage: sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters
-        dp: mesh: replicas of the model, which divide the batch
-        pp: mesh: stages of a replica
-        tp: mesh: ranks over which each layer of a stage is cut
+    The text beside each default is the option's help.
 
     Raises:
         ValueError: a value outside its limits, or settings that contradict each other.
     """
 
-    strategy: str = "single"
-    world_size: int = 1
+    strategy: str = _option("single", "the technique, for example ring_all_reduce")
+    world_size: int = _option(1, "number of ranks; under torchrun as many as it starts")
     # Global, so that runs with other world sizes do the same arithmetic.
-    batch_size: int = 64
-    epochs: int = 1
-    model: str = "small_cnn"
-    dataset: str = "digits"
-    loss: str = "cross_entropy"
-    optimizer: str = "sgd"
-    device: str = "auto"
-    seed: int = 0
-    lr: float | None = None
-    weight_decay: float | None = None
-    lr_schedule: str = "constant"
-    warmup_epochs: float = 0.0
-    clip_norm: float | None = None
-    dtype: str = "float32"
-    builtin: bool = False
-    train_size: int | None = None
-    link: str | None = None
-    hosts: int | None = None
-    augment: str | None = None
-    resize: int | None = None
-    weights: str | None = None
-    freeze: str | None = None
-    checkpoint_dir: str | None = None
-    checkpoint_every: int | None = None
-    resume: bool = False
-    log_dir: str | None = None
+    batch_size: int = _option(64, "global batch size, over all ranks together")
+    epochs: int = _option(1, "passes over the training samples")
+    model: str = _option("small_cnn", "labkit's model of this name, or your MODULE:FUNCTION")
+    dataset: str = _option(
+        "digits", "data set of this name, a folder of images, or your MODULE:FUNCTION"
+    )
+    loss: str = _option("cross_entropy", "torch.nn.functional's, or your MODULE:FUNCTION")
+    optimizer: str = _option("sgd", "sgd, adam, adamw, or your MODULE:FUNCTION")
+    device: str = _option("auto", "where the ranks run: auto, cpu or cuda")
+    seed: int = _option(0, "random seed of parameters and sample order")
+    lr: float | None = _option(None, "learning rate (sgd 0.05, for vgg16 0.005; adam 0.001)")
+    weight_decay: float | None = _option(None, "of the optimizer (0; adamw 0.01)")
+    lr_schedule: str = _option(
+        "constant", "after the warm-up: constant, cosine to 0 at the end, or step:EPOCHS:FACTOR"
+    )
+    warmup_epochs: float = _option(
+        0.0, "first epochs (2 or 0.5), in which the learning rate rises"
+    )
+    clip_norm: float | None = _option(None, "scale gradients down to this global norm")
+    dtype: str = _option("float32", "type of parameters; float64 is for tests")
+    builtin: bool = _option(False, "run PyTorch's counterpart of the technique")
+    train_size: int | None = _option(None, "only the first N training samples")
+    link: str | None = _option(
+        None,
+        "emulate a slower link, as in 10ms,100MB/s; with ',2 per host' it is between hosts of "
+        "two ranks each",
+    )
+    hosts: int | None = _option(None, "run on that many nodes of a Ray cluster")
+    augment: str | None = _option(
+        None, "change training images at random: crop, flip, randaugment, colorjitter, erasing"
+    )
+    resize: int | None = _option(None, "scale images to this height and width, such as 224")
+    weights: str | None = _option(
+        None, "start from the parameters in this file: safetensors or .pt"
+    )
+    freeze: str | None = _option(
+        None, "layers A,A that are not trained; features: all but the last"
+    )
+    checkpoint_dir: str | None = _option(
+        None, "folder of the run's checkpoints, which all machines share"
+    )
+    checkpoint_every: int | None = _option(None, "steps between checkpoints (an epoch)")
+    resume: bool = _option(False, "continue from the newest checkpoint in checkpoint_dir, if any")
+    log_dir: str | None = _option(None, "folder for TensorBoard's files")
 
-    backend: str = "auto"
-    bucket_mb: float | None = None
-    average_every: int | None = None
-    accumulate: int | None = None
-    amp: str | None = None
-    sync_batch_norm: bool = False
-    compress: str | None = None
-    hierarchical: bool = False
-    servers: int | None = None
-    straggler: str | None = None
-    max_staleness: int | None = None
-    devices: str | None = None
-    split_points: str | None = None
-    micro_batches: int | None = None
-    schedule: str | None = None
-    stages_per_rank: int | None = None
-    recompute: bool = False
-    sequence_parallel: bool = False
-    stage: int | None = None
-    dp: int | None = None
-    pp: int | None = None
-    tp: int | None = None
+    backend: str = _option("auto", "for --builtin; labkit is this package's own")
+    bucket_mb: float | None = _option(
+        None, "ddp, mesh: bucket size in MiB; 0 gives each parameter a bucket"
+    )
+    average_every: int | None = _option(
+        None, "ddp: local SGD: average parameters after that many updates, not gradients"
+    )
+    accumulate: int | None = _option(None, "micro-batches per update and synchronisation")
+    amp: str | None = _option(None, "mixed precision; tf32: products of float32 on NVIDIA's GPUs")
+    sync_batch_norm: bool = _option(
+        False, "BatchNorm normalises with the statistics of the global batch"
+    )
+    compress: str | None = _option(None, "ring_all_reduce: compress gradients on the wire")
+    hierarchical: bool = _option(
+        False, "ring_all_reduce, ddp: sum inside each host first, then between"
+    )
+    servers: int | None = _option(None, "parameter_server: ranks that hold parameters")
+    straggler: str | None = _option(None, "1:4.0 makes rank 1 compute four times as slowly")
+    max_staleness: int | None = _option(
+        None, "async_parameter_server: updates by others that a gradient may miss"
+    )
+    devices: str | None = _option(
+        None,
+        "a device per rank, for example cuda:2,cuda:3; data_parallel and model_parallel are "
+        "then one process with a replica or a stage on each",
+    )
+    split_points: str | None = _option(
+        None, "layers K,K that begin a stage; by default an even split by FLOPs"
+    )
+    micro_batches: int | None = _option(None, "pipeline, mesh: micro-batches per batch")
+    schedule: str | None = _option(None, "pipeline, mesh: order of micro-batches")
+    stages_per_rank: int | None = _option(
+        None, "pipeline with schedule interleaved: V short stages on each rank (2)"
+    )
+    recompute: bool = _option(False, "of stages: hold their inputs alone, and run forward again")
+    sequence_parallel: bool = _option(
+        False, "tensor_parallel: divide positions where layers are not cut"
+    )
+    stage: int | None = _option(
+        None, "sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters"
+    )
+    dp: int | None = _option(None, "mesh: replicas of the model, which divide the batch")
+    pp: int | None = _option(None, "mesh: stages of a replica")
+    tp: int | None = _option(None, "mesh: ranks over which each layer of a stage is cut")
 
     def __post_init__(self) -> None:
         given = {setting.name: getattr(self, setting.name) for setting in fields(self)}

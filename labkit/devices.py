@@ -159,5 +159,7 @@ def versions() -> dict[str, str]:
     """The versions of Python and of what results depend on, to be recorded with them."""
     import torch
 
+    import labkit
+
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    return found | {name: version(name) for name in ("numpy", "labkit")}
+    return found | {"numpy": version("numpy"), "labkit": labkit.__version__}

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
+from labkit import __version__
 from labkit.devices import hardware
+from labkit.extras import EXTRAS, absent
 from labkit.gpus import num_gpus, nvidia_smi
 from labkit.units import format_bytes
 
@@ -37,23 +39,38 @@ def main() -> int:
     stops = [name for name in failed if name in STOPS]
     if stops:
         print(f"\nThe course does not run here yet. First fix: {', '.join(stops)}.")
+    elif absent("course"):
+        print(
+            "\nlabkit runs on this machine. The pages of the course need its extra, in the clone: "
+            "pip install -e '.[course]'"
+        )
     else:
         print("\nThe course runs on this machine.")
     return 1 if stops else 0
 
 
 def check_packages() -> str:
-    names = ("labkit", "torch", "torchvision", "matplotlib", "jupyterlab", "ipywidgets", "nbval")
-    return ", ".join(f"{name} {version(name)}" for name in names)
+    names = ("torch", "numpy", "cloudpickle", "safetensors", "psutil")
+    return ", ".join([f"labkit {__version__}", *(f"{name} {version(name)}" for name in names)])
+
+
+def check_extras() -> str:
+    found = []
+    for extra in EXTRAS:
+        lacks = ", ".join(absent(extra))
+        found.append(f"{extra} lacks {lacks}" if lacks else f"{extra} is complete")
+    return "; ".join(found)
 
 
 def check_torch() -> str:
     # What may be absent or broken is imported inside its check.
     import torch
-    import torchvision
 
-    # A build of torchvision for another torch lacks its compiled operators.
-    torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
+    if "torchvision" not in absent("course"):
+        import torchvision
+
+        # A build of torchvision for another torch lacks its compiled operators.
+        torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
     assert torch.distributed.is_gloo_available(), "ranks on the CPU talk over gloo"
     return f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
 
@@ -93,6 +110,7 @@ def check_ranks(device: str = "cpu") -> str:
 CHECKS: dict[str, Callable[[], str]] = {
     "Python": lambda: f"{platform.python_version()} at {sys.executable}",
     "packages": check_packages,
+    "extras": check_extras,
     "torch": check_torch,
     "GPUs": check_gpus,
     "machine": lambda: "{cores} cores, {memory_gb} GB of memory".format(**hardware()),

@@ -22,6 +22,14 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         beside.unlink(missing_ok=True)
 
 
+def user_folder() -> Path:
+    """The user's folder of labkit: in ``XDG_DATA_HOME``, or else in ``~/.local/share``."""
+    folder = os.environ.get("XDG_DATA_HOME", "")
+    if not os.path.isabs(folder):  # the XDG specification ignores relative ones
+        folder = os.path.expanduser("~/.local/share")
+    return Path(folder, "labkit")
+
+
 def check_regular(path: str | Path) -> None:
     """ValueError for a folder, a pipe or a device: to open a pipe could wait forever."""
     if os.path.exists(path) and not os.path.isfile(path):

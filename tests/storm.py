@@ -230,7 +230,9 @@ def kill_and_resume(name: str, kills: int, draw: random.Random) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Storms: runs that are hit by a signal at a random moment."
+    )
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--resume", nargs="*", metavar="NAME", help="all of them if none is named")
     parser.add_argument("--kills", type=int, default=20)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
@@ -11,10 +12,23 @@ from ranks import is_alive, session_of, wait_until
 from safetensors.torch import load_file
 
 from labkit.__main__ import main
+from labkit.config import RunConfig
 
 TRAIN = [sys.executable, "-m", "labkit", "train"]
 PLACED = ["--strategy", "model_parallel", "--devices"]
 QUICK = ["--train-size", "128", "--batch-size", "32"]
+
+
+@pytest.mark.parametrize("flags", [["-I", "-OO"], ["-W", "error"], ["-X", "dev"]])
+def test_each_option_has_a_help_text_whatever_python_does_with_docstrings(flags):
+    words = [sys.executable, *flags, "-m", "labkit", "train", "--help"]
+    # Wide enough for a line per option.
+    environment = os.environ | {"COLUMNS": "500"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    for setting in fields(RunConfig):
+        assert f"--{setting.name.replace('_', '-')} " in done.stdout
+        assert setting.metadata["help"] in done.stdout
 
 
 def test_train_writes_the_promised_object_and_parameters(tmp_path, capsys):

@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,9 +21,9 @@ def raises(error):
 
 
 def test_what_is_missing_or_broken_is_said_line_by_line(tmp_path, monkeypatch, capsys):
-    shutil.copytree(Path(__file__).parents[1] / "data" / "digits", tmp_path / "digits")
+    shutil.copytree(datasets.PACKAGE_DATA / "digits", tmp_path / "digits")
     (tmp_path / "digits" / "t10k-labels-idx1-ubyte").write_bytes(b"")
-    monkeypatch.setattr(datasets, "REPOSITORY_DATA", tmp_path)
+    monkeypatch.setattr(datasets, "PACKAGE_DATA", tmp_path)
     monkeypatch.setattr(doctor, "version", raises(PackageNotFoundError("nbval")))
     monkeypatch.setattr("labkit.training.measured.measure_link", raises(OSError("no\nway")))
     monkeypatch.setattr(doctor, "nvidia_smi", lambda *words: f"printed {' '.join(words)}\n")
@@ -33,7 +32,7 @@ def test_what_is_missing_or_broken_is_said_line_by_line(tmp_path, monkeypatch, c
     assert doctor.main() == 1
     printed = capsys.readouterr().out
     for words in (
-        *("nbval", "t10k-labels-idx1-ubyte", "`git checkout -- data/digits`"),
+        *("nbval", "t10k-labels-idx1-ubyte", "`git checkout -- labkit/workload/data/digits`"),
         *("docker run --shm-size", "printed topo -m\n", "OSError: no way\n"),
         *("make env TORCH=auto", "First fix: digits, ranks talk."),
     ):

@@ -36,7 +36,9 @@ OPEN_MPI = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Labkit's all-reduce bench with MPI as an additional contender."
+    )
     parser.add_argument("--world-size", default="2,4", metavar="N,N")
     parser.add_argument("--sizes", metavar="SIZE,SIZE")
     parser.add_argument("--repeats", type=int, default=50, metavar="N")

@@ -231,7 +231,9 @@ def formula_bytes(formula: str) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Train the same with labkit, PyTorch, Horovod and TensorFlow, and record it."
+    )
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="only these")
     parser.add_argument("--steps", type=int, default=40, help="of each contender")
     parser.add_argument("--repeats", type=int, default=3)

@@ -28,7 +28,7 @@ CELL_TIMEOUT_S = 300
 
 def main(argv: list[str] | None = None) -> int:
     """Execute each file in turn; return the number of notebooks that were not stored."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Run notebooks and store their outputs in place.")
     parser.add_argument("notebooks", nargs="*", type=Path, metavar="FILE")
     tidy_only = "run nothing; only remove the noise from these files"
     parser.add_argument("--tidy", action="store_true", help=tidy_only)

@@ -88,7 +88,9 @@ def page(out: Path, states: dict[str, str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="All figures that a GPU server can show, as one page."
+    )
     parser.add_argument("--out", type=Path, default=Path("gpu-report"))
     parser.add_argument("--minutes", type=float, default=30.0, help="for everything")
     parser.add_argument("--steps", help="only these, by name, separated by commas")

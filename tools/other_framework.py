@@ -62,7 +62,7 @@ CHECKS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Make the environment of another framework.")
     parser.add_argument("framework", choices=FRAMEWORKS)
     parser.add_argument("--python", help="the Python to make it with")
     parser.add_argument("--torch", default="default", help="the build of PyTorch in .venv")

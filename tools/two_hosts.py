@@ -254,7 +254,9 @@ def main() -> None:
     if "WORLD_SIZE" in os.environ and "--rank" in sys.argv:
         labkit.run(be_a_rank, world_size=int(os.environ["WORLD_SIZE"]), device="cpu")
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Train on one host and on two, over cables of several rates."
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", default="data/results/two_hosts", help="FILE without its ending")
     given = parser.parse_args()

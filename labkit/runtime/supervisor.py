@@ -47,6 +47,8 @@ class Supervisor:
     """Starts, watches and ends the ranks of one run; ``lost`` is then as in ``RunResult``."""
 
     def __init__(self, job: Job):
+        # First: in a rank that imports an unguarded script it raises, before a folder is made.
+        warm_up(training=False)
         self.job = job
         self.lost: dict[int, str] = {}
         self.exit_codes: dict[int, int | None] = {}
@@ -58,7 +60,6 @@ class Supervisor:
         self._reporting: dict[int, socket.socket] = {}
         self._arrived: dict[int, bytearray] = {}
         self._looked: object = None
-        warm_up(training=False)
         # Where the ranks meet: in the forkserver's folder, which it removes if its caller cannot.
         self._meeting = f"{multiprocessing.util.get_temp_dir()}/store-{secrets.token_hex(8)}"
         # The first one's imports take their time while the forkserver does its own.

@@ -28,6 +28,7 @@ from labkit.config import (
     parse_straggler,
 )
 from labkit.devices import check_named, plan, print_once
+from labkit.extras import require
 from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import MakeOptimizer, Strategy
@@ -141,6 +142,10 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     for name, known in (("loss", LOSSES), ("optimizer", OPTIMIZERS)):
         if getattr(own, name) is None:
             check_choice(name, getattr(config, name), tuple(known))
+    if config.log_dir is not None:
+        require("tensorboard", "log_dir")
+    if config.augment is not None or config.resize is not None:
+        require("torchvision", "augment or resize")
     work = work_of(config, own, download)
     (inputs, targets), model = work.train.first(_FEW), work.make_model()
     try:

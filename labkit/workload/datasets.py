@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, Subset
 
-from labkit.files import check_regular
+from labkit.extras import require
+from labkit.files import check_regular, user_folder
 from labkit.units import check_choice
 from labkit.workload.samples import Standard, Transform
 
-REPOSITORY_DATA = Path(__file__).resolve().parents[2] / "data"
+# README.md in it says where its files come from, and under which licence.
+PACKAGE_DATA = Path(__file__).resolve().parent / "data"
 # Of digits_augmented: as many as CIFAR has.
 AUGMENTED_SIZE = 50_000
 
@@ -27,9 +29,9 @@ TEXT_LENGTH = 64
 # Images [N, C, H, W] uint8 and targets [N] of the training or the held-out part.
 _Part = tuple[Tensor, Tensor]
 
-# data/make_digits.py wrote them, data/README.md lists them.
+# data/make_digits.py in the clone wrote them.
 _DIGITS_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-_RESTORE = "restore it with `git checkout -- data/{}` in the workbook's folder"
+_RESTORE = "restore it with `git checkout -- labkit/workload/data/{}`, or install labkit again"
 # torchvision's class, and the folder that the class uses in its root.
 _TORCHVISION = {"cifar10": ("CIFAR10", "cifar-10-batches-py"), "mnist": ("MNIST", "MNIST")}
 DATASETS = ("digits", *_TORCHVISION, "digits_augmented", "text")
@@ -79,9 +81,9 @@ def load_dataset(
     """Load data set ``name``, one of ``DATASETS``.
 
     Args:
-        root: the folder to look in. By default the workbook's data/digits for digits; for
-            torchvision's sets that in the environment variable LABKIT_DATA, or data/downloads;
-            data/text for text.
+        root: the folder to look in. By default labkit's own for digits and text; for
+            torchvision's sets that in the environment variable LABKIT_DATA, or labkit/datasets
+            in XDG_DATA_HOME or ~/.local/share.
         download: fetch a set that is missing. Of several processes, let one download it first.
         train_size: keep only the first ``train_size`` training samples; None keeps all.
             ``digits_augmented`` has up to 50,000: the digits, and copies of them that are shifted
@@ -93,12 +95,12 @@ def load_dataset(
     check_choice("data set", name, DATASETS)
     classes = 10
     if name == "text":
-        train, test, classes = _read_text(Path(root or REPOSITORY_DATA / "text"))
+        train, test, classes = _read_text(Path(root or PACKAGE_DATA / "text"))
     elif name in _TORCHVISION:
-        root = root or os.environ.get("LABKIT_DATA") or REPOSITORY_DATA / "downloads"
+        root = root or os.environ.get("LABKIT_DATA") or user_folder() / "datasets"
         train, test = _read_torchvision(name, Path(root), download)
     else:
-        train, test = _read_digits(Path(root or REPOSITORY_DATA / "digits"))
+        train, test = _read_digits(Path(root or PACKAGE_DATA / "digits"))
     num_train = AUGMENTED_SIZE if name == "digits_augmented" else len(train[1])
     if train_size is not None and not 1 <= train_size <= num_train:
         raise ValueError(f"train_size {train_size}: {name} has {num_train} training samples")
@@ -164,6 +166,7 @@ def _multiplied(part: _Part, size: int) -> _Part:
 
 
 def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:
+    require("torchvision", f"data set {name}")
     # Here, and not at the top: the import takes a second in every process.
     import torchvision
 
@@ -234,6 +237,7 @@ def open_folder(
 
 
 def _images_in(folder: Path, resize: int | None, crop: bool) -> Any:
+    require("torchvision", "a folder of images")
     from torchvision.datasets import folder as folders
     from torchvision.transforms import v2
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.extras import require
 from labkit.units import check_choice
 from labkit.workload.transformer import gpt
 
@@ -91,6 +92,7 @@ def small_cnn(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[n
 def mobilenet(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
     """MobileNetV2 (Sandler et al. 2018), torchvision's: 158 tensors, 2.24 million parameters."""
     channels, height, width = input_shape
+    require("torchvision", "model mobilenet")
     # Here, and not at the top: the import takes a second in every process.
     from torchvision.models import mobilenet_v2
 
@@ -125,6 +127,7 @@ def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Mo
 
 def _resnet(name: str, input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
     """ResNet-18 or -50 (He et al. 2016), torchvision's: 11.2 or 23.5 million parameters."""
+    require("torchvision", f"model {name}")
     from torchvision import models
 
     channels, height, width = input_shape

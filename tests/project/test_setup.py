@@ -20,6 +20,7 @@ from labkit import run, strategies
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
+WORKFLOW = ROOT / ".github" / "workflows" / "tests.yml"
 LOCKED = ("requirements.txt", "tools/uv.txt", "tools/cluster.txt")
 LOCKED += ("tools/horovod.txt", "tools/tensorflow.txt", "tools/site.txt")
 
@@ -28,7 +29,7 @@ LOCKED += ("tools/horovod.txt", "tools/tensorflow.txt", "tools/site.txt")
 # ``__init__`` hands names on, by name alone.
 FLOORS = {
     "labkit": [
-        {"errors", "units"},
+        {"errors", "extras", "units"},
         {"files", "gpus", "started"},
         {"schedules", "tracing"},
         {"config", "costs"},
@@ -113,7 +114,8 @@ def room_of(module: str) -> str:
 
 def test_every_dependency_is_pinned_inside_its_range():
     wanted = {f"tools/{name}.txt": pins for name, pins in PYPROJECT["dependency-groups"].items()}
-    wanted["requirements.txt"] = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]
+    extras = PROJECT["optional-dependencies"]
+    wanted["requirements.txt"] = PROJECT["dependencies"] + extras["course"] + extras["test"]
     for name, texts in wanted.items():
         versions = defaultdict(list)
         for requirement, _ in locked(name):
@@ -144,6 +146,25 @@ def test_conda_users_get_the_same_versions():
     assert PROJECT["requires-python"] in str(Requirement(python).specifier)
     # Among files that have hashes pip takes no folder: labkit has a command of its own.
     assert through_pip == {"pip": ["-r requirements.txt"]}
+
+
+def test_each_python_that_is_said_to_work_is_in_range_everywhere():
+    said = [text.rsplit(" ", 1)[1] for text in PROJECT["classifiers"] if "Python :: 3" in text]
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    readme = (ROOT / "README.md").read_text()
+    for version in said:
+        assert version in readme
+        assert Requirement(environment["dependencies"][0]).specifier.contains(f"{version}.0")
+    workflow = yaml.safe_load(WORKFLOW.read_text())
+    tested = workflow["jobs"]["cpu"]["strategy"]["matrix"]["python"]
+    assert set(tested) <= set(said)
+
+
+def test_the_workflow_is_one_that_the_service_takes():
+    schema = ("--builtin-schema", "vendor.github-workflows")
+    command = [sys.executable, "-m", "check_jsonschema", *schema, str(WORKFLOW)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_readme_names_the_two_commands_and_no_unknown_one():

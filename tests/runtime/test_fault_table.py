@@ -42,7 +42,7 @@ from labkit.collectives import (
 )
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.runtime import launch
-from labkit.workload.datasets import load_dataset
+from labkit.workload.datasets import PACKAGE_DATA, load_dataset
 
 TRANSPORTS = ("shared", "gloo")
 ALL_REDUCES = (naive_all_reduce, tree_all_reduce, ring_all_reduce, fast_ring_all_reduce)
@@ -715,9 +715,9 @@ def test_26_data(case):
         raise URLError("Temporary failure in name resolution")
 
     folder, empty = case.folder / "digits", case.folder / "empty"
-    shutil.copytree(Path(__file__).parents[2] / "data" / "digits", folder)
+    shutil.copytree(PACKAGE_DATA / "digits", folder)
     empty.mkdir()
-    images, restore = folder / "train-images-idx3-ubyte", "git checkout -- data/digits"
+    images, restore = folder / "train-images-idx3-ubyte", "labkit/workload/data/digits"
     images.write_bytes(images.read_bytes()[:5000])
     digits = partial(load_dataset, "digits", root=folder)
     mnist = partial(load_dataset, "mnist", root=empty)

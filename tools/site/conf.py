@@ -13,8 +13,8 @@ sys.path.append(str(Path(__file__).parent))
 project, author = "labkit", "the authors of labkit"
 extensions = ["myst_nb", "autoapi.extension", "sphinx.ext.napoleon", "pages"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "data/*.md", "notebooks/*.ipynb", "build/api/**"]
-include_patterns += ["notebooks/scripts/project/*.md"]
+include_patterns = ["*.md", "docs/*.md", "notebooks/*.ipynb", "build/api/**"]
+include_patterns += ["labkit/workload/data/*.md", "notebooks/scripts/project/*.md"]
 exclude_patterns = ["AGENTS.md"]
 
 # The pages as they are stored: nothing runs. Their links name a heading as Jupyter does.

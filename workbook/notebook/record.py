@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from labkit.files import write_atomically
+from labkit.files import user_folder, write_atomically
 from workbook.notebook.pages import current_page
 
 VERSION = 1
@@ -85,10 +85,7 @@ def progress_file() -> tuple[Path | None, str]:
         return None, "LABKIT_PROGRESS=off is set"
     if named:
         return Path(named).expanduser().absolute(), ""
-    folder = os.environ.get("XDG_DATA_HOME", "")
-    if not os.path.isabs(folder):  # the XDG specification ignores relative ones
-        folder = os.path.expanduser("~/.local/share")
-    return Path(folder, "labkit", "progress.json"), ""
+    return user_folder() / "progress.json", ""
 
 
 def read() -> Record:
