@@ -131,7 +131,8 @@ class RunConfig:
         resume: continue from the newest checkpoint in checkpoint_dir, if any
         log_dir: folder for TensorBoard's files
         backend: for --builtin; labkit is this package's own
-        bucket_mb: ddp, mesh: bucket size in MiB; 0 gives each parameter a bucket
+        bucket_mb: ddp, mesh: bucket size in MiB (25), of the first bucket 1 at most; 0 gives each
+            parameter a bucket
         average_every: ddp: local SGD: average parameters after that many updates, not gradients
         accumulate: micro-batches per update and synchronisation
         amp: mixed precision; tf32: products of float32 on NVIDIA's GPUs
