@@ -24,6 +24,7 @@ from labkit.schedules.pipeline import Hop
 from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, State, Strategy
 from labkit.strategies.layer_graphs import LayerGraphs
+from labkit.strategies.recompute import ForwardState
 from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, output_shapes
 
 # A chunk of this rank, and a micro-batch.
@@ -40,8 +41,8 @@ class StagedModel(Strategy):
     dtype.
 
     With ``recompute`` (activation checkpointing; Chen et al., "Training deep nets with sublinear
-    memory cost", 2016, section 4) a forward keeps the stage's input alone, and backward begins
-    with the same forward again. Layers that draw random numbers would draw others.
+    memory cost", 2016, section 4) a forward keeps the stage's input alone (and copies of its
+    buffers), and backward begins with the same forward again: see ``ForwardState``.
 
     Attributes:
         split_points: layers that begin a stage, one fewer than there are stages.
@@ -123,6 +124,7 @@ class StagedModel(Strategy):
         self._entering, self._leaving, self._gradients = (dict[Place, Tensor]() for _ in range(3))
         # What is kept for backwards (``HeldBytes``, ``LayerGraphs``); receives and hops under way.
         self._held: dict[Place, Any] = {}
+        self._before: dict[Place, ForwardState] = {}
         self.coming: dict[tuple[str, int, int], Work] = {}
         self.under_way: list[Work] = []
         for parameter in self.trained:
@@ -142,12 +144,15 @@ class StagedModel(Strategy):
             # A leaf, which collects a gradient if one has to be sent back.
             entering = self._entering[place].requires_grad_(stage > self.first_trained)
             if self.recompute and stage >= self.first_trained:
+                before = ForwardState(self.chunks[chunk], self.comm.device)
+                self._before[place] = before
                 # A copy, because the first layer may work in place.
                 with torch.no_grad():
                     self._leaving[place] = self.run(entering.clone(), chunk)
                 if self._measures:
                     self._held[place] = held = HeldBytes(self.module)
-                    held.keep(entering)
+                    for kept in (entering, *(copy for _, _, copy in before.buffers)):
+                        held.keep(kept)
             else:
                 self._leaving[place] = self._run_for_backward(place)
             if self.num_ranks == 1 and stage + 1 < self.num_stages:
@@ -205,12 +210,9 @@ class StagedModel(Strategy):
             # Of the last stage's output, the loss, there is none.
             gradient = self._gradients.pop(place, None)
             if self.recompute:
-                before = [(each.data, each.clone()) for each in self.chunks[chunk].buffers()]
-                self._leaving[place] = self._run_for_backward(place)
+                with self._before.pop(place).restored():
+                    self._leaving[place] = self._run_for_backward(place)
                 self._note_held()
-                # A BatchNorm has already counted this micro-batch.
-                for buffer, value in before:
-                    buffer.copy_(value)
             entering, leaving = self._entering.pop(place), self._leaving.pop(place)
             if self.cuts_backward:
                 of_input = self._held[place].backward_input(gradient)
