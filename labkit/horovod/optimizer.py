@@ -238,6 +238,7 @@ class Gradients:
         if any(left != self.passes for left in self.left.values()):
             raise WrongOrder(
                 "zero_grad() between backward() and step() or synchronize() would clear gradients "
-                "that are to be reduced: call it after step()"
+                "that are to be reduced: call it after step(), and after an exception in backward "
+                "after synchronize()"
             )
         self.clear(set_to_none)

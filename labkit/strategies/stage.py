@@ -100,7 +100,7 @@ class StagedModel(Strategy):
         self.trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained) if self.trained else None
         self.norm_ranks = range(self.num_ranks)
-        self.held_bytes, self._measures = 0, True
+        self.held_bytes, self._measures, self._is_running = 0, True, False
         self._boundaries: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def lay_out(self, comm: Comm, model: nn.Module) -> Comm:
@@ -114,6 +114,13 @@ class StagedModel(Strategy):
 
         All ranks have the batch: the first stage uses the inputs, the last one the targets.
         """
+        if self._is_running and self.num_ranks > 1:
+            raise ValueError(
+                "an exception has ended this rank's last step before its end: other stages may "
+                "have sent messages of that step, which would be taken for those of this one. "
+                "Begin a new run, for example from a checkpoint"
+            )
+        self._is_running = True
         count = min(micro_batches, len(targets))
         parts = max(1, count)
         self._inputs, self._targets = inputs.tensor_split(parts), targets.tensor_split(parts)
@@ -261,7 +268,7 @@ class StagedModel(Strategy):
             self.coming[hop.recv.kind, hop.recv.micro_batch, hop.recv.chunk] = work
 
     def update(self) -> bool:
-        self._measures = False
+        self._measures = self._is_running = False
         for parameter, stages in self.tied:
             if self.index in stages:
                 gradient = parameter.grad
