@@ -328,9 +328,9 @@ class Sharded(OnShares):
     def full_state(self) -> State:
         values = {}
         for flat in self.flats if self.stage == 3 else ():
-            values |= {id(p): v.cpu() for p, v in zip(flat.parameters, flat.whole(flat.shard))}
+            values |= {p: v.cpu() for p, v in zip(flat.parameters, flat.whole(flat.shard))}
         state = self.model.state_dict(keep_vars=True)
-        return {name: values.get(id(v), v).detach().cpu().clone() for name, v in state.items()}
+        return {name: values.get(v, v).detach().cpu().clone() for name, v in state.items()}
 
     def state(self) -> State:
         """Whole tensors, as from any technique: each flat's from one rank, in turn."""

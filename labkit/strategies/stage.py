@@ -82,7 +82,7 @@ class StagedModel(Strategy):
         self.first_trained = trains.index(True)
         by_rank = [stages[rank :: self.num_ranks] for rank in range(self.num_ranks)]
         self.tied = tied_parameters([nn.ModuleList(held) for held in by_rank])
-        self.counted_elsewhere = {id(p) for p, places in self.tied if self.index != places[0]}
+        self.counted_elsewhere = {p for p, places in self.tied if self.index != places[0]}
         # By name of a parameter or buffer, the rank that holds it.
         self.rank_of = {
             f"{name}.{key}": stage % self.num_ranks
@@ -94,9 +94,9 @@ class StagedModel(Strategy):
         self.module = nn.Sequential(*self.chunks).to(comm.device).train()
         state = model.state_dict(keep_vars=True)
         self.tensors = {key: state[key] for key, s in self.rank_of.items() if s == self.index}
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = {p: name for name, p in model.named_parameters()}
         mine = [value for value in self.tensors.values() if isinstance(value, nn.Parameter)]
-        self.parameters = {names[id(p)]: p for p in mine}
+        self.parameters = {names[p]: p for p in mine}
         self.trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained) if self.trained else None
         self.norm_ranks = range(self.num_ranks)
