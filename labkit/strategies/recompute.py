@@ -7,7 +7,7 @@ gradient would be that of another forward than the one whose output was sent on.
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -26,46 +26,40 @@ class ForwardState:
     """
 
     def __init__(self, module: nn.Module, device: torch.device):
-        self.device, self.generators = device, generator_states(device)
+        # Of each generator what gets its state, what sets it, and the state.
+        self.generators: list[tuple[Any, Any, Any]] = [
+            (torch.get_rng_state, torch.set_rng_state, torch.get_rng_state()),
+            (random.getstate, random.setstate, random.getstate()),
+            (np.random.get_state, np.random.set_state, np.random.get_state()),
+        ]
+        if device.type == "cuda":
+            get_state = partial(torch.cuda.get_rng_state, device)
+            set_state = partial(torch.cuda.set_rng_state, device=device)
+            self.generators.append((get_state, set_state, get_state()))
         copies: dict[Tensor, Tensor] = {}  # one for all layers that share a buffer
-        self.buffers: list[tuple[nn.Module, str, Tensor]] = []
-        for layer in module.modules():
-            for name, buffer in layer.named_buffers(recurse=False):
-                copy = copies.setdefault(buffer, buffer.clone())
-                self.buffers.append((layer, name, copy))
+        self.buffers = [
+            (layer, name, copies.setdefault(buffer, buffer.clone()))
+            for layer in module.modules()
+            for name, buffer in layer.named_buffers(recurse=False)
+        ]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """A context in which all is as it was; after it all is as before it.
+        """A context in which all is as it was; after it, all is as before it.
 
         The layers have the copies meanwhile: what autograd keeps of them is never changed again.
         """
-        after = generator_states(self.device)
-        buffers = [(layer, name, getattr(layer, name)) for layer, name, _ in self.buffers]
+        self._swap()
         try:
-            restore(self.generators)
-            for layer, name, copy in self.buffers:
-                setattr(layer, name, copy)
             yield
         finally:
-            restore(after)
-            for layer, name, buffer in buffers:
-                setattr(layer, name, buffer)
+            self._swap()
 
-
-def generator_states(device: torch.device) -> list[tuple[Callable[[Any], object], Any]]:
-    """The states of all generators that a forward on ``device`` uses, each after what sets it."""
-    states: list[tuple[Callable[[Any], object], Any]] = [
-        (torch.set_rng_state, torch.get_rng_state()),
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-    ]
-    if device.type == "cuda":
-        set_on_gpu = partial(torch.cuda.set_rng_state, device=device)
-        states.append((set_on_gpu, torch.cuda.get_rng_state(device)))
-    return states
-
-
-def restore(states: list[tuple[Callable[[Any], object], Any]]) -> None:
-    for set_state, state in states:
-        set_state(state)
+    def _swap(self) -> None:
+        """Exchange what is kept here for what there is now."""
+        for number, (get_state, set_state, state) in enumerate(self.generators):
+            self.generators[number] = get_state, set_state, get_state()
+            set_state(state)
+        for number, (layer, name, kept) in enumerate(self.buffers):
+            self.buffers[number] = layer, name, getattr(layer, name)
+            setattr(layer, name, kept)

@@ -25,14 +25,15 @@ et al., "GQA" (2023), section 2.2.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from labkit.comm.comm import Comm
-from labkit.comm.work import Work, work_queue_of
+from labkit.comm.transport import describe
+from labkit.comm.work import work_queue_of
 from labkit.schedules.ring import attention_chunks
 
 # By rank: one or two chunks of the sequence.
@@ -65,18 +66,13 @@ def ring_attention(
     ranks = range(comm.world_size)
     chunks = [attention_chunks(rank, comm.world_size, length, zigzag) for rank in ranks]
     positions = sum(len(chunk) for chunk in chunks[comm.rank])
-    if not q.shape[2] == k.shape[2] == v.shape[2] == positions:
+    groups, rest = divmod(q.shape[1], k.shape[1])
+    repeated = len(k), groups * k.shape[1], positions, k.shape[3]
+    if rest or q.shape != repeated or k.shape != v.shape or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"q, k, v have {q.shape[2]}, {k.shape[2]}, {v.shape[2]} positions: rank {comm.rank} "
-            f"of {comm.world_size} has {positions} of {length}"
-        )
-    groups = q.shape[1] // max(1, k.shape[1])
-    repeated = len(k), groups * k.shape[1], *k.shape[2:]
-    if q.shape != repeated or k.shape != v.shape or not q.dtype == k.dtype == v.dtype:
-        shapes = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (q, k, v))
-        raise ValueError(
-            f"q, k, v are {shapes}: give all three one dtype, and one shape [n, heads, t, d], in "
-            "which k and v may have fewer heads, a number that divides that of q"
+            f"q is {describe(q)}, k {describe(k)}, v {describe(v)}: all three need one dtype, "
+            f"n, d and the {positions} of {length} positions of rank {comm.rank} of "
+            f"{comm.world_size}; k and v may have fewer heads, a number that divides that of q"
         )
     by_group = q.unflatten(1, (k.shape[1], groups))
     return _RingAttention.apply(by_group, k, v, comm, chunks, causal).flatten(1, 2)
@@ -111,30 +107,31 @@ def travelling(comm: Comm, block: Tensor, sizes: Sequence[int]) -> Iterator[tupl
     """Each block [x, n, k, u, d] with its rank, this rank's own first; the next is under way."""
     for step in range(comm.world_size - 1):
         owner = (comm.rank - step) % comm.world_size
-        under_way = pass_on(comm, block, sizes[owner - 1])
+        receive = pass_on(comm, block, sizes[owner - 1])
         yield owner, block
-        block = arrived(comm, *under_way)
+        block = receive()
     yield (comm.rank + 1) % comm.world_size, block
 
 
-def pass_on(comm: Comm, block: Tensor, positions: int) -> tuple[Work, Tensor]:
-    """Begin to send a block to the right; returns the receive from the left, and its tensor."""
+def pass_on(comm: Comm, block: Tensor, positions: int) -> Callable[[], Tensor]:
+    """Begin to send a block to the right; returns what waits for the one from the left."""
     right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    if right == comm.rank:
+        return lambda: block
     incoming = block.new_empty((*block.shape[:3], positions, block.shape[-1]))
+    work = work_queue_of(comm).add(
+        "ring_attention",
+        lambda comm: comm.exchange(block, right, incoming, left),
+        [block],
+        [incoming],
+    )
 
-    def exchange(comm: Comm) -> None:
-        if comm.world_size == 1:
-            incoming.copy_(block)
-        else:
-            comm.exchange(block, right, incoming, left)
+    def receive() -> Tensor:
+        with comm.span("wait"):
+            work.wait()
+        return incoming
 
-    return work_queue_of(comm).add("ring_attention", exchange, [block], [incoming]), incoming
-
-
-def arrived(comm: Comm, work: Work, incoming: Tensor) -> Tensor:
-    with comm.span("wait"):
-        work.wait()
-    return incoming
+    return receive
 
 
 class _RingAttention(torch.autograd.Function):
@@ -170,7 +167,7 @@ class _RingAttention(torch.autograd.Function):
         comm, scale = ctx.comm, 1 / math.sqrt(q.shape[-1])
         gradient = wide(gradients[0])
         of_q, mean = torch.zeros_like(wide(q)), (gradient * output).sum(dim=-1, keepdim=True)
-        under_way: list[tuple[Work, Tensor]] = []
+        receive: Callable[[], Tensor] | None = None
         title = "ring_attention backward"
         with comm.collective(title), torch.autocast(q.device.type, enabled=False):
             for owner, block in travelling(comm, torch.stack([k, v]), ctx.sizes):
@@ -188,10 +185,11 @@ class _RingAttention(torch.autograd.Function):
                         # A group's queries have met the same keys and values.
                         of_block[0][..., columns, :] += (of_scores.mT @ queries).sum(2)
                         of_block[1][..., columns, :] += (weights.mT @ of_output).sum(2)
-                if under_way:
-                    of_block += arrived(comm, *under_way.pop())
-                under_way.append(pass_on(comm, of_block, ctx.sizes[owner - 1]))
-            of_k, of_v = arrived(comm, *under_way.pop()).to(k.dtype)
+                if receive:
+                    of_block += receive()
+                receive = pass_on(comm, of_block, ctx.sizes[owner - 1])
+            assert receive
+            of_k, of_v = receive().to(k.dtype)
         return of_q.to(q.dtype), of_k, of_v, None, None, None
 
 
