@@ -164,9 +164,11 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, log_sum = ctx.saved_tensors
-        comm, scale = ctx.comm, 1 / math.sqrt(q.shape[-1])
+        comm = ctx.comm
+        scale = 1 / math.sqrt(q.shape[-1])
         gradient = wide(gradients[0])
-        of_q, mean = torch.zeros_like(wide(q)), (gradient * output).sum(dim=-1, keepdim=True)
+        mean = (gradient * output).sum(dim=-1, keepdim=True)
+        of_q = torch.zeros_like(wide(q))
         receive: Callable[[], Tensor] | None = None
         title = "ring_attention backward"
         with comm.collective(title), torch.autocast(q.device.type, enabled=False):
@@ -196,7 +198,8 @@ class _RingAttention(torch.autograd.Function):
 def _seen(ctx: Any, owner: int) -> tuple[slice, slice] | None:
     """The queries of this rank and the keys of ``owner`` that meet; None if there are none."""
     rank, size = ctx.comm.rank, ctx.sizes
-    rows, columns = slice(0, size[rank]), slice(0, size[owner])
+    rows = slice(0, size[rank])
+    columns = slice(0, size[owner])
     if ctx.causal and owner < rank:
         # All queries are later than its early keys, and earlier than its late ones.
         columns = slice(0, len(ctx.chunks[owner][0]))

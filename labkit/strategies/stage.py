@@ -100,7 +100,8 @@ class StagedModel(Strategy):
         self.trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained) if self.trained else None
         self.norm_ranks = range(self.num_ranks)
-        self.held_bytes, self._measures, self._is_running = 0, True, False
+        self.held_bytes, self._measures = 0, True
+        self._is_running = False  # a step
         self._boundaries: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def lay_out(self, comm: Comm, model: nn.Module) -> Comm:
@@ -268,7 +269,8 @@ class StagedModel(Strategy):
             self.coming[hop.recv.kind, hop.recv.micro_batch, hop.recv.chunk] = work
 
     def update(self) -> bool:
-        self._measures = self._is_running = False
+        self._measures = False
+        self._is_running = False
         for parameter, stages in self.tied:
             if self.index in stages:
                 gradient = parameter.grad
