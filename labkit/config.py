@@ -146,7 +146,7 @@ class RunConfig:
     )
     resize: int | None = _option(None, "scale images to this height and width, such as 224")
     weights: str | None = _option(
-        None, "start from the parameters in this file: safetensors or .pt"
+        None, "start from the parameters in this file or folder: safetensors, .pt, shards"
     )
     freeze: str | None = _option(
         None, "layers A,A that are not trained; features: all but the last"
@@ -160,7 +160,9 @@ class RunConfig:
 
     backend: str = _option("auto", "for --builtin; labkit is this package's own")
     bucket_mb: float | None = _option(
-        None, "ddp, mesh: bucket size in MiB; 0 gives each parameter a bucket"
+        None,
+        "ddp, mesh: bucket size in MiB (25), of the first bucket 1 at most; 0 gives each "
+        "parameter a bucket",
     )
     average_every: int | None = _option(
         None, "ddp: local SGD: average parameters after that many updates, not gradients"

@@ -126,7 +126,10 @@ def be_a_rank(comm: Comm) -> None:
 def one_step(
     comm: Comm, name: str, model: nn.Module, inputs: Tensor, targets: Tensor
 ) -> tuple[float, dict[str, float]]:
-    """Seconds of a contender's second step, and those of this rank's own parts of it."""
+    """Seconds of a contender's third step, and those of this rank's own parts of it.
+
+    In its second step PyTorch's DDP lays out its buckets.
+    """
     _, kind, options = CONTENDERS[name]
     strategy = strategies.get(kind, builtin=name.startswith("PyTorch"))(**options)
     # Ranks that are dealt out to the hosts in turn: every message of the ring crosses.
@@ -135,6 +138,7 @@ def one_step(
     mine = model if isinstance(strategy, RingAllReduce) else copy.deepcopy(model)
     strategy.setup(own, mine, partial(torch.optim.SGD, lr=1e-3))
     step = partial(strategy.step, inputs, targets, len(inputs) * comm.world_size)
+    step()
     step()
     before = len(comm.session.spans())
     seconds = slowest(comm, step)

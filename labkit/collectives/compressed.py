@@ -90,8 +90,9 @@ class TopK:
     count. Ranks gather all values and indices, P k of each, and add them in the order of ranks.
 
     The residual is a sum of past gradients of this rank: gradients must not be rescaled between
-    updates, and a NaN never leaves it. Sources: Stich et al. (2018), "Sparsified SGD with memory",
-    algorithm 1; Lin et al. (2018), "Deep gradient compression", without its momentum correction.
+    updates, and a NaN never leaves it. 16-bit floats are kept, sent and added up as float32.
+    Sources: Stich et al. (2018), "Sparsified SGD with memory", algorithm 1; Lin et al. (2018),
+    "Deep gradient compression", without its momentum correction.
 
     Attributes:
         residual: [N], the values not sent yet; None before the first call.
@@ -103,9 +104,10 @@ class TopK:
     @torch.no_grad()
     def __call__(self, comm: Comm, flat: Tensor) -> Tensor:
         """Replace ``flat`` [N] by the sum of the elements that ranks send. Messages P - 1."""
+        wide = Reduction.of("sum", flat).wide
         with comm.span("compress"):
             if self.residual is None:
-                self.residual = torch.zeros_like(flat)
+                self.residual = torch.zeros_like(flat, dtype=wide)
             self.residual += flat
             # 1 % of the elements, rounded down, at least 1 (0 of an empty gradient).
             kept = min(flat.numel(), max(1, flat.numel() // 100))
@@ -113,15 +115,15 @@ class TopK:
             values = self.residual[indices]
             self.residual[indices] = 0
             # One message, not two: the indices travel as integers of the values' size.
-            integers = torch.int64 if flat.dtype == torch.float64 else torch.int32
+            integers = torch.int64 if wide == torch.float64 else torch.int32
             packed = torch.cat([values.view(integers), indices.to(integers)])
         everyone = all_gather(comm, packed)
         with comm.span("compress"):
-            flat.zero_()
+            total = torch.zeros_like(flat, dtype=wide)
             for packed in everyone:
                 values, indices = packed.chunk(2)
-                flat.index_add_(0, indices.long(), values.view(flat.dtype))
-        return flat
+                total.index_add_(0, indices.long(), values.view(wide))
+        return flat.copy_(total)
 
 
 @torch.no_grad()
@@ -149,7 +151,7 @@ def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
             "the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()"
         )
     mine = tensor.detach().coalesce()
-    Reduction.of(op, mine.values())
+    wide = Reduction.of(op, mine.values()).wide
     with torch.no_grad(), comm.collective("sparse_all_reduce", None, f"{list(tensor.shape)}"):
         everyone = all_gather(comm, torch.tensor(len(mine.values())))
         counts = [int(count) for count in everyone]
@@ -160,6 +162,8 @@ def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
             everyone = all_gather(comm, padded)
             found.append(torch.cat([some[:count] for some, count in zip(everyone, counts)]))
         indices, values = found
-        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+        total = torch.sparse_coo_tensor(
+            indices.t(), values.to(wide), tensor.shape, check_invariants=False
+        )
         # Copying into tensor.detach() would replace the entries of that detached tensor only.
-        return tensor.copy_(total.coalesce())
+        return tensor.copy_(total.coalesce().to(tensor.dtype))

@@ -95,15 +95,17 @@ class Card:
         with self._between_threads:
             if lock is not None and not lock.wait(_LOCK_PATIENCE_S):
                 raise PeerLostError("a rank of this host ended while it used the host's card")
-            for side, num_bytes in enumerate((out_bytes, in_bytes)):
-                if num_bytes is not None:
-                    free_s = max(now_s, self.free_s[side].item())
-                    free_s += num_bytes / self.link.bandwidth_bytes_per_s
-                    # A card of one rank is busy during the latency, too.
-                    self.free_s[side] = free_s + (latency_s if lock is None else 0.0)
-                    end_s = max(end_s, free_s + latency_s)
-            if lock is not None:
-                lock.post()
+            try:
+                for side, num_bytes in enumerate((out_bytes, in_bytes)):
+                    if num_bytes is not None:
+                        free_s = max(now_s, self.free_s[side].item())
+                        free_s += num_bytes / self.link.bandwidth_bytes_per_s
+                        # A card of one rank is busy during the latency, too.
+                        self.free_s[side] = free_s + (latency_s if lock is None else 0.0)
+                        end_s = max(end_s, free_s + latency_s)
+            finally:
+                if lock is not None:
+                    lock.post()
         return end_s
 
     def carry(

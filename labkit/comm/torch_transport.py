@@ -90,7 +90,7 @@ class TorchTransport(Transport):
         """Receive into ``tensor`` while the block runs."""
         tag = self._tag(tensor)
         with self._landing(tensor) as landing:
-            if ahead := _ahead.pop((id(self._group), src, tag), None):
+            if ahead := _ahead.pop((self._group, src, tag), None):
                 yield
                 landing.copy_(ahead.take())
             else:
@@ -103,7 +103,7 @@ class TorchTransport(Transport):
             return super().arrived(tensor, sources)
         tag, found = self._tag(tensor), {}
         for source in sources:
-            key = id(self._group), source, tag
+            key = self._group, source, tag
             if key not in _ahead:
                 _ahead[key] = _Ahead(self._group, tensor.nbytes, source, tag)
             if not _ahead[key].is_alive():
@@ -195,8 +195,8 @@ class _Ahead(threading.Thread):
         return self._landing
 
 
-# By the id of a process group, source and tag.
-_ahead: dict[tuple[int, int, int], _Ahead] = {}
+# By process group, source and tag.
+_ahead: dict[tuple[Any, int, int], _Ahead] = {}
 
 
 def close_arrivals() -> None:

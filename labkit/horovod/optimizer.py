@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from labkit.collectives.common import Reduction
 from labkit.horovod.negotiator import Handle, engine
 from labkit.units import check_integer
 
@@ -60,7 +61,9 @@ def sparse_allreduce_async(tensor: Tensor, name: str | None = None, op: str = Av
     where = engine().submit("allgather", indices, mine.indices().t(), torch.cat)
 
     def take(parts: list[Tensor]) -> Tensor:
-        found = torch.cat(parts) / (len(parts) if op == Average else 1)
+        # 16-bit floats are added up in float32.
+        wide = Reduction.of("sum", mine.values()).wide
+        found = torch.cat(parts).to(wide) / (len(parts) if op == Average else 1)
         summed = torch.sparse_coo_tensor(where.wait().t(), found, tensor.shape).coalesce()
         return summed.to(tensor.device, tensor.dtype)
 
@@ -238,6 +241,7 @@ class Gradients:
         if any(left != self.passes for left in self.left.values()):
             raise WrongOrder(
                 "zero_grad() between backward() and step() or synchronize() would clear gradients "
-                "that are to be reduced: call it after step()"
+                "that are to be reduced: call it after step(), and after an exception in backward "
+                "after synchronize()"
             )
         self.clear(set_to_none)

@@ -89,6 +89,17 @@ def chunk_bounds(num_elements: int, world_size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
 
 
+def attention_chunks(rank: int, world_size: int, length: int, zigzag: bool = False) -> list[range]:
+    """The positions of a sequence that a rank has in ring attention: one chunk of P.
+
+    With ``zigzag`` chunks r and 2 P - 1 - r of 2 P. Chunks may be empty.
+    """
+    if not zigzag:
+        return [range(*chunk_bounds(length, world_size)[rank])]
+    bounds = chunk_bounds(length, 2 * world_size)
+    return [range(*bounds[rank]), range(*bounds[2 * world_size - 1 - rank])]
+
+
 def ring_contributions(world_size: int) -> list[list[list[frozenset[int]]]]:
     """Which ranks' values each chunk contains: [state][rank][chunk] -> the ranks already summed.
 

@@ -19,7 +19,7 @@ Sources: Pascanu et al., "On the difficulty of training recurrent neural network
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -94,7 +94,7 @@ class Strategy:
         loss: (outputs, targets) -> the sum over the samples. The loop sets it, and ``clip_norm``.
         optimizer, trained: of this rank (None where it makes no updates), and what it changes.
         norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
-        counted_elsewhere: by ``id``, the parameters whose norm another of these ranks counts.
+        counted_elsewhere: the parameters whose norm another of these ranks counts.
         model: this rank's whole model, on ``comm.device``. A technique that does not hold it there
             overrides ``run`` or ``predict``, ``full_state`` and ``held``.
     """
@@ -115,7 +115,7 @@ class Strategy:
     devices: Sequence[Any] = ()
     optimizer: Any = None
     norm_ranks: Sequence[int] = ()
-    counted_elsewhere: Iterable[int] = ()
+    counted_elsewhere: Collection[Tensor] = frozenset()
     trained: list[nn.Parameter]
     comm: Comm
     model: nn.Module
@@ -178,7 +178,7 @@ class Strategy:
             norm = torch.zeros(())
             if self.clip_norm is not None or self.scaler.enabled:
                 self.scaler.unscale(gradients)
-                mine = [p.grad for p in self.trained if id(p) not in self.counted_elsewhere]
+                mine = [p.grad for p in self.trained if p not in self.counted_elsewhere]
                 norm = get_total_norm([g for g in mine if g is not None and g.numel()]).double()
                 if self.norm_ranks:
                     square = norm.square().to(self.comm.device)
@@ -314,8 +314,15 @@ def lay_end_to_end(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
     One message carries all of it, and it can be cut anywhere. Returns values [N] and gradients
     [N], zeros, to which backward adds: the parameters' ``grad`` are views. Reset them with
-    ``gradients.zero_()``: an optimizer's ``zero_grad`` would remove the views.
+    ``gradients.zero_()``: an optimizer's ``zero_grad`` would remove the views. ValueError for
+    tensors of several dtypes.
     """
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"parameters and buffers of {', '.join(sorted(dtypes))} cannot lie end to end in one "
+            "tensor: give all of them one dtype, or use ddp, ring_all_reduce or sharded"
+        )
     values = torch.cat([tensor.detach().flatten() for tensor in tensors])
     gradients = torch.zeros_like(values)
     sizes = [tensor.numel() for tensor in tensors]

@@ -69,6 +69,9 @@ class NaiveDDP(nn.Module):
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        # (Activation checkpointing may call it inside a backward.)
+        if torch._C._current_graph_task_id() == -1:
+            self._forget_broken_backward()
         return self.module(*inputs, **keywords)
 
     @contextlib.contextmanager
@@ -89,8 +92,21 @@ class NaiveDDP(nn.Module):
             return
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self.end_backward)
+            Variable._execution_engine.queue_callback(self._on_end)
         self.gradient_ready(parameter)
+
+    def _on_end(self) -> None:
+        self._in_backward = False
+        self.end_backward()
+
+    def _forget_broken_backward(self) -> None:
+        """Begin anew if an exception has ended the last backward: PyTorch calls no ``_on_end``."""
+        if self._in_backward:
+            self._in_backward = False
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Called before a backward if the last one was not completed."""
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Called when backward has computed a gradient; this class waits until backward ends."""
@@ -98,7 +114,7 @@ class NaiveDDP(nn.Module):
     @torch.no_grad()
     def end_backward(self) -> None:
         """Called when backward has ended; call it on a rank without samples, in its place."""
-        self._in_backward = False
+        self._forget_broken_backward()
         self.sum_gradients()
         for buffer in self.module.buffers():
             broadcast(self.comm, buffer)
@@ -148,6 +164,10 @@ class BucketedDDP(NaiveDDP):
             for parameter in tuple(bucket.missing):
                 bucket.take(parameter)
             self._launch(bucket, is_waited_for=True)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Wait for all that was sent; then all gradients are missing again."""
         with self.comm.span("wait"):
             for work in self._launched:
                 work.wait()

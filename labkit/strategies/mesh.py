@@ -103,8 +103,8 @@ class Mesh(Pipeline):
         first = self.data.rank * self.pp * self.tp
         self.norm_ranks = range(first, first + self.pp * self.tp)
         if self.tensor.rank > 0:
-            uncut = (p for p in self.trained if p not in self.group.cuts)
-            self.counted_elsewhere = {*self.counted_elsewhere, *map(id, uncut)}
+            uncut = {p for p in self.trained if p not in self.group.cuts}
+            self.counted_elsewhere = uncut.union(self.counted_elsewhere)
         sizes = [p.numel() * p.element_size() for p in self.trained]
         kinds = [p.dtype for p in self.trained]
         assigned = assign_buckets(sizes, self.bucket_mb * MIB, kinds=kinds) if self.dp > 1 else []

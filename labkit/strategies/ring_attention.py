@@ -3,35 +3,45 @@
 Rank r keeps the queries of its block of the sequence, and in P steps all keys and values come by:
 
 1. **Attend** to the block that is here, at first the rank's own. 2. **Pass it on** to rank r + 1,
-and receive that of rank r - 1.
+and receive that of rank r - 1, while step 1 goes on.
 
 The softmax is computed as the keys come. Of those so far a query has the highest score m, the sum
 l of exp(score - m), and o, the sum of exp(score - m) value. If a block raises m, what was summed
 shrinks by exp(old m - new m). The result is o / l. Backward computes the weights again, from
-m + log l; the blocks travel with the gradients of their keys and values, to which every rank adds
-its part, and one more step takes these home. In all a rank sends 2 (P - 1) blocks forward and
-4 (P - 1) + 2 backward, and what it holds falls as 1 / P. With a causal mask later blocks are not
-computed: the last rank has the most to do.
+m + log l; beside the blocks travel the gradients of their keys and values, to which every rank
+adds its part, and one more step takes these home. In all a rank sends 2 (P - 1) blocks forward and
+4 (P - 1) + 2 backward, and what it holds falls as 1 / P. 16-bit blocks travel as they are; sums,
+and the gradients that travel, are float32, or each block would add a rounding.
 
-Symbols: P ranks, T positions in all, t of this rank; n samples, h heads, d numbers per head.
+With a causal mask later blocks are not computed: the last rank has the most to do. With **zigzag**
+each rank has an early and a late chunk, and all have as much: ``schedules.ring.attention_chunks``.
+
+Symbols: P ranks, T positions in all, t of this rank; n samples, h heads of queries, k of keys and
+values, each for h / k of queries (grouped queries), d numbers per head.
 Sources: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for near-infinite
 context" (2023), section 3; Milakov and Gimelshein, "Online normalizer calculation for softmax"
-(2018), algorithm 3; Rabe and Staats, "Self-attention does not need O(n^2) memory" (2021).
+(2018), algorithm 3; Rabe and Staats, "Self-attention does not need O(n^2) memory" (2021); Ainslie
+et al., "GQA" (2023), section 2.2.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from labkit.comm.comm import Comm
-from labkit.schedules.ring import chunk_bounds
+from labkit.comm.transport import describe
+from labkit.comm.work import work_queue_of
+from labkit.schedules.ring import attention_chunks
+
+# By rank: one or two chunks of the sequence.
+Chunks = list[list[range]]
 
 
 class Running(NamedTuple):
-    """The softmax over the keys so far: m and l [n, h, t, 1], o [n, h, t, d]."""
+    """The softmax over the keys so far: m and l [..., t, 1], o [..., t, d]."""
 
     highest: Tensor
     total: Tensor
@@ -39,24 +49,37 @@ class Running(NamedTuple):
 
 
 def ring_attention(
-    comm: Comm, q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool = True
+    comm: Comm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: int,
+    causal: bool = True,
+    zigzag: bool = False,
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks, [n, h, t, d]; differentiable.
 
-    ``q``, ``k`` and ``v`` [n, h, t, d] are the positions ``chunk_bounds(length, P)[rank]`` of
-    ``length`` = T, else ValueError; t may be 0. ``causal``: none sees a later position.
+    ``q`` [n, h, t, d], ``k`` and ``v`` [n, k, t, d] are the positions ``attention_chunks(rank, P,
+    length, zigzag)`` of ``length`` = T, else ValueError; t may be 0. ``causal``: none sees a later
+    position.
     """
-    sizes = [end - start for start, end in chunk_bounds(length, comm.world_size)]
-    if not q.shape == k.shape == v.shape or q.shape[2] != sizes[comm.rank]:
+    ranks = range(comm.world_size)
+    chunks = [attention_chunks(rank, comm.world_size, length, zigzag) for rank in ranks]
+    positions = sum(len(chunk) for chunk in chunks[comm.rank])
+    groups, rest = divmod(q.shape[1], k.shape[1])
+    repeated = len(k), groups * k.shape[1], positions, k.shape[3]
+    if rest or q.shape != repeated or k.shape != v.shape or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"q, k, v have {q.shape[2]}, {k.shape[2]}, {v.shape[2]} positions: rank {comm.rank} "
-            f"of {comm.world_size} has {sizes[comm.rank]} of {length}"
+            f"q is {describe(q)}, k {describe(k)}, v {describe(v)}: all three need one dtype, "
+            f"n, d and the {positions} of {length} positions of rank {comm.rank} of "
+            f"{comm.world_size}; k and v may have fewer heads, a number that divides that of q"
         )
-    return _RingAttention.apply(q, k, v, comm, sizes, causal)
+    by_group = q.unflatten(1, (k.shape[1], groups))
+    return _RingAttention.apply(by_group, k, v, comm, chunks, causal).flatten(1, 2)
 
 
 def attend_block(running: Running, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Running:
-    """The running softmax of queries [n, h, t, d] after one more block of keys [n, h, u, d].
+    """The running softmax of queries [..., t, d] after one more block of keys [..., u, d].
 
     ``causal`` is for a rank's own block, which comes first, so that every query has seen a key.
     """
@@ -64,73 +87,125 @@ def attend_block(running: Running, q: Tensor, k: Tensor, v: Tensor, causal: bool
     highest = torch.maximum(running.highest, scores.amax(dim=-1, keepdim=True))
     weights, shrunk = (scores - highest).exp(), (running.highest - highest).exp()
     total = running.total * shrunk + weights.sum(dim=-1, keepdim=True)
-    return Running(highest, total, running.output * shrunk + weights @ v)
+    return Running(highest, total, running.output * shrunk + weights @ wide(v))
 
 
 def scores_of(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q k / sqrt(d), [n, h, t, u]; with ``causal`` minus infinity for a later key."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    """q k / sqrt(d), [..., t, u]; with ``causal`` minus infinity for a later key."""
+    scores = wide(q) @ wide(k).mT / math.sqrt(q.shape[-1])
     if causal:
-        scores += torch.full_like(scores[0, 0], -math.inf).triu(1)
+        scores += scores.new_full(scores.shape[-2:], -math.inf).triu(1)
     return scores
 
 
-def travelling(comm: Comm, held: Tensor, sizes: list[int]) -> Iterator[tuple[int, Tensor]]:
-    """Each block [x, n, h, t, d] with its number, this rank's own, ``held``, first."""
-    for step in range(comm.world_size):
-        block = (comm.rank - step) % comm.world_size
-        held = pass_on(comm, held, sizes[block]) if step else held
-        yield block, held
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype of sums: float32 instead of 16 bits."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
-def pass_on(comm: Comm, held: Tensor, positions: int) -> Tensor:
-    """Send a block to the right; returns the one from the left, which has ``positions``."""
-    if comm.world_size == 1:
-        return held
+def travelling(comm: Comm, block: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Each block [x, n, k, u, d] with its rank, this rank's own first; the next is under way."""
+    for step in range(comm.world_size - 1):
+        owner = (comm.rank - step) % comm.world_size
+        receive = pass_on(comm, block, sizes[owner - 1])
+        yield owner, block
+        block = receive()
+    yield (comm.rank + 1) % comm.world_size, block
+
+
+def pass_on(comm: Comm, block: Tensor, positions: int) -> Callable[[], Tensor]:
+    """Begin to send a block to the right; returns what waits for the one from the left."""
     right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    incoming = held.new_empty((*held.shape[:3], positions, held.shape[-1]))
-    return comm.exchange(held, right, incoming, left)
+    if right == comm.rank:
+        return lambda: block
+    incoming = block.new_empty((*block.shape[:3], positions, block.shape[-1]))
+    work = work_queue_of(comm).add(
+        "ring_attention",
+        lambda comm: comm.exchange(block, right, incoming, left),
+        [block],
+        [incoming],
+    )
+
+    def receive() -> Tensor:
+        with comm.span("wait"):
+            work.wait()
+        return incoming
+
+    return receive
 
 
 class _RingAttention(torch.autograd.Function):
+    """Queries are [n, k, h / k, t, d] here: by the head of the keys that they meet."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, sizes: list[int], causal: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, chunks: Chunks, causal: bool
     ) -> Tensor:
-        ctx.comm, ctx.sizes, ctx.causal = comm, sizes, causal
-        nothing = q.new_zeros((*q.shape[:3], 1))
-        running = Running(nothing - math.inf, nothing, torch.zeros_like(q))
-        with comm.collective("ring_attention"):
-            for block, (keys, values) in travelling(comm, torch.stack([k, v]), sizes):
-                if _is_seen(ctx, block):
+        ctx.comm, ctx.chunks, ctx.causal = comm, chunks, causal
+        ctx.sizes = [sum(len(chunk) for chunk in of_rank) for of_rank in chunks]
+        nothing = torch.zeros_like(wide(q[..., :1]))
+        running = Running(nothing - math.inf, nothing, torch.zeros_like(wide(q)))
+        # (Autocast would round the products to 16 bits.)
+        with comm.collective("ring_attention"), torch.autocast(q.device.type, enabled=False):
+            for owner, block in travelling(comm, torch.stack([k, v]), ctx.sizes):
+                if seen := _seen(ctx, owner):
                     with comm.span("compute"):
-                        is_own = causal and block == comm.rank
-                        running = attend_block(running, q, keys, values, is_own)
-        output = running.output / running.total
+                        rows, columns = seen
+                        keys, values = block[..., columns, :].unsqueeze(3)
+                        before = Running(*(tensor[..., rows, :] for tensor in running))
+                        is_own = causal and owner == comm.rank
+                        after = attend_block(before, q[..., rows, :], keys, values, is_own)
+                        for tensor, part in zip(running, after):
+                            tensor[..., rows, :] = part
+        output = (running.output / running.total).to(q.dtype)
         ctx.save_for_backward(q, k, v, output, running.highest + running.total.log())
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
         q, k, v, output, log_sum = ctx.saved_tensors
-        comm, scale = ctx.comm, 1 / math.sqrt(q.shape[-1])
-        of_q, mean = torch.zeros_like(q), (gradient * output).sum(dim=-1, keepdim=True)
-        mine = torch.stack([k, v, torch.zeros_like(k), torch.zeros_like(v)])
-        with comm.collective("ring_attention backward"):
-            for block, held in travelling(comm, mine, ctx.sizes):
-                keys, values, of_keys, of_values = held
-                if _is_seen(ctx, block):
+        comm = ctx.comm
+        scale = 1 / math.sqrt(q.shape[-1])
+        gradient = wide(gradients[0])
+        mean = (gradient * output).sum(dim=-1, keepdim=True)
+        of_q = torch.zeros_like(wide(q))
+        receive: Callable[[], Tensor] | None = None
+        title = "ring_attention backward"
+        with comm.collective(title), torch.autocast(q.device.type, enabled=False):
+            for owner, block in travelling(comm, torch.stack([k, v]), ctx.sizes):
+                of_block = torch.zeros_like(wide(block))
+                if seen := _seen(ctx, owner):
                     with comm.span("compute"):
-                        scores = scores_of(q, keys, ctx.causal and block == comm.rank)
-                        weights = (scores - log_sum).exp()
-                        of_scores = weights * (gradient @ values.mT - mean) * scale
-                        of_q += of_scores @ keys
-                        of_keys += of_scores.mT @ q
-                        of_values += weights.mT @ gradient
-            of_k, of_v = pass_on(comm, held[2:], ctx.sizes[comm.rank])
-        return of_q, of_k, of_v, None, None, None
+                        rows, columns = seen
+                        keys, values = wide(block[..., columns, :]).unsqueeze(3)
+                        queries, of_output = wide(q[..., rows, :]), gradient[..., rows, :]
+                        scores = scores_of(queries, keys, ctx.causal and owner == comm.rank)
+                        weights = (scores - log_sum[..., rows, :]).exp()
+                        of_weights = of_output @ values.mT - mean[..., rows, :]
+                        of_scores = weights * of_weights * scale
+                        of_q[..., rows, :] += of_scores @ keys
+                        # A group's queries have met the same keys and values.
+                        of_block[0][..., columns, :] += (of_scores.mT @ queries).sum(2)
+                        of_block[1][..., columns, :] += (weights.mT @ of_output).sum(2)
+                if receive:
+                    of_block += receive()
+                receive = pass_on(comm, of_block, ctx.sizes[owner - 1])
+            assert receive
+            of_k, of_v = receive().to(k.dtype)
+        return of_q.to(q.dtype), of_k, of_v, None, None, None
 
 
-def _is_seen(ctx: Any, block: int) -> bool:
-    return ctx.sizes[block] > 0 and not (ctx.causal and block > ctx.comm.rank)
+def _seen(ctx: Any, owner: int) -> tuple[slice, slice] | None:
+    """The queries of this rank and the keys of ``owner`` that meet; None if there are none."""
+    rank, size = ctx.comm.rank, ctx.sizes
+    rows = slice(0, size[rank])
+    columns = slice(0, size[owner])
+    if ctx.causal and owner < rank:
+        # All queries are later than its early keys, and earlier than its late ones.
+        columns = slice(0, len(ctx.chunks[owner][0]))
+    elif ctx.causal and owner > rank:
+        # Its keys are earlier than the late queries alone.
+        rows = slice(len(ctx.chunks[rank][0]), size[rank])
+    if rows.start == rows.stop or columns.stop == 0:
+        return None
+    return rows, columns

@@ -121,6 +121,17 @@ class Flat:
 
     finish = wait
 
+    def clear(self) -> None:
+        """Drop what a pass has left that an exception has ended."""
+        self.wait()
+        self.total.zero_()
+        if self.stage > 1:
+            self.gradient = None
+            for parameter in self.parameters:
+                parameter.grad = None
+        if self.stage == 3:
+            self.free()
+
     def whole(self, part: Tensor) -> list[Tensor]:
         """From the ranks' parts, like their shards, values by parameter; a collective call."""
         chunks = split_chunks(flat := part.new_empty(sum(self.sizes)), self.comm.world_size)
@@ -209,6 +220,8 @@ class Sharded(OnShares):
         self.norm_ranks = range(comm.world_size)
         self.module, self.no_sync = self.run, self._without_sums
         self._steps, self._reduces = 0, True
+        # Of a pass; anything that is left of it was not done, because of an exception.
+        self._stream: Iterator[Instruction] = iter(())
         self.most_held, self.activation_bytes = self.held_now(), 0
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
@@ -225,12 +238,20 @@ class Sharded(OnShares):
     @contextlib.contextmanager
     def _without_sums(self) -> Iterator[None]:
         self._reduces = self.stage > 1
-        yield
-        self._reduces = True
+        try:
+            yield
+        finally:
+            self._reduces = True
+
+    def _begin_pass(self, stream: Iterator[Instruction]) -> None:
+        if next(self._stream, None) is not None:
+            for flat in self.flats:
+                flat.clear()
+        self._stream = stream
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor, weight: float) -> Tensor:
         sums = self.sums if self._reduces else ()
-        self._stream = sharded_pass(self.stage, self.uses, sums)
+        self._begin_pass(sharded_pass(self.stage, self.uses, sums))
         measured = None if self.activation_bytes else HeldBytes(self.model)
         loss = targets.new_zeros((), dtype=torch.float64)
         if len(targets) or self.sync_batch_norm:
@@ -254,7 +275,7 @@ class Sharded(OnShares):
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor | None:
-        self._stream = sharded_pass(self.stage, self.uses, self.sums, backward=False)
+        self._begin_pass(sharded_pass(self.stage, self.uses, self.sums, backward=False))
         outputs = super().predict(inputs) if len(inputs) else None
         self._go_to()
         return outputs
@@ -307,9 +328,9 @@ class Sharded(OnShares):
     def full_state(self) -> State:
         values = {}
         for flat in self.flats if self.stage == 3 else ():
-            values |= {id(p): v.cpu() for p, v in zip(flat.parameters, flat.whole(flat.shard))}
+            values |= {p: v.cpu() for p, v in zip(flat.parameters, flat.whole(flat.shard))}
         state = self.model.state_dict(keep_vars=True)
-        return {name: values.get(id(v), v).detach().cpu().clone() for name, v in state.items()}
+        return {name: values.get(v, v).detach().cpu().clone() for name, v in state.items()}
 
     def state(self) -> State:
         """Whole tensors, as from any technique: each flat's from one rank, in turn."""

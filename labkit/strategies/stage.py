@@ -24,6 +24,7 @@ from labkit.schedules.pipeline import Hop
 from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, State, Strategy
 from labkit.strategies.layer_graphs import LayerGraphs
+from labkit.strategies.recompute import ForwardState
 from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, output_shapes
 
 # A chunk of this rank, and a micro-batch.
@@ -40,8 +41,8 @@ class StagedModel(Strategy):
     dtype.
 
     With ``recompute`` (activation checkpointing; Chen et al., "Training deep nets with sublinear
-    memory cost", 2016, section 4) a forward keeps the stage's input alone, and backward begins
-    with the same forward again. Layers that draw random numbers would draw others.
+    memory cost", 2016, section 4) a forward keeps the stage's input alone (and copies of its
+    buffers), and backward begins with the same forward again: see ``ForwardState``.
 
     Attributes:
         split_points: layers that begin a stage, one fewer than there are stages.
@@ -81,7 +82,7 @@ class StagedModel(Strategy):
         self.first_trained = trains.index(True)
         by_rank = [stages[rank :: self.num_ranks] for rank in range(self.num_ranks)]
         self.tied = tied_parameters([nn.ModuleList(held) for held in by_rank])
-        self.counted_elsewhere = {id(p) for p, places in self.tied if self.index != places[0]}
+        self.counted_elsewhere = {p for p, places in self.tied if self.index != places[0]}
         # By name of a parameter or buffer, the rank that holds it.
         self.rank_of = {
             f"{name}.{key}": stage % self.num_ranks
@@ -93,13 +94,14 @@ class StagedModel(Strategy):
         self.module = nn.Sequential(*self.chunks).to(comm.device).train()
         state = model.state_dict(keep_vars=True)
         self.tensors = {key: state[key] for key, s in self.rank_of.items() if s == self.index}
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = {p: name for name, p in model.named_parameters()}
         mine = [value for value in self.tensors.values() if isinstance(value, nn.Parameter)]
-        self.parameters = {names[id(p)]: p for p in mine}
+        self.parameters = {names[p]: p for p in mine}
         self.trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained) if self.trained else None
         self.norm_ranks = range(self.num_ranks)
         self.held_bytes, self._measures = 0, True
+        self._is_running = False  # a step
         self._boundaries: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def lay_out(self, comm: Comm, model: nn.Module) -> Comm:
@@ -113,6 +115,13 @@ class StagedModel(Strategy):
 
         All ranks have the batch: the first stage uses the inputs, the last one the targets.
         """
+        if self._is_running and self.num_ranks > 1:
+            raise ValueError(
+                "an exception has ended this rank's last step before its end: other stages may "
+                "have sent messages of that step, which would be taken for those of this one. "
+                "Begin a new run, for example from a checkpoint"
+            )
+        self._is_running = True
         count = min(micro_batches, len(targets))
         parts = max(1, count)
         self._inputs, self._targets = inputs.tensor_split(parts), targets.tensor_split(parts)
@@ -123,6 +132,7 @@ class StagedModel(Strategy):
         self._entering, self._leaving, self._gradients = (dict[Place, Tensor]() for _ in range(3))
         # What is kept for backwards (``HeldBytes``, ``LayerGraphs``); receives and hops under way.
         self._held: dict[Place, Any] = {}
+        self._before: dict[Place, ForwardState] = {}
         self.coming: dict[tuple[str, int, int], Work] = {}
         self.under_way: list[Work] = []
         for parameter in self.trained:
@@ -142,12 +152,15 @@ class StagedModel(Strategy):
             # A leaf, which collects a gradient if one has to be sent back.
             entering = self._entering[place].requires_grad_(stage > self.first_trained)
             if self.recompute and stage >= self.first_trained:
+                before = ForwardState(self.chunks[chunk], self.comm.device)
+                self._before[place] = before
                 # A copy, because the first layer may work in place.
                 with torch.no_grad():
                     self._leaving[place] = self.run(entering.clone(), chunk)
                 if self._measures:
                     self._held[place] = held = HeldBytes(self.module)
-                    held.keep(entering)
+                    for kept in (entering, *(copy for _, _, copy in before.buffers)):
+                        held.keep(kept)
             else:
                 self._leaving[place] = self._run_for_backward(place)
             if self.num_ranks == 1 and stage + 1 < self.num_stages:
@@ -205,12 +218,9 @@ class StagedModel(Strategy):
             # Of the last stage's output, the loss, there is none.
             gradient = self._gradients.pop(place, None)
             if self.recompute:
-                before = [(each.data, each.clone()) for each in self.chunks[chunk].buffers()]
-                self._leaving[place] = self._run_for_backward(place)
+                with self._before.pop(place).restored():
+                    self._leaving[place] = self._run_for_backward(place)
                 self._note_held()
-                # A BatchNorm has already counted this micro-batch.
-                for buffer, value in before:
-                    buffer.copy_(value)
             entering, leaving = self._entering.pop(place), self._leaving.pop(place)
             if self.cuts_backward:
                 of_input = self._held[place].backward_input(gradient)
@@ -260,6 +270,7 @@ class StagedModel(Strategy):
 
     def update(self) -> bool:
         self._measures = False
+        self._is_running = False
         for parameter, stages in self.tied:
             if self.index in stages:
                 gradient = parameter.grad

@@ -86,7 +86,7 @@ class TensorParallel(OnShares):
         self.optimizer = make_optimizer(self.trained)
         self.norm_ranks = range(comm.world_size)
         if comm.rank > 0:
-            self.counted_elsewhere = {id(p) for p in each if p not in self.group.cuts}
+            self.counted_elsewhere = {p for p in each if p not in self.group.cuts}
 
     def cut(self, model: nn.Module) -> State:
         """Cut the model in place; returns ``parts``."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from labkit import run
-from labkit.collectives.compressed import TopK, all_reduce_of
+from labkit.collectives.compressed import TopK, all_reduce_of, sparse_all_reduce
 from labkit.costs.traffic import ring_all_reduce_cost, share_only_cost
 
 SIZES = (1000, 7, 2, 1, 0)
@@ -53,6 +53,17 @@ def test_all_ranks_end_with_the_same_bits_at_the_cost_of_the_formula(world_size)
             inputs = torch.stack([numbers(rank, size, dtype) for rank in range(world_size)])
             bound = world_size * 2.0 ** -EXACT_BITS[compress] * inputs.abs().sum(dim=0)
             assert bool(((first - inputs.sum(dim=0)).abs() <= bound).all())
+
+
+def sums_of_bfloat16(comm):
+    mine = torch.tensor([256.0 if comm.rank == 0 else 0.75]).bfloat16()
+    return TopK()(comm, mine.clone()), sparse_all_reduce(comm, mine.to_sparse()).to_dense()
+
+
+def test_16_bits_are_added_up_in_float32():
+    """256 + 0.75 + 0.75: in bfloat16 each 0.75 would be lost."""
+    for sums in run(sums_of_bfloat16, world_size=3, device="cpu").values:
+        assert [total.item() for total in sums] == [258, 258]
 
 
 def many_rounds(comm, rounds):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from labkit import EmulatedLink, collectives, run
 from labkit.comm import emulated_link
 from labkit.comm.emulated_link import Card
+from labkit.comm.shared_memory import HAS_SEMAPHORES, Arena
 from labkit.costs import Link, all_reduce_seconds
 
 # The arithmetic
@@ -42,6 +43,15 @@ def test_on_a_shared_card_bytes_queue_up_and_latencies_overlap():
     assert one.book(100.0, out_bytes=50) == 105 + 2
     assert other.book(100.0, out_bytes=50) == 110 + 2, "two ranks at the same time"
     assert one.book(101.0, out_bytes=10, in_bytes=30) == 111 + 2, "the two sides are independent"
+
+
+@pytest.mark.skipif(not HAS_SEMAPHORES, reason="shared cards need semaphores")
+def test_a_booking_that_fails_leaves_the_shared_card_to_others():
+    arena = Arena(1)
+    card = Card(EmulatedLink(2.0, 10.0, 2), arena.card(0))
+    with pytest.raises(TypeError):
+        card.book(100.0, out_bytes="a message")
+    assert card.book(100.0, out_bytes=50) == 105 + 2
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,15 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from odd_models import Everything, seeded, sgd, some_batches
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import run
+from labkit import run, strategies
 from labkit.costs.traffic import Cost, broadcast_cost, ring_all_reduce_cost
+from labkit.schedules.bucket_assignment import MIB
 from labkit.strategies.ddp import DDP, BucketedDDP, NaiveDDP
 from labkit.training.result import checksum, largest_difference
 from labkit.workload.samples import share
@@ -52,6 +54,47 @@ def test_equals_pytorchs_ddp_with_batch_norm():
         assert largest_difference(mine, theirs) < 1e-10
         # Ours has rank 0's statistics after each step, PyTorch's before the next one.
         assert largest_difference(mine, other) == 0
+
+
+def bucket_bytes(replica):
+    """By step the bytes of the buckets that PyTorch's DDP sends."""
+    steps = []
+
+    def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        steps[-1].append(bucket.buffer().nbytes)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    replica.register_comm_hook(None, hook)
+    for _ in range(3):
+        steps.append([])
+        replica(torch.randn(2, 512)).sum().backward()
+    return steps
+
+
+def wide_model():
+    """Five layers of 1 MiB each, without biases."""
+    return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(5)])
+
+
+def builtin_buckets(comm):
+    plain = bucket_bytes(DistributedDataParallel(wide_model()))
+    by_size = {}
+    for options in ({}, {"bucket_mb": 2}, {"bucket_mb": 0}):
+        strategy = strategies.get("ddp", builtin=True)(**options)
+        strategy.setup(comm, wide_model(), sgd)
+        by_size[options.get("bucket_mb")] = bucket_bytes(strategy.module)
+    return plain, by_size
+
+
+def test_builtin_ddp_has_the_buckets_of_pytorchs_default():
+    """Also its small first bucket, and one for everything in the first step."""
+    plain, by_size = run(builtin_buckets, world_size=1).values[0]
+    assert plain == [[5 * MIB], [MIB, 4 * MIB], [MIB, 4 * MIB]]
+    assert by_size[None] == plain
+    assert by_size[2][-1] == [MIB, 2 * MIB, 2 * MIB]
+    assert by_size[0][-1] == [MIB] * 5
 
 
 def counted(comm):

@@ -1,6 +1,7 @@
 """Attention over a cut sequence equals that over the whole; what a rank holds falls as 1 / P."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,66 +13,127 @@ from torch.utils._pytree import tree_leaves
 
 from labkit import WorkerError, run
 from labkit.comm.comm import SubComm
-from labkit.schedules.ring import chunk_bounds
+from labkit.costs.traffic import ring_attention_cost
+from labkit.schedules.ring import attention_chunks
 from labkit.strategies.ring_attention import ring_attention
 from labkit.workload.layers import HeldBytes
 
 travel_by_value(__name__)
 
-SAMPLES, HEADS, SIZE = 2, 3, 4
+SAMPLES, HEADS, SIZE = 2, 4, 4
+# Heads of keys and values: with 2 of them, two heads of queries share each.
+KV_HEADS = 4, 2
 
 
-def whole(length):
+def whole(length, kv_heads):
     """q, k, v and the gradient of the result [n, h, T, d]; some scores are in the hundreds."""
     generator = torch.Generator().manual_seed(length)
     # Not contiguous, as heads are cut from one product.
     shape = 4, SAMPLES, length, HEADS, SIZE
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64).transpose(2, 3)
-    return drawn * torch.tensor([9.0, 9.0, 1.0, 1.0])[:, None, None, None, None]
+    q, k, v, gradient = drawn * torch.tensor([9.0, 9.0, 1.0, 1.0])[:, None, None, None, None]
+    return q, k[:, :kv_heads], v[:, :kv_heads], gradient
 
 
-def in_full(length, causal):
-    q, k, v, gradient = whole(length)
-    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
-    output = scaled_dot_product_attention(*inputs, is_causal=causal)
+def full_attention(tensors, causal):
+    """The output of PyTorch's attention of the whole sequence, and the gradients of q, k, v."""
+    *inputs, gradient = tensors
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    output = scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=True)
     return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
 
 
-def on_a_part(comm, length, causal):
-    """This rank's output and gradients, and the bytes that it has sent forward and backward."""
-    part = slice(*chunk_bounds(length, comm.world_size)[comm.rank])
-    q, k, v, gradient = (tensor[..., part, :] for tensor in whole(length))
-    inputs, before = [tensor.requires_grad_() for tensor in (q, k, v)], comm.bytes_sent
-    output = ring_attention(comm, *inputs, length=length, causal=causal)
-    forward = comm.bytes_sent
+def positions_of(rank, world_size, length, zigzag):
+    return [*itertools.chain(*attention_chunks(rank, world_size, length, zigzag))]
+
+
+def in_order_of_ranks(world_size, length, zigzag):
+    ranks = range(world_size)
+    return [*itertools.chain(*(positions_of(rank, world_size, length, zigzag) for rank in ranks))]
+
+
+def on_a_part(comm, tensors, causal, zigzag):
+    """This rank's output and gradients, and the messages and bytes sent forward and backward."""
+    length = tensors[0].shape[2]
+    part = positions_of(comm.rank, comm.world_size, length, zigzag)
+    *inputs, gradient = (tensor[..., part, :] for tensor in tensors)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    start = comm.messages, comm.bytes_sent
+    output = ring_attention(comm, *inputs, length=length, causal=causal, zigzag=zigzag)
+    forward = comm.messages - start[0], comm.bytes_sent - start[1]
     gradients = torch.autograd.grad(output, inputs, gradient)
-    return [output.detach(), *gradients], (forward - before, comm.bytes_sent - forward)
+    backward = comm.messages - start[0] - forward[0], comm.bytes_sent - start[1] - forward[1]
+    return [output.detach(), *gradients], (forward, backward)
 
 
 def all_parts(comm):
-    cases = itertools.product((8, 7, 2, 1), (False, True))
-    found = {case: on_a_part(comm, *case) for case in cases}
+    cases = itertools.product((8, 7, 2, 1), KV_HEADS, (False, True), (False, True))
+    found = {case: on_a_part(comm, whole(*case[:2]), *case[2:]) for case in cases}
     if comm.world_size == 4:
         # Two rings at the same time.
         pair = SubComm(comm, [comm.rank % 2, comm.rank % 2 + 2])
-        found["pair"] = on_a_part(pair, 7, True)
+        found["pair"] = on_a_part(pair, whole(7, 4), True, False)
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_it_equals_full_attention_forward_and_backward(world_size):
+    """With a causal mask or none, shared keys, one chunk per rank or two, also empty ones."""
     ranks = run(all_parts, world_size=world_size).values
     for case in ranks[0]:
-        among, (length, causal) = (ranks, case) if case != "pair" else (ranks[::2], (7, True))
+        among, (length, kv_heads, causal, zigzag) = ranks, (7, 4, True, False)
+        if case == "pair":
+            among = ranks[::2]
+        else:
+            length, kv_heads, causal, zigzag = case
+        order = in_order_of_ranks(len(among), length, zigzag)
         parts = [rank[case][0] for rank in among]
-        for together, due in zip(zip(*parts), in_full(length, causal)):
+        full = full_attention(whole(length, kv_heads), causal)
+        for together, due in zip(zip(*parts), full):
             found = torch.cat(together, dim=2)
-            torch.testing.assert_close(found, due, rtol=0, atol=1e-10)
-        if length % len(among) == 0:
-            block = 8 * SAMPLES * HEADS * SIZE * length // len(among)
-            passed = len(among) - 1
-            due = 2 * passed * block, (4 * passed + 2 * (passed > 0)) * block
-            assert all(rank[case][1] == due for rank in among)
+            torch.testing.assert_close(found, due[:, :, order], rtol=0, atol=1e-10)
+        for place, rank in enumerate(among):
+            shape = SAMPLES, kv_heads, length, SIZE
+            cost = ring_attention_cost(shape, 8, len(among), place, zigzag=zigzag)
+            for used, due in zip(rank[case][1], cost):
+                assert used == (due.messages, due.num_bytes)
+
+
+def in_16_bits(comm, dtype, causal, autocast):
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(4, 1, 2, 512, 32, generator=generator).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return tensors, *on_a_part(comm, tensors, causal, True)
+
+
+def relative_errors(found, exact):
+    return [((one - due).norm() / due.norm()).item() for one, due in zip(found, exact)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_16_bits_are_as_exact_as_pytorchs_attention_on_any_number_of_ranks(dtype, causal):
+    """Forward and backward, although the sums of all blocks are added up on the way."""
+    for world_size in (1, 4):
+        ranks = run(in_16_bits, dtype, causal, world_size == 1, world_size=world_size).values
+        tensors = ranks[0][0]
+        order = in_order_of_ranks(world_size, 512, True)
+        ours = [torch.cat(parts, dim=2) for parts in zip(*(parts for _, parts, _ in ranks))]
+        exact, theirs = (
+            [tensor[:, :, order] for tensor in full_attention(given, causal)]
+            for given in (tensors.double(), tensors)
+        )
+        assert all(one.dtype == dtype for one in ours)
+        for mine, pytorchs in zip(relative_errors(ours, exact), relative_errors(theirs, exact)):
+            assert mine < 1.5 * pytorchs
+        for rank, (_, _, sent) in enumerate(ranks):
+            cost = ring_attention_cost((1, 2, 512, 32), 2, world_size, rank, zigzag=True)
+            assert sent[1][1] == cost[1].num_bytes
+
+
+def test_zigzag_gives_each_rank_as_many_scores_of_a_causal_mask():
+    scores = [sum(p + 1 for p in positions_of(rank, 4, 64, True)) for rank in range(4)]
+    assert len(set(scores)) == 1
 
 
 class Live(TorchDispatchMode):
@@ -116,6 +178,8 @@ def test_the_memory_of_a_rank_falls_as_the_number_of_ranks_rises():
     assert peaks[4] < peaks[2] / 2
 
 
-def test_a_part_of_another_length_is_refused():
-    with pytest.raises(WorkerError, match="rank 0 of 2 has 3 of 5"):
-        run(lambda comm: ring_attention(comm, *torch.ones(3, 1, 1, 2, 4), length=5), world_size=2)
+def test_parts_that_do_not_fit_are_refused():
+    fits, three_heads = torch.ones(1, 2, 3, 4), torch.ones(1, 3, 3, 4)
+    for k, length in ((fits, 4), (three_heads, 3), (fits.bfloat16(), 3)):
+        with pytest.raises(WorkerError, match=r"q is float32 .* positions of rank 0"):
+            run(partial(ring_attention, length=length), fits, k, k, world_size=1)

@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch
-from odd_models import Everything, seeded, sgd, some_batches
+from odd_models import Everything, Mixed, seeded, sgd, some_batches
 from ranks import running_ranks, wait_until
 
-from labkit import run, strategies, train_with
+from labkit import WorkerError, run, strategies, train_with
 from labkit.costs.traffic import parameter_server_cost
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.strategies.parameter_server import ParameterServer
@@ -44,6 +44,17 @@ def test_bytes_and_messages_are_those_of_the_formula(world_size, servers):
         assert sent == (2 * cost.num_bytes, 2 * cost.messages)
         assert (samples == 0) == (rank < servers)
     assert sum(samples for _, samples in found) == 13
+
+
+@pytest.mark.parametrize("name", ["parameter_server", "async_parameter_server"])
+def test_parameters_of_two_dtypes_are_refused(name):
+    """End to end they would all become float64."""
+
+    def set_up(comm):
+        strategies.get(name)().setup(comm, Mixed(), sgd)
+
+    with pytest.raises(WorkerError, match="float32, float64 cannot lie end to end"):
+        run(set_up, world_size=2)
 
 
 @pytest.mark.parametrize(("world_size", "builtin"), [(4, False), (3, True)])

@@ -1,14 +1,21 @@
 """A model cut into stages: batch statistics, messages, held activations, and the trace."""
 
+import copy
+import random
+
+import numpy as np
 import torch
 from odd_models import seeded, sgd, some_batches
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from labkit import run, strategies
 from labkit.costs.traffic import Cost, model_parallel_cost
+from labkit.schedules.pipeline import PIPELINES
 from labkit.strategies.layer_graphs import LayerGraphs
 from labkit.training.result import largest_difference
 from labkit.workload.layers import HeldBytes
+from labkit.workload.samples import seed_all
 
 TECHNIQUES = {
     "model_parallel": {},
@@ -69,6 +76,50 @@ def test_batch_norm_sees_the_whole_batch_or_each_micro_batch():
         for (name, builtin), state in states.items():
             due = alone[1 if name == "model_parallel" else 3]
             assert largest_difference(state, due) < 1e-10, (name, builtin)
+
+
+class Masked(nn.Module):
+    """A dropout by the random numbers of Python and NumPy; its rate is a buffer that falls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rate", torch.tensor(0.5))
+
+    def forward(self, inputs):
+        if self.training and not inputs.is_meta:
+            self.rate = self.rate * 0.9
+            drawn = [random.random() * np.random.rand() > self.rate for _ in range(6)]
+            return inputs * torch.tensor(drawn) * self.rate
+        return inputs
+
+
+def forgetful():
+    """Layers whose forward depends on more than its input."""
+    cells = [spectral_norm(nn.Linear(6, 6)), nn.Dropout(), Masked(), nn.BatchNorm1d(6)]
+    return nn.Sequential(*cells, *copy.deepcopy(cells), nn.Linear(6, 6))
+
+
+def with_and_without_recompute(comm):
+    """By schedule the difference between the two, and whether generators then go on alike."""
+    found = {}
+    for schedule in ("model_parallel", *PIPELINES):
+        states, numbers = [], []
+        for recompute in (False, True):
+            seed_all(comm.rank)
+            points = (1, 4, 7) if schedule == "interleaved" else (4,)
+            if schedule == "model_parallel":
+                strategy = strategies.get(schedule)(points, recompute=recompute)
+            else:
+                strategy = strategies.get("pipeline")(points, 3, schedule, recompute=recompute)
+            states.append(trained(comm, strategy, forgetful, (6, 9)))
+            numbers.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        found[schedule] = largest_difference(*states), numbers[0] == numbers[1]
+    return found
+
+
+def test_recomputing_draws_the_same_random_numbers_and_finds_the_same_buffers():
+    for found in run(with_and_without_recompute, world_size=2).values:
+        assert found == dict.fromkeys(found, (0.0, True))
 
 
 def spent(comm):

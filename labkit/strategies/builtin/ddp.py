@@ -1,5 +1,6 @@
 """PyTorch's DataParallel and DistributedDataParallel, in the loop and with the batches of ours."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from labkit.backend.group import sent as sent_on_our_backend
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.on_shares import OnShares
+
+# PyTorch's, where a script does not give ``bucket_cap_mb``.
+DEFAULT_BUCKET_MB = 25
 
 
 @dataclass(eq=False)
@@ -55,18 +59,28 @@ class TorchDDP(OnShares):
     scales its loss by P / batch_size: the mean over ranks is then the mean over samples. DDP's
     traffic bypasses ``Comm``; only our backend counts it. ``backend`` is that of a new process
     group, ``auto`` uses the group that the ranks have already.
+
+    With the default ``bucket_mb`` DDP is given no size, as in most scripts: its buckets hold 1,
+    25, 25, ... MiB. Given one size, even 25, it makes no small first bucket. So for any other
+    ``bucket_mb`` it is given a list of sizes (in PyTorch before 2.15 one size for all buckets).
     """
 
     sync_batch_norm: bool = False
     backend: str = "auto"
-    bucket_mb: float = 25
+    bucket_mb: float = DEFAULT_BUCKET_MB
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
         super().setup(comm, model, make_optimizer)
         devices = [comm.device] if comm.device.type == "cuda" else None
+        sizes: dict[str, Any] = {}
+        if self.bucket_mb != DEFAULT_BUCKET_MB:
+            if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
+                sizes["bucket_cap_mb_list"] = [min(1, self.bucket_mb), self.bucket_mb]
+            else:
+                sizes["bucket_cap_mb"] = self.bucket_mb
         self.module = DistributedDataParallel(
-            self.model, device_ids=devices, process_group=self.group, bucket_cap_mb=self.bucket_mb
+            self.model, device_ids=devices, process_group=self.group, **sizes
         )
         self.no_sync, self.runs_empty = self.module.no_sync, True
         # In fp16 a loss P times as large would overflow sooner than on one device.

@@ -55,7 +55,7 @@ class TorchMesh(TorchTensorParallel):
         self.comm, self.norm_ranks = comm, range(comm.world_size)
         if tensor.rank > 0:
             parts = self.local.items()
-            self.counted_elsewhere = {id(part) for p, part in parts if p not in self.by_tp}
+            self.counted_elsewhere = {part for p, part in parts if p not in self.by_tp}
 
     def cut(self, model: nn.Module) -> State:
         if self.tp > 1:
