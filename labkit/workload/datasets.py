@@ -255,4 +255,19 @@ def _images_in(folder: Path, resize: int | None, crop: bool) -> Any:
     if resize is not None:
         change = v2.RandomResizedCrop if crop else v2.Resize
         steps.insert(0, change((resize, resize), interpolation=v2.InterpolationMode.BICUBIC))
-    return folders.ImageFolder(str(folder), transform=v2.Compose(steps), loader=load)
+
+    class Images(folders.ImageFolder):
+        """Without what programs hide in folders, such as Jupyter's .ipynb_checkpoints."""
+
+        def find_classes(self, directory: Any) -> tuple[list[str], dict[str, int]]:
+            names, _ = super().find_classes(directory)
+            shown = [name for name in names if not name.startswith(".")]
+            return shown, {name: number for number, name in enumerate(shown)}
+
+    def is_shown_image(path: str) -> bool:
+        parts = Path(path).relative_to(folder).parts
+        is_shown = not any(part.startswith(".") for part in parts)
+        return is_shown and folders.is_image_file(path)
+
+    transform = v2.Compose(steps)
+    return Images(str(folder), transform=transform, loader=load, is_valid_file=is_shown_image)

@@ -1,101 +1,183 @@
-"""Parameters to start from, out of a file, and layers that are not trained."""
+"""Parameters to start from, and layers that are not trained."""
 
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from labkit.files import check_regular
 from labkit.units import closest
+from labkit.workload.weight_files import read_weights
 
 # All layers but the last, unless the model has a part of this name.
 FEATURES = "features"
+# Parts of names that torch.compile, FSDP and activation checkpointing put into them.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# BatchNorm did not count its batches before 2018, and load_state_dict makes up for that.
+_COUNTER = "num_batches_tracked"
+# labkit's models whose layers are torchvision's, in the same order.
+_IN_TORCHVISION = {
+    "resnet18": "resnet18",
+    "resnet50": "resnet50",
+    "mobilenet": "mobilenet_v2",
+    "vgg16": "vgg16",
+}
 
 
 def load_weights(model: nn.Module, path: str | Path, name: str | None = None) -> str:
-    """Let ``model`` start from the parameters and buffers in a file.
+    """Let ``model`` start from the parameters and buffers in a file or folder.
 
-    It is safetensors, or a file of ``torch.save``, of which only tensors are read. ``name`` is
-    that of one of labkit's models, into which torchvision's parameters (.pth) fit as well, or
-    those for another number of classes or kind of image: then the last layer, or the first one,
-    stays as it was made. What stays is returned as a sentence.
+    It may have any layout that ``read_weights`` knows, and names with what wrappers put before or
+    into them (``module.``, ``model.``, ``_orig_mod.``). Of tied parameters one is enough. ``name``
+    is that of one of labkit's models, into which torchvision's parameters fit as well, or those
+    for another number of classes or kind of image: then the last layer, or the first one, stays
+    as it was made.
+
+    Returns, as a sentence, what stays, was left out, or was rounded to the model's dtype.
+
+    Raises:
+        ValueError: names or shapes do not fit; the message lists some.
     """
-    given, stays = read_weights(path), list[str]()
-    # DistributedDataParallel puts this before each name.
-    consume_prefix_in_state_dict_if_present(given, "module.")
-    if name is not None:
-        given, stays = _in_order(model, given, name)
+    given = read_weights(path)
+    wanted = model.state_dict()
+    match = _match_names(given, _tied_groups(wanted), path)
+    if match is None and name in _IN_TORCHVISION:
+        match = _match_torchvision(given, wanted, name, path)
+    if match is None:
+        match = _Match(given, "", [])
+    tensors = match.tensors
+    stays = [] if name is None else _ends_of_other_shape(model, tensors)
+    for key in stays:
+        tensors.pop(key, None)
     try:
-        found = model.load_state_dict(given, strict=False)
-        if found.unexpected_keys or set(found.missing_keys) - set(stays):
-            raise RuntimeError(found)
+        misfits = model.load_state_dict(tensors, strict=False)
+        if misfits.unexpected_keys or set(misfits.missing_keys) - set(stays):
+            raise RuntimeError(misfits)
     except RuntimeError as error:
         raise ValueError(
             f"{path} does not fit the model {name or type(model).__name__}: give parameters of "
             f"the same model, for images of the same kind. {textwrap.shorten(str(error), 400)}"
         ) from None
-    if not stays:
-        return ""
-    return f"not in this shape in {Path(path).name}, so as initialised: {', '.join(stays)}"
+    notes = []
+    if stays:
+        notes.append(
+            f"not in this shape in {Path(path).name}, so as initialised: {', '.join(stays)}"
+        )
+    if match.left_out:
+        notes.append(
+            f"{len(match.left_out)} tensors of {Path(path).name} are not under "
+            f"{match.prefix!r} and were left out, the first {match.left_out[0]}"
+        )
+    rounded = [key for key, value in tensors.items() if _loses_digits(value, wanted[key])]
+    if rounded:
+        kinds = f"{tensors[rounded[0]].dtype} to {wanted[rounded[0]].dtype}"
+        notes.append(f"rounded from {kinds.replace('torch.', '')}: {len(rounded)} tensors")
+    return "; ".join(notes)
 
 
-def _in_order(
-    model: nn.Module, given: dict[str, Tensor], name: str
-) -> tuple[dict[str, Tensor], list[str]]:
-    """``given`` under the model's names, but a first or last layer of another shape; and that."""
-    # labkit's models are flat lists of torchvision's layers: names differ, and not the order.
+class _Match(NamedTuple):
+    """What a file has for a model: ``tensors`` by the model's names, after ``prefix`` there."""
+
+    tensors: dict[str, Tensor]
+    prefix: str
+    left_out: list[str]
+
+
+def _plain(name: str) -> str:
+    """Return a name without the parts that wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _tied_groups(state: dict[str, Tensor]) -> list[list[str]]:
+    """Return the names of each tensor in a state dict: several where parameters are tied."""
+    groups: dict[object, list[str]] = {}
+    for name, tensor in state.items():
+        memory: object = name
+        if tensor.numel():
+            memory = tensor.data_ptr(), tensor.shape, tensor.stride()
+        groups.setdefault(memory, []).append(name)
+    return list(groups.values())
+
+
+def _match_names(
+    given: dict[str, Tensor], groups: Sequence[Sequence[str]], path: str | Path
+) -> _Match | None:
+    """Return what the file has for names in ``groups``, perhaps all after one prefix.
+
+    None where some group has nothing. ValueError where several prefixes have all of them.
+    """
+    in_file = {_plain(name): name for name in given}
+    needed = [group for group in groups if not group[0].endswith(_COUNTER)]
+    if not needed:
+        return None
+    prefixes = {""}
+    for ending in map(_plain, needed[0]):
+        prefixes |= {n.removesuffix(ending) for n in in_file if n.endswith(f".{ending}")}
+    matches = []
+    for prefix in sorted(prefixes):
+        tensors = {}
+        for group in groups:
+            there = [name for name in group if prefix + _plain(name) in in_file]
+            if there:
+                value = given[in_file[prefix + _plain(there[0])]]
+                tensors |= dict.fromkeys(group, value)
+        if all(group[0] in tensors for group in needed):
+            taken = {prefix + _plain(name) for name in tensors}
+            others = {plain: name for plain, name in in_file.items() if plain not in taken}
+            # Beside the model's, something else of the same part: load_state_dict refuses it.
+            tensors |= {n: given[n] for plain, n in others.items() if plain.startswith(prefix)}
+            left_out = [n for plain, n in others.items() if not plain.startswith(prefix)]
+            matches.append(_Match(tensors, prefix, left_out))
+    if len(matches) > 1 and matches[0].prefix:
+        found = " and ".join(repr(match.prefix) for match in matches)
+        raise ValueError(
+            f"{path} has the model's parameters several times, under {found}: save those to start "
+            "from in a file of their own"
+        )
+    return matches[0] if matches else None
+
+
+def _match_torchvision(
+    given: dict[str, Tensor], wanted: dict[str, Tensor], name: str, path: str | Path
+) -> _Match | None:
+    """Return what a file of torchvision's model has for labkit's, which names layers anew."""
+    from torchvision import models
+
+    with torch.device("meta"):
+        theirs = list(getattr(models, _IN_TORCHVISION[name])().state_dict())
+    names = list(wanted)
+    if name == "vgg16":
+        # Its classifier has 120 million parameters; labkit's has one layer.
+        theirs = [key for key in theirs if key.startswith("features.")]
+        names = names[: len(theirs)]
+    match = _match_names(given, [[key] for key in theirs], path)
+    if match is None:
+        return None
+    renamed = dict(zip(theirs, names, strict=True))
+    tensors = {renamed.get(key, key): value for key, value in match.tensors.items()}
+    if name == "vgg16":
+        tensors = {key: value for key, value in tensors.items() if key in wanted}
+    return _Match(tensors, match.prefix, match.left_out)
+
+
+def _ends_of_other_shape(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
+    """Return the names in the first and the last layer, where the file has no such shapes."""
     wanted = model.state_dict()
-    if given.keys() != wanted.keys():
-        # VGG16's own classifier is larger; before 2018, BatchNorm did not count its batches.
-        left_out = ("classifier." if name == "vgg16" else "\0", "num_batches_tracked")
-        names, theirs = (
-            [key for key in state if not any(word in key for word in left_out)]
-            for state in (wanted, given)
-        )
-        if len(theirs) > len(names):
-            return given, []
-        given = {mine: given[key] for mine, key in zip(names, theirs)}
-        wanted = {key: wanted[key] for key in names}
     layers = [key for key, layer in model.named_children() if layer.state_dict()]
-    stays = []
-    for layer in (layers[0], layers[-1]):
-        keys = [key for key in wanted if key.startswith(f"{layer}.")]
-        if any(key not in given or given[key].shape != wanted[key].shape for key in keys):
-            stays += keys
-    return {key: value for key, value in given.items() if key not in stays}, stays
+    names = []
+    for layer in dict.fromkeys((layers[0], layers[-1])):
+        keys = [k for k in wanted if k.startswith(f"{layer}.") and not k.endswith(_COUNTER)]
+        if any(key not in tensors or tensors[key].shape != wanted[key].shape for key in keys):
+            names += keys
+    return names
 
 
-def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors in a file, by their names, on the CPU; nothing in it is executed."""
-    check_regular(path)
-    try:
-        with open(path, "rb") as file:
-            head = file.read(9)
-        # In safetensors, JSON follows its length, in 8 bytes.
-        is_safetensors = head[8:] == b"{"
-        found: Any = (
-            load_file(path) if is_safetensors else torch.load(path, "cpu", weights_only=True)
-        )
-    except FileNotFoundError:
-        raise ValueError(f"weights: there is no file {path}") from None
-    # Damaged files raise errors of many kinds, those of zip and pickle among them.
-    except Exception as error:
-        why = " ".join(str(error).partition(". ")[0].split()) or type(error).__name__
-        raise ValueError(
-            f"weights: {path} cannot be read: {why}. Give safetensors, or model.state_dict() as "
-            "torch.save writes it"
-        ) from None
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
-        raise ValueError(
-            f"weights: {path} holds other than tensors by name: save its state_dict()"
-        )
-    return found
+def _loses_digits(value: Tensor, wanted: Tensor) -> bool:
+    is_wider = torch.promote_types(value.dtype, wanted.dtype) != wanted.dtype
+    return value.is_floating_point() and is_wider
 
 
 def freeze(model: nn.Module, names: Sequence[str]) -> None:

@@ -1,5 +1,7 @@
 """Data that are what they say, and errors that help."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -70,6 +72,18 @@ def test_images_in_folders_are_those_of_torchvision(pets):
     assert [number for _, number in open_folder(str(pets), train_size=4)[0]] == [0, 0, 0, 1]
     (pets / "val").rename(pets / "elsewhere")
     assert open_folder(str(pets))[1] is None
+
+
+def test_hidden_folders_and_files_are_no_classes_and_no_images(pets):
+    expected = [number for _, number in open_folder(str(pets))[0]]
+    image = next((pets / "train" / "cat").iterdir())
+    for name in (".ipynb_checkpoints/copy.png", "cat/.ipynb_checkpoints/copy.png", "cat/._a.png"):
+        hidden = pets / "train" / name
+        hidden.parent.mkdir(exist_ok=True)
+        shutil.copy(image, hidden)
+    train, _ = open_folder(str(pets))
+    assert train.classes == ["cat", "dog"]
+    assert [number for _, number in train] == expected
 
 
 def test_a_text_is_cut_into_samples_whose_targets_are_the_next_characters():

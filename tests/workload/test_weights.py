@@ -1,11 +1,15 @@
 """Parameters from a file: labkit's own, torchvision's, what does not fit; and frozen layers."""
 
 import copy
+import json
+import os
 import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torchvision
+from safetensors.torch import save_file
 from torch import nn
 
 from labkit.workload.models import build_model
@@ -67,7 +71,145 @@ def test_own_models_take_their_own_names_alone(path):
     with pytest.raises(ValueError, match=r"does not fit the model Sequential.*0\.weight"):
         load_weights(nn.Sequential(nn.Linear(3, 4)), path)
     with pytest.raises(ValueError, match=r"does not fit the model Linear.*weight"):
-        load_weights(nn.Linear(3, 2), path)
+        load_weights(nn.Linear(3, 4), path)
+
+
+class Net(nn.Module):
+    """Tied parameters, a part called module, buffers; calling it is of no interest here."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(5, 3)
+        self.module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        nn.init.normal_(self.module[1].running_mean)
+
+
+def prefixed(state, prefix):
+    return {prefix + key: value.clone() for key, value in state.items()}
+
+
+def write_layout(layout, state, folder):
+    """Write ``state`` as other programs do; returns what is given to --weights."""
+    path = folder / "weights.pt"
+    loss = {"loss.weight": torch.ones(5)}
+    cloned = prefixed(state, "")
+    contents = {
+        "as it is": state,
+        "DistributedDataParallel": prefixed(state, "module."),
+        "torch.compile": prefixed(state, "_orig_mod."),
+        "compiled parts": {
+            key.replace("module.", "module._orig_mod."): v for key, v in state.items()
+        },
+        "nested": {"epoch": 3, "state_dict": prefixed(state, "module."), "optimizer": {"a": 1}},
+        "nested twice": {"step": 3, "model": {"state_dict": dict(state)}},
+        "a trainer's module": {"state_dict": prefixed(state, "model.") | loss},
+        "tied once": {key: value for key, value in state.items() if key != "head.weight"},
+        "old BatchNorm": {key: v for key, v in state.items() if "batches_tracked" not in key},
+    }
+    if layout in contents:
+        torch.save(contents[layout], path)
+    elif layout == "safetensors":
+        path = folder / "weights.safetensors"
+        save_file(cloned, path)
+    elif layout == "shards with an index":
+        path = folder
+        weight_map = {key: f"model-{number % 2}.safetensors" for number, key in enumerate(cloned)}
+        for shard in set(weight_map.values()):
+            save_file({k: v for k, v in cloned.items() if weight_map[k] == shard}, path / shard)
+        index = {"metadata": {}, "weight_map": weight_map}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif layout == "distributed checkpoint":
+        path = folder / "step-3"
+        optimizer = {"state": {"0": {"exp_avg": torch.ones(3)}}}
+        saved = {"model": cloned, "optim": optimizer, "step": 3}
+        dcp.save(saved, checkpoint_id=path, no_dist=True)
+    elif layout == "labkit's checkpoint":
+        path = folder
+        save_file(
+            prefixed(state, "model/") | {"random/cpu": torch.ones(1)}, path / "rank0.safetensors"
+        )
+    return path
+
+
+LAYOUTS = (
+    *("as it is", "DistributedDataParallel", "torch.compile", "compiled parts", "nested"),
+    *("nested twice", "a trainer's module", "tied once", "old BatchNorm", "safetensors"),
+    *("shards with an index", "distributed checkpoint", "labkit's checkpoint"),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layouts_that_people_have(layout, tmp_path):
+    model, other = Net(0), Net(1)
+    state = model.state_dict()
+    note = load_weights(other, write_layout(layout, state, tmp_path), None)
+    found, expected = counted(other.state_dict()), counted(state)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert other.head.weight is other.embed.weight
+    others = {
+        "a trainer's module": "loss.weight",
+        "distributed checkpoint": "optim.state.0.exp_avg",
+    }
+    assert others.get(layout, "") in note
+    assert bool(note) == (layout in others)
+
+
+def test_half_precision_is_widened_and_a_narrower_model_says_so(path):
+    model = Net(0)
+    torch.save(model.half().state_dict(), path)
+    assert load_weights(other := Net(1), path) == ""
+    assert torch.equal(other.embed.weight, model.embed.weight.float())
+    torch.save(Net(0).double().state_dict(), path)
+    assert "rounded from float64 to float32: 8 tensors" in load_weights(Net(1), path)
+
+
+def test_layouts_that_cannot_be_told_are_refused(tmp_path):
+    state = Net(0).state_dict()
+    contents = {
+        "under 'ema.' and 'model.'": prefixed(state, "model.") | prefixed(state, "ema."),
+        "2 state dicts, state_dict and model": {"model": dict(state), "state_dict": dict(state)},
+        "holds one object of type list": [torch.ones(1)],
+        "holds lr, epoch, and not tensors": {"lr": 0.1, "epoch": 3},
+        r"does not fit .*extra": state | {"extra": torch.ones(1)},
+    }
+    for match, content in contents.items():
+        torch.save(content, tmp_path / "weights.pt")
+        with pytest.raises(ValueError, match=match):
+            load_weights(Net(1), tmp_path / "weights.pt")
+    index = tmp_path / "model.safetensors.index.json"
+    for match, text in {
+        "is not an index of shards": "[]",
+        "other folders": '{"weight_map": {"a": "../weights.pt"}}',
+        "there is no file": '{"weight_map": {"a": "model-1.safetensors"}}',
+    }.items():
+        index.write_text(text)
+        with pytest.raises(ValueError, match=match):
+            read_weights(tmp_path)
+    index.unlink()
+    with pytest.raises(ValueError, match=r"holds weights\.pt: no \.metadata"):
+        read_weights(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(
+        ValueError, match=r"builtins\.print is not part of a checkpoint's metadata"
+    ):
+        read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_in_another_order_are_torchvision_s_all_the_same(name, tmp_path):
+    """safetensors sorts them, and numbers the layers "10" before "2"."""
+    state = {key: value.clone() for key, value in theirs(name).items()}
+    if name == "vgg16":
+        state = {key: value for key, value in state.items() if key.startswith("features")}
+    save_file(state, tmp_path / "weights.safetensors")
+    model = ours(name)
+    load_weights(model, tmp_path / "weights.safetensors", name)
+    values = list(model.state_dict().values())[: len(state)]
+    assert all(map(torch.equal, values, state.values()))
 
 
 class Attack:
@@ -86,13 +228,14 @@ def test_damaged_and_foreign_files_are_refused(path, tmp_path, capsys):
             read_weights(path)
     for value in (Attack(), [torch.ones(1)], {"a": 1}, {"model": nn.Linear(1, 1)}):
         torch.save(value, path)
-        with pytest.raises(ValueError, match=r"weights: .*(cannot be read|holds other)"):
+        with pytest.raises(ValueError, match=r"weights: .*(cannot be read|and not tensors)"):
             read_weights(path)
     assert capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="there is no file"):
         read_weights(tmp_path / "absent")
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="it is not a regular file"):
-        read_weights(tmp_path)
+        read_weights(tmp_path / "pipe")
 
 
 def layered():
