@@ -51,7 +51,10 @@ def test_the_ring_beside_gloo_and_mpi():
 def test_every_training_command_is_one_that_runs(command, monkeypatch):
     words = shlex.split(command)
     if words[0] == "torchrun":
-        monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])
+        set_by_torchrun = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        set_by_torchrun["WORLD_SIZE"] = words[words.index("--nproc-per-node") + 1]
+        for name, value in set_by_torchrun.items():
+            monkeypatch.setenv(name, value)
     monkeypatch.setattr(devices, "num_gpus", lambda: 4 if "cuda:" in command else 0)
     config = config_of(make_parser().parse_args(words[words.index("train") :]))
     assert config.model in MODELS
