@@ -66,7 +66,8 @@ def load(path: Path) -> Any:
         if text.lstrip()[:1] not in ("{", "["):
             return text
         if '"log_type_name"' in text.split("\n", 1)[0]:
-            return [json.loads(line) for line in text.splitlines() if line]
+            # The last line may be cut off: its process ended while it wrote.
+            return [json.loads(line) for line in text.split("\n")[:-1] if line]
         # Names of operators have characters that JSON forbids.
         return json.loads(text, object_hook=_drop_unused, strict=False)
     except json.JSONDecodeError as error:

@@ -49,7 +49,7 @@ _CALL = re.compile(
 _NCCL = re.compile(r"^(?:nccl|rccl|xccl)[\w-]*:")
 _LOADER = "enumerate(DataLoader)#"
 # TensorBoard's handler writes one file per cycle of its schedule: WORKER.TIME.pt.trace.json.gz.
-_SERIES = re.compile(r"(.*)\.\d+\.pt\.trace\.json")
+_SERIES = re.compile(r"\.\d+\.pt\.trace\.json.*")
 _RANK_IN_NAME = re.compile(r"rank[-_.]?(\d+)")
 
 # A collective as all its ranks name it: its group and members if known, and its name.
@@ -62,7 +62,7 @@ class Profile:
 
     path: Path
     rank: int
-    world_size: int | None = None
+    world_size: int = 0
     spans: list[Span] = field(default_factory=list)
     calls: dict[int, _Key] = field(default_factory=dict)
     begun_s: float = float("-inf")
@@ -111,9 +111,8 @@ def read_profiles(contents: dict[Path, Any]) -> tuple[list[Profile], list[str]]:
             continue
         other = by_rank.get(profile.rank)
         if other is not None:
-            series = _SERIES.match(path.name)
-            before = _SERIES.match(other.path.name)
-            if not series or not before or series[1] != before[1]:
+            series = [_SERIES.sub("", str(one)) for one in (path, other.path)]
+            if series[0] != series[1]:
                 raise ValueError(f"{path} and {other.path} are both of rank {profile.rank}")
             notes.append(f"Of rank {profile.rank}'s files the longest is read.")
             profile = max(profile, other, key=lambda profile: profile.end_s - profile.start_s)
@@ -122,12 +121,12 @@ def read_profiles(contents: dict[Path, Any]) -> tuple[list[Profile], list[str]]:
         raise ValueError(f"{empty[0]} has no operators or kernels of PyTorch's profiler")
     notes += [f"{path.name} has no operators or kernels, and is left out." for path in empty]
     profiles = list(by_rank.values())
-    world_size = max(profile.world_size or 0 for profile in profiles)
+    world_size = max(profile.world_size for profile in profiles)
     kinds = {span.kind for profile in profiles for span in profile.spans}
     if "communicate" in kinds and (world_size or 2) > len(profiles):
         notes.append(
-            f"Of {world_size or 'more'} ranks {len(profiles)} here: waiting for the others counts "
-            "as communication."
+            f"Of {world_size or 'all'} ranks only {len(profiles)} can be seen: waiting for others "
+            "counts as communication."
         )
     notes += [profile.note for profile in profiles if profile.note]
     return profiles, list(dict.fromkeys(notes))
@@ -140,8 +139,10 @@ def _read_profile(path: Path, head: dict[str, Any], number: int, later_s: float)
     """
     about = head.get("distributedInfo") or {}
     named = _RANK_IN_NAME.search(path.name)
-    rank = int(about.get("rank", named[1] if named else number))
-    profile = Profile(path, rank, about.get("world_size"))
+    rank = about.get("rank")
+    if rank is None:
+        rank = named[1] if named else number
+    profile = Profile(path, int(rank), int(about.get("world_size") or 0))
     events: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in head["traceEvents"]:
         if event and event["ph"] == "X" and "dur" in event:
@@ -243,14 +244,10 @@ def join(profiles: Sequence[Profile]) -> list[list[Span]]:
     Raises:
         ValueError: the files are of different runs, or of different times of one.
     """
-    first = profiles[0]
-    for other in profiles[1:]:
-        sizes = (first.world_size, other.world_size)
-        if None not in sizes and sizes[0] != sizes[1]:
-            raise ValueError(
-                f"{first.path} is of a run with {sizes[0]} ranks and {other.path} of one with "
-                f"{sizes[1]}: give the files of one run"
-            )
+    sizes = {profile.world_size: profile.path for profile in profiles if profile.world_size}
+    if len(sizes) > 1:
+        listed = ", ".join(f"{path} is of {size} ranks" for size, path in sizes.items())
+        raise ValueError(f"{listed}: give the files of one run")
     latest = max(profiles, key=lambda profile: profile.start_s)
     earliest = min(profiles, key=lambda profile: profile.end_s)
     if len(profiles) > 1 and latest.start_s >= earliest.end_s:
