@@ -16,7 +16,7 @@ Source: Kineto's ``output_json.cpp``; PyTorch's ``ParamCommsUtils.hpp`` for the 
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -261,39 +261,37 @@ def join(profiles: Sequence[Profile]) -> list[list[Span]]:
         begun_s = max(first_s, profile.begun_s)
         if begun_s < profile.start_s:
             profile.add("input", begun_s, begun_s)
+    by_rank = {profile.rank: profile for profile in profiles}
     calls: dict[_Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for number, profile in enumerate(profiles):
+    for rank, profile in by_rank.items():
         for index in sorted(profile.calls, key=lambda index: profile.spans[index].start_s):
-            calls[profile.calls[index]][number].append(index)
-    ranks = {profile.rank: number for number, profile in enumerate(profiles)}
-    meetings = 0
-    for (_, members, _), by_profile in calls.items():
-        present = set(ranks.values())
-        if members:
-            inside = map(int, re.findall(r"\d+", members))
-            present = {ranks[rank] for rank in inside if rank in ranks}
-        if len(present) > 1 and present <= by_profile.keys():
-            for together in _overlapping({n: by_profile[n] for n in present}, profiles):
-                meetings += 1
-                for number, index in together.items():
-                    spans = profiles[number].spans
-                    spans[index] = replace(spans[index], meets=((-1, -1, meetings),))
+            calls[profile.calls[index]][rank].append(index)
+    number = 0
+    for (_, members, _), calls_of in calls.items():
+        group = set(map(int, re.findall(r"\d+", members))) if members else set(by_rank)
+        present = group & by_rank.keys()
+        if len(present) > 1 and present <= calls_of.keys():
+            for together in _overlapping({rank: calls_of[rank] for rank in present}, by_rank):
+                number += 1
+                for rank, index in together.items():
+                    spans = by_rank[rank].spans
+                    spans[index] = replace(spans[index], meets=((-1, -1, number),))
     return [profile.spans for profile in profiles]
 
 
 def _overlapping(
-    calls: dict[int, list[int]], profiles: Sequence[Profile]
-) -> Iterable[dict[int, int]]:
-    """Yield the collectives that all ranks are in at one moment, a span of each rank's."""
+    calls: dict[int, list[int]], by_rank: dict[int, Profile]
+) -> Iterator[dict[int, int]]:
+    """Yield the collectives that all ranks are in at one moment: by rank the span's index."""
     positions = dict.fromkeys(calls, 0)
-    while all(positions[number] < len(calls[number]) for number in calls):
-        heads = {number: calls[number][positions[number]] for number in calls}
-        spans = {number: profiles[number].spans[index] for number, index in heads.items()}
-        ended = min(spans, key=lambda number: spans[number].end_s)
+    while all(positions[rank] < len(calls[rank]) for rank in calls):
+        heads = {rank: calls[rank][positions[rank]] for rank in calls}
+        spans = {rank: by_rank[rank].spans[index] for rank, index in heads.items()}
+        ended = min(spans, key=lambda rank: spans[rank].end_s)
         if max(span.start_s for span in spans.values()) < spans[ended].end_s:
             yield heads
-            for number in calls:
-                positions[number] += 1
+            for rank in calls:
+                positions[rank] += 1
         else:
             # It was over before another rank's began: its own meeting was not recorded there.
             positions[ended] += 1

@@ -52,7 +52,7 @@ def limit_of(*paths):
         "ncclSymkDevKernel_AllGather_STMC(ncclSymkDevWorkArgs4K)",
         "ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)",
         "void mscclKernel_Sum_float_Simple_false(ncclDevComm*)",
-        "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(unsigned long)",
+        "void (anonymous namespace)::multimem_one_shot_reduce_kernel<c10::BFloat16, 16>(int)",
         "void (anonymous namespace)::one_shot_all_reduce_kernel<c10::BFloat16, 16, 8>(int)",
         "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)",
         "void quickreduce::allreduce_prototype_twoshot<quickreduce::CodecQ4>(half const*)",
@@ -153,10 +153,13 @@ def test_without_a_gpu_the_innermost_operator_of_a_thread_counts(tmp_path):
         event("c10d::alltoall_base_", 2, 5, "cpu_op", 1),
         event("record_param_comms", 2, 5, "cpu_op", 1),
         event("hccl:all_to_all", 2, 5, "user_annotation", 1),
+        event("enumerate(DataLoader)#_SingleProcessDataLoaderIter", 10, 10, "user_annotation", 1),
+        event("aten::stack", 12, 6, "cpu_op", 1),
     ]
-    limit = limit_of(profile(tmp_path, 0, events))
-    assert limit.shares["communicate"] == pytest.approx(0.5)
-    assert limit.shares["compute"] == pytest.approx(0.5)
+    shares = limit_of(profile(tmp_path, 0, events)).shares
+    assert shares == pytest.approx(
+        {"compute": 0.25, "communicate": 0.25, "wait": 0, "input": 0.5, "gap": 0}
+    )
 
 
 def test_files_that_do_not_fit_together_are_refused(tmp_path):
