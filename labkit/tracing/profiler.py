@@ -52,8 +52,8 @@ _LOADER = "enumerate(DataLoader)#"
 _SERIES = re.compile(r"\.\d+\.pt\.trace\.json.*")
 _RANK_IN_NAME = re.compile(r"rank[-_.]?(\d+)")
 
-# A collective as all its ranks name it: its group and members if known, and its name.
-_Key = tuple[str | None, str | None, str]
+# A collective as all its ranks name it: its group, the group's ranks, if known, and its name.
+_Key = tuple[str | None, str, str]
 
 
 @dataclass
@@ -154,10 +154,15 @@ def _read_profile(path: Path, head: dict[str, Any], number: int, later_s: float)
         profile.begun_s = recording[0]["start_s"]
     on_gpu = [event for category in _ON_GPU for event in events[category]]
     on_host = [event for category in _ON_HOST for event in events[category]]
+    # A host only starts NCCL's collectives, unless it is seen to stand in them.
+    nccl = [event for event in on_host if _NCCL.match(event["name"])]
+    in_nccl_s = sum(event["end_s"] - event["start_s"] for event in nccl)
+    times_s = [event[key] for event in on_host for key in ("start_s", "end_s")]
+    only_starts = nccl and in_nccl_s < (max(times_s) - min(times_s)) / 2
     if on_gpu:
         profile.on_gpu = True
         _add_kernels(profile, on_gpu)
-    elif LAUNCH in head["traceEvents"] or any(_NCCL.match(event["name"]) for event in on_host):
+    elif LAUNCH in head["traceEvents"] or only_starts:
         raise ValueError(
             f"{path} has no events of a GPU, though its program ran on one, and what limited it "
             "cannot be seen on the host: profile with ProfilerActivity.CUDA"
@@ -192,10 +197,10 @@ def _add_kernels(profile: Profile, events: list[dict[str, Any]]) -> None:
         if _communicates(name):
             about = event.get("args") or {}
             group = about.get("Process Group Name")
-            members = about.get("Process Group Ranks")
+            members = str(about.get("Process Group Ranks", ""))
             collective = about.get("Collective name", re.split(r"[(<]", name)[0])
-            if "..." in str(members):
-                members = None  # a long list, of which the profiler has left out ranks
+            if "..." in members:
+                members = ""  # a long list, of which the profiler has left out ranks
             profile.add_collective(event, (group, members, str(collective)))
         elif event["end_s"] > end_s:
             profile.add("compute", max(event["start_s"], end_s), event["end_s"])
@@ -210,7 +215,7 @@ def _add_operators(profile: Profile, events: list[dict[str, Any]]) -> None:
         event["kind"] = "compute"
         if _BACKEND.match(name):
             sizes = str((event.get("args") or {}).get("Input Dims"))
-            profile.add_collective(event, (None, None, f"{name} {sizes}"))
+            profile.add_collective(event, (None, "", f"{name} {sizes}"))
             event["kind"] = "communicate"
         elif _CALL.match(name):
             profile.add_collective(event, None)

@@ -171,7 +171,11 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path):
         "is of 8 ranks": profile(folders[0], 1, [event("gemm", 0, 1)], world_size=8),
         "after": profile(folders[1], 1, [event("gemm", 9, 1)]),
         "both of rank 0": profile(folders[2], 0, [event("gemm", 0, 1)]).rename(folders[2] / "x"),
-        "no events of a GPU": profile(folders[3], 1, [event("nccl:all_reduce", 0, 1, "cpu_op")]),
+        "no events of a GPU": profile(
+            folders[3],
+            1,
+            [event("nccl:all_reduce", 0, 1, "cpu_op"), event("aten::mm", 1, 9, "cpu_op")],
+        ),
     }
     for words, other in others.items():
         with pytest.raises(ValueError, match=words):
