@@ -1,10 +1,4 @@
-"""What files of other tools say of a run, in words: which rank limited it, and by what.
-
-load             the contents of files
-chrome           traces of labkit's; profiler: those of PyTorch's profiler; both go to limits
-flight_recorder  dumps of PyTorch's flight recorder and of its debug server
-torchtitan       torchtitan's structured logs
-"""
+"""What files of labkit's and of other tools say of a run: which rank limited it, and what."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +34,7 @@ def explain(paths: Sequence[str | Path]) -> str:
 
 def _kind_of(path: Path, content: Any) -> str:
     """What wrote a file, in words; ValueError for others."""
-    if isinstance(content, str) and ("<pre>" in content or "=== Rank " in content):
+    if isinstance(content, str) and ("<pre>" in content or "=== " in content):
         return "dumps of PyTorch's debug server"
     if isinstance(content, dict) and "traceEvents" in content:
         return "traces"

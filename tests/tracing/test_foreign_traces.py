@@ -247,7 +247,10 @@ def test_pages_of_the_debug_server_are_read(tmp_path):
             print(f"=== Rank {rank}: http://h ===\nThread 1 (most recent call first):", file=file)
             print(f'  File "/x/site-packages/distributed_c10d.py", line 9 in {call}', file=file)
             print(f'  File "/a/train.py", line {rank} in main', file=file)
-    assert "in barrier (train.py, line 1): rank 1" in explain([stacks])
+    # Tables of the recorders, beside the stacks in a folder of the server's, are not read.
+    (tmp_path / "page.html").unlink()
+    (tmp_path / "fr_trace_1.txt").write_text("=== FR Trace ===\n--- Groups ---\n")
+    assert "in barrier (train.py, line 1): rank 1" in explain([tmp_path])
 
 
 def test_torchtitans_logs_show_the_phases_of_steps(tmp_path):
