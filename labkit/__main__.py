@@ -57,8 +57,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--download", action="store_true", help="fetch the data set if it is absent")
     add("--json", metavar="FILE", help="write settings, epochs, phases and bytes as JSON")
     add("--save", metavar="FILE", help="write the parameters as a safetensors file")
-    explain = commands.add_parser("explain", help="say what limited a run, from its trace")
-    files = "a trace of labkit's or, one per rank, of PyTorch's profiler: JSON or .json.gz"
+    explain = commands.add_parser("explain", help="say what limited a run, or holds it up")
+    files = (
+        "a trace of labkit's; one per rank, or a folder of them: profiles of PyTorch's profiler, "
+        "flight recorder dumps, torchtitan's structured logs; a page of PyTorch's debug server"
+    )
     explain.add_argument("files", nargs="+", metavar="FILE", help=files)
     explain.set_defaults(run=_explain)
     doctor = commands.add_parser("doctor", help="check what this machine has and can do")
@@ -113,11 +116,9 @@ def _train(arguments: Namespace) -> int:
 
 
 def _explain(arguments: Namespace) -> int:
-    from labkit.tracing.chrome import read_traces
-    from labkit.tracing.limits import what_limited
+    from labkit.tracing.explain import explain
 
-    trace, gap = read_traces(arguments.files)
-    print(what_limited(trace, gap=gap))
+    print(explain(arguments.files))
     return 0
 
 

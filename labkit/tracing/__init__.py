@@ -2,8 +2,12 @@
 
 spans     a span, and the trace of a run; Chrome trace JSON
 recorder  how a rank records its spans, by the host's clock or by CUDA events
-chrome    traces read from files: ours, and those of PyTorch's profiler
 limits    what each rank did at each moment, and what limited a run, in words
+explain   what files say of a run, in words
+load      the contents of files, of which nothing is run
+chrome    traces read from files: ours, and those of PyTorch's profiler
+profiler  profiles of PyTorch's profiler, one per rank, as spans
+flight_recorder, torchtitan   dumps of PyTorch's flight recorder; torchtitan's structured logs
 """
 
 from labkit.tracing.recorder import (

@@ -10,6 +10,7 @@ bottleneck       the others wait for one rank, which computes or exchanges messa
 bubble           the stages of a pipeline wait for each other
 waiting          ranks wait for each other, none much more than the others
 communication    messages that no computing hides
+input            loading data, while nothing else happens
 unrecorded       code outside all spans
 """
 
@@ -22,15 +23,21 @@ from labkit.tracing.spans import LOCAL_KINDS, STEP_KINDS, Span, Trace
 from labkit.units import format_number
 
 COMPUTE, COMMUNICATE, WAIT, EVALUATE = "compute", "communicate", "wait", "evaluate"
+# In a data loader. labkit's own loading of data is local work.
+INPUT = "input"
 # No span: code between the recorded operations.
 GAP = "gap"
 # Earlier states hide later ones.
-_ORDER = (EVALUATE, COMPUTE, COMMUNICATE, WAIT)
+_ORDER = (EVALUATE, COMPUTE, COMMUNICATE, WAIT, INPUT)
 _KINDS = {COMPUTE: "computing", COMMUNICATE: "communication", GAP: "unrecorded", WAIT: "waiting"}
+_KINDS |= {INPUT: "input"}
+_NAMES = {COMPUTE: "computing", COMMUNICATE: "messages", INPUT: "input"}
 _LIMITED = {
     "computing": "Computing limited the run: it took {compute:.0%} of {whose}.",
     "communication": "Communication limited the run: messages that no computing hid took "
     "{communicate:.0%} of {whose}.",
+    "input": "Input limited the run: loading data, while nothing else happened, took {input:.0%} "
+    "of {whose}.",
     "unrecorded": "{code} limited the run: {gap:.0%} of {whose}.",
     "bubble": "The bubble limited the run: the stages waited for each other in {wait:.0%} of "
     "their time.",
@@ -39,7 +46,7 @@ _LIMITED = {
 }
 # What the rank did for which the others waited.
 _DOES = {COMPUTE: "computed", COMMUNICATE: "exchanged messages with others"}
-_DOES |= {EVALUATE: "evaluated", GAP: "ran code outside all spans"}
+_DOES |= {EVALUATE: "evaluated", GAP: "ran code outside all spans", INPUT: "loaded data"}
 
 # A rank that computes this many times as long as the others is a straggler.
 _STRAGGLER = 1.25
@@ -84,7 +91,7 @@ class Limit:
         kind: one of the kinds in this module's docstring, or ``nothing`` for an empty trace.
         rank: the straggler or the bottleneck; None for the other kinds.
         shares: of the ranks' time, without evaluation, the mean over the ranks: ``compute``,
-            ``communicate``, ``wait`` and ``gap`` (no span). They add up to 1.
+            ``communicate``, ``wait``, ``input`` and ``gap`` (no span). They add up to 1.
         hidden: the share of all communication that overlapped with computing.
         slowdown: how many times as long the slowest rank computes as the others, per unit of work.
     """
@@ -104,7 +111,7 @@ class Limit:
 
 def state_of(kind: str) -> str:
     """The state of a rank during a span of this kind."""
-    if kind in (WAIT, EVALUATE):
+    if kind in (WAIT, EVALUATE, INPUT):
         return kind
     # To compress is local work, too.
     return COMPUTE if kind in LOCAL_KINDS | {"compress"} else COMMUNICATE
@@ -118,7 +125,8 @@ def rank_times(trace: Trace, start_s: float | None = None) -> dict[int, RankTime
     # A rank whose trace has ended is not waited for.
     left = Counter(span.rank for span in trace.spans)
     active = {rank: Counter() for rank in times}
-    state_at, peer_of = dict.fromkeys(times, GAP), dict.fromkeys(times)
+    state_at = dict.fromkeys(() if trace.apart else times, GAP)
+    peer_of = dict.fromkeys(times)
     now_s = changes[0][0] if changes and start_s is None else start_s or 0.0
     for at_s, step, span in changes:
         passed_s, now_s = at_s - now_s, max(at_s, now_s)
@@ -206,7 +214,7 @@ def what_limited(
         first = _LIMITED[kind].format(code=gap[0].upper() + gap[1:], whose=whose, **shares)
 
     waiting = f"waiting (mostly for rank {most})" if is_one and len(times) > 2 else "waiting"
-    names = {COMPUTE: "computing", COMMUNICATE: "messages", WAIT: waiting, GAP: gap}
+    names = _NAMES | {WAIT: waiting, GAP: gap}
     del names[next((state for state, name in _KINDS.items() if name == kind), WAIT)]
     rest = sorted(((shares[s], name) for s, name in names.items()), reverse=True)
     listed = ", ".join(f"{name} {share:.0%}" for share, name in rest if share > _MENTIONED)
@@ -229,7 +237,9 @@ def _slowest(times: dict[int, RankTimes], has_stages: bool) -> tuple[int, float,
     """The rank that takes longest, how many times as long as the others, and for what."""
     work = "for its stage" if has_stages else "for its part"
     computed_s = {rank: one.unit_s for rank, one in times.items() if one.unit_s}
-    own_s = {rank: one.seconds[COMPUTE] + one.seconds[GAP] for rank, one in times.items()}
+    own_s = {
+        rank: sum(one.seconds[s] for s in (COMPUTE, GAP, INPUT)) for rank, one in times.items()
+    }
     found = []
     for seconds, what in ((computed_s, work), (own_s, _BETWEEN)):
         rank = max(seconds, key=seconds.__getitem__, default=-1)
@@ -249,4 +259,6 @@ def _named(rank: int, times: dict[int, RankTimes], slow: str) -> str:
     waited = f"{they} waited for it {share:.0%} of {their} time"
     does = _DOES[max(mine, key=mine.__getitem__)]
     text = slow % (they, waited) if slow else f"{waited}, while it {does}"
+    if slow and does == _DOES[INPUT]:
+        text += f", mostly while it {does}"
     return f"Rank {rank} limited the run: {text}."

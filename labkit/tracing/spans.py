@@ -54,11 +54,13 @@ class Span:
 class Trace:
     """The spans of all ranks of a run, sorted by start. At second 0 all ranks had started.
 
-    ``devices`` are the ranks' devices by name (``cuda:0``), as far as they are known.
+    ``devices`` are the ranks' devices by name (``cuda:0``), as far as they are known. ``apart``:
+    the recording of each rank began with its own first span.
     """
 
     spans: tuple[Span, ...] = field(default=())
     devices: Mapping[int, str] = field(default_factory=dict, hash=False)
+    apart: bool = False
 
     @classmethod
     def merge(
@@ -95,7 +97,7 @@ class Trace:
             for s in self.spans
             if s.start_s < end_s and s.end_s > start_s
         )
-        return Trace(tuple(cut), self.devices)
+        return Trace(tuple(cut), self.devices, self.apart)
 
     def seconds_by_kind(
         self, rank: int | None = None, lane: int | None = None

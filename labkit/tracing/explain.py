@@ -1,0 +1,48 @@
+"""What files of labkit's and of other tools say of a run: which rank limited it, and what."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from labkit.tracing import flight_recorder, torchtitan
+from labkit.tracing.chrome import merge_traces
+from labkit.tracing.limits import what_limited
+from labkit.tracing.load import list_files, load
+
+
+def explain(paths: Sequence[str | Path]) -> str:
+    """Return what limited the run, or holds it up, that wrote these files or folders.
+
+    Raises:
+        ValueError: a file cannot be read or judged, or the files are not of one kind and run.
+    """
+    contents = {path: load(path) for path in list_files(paths)}
+    by_kind = {_kind_of(path, content): path for path, content in contents.items()}
+    if len(by_kind) > 1:
+        listed = " and ".join(f"{kind} ({path})" for kind, path in by_kind.items())
+        raise ValueError(f"the files are of several kinds, {listed}: give those of one kind")
+    match next(iter(by_kind)):
+        case "dumps of PyTorch's debug server":
+            return flight_recorder.explain_pages(contents)
+        case "flight recorder dumps":
+            return flight_recorder.explain_dumps(contents)
+        case "torchtitan's structured logs":
+            return torchtitan.explain_logs(contents)
+    trace, gap, notes = merge_traces(contents)
+    return " ".join([str(what_limited(trace, gap=gap)), *notes])
+
+
+def _kind_of(path: Path, content: Any) -> str:
+    """What wrote a file, in words; ValueError for others."""
+    if isinstance(content, str) and ("<pre>" in content or "=== " in content):
+        return "dumps of PyTorch's debug server"
+    if isinstance(content, dict) and "traceEvents" in content:
+        return "traces"
+    if isinstance(content, dict) and isinstance(content.get("entries"), list):
+        return "flight recorder dumps"
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        return "torchtitan's structured logs" if "log_type_name" in content[0] else "traces"
+    raise ValueError(
+        f"cannot judge {path}: it is neither a trace of labkit's or of PyTorch's profiler, nor a "
+        "dump of the flight recorder or the debug server, nor a structured log of torchtitan's"
+    )
