@@ -26,7 +26,7 @@ COMMANDS = [
     line.partition("#")[0]
     for block in re.findall(r"```sh\n(.*?)```", TEXT, flags=re.DOTALL)
     for line in block.replace("\\\n", " ").splitlines()
-    if "-m labkit train" in line
+    if "-m labkit train" in line and "mpirun" not in line
 ]
 
 
