@@ -29,7 +29,14 @@ from torch.futures import Future
 
 from labkit import collectives
 from labkit.backend.mailbox import Mailbox
-from labkit.collectives.common import COMBINE, Reduction, check_fits, check_one_per_rank, in_place
+from labkit.collectives.common import (
+    MEANS,
+    Reduction,
+    check_fits,
+    check_one_per_rank,
+    in_place,
+    mean_of,
+)
 from labkit.comm.comm import Comm
 from labkit.comm.meeting import separate_comm
 from labkit.comm.transport import Traffic
@@ -43,8 +50,19 @@ ProcessGroup: Any = dist.ProcessGroup
 
 Tensors = list[Tensor]
 
-# What ``Reduction`` does, and what PyTorch calls it.
-OPERATIONS = {op: op.upper() for op in COMBINE} | {"mean": "AVG"}
+# PyTorch's name of an operation -> that of ``Reduction``.
+OPERATIONS = {
+    "SUM": "sum",
+    "AVG": "mean",
+    "PRODUCT": "product",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
+    "PREMUL_SUM": "sum",
+}
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # How long the end of the program waits for a thread that is inside a learner's function.
 _LAST_PATIENCE_S = 2.0
@@ -87,17 +105,16 @@ def all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     """All-reduce ``tensor`` in place with the function that ``use`` has chosen; returns it."""
     if tensor.layout != torch.strided:
         return collectives.sparse_all_reduce(comm, tensor, op)
-    if _learners is None or op not in ("sum", "mean"):
+    if _learners is None or op not in ("sum", *MEANS):
         return collectives.fast_ring_all_reduce(comm, tensor, op)
-    Reduction.of(op, tensor)
+    reduction = Reduction.of(op, tensor)
     name = getattr(_learners, "__name__", "all_reduce")
     with in_place(tensor) as flat, comm.collective(name, tensor, op):
         result = _learners(comm, flat)
         if result is not None and result is not flat:
             check_fits(result, flat, f"the result of {name}")
             flat.copy_(result)
-        if op == "mean":
-            flat.div_(comm.world_size)
+        reduction.finish(flat, comm.world_size)
     return tensor
 
 
@@ -223,10 +240,14 @@ class LabkitGroup(ProcessGroup):
         return self._queue_of("collectives").add(name, operation, inputs, result, is_waited_for)
 
     def allreduce(self, tensors, opts=None):
-        op = reduction_of(opts)
-        return self._queue(
-            "all_reduce", lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
-        )
+        ops = [reduction_of(opts, tensor) for tensor in tensors]
+
+        def operation(comm: Comm) -> None:
+            for tensor, op in zip(tensors, ops):
+                total = all_reduce(comm, scaled(tensor, opts), op)
+                tensor.copy_(total)
+
+        return self._queue("all_reduce", operation, tensors, opts)
 
     allreduce_coalesced = allreduce
 
@@ -235,8 +256,14 @@ class LabkitGroup(ProcessGroup):
         return self._queue("broadcast", operation, tensors, opts)
 
     def reduce(self, tensors, opts):
-        op, root = reduction_of(opts), opts.rootRank
-        operation = partial(collectives.reduce, tensor=tensors[0], root=root, op=op)
+        (tensor,) = tensors
+        op = reduction_of(opts, tensor)
+
+        def operation(comm: Comm) -> None:
+            total = collectives.reduce(comm, scaled(tensor, opts), opts.rootRank, op)
+            if comm.rank == opts.rootRank:
+                tensor.copy_(total)
+
         return self._queue("reduce", operation, tensors, opts)
 
     def allgather(self, outputs, tensors, opts=None):
@@ -284,14 +311,15 @@ class LabkitGroup(ProcessGroup):
 
     def reduce_scatter(self, outputs, inputs, opts):
         """Each output gets this rank's share of its P inputs, reduced over all ranks."""
-        op = reduction_of(opts)
+        ops = [reduction_of(opts, output) for output in outputs]
         for output, shares in zip(outputs, inputs):
             # A copy would convert and broadcast.
             check_fits(shares[self.rank()], output, "this rank's share of the inputs")
 
         def operation(comm: Comm) -> None:
-            for output, shares in zip(outputs, inputs):
-                output.copy_(collectives.reduce_scatter(comm, shares, op))
+            for output, shares, op in zip(outputs, inputs, ops):
+                ours = [scaled(share, opts) for share in shares]
+                output.copy_(collectives.reduce_scatter(comm, ours, op))
 
         shares = [share for of in inputs for share in of]
         return self._queue("reduce_scatter", operation, shares, opts, outputs)
@@ -376,14 +404,39 @@ class LabkitGroup(ProcessGroup):
             comm.session.leave()
 
 
-def reduction_of(opts: Any) -> str:
-    """The name, in ``Reduction``, of the reduction that ``opts`` asks for; by default the sum."""
+def reduction_of(opts: Any, tensor: Tensor) -> str:
+    """The name, in ``Reduction``, of the reduction that ``opts`` asks for; by default the sum.
+
+    Any operation and dtype that gloo or NCCL takes. As in PyTorch's ``ProcessGroupNCCL``, the mean
+    of integers is rounded towards 0, sum and product of bool are "or" and "and", and a PREMUL_SUM
+    is for floats.
+
+    Raises:
+        ValueError: neither of them takes it.
+    """
     asked = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-    for op, name in OPERATIONS.items():
-        if asked == getattr(dist.ReduceOp, name):
-            return op
-    names = ", ".join(OPERATIONS.values())
-    raise ValueError(f'the "labkit" backend has the reductions {names}, not {asked}')
+    known = [name for name in OPERATIONS if asked == getattr(dist.ReduceOp, name)]
+    if not known:
+        names = ", ".join(OPERATIONS)
+        raise ValueError(f'the "labkit" backend has the reductions {names}, not {asked}')
+    if known == ["PREMUL_SUM"] and tensor.dtype not in FLOATS:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"PREMUL_SUM is for floats of 16 bits and more, not for {dtype}: use SUM, or convert "
+            "first, for example with .float()"
+        )
+    op = OPERATIONS[known[0]]
+    return mean_of(tensor.dtype) if op == "mean" else op
+
+
+def scaled(tensor: Tensor, opts: Any) -> Tensor:
+    """``tensor`` times the factor of this rank, if ``opts`` asks for a PREMUL_SUM."""
+    asked = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+    if asked != dist.ReduceOp.PREMUL_SUM:
+        return tensor
+    # Only the pickled operation tells its factor.
+    _, factor = asked.__getstate__()
+    return tensor * torch.as_tensor(factor, dtype=tensor.dtype)
 
 
 _live: weakref.WeakSet[LabkitGroup] = weakref.WeakSet()
