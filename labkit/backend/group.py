@@ -145,7 +145,7 @@ class LabkitGroup(ProcessGroup):
     supports_splitting, supports_coalescing = True, False
     # PyTorch's own ProcessGroup gets these from its backends.
     group_name = group_desc = ""
-    _device_types = (torch.device("cpu"),)
+    _device_types: Sequence[torch.device] = (torch.device("cpu"),)
 
     def __init__(
         self,
