@@ -42,7 +42,7 @@ help:
 	@echo "make test-gpu        what needs GPUs (make test hides them)"
 	@echo "make test-pretended  all notebooks as with 1, 2 and 8 GPUs, on the CPU (some minutes)"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
-	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH_VERSION=2.11.0)"
+	@echo "make test-torch      launcher, backend, strategies, two pages on the oldest PyTorch (or TORCH_VERSION=2.13.0)"
 	@echo "make faults          test the fault table: what users can run into, row by row, with seconds"
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make storm-resume    20 runs of each technique killed, resumed and compared (half an hour)"
@@ -154,6 +154,7 @@ test-more: env
 	$(BIN)/python -m pytest -p no:nbval -m more tests $(ARGS)
 	LABKIT_EVERY_SIZE=1 $(BIN)/python -m pytest $(SPREAD) -p no:nbval tests/exercises/test_answers.py $(ARGS)
 	$(MAKE) test-pretended PRETENDED=2
+	$(MAKE) test-torch
 
 test-notebooks: env
 	@$(if $(NOTEBOOKS),$(HIDE_GPUS) LABKIT_LIVE=0 $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS),\
@@ -176,16 +177,21 @@ test-pretended: env
 faults: env
 	$(BIN)/python -m pytest -p no:nbval tests/runtime/test_fault_table.py -v --durations=0 $(ARGS)
 
-# The ends of the range in pyproject.toml: TORCH_VERSION=2.11.0 is the oldest.
-TORCH_VERSION ?= 2.11.0
+# By default the oldest of the range in pyproject.toml, with its torchvision. Of .venv only uv is used.
+OLDEST := import re, tomllib; wanted = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \
+          print(*(w.split(">=")[1] + (".0" if w.count(".") < 2 else "") for w in wanted if re.match("torch(>|vision>)", w)))
+TORCH_VERSION ?= $(firstword $(shell $(PYTHON) -c '$(OLDEST)'))
 OTHER := .venv-torch-$(TORCH_VERSION)
 
+# The same build of PyTorch, and pages whose outputs depend on its version.
 test-torch: env
 	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python 'torch==$(TORCH_VERSION)' '.[test]'
-	@$(BIN)/uv pip uninstall --quiet --python $(OTHER)/bin/python labkit
-	PYTHONPATH=$(CURDIR) $(OTHER)/bin/python -m pytest $(SPREAD) -p no:nbval \
-	  tests/runtime/test_launch.py $(ARGS)
+	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python \
+	  $(if $(filter default,$(BUILD)),,--torch-backend $(BUILD)) 'torch==$(TORCH_VERSION)' -e '.[test]'
+	$(HIDE_GPUS) $(OTHER)/bin/python -m pytest $(SPREAD) -p no:nbval -m "not more" \
+	  tests/runtime/test_launch.py tests/backend tests/strategies $(ARGS)
+	$(HIDE_GPUS) LABKIT_LIVE=0 $(OTHER)/bin/python -m pytest $(SPREAD) $(NBVAL) \
+	  notebooks/10_*.ipynb notebooks/11_*.ipynb $(ARGS)
 
 storm: env
 	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python storm.py $(ARGS)

@@ -19,7 +19,10 @@ import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    submod_attrs={"group": ["LabkitGroup", "all_reduce", "ddp_hook", "sent", "use"]},
+    submod_attrs={
+        "chosen": ["all_reduce", "ddp_hook", "use"],
+        "group": ["LabkitGroup", "sent"],
+    },
 )
 
 

@@ -77,6 +77,14 @@ class CompositeGroup(LabkitGroup):
 
     _get_backend = get_backend
 
+    def _start_coalescing(self, device="cpu"):
+        owner = LabkitGroup if torch.device(device).type == "cpu" else dist.ProcessGroup
+        owner._start_coalescing(self, torch.device(device))
+
+    def _end_coalescing(self, device="cpu") -> Any:
+        owner = LabkitGroup if torch.device(device).type == "cpu" else dist.ProcessGroup
+        return owner._end_coalescing(self, torch.device(device))
+
     def set_timeout(self, timeout):
         super().set_timeout(timeout)
         for device in self._device_types[1:]:
@@ -96,9 +104,14 @@ def make_backends(names: Mapping[str, str], opts: Any, options: object) -> dict[
         opts, options: what PyTorch gives to the function that makes a backend.
 
     Raises:
-        ValueError: PyTorch alone can make one of them.
+        ValueError: this PyTorch tells too little, or can alone make one of them.
         Exception: what a backend raises, for example where there is no GPU.
     """
+    if not hasattr(opts, "process_group"):
+        raise ValueError(
+            f'"labkit" beside other backends needs PyTorch 2.15, this is {torch.__version__}: use '
+            'init_process_group("labkit"), and new_group(backend=...) for other devices'
+        )
     backends = {}
     for device, name in names.items():
         with contextlib.suppress(RuntimeError):

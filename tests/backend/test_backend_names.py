@@ -32,6 +32,7 @@ def trains(rank):
     return found, dist.get_backend_impl(device=torch.device("cuda")).name()
 
 
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="needs PyTorch 2.15")
 @pytest.mark.parametrize("name", ["cpu:labkit,cuda:gloo", "cuda:gloo,cpu:labkit"])
 def test_another_backend_stands_beside_it_for_another_device(tmp_path, name):
     gradients = [[6.0] * 3] * 2
