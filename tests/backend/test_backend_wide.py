@@ -439,7 +439,8 @@ def profiled(rank):
 
 def test_the_profiler_shows_the_operations_that_it_shows_on_gloo_with_their_shapes(tmp_path):
     for found, expected in zip(*on_both(tmp_path, profiled)):
-        assert len(found["events"]) == 14
+        # (PyTorch 2.11 shows one less, on gloo as well.)
+        assert len(found["events"]) in (13, 14)
         assert found == expected
 
 
