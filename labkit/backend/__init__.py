@@ -3,9 +3,10 @@
 ``import labkit`` makes it known to PyTorch, without importing PyTorch: at once if
 ``torch.distributed`` has been imported already, and otherwise right after its import. The backend
 itself is loaded by the first process group that asks for it.
+
+Where labkit is installed, new versions of PyTorch find it by its name alone, in the entry points
+"torch.distributed.backends"; older ones, and a labkit on PYTHONPATH, need the import.
 """
-# PyTorch's entry point "torch.backends" could not do this: it needs labkit to be installed (not
-# only on PYTHONPATH), and every ``import torch`` of that environment would load labkit.
 
 import importlib
 import importlib.util
@@ -18,7 +19,10 @@ import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    submod_attrs={"group": ["LabkitGroup", "all_reduce", "ddp_hook", "sent", "use"]},
+    submod_attrs={
+        "chosen": ["all_reduce", "ddp_hook", "use"],
+        "group": ["LabkitGroup", "sent"],
+    },
 )
 
 
@@ -39,9 +43,32 @@ def _register(distributed: ModuleType) -> None:
 
 def _new_group(group: Any, options: object) -> Any:
     """Make a group; the extended interface says which ranks of the run are in it."""
-    make = importlib.import_module("labkit.backend.group").LabkitGroup
-    ranks = group.global_ranks_in_group
-    return make(group.store, group.group_rank, group.group_size, group.timeout, ranks)
+    names = _backends_by_device()
+    if any(name == "labkit" and device != "cpu" for device, name in names.items()):
+        raise ValueError(
+            f'{names}: the "labkit" backend is for CPU tensors. Name another backend for each '
+            'other device, for example init_process_group("cpu:labkit,cuda:nccl")'
+        )
+    where = group.store, group.group_rank, group.group_size, group.timeout
+    others = {device: name for device, name in names.items() if name != "labkit"}
+    if not others:
+        make = importlib.import_module("labkit.backend.group").LabkitGroup
+        return make(*where, group.global_ranks_in_group)
+    composite = importlib.import_module("labkit.backend.composite")
+    backends = composite.make_backends(others, group, options)
+    made = composite.CompositeGroup(*where, group.global_ranks_in_group)
+    made.add_backends(backends, others)
+    return made
+
+
+def _backends_by_device() -> dict[str, str]:
+    """The backends of the group that PyTorch is making, by device.
+
+    No argument of ``_new_group`` tells which stand beside "labkit", so they are read where
+    PyTorch keeps them, in the function that calls it.
+    """
+    config = sys._getframe(2).f_locals.get("backend_config")
+    return config.get_device_backend_map() if config else {"cpu": "labkit"}
 
 
 class _WhenTorchComes:

@@ -25,15 +25,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from labkit import collectives
+from labkit.backend.chosen import all_reduce
 from labkit.backend.mailbox import Mailbox
-from labkit.collectives.common import COMBINE, Reduction, check_fits, check_one_per_rank, in_place
+from labkit.backend.reductions import reduction_of, scaled
+from labkit.collectives.common import check_fits, check_one_per_rank
 from labkit.comm.comm import Comm
 from labkit.comm.meeting import separate_comm
 from labkit.comm.transport import Traffic
-from labkit.comm.work import Work, WorkQueue
+from labkit.comm.work import AllOf, Work, WorkQueue
 
 # PyTorch's flight recorder listens to hooks that a group in Python never calls, and would fail.
 getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("labkit")
@@ -42,9 +43,6 @@ getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("labkit
 ProcessGroup: Any = dist.ProcessGroup
 
 Tensors = list[Tensor]
-
-# What ``Reduction`` does, and what PyTorch calls it.
-OPERATIONS = {op: op.upper() for op in COMBINE} | {"mean": "AVG"}
 
 # How long the end of the program waits for a thread that is inside a learner's function.
 _LAST_PATIENCE_S = 2.0
@@ -56,60 +54,6 @@ _traffic: list[Traffic] = []
 def sent() -> tuple[int, int]:
     """Messages and bytes that this rank's "labkit" groups have sent so far, counted."""
     return sum(one.messages for one in _traffic), sum(one.num_bytes for one in _traffic)
-
-
-AllReduce = Callable[[Comm, Tensor], Tensor | None]
-
-# The learner's.
-_learners: AllReduce | None = None
-
-
-def use(all_reduce: AllReduce | None) -> AllReduce | None:
-    """Let every "labkit" group of this process, and ``ddp_hook``, sum with ``all_reduce``.
-
-    Args:
-        all_reduce: ``all_reduce(comm, tensor)`` sums a flat tensor [N] over the ranks, in place
-            or by returning the sum; None restores ``fast_ring_all_reduce``. On several hosts
-            ``labkit.collectives.fast_hierarchical_all_reduce`` sends less between them.
-
-    Returns what was used before.
-
-    Call it on every rank. DDP asks for sums only; other reductions always use labkit's functions.
-    """
-    global _learners
-    if all_reduce is not None and not callable(all_reduce):
-        raise ValueError(f"use() takes a function of comm and tensor, got {all_reduce!r:.60}")
-    before, _learners = _learners, all_reduce
-    return before
-
-
-def all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
-    """All-reduce ``tensor`` in place with the function that ``use`` has chosen; returns it."""
-    if tensor.layout != torch.strided:
-        return collectives.sparse_all_reduce(comm, tensor, op)
-    if _learners is None or op not in ("sum", "mean"):
-        return collectives.fast_ring_all_reduce(comm, tensor, op)
-    Reduction.of(op, tensor)
-    name = getattr(_learners, "__name__", "all_reduce")
-    with in_place(tensor) as flat, comm.collective(name, tensor, op):
-        result = _learners(comm, flat)
-        if result is not None and result is not flat:
-            check_fits(result, flat, f"the result of {name}")
-            flat.copy_(result)
-        if op == "mean":
-            flat.div_(comm.world_size)
-    return tensor
-
-
-def ddp_hook(comm: Comm, bucket: dist.GradBucket) -> Future[Tensor]:
-    """A communication hook: ``model.register_comm_hook(comm, labkit.backend.ddp_hook)``.
-
-    It works with any backend of DDP: only the gradients go through ``comm``. Returns the bucket's
-    mean over the ranks, in a completed future.
-    """
-    future: Future[Tensor] = Future()
-    future.set_result(all_reduce(comm, bucket.buffer(), "mean"))
-    return future
 
 
 class LabkitGroup(ProcessGroup):
@@ -128,7 +72,7 @@ class LabkitGroup(ProcessGroup):
     supports_splitting, supports_coalescing = True, False
     # PyTorch's own ProcessGroup gets these from its backends.
     group_name = group_desc = ""
-    _device_types = (torch.device("cpu"),)
+    _device_types: Sequence[torch.device] = (torch.device("cpu"),)
 
     def __init__(
         self,
@@ -150,6 +94,9 @@ class LabkitGroup(ProcessGroup):
         _traffic.extend(comm.transport.sent for comm in self._comms.values())
         self._queues: dict[tuple[Any, ...], WorkQueue] = {}
         self._starting = threading.Lock()
+        self._num_collectives = 0
+        # Between start and end of coalescing: the operations called since.
+        self._coalesced: list[Work] | None = None
         others, edge = {*range(size)} - {rank}, partial(self._queue_of, "pairs")
         self._mailbox = Mailbox(others, edge, timeout.total_seconds())
         _live.add(self)
@@ -220,13 +167,46 @@ class LabkitGroup(ProcessGroup):
         is_waited_for = not getattr(opts, "asyncOp", True)
         result = inputs if result is None else result
         name = f"sparse_{name}" if any(one.is_sparse for one in inputs) else name
-        return self._queue_of("collectives").add(name, operation, inputs, result, is_waited_for)
+        self._num_collectives += 1
+        queue = self._queue_of("collectives")
+        return self._noted(queue.add(name, operation, inputs, result, is_waited_for))
+
+    def _noted(self, work: Work) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _start_coalescing(self, device="cpu"):
+        self.get_backend(device)
+        self._coalesced = []
+
+    def _end_coalescing(self, device="cpu") -> Any:
+        """One ``Work`` for what was called since the start; nothing is put together."""
+        works, self._coalesced = self._coalesced or [], None
+        return AllOf(works)
+
+    def _set_sequence_number_for_group(self):
+        self._num_collectives = 0
+
+    def _get_sequence_number_for_group(self):
+        """The number of collectives that this rank has called."""
+        return self._num_collectives
+
+    def _wait_for_pending_works(self):
+        """Wait until all that was called has ended, but for receives."""
+        for key, queue in list(self._queues.items()):
+            if "from" not in key:
+                queue.add("", lambda comm: None, [], []).wait()
 
     def allreduce(self, tensors, opts=None):
-        op = reduction_of(opts)
-        return self._queue(
-            "all_reduce", lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
-        )
+        ops = [reduction_of(opts, tensor) for tensor in tensors]
+
+        def operation(comm: Comm) -> None:
+            for tensor, op in zip(tensors, ops):
+                total = all_reduce(comm, scaled(tensor, opts), op)
+                tensor.copy_(total)
+
+        return self._queue("all_reduce", operation, tensors, opts)
 
     allreduce_coalesced = allreduce
 
@@ -235,8 +215,14 @@ class LabkitGroup(ProcessGroup):
         return self._queue("broadcast", operation, tensors, opts)
 
     def reduce(self, tensors, opts):
-        op, root = reduction_of(opts), opts.rootRank
-        operation = partial(collectives.reduce, tensor=tensors[0], root=root, op=op)
+        (tensor,) = tensors
+        op = reduction_of(opts, tensor)
+
+        def operation(comm: Comm) -> None:
+            total = collectives.reduce(comm, scaled(tensor, opts), opts.rootRank, op)
+            if comm.rank == opts.rootRank:
+                tensor.copy_(total)
+
         return self._queue("reduce", operation, tensors, opts)
 
     def allgather(self, outputs, tensors, opts=None):
@@ -284,14 +270,15 @@ class LabkitGroup(ProcessGroup):
 
     def reduce_scatter(self, outputs, inputs, opts):
         """Each output gets this rank's share of its P inputs, reduced over all ranks."""
-        op = reduction_of(opts)
+        ops = [reduction_of(opts, output) for output in outputs]
         for output, shares in zip(outputs, inputs):
             # A copy would convert and broadcast.
             check_fits(shares[self.rank()], output, "this rank's share of the inputs")
 
         def operation(comm: Comm) -> None:
-            for output, shares in zip(outputs, inputs):
-                output.copy_(collectives.reduce_scatter(comm, shares, op))
+            for output, shares, op in zip(outputs, inputs, ops):
+                ours = [scaled(share, opts) for share in shares]
+                output.copy_(collectives.reduce_scatter(comm, ours, op))
 
         shares = [share for of in inputs for share in of]
         return self._queue("reduce_scatter", operation, shares, opts, outputs)
@@ -323,27 +310,35 @@ class LabkitGroup(ProcessGroup):
         return self._queue("barrier", Comm.barrier, [], opts)
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):
-        """Wait until all ranks have come; the error names those that have not.
+        """Wait until all ranks have come; the error names the first that has not, or all.
 
-        It needs only the store. So it works while a rank is stuck in a collective.
+        It needs only the store. So it works while a rank is stuck in a collective. Programs match
+        the words of gloo's error.
         """
-        store, timeout = self._store, timeout or self._timeout
+        store = self._store
+        timeout = self._timeout if timeout is None else timeout
+        if not timeout:
+            raise RuntimeError(
+                f"Rank {self.rank()} timed out in monitoredBarrier: give it a timeout above 0 s"
+            )
         number = store.add(f"labkit/monitored/{self.rank()}", 1)
         keys = [f"labkit/monitored/{number}/{rank}" for rank in range(self.size())]
         store.set(keys[self.rank()], "came")
         with contextlib.suppress(RuntimeError):
             store.wait(keys, timeout)
-        if missing := [str(rank) for rank, key in enumerate(keys) if not store.check([key])]:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        if missing:
+            named = f"Ranks {', '.join(missing)}" if wait_all_ranks else f"Rank {missing[0]}"
             raise RuntimeError(
-                f"rank {', '.join(missing)} did not come to the monitored barrier in "
-                f"{timeout.total_seconds():g} s"
+                f"{named} failed to pass monitoredBarrier: did not call it within "
+                f"{timeout.total_seconds():g} s of rank {self.rank()}"
             )
 
     def send(self, tensors, dst, tag):
-        return self._mailbox.send(tensors[0], dst, tag)
+        return self._noted(self._mailbox.send(tensors[0], dst, tag))
 
     def recv(self, tensors, src, tag):
-        return self._mailbox.recv(tensors[0], src, tag)
+        return self._noted(self._mailbox.recv(tensors[0], src, tag))
 
     def recv_anysource(self, tensors, tag):
         return self.recv(tensors, None, tag)
@@ -375,15 +370,9 @@ class LabkitGroup(ProcessGroup):
         for comm in comms.values():
             comm.session.leave()
 
-
-def reduction_of(opts: Any) -> str:
-    """The name, in ``Reduction``, of the reduction that ``opts`` asks for; by default the sum."""
-    asked = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-    for op, name in OPERATIONS.items():
-        if asked == getattr(dist.ReduceOp, name):
-            return op
-    names = ", ".join(OPERATIONS.values())
-    raise ValueError(f'the "labkit" backend has the reductions {names}, not {asked}')
+    def abort(self) -> None:
+        """End the group at once, without its queued operations."""
+        self.shutdown(_LAST_PATIENCE_S)
 
 
 _live: weakref.WeakSet[LabkitGroup] = weakref.WeakSet()

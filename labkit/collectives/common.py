@@ -20,6 +20,7 @@ from labkit.units import check_choice
 COMBINE = {
     "sum": torch.add,
     "mean": torch.add,
+    "integer_mean": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
     "product": torch.mul,
@@ -27,6 +28,7 @@ COMBINE = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
+MEANS = ("mean", "integer_mean")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Reduction:
 
     Attributes:
         op: "sum", "mean", "max", "min", "product", or bitwise "band" (and), "bor" (or), "bxor".
+            "mean" is for floating-point and complex numbers; "integer_mean" rounds towards 0.
         wide: the dtype in which partial results travel and accumulate: for sum, mean and product
             of float16 and bfloat16 it is float32, as P - 1 roundings to 16 bits would add up;
             otherwise the tensor's dtype.
@@ -53,7 +56,7 @@ class Reduction:
     @property
     def partial(self) -> str:
         """The operation on some of the ranks: a mean is a sum until all are in it."""
-        return "sum" if self.op == "mean" else self.op
+        return "sum" if self.op in MEANS else self.op
 
     def combine(self, mine: Tensor, incoming: Tensor, out: Tensor) -> Tensor:
         """Write ``mine`` op ``incoming`` to ``out``, which may be either of them.
@@ -64,7 +67,11 @@ class Reduction:
 
     def finish(self, total: Tensor, world_size: int) -> Tensor:
         """Turn ``total`` into the result, in place: the mean divides by P."""
-        return total.div_(world_size) if self.op == "mean" else total
+        if self.op == "mean":
+            total.div_(world_size)
+        elif self.op == "integer_mean":
+            total.div_(world_size, rounding_mode="trunc")
+        return total
 
 
 @cache
@@ -80,6 +87,17 @@ def _reduction(op: str, dtype: torch.dtype) -> Reduction:
             "convert first, for example with .float(), or use another operation"
         ) from None
     return reduction
+
+
+def mean_of(dtype: torch.dtype) -> str:
+    """The mean that NCCL and Horovod take of a ``dtype``: "mean", or of integers "integer_mean".
+
+    A learner's own call with "mean" refuses integers, since a rounded mean is seldom meant. The
+    clients of these two average counts and step numbers. (NCCL, ``FuncSumPostDiv``: the sum wraps
+    around in the dtype, and its magnitude is divided. It refuses the mean of bool, as we do.)
+    """
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return "integer_mean" if is_integer else "mean"
 
 
 @contextmanager

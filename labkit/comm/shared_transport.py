@@ -73,7 +73,8 @@ class Waiter:
                 for index, (semaphore, peer) in enumerate(needs):
                     lost = "this rank is ending" if self.abandoned else why_gone(self._board, peer)
                     if not lost and now_s - started_s > self.timeout_s:
-                        lost = f"nothing from rank {peer} in {self.timeout_s:g} s"
+                        limit = f"within the timeout of {self.timeout_s:g} s"
+                        lost = f"nothing from rank {peer} {limit}"
                     # A post that the peer made before its end still counts.
                     if lost and semaphore.try_wait():
                         return index

@@ -10,7 +10,7 @@ import functools
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +57,7 @@ class Work(dist.Work):
         # The future to complete at the end, by the thread that pops it.
         self.incomplete: collections.deque[Future[None]] = collections.deque()
         self._record: Any = None
+        self._caller = threading.current_thread()
         if name and torch._C._autograd._profiler_enabled():
             self._record = torch._C._profiler._RecordFunctionFast(f"labkit:{name}", inputs)
             self._record.__enter__()
@@ -65,9 +66,20 @@ class Work(dist.Work):
         """Mark the operation as done; futures are completed later: their callbacks may block."""
         self._error = error
         if self._record is not None:
-            # A record that ends in another thread is shown there, as with gloo.
-            self._record.__exit__(None, None, None)
+            self._end_record(self._record)
         self.done.set()
+
+    def _end_record(self, record: Any) -> None:
+        """End it in another thread than the caller's: so the profiler shows it as asynchronous.
+
+        That is how gloo's operations are shown, whoever carries them out.
+        """
+        if threading.current_thread() is not self._caller:
+            record.__exit__(None, None, None)
+            return
+        ending = threading.Thread(target=record.__exit__, args=(None, None, None))
+        ending.start()
+        ending.join()
 
     def complete_futures(self) -> None:
         """Run the callbacks attached to ``get_future()``, in this thread."""
@@ -120,6 +132,20 @@ class Work(dist.Work):
         return self.source
 
     _source_rank = source_rank
+
+
+class AllOf(dist.Work):
+    """Several operations as one."""
+
+    def __init__(self, works: Sequence[Work]):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return all([work.wait(timeout) for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 def carried_out(operation: Callable[[], object], tensors: list[Tensor]) -> Work:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from labkit.collectives.common import Reduction, check_root
+from labkit.collectives.common import Reduction, check_root, mean_of
 from labkit.horovod.coordinator import JOIN
 from labkit.horovod.negotiator import (
     Handle,
@@ -138,8 +138,7 @@ def _submit(
         names = [name and f"{name}.{number}" for number in range(len(tensor))]
         return [_submit(kind, one, name, *more) for one, name in zip(tensor, names)]
     if kind in ("allreduce", "reducescatter"):
-        # (Averages of integers are rounded.)
-        Reduction.of(Sum if option == Average else option, tensor)
+        Reduction.of(mean_of(tensor.dtype) if option == Average else option, tensor)
     small, context = compression.compress(tensor.detach())
 
     def delivered(result: Any) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from labkit.collectives import all_to_all, broadcast, fast_ring_all_reduce, reduce_scatter
+from labkit.collectives.common import mean_of
 from labkit.comm.comm import Comm
 from labkit.comm.source_lines import caller_location, credit_to
 from labkit.errors import MismatchError, PeerLostError
@@ -231,6 +232,9 @@ def carry_out(comm: Comm, decision: Decision, values: Sequence[Tensor | None]) -
         values: by request, this rank's tensor on the CPU, None for zeros; they are not changed.
     """
     request, mine = decision.requests[0], values[0]
+    op = request.option
+    if op == "mean":
+        op = mean_of(getattr(torch, request.dtype))
     if request.kind == "allreduce":
         # 1. Copy the tensors into a buffer. 2. One ring. 3. Cut the results out.
         empty = torch.empty(0, dtype=getattr(torch, request.dtype))
@@ -239,7 +243,7 @@ def carry_out(comm: Comm, decision: Decision, values: Sequence[Tensor | None]) -
             for one, value in zip(decision.requests, values)
         ]
         total = torch.cat([piece.reshape(-1) for piece in pieces])
-        _reduced(comm, lambda op: fast_ring_all_reduce(comm, total, op), request)
+        fast_ring_all_reduce(comm, total, op)
         parts = total.split([piece.numel() for piece in pieces])
         return [part.view(piece.shape) for part, piece in zip(parts, pieces)]
     if request.kind == "broadcast" and mine is not None:
@@ -247,7 +251,7 @@ def carry_out(comm: Comm, decision: Decision, values: Sequence[Tensor | None]) -
     if request.kind == "reducescatter" and mine is not None:
         # The first ranks have one row more if need be.
         shares = list(mine.tensor_split(comm.world_size))
-        return [_reduced(comm, lambda op: reduce_scatter(comm, shares, op), request)]
+        return [reduce_scatter(comm, shares, op)]
     if request.kind in BY_ROWS and mine is not None:
         theirs, shares = decision.rows, [mine] * comm.world_size
         if request.kind == "alltoall":
@@ -255,14 +259,6 @@ def carry_out(comm: Comm, decision: Decision, values: Sequence[Tensor | None]) -
             shares = list(mine.split(decision.rows[comm.rank]))
         return [all_to_all(comm, shares, [mine.new_empty(n, *request.shape) for n in theirs])]
     return [decision.last]
-
-
-def _reduced(comm: Comm, reduce: Callable[[str], Tensor], request: Request) -> Tensor:
-    """The result of ``reduce(op)``; an average of integers is rounded towards 0."""
-    dtype = getattr(torch, request.dtype)
-    if request.option == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        return reduce("sum").div_(comm.world_size, rounding_mode="trunc")
-    return reduce(request.option)
 
 
 _engine: Engine | None = None

@@ -93,7 +93,7 @@ def DistributedOptimizer(
         op: Average or Sum.
         gradient_predivide_factor: divides before an average, and multiplies after it.
         num_groups, groups: no effect, as what is ready at the same time is fused anyway.
-        sparse_as_dense: whether sparse gradients become dense.
+        sparse_as_dense: whether sparse gradients are reduced as dense ones; they end sparse.
 
     Raises:
         ValueError: an argument that is none of these; says which.
@@ -179,15 +179,18 @@ class Gradients:
         if parameter.grad.is_sparse and not self.sparse_as_dense:
             self.under_way[parameter] = sparse_allreduce_async(parameter.grad, name, self.op)
             return
-        if parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_dense()
-        gradient, factor = parameter.grad, self.factor
+        # Optimizers such as SparseAdam take sparse gradients alone.
+        sparse_dim = parameter.grad.sparse_dim() if parameter.grad.is_sparse else 0
+        gradient = parameter.grad.to_dense() if sparse_dim else parameter.grad
+        factor = self.factor
         divided = gradient if factor == 1 else gradient / factor
         small, context = self.compression.compress(divided)
 
         def take(found: Tensor) -> Tensor:
             gradient.copy_(self.compression.decompress(found, context))
-            return gradient if factor == 1 else gradient.mul_(factor)
+            if factor != 1:
+                gradient.mul_(factor)
+            return gradient.to_sparse(sparse_dim) if sparse_dim else gradient
 
         self.under_way[parameter] = engine().submit("allreduce", name, small, take, self.op)
 

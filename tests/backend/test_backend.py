@@ -34,7 +34,6 @@ def refused(comm):
     calls = {
         "sparse maximum": lambda: dist.all_reduce(x.to_sparse(), MAX, group=group),
         "sparse rows": lambda: dist.all_reduce(x[None].to_sparse_csr(), group=group),
-        "scaled sum": lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0), group=group),
         "outputs too large": lambda: dist.all_gather([torch.zeros(4)] * 2, x, group=group),
     }
     texts = {}
@@ -52,7 +51,6 @@ def refused(comm):
 REFUSALS = {
     "sparse maximum": "cannot take the max of a torch.sparse_coo tensor over ranks",
     "sparse rows": "only the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()",
-    "scaled sum": 'the "labkit" backend has the reductions SUM, AVG,',
     "outputs too large": "sends is float32 [3], but the output for it is float32 [4]",
 }
 

@@ -33,6 +33,14 @@ DIFFERENT = {
 }
 
 
+if not hasattr(dist, "all_gather_single"):
+    # PyTorch before 2.15.
+    DIFFERENT |= {
+        "all_to_all": "gloo has none",
+        "monitored_barrier": "PyTorch refuses every name but gloo",
+    }
+
+
 # PyTorch's own alias says that it is deprecated whenever it is looked at.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_op.*:FutureWarning")
 
@@ -444,3 +452,30 @@ def test_every_public_function_does_what_it_does_on_gloo(tmp_path, world_size, s
         for name in set(names) - different:
             is_same = ours[name][0] == "refuses" or equal(ours[name][1], gloos[name][1])
             assert is_same, (name, rank, ours[name], gloos[name])
+
+
+def asks_the_group(rank):
+    """What PyTorch's own code asks of a group, beside collectives."""
+    group, x, y = dist.group.WORLD, torch.ones(2), torch.ones(3)
+    before = group._get_sequence_number_for_group()
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as coalesced:
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    coalesced.wait()
+    dist.all_reduce(x, async_op=True)
+    group._wait_for_pending_works()
+    calls = group._get_sequence_number_for_group() - before
+    dist.barrier()
+    group.abort()
+    try:
+        dist.all_reduce(x)
+    except ValueError as error:
+        return x.tolist(), y.tolist(), calls, str(error)
+
+
+def test_coalescing_sequence_numbers_pending_works_and_abort(tmp_path):
+    for code, (x, y, calls, text) in plain(tmp_path, asks_the_group):
+        assert (code, x, y) == (0, [4.0] * 2, [2.0] * 3)
+        # Two all-reduces in one call, or in two.
+        assert calls in (2, 3)
+        assert "this process group was destroyed" in text
