@@ -69,7 +69,9 @@ def test_the_example_gives_what_its_comment_says():
 
 
 @pytest.mark.parametrize(
-    "path", ["README.md", "data/README.md", "docs/command_line.md", "docs/hardware.md"]
+    "path",
+    ["README.md", "data/README.md"]
+    + [f"docs/{n}.md" for n in ("clients", "command_line", "hardware")],
 )
 def test_links_lead_to_files_that_are_there(path):
     links = re.findall(r"\]\(([^)#\s]+)\)", (ROOT / path).read_text())

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 LOCKED = ("requirements.txt", "tools/uv.txt", "tools/cluster.txt")
-LOCKED += ("tools/horovod.txt", "tools/tensorflow.txt", "tools/site.txt")
+LOCKED += ("tools/horovod.txt", "tools/tensorflow.txt", "tools/site.txt", "tools/clients.txt")
 
 # The floors of each package, from the ground up. A room imports from floors below, never from
 # above or beside, and labkit never imports workbook. A new room gets its place here. Each

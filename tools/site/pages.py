@@ -9,7 +9,8 @@ from latex2mathml.converter import convert
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [f"notebooks/{path.stem}" for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
-DOCUMENTS = ["docs/command_line", "docs/hardware", "notebooks/scripts/project/README"]
+DOCUMENTS = ["docs/command_line", "docs/clients", "docs/hardware"]
+DOCUMENTS += ["notebooks/scripts/project/README"]
 DOCUMENTS += ["data/README", "CONTRIBUTING", "CHANGELOG", "SECURITY"]
 CONTENTS = {"Course": PAGES, "Documents": DOCUMENTS, "Reference": ["build/api/labkit/index"]}
 
