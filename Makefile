@@ -31,7 +31,7 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 unexport UV_TORCH_BACKEND UV_REQUIRE_HASHES UV_NO_VERIFY_HASHES
 
 .DEFAULT_GOAL := help
-.PHONY: help env cluster horovod tensorflow lab test test-more test-unit test-gpu test-pretended test-notebooks test-torch test-python faults storm bench two-hosts gpu-report elsewhere html \
+.PHONY: help env clients cluster horovod tensorflow lab test test-more test-unit test-gpu test-pretended test-notebooks test-torch test-python faults storm bench two-hosts gpu-report elsewhere html \
         notebooks pins clean distclean FORCE
 
 help:
@@ -57,6 +57,7 @@ help:
 	@echo "make cluster         add Ray to .venv, for runs on several machines: labkit.run(..., hosts=2)"
 	@echo "make horovod         make .venv-horovod, where Horovod runs (4 GB; compiles it: 4 minutes)"
 	@echo "make tensorflow      make .venv-tensorflow, where TensorFlow runs (1.5 GB)"
+	@echo "make clients         make .venv-clients: other people's trainers, tried on our backend (6 GB)"
 	@echo "make env             set up only (.venv, about 6 GB)"
 	@echo "make env TORCH=auto  the same with the PyTorch that this machine's driver can run; also"
 	@echo "                     TORCH=cpu (no CUDA, 3 GB less), TORCH=12.8 (that CUDA), TORCH=default"
@@ -149,7 +150,7 @@ test: env
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none
 	LABKIT_LIVE=0 $(BIN)/python -m pytest $(SPREAD) $(NBVAL) -m "not more" tests $(NOTEBOOKS) $(ARGS)
 
-# What is not installed (make cluster, horovod, tensorflow, html; root for two hosts) is skipped and says so. One by one: storms,
+# What is not installed (make clients, cluster, horovod, tensorflow, html; root for two hosts) is skipped and says so. One by one: storms,
 # agents and clusters need the cores for themselves.
 test-more: env
 	$(BIN)/python -m pytest -p no:nbval -m more tests $(ARGS)
@@ -223,9 +224,13 @@ html: $(VENV)-site/.ready
 	@$(VENV)-site/bin/sphinx-build -W --keep-going -q -c tools/site . build/html
 	@echo "the site: build/html/index.html"
 
-$(VENV)-site/.ready: tools/site.txt | env
-	@$(BIN)/uv venv --quiet --clear --no-project --python $(BIN)/python $(VENV)-site
-	@$(BIN)/uv pip install --quiet --python $(VENV)-site/bin/python --require-hashes -r $<
+# Other people's trainers, which tests/clients runs on our backend.
+clients: $(VENV)-clients/.ready
+	@:
+
+$(VENV)-site/.ready $(VENV)-clients/.ready: $(VENV)-%/.ready: tools/%.txt | env
+	@$(BIN)/uv venv --quiet --clear --no-project --python $(BIN)/python $(VENV)-$*
+	@$(BIN)/uv pip install --quiet --python $(VENV)-$*/bin/python --require-hashes -r $<
 	@touch $@
 
 notebooks: env
@@ -245,6 +250,7 @@ pins: env
 	$(BIN)/uv pip compile $(PINS) $(ARGS) $(UNUSED) --group horovod -o tools/horovod.txt
 	$(BIN)/uv pip compile $(PINS) $(ARGS) --group tensorflow -o tools/tensorflow.txt
 	$(BIN)/uv pip compile $(PINS) $(ARGS) --group site -o tools/site.txt
+	$(BIN)/uv pip compile $(PINS) $(ARGS) --group clients -o tools/clients.txt
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache notebooks/.ipynb_checkpoints

@@ -73,7 +73,8 @@ def test_the_example_gives_what_its_comment_says():
 
 @pytest.mark.parametrize(
     "path",
-    [*("README.md", "labkit/workload/data/README.md"), "docs/command_line.md", "docs/hardware.md"],
+    ["README.md", "labkit/workload/data/README.md"]
+    + [f"docs/{name}.md" for name in ("clients", "command_line", "hardware")],
 )
 def test_links_lead_to_files_that_are_there(path):
     links = re.findall(r"\]\(([^)#\s]+)\)", (ROOT / path).read_text())

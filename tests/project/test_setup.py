@@ -22,7 +22,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 WORKFLOW = ROOT / ".github" / "workflows" / "tests.yml"
 LOCKED = ("requirements.txt", "tools/uv.txt", "tools/cluster.txt")
-LOCKED += ("tools/horovod.txt", "tools/tensorflow.txt", "tools/site.txt")
+LOCKED += ("tools/horovod.txt", "tools/tensorflow.txt", "tools/site.txt", "tools/clients.txt")
 
 # The floors of each package, from the ground up. A room imports from floors below, never from
 # above or beside, and labkit never imports workbook. A new room gets its place here. Each

@@ -9,8 +9,9 @@ from latex2mathml.converter import convert
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [f"notebooks/{path.stem}" for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
-DOCUMENTS = ["docs/command_line", "docs/hardware", "notebooks/scripts/project/README"]
-DOCUMENTS += ["labkit/workload/data/README", "CONTRIBUTING", "CHANGELOG", "SECURITY"]
+DOCUMENTS = ["docs/command_line", "docs/clients", "docs/hardware"]
+DOCUMENTS += ["notebooks/scripts/project/README", "labkit/workload/data/README"]
+DOCUMENTS += ["CONTRIBUTING", "CHANGELOG", "SECURITY"]
 CONTENTS = {"Course": PAGES, "Documents": DOCUMENTS, "Reference": ["build/api/labkit/index"]}
 
 
