@@ -102,7 +102,7 @@ $(READY): requirements.txt tools/uv.txt pyproject.toml
 	    "sudo apt install $(notdir $(PYTHON))-venv" >&2; exit 1; }
 	@case '$(BUILD)' in default|auto|cpu|xpu|rocm[1-9]*|cu[1-9][0-9][0-9]) ;; *) \
 	  echo "make env: TORCH=$(TORCH) is not a build of PyTorch. Use TORCH=cpu, auto, default or a CUDA" \
-	    "version such as 12.8. (make test-torch takes another version: TORCH_VERSION=2.11.0)" >&2; \
+	    "version such as 12.8. (make test-torch takes another version: TORCH_VERSION=2.14.0)" >&2; \
 	  exit 1; esac
 	@$(PYTHON) tools/torch_build.py advice $(BUILD)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
@@ -183,8 +183,7 @@ faults: env
 TORCH_VERSION ?= $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 OTHER := .venv-torch-$(TORCH_VERSION)
 
-# The same build of PyTorch, and pages whose outputs depend on its version. (In two cells CommDebugMode of 2.11 warns of itself.)
-WARN := --deselect "notebooks/10_tensor_parallel.ipynb::Cell 23" --deselect "notebooks/11_sharded_data_parallel.ipynb::Cell 32"
+# The same build of PyTorch, and pages whose outputs depend on its version.
 test-torch: env
 	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python \
@@ -192,7 +191,7 @@ test-torch: env
 	$(HIDE_GPUS) $(OTHER)/bin/python -m pytest $(SPREAD) -p no:nbval -m "not more" \
 	  tests/runtime/test_launch.py tests/backend tests/strategies $(ARGS)
 	$(HIDE_GPUS) LABKIT_LIVE=0 $(OTHER)/bin/python -m pytest $(SPREAD) $(NBVAL) \
-	  notebooks/10_*.ipynb notebooks/11_*.ipynb $(WARN) $(ARGS)
+	  notebooks/10_*.ipynb notebooks/11_*.ipynb $(ARGS)
 
 # 3.11 to 3.14. The environment is .venv-python3.13 for PYTHON=python3.13 or a path to one.
 test-python:

@@ -4,8 +4,8 @@
 ``torch.distributed`` has been imported already, and otherwise right after its import. The backend
 itself is loaded by the first process group that asks for it.
 
-Where labkit is installed, new versions of PyTorch find it by its name alone, in the entry points
-"torch.distributed.backends"; older ones, and a labkit on PYTHONPATH, need the import.
+Where labkit is installed, PyTorch finds it by its name alone, in the entry points
+"torch.distributed.backends"; a labkit that is only on PYTHONPATH needs the import.
 """
 
 import importlib

@@ -104,14 +104,9 @@ def make_backends(names: Mapping[str, str], opts: Any, options: object) -> dict[
         opts, options: what PyTorch gives to the function that makes a backend.
 
     Raises:
-        ValueError: this PyTorch tells too little, or can alone make one of them.
+        ValueError: PyTorch alone can make one of them.
         Exception: what a backend raises, for example where there is no GPU.
     """
-    if not hasattr(opts, "process_group"):
-        raise ValueError(
-            f'"labkit" beside other backends needs PyTorch 2.15, this is {torch.__version__}: use '
-            'init_process_group("labkit"), and new_group(backend=...) for other devices'
-        )
     backends = {}
     for device, name in names.items():
         with contextlib.suppress(RuntimeError):

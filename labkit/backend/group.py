@@ -343,7 +343,7 @@ class LabkitGroup(ProcessGroup):
     def recv_anysource(self, tensors, tag):
         return self.recv(tensors, None, tag)
 
-    # Names of the same methods in torch 2.11.
+    # Older names of the same methods.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

@@ -1,6 +1,5 @@
 """The names by which programs ask PyTorch for the backend: alone, and beside other backends."""
 
-import inspect
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -32,7 +31,6 @@ def trains(rank):
     return found, dist.get_backend_impl(device=torch.device("cuda")).name()
 
 
-@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="needs PyTorch 2.15")
 @pytest.mark.parametrize("name", ["cpu:labkit,cuda:gloo", "cuda:gloo,cpu:labkit"])
 def test_another_backend_stands_beside_it_for_another_device(tmp_path, name):
     gradients = [[6.0] * 3] * 2
@@ -53,14 +51,12 @@ def test_a_name_that_cannot_be_served_is_refused(name, words):
     assert not dist.is_initialized()
 
 
-# Whether this PyTorch looks names up, and labkit is installed.
-FOUND_BY_NAME = "torch.distributed.backends" in inspect.getsource(dist.distributed_c10d) and bool(
-    entry_points(group="torch.distributed.backends", name="labkit")
-)
+# Not where labkit is only on PYTHONPATH.
+FOUND_BY_NAME = bool(entry_points(group="torch.distributed.backends", name="labkit"))
 
 
 @pytest.mark.fresh
-@pytest.mark.skipif(not FOUND_BY_NAME, reason="needs PyTorch 2.15 and labkit installed")
+@pytest.mark.skipif(not FOUND_BY_NAME, reason="labkit is not installed")
 @pytest.mark.parametrize("name", ["labkit", "cpu:labkit", "cpu:labkit,cuda:gloo"])
 def test_a_program_that_never_imports_labkit_finds_it_by_name(tmp_path, name):
     script = f"""

@@ -28,17 +28,9 @@ NOT_CALLED = {
 }
 # Where labkit differs from gloo, and why.
 DIFFERENT = {
-    "gather_single": "gloo of PyTorch 2.15 has none",
+    "gather_single": "gloo has none",
     "gather_into_tensor": "an older name of gather_single",
 }
-
-
-if not hasattr(dist, "all_gather_single"):
-    # PyTorch before 2.15.
-    DIFFERENT |= {
-        "all_to_all": "gloo has none",
-        "monitored_barrier": "PyTorch refuses every name but gloo",
-    }
 
 
 # PyTorch's own alias says that it is deprecated whenever it is looked at.
@@ -146,14 +138,11 @@ def _scatter_sums(function, rank, size):
 
 
 for _name in ("all_gather_into_tensor", "all_gather_single"):
-    if hasattr(dist, _name):
-        CASES[_name] = partial(_all_gather_whole, getattr(dist, _name))
+    CASES[_name] = partial(_all_gather_whole, getattr(dist, _name))
 for _name in ("gather_into_tensor", "gather_single"):
-    if hasattr(dist, _name):
-        CASES[_name] = partial(_gather_whole, getattr(dist, _name))
+    CASES[_name] = partial(_gather_whole, getattr(dist, _name))
 for _name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-    if hasattr(dist, _name):
-        CASES[_name] = partial(_scatter_sums, getattr(dist, _name))
+    CASES[_name] = partial(_scatter_sums, getattr(dist, _name))
 
 
 @case

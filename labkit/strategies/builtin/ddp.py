@@ -1,6 +1,5 @@
 """PyTorch's DataParallel and DistributedDataParallel, in the loop and with the batches of ours."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +61,7 @@ class TorchDDP(OnShares):
 
     With the default ``bucket_mb`` DDP is given no size, as in most scripts: its buckets hold 1,
     25, 25, ... MiB. Given one size, even 25, it makes no small first bucket. So for any other
-    ``bucket_mb`` it is given a list of sizes (in PyTorch before 2.15 one size for all buckets).
+    ``bucket_mb`` it is given a list of sizes.
     """
 
     sync_batch_norm: bool = False
@@ -75,10 +74,7 @@ class TorchDDP(OnShares):
         devices = [comm.device] if comm.device.type == "cuda" else None
         sizes: dict[str, Any] = {}
         if self.bucket_mb != DEFAULT_BUCKET_MB:
-            if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
-                sizes["bucket_cap_mb_list"] = [min(1, self.bucket_mb), self.bucket_mb]
-            else:
-                sizes["bucket_cap_mb"] = self.bucket_mb
+            sizes["bucket_cap_mb_list"] = [min(1, self.bucket_mb), self.bucket_mb]
         self.module = DistributedDataParallel(
             self.model, device_ids=devices, process_group=self.group, **sizes
         )

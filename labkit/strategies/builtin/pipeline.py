@@ -58,7 +58,7 @@ class TorchPipeline(StagedModel):
         return self.loss_sum
 
     def _schedule(self, count: int, inputs: Tensor) -> Any:
-        # PyTorch (up to 2.11) would find the shapes by a pass, which changes BatchNorm's averages.
+        # PyTorch could find the shapes by a pass, which would change BatchNorm's averages.
         rows, index, first = inputs[: len(inputs) // count], self.index, self.first_trained
         entering = self.boundary(rows, index).detach().requires_grad_(index > first)
         leaving = self.boundary(rows, index + 1).detach().requires_grad_(index >= first)
