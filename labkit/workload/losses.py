@@ -109,13 +109,17 @@ class ShareLoss:
         if not count:
             # The mean of nothing is NaN; this zero has a gradient, for the hooks of DDP.
             return outputs.sum() * 0, 0
-        if self.classes is not None and self.weighing == "data":
-            function, options = named_function(self.loss)
+        function, options = named_function(self.loss)
+        if self.classes is None:
+            returned = self.loss(outputs, targets)
+        else:
             if self.classes.weight is not None:
+                # PyTorch takes weights of the outputs' dtype alone.
                 options["weight"] = self.classes.weight.to(outputs)
-            total = function(outputs, targets, **options | {"reduction": "sum"})
-            return total, self.classes.weights(targets).sum()
-        returned = self.loss(outputs, targets)
+            if self.weighing == "data":
+                total = function(outputs, targets, **options | {"reduction": "sum"})
+                return total, self.classes.weights(targets).sum()
+            returned = function(outputs, targets, **options)
         if isinstance(returned, tuple):
             total, weight = returned
             if not isinstance(total, Tensor) or not total.requires_grad:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from labkit.comm.comm import Comm, SubComm
 from labkit.strategies.base import MakeOptimizer, State
-from labkit.strategies.builtin import check_dtensor
+from labkit.strategies.builtin import check_dtensor, check_no_scalars
 from labkit.strategies.builtin.tensor_parallel import TorchTensorParallel
 from labkit.strategies.mesh import check_sides
 from labkit.strategies.tensor_cut import Cut
@@ -41,6 +41,7 @@ class TorchMesh(TorchTensorParallel):
         check_sides(self.dp, self.pp, self.tp, world_size)
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        check_no_scalars(model)
         if self.tp > 1:
             super().check_model(model, loss, self.tp)
 
