@@ -43,8 +43,10 @@ def check_cut(model: nn.Module, loss: Loss, ranks: int, sequence_parallel: bool 
             f"tensor_parallel cuts labkit's transformer, and the layers of this model are {names}"
             ": use model gpt, or another strategy"
         )
-    options = loss.classes if isinstance(loss, ShareLoss) else None
-    if options is None or named_function(loss.loss)[0] is not functional.cross_entropy:
+    options = None
+    if isinstance(loss, ShareLoss) and named_function(loss.loss)[0] is functional.cross_entropy:
+        options = loss.classes
+    if options is None:
         raise ValueError(
             "tensor_parallel computes the cross-entropy of logits that no rank has all of, with "
             "targets that are classes: use loss cross_entropy, or another strategy"

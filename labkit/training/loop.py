@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit import gpus
 from labkit.collectives import broadcast, ring_all_reduce
@@ -67,6 +67,9 @@ def fit(
     allow_tf32(config.amp == "tf32")
     work = work_of(config, own)
     strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
+    if isinstance(work.loss.loss, nn.Module):
+        # Its weights are buffers.
+        work.loss.loss.to(comm.device)
     model = work.make_model()
     # What the model takes counts, whether it was made here or has arrived with the call.
     memory = Part(comm.session.memory, sum(t.nbytes for t in model.state_dict().values()))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from labkit.workload.losses import ShareLoss, count_right
-from labkit.workload.samples import Pair, Samples, seeded
+from labkit.workload.samples import Pair, Samples, is_integer, seeded
 
 # Samples that show whether model and loss take them; that show what a loss of one's own is.
 _FEW, _ENOUGH = 4, 24
@@ -86,11 +86,15 @@ def _draw(samples: Samples, seed: int, most: int) -> Pair:
     chosen: dict[int, None] = {}
     if isinstance(samples.dataset, TensorDataset) and most > _FEW:
         targets = samples.dataset.tensors[1]
-        values = targets.unique()
-        # Ignored targets are below or above the classes, and NaN is sorted to the end.
-        for value in (*values[: _RARE // 2], *values[-_RARE // 2 :]):
-            is_value = targets.isnan() if value.isnan() else targets == value
-            chosen[int(is_value.nonzero()[0, 0])] = None
+        if is_integer(targets):
+            # Ignored targets are below or above the classes.
+            values = targets.unique()
+            values = torch.cat([values[: _RARE // 2], values[-_RARE // 2 :]])
+            masks = [targets == value for value in values]
+        else:
+            masks = [targets.isnan()]
+        for mask in masks:
+            chosen |= dict.fromkeys(mask.nonzero()[:1, 0].tolist())
     chosen |= dict.fromkeys(order.tolist())
     return samples.read(torch.tensor(list(chosen)[:count]))
 

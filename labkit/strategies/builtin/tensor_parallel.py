@@ -88,7 +88,8 @@ class TorchTensorParallel(TensorParallel):
         head.weight = embeddings.get_parameter("token.weight")
         whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         parallelize_module(head, mesh, whole)
-        self.loss = DTensorLoss(self.group.comm, len(head.weight), self.loss)
+        vocabulary = embeddings.get_parameter("token.weight").shape[0]
+        self.loss = DTensorLoss(self.group.comm, vocabulary, self.loss)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.model.zero_grad()
