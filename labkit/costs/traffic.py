@@ -174,7 +174,8 @@ def sharded_cost(
     """One step of ``sharded``: 2, 2 and 3 (P - 1) / P x S bytes in stages 1, 2 and 3.
 
     That is if all is trained and no parameter tied. M micro-batches reduce M times in stage 2, and
-    gather as often in stage 3. The arguments are those of ``sharded_memory``. Left out: clipping.
+    gather as often in stage 3. The arguments are those of ``sharded_memory``. Left out: clipping,
+    and the weight of a loss that is no mean over samples.
     """
     halves = {"gather": share_only_cost, "reduce": share_reduce_cost}
     done = [one for one in sharded_pass(stage, uses, trained) if one.kind in halves]
@@ -222,7 +223,8 @@ def model_parallel_cost(
     """One training step of a model that is cut into stages, on one rank.
 
     A cut of S bytes per sample carries M messages and B x S bytes forward, and the same backward
-    unless nothing before it is trained. Left out: clipping, fp16.
+    unless nothing before it is trained. Left out: clipping, fp16, and the weight of a loss that is
+    no mean over samples.
 
     Args:
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.
@@ -260,7 +262,7 @@ def tensor_parallel_cost(
     elements. The embedding has one, the head one, the loss three of [n, T], and one is of the
     gradients of the ``replicated`` elements: norms, positions, biases of sums. With
     ``sequence_parallel`` those of [n, T, D] are done as their two halves, in two places. Left
-    out: clipping, fp16.
+    out: clipping, fp16, and the weight of a loss that is no mean over samples.
     """
     samples, length, width = shape
     place, size, size_bytes = rank, samples * length * width, element_bytes

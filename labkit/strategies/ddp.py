@@ -236,7 +236,8 @@ class DDP(OnShares):
 
     Args:
         average_every: K, for local SGD: parameters are averaged after every K updates of an epoch
-            and at its end. ``clip_norm`` limits the norm of each rank's own gradient.
+            and at its end. ``clip_norm`` limits the norm of each rank's own gradient. Of a loss
+            with weights that depend on the data, ranks add up the weight in every step.
     """
 
     sync_batch_norm: bool = False

@@ -1,5 +1,6 @@
 """PyTorch's mesh of ranks: DTensor along one side of a ``DeviceMesh``, FSDP2 along the other."""
 
+import copy
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from labkit.comm.comm import Comm, SubComm
 from labkit.strategies.base import MakeOptimizer, State
-from labkit.strategies.builtin import check_dtensor
+from labkit.strategies.builtin import check_dtensor, check_no_scalars
 from labkit.strategies.builtin.tensor_parallel import TorchTensorParallel
 from labkit.strategies.mesh import check_sides
 from labkit.strategies.tensor_cut import Cut
@@ -40,6 +41,7 @@ class TorchMesh(TorchTensorParallel):
         check_sides(self.dp, self.pp, self.tp, world_size)
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        check_no_scalars(model)
         if self.tp > 1:
             super().check_model(model, loss, self.tp)
 
@@ -83,7 +85,11 @@ class TorchMesh(TorchTensorParallel):
             return super()._forward_backward(inputs, targets, weight)
         # DTensor's loss takes no empty batch, and FSDP waits: a sample that weighs nothing.
         inputs, targets = (one.new_zeros(1, *one.shape[1:]) for one in (inputs, targets))
-        return super()._forward_backward(inputs, targets, 0.0) * 0
+        counted = self.loss
+        self.loss = copy.copy(counted)
+        loss = super()._forward_backward(inputs, targets, 0.0) * 0
+        self.loss = counted
+        return loss
 
     def run(self, inputs: Tensor) -> Tensor:
         outputs = self.model(inputs)

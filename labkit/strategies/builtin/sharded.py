@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, State
-from labkit.strategies.builtin import check_dtensor
+from labkit.strategies.builtin import check_dtensor, check_no_scalars
 from labkit.strategies.builtin.ddp import TorchDDP
-from labkit.strategies.sharded import Sharded
 from labkit.units import check_integer
 from labkit.workload.layers import layers_of
+from labkit.workload.losses import Loss
 
 
 @dataclass(eq=False)
@@ -37,7 +37,10 @@ class TorchSharded(TorchDDP):
     def __post_init__(self) -> None:
         check_integer("stage", self.stage, least=1, most=3)
 
-    check_model = Sharded.check_model
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        layers_of(model)
+        if self.stage > 1:
+            check_no_scalars(model)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         if self.stage == 1:

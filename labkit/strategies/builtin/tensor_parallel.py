@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from labkit.strategies.base import State
 from labkit.strategies.builtin import check_dtensor
-from labkit.strategies.tensor_cut import Cut
+from labkit.strategies.tensor_cut import Cut, CutLoss
 from labkit.strategies.tensor_parallel import TensorParallel
 from labkit.workload.losses import Loss
 from labkit.workload.transformer import Attention, Block
@@ -88,7 +88,8 @@ class TorchTensorParallel(TensorParallel):
         head.weight = embeddings.get_parameter("token.weight")
         whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         parallelize_module(head, mesh, whole)
-        self.loss = _loss
+        vocabulary = embeddings.get_parameter("token.weight").shape[0]
+        self.loss = DTensorLoss(self.group.comm, vocabulary, self.loss)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.model.zero_grad()
@@ -106,6 +107,15 @@ class TorchTensorParallel(TensorParallel):
         return self.model(inputs).full_tensor()
 
 
-def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    mean: Any = nn.functional.cross_entropy(outputs, targets)
-    return mean.to_local() * len(targets)
+class DTensorLoss(CutLoss):
+    """The sum of the cross-entropies of logits that are a DTensor."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses: Any = nn.functional.cross_entropy(
+            outputs, targets, ignore_index=self.options.ignore_index, reduction="none"
+        )
+        losses = losses.to_local()
+        if self.options.weight is not None:
+            # Its own backward with weights (2.15) fails at an ignored target.
+            losses = losses * self.options.weights(targets).to(losses)
+        return self.as_share(losses.sum(), targets)
