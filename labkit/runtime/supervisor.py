@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import pickle
@@ -15,6 +16,7 @@ from dataclasses import replace
 from multiprocessing.connection import Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from labkit.comm.board import LOST, RUNNING
 from labkit.comm.deadlock import stuck_ranks
@@ -41,6 +43,24 @@ _STACKS_S = 0.5
 # Time for ranks that have returned to clean up and exit, and for killed ranks to disappear.
 _LEAVE_PATIENCE_S = 3.0
 _END_PATIENCE_S = 10.0
+# Time for a killed server of ranks to be gone.
+_SERVER_PATIENCE_S = 5.0
+
+
+def _start_rank(process: BaseProcess) -> None:
+    """Start a rank, also where the server that forks ranks was killed a moment ago."""
+    try:
+        process.start()
+    except (ConnectionError, EOFError):
+        # It serves no more, and may not be gone yet; once it is, Python starts another.
+        server: Any = multiprocessing.forkserver._forkserver
+        until_s = time.monotonic() + _SERVER_PATIENCE_S
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while time.monotonic() < until_s and not os.waitid(
+            os.P_PID, server._forkserver_pid, options
+        ):
+            time.sleep(_POLL_S)
+        process.start()
 
 
 class Supervisor:
@@ -111,7 +131,7 @@ class Supervisor:
             # The rank's ends must close when it ends: no other process may hold them open.
             # An interrupt must not leave half a rank, of which nobody knows.
             with theirs, output, interrupts_later():
-                process.start()
+                _start_rank(process)
                 self._processes.append(process)
 
     def _watch(self) -> WorkerError | None:
