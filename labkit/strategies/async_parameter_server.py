@@ -6,8 +6,9 @@ once. 3. It **pulls** the current parameters, and continues with its share of th
 gradients are stale; the staleness is counted and can be bounded: ``labkit.schedules.servers``.
 
 A push is the sum over the share's samples, divided by the samples of the whole batch, so that W
-pushes together move the parameters about as far as one synchronous step. Clipping limits each of
-them to a W-th of ``clip_norm``.
+pushes together move the parameters about as far as one synchronous step. (If a loss has another
+weight, that of the batch is estimated from the share's.) Clipping limits each push to a W-th of
+``clip_norm``.
 
 Symbols: W workers, N trainable parameters, B floats in the model's buffers.
 Sources: Dean et al., "Large scale distributed deep networks" (2012), section 4.1 (Downpour SGD);
@@ -29,6 +30,7 @@ from labkit.errors import PeerLostError
 from labkit.schedules.servers import StalenessTracker, check_bound
 from labkit.strategies.base import Batch, LossScaler, MakeOptimizer, lay_end_to_end
 from labkit.strategies.on_shares import OnShares
+from labkit.workload.losses import CountedLoss
 
 # Seconds since the start, and the mean loss of the samples that were processed.
 EpochEnd = tuple[float, Tensor]
@@ -38,14 +40,15 @@ EpochEnd = tuple[float, Tensor]
 class AsyncParameterServer(OnShares):
     """Data parallelism in which every worker runs at its own pace: ``train`` replaces ``step``.
 
-    A push takes two messages (loss and samples, [2]; gradient and buffers, [N + B]), and so does a
+    A push takes two messages (losses, weight: [2]; gradient and buffers, [N + B]), and so does a
     pull (parameters and buffers, [N + B]; whether to continue, [1]). With amp ``fp16`` each worker
     has its own scale; a gradient that has overflowed counts as one of no samples.
 
     An epoch ends when the server has received as many shares as the epoch has, from any workers.
-    An empty share counts, but makes no update. The loss of an epoch is the mean over the samples
-    pushed during it. Each worker normalises (BatchNorm) with the statistics of its own share; the
-    server takes the running averages of the latest push as they are.
+    A share that is empty, or ignored as a whole, counts, but makes no update. The loss of an epoch
+    is the mean over the samples pushed during it. Each worker normalises (BatchNorm) with the
+    statistics of its own share; the server takes the running averages of the latest push as they
+    are.
 
     A worker that dies is left out from then on, and so are its shares; if the last worker dies,
     the run fails. Workers never stop together, so there are no checkpoints.
@@ -109,7 +112,8 @@ class AsyncParameterServer(OnShares):
             samples = len(targets)
             self.gradient.zero_()
             loss = self.add_gradients(inputs, targets, batch_size)
-            report = torch.stack([loss, torch.full_like(loss, samples)]).to(self.values.dtype)
+            weight = self.weight_of_share(samples, batch_size)
+            report = torch.stack([loss, weight.to(loss)]).to(self.values.dtype)
             if self.scaler.enabled:
                 self.scaler.unscale([self.gradient])
                 self.scaler.update(overflowed := not bool(self.gradient.isfinite().all()))
@@ -120,6 +124,19 @@ class AsyncParameterServer(OnShares):
             self.comm.progress(done, samples=samples, loss=loss / max(1, samples))
         for counter, start in counters:
             counter.copy_(start)
+
+    def weight_of_share(self, samples: int, batch_size: int) -> Tensor:
+        """On a worker: the weight of its losses; divides their gradient by that of the batch.
+
+        The batch's weight per sample is taken to be the share's, since nobody waits for others.
+        """
+        weight = torch.tensor(samples, dtype=torch.float64)
+        if self.weighing == "sum":
+            self.gradient *= batch_size
+        elif self.weighing == "data" and isinstance(self.loss, CountedLoss):
+            weight = torch.as_tensor(self.loss.take_step(), dtype=torch.float64)
+            self.gradient *= torch.where(weight > 0, samples / weight, 0).to(self.gradient)
+        return weight
 
     def push_and_pull(self, report: Tensor) -> Tensor:
         """On a worker: send the gradient, receive the parameters; returns whether to go on."""
@@ -133,7 +150,7 @@ class AsyncParameterServer(OnShares):
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
         """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all."""
         start_s, done, last = time.perf_counter(), 0, shares * epochs
-        # Of this epoch so far: the sum of losses, and samples.
+        # Of this epoch so far: the sum of losses, and their weight.
         sums = self.values.new_zeros(2, dtype=torch.double)
         while done < last or self.tracker.pulled:
             # After the last update: receive the late pushes, answer with the final parameters.
@@ -172,7 +189,7 @@ class AsyncParameterServer(OnShares):
 
     def apply(self, worker: int) -> None:
         """Apply the gradient that was received; an empty share makes no update."""
-        if int(self.reports[worker][1]):
+        if self.reports[worker][1] > 0:
             self.update()
             self.values[self.buffers] = self.gradient[self.buffers]
             self.tracker.apply(worker)

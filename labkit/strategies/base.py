@@ -91,7 +91,11 @@ class Strategy:
         predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
-        loss: (outputs, targets) -> the sum over the samples. The loop sets it, and ``clip_norm``.
+        loss: (outputs, targets) -> the sum of a share's losses. The loop sets it, and
+            ``clip_norm``.
+        weighing: what the sum of the losses is divided by, see ``ShareLoss``.
+        correction, step_weight: what ``weigh`` has found for the gradients of this step, and this
+            rank's part of the weight; None if it is the number of samples.
         optimizer, trained: of this rank (None where it makes no updates), and what it changes.
         norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
         counted_elsewhere: the parameters whose norm another of these ranks counts.
@@ -111,6 +115,9 @@ class Strategy:
     optimizes = "model"
     amp: str | None = None
     loss: Loss = staticmethod(sum_cross_entropy)
+    weighing = "samples"
+    correction: Tensor | float | None = None
+    step_weight: Tensor | float | None = None
     clip_norm: float | None = None
     devices: Sequence[Any] = ()
     optimizer: Any = None
@@ -142,7 +149,8 @@ class Strategy:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
 
         ``inputs`` [n, ...] and ``targets`` [n] are this rank's part (n may be 0) of a global batch
-        of ``batch_size`` samples, of whose mean loss the update uses the gradient.
+        of ``batch_size`` samples, of whose mean loss the update uses the gradient: ``weigh``
+        comes before ``update``.
         """
         raise NotImplementedError
 
@@ -163,6 +171,25 @@ class Strategy:
         return outputs.float() if outputs.dtype == self.half else outputs
 
     @torch.no_grad()
+    def weigh(self, batch_size: int) -> None:
+        """Find what turns (sum of gradients) / ``batch_size`` into the gradient of the loss.
+
+        Nothing is to be done if the weight of the global batch is its number of samples. If it
+        depends on the data, all ranks of ``comm`` add up theirs, one float64, by
+        ``naive_all_reduce``. A batch that weighs nothing, as all of it is ignored, has no
+        gradient; PyTorch's mean over nothing is NaN, with a gradient of zeros, too.
+        """
+        if self.weighing == "sum":
+            self.correction = batch_size
+        elif self.weighing == "data" and isinstance(self.loss, CountedLoss):
+            self.step_weight = self.loss.take_step()
+            weight = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+            weight += torch.as_tensor(self.step_weight).to(weight)
+            if self.comm.world_size > 1:
+                naive_all_reduce(self.comm, weight)
+            self.correction = torch.where(weight > 0, batch_size / weight, 0)
+
+    @torch.no_grad()
     def update(self) -> bool:
         """End a step: unscale, clip, step; returns False if it was skipped after an overflow.
 
@@ -175,6 +202,10 @@ class Strategy:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
+                if isinstance(self.correction, Tensor):
+                    parameter.grad.mul_(self.correction.to(parameter.device))
+                elif self.correction is not None:
+                    parameter.grad.mul_(self.correction)
             norm = torch.zeros(())
             if self.clip_norm is not None or self.scaler.enabled:
                 self.scaler.unscale(gradients)
@@ -225,6 +256,13 @@ class Strategy:
         if isinstance(self.loss, CountedLoss):
             counts[0], counts[1] = self.loss.take()
         return counts
+
+    def counted_weight(self) -> Tensor:
+        """The weight of this rank's losses since the last call, a scalar, float64."""
+        weight = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        if isinstance(self.loss, CountedLoss):
+            weight += torch.as_tensor(self.loss.take_weight()).to(weight)
+        return weight
 
     def end_epoch(self) -> None:
         """Make equal on all ranks what differs after the steps, such as batch statistics."""

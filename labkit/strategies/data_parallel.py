@@ -70,6 +70,7 @@ class DataParallel(Strategy):
         loss, gradients = self.gather(outputs, targets, batch_size)
         self.parallel(torch.autograd.backward, outputs, gradients)
         self.reduce(replicas)
+        self.weigh(batch_size)
         self.update()
         return loss
 

@@ -93,7 +93,7 @@ class Mesh(Pipeline):
         if self.tp > 1:
             self.group.cut(model)
             self.classes = self.group.cuts[layers_of(model)[-1].get_parameter("weight")].sizes
-            self.loss = CutLoss(self.tensor, sum(self.classes))
+            self.loss = CutLoss(self.tensor, sum(self.classes), self.loss)
         self.whole = lambda tensor: self.group.whole(tensor, tensor.detach())
         return line
 

@@ -73,6 +73,7 @@ class OnShares(Strategy):
         self.optimizer.zero_grad()
         loss = self.add_gradients(inputs, targets, batch_size)
         self.sum_gradients()
+        self.weigh(batch_size)
         self.update()
         return loss
 

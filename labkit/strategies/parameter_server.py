@@ -97,6 +97,7 @@ class ParameterServer(OnShares):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.gradient.zero_()
         loss = self.add_gradients(inputs, targets, batch_size)
+        self.weigh(batch_size)
         if self.serves:
             self.serve()
         else:

@@ -229,6 +229,7 @@ class Sharded(OnShares):
         for flat in trained:
             (flat.total if flat.gradient is None else flat.gradient).zero_()
         loss = self.add_gradients(inputs, targets, batch_size)
+        self.weigh(batch_size)
         if self.update() and self.stage < 3:
             for flat in trained:
                 share_only(self.comm, flat.chunks)

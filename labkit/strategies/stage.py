@@ -271,6 +271,7 @@ class StagedModel(Strategy):
     def update(self) -> bool:
         self._measures = False
         self._is_running = False
+        self.weigh(self._batch_size)
         for parameter, stages in self.tied:
             if self.index in stages:
                 gradient = parameter.grad

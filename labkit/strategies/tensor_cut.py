@@ -39,7 +39,7 @@ from torch.nn import functional
 from labkit.collectives import fast_ring_all_reduce, share_only, share_reduce
 from labkit.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
-from labkit.workload.losses import CountedLoss
+from labkit.workload.losses import ClassOptions, CountedLoss, Loss, ShareLoss
 from labkit.workload.transformer import MLP, Attention, Embeddings, Head
 
 
@@ -247,56 +247,99 @@ class CutHead(Head):
 class CutCrossEntropy(torch.autograd.Function):
     """Logits [n, W, ...] of this rank's classes, targets [n, ...] -> losses, and which are right.
 
-    No rank needs the others' logits, but three all-reduces of [n, ...]: 1. the highest logit, so
-    that no exponential overflows; 2. the sum of the exponentials; 3. the target's logit, which one
-    rank has. The loss is log(2.) + 1. - 3.; a target is right if 3. equals 1. Backward sends
+    No rank needs the others' logits, but three all-reduces of [n, ...]: 1. the target's logit,
+    which one rank has; 2. the highest logit, so that no exponential overflows; 3. the sum of the
+    exponentials. The loss is log(3.) + 2. - 1.; a target is right if 1. equals 2. Backward sends
     nothing: the gradient is the softmax, less 1 at the target.
+
+    Of equal logits the first class is predicted, as by ``argmax``: a rank with a class before the
+    target and an equal logit gives a slightly higher one to 2. The loss of a target that is
+    ``ignore_index`` is zero, and so is its gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, comm: Comm, sizes: list[int]
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        comm: Comm,
+        sizes: list[int],
+        ignore_index: int = -100,
     ) -> tuple[Tensor, Tensor]:
-        highest = fast_ring_all_reduce(comm, logits.amax(dim=1), "max")
-        exps = (logits - highest.unsqueeze(1)).exp_()
-        total = fast_ring_all_reduce(comm, exps.sum(dim=1))
-        index, here = own_entries(targets, sizes, comm.rank)
+        counts = targets != ignore_index
+        index, here = own_entries(targets.where(counts, 0), sizes, comm.rank)
+        here &= counts
         found = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
         of_target = fast_ring_all_reduce(comm, found)
-        right = of_target == highest
-        ctx.save_for_backward(exps, total, index, here)
+        highest, first = logits.max(dim=1)
+        is_beaten = (highest == of_target) & (first + sum(sizes[: comm.rank]) < targets)
+        infinity = torch.full_like(highest, torch.inf)
+        highest = highest.where(~is_beaten, highest.nextafter(infinity))
+        highest = fast_ring_all_reduce(comm, highest, "max")
+        exps = (logits - highest.unsqueeze(1)).exp_()
+        total = fast_ring_all_reduce(comm, exps.sum(dim=1))
+        right = (of_target == highest) & counts
+        ctx.save_for_backward(exps, total, index, here, counts)
         ctx.mark_non_differentiable(right)
-        return total.log() + (highest - of_target), right
+        return (total.log() + (highest - of_target)).masked_fill(~counts, 0), right
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        exps, total, index, here = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        exps, total, index, here, counts = ctx.saved_tensors
         softmax = exps / total.unsqueeze(1)
         softmax.scatter_add_(1, index.unsqueeze(1), -here.to(softmax.dtype).unsqueeze(1))
-        return softmax.mul_(gradients[0].unsqueeze(1)), None, None, None
+        gradient = gradients[0].masked_fill(~counts, 0)
+        return softmax.mul_(gradient.unsqueeze(1)), None, None, None, None
 
 
 class CutLoss(CountedLoss):
-    """The sum over samples of the cross-entropy of a cut vocabulary, the same on all ranks.
+    """The sum of the cross-entropies of a cut vocabulary, the same on all ranks.
 
-    ``classes`` is V. The first rank of the group counts the right predictions.
+    ``classes`` is V. The first rank of the group counts weights and right predictions.
     """
 
-    def __init__(self, comm: Comm, classes: int):
-        super().__init__(functional.cross_entropy)
+    def __init__(self, comm: Comm, classes: int, loss: Loss = functional.cross_entropy):
+        super().__init__(loss.loss if isinstance(loss, CountedLoss) else ShareLoss.of(loss))
         self.comm, self.sizes = comm, TensorGroup(comm).sizes(classes)
+        self.options = self.loss.classes or ClassOptions()
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        losses, right = CutCrossEntropy.apply(outputs, targets, self.comm, self.sizes)
+        losses, right = CutCrossEntropy.apply(
+            outputs, targets, self.comm, self.sizes, self.options.ignore_index
+        )
+        if self.options.weight is not None:
+            losses = losses * self.options.weights(targets).to(losses)
         if self.comm.rank == 0:
-            self._right += right.sum()
-            self._judged += targets.numel()
-        # A sample's loss is the mean over its positions.
-        return losses.sum() * (len(targets) / targets.numel())
+            self.right = self.right + right.sum()
+            self.judged = self.judged + (targets != self.options.ignore_index).sum()
+        return self.as_share(losses.sum(), targets)
+
+    def as_share(self, total: Tensor, targets: Tensor) -> Tensor:
+        """Count the weight of the targets, whose losses add up to ``total``; returns the sum."""
+        weight = len(targets)
+        if self.loss.weighing == "data":
+            weight = self.options.weights(targets).sum()
+        if self.comm.rank == 0:
+            self.count_weight(weight)
+        if self.loss.weighing == "samples":
+            # A sample's loss is the mean over its positions.
+            return total * (len(targets) / targets.numel())
+        return total
 
 
 def own_entries(tokens: Tensor, sizes: list[int], rank: int) -> tuple[Tensor, Tensor]:
-    """Where tokens are among the entries of ``rank`` (0 for others'), and which are there."""
+    """Where tokens are among the entries of ``rank`` (0 for others'), and which are there.
+
+    ValueError for tokens that no rank has; on a GPU, which nothing waits for, a failed assertion.
+    """
+    is_known = ((tokens >= 0) & (tokens < sum(sizes))).all()
+    if tokens.is_cuda:
+        torch._assert_async(is_known)
+    elif not is_known:
+        raise ValueError(
+            f"tokens or targets go from {tokens.min()} to {tokens.max()}, and the vocabulary of "
+            f"the model from 0 to {sum(sizes) - 1}"
+        )
     index = tokens - sum(sizes[:rank])
     here = (index >= 0) & (index < sizes[rank])
     return index.where(here, 0), here

@@ -28,7 +28,7 @@ from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gathered
 from labkit.workload.layers import layers_of
-from labkit.workload.losses import Loss
+from labkit.workload.losses import Loss, ShareLoss, named_function
 from labkit.workload.transformer import Block, Embeddings, Head
 
 
@@ -43,10 +43,16 @@ def check_cut(model: nn.Module, loss: Loss, ranks: int, sequence_parallel: bool 
             f"tensor_parallel cuts labkit's transformer, and the layers of this model are {names}"
             ": use model gpt, or another strategy"
         )
-    if getattr(loss, "mean", None) is not functional.cross_entropy:
+    options = loss.classes if isinstance(loss, ShareLoss) else None
+    if options is None or named_function(loss.loss)[0] is not functional.cross_entropy:
         raise ValueError(
-            "tensor_parallel computes the cross-entropy of logits that no rank has all of: use "
-            "loss cross_entropy, or another strategy"
+            "tensor_parallel computes the cross-entropy of logits that no rank has all of, with "
+            "targets that are classes: use loss cross_entropy, or another strategy"
+        )
+    if options.label_smoothing:
+        raise ValueError(
+            f"tensor_parallel has no label_smoothing, got {options.label_smoothing}: leave it "
+            "out, or use another strategy"
         )
     counts = {"heads": min(one.attention.num_heads for one in blocks if isinstance(one, Block))}
     counts["entries of the vocabulary"] = len(last.weight)
@@ -94,7 +100,7 @@ class TensorParallel(OnShares):
         state = model.state_dict(keep_vars=True)
         # (The head comes last.)
         self.classes = self.group.cuts[[*state.values()][-1]].sizes
-        self.loss = CutLoss(self.group.comm, sum(self.classes))
+        self.loss = CutLoss(self.group.comm, sum(self.classes), self.loss)
         return state
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:

@@ -41,7 +41,7 @@ from labkit.errors import OutputError
 from labkit.strategies.base import State, Strategy, named, of_kind
 from labkit.training.resolve import PARTS, Own, Work, schedule_of
 
-FACTS, FORMAT = "facts.json", 4
+FACTS, FORMAT = "facts.json", 5
 # What each rank's file has.
 _EACH = {"random/cpu", "progress/sums", "progress/draws", "progress/updates"}
 # What decides who computes what, in which order.
@@ -267,8 +267,8 @@ class Progress:
     """How far a run is, on one rank.
 
     Attributes:
-        sums: in the epoch under way, float64 [4]: this rank's losses, its right predictions and of
-            how many, and after how many steps the losses' sum was finite.
+        sums: in the epoch under way, float64 [5]: this rank's losses, its right predictions and of
+            how many, after how many steps the losses' sum was finite, and the losses' weight.
         epoch, step: complete epochs, and steps of the one under way; ``rows`` of the former.
         seconds, sent: of training in the epoch; messages and bytes by this rank while it trained.
     """
@@ -339,6 +339,7 @@ class Checkpoints:
         progress.epoch, progress.step, progress.rows = facts.epoch, facts.step, facts.rows
         # What a rehearsal has counted was none of the run's samples.
         strategy.counted()
+        strategy.counted_weight()
         is_same = not _differences(facts.identity, self.facts)[1]
         state: State = {}
         for kind in ("model", "optimizer"):

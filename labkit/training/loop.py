@@ -28,7 +28,7 @@ from labkit.strategies.base import Batch, Strategy
 from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
 from labkit.training.resolve import NOTHING, Own, Work, optimizer_maker, work_of
 from labkit.training.result import checksum
-from labkit.workload.losses import CountedLoss, predicts_classes
+from labkit.workload.losses import CountedLoss, count_right
 from labkit.workload.samples import batch_slices, epoch_order, on_device, share
 
 # Held-out samples judged at once, and of large images fewer: 7 of 299 x 299 pixels.
@@ -117,7 +117,7 @@ class _Run:
         self.config, self.work, self.strategy, self.tells = config, work, strategy, tells
         self.comm, self.stop = strategy.comm, threading.Event()
         self.steps = math.ceil(len(work.train) / config.batch_size)
-        sums = torch.zeros(4, dtype=torch.float64, device=self.comm.device)
+        sums = torch.zeros(5, dtype=torch.float64, device=self.comm.device)
         self.progress = Progress(sums)
         if config.checkpoint_dir is not None:
             self.checkpoints = Checkpoints(config, strategy, facts, self.steps, self.progress)
@@ -143,6 +143,7 @@ class _Run:
         counts = zip(progress.sent or (0, 0), self.strategy.sent() or (), sent)
         progress.sent = [total + now - before for total, now, before in counts]
         progress.sums[1:3] += self.strategy.counted()
+        progress.sums[4] += self.strategy.counted_weight()
 
     def now_s(self) -> float:
         """The host's clock, when all that was queued on the strategy's devices has ended."""
@@ -161,7 +162,8 @@ class _Run:
             progress.sums[0] += loss
             progress.sums[3] += progress.sums[0].isfinite()
             done, total = progress.epoch * self.steps + progress.step, self.steps
-            now = {"samples": samples, "loss": loss / max(1, samples)}
+            weight = samples if strategy.step_weight is None else strategy.step_weight
+            now = {"samples": samples, "loss": loss / (weight + (weight == 0))}
             label = f"steps, epoch {progress.epoch + 1}"
             self.comm.progress(done, total * self.config.epochs, label, **now)
             if self.checkpoints is not None and progress.step < self.steps:
@@ -178,14 +180,14 @@ class _Run:
         with comm.span("evaluate"):
             finite = sums.new_zeros(comm.world_size)
             finite[comm.rank] = progress.sums[3]
-            everything = torch.cat([progress.sums[:3], sums, finite])
+            everything = torch.cat([progress.sums[[0, 4, 1, 2]], sums, finite])
             if comm.world_size > 1:
                 ring_all_reduce(comm, everything)
-        loss, right, judged, *tested = everything[:6].tolist()
+        loss, weight, right, judged, *tested = everything[:8].tolist()
         if not math.isfinite(loss):
-            self.check_finite(int(everything[6:].min()))
+            self.check_finite(int(everything[8:].min()))
         is_end = self.agree()
-        means = loss / len(self.work.train), _part(right, judged)
+        means = _part(loss, weight), _part(right, judged)
         self.report(*means, progress.seconds, *tested)
         progress.epoch, progress.step, progress.seconds = progress.epoch + 1, 0, 0.0
         progress.sums.zero_()
@@ -263,10 +265,10 @@ class _Run:
             yield inputs, targets, len(batch)
 
     def evaluated(self, index: int, count: int) -> Tensor:
-        """Of part ``index`` of ``count`` of the held-out samples, [3]: correct predictions, of how
-        many whose target is a class, and the sum of all losses."""
+        """Of part ``index`` of ``count`` of the held-out samples, [4]: correct predictions, of how
+        many targets that are a class, the sum of all losses, and their weight."""
         comm, test, strategy = self.comm, self.work.test, self.strategy
-        sums = torch.zeros(3, dtype=torch.float64, device=comm.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=comm.device)
         if test is None:
             return sums
         with comm.span("evaluate"):
@@ -278,18 +280,28 @@ class _Run:
                 inputs, targets = on_device(batch, comm.device)
                 if (outputs := strategy.predict(inputs)) is None:
                     continue
-                sums[2] += self.work.loss(outputs, targets)
-                if predicts_classes(outputs, targets):
-                    sums[0] += (outputs.argmax(dim=1) == targets).sum()
-                    sums[1] += targets.numel()
+                loss, weight = self.work.loss(outputs, targets)
+                sums[2] += loss
+                sums[3] += weight
+                counts = count_right(outputs, targets, self.work.loss.ignore_index)
+                if counts is not None:
+                    sums[0] += counts[0]
+                    sums[1] += counts[1]
         return sums
 
     def report(
-        self, loss: float, accuracy: float, seconds: float, right: float, of: float, losses: float
+        self,
+        loss: float,
+        accuracy: float,
+        seconds: float,
+        right: float,
+        judged: float,
+        losses: float,
+        weight: float,
     ) -> None:
         """Add, say and log an epoch's numbers: means over its samples, and held-out sums."""
-        row = {"loss": loss, "test_accuracy": _part(right, of), "seconds": seconds}
-        row |= {"train_accuracy": accuracy, "test_loss": _part(losses, len(self.work.test or ()))}
+        row = {"loss": loss, "test_accuracy": _part(right, judged), "seconds": seconds}
+        row |= {"train_accuracy": accuracy, "test_loss": _part(losses, weight)}
         rows = self.progress.rows
         rows.append(row)
         if self.events is not None:

@@ -32,9 +32,10 @@ from labkit.extras import require
 from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.training.trial import try_out
 from labkit.units import check_choice
 from labkit.workload.datasets import IMAGENET, is_folder, load_dataset, open_folder
-from labkit.workload.losses import LOSSES, SumOfMean
+from labkit.workload.losses import LOSSES, ShareLoss
 from labkit.workload.models import build_model
 from labkit.workload.samples import Samples, Transform, num_classes, parts_of, seeded
 
@@ -44,8 +45,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-# Samples that are enough to tell a mean over samples from a sum or a weighted mean.
-_FEW = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +55,8 @@ class Own:
         model: an ``nn.Module``, whose parameters are the starting point; a list of layers; or a
             function or class without arguments that makes one, with the run's seed.
         dataset: see ``workload.samples.parts_of``, or a function that makes it.
-        loss: (outputs, targets) -> the mean over the samples; or a class that makes it.
+        loss: (outputs, targets) -> the mean over the samples, one loss per sample, or (sum,
+            weight), see ``workload.losses.ShareLoss``; or a class that makes it.
         optimizer: parameters -> ``torch.optim.Optimizer``; a class with its defaults is one. Where
             ranks divide the model, it is given what a rank holds, and has to work element by
             element, as SGD and Adam do, for the run to equal one device.
@@ -122,13 +122,13 @@ class Work(NamedTuple):
         train: the samples of an epoch.
         test: held-out samples; None if there are none.
         make_model: makes the model as training starts with it, on the CPU.
-        loss: (outputs, targets) -> the sum over the samples.
+        loss: (outputs, targets) -> the sum of the losses, and their weight.
     """
 
     train: Samples
     test: Samples | None
     make_model: Callable[[], nn.Module]
-    loss: SumOfMean
+    loss: ShareLoss
 
 
 def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strategy, Work]:
@@ -147,27 +147,11 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     if config.augment is not None or config.resize is not None:
         require("torchvision", "augment or resize")
     work = work_of(config, own, download)
-    (inputs, targets), model = work.train.first(_FEW), work.make_model()
-    try:
-        with torch.no_grad(), seeded(config.seed):
-            outputs = model.eval()(inputs)
-            pairs = [(outputs, targets), *zip(outputs.split(1), targets.split(1))]
-            together, *alone = [work.loss.mean(*pair).double().reshape(()) for pair in pairs]
-    except Exception as error:
-        raise ValueError(
-            f"model {config.model} and loss {config.loss} do not take {inputs.dtype} inputs "
-            f"{list(inputs.shape)} and {targets.dtype} targets {list(targets.shape)}, or the loss "
-            f"is not one number, the mean over the samples: {error}"
-        ) from error
-    mean = torch.stack(alone).mean()
-    if not torch.allclose(together, mean, rtol=1e-4, equal_nan=True):
-        raise ValueError(
-            f"loss of {len(alone)} samples is {together:.4g}, and the mean of their losses one by "
-            f"one is {mean:.4g}: return the mean over samples (reduction='mean'; with weights, "
-            "(weights * losses).mean()), so that shares add up"
-        )
+    model = work.make_model()
+    weighing = try_out(config.loss, model, work.loss, work.train, work.test, config.seed)
     strategy = make_strategy(config, own=own, work=work)
     strategy.check_model(model, work.loss, config.world_size)
+    strategy.weighing = weighing
     return strategy, work
 
 
@@ -178,7 +162,12 @@ def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
     loss = getattr(nn.functional, config.loss) if loss is None else loss
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has its own parameters to train: make them the model's")
-    return Work(train, test, partial(_make_model, config, own, train), SumOfMean(loss))
+    if own.dataset is None:
+        # None of labkit's own targets are ignored.
+        share_loss = ShareLoss.of(loss)
+    else:
+        share_loss = ShareLoss.of(loss, train.first(1)[1], train, test)
+    return Work(train, test, partial(_make_model, config, own, train), share_loss)
 
 
 def samples_for(
@@ -333,7 +322,7 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
     if "split_points" in technique.options():
         # Not at the top: few runs need it, and it brings all of placement.
         from labkit.placement.profile import even_split
-        from labkit.workload.layers import layers_of
+        from labkit.workload.layers import layers_of, output_shapes
 
         work = work or work_of(config, own)
         model, (inputs, _) = work.make_model(), work.train.first(1)
@@ -345,6 +334,9 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
             points = even_split(model, tuple(inputs.shape[1:]), num_stages, inputs.dtype)
         else:
             points = parse_split_points(config.split_points)
+            if not technique.in_one_process:
+                # Each rank asks for them, to know what it receives.
+                output_shapes(model, tuple(inputs.shape[1:]), dtype=inputs.dtype)
         options["split_points"] = check_split_points(points, num_layers, num_stages)
     strategy = technique(**options)
     strategy.check_ranks(world_size)

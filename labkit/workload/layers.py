@@ -83,6 +83,11 @@ def layer_outputs(model: nn.Module, value: Tensor) -> Iterator[Tensor]:
     for layer in layers_of(model.eval()):
         with torch.no_grad():
             value = layer(value)
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"layer {type(layer).__name__} returns a {type(value).__name__}, and a cut model "
+                "hands on one tensor: make it one layer with the layer that takes this"
+            )
         yield value
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from labkit import RunConfig, run
 from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.schedules.pipeline import stages_on_each
-from labkit.workload.losses import CountedLoss, SumOfMean
+from labkit.workload.losses import CountedLoss, ShareLoss
 
 travel_by_value(__name__)
 
@@ -68,7 +68,7 @@ def sent_to(comm, meshes):
     found = []
     for mesh in meshes:
         strategy = made(*mesh)()
-        strategy.loss = CountedLoss(SumOfMean(cross_entropy))
+        strategy.loss = CountedLoss(ShareLoss.of(cross_entropy))
         strategy.setup(comm, small(), sgd)
         ((inputs, targets),) = some_texts((4,))
         mine, before = strategy.part_of(torch.arange(4)), comm.bytes_to.copy()

@@ -16,7 +16,7 @@ from labkit.costs.traffic import sharded_cost
 from labkit.strategies.sharded import Sharded
 from labkit.training.resolve import make_strategy
 from labkit.training.result import largest_difference
-from labkit.workload.losses import SumOfMean
+from labkit.workload.losses import CountedLoss, ShareLoss
 from labkit.workload.transformer import gpt
 
 # By optimizer, the numbers that it has per parameter, and the bytes that count its steps.
@@ -51,7 +51,7 @@ def train_each(comm, cases):
     found = []
     for stage, accumulate, kind, model in cases:
         strategy = Sharded(stage=stage, accumulate=accumulate)
-        strategy.loss = SumOfMean(cross_entropy)
+        strategy.loss = CountedLoss(ShareLoss.of(cross_entropy))
         strategy.setup(comm, seeded(model), optimizer_of(kind))
         for inputs, targets in texts():
             before = comm.messages, comm.bytes_sent

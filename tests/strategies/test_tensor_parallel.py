@@ -17,7 +17,7 @@ from labkit.costs.traffic import Cost, tensor_parallel_cost
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup
 from labkit.training.result import checksum, largest_difference
 from labkit.workload.layers import HeldBytes
-from labkit.workload.losses import CountedLoss, SumOfMean
+from labkit.workload.losses import CountedLoss, ShareLoss
 from labkit.workload.transformer import gpt
 
 travel_by_value(__name__)
@@ -61,7 +61,7 @@ def some_texts(sizes=BATCHES):
 def trained(comm, make_strategy, make_model, clip_norm):
     """State, losses, predictions, counts; messages and bytes of the first step."""
     strategy = make_strategy()
-    strategy.clip_norm, strategy.loss = clip_norm, CountedLoss(SumOfMean(cross_entropy))
+    strategy.clip_norm, strategy.loss = clip_norm, CountedLoss(ShareLoss.of(cross_entropy))
     strategy.setup(comm, make_model(), sgd)
     losses, sent = [], []
     for inputs, targets in some_texts():
@@ -226,6 +226,6 @@ def test_positions_and_losses_that_cannot_be_cut_are_refused():
     strategy = ours_or_theirs("tensor_parallel", sequence_parallel=True)()
     for ranks, what in ((8, "7 positions"), (12, "11 entries of the vocabulary")):
         with pytest.raises(ValueError, match=f"{what} cannot be cut over {ranks} ranks"):
-            strategy.check_model(small(heads=12), SumOfMean(cross_entropy), ranks)
+            strategy.check_model(small(heads=12), ShareLoss.of(cross_entropy), ranks)
     with pytest.raises(ValueError, match="use loss cross_entropy"):
-        strategy.check_model(small(), SumOfMean(nn.functional.mse_loss), 2)
+        strategy.check_model(small(), ShareLoss.of(nn.functional.mse_loss), 2)

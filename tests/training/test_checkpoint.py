@@ -25,7 +25,7 @@ from labkit.training.checkpoint import (
 
 ROW = {"loss": 0.5, "seconds": 0.1, "test_accuracy": float("nan")}
 ALONE = SimpleNamespace(rank=0, world_size=1, barrier=lambda: None)
-EACH = {"random/cpu": torch.get_rng_state(), "progress/sums": torch.zeros(4)}
+EACH = {"random/cpu": torch.get_rng_state(), "progress/sums": torch.zeros(5)}
 EACH |= {"progress/draws": torch.tensor(False), "progress/updates": torch.tensor(3)}
 PART = "rank0.safetensors"
 
@@ -105,7 +105,7 @@ def of_another_program(path):
 
 DAMAGE = {
     "JSONDecodeError": lambda path: (path / "facts.json").write_text('{"epoch": 1'),
-    "its format is 1, and this version of labkit reads 4": facts(format=1),
+    "its format is 1, and this version of labkit reads 5": facts(format=1),
     "does not describe": facts(rows=[{"loss": "low"}] * 2),
     f"KeyError: '{PART}'": facts(files={"../rank0.safetensors": 3}),
     "Too many levels": instead("facts.json", link),

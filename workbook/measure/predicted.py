@@ -34,7 +34,7 @@ from labkit.schedules.sharding import sharded_pass
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.training.measured import measure_link
 from labkit.units import format_seconds
-from labkit.workload.losses import CountedLoss
+from labkit.workload.losses import CountedLoss, ShareLoss
 from labkit.workload.transformer import Block, gpt
 from workbook.measure.record import Spread, Table
 
@@ -150,7 +150,7 @@ def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -
 def _steps(comm: Comm, name: str, ranks: int, repeats: int) -> list[float]:
     """Seconds of this rank's steps, after one that warms up; asynchronous ones on the server."""
     strategy = strategies.get(name)(**options_of(name, ranks))
-    strategy.loss = CountedLoss(functional.cross_entropy)
+    strategy.loss = CountedLoss(ShareLoss(functional.cross_entropy))
     strategy.setup(comm, build(), partial(torch.optim.SGD, lr=0.01))
     tokens = torch.arange(SAMPLES * (MODEL.length + 1)).view(SAMPLES, -1) % MODEL.vocabulary
     mine = tokens[strategy.part_of(torch.arange(SAMPLES))]

@@ -1,5 +1,6 @@
 """PyTorch's mesh of ranks: DTensor along one side of a ``DeviceMesh``, FSDP2 along the other."""
 
+import copy
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -83,7 +84,11 @@ class TorchMesh(TorchTensorParallel):
             return super()._forward_backward(inputs, targets, weight)
         # DTensor's loss takes no empty batch, and FSDP waits: a sample that weighs nothing.
         inputs, targets = (one.new_zeros(1, *one.shape[1:]) for one in (inputs, targets))
-        return super()._forward_backward(inputs, targets, 0.0) * 0
+        counted = self.loss
+        self.loss = copy.copy(counted)
+        loss = super()._forward_backward(inputs, targets, 0.0) * 0
+        self.loss = counted
+        return loss
 
     def run(self, inputs: Tensor) -> Tensor:
         outputs = self.model(inputs)

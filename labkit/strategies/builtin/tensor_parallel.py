@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from labkit.strategies.base import State
 from labkit.strategies.builtin import check_dtensor
-from labkit.strategies.tensor_cut import Cut
+from labkit.strategies.tensor_cut import Cut, CutLoss
 from labkit.strategies.tensor_parallel import TensorParallel
 from labkit.workload.losses import Loss
 from labkit.workload.transformer import Attention, Block
@@ -88,7 +88,7 @@ class TorchTensorParallel(TensorParallel):
         head.weight = embeddings.get_parameter("token.weight")
         whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         parallelize_module(head, mesh, whole)
-        self.loss = _loss
+        self.loss = DTensorLoss(self.group.comm, len(head.weight), self.loss)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.model.zero_grad()
@@ -106,6 +106,12 @@ class TorchTensorParallel(TensorParallel):
         return self.model(inputs).full_tensor()
 
 
-def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    mean: Any = nn.functional.cross_entropy(outputs, targets)
-    return mean.to_local() * len(targets)
+class DTensorLoss(CutLoss):
+    """The sum of the cross-entropies of logits that are a DTensor."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        options = self.options._asdict() | {"reduction": "sum"}
+        if self.options.weight is not None:
+            options["weight"] = self.options.weight.to(outputs.device, outputs.dtype)
+        total: Any = nn.functional.cross_entropy(outputs, targets, **options)
+        return self.as_share(total.to_local(), targets)
