@@ -18,12 +18,13 @@ def sharded_memory(
     states: int = 1,
     counter_bytes: int = 0,
 ) -> dict[str, dict[str, int]]:
-    """Bytes by kind ``between_steps``, and the ``most`` of them when backward enters a unit.
+    """Bytes by kind: the most at ``setup``, ``between_steps``, the ``most`` in a backward.
 
     Between steps there are S of parameters, in stage 3 S / P; S of gradients, in stages 2 and 3
-    S / P; and states x S / P of the optimizer. When backward enters unit n, stages 2 and 3 also
-    hold G(n), and in flight G(n + 1), which is being reduced. Stage 3 also holds W(n), and in
-    flight W(n - 1), gathered ahead: two units are whole.
+    S / P; and states x S / P of the optimizer. At set-up one flat after another
+    is cut: in stage 3 it is whole, beside the shards so far. When backward enters unit n, stages 2
+    and 3 also hold G(n), and in flight G(n + 1), which is being reduced. Stage 3 also holds W(n),
+    and in flight W(n - 1), gathered ahead: two units are whole.
 
     Args:
         sizes: elements of each flat, of which ranks have parts that differ by at most one.
@@ -58,4 +59,15 @@ def sharded_memory(
             now["parameters"] += whole(here)
             now["in_flight"] += whole(ahead - here)
         moments.append(now)
-    return {"between_steps": rest, "most": max(moments, key=lambda one: sum(one.values()))}
+    setups = []
+    for flat in flats:
+        so_far = range(flat + 1)
+        ours = [number for number in so_far if number in trained]
+        parameters = part(so_far) + whole([flat]) if stage == 3 else whole(so_far)
+        gradients = whole(ours) if stage == 1 else part(ours)
+        setups.append(rest | {"parameters": parameters, "gradients": gradients, "optimizer": 0})
+    return {
+        "setup": max(setups, key=lambda ledger: sum(ledger.values())),
+        "between_steps": rest,
+        "most": max(moments, key=lambda one: sum(one.values())),
+    }

@@ -46,12 +46,16 @@ class TorchSharded(TorchDDP):
             return
         check_dtensor(comm)
         self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
-        self.place(comm, model)
+        # Each layer moves to the device as it is cut: the whole model may not fit there.
+        self.take(comm, model)
         group: Any = self.group or dist.group.WORLD
         mesh = DeviceMesh.from_group(group, comm.device.type)
         layers = [layer for layer in layers_of(model) if [*layer.parameters()]]
         times = Counter(p for layer in layers for p in dict.fromkeys(layer.parameters()))
         alone = [layer for layer in layers if all(times[p] == 1 for p in layer.parameters())]
+        # Nothing but the model may keep the parameters alive, which FSDP replaces by shards.
+        del times
+        self.trained = []
         # FSDP warns of outputs that are views.
         model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
         for module in (*alone, model):

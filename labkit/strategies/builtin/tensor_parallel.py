@@ -72,8 +72,8 @@ class TorchTensorParallel(TensorParallel):
         return {name: self.local.get(p, p) for name, p in state.items()}
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Cut the layers over the ranks of ``mesh``, in place."""
-        embeddings, *blocks, head = model.to(self.group.comm.device).children()
+        """Cut the layers over the ranks of ``mesh``, in place; what is cut moves to its device."""
+        embeddings, *blocks, head = model.children()
         for block in blocks:
             if isinstance(block, Block):
                 block.attention.num_heads //= mesh.size()
