@@ -90,7 +90,8 @@ class Strategy:
         no_checkpoint: why its runs have no checkpoints; empty if they may have.
         predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
-            some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
+            some of its ``layers``, ``rows`` of parameters, ``rows of layers``, or ``elements``: a
+            flat tensor of a part of all parameters.
         loss: (outputs, targets) -> the sum of a share's losses. The loop sets it, and
             ``clip_norm``.
         weighing: what the sum of the losses is divided by, see ``ShareLoss``.
@@ -291,10 +292,10 @@ class Strategy:
     def state(self) -> State:
         """What this rank gives to a checkpoint; a collective call."""
         tensors, parameters = self.held()
-        has_layers, state = self.optimizes == "layers", State()
-        if has_layers or self.comm.rank == self.workers[0]:
+        has_part, state = self.optimizes not in ("model", "elements"), State()
+        if has_part or self.comm.rank == self.workers[0]:
             state |= named("model", tensors)
-        if self.optimizer and (has_layers or self.comm.rank == 0):
+        if self.optimizer and (has_part or self.comm.rank == 0):
             for name, parameter in parameters.items():
                 state |= named(f"optimizer/{name}", self.optimizer.state.get(parameter, {}))
         for name, value in state.items():

@@ -374,6 +374,12 @@ class Sharded(OnShares):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, buffer in self.buffers().items():
             buffer.copy_(state[name])
+        # What an optimizer keeps once per parameter, such as a count of steps.
+        single = {"step", "mu_product"}
+        for parameter, parameter_names in self.names.items() if self.optimizer else ():
+            for key, value in of_kind(f"optimizer/{parameter_names[0]}", state).items():
+                if value.dim() == 0 and parameter.dim() > 0:
+                    single.add(key)
         for flat in self.flats:
             names = [self.names[parameter][0] for parameter in flat.parameters]
             values = [state[f"model/{name}"] for name in names]
@@ -384,6 +390,6 @@ class Sharded(OnShares):
                 values = [state[f"optimizer/{name}/{key}"] for name in names]
                 # PyTorch's optimizers count steps on the host.
                 value, device = values[0], "cpu"
-                if key != "step" and value.shape == flat.parameters[0].shape:
+                if key not in single:
                     value, device = flat.part(values), self.comm.device
                 self.optimizer.state[flat.shard][key] = value.to(device, copy=True)

@@ -32,6 +32,7 @@ from labkit.extras import require
 from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.training.optimizers import try_optimizer
 from labkit.training.trial import try_out
 from labkit.units import check_choice
 from labkit.workload.datasets import IMAGENET, is_folder, load_dataset, open_folder
@@ -58,8 +59,8 @@ class Own:
         loss: (outputs, targets) -> the mean over the samples, one loss per sample, or (sum,
             weight), see ``workload.losses.ShareLoss``; or a class that makes it.
         optimizer: parameters -> ``torch.optim.Optimizer``; a class with its defaults is one. Where
-            ranks divide the model, it is given what a rank holds, and has to work element by
-            element, as SGD and Adam do, for the run to equal one device.
+            ranks divide the model, it is given what a rank holds, and has to change it as it would
+            change the whole, as SGD and Adam do: see ``training.optimizers``.
     """
 
     model: Any = None
@@ -152,6 +153,15 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     strategy = make_strategy(config, own=own, work=work)
     strategy.check_model(model, work.loss, config.world_size)
     strategy.weighing = weighing
+    if own.optimizer is not None:
+        technique = config.strategy + " with builtin" * config.builtin
+        optimizes = strategy.optimizes
+        if config.world_size == 1 and optimizes != "elements":
+            optimizes = "model"
+        note = try_optimizer(
+            config.optimizer, own.optimizer, model, technique, optimizes, config.seed
+        )
+        print_once(note)
     return strategy, work
 
 

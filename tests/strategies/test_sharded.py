@@ -184,6 +184,43 @@ def test_set_up_of_stage_3_allocates_a_ranks_shards_and_one_unit(technique):
         assert most < left + 1.5 * unit
 
 
+class Scaled(nn.Module):
+    """A layer whose first parameter has no dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.linear = nn.Parameter(torch.tensor(0.5)), nn.Linear(6, 6)
+
+    def forward(self, inputs):
+        return self.factor * self.linear(inputs)
+
+
+def continued(comm, stage):
+    """States after two steps with NAdam, and after one, loaded into another model, and one."""
+    states = []
+    saved = {}
+    for begins in (0, 1):
+        strategy = Sharded(stage=stage)
+        strategy.loss = CountedLoss(ShareLoss.of(cross_entropy))
+        strategy.setup(comm, seeded(lambda: nn.Sequential(Scaled())), torch.optim.NAdam)
+        if begins:
+            strategy.load_state(saved)
+        for number, (inputs, targets) in list(enumerate(some_batches((8, 8))))[begins:]:
+            ours = strategy.part_of(torch.arange(len(targets)))
+            strategy.step(inputs[ours], targets[ours], len(targets))
+            if number == 0:
+                # (One rank, so that it has all of it.)
+                saved = {name: value.clone() for name, value in strategy.state().items()}
+        states.append(strategy.full_state())
+    return states
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_state_without_dimensions_is_continued_beside_a_parameter_without(stage):
+    whole, resumed = run(continued, stage, world_size=1).values[0]
+    assert largest_difference(resumed, whole) == 0
+
+
 def test_what_is_no_stage_or_no_chain_is_refused():
     with pytest.raises(ValueError, match=r"stage must be .* 3, got 4"):
         make_strategy(RunConfig("sharded", world_size=2, stage=4))

@@ -34,6 +34,10 @@ class TorchSharded(TorchDDP):
     predicts_together = True
     no_checkpoint = "PyTorch has divided the parameters in its own way (or leave builtin out)"
 
+    @property
+    def optimizes(self) -> str:  # type: ignore[override]
+        return "layers" if self.stage == 1 else "rows"
+
     def __post_init__(self) -> None:
         check_integer("stage", self.stage, least=1, most=3)
 
@@ -42,7 +46,18 @@ class TorchSharded(TorchDDP):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         if self.stage == 1:
             zero: Any = ZeroRedundancyOptimizer
-            super().setup(comm, model, lambda mine: zero(mine, make_optimizer, self.group))
+
+            def make(groups: list[dict[str, Any]]) -> Any:
+                # It hands on groups, and our optimizers are made of parameters.
+                made = make_optimizer([p for group in groups for p in group["params"]])
+                if len(made.param_groups) > 1:
+                    raise ValueError(
+                        "PyTorch's ZeroRedundancyOptimizer wants one group of parameters, and "
+                        f"this optimizer makes {len(made.param_groups)}: use stage 2 or 3, or ddp"
+                    )
+                return made
+
+            super().setup(comm, model, lambda parameters: zero(parameters, make, self.group))
             return
         check_dtensor(comm)
         self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
