@@ -1,10 +1,9 @@
 """An optimizer of the learner's own, tried before any process starts.
 
 It has to hold the parameters that it was given. Where ranks divide what is updated, it also has to
-change the parts that they hold as it changes whole parameters: two short runs with the same
-gradients, one on whole parameters and one on such parts, show whether it does. SGD and Adam work
-element by element; one that groups parameters by dimension or position, or uses norms or matrix
-products, sees the difference.
+change the parts that they hold as it changes whole parameters: short runs with the same gradients,
+on whole parameters and on such parts, show whether it does. SGD and Adam work element by element;
+one that groups parameters by dimension or position, or uses norms or matrix products, does not.
 """
 
 from typing import Any
@@ -48,33 +47,43 @@ def try_optimizer(
             f"{len(given)} that it was given, so it would train something else: {WAY_OUT}"
         )
     generator = torch.Generator().manual_seed(seed)
-    rounds: list[list[Tensor]] = []
-    for _ in range(1 + _UPDATES):
-        tensors = []
+    rounds: list[list[Tensor]] = [[] for _ in range(1 + _UPDATES)]
+    for tensors in rounds:
         for number, parameter in enumerate(given, start=1):
             shape = [min(size, _MOST_SIZE) for size in parameter.shape]
             values = torch.randn(shape, dtype=torch.float64, generator=generator)
             tensors.append(number * values)
-        rounds.append(tensors)
     try:
-        after = _trained(name, make, rounds, seed)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        if optimizes == "model":
-            # It may need the device on which the run will be.
-            return _note(name, len(known), len(given))
-        raise ValueError(
-            f"optimizer {name} cannot be tried on the CPU, so it is not known whether {technique} "
-            f"would equal one device: {type(error).__name__}: {error}. Use ddp or ring_all_reduce"
-        ) from error
+        whole = _updated(name, make, rounds, seed)
+    except (RuntimeError, TypeError, AssertionError):
+        # It may need the device of the run, where it does not matter how it works.
+        if optimizes != "model":
+            raise
+        whole = []
     if optimizes != "model":
-        _compare(name, make, technique, optimizes, rounds, after, seed)
-    return _note(name, len(known), len(given))
+        parts = [shares(tensors, optimizes) for tensors in rounds]
+        largest = max(float((b - a).abs().max()) for a, b in zip(rounds[0], whole) if a.numel())
+        for rank, expected in enumerate(shares(whole, optimizes)):
+            try:
+                updated = _updated(name, make, [part[rank] for part in parts], seed)
+            except Exception as error:
+                raise _differs(name, technique, str(error.__cause__ or error)) from error
+            worst = max(float((b - a).abs().max()) for a, b in zip(expected, updated))
+            if not worst <= _ROUNDING * largest:
+                difference = f"{worst / largest:.2%} of the largest change in {_UPDATES} updates"
+                raise _differs(name, technique, difference)
+    if len(known) < len(given):
+        return f"optimizer {name} trains {len(known)} of {len(given)} parameters, the others stay"
+    return ""
 
 
-def _note(name: str, known: int, given: int) -> str:
-    if known == given:
-        return ""
-    return f"optimizer {name} holds {known} of {given} trained parameters: the others stay as is"
+def _differs(name: str, technique: str, reason: str) -> ValueError:
+    return ValueError(
+        f"optimizer {name} does not change the parts of parameters that a rank of {technique} "
+        f"holds as it changes whole ones ({reason}): it goes by shape, position or norm, and the "
+        "run would not equal one device. Use ddp or ring_all_reduce, whose ranks hold all "
+        "parameters, or an optimizer such as SGD or Adam with equal settings for all"
+    )
 
 
 def _made(name: str, make: MakeOptimizer, parameters: list[nn.Parameter]) -> Any:
@@ -90,7 +99,7 @@ def _made(name: str, make: MakeOptimizer, parameters: list[nn.Parameter]) -> Any
     return optimizer
 
 
-def _trained(
+def _updated(
     name: str, make: MakeOptimizer, rounds: list[list[Tensor]], seed: int
 ) -> list[Tensor]:
     """Parameters that begin with the first tensors, after updates with the others as gradients."""
@@ -102,59 +111,20 @@ def _trained(
                 parameter.grad = gradient.clone()
             try:
                 optimizer.step()
-            except Exception:
-                _refuse_closure(name, optimizer)
-                raise
+            except Exception as error:
+                try:
+                    optimizer.step(lambda: torch.zeros((), dtype=torch.float64))
+                except Exception:
+                    raise error from None
+                raise ValueError(
+                    f"optimizer {name} asks step() for a closure that computes the loss again, "
+                    "which no technique has: use one that takes one gradient, such as SGD"
+                ) from error
     return [parameter.detach() for parameter in parameters]
 
 
-def _refuse_closure(name: str, optimizer: Any) -> None:
-    """Refuse an optimizer whose step works with a closure, after one without has failed."""
-    try:
-        optimizer.step(lambda: torch.zeros((), dtype=torch.float64))
-    except Exception:
-        return
-    raise ValueError(
-        f"optimizer {name} asks step() for a closure that computes the loss again, and no "
-        "technique has one: use an optimizer that needs one gradient per update, such as SGD"
-    )
-
-
-def _compare(
-    name: str,
-    make: MakeOptimizer,
-    technique: str,
-    optimizes: str,
-    rounds: list[list[Tensor]],
-    after: list[Tensor],
-    seed: int,
-) -> None:
-    """Refuse an optimizer that does not change the ranks' parts as it changed the whole."""
-    parts = [shares(tensors, optimizes) for tensors in rounds]
-    largest = max(float((b - a).abs().max()) for a, b in zip(rounds[0], after) if a.numel())
-    reason = ""
-    for rank, expected in enumerate(shares(after, optimizes)):
-        try:
-            changed = _trained(name, make, [part[rank] for part in parts], seed)
-        except Exception as error:
-            cause = error.__cause__ or error
-            reason = f"{type(cause).__name__}: {cause}"
-            break
-        worst = max(float((b - a).abs().max()) for a, b in zip(expected, changed))
-        if not worst <= _ROUNDING * largest:
-            reason = f"in {_UPDATES} updates by {worst / largest:.2%} of the largest change"
-            break
-    if reason:
-        raise ValueError(
-            f"optimizer {name} does not change the parts of parameters that a rank of {technique} "
-            f"holds as it changes whole ones ({reason}): it goes by shape, position or norm, and "
-            "the run would not equal one device. Use ddp or ring_all_reduce, whose ranks hold all "
-            "parameters, or an optimizer such as SGD or Adam with equal settings for all"
-        )
-
-
 def shares(tensors: list[Tensor], optimizes: str) -> list[list[Tensor]]:
-    """What two ranks (four, if they have rows of layers) hold of tensors, by rank."""
+    """Parts of tensors as ranks hold them, by rank, in the words of ``Strategy.optimizes``."""
     if optimizes == "elements":
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         return [[part] for part in flat.tensor_split(2) if part.numel()]
@@ -165,11 +135,8 @@ def shares(tensors: list[Tensor], optimizes: str) -> list[list[Tensor]]:
     if "rows" in optimizes:
         halves = []
         for held in by_rank:
-            # A number without dimensions stays whole.
-            rows = [(t if t.dim() else t.view(1)).tensor_split(2) for t in held]
+            pairs = [torch.atleast_1d(tensor).tensor_split(2) for tensor in held]
             for half in range(2):
-                cut = zip(held, rows)
-                pieces = [pair[half] if t.dim() else pair[half].view(-1) for t, pair in cut]
-                halves.append([piece for piece in pieces if piece.numel()])
+                halves.append([pair[half] for pair in pairs if pair[half].numel()])
         by_rank = halves
     return [held for held in by_rank if held]
