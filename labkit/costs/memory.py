@@ -59,15 +59,10 @@ def sharded_memory(
             now["parameters"] += whole(here)
             now["in_flight"] += whole(ahead - here)
         moments.append(now)
-    setups = []
-    for flat in flats:
-        so_far = range(flat + 1)
-        ours = [number for number in so_far if number in trained]
-        parameters = part(so_far) + whole([flat]) if stage == 3 else whole(so_far)
-        gradients = whole(ours) if stage == 1 else part(ours)
-        setups.append(rest | {"parameters": parameters, "gradients": gradients, "optimizer": 0})
-    return {
-        "setup": max(setups, key=lambda ledger: sum(ledger.values())),
-        "between_steps": rest,
-        "most": max(moments, key=lambda one: sum(one.values())),
-    }
+    setups = [rest | {"optimizer": 0}]
+    for flat in flats if stage == 3 else ():
+        now = setups[0] | {"parameters": part(range(flat + 1)) + whole([flat])}
+        now["gradients"] = part([number for number in trained if number <= flat])
+        setups.append(now)
+    setup, most = (max(some, key=lambda now: sum(now.values())) for some in (setups, moments))
+    return {"setup": setup, "between_steps": rest, "most": most}

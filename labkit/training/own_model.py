@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from labkit.workload.losses import ShareLoss
 from labkit.workload.samples import seeded
 
 # Gradients that a hook is tried with are of these sizes, so that a limit shows.
@@ -39,6 +40,26 @@ def check_values(model: nn.Module) -> None:
             )
         if end > before:
             last[storage] = end, name, tensor
+
+
+def unused(model: nn.Module, loss: ShareLoss, inputs: Tensor, targets: Tensor, seed: int) -> str:
+    """Return a note that names a parameter without a gradient from these samples, or ""."""
+    with seeded(seed):
+        try:
+            loss(model.eval()(inputs), targets)[0].backward()
+        except Exception:
+            # The trial has said what the model does not take; some cannot do this in evaluation.
+            return ""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    names = [name for name, parameter in named if parameter.grad is None]
+    model.zero_grad()
+    if not names or len(names) == len(named):
+        return ""
+    return (
+        f"{len(names)} of {len(named)} parameters, {names[0]} first, get no gradient from the "
+        "first sample. Here that counts as zeros, and weight decay and momentum still move the "
+        "parameter; PyTorch's optimizers leave it as it is. freeze what is never used"
+    )
 
 
 def hooked(model: nn.Module) -> list[str]:

@@ -33,7 +33,7 @@ from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.training.optimizers import try_optimizer
-from labkit.training.own_model import check_hooks, check_values, hooked
+from labkit.training.own_model import check_hooks, check_values, hooked, unused
 from labkit.training.trial import try_out
 from labkit.units import check_choice
 from labkit.workload.datasets import IMAGENET, is_folder, load_dataset, open_folder
@@ -154,6 +154,8 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     strategy = make_strategy(config, own=own, work=work)
     strategy.check_model(model, work.loss, config.world_size)
     strategy.weighing = weighing
+    if own.model is not None:
+        print_once(unused(model, work.loss, *work.train.first(1), config.seed))
     technique = config.strategy + " with builtin" * config.builtin
     if config.strategy != "single" or config.accumulate:
         copies = config.strategy == "data_parallel" and not config.builtin

@@ -85,10 +85,10 @@ class TorchTensorParallel(TensorParallel):
                 parallelize_module(block, mesh, _OF_BLOCK)
         tokens = RowwiseParallel(input_layouts=Replicate())
         parallelize_module(embeddings, mesh, {"token": tokens})
-        head.weight = embeddings.get_parameter("token.weight")
+        weight = head.weight = embeddings.get_parameter("token.weight")
         whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         parallelize_module(head, mesh, whole)
-        self.loss = DTensorLoss(self.group.comm, len(head.weight), self.loss)
+        self.loss = DTensorLoss(self.group.comm, len(weight), self.loss)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.model.zero_grad()
