@@ -55,26 +55,34 @@ def try_optimizer(
             tensors.append(number * values)
     try:
         whole = _updated(name, make, rounds, seed)
-    except (RuntimeError, TypeError, AssertionError):
-        # It may need the device of the run, where it does not matter how it works.
+    except ValueError:
+        raise
+    except Exception as error:
+        # Where it does not matter how it works, it may need the device of the run.
         if optimizes != "model":
-            raise
+            reason = f"its step raised {type(error).__name__}: {error}"
+            raise _differs(name, technique, reason) from error
         whole = []
     if optimizes != "model":
         parts = [shares(tensors, optimizes) for tensors in rounds]
-        largest = max(float((b - a).abs().max()) for a, b in zip(rounds[0], whole) if a.numel())
+        largest = _distance(rounds[0], whole)
         for rank, expected in enumerate(shares(whole, optimizes)):
             try:
                 updated = _updated(name, make, [part[rank] for part in parts], seed)
             except Exception as error:
                 raise _differs(name, technique, str(error.__cause__ or error)) from error
-            worst = max(float((b - a).abs().max()) for a, b in zip(expected, updated))
+            worst = _distance(expected, updated)
             if not worst <= _ROUNDING * largest:
                 difference = f"{worst / largest:.2%} of the largest change in {_UPDATES} updates"
                 raise _differs(name, technique, difference)
     if len(known) < len(given):
         return f"optimizer {name} trains {len(known)} of {len(given)} parameters, the others stay"
     return ""
+
+
+def _distance(tensors: list[Tensor], others: list[Tensor]) -> float:
+    pairs = zip(tensors, others)
+    return max((float((b - a).abs().max()) for a, b in pairs if a.numel()), default=0.0)
 
 
 def _differs(name: str, technique: str, reason: str) -> ValueError:

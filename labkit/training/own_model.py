@@ -50,7 +50,8 @@ def unused(model: nn.Module, loss: ShareLoss, inputs: Tensor, targets: Tensor, s
         except Exception:
             # The trial has said what the model does not take; some cannot do this in evaluation.
             return ""
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    parameters = model.named_parameters()
+    named = [(n, p) for n, p in parameters if p.requires_grad and p.numel()]
     names = [name for name, parameter in named if parameter.grad is None]
     model.zero_grad()
     if not names or len(names) == len(named):
