@@ -299,11 +299,7 @@ class Strategy:
             for name, parameter in parameters.items():
                 state |= named(f"optimizer/{name}", self.optimizer.state.get(parameter, {}))
         for name, value in state.items():
-            if not isinstance(value, Tensor):
-                raise ValueError(
-                    f"{name} is a {type(value).__name__}, and a checkpoint holds tensors: use "
-                    "another optimizer, or leave checkpoint_dir out"
-                )
+            check_tensor(name, value)
         return state
 
     @torch.no_grad()
@@ -331,6 +327,15 @@ class Strategy:
 
     def close(self) -> None:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise ValueError for a value that a checkpoint cannot hold."""
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}, and a checkpoint holds tensors: use "
+            "another optimizer, or leave checkpoint_dir out"
+        )
 
 
 def named(kind: str, tensors: Mapping[str, Tensor]) -> State:

@@ -35,7 +35,7 @@ from labkit.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
-from labkit.strategies.base import MakeOptimizer, State, of_kind
+from labkit.strategies.base import MakeOptimizer, State, check_tensor, of_kind
 from labkit.strategies.on_shares import OnShares
 from labkit.units import check_integer
 from labkit.workload.layers import HeldBytes, layers_of
@@ -358,6 +358,7 @@ class Sharded(OnShares):
             for key, value in self.optimizer.state.get(flat.shard, {}).items():
                 parts[f"optimizer/{{}}/{key}"] = value
             for place, part in parts.items():
+                check_tensor(place.format(self.names[flat.parameters[0]][0]), part)
                 values = flat.whole(part) if part.dim() else [part] * len(flat.parameters)
                 for p, value in zip(flat.parameters, values):
                     if number % self.comm.world_size == self.comm.rank:
