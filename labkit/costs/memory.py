@@ -18,12 +18,13 @@ def sharded_memory(
     states: int = 1,
     counter_bytes: int = 0,
 ) -> dict[str, dict[str, int]]:
-    """Bytes by kind ``between_steps``, and the ``most`` of them when backward enters a unit.
+    """Bytes by kind: the most at ``setup``, ``between_steps``, the ``most`` in a backward.
 
     Between steps there are S of parameters, in stage 3 S / P; S of gradients, in stages 2 and 3
-    S / P; and states x S / P of the optimizer. When backward enters unit n, stages 2 and 3 also
-    hold G(n), and in flight G(n + 1), which is being reduced. Stage 3 also holds W(n), and in
-    flight W(n - 1), gathered ahead: two units are whole.
+    S / P; and states x S / P of the optimizer. At set-up one flat after another
+    is cut: in stage 3 it is whole, beside the shards so far. When backward enters unit n, stages 2
+    and 3 also hold G(n), and in flight G(n + 1), which is being reduced. Stage 3 also holds W(n),
+    and in flight W(n - 1), gathered ahead: two units are whole.
 
     Args:
         sizes: elements of each flat, of which ranks have parts that differ by at most one.
@@ -58,4 +59,10 @@ def sharded_memory(
             now["parameters"] += whole(here)
             now["in_flight"] += whole(ahead - here)
         moments.append(now)
-    return {"between_steps": rest, "most": max(moments, key=lambda one: sum(one.values()))}
+    setups = [rest | {"optimizer": 0}]
+    for flat in flats if stage == 3 else ():
+        now = setups[0] | {"parameters": part(range(flat + 1)) + whole([flat])}
+        now["gradients"] = part([number for number in trained if number <= flat])
+        setups.append(now)
+    setup, most = (max(some, key=lambda now: sum(now.values())) for some in (setups, moments))
+    return {"setup": setup, "between_steps": rest, "most": most}

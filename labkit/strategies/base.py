@@ -90,7 +90,8 @@ class Strategy:
         no_checkpoint: why its runs have no checkpoints; empty if they may have.
         predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
-            some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
+            some of its ``layers``, ``rows`` of parameters, ``rows of layers``, or ``elements``: a
+            flat tensor of a part of all parameters.
         loss: (outputs, targets) -> the sum of a share's losses. The loop sets it, and
             ``clip_norm``.
         weighing: what the sum of the losses is divided by, see ``ShareLoss``.
@@ -291,18 +292,14 @@ class Strategy:
     def state(self) -> State:
         """What this rank gives to a checkpoint; a collective call."""
         tensors, parameters = self.held()
-        has_layers, state = self.optimizes == "layers", State()
-        if has_layers or self.comm.rank == self.workers[0]:
+        has_part, state = self.optimizes not in ("model", "elements"), State()
+        if has_part or self.comm.rank == self.workers[0]:
             state |= named("model", tensors)
-        if self.optimizer and (has_layers or self.comm.rank == 0):
+        if self.optimizer and (has_part or self.comm.rank == 0):
             for name, parameter in parameters.items():
                 state |= named(f"optimizer/{name}", self.optimizer.state.get(parameter, {}))
         for name, value in state.items():
-            if not isinstance(value, Tensor):
-                raise ValueError(
-                    f"{name} is a {type(value).__name__}, and a checkpoint holds tensors: use "
-                    "another optimizer, or leave checkpoint_dir out"
-                )
+            check_tensor(name, value)
         return state
 
     @torch.no_grad()
@@ -330,6 +327,15 @@ class Strategy:
 
     def close(self) -> None:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise ValueError for a value that a checkpoint cannot hold."""
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}, and a checkpoint holds tensors: use "
+            "another optimizer, or leave checkpoint_dir out"
+        )
 
 
 def named(kind: str, tensors: Mapping[str, Tensor]) -> State:

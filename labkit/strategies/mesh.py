@@ -75,6 +75,11 @@ class Mesh(Pipeline):
                 "connection: use gpipe or 1f1b, or tp 1"
             )
 
+    @property
+    def optimizes(self) -> str:  # type: ignore[override]
+        sides = {"rows": self.tp, "layers": self.pp}
+        return " of ".join(kind for kind, ranks in sides.items() if ranks > 1) or "model"
+
     def check_ranks(self, world_size: int) -> None:
         check_sides(self.dp, self.pp, self.tp, world_size)
 

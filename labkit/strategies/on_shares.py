@@ -62,8 +62,12 @@ class OnShares(Strategy):
         self.optimizer = make_optimizer(self.trained)
 
     def place(self, comm: Comm, model: nn.Module) -> None:
+        """Move the model to the device, and ``take`` it."""
+        self.take(comm, model.to(comm.device))
+
+    def take(self, comm: Comm, model: nn.Module) -> None:
         """Take the model, whose BatchNorm layers share their statistics if that is asked for."""
-        self.comm, self.model = comm, model.to(comm.device).train()
+        self.comm, self.model = comm, model.train()
         self.module, self.trained = self.model, trained_parameters(model)
         if self.sync_batch_norm and comm.rank in self.workers and len(self.workers) > 1:
             convert(model, comm, self.workers)

@@ -57,7 +57,10 @@ class ParameterServer(OnShares):
     straggler: tuple[int, float] | None = None
     sync_batch_norm: bool = False
     servers: int = 1
-    optimizes = "elements"
+
+    @property
+    def optimizes(self) -> str:  # type: ignore[override]
+        return "elements" if self.servers > 1 else "model"
 
     @property
     def no_checkpoint(self) -> str:  # type: ignore[override]

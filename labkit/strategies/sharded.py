@@ -35,7 +35,7 @@ from labkit.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
-from labkit.strategies.base import MakeOptimizer, State, of_kind
+from labkit.strategies.base import MakeOptimizer, State, check_tensor, of_kind
 from labkit.strategies.on_shares import OnShares
 from labkit.units import check_integer
 from labkit.workload.layers import HeldBytes, layers_of
@@ -46,8 +46,9 @@ class Flat:
     """Parameters that are divided together; their values lie in ``full`` [N], cut into ``chunks``.
 
     ``shard`` is this rank's chunk, which its optimizer changes: in stage 3 a copy, as ``full`` has
-    memory between ``gather`` and ``free`` alone. The parameters' gradients are views of
-    ``gradient`` [N]: in stage 1 always, else between ``begin`` and ``finish``; ``total`` is the
+    memory between ``gather`` and ``free`` alone; a new flat is whole, too. The
+    parameters may be on the host: this flat alone moves to the device. Their gradients are views
+    of ``gradient`` [N]: in stage 1 always, else between ``begin`` and ``finish``; ``total`` is the
     shard's. ``flying`` is what is under way: gathered ahead, or reduced. The methods from
     ``gather`` to ``finish`` are those of ``schedules.sharding``.
     """
@@ -55,7 +56,8 @@ class Flat:
     def __init__(self, comm: Comm, stage: int, parameters: list[nn.Parameter]):
         self.comm, self.stage, self.parameters = comm, stage, parameters
         self.sizes = [parameter.numel() for parameter in parameters]
-        self.full = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        values = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        self.full = values.to(comm.device)
         self.num_bytes, self.trained = self.full.nbytes, parameters[0].requires_grad
         for parameter, piece in zip(parameters, self.pieces(self.full)):
             parameter.data = piece
@@ -71,8 +73,6 @@ class Flat:
             if stage == 1:
                 self.total = split_chunks(self.begin(), comm.world_size)[self.mine]
             self.shard.grad = self.total
-        if stage == 3:
-            self.free()
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat tensor [N] in the shapes of the parameters."""
@@ -177,6 +177,10 @@ def divide(
     return units, flats, uses
 
 
+def total_bytes(ledger: Mapping[str, int]) -> int:
+    return sum(ledger.values())
+
+
 @dataclass(eq=False)
 class Sharded(OnShares):
     """Synchronous data parallelism whose ranks hold a part of what they update.
@@ -192,6 +196,7 @@ class Sharded(OnShares):
     Attributes:
         flats: by dtype, and whether they are trained, the parameters that belong to a unit.
         uses: by unit, the numbers of the flats that it uses; ``sums`` are those of trained ones.
+        most_at_setup: the ``held_now`` with the most bytes while the flats are made.
         most_held: of two steps, the ``held_now`` with the most bytes when backward enters a unit.
         activation_bytes: what the first forward kept for its backward.
     """
@@ -208,9 +213,19 @@ class Sharded(OnShares):
         layers_of(model)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.place(comm, model)
-        self.units, parameters, self.uses = divide(model, self.stage)
-        self.flats = [Flat(comm, self.stage, some) for some in parameters]
+        # The device may not hold the whole model: one flat after the other is cut and moved there.
+        self.take(comm, model)
+        for buffer in model.buffers():
+            buffer.data = buffer.to(comm.device)
+        self.units, flat_parameters, self.uses = divide(model, self.stage)
+        self.flats: list[Flat] = []
+        self.most_at_setup = self.held_now()
+        for parameters in flat_parameters:
+            flat = Flat(comm, self.stage, parameters)
+            self.flats.append(flat)
+            self.most_at_setup = max(self.most_at_setup, self.held_now(), key=total_bytes)
+            if self.stage == 3:
+                flat.free()
         self.names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(parameter, []).append(name)
@@ -286,8 +301,7 @@ class Sharded(OnShares):
         """Carry out what comes before it, in one order on all ranks; by default all there is."""
         for instruction in self._stream:
             if instruction.kind == "backward" and self._steps < 2:
-                held = self.held_now()
-                self.most_held = max(self.most_held, held, key=lambda one: sum(one.values()))
+                self.most_held = max(self.most_held, self.held_now(), key=total_bytes)
             if instruction == Instruction(kind, number):
                 return
             if instruction.kind not in ("forward", "backward"):
@@ -298,14 +312,13 @@ class Sharded(OnShares):
 
         What a message is received into is not counted, nor what forward keeps for its backward.
         """
-        mine = [*self.model.parameters(), *(flat.shard for flat in self.flats)]
+        mine = [p for flat in self.flats for p in (*flat.parameters, flat.shard)]
+        states = self.optimizer.state if self.optimizer else {}
         kinds: dict[str, list[Any]] = {
             "in_flight": [flat.flying for flat in self.flats],
             "parameters": mine,
             "gradients": [tensor.grad for tensor in mine],
-            "optimizer": [
-                value for one in self.optimizer.state.values() for value in one.values()
-            ],
+            "optimizer": [value for one in states.values() for value in one.values()],
         }
         seen, found = set[int](), {}
         for kind, some in kinds.items():
@@ -316,10 +329,14 @@ class Sharded(OnShares):
         return found
 
     def notes(self) -> dict[str, Any]:
-        """Bytes by kind and rank, between steps and at most in backward; a collective call."""
+        """Bytes by kind and rank, at most in set-up and in backward, and between steps.
+
+        A collective call.
+        """
         most = self.most_held | {"activations": self.activation_bytes}
         memory: dict[str, dict[str, list[int]]] = {}
-        for moment, held in (("between_steps", self.held_now()), ("most", most)):
+        moments = {"setup": self.most_at_setup, "between_steps": self.held_now(), "most": most}
+        for moment, held in moments.items():
             row = torch.tensor([*held.values()], device=self.comm.device)
             by_rank = torch.stack(all_gather(self.comm, row)).T.tolist()
             memory[moment] = dict(zip(held, by_rank))
@@ -341,6 +358,7 @@ class Sharded(OnShares):
             for key, value in self.optimizer.state.get(flat.shard, {}).items():
                 parts[f"optimizer/{{}}/{key}"] = value
             for place, part in parts.items():
+                check_tensor(place.format(self.names[flat.parameters[0]][0]), part)
                 values = flat.whole(part) if part.dim() else [part] * len(flat.parameters)
                 for p, value in zip(flat.parameters, values):
                     if number % self.comm.world_size == self.comm.rank:
@@ -357,6 +375,12 @@ class Sharded(OnShares):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, buffer in self.buffers().items():
             buffer.copy_(state[name])
+        # What an optimizer keeps once per parameter, such as a count of steps.
+        single = {"step", "mu_product"}
+        for parameter, parameter_names in self.names.items() if self.optimizer else ():
+            for key, value in of_kind(f"optimizer/{parameter_names[0]}", state).items():
+                if value.dim() == 0 and parameter.dim() > 0:
+                    single.add(key)
         for flat in self.flats:
             names = [self.names[parameter][0] for parameter in flat.parameters]
             values = [state[f"model/{name}"] for name in names]
@@ -367,6 +391,6 @@ class Sharded(OnShares):
                 values = [state[f"optimizer/{name}/{key}"] for name in names]
                 # PyTorch's optimizers count steps on the host.
                 value, device = values[0], "cpu"
-                if key != "step" and value.shape == flat.parameters[0].shape:
+                if key not in single:
                     value, device = flat.part(values), self.comm.device
                 self.optimizer.state[flat.shard][key] = value.to(device, copy=True)

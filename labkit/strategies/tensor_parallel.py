@@ -79,7 +79,7 @@ class TensorParallel(OnShares):
     """
 
     sequence_parallel: bool = False
-    optimizes = "layers"
+    optimizes = "rows"
     takes_whole_batch = True
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:

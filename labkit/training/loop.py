@@ -75,9 +75,11 @@ def fit(
     memory = Part(comm.session.memory, sum(t.nbytes for t in model.state_dict().values()))
     if own.model is not None and comm.world_size > 1:
         # A function may not make the same on all ranks, and under torchrun each has its own.
-        model.to(comm.device)
+        # One tensor after the other: the device may not hold the whole model.
         for tensor in (*model.parameters(), *model.buffers()):
-            broadcast(comm, tensor.data)
+            values = tensor.detach().to(comm.device)
+            broadcast(comm, values)
+            tensor.data.copy_(values)
     facts = identity(config, own, work, model)
     strategy.setup(comm, model, optimizer_maker(config, own.optimizer, strategy, len(work.train)))
     # A strategy may keep only a part of the model, and the rest is freed.

@@ -32,6 +32,8 @@ from labkit.extras import require
 from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.training.optimizers import try_optimizer
+from labkit.training.own_model import check_hooks, check_values, hooked, unused
 from labkit.training.trial import try_out
 from labkit.units import check_choice
 from labkit.workload.datasets import IMAGENET, is_folder, load_dataset, open_folder
@@ -58,8 +60,8 @@ class Own:
         loss: (outputs, targets) -> the mean over the samples, one loss per sample, or (sum,
             weight), see ``workload.losses.ShareLoss``; or a class that makes it.
         optimizer: parameters -> ``torch.optim.Optimizer``; a class with its defaults is one. Where
-            ranks divide the model, it is given what a rank holds, and has to work element by
-            element, as SGD and Adam do, for the run to equal one device.
+            ranks divide the model, it is given what a rank holds, and has to change it as it would
+            change the whole, as SGD and Adam do: see ``training.optimizers``.
     """
 
     model: Any = None
@@ -152,6 +154,21 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     strategy = make_strategy(config, own=own, work=work)
     strategy.check_model(model, work.loss, config.world_size)
     strategy.weighing = weighing
+    if own.model is not None:
+        print_once(unused(model, work.loss, *work.train.first(1), config.seed))
+    technique = config.strategy + " with builtin" * config.builtin
+    if config.strategy != "single" or config.accumulate:
+        copies = config.strategy == "data_parallel" and not config.builtin
+        keeps = not copies and "rows" not in strategy.optimizes
+        check_hooks(model, technique, keeps=keeps, seed=config.seed)
+    if own.optimizer is not None:
+        optimizes = strategy.optimizes
+        if config.world_size == 1 and optimizes != "elements":
+            optimizes = "model"
+        note = try_optimizer(
+            config.optimizer, own.optimizer, model, technique, optimizes, config.seed
+        )
+        print_once(note)
     return strategy, work
 
 
@@ -225,15 +242,21 @@ def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
 def _own_model(part: Any, seed: int) -> nn.Module:
     """The learner's own model; in the caller's process a copy."""
     part = nn.Sequential(*part) if isinstance(part, list | tuple) else part
-    if isinstance(part, nn.Module) and not parent_process():
-        part = copy.deepcopy(part).cpu()
-    part = _made(part, "model", seed)
-    if not isinstance(part, nn.Module):
+    made = _made(part, "model", seed)
+    if not isinstance(made, nn.Module):
         raise ValueError(
-            f"model is of type {type(part).__name__}: give an nn.Module, a list of layers, or a "
+            f"model is of type {type(made).__name__}: give an nn.Module, a list of layers, or a "
             "function without arguments that makes one"
         )
-    return part
+    check_values(made)
+    if made is part and not parent_process():
+        if names := hooked(made):
+            raise ValueError(
+                f"{names[0]} of the model has a hook, which a copy of the model does not have: "
+                "give a function without arguments that makes the model and its hooks"
+            )
+        made = copy.deepcopy(made).cpu()
+    return made
 
 
 class Schedule:

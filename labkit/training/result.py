@@ -149,11 +149,14 @@ def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> fl
     for name, tensor in other.items():
         if not tensor.numel():
             continue
-        mine, theirs = (t.double().abs().max().item() for t in (state[name], tensor))
+        # An imaginary part counts, too.
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        ours, reference = state[name].to(wide), tensor.to(wide)
+        mine, theirs = (t.abs().max().item() for t in (ours, reference))
         scale = max(theirs, torch.finfo(torch.float64).tiny)
         if tensor.is_floating_point() and max(mine, theirs) < 100 * torch.finfo(tensor.dtype).eps:
             scale = 1.0
-        difference = (state[name].double() - tensor.double()).abs().max().item()
+        difference = (ours - reference).abs().max().item()
         if math.isnan(difference):
             return math.nan
         worst = max(worst, difference / scale)

@@ -9,10 +9,12 @@ from odd_models import Everything, seeded, some_batches
 from ranks import wait_until
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit import RunConfig, run, train_with
 from labkit.costs.memory import sharded_memory
 from labkit.costs.traffic import sharded_cost
+from labkit.strategies.builtin.sharded import TorchSharded
 from labkit.strategies.sharded import Sharded
 from labkit.training.resolve import make_strategy
 from labkit.training.result import largest_difference
@@ -147,6 +149,76 @@ def test_nothing_is_held_that_is_not_counted_and_stage_3_has_two_layers_at_a_tim
             ([2, 2, 2, 2, 1], [1, 2, 2, 2, 2]) if stage == 3 else ([4 * stage - 3] * 5,) * 2
         )
         assert whole == [*there, *back] * 2
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of storages alive after an operation, but for those at its start."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.most = alive(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        self.most = max(self.most, sum(alive(but=self.start).values()))
+        return outputs
+
+
+def set_up(comm, technique):
+    """The peak of set-up beside the host's model, what is left, and the bytes of a unit."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8))).double()
+    # The host's model stays alive, so that no new storage has an address of before.
+    host = [parameter.untyped_storage() for parameter in model.parameters()]
+    strategy = technique(stage=3)
+    with Peak() as peak:
+        strategy.setup(comm, model, optimizer_of(torch.optim.SGD))
+    unit = sum(storage.nbytes() for storage in host) // 8
+    return peak.most, sum(alive(but=peak.start).values()), unit
+
+
+@pytest.mark.parametrize("technique", [Sharded, TorchSharded])
+def test_set_up_of_stage_3_allocates_a_ranks_shards_and_one_unit(technique):
+    for most, left, unit in run(set_up, technique, world_size=4, device="cpu").values:
+        # Of eight units a quarter each, and for ours their gradients; FSDP adds a few numbers.
+        assert 2 * unit <= left < 4.5 * unit
+        assert most < left + 1.5 * unit
+
+
+class Scaled(nn.Module):
+    """A layer whose first parameter has no dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.linear = nn.Parameter(torch.tensor(0.5)), nn.Linear(6, 6)
+
+    def forward(self, inputs):
+        return self.factor * self.linear(inputs)
+
+
+def continued(comm, stage):
+    """States after two steps with NAdam, and after one, loaded into another model, and one."""
+    states = []
+    saved = {}
+    for begins in (0, 1):
+        strategy = Sharded(stage=stage)
+        strategy.loss = CountedLoss(ShareLoss.of(cross_entropy))
+        strategy.setup(comm, seeded(lambda: nn.Sequential(Scaled())), torch.optim.NAdam)
+        if begins:
+            strategy.load_state(saved)
+        for number, (inputs, targets) in list(enumerate(some_batches((8, 8))))[begins:]:
+            ours = strategy.part_of(torch.arange(len(targets)))
+            strategy.step(inputs[ours], targets[ours], len(targets))
+            if number == 0:
+                # (One rank, so that it has all of it.)
+                saved = {name: value.clone() for name, value in strategy.state().items()}
+        states.append(strategy.full_state())
+    return states
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_state_without_dimensions_is_continued_beside_a_parameter_without(stage):
+    whole, resumed = run(continued, stage, world_size=1).values[0]
+    assert largest_difference(resumed, whole) == 0
 
 
 def test_what_is_no_stage_or_no_chain_is_refused():

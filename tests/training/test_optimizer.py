@@ -1,10 +1,14 @@
 """An optimizer advances its own learning rate with each update that it makes."""
 
+from functools import partial
+
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from labkit import RunConfig, run, strategies
+from labkit import RunConfig, run, strategies, train_with
+from labkit.training.optimizers import try_optimizer
 from labkit.training.resolve import optimizer_maker, schedule_of
 
 SMALL = {"train_size": 23, "batch_size": 9, "epochs": 4, "model": "mlp", "dtype": "float64"}
@@ -30,3 +34,97 @@ def overflowing(comm, scales):
 def test_an_update_that_overflows_does_not_advance_the_schedule():
     scales = [1.0, 1e38, 1.0, float("inf"), 1.0]
     assert run(overflowing, scales, world_size=1).values == [[1, 1, 2, 2, 3]]
+
+
+def biased():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def with_empty():
+    model = biased()
+    model[3].empty = nn.Parameter(torch.zeros(0))
+    return model
+
+
+def decayed_by_dimension(parameters):
+    matrices = [p for p in parameters if p.dim() >= 2]
+    others = [p for p in parameters if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.05)
+
+
+def first_faster(parameters):
+    groups = [{"params": parameters[:1], "lr": 0.2}, {"params": parameters[1:]}]
+    return torch.optim.SGD(groups, lr=0.02)
+
+
+class ByNorm(torch.optim.SGD):
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad /= 1 + parameter.grad.norm()
+        return super().step(closure)
+
+
+def decays_slowly(parameters):
+    groups = [{"params": [p], "weight_decay": 1e-4 * (p.dim() > 1)} for p in parameters]
+    return torch.optim.SGD(groups, lr=1e-3)
+
+
+ELEMENTWISE = {
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "foreach": partial(torch.optim.AdamW, foreach=True, amsgrad=True),
+    "nadam": partial(torch.optim.NAdam, weight_decay=0.1, decoupled_weight_decay=True),
+    "rprop": torch.optim.Rprop,
+    "adadelta": torch.optim.Adadelta,
+    "named": lambda parameters: torch.optim.Adam([(str(id(p)), p) for p in parameters]),
+}
+# What sees which parts: flat ones, rows of parameters, some of the parameters.
+SEES = {
+    "dimensions": (decayed_by_dimension, {"elements"}),
+    "a slow decay": (decays_slowly, {"elements"}),
+    "positions": (first_faster, {"elements", "layers"}),
+    "norms": (partial(ByNorm, lr=0.1), {"elements", "rows"}),
+    "matrices": (torch.optim.Adafactor, {"elements", "rows"}),
+    "sparse gradients": (torch.optim.SparseAdam, {"elements", "rows", "layers"}),
+    "a few": (lambda p: torch.optim.SGD(list(p)[:1]), {"elements", "layers"}),
+}
+
+
+@pytest.mark.parametrize("part", ["elements", "rows", "layers", "rows of layers", "model"])
+def test_an_optimizer_is_refused_where_it_changes_parts_otherwise_than_the_whole(part):
+    for name, make in ELEMENTWISE.items():
+        assert try_optimizer(name, make, with_empty(), "a technique", part, 0) == ""
+    for name, (make, seen) in SEES.items():
+        if any(kind in part for kind in seen):
+            with pytest.raises(ValueError, match="would not equal one device"):
+                try_optimizer(name, make, biased(), "a technique", part, 0)
+        else:
+            try_optimizer(name, make, biased(), "a technique", part, 0)
+
+
+def of_another_model(parameters):
+    return torch.optim.SGD(biased().parameters(), lr=0.1)
+
+
+WRONG = {
+    "another model's": (of_another_model, "0 are among the 6"),
+    "an object": (of_another_model([]), "not callable"),
+    "a pair": (lambda p: (torch.optim.SGD(p), None), "returned a tuple"),
+    "nothing": (lambda p: None, "returned a NoneType"),
+    "needs a closure": (torch.optim.LBFGS, "closure"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_optimizer_that_would_train_nothing_is_refused(case):
+    optimizer, message = WRONG[case]
+    data = torch.zeros(8, 6), torch.zeros(8, dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        train_with("ddp", world_size=2, model=biased(), dataset=data, optimizer=optimizer)
+
+
+def test_a_part_of_the_parameters_may_be_trained_and_is_said():
+    few = SEES["a few"][0]
+    assert "1 of 6" in try_optimizer("few", few, biased(), "ddp", "model", 0)

@@ -22,7 +22,11 @@ MODELS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "mlp": ("digits", 10, (1, 8, 8)),
 }
 PRECISIONS = ("float32", "float64")
-MOMENTS = {"between_steps": "between two steps", "most": "most, in backward"}
+MOMENTS = {
+    "between_steps": "between two steps",
+    "most": "most, in backward",
+    "setup": "most, in set-up",
+}
 
 
 @cache

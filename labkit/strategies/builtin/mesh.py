@@ -70,7 +70,7 @@ class TorchMesh(TorchTensorParallel):
         layers = [layer for layer in model.modules() if isinstance(layer, Block)]
         # FSDP warns of outputs that are views.
         model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
-        for module in (*layers, model.to(self.group.comm.device)):
+        for module in (*layers, model):
             shards = fully_shard(module, mesh=self.mesh["dp"])
             # A sum over ranks, not their mean.
             shards.set_gradient_divide_factor(1.0)

@@ -34,6 +34,10 @@ class TorchSharded(TorchDDP):
     predicts_together = True
     no_checkpoint = "PyTorch has divided the parameters in its own way (or leave builtin out)"
 
+    @property
+    def optimizes(self) -> str:  # type: ignore[override]
+        return "layers" if self.stage == 1 else "rows"
+
     def __post_init__(self) -> None:
         check_integer("stage", self.stage, least=1, most=3)
 
@@ -45,16 +49,31 @@ class TorchSharded(TorchDDP):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         if self.stage == 1:
             zero: Any = ZeroRedundancyOptimizer
-            super().setup(comm, model, lambda mine: zero(mine, make_optimizer, self.group))
+
+            def make(groups: list[dict[str, Any]]) -> Any:
+                # It hands on groups, and our optimizers are made of parameters.
+                made = make_optimizer([p for group in groups for p in group["params"]])
+                if len(made.param_groups) > 1:
+                    raise ValueError(
+                        "PyTorch's ZeroRedundancyOptimizer wants one group of parameters, and "
+                        f"this optimizer makes {len(made.param_groups)}: use stage 2 or 3, or ddp"
+                    )
+                return made
+
+            super().setup(comm, model, lambda parameters: zero(parameters, make, self.group))
             return
         check_dtensor(comm)
         self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
-        self.place(comm, model)
+        # Each layer moves to the device as it is cut: the whole model may not fit there.
+        self.take(comm, model)
         group: Any = self.group or dist.group.WORLD
         mesh = DeviceMesh.from_group(group, comm.device.type)
         layers = [layer for layer in layers_of(model) if [*layer.parameters()]]
         times = Counter(p for layer in layers for p in dict.fromkeys(layer.parameters()))
         alone = [layer for layer in layers if all(times[p] == 1 for p in layer.parameters())]
+        # Nothing but the model may keep the parameters alive, which FSDP replaces by shards.
+        del times
+        self.trained = []
         # FSDP warns of outputs that are views.
         model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
         for module in (*alone, model):

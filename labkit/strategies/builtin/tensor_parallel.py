@@ -72,8 +72,8 @@ class TorchTensorParallel(TensorParallel):
         return {name: self.local.get(p, p) for name, p in state.items()}
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Cut the layers over the ranks of ``mesh``, in place."""
-        embeddings, *blocks, head = model.to(self.group.comm.device).children()
+        """Cut the layers over the ranks of ``mesh``, in place; what is cut moves to its device."""
+        embeddings, *blocks, head = model.children()
         for block in blocks:
             if isinstance(block, Block):
                 block.attention.num_heads //= mesh.size()
@@ -85,11 +85,10 @@ class TorchTensorParallel(TensorParallel):
                 parallelize_module(block, mesh, _OF_BLOCK)
         tokens = RowwiseParallel(input_layouts=Replicate())
         parallelize_module(embeddings, mesh, {"token": tokens})
-        head.weight = embeddings.get_parameter("token.weight")
+        weight = head.weight = embeddings.get_parameter("token.weight")
         whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         parallelize_module(head, mesh, whole)
-        vocabulary = embeddings.get_parameter("token.weight").shape[0]
-        self.loss = DTensorLoss(self.group.comm, vocabulary, self.loss)
+        self.loss = DTensorLoss(self.group.comm, len(weight), self.loss)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.model.zero_grad()

@@ -1,0 +1,150 @@
+"""An optimizer of the learner's own, tried before any process starts.
+
+It has to hold the parameters that it was given. Where ranks divide what is updated, it also has to
+change the parts that they hold as it changes whole parameters: short runs with the same gradients,
+on whole parameters and on such parts, show whether it does. SGD and Adam work element by element;
+one that groups parameters by dimension or position, or uses norms or matrix products, does not.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.strategies.base import MakeOptimizer, trained_parameters
+from labkit.workload.samples import seeded
+
+# Rows and columns at most of the parameters that are tried; updates, as a warm-up begins with 0.
+_MOST_SIZE, _UPDATES = 64, 3
+# In float64, of the largest change.
+_ROUNDING = 1e-8
+
+WAY_OUT = (
+    "give a class or function that takes the parameters and returns an optimizer of them, such as "
+    "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+)
+
+
+def try_optimizer(
+    name: str, make: MakeOptimizer, model: nn.Module, technique: str, optimizes: str, seed: int
+) -> str:
+    """Return a note if the optimizer holds only some of the trained parameters, else "".
+
+    ``optimizes`` tells what a rank of the technique holds, see ``Strategy``.
+
+    Raises:
+        ValueError: it cannot be made or makes no steps, holds other parameters, or would not
+            equal one device with this technique.
+    """
+    given = trained_parameters(model)
+    with seeded(seed):
+        optimizer = _made(name, make, given)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = held & {id(parameter) for parameter in given}
+    if not known or held - known:
+        raise ValueError(
+            f"optimizer {name} holds {len(held)} parameters, of which {len(known)} are among the "
+            f"{len(given)} that it was given, so it would train something else: {WAY_OUT}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    rounds: list[list[Tensor]] = [[] for _ in range(1 + _UPDATES)]
+    for tensors in rounds:
+        for number, parameter in enumerate(given, start=1):
+            shape = [min(size, _MOST_SIZE) for size in parameter.shape]
+            values = torch.randn(shape, dtype=torch.float64, generator=generator)
+            tensors.append(number * values)
+    try:
+        whole = _updated(name, make, rounds, seed)
+    except ValueError:
+        raise
+    except Exception as error:
+        # Where it does not matter how it works, it may need the device of the run.
+        if optimizes != "model":
+            reason = f"its step raised {type(error).__name__}: {error}"
+            raise _differs(name, technique, reason) from error
+        whole = []
+    if optimizes != "model":
+        parts = [shares(tensors, optimizes) for tensors in rounds]
+        largest = _distance(rounds[0], whole)
+        for rank, expected in enumerate(shares(whole, optimizes)):
+            try:
+                updated = _updated(name, make, [part[rank] for part in parts], seed)
+            except Exception as error:
+                raise _differs(name, technique, str(error.__cause__ or error)) from error
+            worst = _distance(expected, updated)
+            if not worst <= _ROUNDING * largest:
+                difference = f"{worst / largest:.2%} of the largest change in {_UPDATES} updates"
+                raise _differs(name, technique, difference)
+    if len(known) < len(given):
+        return f"optimizer {name} trains {len(known)} of {len(given)} parameters, the others stay"
+    return ""
+
+
+def _distance(tensors: list[Tensor], others: list[Tensor]) -> float:
+    pairs = zip(tensors, others)
+    return max((float((b - a).abs().max()) for a, b in pairs if a.numel()), default=0.0)
+
+
+def _differs(name: str, technique: str, reason: str) -> ValueError:
+    return ValueError(
+        f"optimizer {name} does not change the parts of parameters that a rank of {technique} "
+        f"holds as it changes whole ones ({reason}): it goes by shape, position or norm, and the "
+        "run would not equal one device. Use ddp or ring_all_reduce, whose ranks hold all "
+        "parameters, or an optimizer such as SGD or Adam with equal settings for all"
+    )
+
+
+def _made(name: str, make: MakeOptimizer, parameters: list[nn.Parameter]) -> Any:
+    try:
+        optimizer: Any = make(parameters)
+    except Exception as error:
+        raise ValueError(
+            f"optimizer {name} of {len(parameters)} parameters raised {type(error).__name__}: "
+            f"{error}. If this is no fault in it, {WAY_OUT}"
+        ) from error
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
+        raise ValueError(f"optimizer {name} returned a {type(optimizer).__name__}: {WAY_OUT}")
+    return optimizer
+
+
+def _updated(
+    name: str, make: MakeOptimizer, rounds: list[list[Tensor]], seed: int
+) -> list[Tensor]:
+    """Parameters that begin with the first tensors, after updates with the others as gradients."""
+    parameters = [nn.Parameter(values.clone()) for values in rounds[0]]
+    with seeded(seed):
+        optimizer = _made(name, make, parameters)
+        for gradients in rounds[1:]:
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient.clone()
+            try:
+                optimizer.step()
+            except Exception as error:
+                try:
+                    optimizer.step(lambda: torch.zeros((), dtype=torch.float64))
+                except Exception:
+                    raise error from None
+                raise ValueError(
+                    f"optimizer {name} asks step() for a closure that computes the loss again, "
+                    "which no technique has: use one that takes one gradient, such as SGD"
+                ) from error
+    return [parameter.detach() for parameter in parameters]
+
+
+def shares(tensors: list[Tensor], optimizes: str) -> list[list[Tensor]]:
+    """Parts of tensors as ranks hold them, by rank, in the words of ``Strategy.optimizes``."""
+    if optimizes == "elements":
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        return [[part] for part in flat.tensor_split(2) if part.numel()]
+    by_rank = [tensors]
+    if "layers" in optimizes:
+        middle = (1 + len(tensors)) // 2
+        by_rank = [tensors[:middle], tensors[middle:]]
+    if "rows" in optimizes:
+        halves = []
+        for held in by_rank:
+            pairs = [torch.atleast_1d(tensor).tensor_split(2) for tensor in held]
+            for half in range(2):
+                halves.append([pair[half] for pair in pairs if pair[half].numel()])
+        by_rank = halves
+    return [held for held in by_rank if held]

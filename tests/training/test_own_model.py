@@ -1,0 +1,123 @@
+"""Models whose values or hooks a copy, a conversion or a cut would lose are refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import train_with
+from labkit.training.result import largest_difference
+
+DATA = torch.randn(12, 6), torch.arange(12) % 3
+
+
+def plain():
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+
+
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, inputs):
+        return torch.fft.irfft(torch.fft.rfft(inputs) * self.factor, n=6)
+
+
+def complex_part():
+    return nn.Sequential(Spectral(), nn.Linear(6, 3))
+
+
+def tied_by_memory():
+    model = plain()
+    model[2].weight.data = model[0].weight.data
+    return model
+
+
+def overlapping():
+    model, memory = plain(), torch.randn(50)
+    model[0].weight.data = memory[:36].view(6, 6)
+    model[3].weight.data = memory[32:].view(3, 6)
+    return model
+
+
+def side_by_side():
+    """Views of one memory that do not overlap."""
+    model, memory = plain(), torch.randn(54)
+    model[0].weight.data = memory[:36].view(6, 6)
+    model[3].weight.data = memory[36:].view(3, 6)
+    return model
+
+
+def tied():
+    model = plain()
+    model[2].weight = model[0].weight
+    return model
+
+
+def train(make, strategy="single", **options):
+    given = {"model": make, "dataset": DATA, "batch_size": 5, "dtype": "float64"}
+    return train_with(strategy, **given | options)
+
+
+@pytest.mark.parametrize("given", ["a function", "a model"])
+@pytest.mark.parametrize("make", [complex_part, tied_by_memory, overlapping])
+def test_complex_numbers_and_parameters_tied_by_memory_are_refused(make, given):
+    with pytest.raises(ValueError, match=r"complex64|share memory"):
+        train(make if given == "a function" else make())
+
+
+@pytest.mark.parametrize("make", [side_by_side, tied])
+def test_one_parameter_in_two_places_and_memory_side_by_side_are_trained(make):
+    one = train(make)
+    assert largest_difference(train(make, "sharded", world_size=2).state, one.state) < 1e-10
+
+
+def halved():
+    model = plain()
+    model[0].weight.register_hook(lambda gradient: 0.5 * gradient)
+    return model
+
+
+def limited():
+    model = plain()
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model
+
+
+def test_a_hook_that_adds_up_is_called_on_shares():
+    one = train(halved)
+    assert largest_difference(one.state, train(plain).state) > 1e-6
+    for options in ({"strategy": "ddp"}, {"strategy": "sharded"}, {"strategy": "pipeline"}):
+        assert largest_difference(train(halved, world_size=2, **options).state, one.state) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "options"),
+    [
+        (limited, "ddp", {"world_size": 2}),
+        (limited, "single", {"accumulate": 2}),
+        (halved, "data_parallel", {"devices": "cpu,cpu"}),
+        (halved, "sharded", {"world_size": 2, "builtin": True}),
+        (halved(), "single", {}),
+    ],
+)
+def test_a_hook_that_would_be_lost_or_see_a_part_is_refused(make, strategy, options):
+    with pytest.raises(ValueError, match=r"0.weight of the model has a hook"):
+        train(make, strategy, **options)
+
+
+def test_a_difference_in_an_imaginary_part_counts():
+    state = {"factor": torch.tensor([1 + 1j])}
+    assert largest_difference({"factor": torch.tensor([1 + 2j])}, state) > 0.5
+
+
+class Idle(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+        self.idle = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_parameter_that_no_sample_uses_is_named(used, capsys):
+    train(plain if used else Idle, optimizer="adamw", weight_decay=0.1)
+    assert ("idle first" in capsys.readouterr().err) != used
