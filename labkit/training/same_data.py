@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from labkit.workload.samples import Samples
 
-# Samples that are compared: of those that lie in memory up to so many values, or samples; else few.
+# Samples that are compared: of those in memory up to so many values, or samples; else few.
 _MOST_VALUES, _MANY, _FEW = 2**18, 512, 12
 # The part of a sum that may be rounding: a rank may have another processor.
 _ROUNDING = 1e-6

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -257,6 +257,16 @@ def parts_of(dataset: Any, dtype: torch.dtype, seed: int = 0) -> tuple[Samples, 
     if len(train) == 0:
         raise ValueError("dataset has no samples to train on: give one at least")
     return train, test[0] if test else None
+
+
+def first_of(samples: Samples, size: int) -> Samples:
+    """Return the first ``size`` of a learner's own samples."""
+    if not 1 <= size <= len(samples):
+        raise ValueError(f"train_size {size}: dataset has {len(samples)} training samples")
+    if isinstance(samples.dataset, TensorDataset):
+        tensors = [tensor[:size] for tensor in samples.dataset.tensors]
+        return replace(samples, dataset=TensorDataset(*tensors))
+    return replace(samples, dataset=Subset(samples.dataset, range(size)))
 
 
 def num_classes(samples: Samples) -> int:

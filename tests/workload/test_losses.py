@@ -28,7 +28,11 @@ def pair(outputs, targets):
 MEANS = {
     "ignored": (functional.cross_entropy, LOGITS, CLASSES),
     "ignored tokens": (nn.CrossEntropyLoss(), WIDE, TOKENS),
-    "another index": (partial(functional.cross_entropy, ignore_index=0), LOGITS, CLASSES.abs() % 5),
+    "another index": (
+        partial(functional.cross_entropy, ignore_index=0),
+        LOGITS,
+        CLASSES.abs() % 5,
+    ),
     "class weights": (nn.CrossEntropyLoss(weight=WEIGHT.double()), LOGITS, CLASSES),
     "float32 weights of tokens": (nn.CrossEntropyLoss(WEIGHT), WIDE.float(), TOKENS),
     "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.2), WIDE, TOKENS),

@@ -15,9 +15,9 @@ from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.builtin import check_dtensor
 from labkit.strategies.builtin.ddp import TorchDDP
-from labkit.strategies.sharded import Sharded
 from labkit.units import check_integer
 from labkit.workload.layers import layers_of
+from labkit.workload.losses import Loss
 
 
 @dataclass(eq=False)
@@ -37,7 +37,14 @@ class TorchSharded(TorchDDP):
     def __post_init__(self) -> None:
         check_integer("stage", self.stage, least=1, most=3)
 
-    check_model = Sharded.check_model
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        layers_of(model)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0 and self.stage > 1:
+                raise ValueError(
+                    f"PyTorch's fully_shard takes no scalar parameters, and {name} is one: give "
+                    "it the shape [1], or leave builtin out"
+                )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         if self.stage == 1:
