@@ -31,7 +31,7 @@ def python_random() -> dict[str, Tensor]:
     _, keys, position, has_spare, numpy_spare = np.random.get_state(legacy=True)
     # All words are below 2^32, and exact as float64; infinity stands for no spare number.
     python = [*words, math.inf if spare is None else spare]
-    numpy = [*keys.tolist(), position, has_spare, numpy_spare]
+    numpy = [*map(int, keys), position, has_spare, numpy_spare]
     return {
         "python": torch.tensor(python, dtype=torch.float64),
         "numpy": torch.tensor(numpy, dtype=torch.float64),
