@@ -141,8 +141,11 @@ class DataParallel(Strategy):
             for index, replica in enumerate(replicas[1:], start=1):
                 for ours, theirs in zip(self.model.parameters(), replica.parameters()):
                     if theirs.grad is not None:
-                        moved = self._moved("reduce", theirs.grad, index, 0)
-                        ours.grad = moved if ours.grad is None else ours.grad.add_(moved)
+                        moved = self._moved("reduce", theirs.grad.to_dense(), index, 0)
+                        if ours.grad is None:
+                            ours.grad = moved
+                        else:
+                            ours.grad = ours.grad.to_dense().add_(moved)
 
     def _moved(self, phase: str, tensor: Tensor, start: int, end: int) -> Tensor:
         """A copy on device ``end`` of a tensor on device ``start``, also if both are the CPU."""

@@ -88,6 +88,9 @@ class NaiveDDP(nn.Module):
 
     @torch.no_grad()
     def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            # As nn.Embedding(sparse=True) computes it; a sum over ranks is not sparse for long.
+            parameter.grad = parameter.grad.to_dense()
         if not self._synchronises:
             return
         if not self._in_backward:

@@ -59,7 +59,7 @@ class RingAllReduce(OnShares):
                 if parameter.grad is None:
                     piece.zero_()
                 else:
-                    piece.copy_(parameter.grad.flatten())
+                    piece.copy_(parameter.grad.to_dense().flatten())
         self.all_reduce(self.comm, self.flat)
         for piece, parameter in zip(self.slices, self.trained):
             # Gradients of several dtypes were summed in the widest of these dtypes.

@@ -10,7 +10,8 @@ of power a file may be too short; then the checkpoint before it counts. Reading 
 and follows no links.
 
 Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY``, ``own/NAME`` (what else its
-technique carries from step to step), ``random/NAME``, ``progress/NAME`` and ``scaler/NAME``. A run
+technique carries from step to step), ``random/NAME``, ``kept/NAME`` (numbers of the optimizer's
+groups, of a loss, ..., see ``Kept``), ``progress/NAME`` and ``scaler/NAME``. A run
 that goes on with the same **arrangement** (technique, ranks, micro-batches) ends equal to the bit
 to one that was never interrupted. With another one it ends where one device ends, or is refused.
 """
@@ -39,11 +40,13 @@ from labkit.comm.comm import Comm
 from labkit.config import RunConfig
 from labkit.errors import OutputError
 from labkit.strategies.base import State, Strategy, named, of_kind
+from labkit.training.kept import Kept, common, python_random, set_python_random
 from labkit.training.resolve import PARTS, Own, Work, schedule_of
 
-FACTS, FORMAT = "facts.json", 5
+FACTS, FORMAT = "facts.json", 6
 # What each rank's file has.
-_EACH = {"random/cpu", "progress/sums", "progress/draws", "progress/updates"}
+_EACH = {"random/cpu", "random/python", "random/numpy", "kept/numbers"}
+_EACH |= {"progress/sums", "progress/draws", "progress/updates"}
 # What decides who computes what, in which order.
 _ARRANGEMENT = (
     *("strategy", "builtin", "world_size", "servers", "split_points", "devices", "bucket_mb"),
@@ -94,6 +97,9 @@ class Stored(NamedTuple):
         """Tensors named ``kind/NAME`` by NAME, of a rank, or each from the first that gave it."""
         return of_kind(kind, ChainMap(*self.ranks) if rank is None else self.ranks[rank])
 
+    def by_rank(self, kind: str) -> list[State]:
+        return [of_kind(kind, tensors) for tensors in self.ranks]
+
 
 def read(path: Path) -> Stored:
     """Read a checkpoint; ValueError says what is wrong with one: damaged, forged, ..."""
@@ -120,6 +126,7 @@ def read(path: Path) -> Stored:
         stored = Stored(path, facts, [load_file(path / name) for name in names])
         if not all(rank.keys() >= _EACH for rank in stored.ranks):
             raise ValueError("a rank's file lacks its progress")
+        common(stored.by_rank("kept"))
         return stored
     except (
         *(OSError, SafetensorError, ValueError, TypeError),
@@ -239,6 +246,10 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
         else:
             continue
         differ = [f"{', '.join(moved)}: {why}"]
+    _, differing = common(stored.by_rank("kept"))
+    if moved and differing and not differ:
+        why = f"each rank has its own numbers of {' and '.join(differing)}"
+        differ = [f"{', '.join(moved)}: {why}"]
     if differ:
         raise ValueError(
             f"cannot continue from {path}: {'; '.join(differ)}. Next step: resume with the "
@@ -294,8 +305,10 @@ class Checkpoints:
         facts: dict[str, Any],
         steps: int,
         progress: Progress,
+        work: Work,
     ):
         self.config, self.strategy, self.facts = config, strategy, facts
+        self.kept = Kept(strategy.optimizer, work.loss.loss, work.train.dataset)
         self.steps, self.progress = steps, progress
         self._first = self._random_states()
         if strategy.comm.rank == 0:
@@ -328,6 +341,7 @@ class Checkpoints:
             numbers |= {f"scaler/{name}": value for name, value in values.items()}
             state |= {name: torch.tensor(value) for name, value in numbers.items()}
             state |= named("random", now) | {"progress/sums": progress.sums}
+            state |= named("kept", self.kept.state())
             facts = Facts(progress.epoch, progress.step, progress.rows, self.facts)
             path = step_path(self.config.checkpoint_dir or "", self.done)
             save(strategy.comm, path, facts, state)
@@ -347,7 +361,8 @@ class Checkpoints:
         if is_same:
             state |= named("own", stored.of("own", rank))
         strategy.load_state(state)
-        by_rank = [stored.of("progress", one) for one in range(len(stored.ranks))]
+        by_rank, kept = stored.by_rank("progress"), stored.by_rank("kept")
+        self.kept.load(kept[rank] if is_same else common(kept)[0])
         if schedule := schedule_of(strategy.optimizer):
             schedule.update = max(int(numbers["updates"]) for numbers in by_rank)
         if (values := stored.of("scaler")) and getattr(strategy, "scaler", None) is not None:
@@ -358,15 +373,17 @@ class Checkpoints:
         progress.sums[3] = facts.step
         if is_same:
             states = stored.of("random", rank)
-            torch.set_rng_state(states.pop("cpu"))
-            for value in states.values():
-                torch.cuda.set_rng_state(value, strategy.comm.device)
+            torch.set_rng_state(states["cpu"])
+            set_python_random(states)
+            if strategy.comm.device.type == "cuda" and "cuda" in states:
+                torch.cuda.set_rng_state(states["cuda"], strategy.comm.device)
 
     def _random_states(self) -> State:
-        device, states = self.strategy.comm.device, {"cpu": torch.get_rng_state()}
-        return states | (
-            {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-        )
+        device = self.strategy.comm.device
+        states = {"cpu": torch.get_rng_state()} | python_random()
+        if device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(device)
+        return states
 
 
 @contextlib.contextmanager

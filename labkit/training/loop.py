@@ -28,6 +28,7 @@ from labkit.strategies.base import Batch, Strategy
 from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
 from labkit.training.resolve import NOTHING, Own, Work, optimizer_maker, work_of
 from labkit.training.result import checksum
+from labkit.training.same_data import Sketch, check_same, sketch
 from labkit.workload.losses import CountedLoss, count_right
 from labkit.workload.samples import batch_slices, epoch_order, on_device, share
 
@@ -59,13 +60,17 @@ def fit(
     verbose: bool,
     own: Own = NOTHING,
     start: Path | None = None,
+    data: Sketch | None = None,
 ) -> RankReport:
     """Train on this rank; ``labkit.run`` calls this function on every rank.
 
-    ``strategy`` is not set up yet; ``start`` is the checkpoint from which the run goes on.
+    ``strategy`` is not set up yet; ``start`` is the checkpoint from which the run goes on, and
+    ``data`` a sketch of the data set with which the run began: ValueError if this rank's differs.
     """
     allow_tf32(config.amp == "tf32")
     work = work_of(config, own)
+    if data is not None and comm.world_size > 1:
+        check_same(comm.rank, sketch(work.train, work.test, config.seed), data)
     strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
     if isinstance(work.loss.loss, nn.Module):
         # Its weights are buffers.
@@ -125,7 +130,8 @@ class _Run:
         sums = torch.zeros(5, dtype=torch.float64, device=self.comm.device)
         self.progress = Progress(sums)
         if config.checkpoint_dir is not None:
-            self.checkpoints = Checkpoints(config, strategy, facts, self.steps, self.progress)
+            parts = config, strategy, facts, self.steps, self.progress, work
+            self.checkpoints = Checkpoints(*parts)
             if start is not None:
                 # What a first step leaves behind, beside its update.
                 strategy.rehearse(*next(self.shares(self.batches(0)[:1], 0)))
@@ -232,7 +238,7 @@ class _Run:
         raise FloatingPointError(
             f"the loss is not finite after step {finite + 1} of epoch {self.progress.epoch + 1}, "
             f"with learning rate {rate}: try a smaller lr, a warm-up (warmup_epochs), or "
-            "clip_norm 1"
+            "clip_norm 1; if it is the first step, look for NaN in the data"
         )
 
     def train_at_own_pace(self, strategy: AsyncParameterServer, memory: Part) -> None:

@@ -15,7 +15,8 @@ from multiprocessing import parent_process
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils.data import TensorDataset
 
 from labkit import strategies
@@ -34,12 +35,20 @@ from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.training.optimizers import try_optimizer
 from labkit.training.own_model import check_hooks, check_values, hooked, unused
-from labkit.training.trial import try_out
+from labkit.training.trial import try_out, try_share
 from labkit.units import check_choice
 from labkit.workload.datasets import IMAGENET, is_folder, load_dataset, open_folder
 from labkit.workload.losses import LOSSES, ShareLoss
 from labkit.workload.models import build_model
-from labkit.workload.samples import Samples, Transform, num_classes, parts_of, seeded
+from labkit.workload.samples import (
+    Samples,
+    Transform,
+    as_dtype,
+    first_of,
+    num_classes,
+    parts_of,
+    seeded,
+)
 
 PARTS = ("model", "dataset", "loss", "optimizer")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -153,6 +162,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     weighing = try_out(config.loss, model, work.loss, work.train, work.test, config.seed)
     strategy = make_strategy(config, own=own, work=work)
     strategy.check_model(model, work.loss, config.world_size)
+    try_share(model, work.train, _smallest_share(config, strategy, len(work.train)))
     strategy.weighing = weighing
     if own.model is not None:
         print_once(unused(model, work.loss, *work.train.first(1), config.seed))
@@ -170,6 +180,23 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
         )
         print_once(note)
     return strategy, work
+
+
+def _smallest_share(config: RunConfig, strategy: Strategy, num_samples: int) -> int:
+    """The fewest samples, but not none, that the model gets at once on a rank."""
+    workers = config.world_size - strategy.servers
+    if strategy.in_one_process:
+        workers = len(strategy.devices)
+    if strategy.takes_whole_batch or strategy.sync_batch_norm:
+        workers = 1
+    if "dp" in strategy.options():
+        workers = getattr(strategy, "dp", 1)
+    micro_batches = getattr(strategy, "micro_batches", getattr(strategy, "accumulate", 1))
+    if not isinstance(micro_batches, int):
+        micro_batches = config.accumulate or 1
+    batches = {min(config.batch_size, num_samples), num_samples % config.batch_size} - {0}
+    shares = [batch // min(batch, micro_batches) // max(1, workers) for batch in batches]
+    return max(1, min(shares))
 
 
 def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
@@ -195,9 +222,9 @@ def samples_for(
     names, resize = parse_augment(config.augment), config.resize
     transform = Transform(None, names, resize)
     if own.dataset is not None:
-        if size is not None:
-            raise ValueError("train_size is for labkit's data sets: give fewer samples")
         train, test = parts_of(_made(own.dataset, "dataset", config.seed), dtype, config.seed)
+        if size is not None:
+            train = first_of(train, size)
         return replace(train, transform=transform), test and replace(test, transform=transform)
     if is_folder(config.dataset):
         crop = "crop" in names
@@ -219,7 +246,7 @@ def samples_for(
 def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
     dtype = getattr(torch, config.dtype)
     if own.model is not None:
-        model = _own_model(own.model, config.seed).to(dtype)
+        model = _own_model(own.model, config.seed, train).to(dtype)
     else:
         shape = tuple(train.first(1)[0].shape[1:])
         options: dict[str, Any] = {"num_classes": num_classes(train), "input_shape": shape}
@@ -239,16 +266,20 @@ def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
     return model
 
 
-def _own_model(part: Any, seed: int) -> nn.Module:
+def _own_model(part: Any, seed: int, train: Samples) -> nn.Module:
     """The learner's own model; in the caller's process a copy."""
     part = nn.Sequential(*part) if isinstance(part, list | tuple) else part
+    if isinstance(part, nn.Module):
+        _detach_computed(part)
     made = _made(part, "model", seed)
     if not isinstance(made, nn.Module):
         raise ValueError(
             f"model is of type {type(made).__name__}: give an nn.Module, a list of layers, or a "
             "function without arguments that makes one"
         )
-    check_values(made)
+    is_lazy = any(isinstance(p, UninitializedTensorMixin) for p in made.parameters())
+    if not is_lazy:
+        check_values(made)
     if made is part and not parent_process():
         if names := hooked(made):
             raise ValueError(
@@ -256,7 +287,24 @@ def _own_model(part: Any, seed: int) -> nn.Module:
                 "give a function without arguments that makes the model and its hooks"
             )
         made = copy.deepcopy(made).cpu()
+    _detach_computed(made)
+    if is_lazy:
+        # Modules such as nn.LazyLinear take their shapes from a first batch.
+        inputs = train.first(2)[0]
+        with seeded(seed), torch.no_grad():
+            made.eval()(as_dtype(inputs, torch.get_default_dtype()))
+        made.train()
+        check_values(made)
     return made
+
+
+def _detach_computed(model: nn.Module) -> None:
+    """Make attributes copyable that hooks compute before each forward, as of old weight_norm."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            is_computed = isinstance(value, Tensor) and value.grad_fn is not None
+            if is_computed and module._forward_pre_hooks:
+                vars(module)[name] = value.detach()
 
 
 class Schedule:
@@ -357,9 +405,9 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
             points = even_split(model, tuple(inputs.shape[1:]), num_stages, inputs.dtype)
         else:
             points = parse_split_points(config.split_points)
-            if not technique.in_one_process:
-                # Each rank asks for them, to know what it receives.
-                output_shapes(model, tuple(inputs.shape[1:]), dtype=inputs.dtype)
+        if not technique.in_one_process:
+            # Each rank asks for them, to know what it receives.
+            output_shapes(model, tuple(inputs.shape[1:]), dtype=inputs.dtype)
         options["split_points"] = check_split_points(points, num_layers, num_stages)
     strategy = technique(**options)
     strategy.check_ranks(world_size)

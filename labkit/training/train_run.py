@@ -24,6 +24,7 @@ from labkit.training.checkpoint import Start, find_start, on_sigterm, remove_unf
 from labkit.training.loop import RankReport, fit
 from labkit.training.resolve import NOTHING, PARTS, Own, imported, resolve, take_own
 from labkit.training.result import TrainResult
+from labkit.training.same_data import Sketch, check_same, sketch
 from labkit.workload.datasets import is_folder
 
 # What may differ between machines.
@@ -89,7 +90,7 @@ def train_run(
     link = EmulatedLink(**parse_link(config.link)) if config.link else None
     is_one_of_several = started_as_rank() is not None
     begin = _begin_together if is_one_of_several else _begin
-    strategy, (start, note) = begin(config, own, download, timeout_s)
+    strategy, (start, note), data = begin(config, own, download, timeout_s)
     if note and is_rank_0():
         print(note, file=sys.stderr)
     ranks, devices = config.world_size, config.devices
@@ -101,7 +102,7 @@ def train_run(
             warm_up()
         with on_sigterm(_end_ranks if passes_on else None):
             result = run(
-                *(fit, config, strategy, verbose, own, start),
+                *(fit, config, strategy, verbose, own, start, data),
                 world_size=ranks,
                 device=config.device,
                 devices=devices,
@@ -122,15 +123,22 @@ def train_run(
 
 def _begin(
     config: RunConfig, own: Own, download: bool, timeout_s: float
-) -> tuple[Strategy, Start]:
-    """The technique, and where the run begins."""
+) -> tuple[Strategy, Start, Sketch]:
+    """The technique, where the run begins, and a sketch of the data set."""
     strategy, work = resolve(config, own, download)
-    return strategy, find_start(config, own, strategy, work)
+    data = sketch(work.train, work.test, config.seed)
+    path, note = find_start(config, own, strategy, work)
+    if path is not None and not {"inputs", "targets"} <= data.keys():
+        note += (
+            "; samples of the data set differ from one reading to the next, and this run reads "
+            "others than one without an interruption: let them depend on their number alone"
+        )
+    return strategy, (path, note), data
 
 
 def _begin_together(
     config: RunConfig, own: Own, download: bool, timeout_s: float
-) -> tuple[Strategy, Start]:
+) -> tuple[Strategy, Start, Sketch]:
     """``_begin`` on a launcher's ranks, maybe of other code: all raise one error, or none."""
     # Only what a launcher has started needs it.
     from labkit.runtime import rounds
@@ -151,7 +159,7 @@ def _begin_together(
     for name in ("__main__", *(path.partition(":")[0] for path in paths)):
         if file := getattr(sys.modules.get(name), "__file__", None):
             same[f"the code of {name}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
-    words = json.dumps({"error": error, "same": same})
+    words = json.dumps({"error": error, "same": same, "data": begun and begun[2]})
     everyone = [json.loads(text) for text in found.exchange(words, "the checks before the run")]
     for rank, one in enumerate(everyone):
         if one["error"]:
@@ -164,6 +172,8 @@ def _begin_together(
                     f"{found.hosts[0]}: {name} {value} on rank 0 and {theirs} on rank {rank}. "
                     "Start the same command with the same versions on every machine"
                 )
+    for rank, one in enumerate(everyone):
+        check_same(rank, one["data"], everyone[0]["data"])
     assert begun is not None, "an error has been raised on all ranks"
     return begun
 

@@ -71,6 +71,27 @@ def try_out(
     return "data" if isinstance(returned, tuple) else loss.weighing
 
 
+def try_share(model: nn.Module, train: Samples, count: int) -> None:
+    """Raise ValueError if the model does not train on ``count`` samples, a rank's smallest share.
+
+    BatchNorm needs two values per channel, for example.
+    """
+    if count >= min(_FEW, len(train)):
+        # So many were tried before.
+        return
+    inputs, _ = train.first(count)
+    try:
+        with torch.no_grad(), seeded(train.seed):
+            model.train()(inputs)
+    except Exception as error:
+        raise ValueError(
+            f"the smallest part of a batch that the model gets at once has {count} of "
+            f"{len(train)} samples (the last batch may be small), and the model does not take "
+            f"it: {error}. Use another batch_size, fewer ranks or micro-batches, or "
+            "sync_batch_norm where a technique has it"
+        ) from error
+
+
 def _misfit(name: str, inputs: Tensor, targets: Tensor, error: Exception) -> ValueError:
     return ValueError(
         f"the model and loss {name} do not take {inputs.dtype} inputs {list(inputs.shape)} and "

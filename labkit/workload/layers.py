@@ -63,11 +63,21 @@ def output_shapes(
     """The shape [batch_size, ...] and the dtype of each layer's output.
 
     The model is a chain of layers on any device; it is not changed. ``input_shape`` and ``dtype``
-    are those of one sample.
+    are those of one sample. ValueError for layers that cannot do without values.
     """
     dtype = dtype or input_dtype(model)
     inputs = torch.empty((batch_size, *input_shape), dtype=dtype, device="meta")
-    return [(output.shape, output.dtype) for output in layer_outputs(meta_copy(model), inputs)]
+    layers = meta_copy(model)
+    try:
+        # Also for what a forward makes without naming a device, such as torch.arange(n).
+        with torch.device("meta"):
+            return [(output.shape, output.dtype) for output in layer_outputs(layers, inputs)]
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            "a cut model has to tell its layers' shapes from tensors without values, and raises "
+            f"{type(error).__name__}: {error}. Make tensors on the inputs' device (device="
+            "x.device), and take no decision by a value (item, if)"
+        ) from error
 
 
 def input_dtype(model: nn.Module) -> torch.dtype:

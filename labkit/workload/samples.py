@@ -17,7 +17,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -190,7 +190,13 @@ class Samples:
             for number in numbers.tolist() or [0]:
                 parts = self.seed, 0 if epoch is None else epoch + 1, number
                 seed_all(int(np.random.SeedSequence(parts).generate_state(1)[0]))
-                item = self.dataset[number]
+                try:
+                    item = self.dataset[number]
+                except (IndexError, KeyError) as error:
+                    raise ValueError(
+                        f"dataset says that it has {len(self)} samples, and raises "
+                        f"{type(error).__name__} for number {number}: {error}"
+                    ) from error
                 if not isinstance(item, (tuple, list)) or len(item) != 2:
                     found = type(item).__name__
                     raise ValueError(f"a sample of dataset is a {found}, not a pair (x, y)")
@@ -198,7 +204,15 @@ class Samples:
                     image = torch.as_tensor(item[0])
                     item = transform(image, self.dtype, draw=draw), item[1]
                 items.append(tuple(item))
-        parts = default_collate(items)
+        try:
+            parts = default_collate(items)
+        except (RuntimeError, TypeError) as error:
+            shapes = {str(list(torch.as_tensor(item[0]).shape)) for item in items}
+            raise ValueError(
+                f"samples {numbers.tolist()[:4]} of dataset and those after them are no batch "
+                f"({error}): the inputs have shapes {', '.join(sorted(shapes)[:4])}. Give all "
+                "samples one shape, as by resize or by padding"
+            ) from error
         for part in parts:
             if not isinstance(part, Tensor):
                 raise ValueError(
@@ -214,7 +228,18 @@ def samples_of(part: Any, dtype: torch.dtype, seed: int) -> Samples:
     if isinstance(part, TensorDataset):
         part = part.tensors
     if _are_arrays(part):
+        for array in part:
+            if isinstance(array, np.ndarray) and array.dtype.kind not in "biufc":
+                raise ValueError(
+                    f"an array of dataset holds {array.dtype}, not numbers: use .astype(float), "
+                    "or .astype(int) for classes; samples of different sizes need padding"
+                )
         inputs, targets = (as_dtype(torch.as_tensor(x).detach().cpu(), dtype) for x in part)
+        if inputs.dim() == 0 or targets.dim() == 0 or len(inputs) != len(targets):
+            raise ValueError(
+                f"inputs {list(inputs.shape)} and targets {list(targets.shape)} of dataset are "
+                "not of equally many samples: the first dimension of both counts them"
+            )
         part = TensorDataset(inputs, targets)
     no_map = isinstance(part, (IterableDataset, DataLoader, str))
     if no_map or not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
@@ -229,7 +254,19 @@ def parts_of(dataset: Any, dtype: torch.dtype, seed: int = 0) -> tuple[Samples, 
     """A learner's own samples, see ``samples_of``, or a pair: to train on, and held out."""
     is_pair = isinstance(dataset, (tuple, list)) and len(dataset) == 2 and not _are_arrays(dataset)
     train, *test = (samples_of(x, dtype, seed) for x in (dataset if is_pair else [dataset]))
+    if len(train) == 0:
+        raise ValueError("dataset has no samples to train on: give one at least")
     return train, test[0] if test else None
+
+
+def first_of(samples: Samples, size: int) -> Samples:
+    """Return the first ``size`` of a learner's own samples."""
+    if not 1 <= size <= len(samples):
+        raise ValueError(f"train_size {size}: dataset has {len(samples)} training samples")
+    if isinstance(samples.dataset, TensorDataset):
+        tensors = [tensor[:size] for tensor in samples.dataset.tensors]
+        return replace(samples, dataset=TensorDataset(*tensors))
+    return replace(samples, dataset=Subset(samples.dataset, range(size)))
 
 
 def num_classes(samples: Samples) -> int:

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 20301,
+    "labkit": 22300,
     "notebooks": 900,
-    "tests": 23125,
+    "tests": 24900,
     "tools": 1650,
     "workbook": 12570,
 }

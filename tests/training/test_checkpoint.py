@@ -27,6 +27,8 @@ ROW = {"loss": 0.5, "seconds": 0.1, "test_accuracy": float("nan")}
 ALONE = SimpleNamespace(rank=0, world_size=1, barrier=lambda: None)
 EACH = {"random/cpu": torch.get_rng_state(), "progress/sums": torch.zeros(5)}
 EACH |= {"progress/draws": torch.tensor(False), "progress/updates": torch.tensor(3)}
+EACH |= {"random/python": torch.zeros(626), "random/numpy": torch.zeros(627)}
+EACH |= {"kept/numbers": torch.tensor(list(b"{}"), dtype=torch.uint8)}
 PART = "rank0.safetensors"
 
 
@@ -105,7 +107,7 @@ def of_another_program(path):
 
 DAMAGE = {
     "JSONDecodeError": lambda path: (path / "facts.json").write_text('{"epoch": 1'),
-    "its format is 1, and this version of labkit reads 5": facts(format=1),
+    "its format is 1, and this version of labkit reads 6": facts(format=1),
     "does not describe": facts(rows=[{"loss": "low"}] * 2),
     f"KeyError: '{PART}'": facts(files={"../rank0.safetensors": 3}),
     "Too many levels": instead("facts.json", link),

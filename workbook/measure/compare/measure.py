@@ -22,10 +22,9 @@ from labkit.errors import WorkerError
 from labkit.files import check_writable
 from labkit.placement import VGG16_SPLITS
 from labkit.runtime.preload import warm_up
-from labkit.training.resolve import NOTHING, resolve
+from labkit.training.resolve import NOTHING, imported, resolve, samples_for
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import check_above_zero, check_integer
-from labkit.workload.datasets import load_dataset
 from workbook.measure.compare.summary import SINGLE, Record, report
 from workbook.measure.record import machine, write
 from workbook.measure.turns import in_turn
@@ -152,16 +151,18 @@ def compare(
     contenders = find_contenders(strategies, device, split_points)
     contenders = [one for one in contenders if builtin or not one["builtin"]]
     gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
-    count = len(load_dataset(dataset, train_size=max(train_sizes, default=None)).train_targets)
+    common: Row = {"model": model, "dataset": dataset, "device": device, "lr": lr}
+    common["optimizer"] = optimizer
+    first = RunConfig(**common, strategy="single", train_size=max(train_sizes, default=None))
+    own = imported(first, NOTHING)
+    count = len(samples_for(first, own)[0])
     train_sizes = train_sizes or (max(1, count // 4), max(1, count // 2), count)
     units = gpus or devices.num_cores()
     settings = settings_of(world_sizes, train_sizes, batch_sizes, epochs, units)
-    common: Row = {"model": model, "dataset": dataset, "device": device, "lr": lr}
-    common["optimizer"] = optimizer
     # Before anything runs: settings with which no run could start.
     for setting in settings:
         RunConfig(**common | setting, strategy="ddp")
-    resolve(RunConfig(**common), NOTHING)
+    resolve(RunConfig(**common), own)
     print("contenders:", *(one["name"] for one in contenders), flush=True)
     warm_up()
     found: dict[str, list[Row]] = {"runs": [], "skipped": []}

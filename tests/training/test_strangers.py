@@ -1,0 +1,106 @@
+"""What strangers bring: equal to one device, or refused in a sentence before training."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import weight_norm
+
+from labkit import WorkerError, train_with
+from labkit.training.result import largest_difference
+
+SMALL = {"batch_size": 8, "dtype": "float64", "device": "cpu", "timeout_s": 60}
+
+
+def labelled(inputs):
+    return inputs, torch.arange(len(inputs)) % 3
+
+
+def make_data():
+    return labelled(torch.randn(32, 8))
+
+
+def unseeded():
+    return labelled(torch.from_numpy(np.random.default_rng().standard_normal((32, 8))))
+
+
+def tokens():
+    return labelled(torch.randint(0, 20, (32, 4)))
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 6, sparse=True)
+
+    def forward(self, numbers):
+        return self.embedding(numbers).mean(1)
+
+
+def sparse():
+    return nn.Sequential(Bag(), nn.Linear(6, 3))
+
+
+class Positions(nn.Module):
+    def forward(self, inputs):
+        return inputs + torch.arange(inputs.shape[-1]) / 8
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), Positions(), nn.LazyLinear(3))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def normed():
+    return nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 3))
+
+
+def with_statistics():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+ON_TWO = {"world_size": 2}
+PIPELINE = ("pipeline", ON_TWO)
+COPIES = ("data_parallel", {"devices": "cpu,cpu"})
+
+
+@pytest.mark.fresh
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("model", "data", "techniques"),
+    [
+        (sparse, tokens, [("ddp", ON_TWO), ("ring_all_reduce", ON_TWO), COPIES]),
+        (lazy, make_data, [PIPELINE, ("ddp", ON_TWO)]),
+        (normed, make_data, [PIPELINE, COPIES]),
+    ],
+)
+def test_it_trains_as_on_one_device(model, data, techniques):
+    settings = SMALL | {"model": model, "dataset": data, "optimizer": plain_sgd}
+    one = train_with("single", **settings).state
+    for strategy, options in techniques:
+        found = train_with(strategy, **settings, **options).state
+        assert largest_difference(found, one) < 1e-10, strategy
+
+
+@pytest.mark.fresh
+def test_ranks_with_different_data_are_refused():
+    with pytest.raises(WorkerError, match=r"data set of rank . differs.*seed"):
+        train_with("ddp", model=with_statistics, dataset=unseeded, **ON_TWO, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "words"),
+    [
+        (lambda: labelled(torch.randn(33, 8)), {}, "1 of 33 samples .* more than 1 value"),
+        (lambda: (torch.randn(32, 8), torch.zeros(30).long()), {}, "equally many samples"),
+        (lambda: (np.array([None] * 8), np.zeros(8)), {}, "holds object"),
+        (lambda: [(torch.randn(8 - i % 2), 0) for i in range(8)], {}, "one shape"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused_before_a_process_starts(data, options, words):
+    with pytest.raises(ValueError, match=words):
+        train_with("ddp", model=with_statistics, dataset=data, **ON_TWO, **options, **SMALL)
