@@ -54,7 +54,11 @@ def meta_copy(model: nn.Module) -> nn.Module:
     plain = (v for module in model.modules() for v in vars(module).values())
     tensors = (*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, Tensor)))
     # deepcopy takes what is in its memo as already copied.
-    return copy.deepcopy(model, {id(t): torch.empty_like(t, device="meta") for t in tensors})
+    memo = {}
+    for tensor in tensors:
+        trains = tensor.requires_grad
+        memo[id(tensor)] = torch.empty_like(tensor, device="meta", requires_grad=trains)
+    return copy.deepcopy(model, memo)
 
 
 def output_shapes(
@@ -91,8 +95,10 @@ def input_dtype(model: nn.Module) -> torch.dtype:
 def layer_outputs(model: nn.Module, value: Tensor) -> Iterator[Tensor]:
     """Run the layers one by one in evaluation mode, where one sample is enough for BatchNorm."""
     for layer in layers_of(model.eval()):
-        with torch.no_grad():
-            value = layer(value)
+        # With gradients: a forward may register hooks on what it computes.
+        if value.requires_grad:
+            value = NonLeaf.apply(value.detach().requires_grad_())
+        value = layer(value)
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"layer {type(layer).__name__} returns a {type(value).__name__}, and a cut model "

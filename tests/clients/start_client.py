@@ -17,6 +17,9 @@ import torch.multiprocessing as mp
 
 import labkit
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from kernel_ports import free_port
+
 
 def main(module_name, name):
     client = getattr(importlib.import_module(module_name), name)
@@ -31,11 +34,10 @@ def main(module_name, name):
 
 def run_ranks(client, backend, size):
     """Run ``client(backend)`` on each rank; returns what each returned."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    # Rank 0 serves the store: in this process its threads could hold a lock during a fork.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "client"}
-    os.environ |= {"OMP_NUM_THREADS": "1"}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "client", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         options = (client, backend, folder)
         mp.start_processes(be_rank, options, nprocs=size, start_method="fork")

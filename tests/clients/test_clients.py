@@ -40,7 +40,7 @@ def test_a_client_gets_the_numbers_that_it_gets_from_gloo(module, name):
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     # What other people's packages warn of is no fault of ours.
     env["PYTHONWARNINGS"] = "ignore"
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
