@@ -177,8 +177,11 @@ class _RingAttention(torch.autograd.Function):
                 if seen := _seen(ctx, owner):
                     with comm.span("compute"):
                         rows, columns = seen
-                        keys, values = wide(block[..., columns, :]).unsqueeze(3)
-                        queries, of_output = wide(q[..., rows, :]), gradient[..., rows, :]
+                        pair = wide(block[..., columns, :]).unsqueeze(3)
+                        keys = pair[0]
+                        values = pair[1]
+                        queries = wide(q[..., rows, :])
+                        of_output = gradient[..., rows, :]
                         scores = scores_of(queries, keys, ctx.causal and owner == comm.rank)
                         weights = (scores - log_sum[..., rows, :]).exp()
                         of_weights = of_output @ values.mT - mean[..., rows, :]
