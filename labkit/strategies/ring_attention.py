@@ -163,10 +163,10 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, log_sum = ctx.saved_tensors
         comm = ctx.comm
+        q, k, v, output, log_sum = (tensor.to(comm.device) for tensor in ctx.saved_tensors)
         scale = 1 / math.sqrt(q.shape[-1])
-        gradient = wide(gradients[0])
+        gradient = wide(gradients[0]).to(comm.device)
         mean = (gradient * output).sum(dim=-1, keepdim=True)
         of_q = torch.zeros_like(wide(q))
         receive: Callable[[], Tensor] | None = None
