@@ -5,8 +5,11 @@
 The ranks find the variables that torchrun sets. What a client imports is imported once.
 """
 
+import contextlib
 import importlib
 import os
+import random
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -16,9 +19,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import labkit
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from kernel_ports import free_port
 
 
 def main(module_name, name):
@@ -30,6 +30,15 @@ def main(module_name, name):
         rounding = getattr(client, "rounding", 1e-5)
         torch.testing.assert_close(results, expected, rtol=10 * rounding, atol=rounding)
         print(f"{name}: {size} ranks, {len(results[0])} values a rank, equal to gloo's")
+
+
+def free_port():
+    """Return a port below those that the system gives out, where a client could meet itself."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(client, backend, size):
