@@ -3,12 +3,14 @@
 import html
 import math
 import re
+import threading
 
 import pytest
 from splits import LINK, PROFILE, measured
 
 from labkit.placement.planner import predict_split
 from workbook import plots, widgets
+from workbook.widgets.explorer import Job
 
 MAKE = {
     "buckets": widgets.bucket_explorer,
@@ -109,3 +111,20 @@ def test_a_pipelines_step_is_predicted_and_then_run():
     made.job.join()
     assert ran == [(8, "1f1b")]
     assert "Measured: the step takes" in shown.value
+
+
+def test_a_job_is_over_when_its_result_is_shown():
+    """A handler that shows the result slowly is waited for."""
+    is_ending, shown = threading.Event(), []
+
+    def say(doing, said):
+        if not doing:
+            is_ending.set()
+            threading.Event().wait(0.1)
+        shown.append(said)
+
+    job = Job(say)
+    job.start("counting ...", lambda: "three")
+    assert is_ending.wait(10)
+    job.join()
+    assert shown == ["", "three"]

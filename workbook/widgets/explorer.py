@@ -18,27 +18,34 @@ class Job:
     def __init__(self, say: Callable[[str, str], None]):
         """``say(doing, said)`` is called at the start and at the end, then ``doing`` is empty."""
         self._say = say
+        # Held until it is said: a press that follows at once must not be told of the job before.
+        self._lock = threading.Lock()
+        self._is_running = False
         self._thread: threading.Thread | None = None
 
     def start(self, doing: str, work: Callable[[], str]) -> None:
         """Begin ``work``, which returns what is to be said; does nothing during another job."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        with self._lock:
+            if self._is_running:
+                return
+            self._is_running = True
             self._say(doing, "")
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
 
     def join(self) -> None:
-        """Wait until no job is running."""
-        if (thread := self._thread) is not None:
-            thread.join()
+        """Wait until no job is running, and the last one has said how it went."""
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self, work: Callable[[], str]) -> None:
         try:
             said = work()
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-        self._thread = None
-        self._say("", said)
+        with self._lock:
+            self._is_running = False
+            self._say("", said)
 
 
 class Printed(ipywidgets.VBox):
