@@ -26,11 +26,19 @@ WAY_OUT = (
 
 
 def try_optimizer(
-    name: str, make: MakeOptimizer, model: nn.Module, technique: str, optimizes: str, seed: int
+    name: str,
+    make: MakeOptimizer,
+    model: nn.Module,
+    technique: str,
+    optimizes: str,
+    seed: int,
+    *,
+    keeps_sparse: bool = False,
 ) -> str:
     """Return a note if the optimizer holds only some of the trained parameters, else "".
 
-    ``optimizes`` tells what a rank of the technique holds, see ``Strategy``.
+    ``optimizes`` tells what a rank of the technique holds, see ``Strategy``; ``keeps_sparse``
+    whether sparse gradients, as of ``nn.Embedding(sparse=True)``, reach the optimizer as such.
 
     Raises:
         ValueError: it cannot be made or makes no steps, holds other parameters, or would not
@@ -57,6 +65,13 @@ def try_optimizer(
         whole = _updated(name, make, rounds, seed)
     except ValueError:
         raise
+    except _TakesSparse as error:
+        if not keeps_sparse:
+            raise ValueError(
+                f"optimizer {name} takes sparse gradients alone, and {technique} has dense ones: "
+                "use Adam or SGD, strategy single, or ddp or data_parallel with builtin"
+            ) from error
+        whole = []
     except Exception as error:
         # Where it does not matter how it works, it may need the device of the run.
         if optimizes != "model":
@@ -78,6 +93,10 @@ def try_optimizer(
     if len(known) < len(given):
         return f"optimizer {name} trains {len(known)} of {len(given)} parameters, the others stay"
     return ""
+
+
+class _TakesSparse(Exception):
+    """A step that has failed with dense gradients succeeds with sparse ones."""
 
 
 def _distance(tensors: list[Tensor], others: list[Tensor]) -> float:
@@ -120,15 +139,26 @@ def _updated(
             try:
                 optimizer.step()
             except Exception as error:
-                try:
-                    optimizer.step(lambda: torch.zeros((), dtype=torch.float64))
-                except Exception:
-                    raise error from None
-                raise ValueError(
-                    f"optimizer {name} asks step() for a closure that computes the loss again, "
-                    "which no technique has: use one that takes one gradient, such as SGD"
-                ) from error
+                if _steps_with(optimizer, lambda: torch.zeros((), dtype=torch.float64)):
+                    raise ValueError(
+                        f"optimizer {name} asks step() for a closure that computes the loss "
+                        "again, which no technique has: use one that takes one gradient, such as "
+                        "SGD"
+                    ) from error
+                for parameter, gradient in zip(parameters, gradients):
+                    parameter.grad = gradient.to_sparse()
+                if _steps_with(optimizer):
+                    raise _TakesSparse from error
+                raise
     return [parameter.detach() for parameter in parameters]
+
+
+def _steps_with(optimizer: torch.optim.Optimizer, *closure: Any) -> bool:
+    try:
+        optimizer.step(*closure)
+    except Exception:
+        return False
+    return True
 
 
 def shares(tensors: list[Tensor], optimizes: str) -> list[list[Tensor]]:

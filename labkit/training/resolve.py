@@ -175,8 +175,17 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
         optimizes = strategy.optimizes
         if config.world_size == 1 and optimizes != "elements":
             optimizes = "model"
+        keeps_sparse = config.strategy == "single" or (
+            config.builtin and config.strategy in ("ddp", "data_parallel")
+        )
         note = try_optimizer(
-            config.optimizer, own.optimizer, model, technique, optimizes, config.seed
+            config.optimizer,
+            own.optimizer,
+            model,
+            technique,
+            optimizes,
+            config.seed,
+            keeps_sparse=keeps_sparse,
         )
         print_once(note)
     return strategy, work

@@ -87,7 +87,6 @@ SEES = {
     "positions": (first_faster, {"elements", "layers"}),
     "norms": (partial(ByNorm, lr=0.1), {"elements", "rows"}),
     "matrices": (torch.optim.Adafactor, {"elements", "rows"}),
-    "sparse gradients": (torch.optim.SparseAdam, {"elements", "rows", "layers"}),
     "a few": (lambda p: torch.optim.SGD(list(p)[:1]), {"elements", "layers"}),
 }
 
@@ -114,6 +113,7 @@ WRONG = {
     "a pair": (lambda p: (torch.optim.SGD(p), None), "returned a tuple"),
     "nothing": (lambda p: None, "returned a NoneType"),
     "needs a closure": (torch.optim.LBFGS, "closure"),
+    "needs sparse gradients": (torch.optim.SparseAdam, "and ddp has dense ones"),
 }
 
 
