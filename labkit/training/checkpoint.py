@@ -12,8 +12,9 @@ and follows no links.
 Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY`` or ``number/NAME/KEY``,
 ``own/NAME`` (what else its technique carries from step to step), ``random/NAME``, ``kept/NAME``
 (numbers of the optimizer's groups, of a loss, ..., see ``Kept``), ``progress/NAME`` and
-``scaler/NAME``. A run that goes on with the same **arrangement** (technique, ranks, micro-batches) ends equal to the bit
-to one that was never interrupted. With another one it ends where one device ends, or is refused.
+``scaler/NAME``. A run that goes on with the same **arrangement** (technique, ranks, micro-batches)
+ends equal to the bit to one that was never interrupted. With another one it ends where one device
+ends, or is refused.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ from labkit.config import RunConfig
 from labkit.errors import OutputError
 from labkit.strategies.base import State, Strategy, named, of_kind
 from labkit.training.kept import Kept, common, python_random, set_python_random
-from labkit.training.resolve import PARTS, Own, Work, schedule_of
+from labkit.training.optimizers import schedule_of
+from labkit.training.resolve import PARTS, Own, Work
 
 FACTS, FORMAT = "facts.json", 7
 # What each rank's file has.

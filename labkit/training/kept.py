@@ -135,8 +135,6 @@ def _numbers_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = value.getstate()
         elif isinstance(value, np.random.Generator):
             found[name] = value.bit_generator.state
-        elif isinstance(value, np.random.RandomState):
-            found[name] = value.get_state(legacy=False)
         elif isinstance(value, Tensor) and value.dim() == 0:
             found[name] = value.item()
         else:
@@ -155,8 +153,6 @@ def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
         before.setstate((version, tuple(words), spare))
     elif isinstance(before, np.random.Generator):
         before.bit_generator.state = value
-    elif isinstance(before, np.random.RandomState):
-        before.set_state(value)
     elif isinstance(before, Tensor):
         before.fill_(value)
     elif isinstance(before, list | tuple):

@@ -1,19 +1,29 @@
-"""An optimizer of the learner's own, tried before any process starts.
+"""The optimizers of a run, and a trial of one of the learner's own before a process starts.
 
-It has to hold the parameters that it was given. Where ranks divide what is updated, it also has to
-change the parts that they hold as it changes whole parameters: short runs with the same gradients,
-on whole parameters and on such parts, show whether it does. SGD and Adam work element by element;
-one that groups parameters by dimension or position, or uses norms or matrix products, does not.
+Such an optimizer has to hold the parameters that it was given. Where ranks divide what is updated,
+it also has to change the parts that they hold as it changes whole parameters: short runs with the
+same gradients, on whole parameters and on such parts, show whether it does. SGD and Adam work
+element by element; one that groups parameters by dimension or position, or uses norms or matrix
+products, does not.
 """
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from labkit.strategies.base import MakeOptimizer, trained_parameters
+from labkit.config import RunConfig
+from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
+from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 from labkit.workload.samples import seeded
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 # Rows and columns at most of the parameters that are tried; updates, as a warm-up begins with 0.
 _MOST_SIZE, _UPDATES = 64, 3
 # In float64, of the largest change.
@@ -23,6 +33,59 @@ WAY_OUT = (
     "give a class or function that takes the parameters and returns an optimizer of them, such as "
     "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
 )
+
+
+class Schedule:
+    """Sets the learning rate of an optimizer before each of its steps, wherever those are made.
+
+    An update that fp16 skips does not advance it. ``update`` is the number of the next one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]):
+        self.update, self._factor = 0, factor
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        optimizer.register_step_pre_hook(self._set)
+
+    def _set(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates):
+            group["lr"] = rate * self._factor(self.update)
+        self.update += 1
+
+
+def schedule_of(optimizer: torch.optim.Optimizer | None) -> Schedule | None:
+    """The schedule of an optimizer; None if its learning rate is constant."""
+    return getattr(optimizer, "labkit_schedule", None)
+
+
+def optimizer_maker(
+    config: RunConfig, own: MakeOptimizer | None, strategy: Strategy, num_samples: int
+) -> MakeOptimizer:
+    """What makes the optimizers of a run, of the parameters that they are given.
+
+    ``own`` is the learner's own function, or None; ``num_samples`` are those of an epoch.
+    """
+    whole, rest = divmod(num_samples, config.batch_size)
+    updates = whole * strategy.updates_of(config.batch_size, config.world_size)
+    updates += strategy.updates_of(rest, config.world_size) if rest else 0
+    factor = partial(
+        lr_factor,
+        schedule=parse_lr_schedule(config.lr_schedule),
+        warmup_epochs=config.warmup_epochs,
+        epochs=config.epochs,
+        updates_per_epoch=updates,
+    )
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if own is not None:
+            optimizer = own(list(parameters))
+        else:
+            rates = {"lr": config.lr, "weight_decay": config.weight_decay}
+            optimizer = OPTIMIZERS[config.optimizer](parameters, **rates)
+        if config.lr_schedule != "constant" or config.warmup_epochs:
+            optimizer.labkit_schedule = Schedule(optimizer, factor)  # type: ignore[attr-defined]
+        return optimizer
+
+    return make
 
 
 def try_optimizer(

@@ -78,8 +78,7 @@ def test_messages_and_bytes_of_the_asynchronous_server():
     result = train_small(world_size=3, epochs=2, train_size=105)
     elements = sum(tensor.numel() for tensor in result.state.values())
     pushes = 2 * 3 * 2 + 1  # epochs, batches, workers, and the one under way at the end
-    # With the parameters the server sends one number, with a gradient the workers send two sums,
-    # which are float64.
+    # With the parameters the server sends one number, with a gradient workers send two float64.
     assert (result.messages[0], sum(result.messages[1:])) == (2 * pushes, 2 * pushes)
     assert result.bytes_sent[0] == pushes * (elements + 1) * 4
     assert sum(result.bytes_sent[1:]) == pushes * (elements * 4 + 2 * 8)

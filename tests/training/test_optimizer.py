@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
-from labkit.training.optimizers import try_optimizer
-from labkit.training.resolve import optimizer_maker, schedule_of
+from labkit.training.optimizers import optimizer_maker, schedule_of, try_optimizer
 
 SMALL = {"train_size": 23, "batch_size": 9, "epochs": 4, "model": "mlp", "dtype": "float64"}
 SCHEDULED = SMALL | {"lr_schedule": "cosine", "warmup_epochs": 0.5}

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.data import Dataset
 
 from labkit import RunConfig, run, train_with
 from labkit.runtime.worker import seed_random_numbers
@@ -123,16 +121,19 @@ class LayerDrop(nn.Linear):
     """Numbers of Python's and NumPy's generators decide whether it runs."""
 
     def forward(self, inputs):
-        is_dropped = self.training and random.random() < np.random.rand()
-        return inputs if is_dropped else super().forward(inputs)
+        return super().forward(inputs) if random.random() < np.random.rand() else inputs
 
 
-class Noisy(Dataset):
+def dropping():
+    return nn.Sequential(nn.Flatten(), LayerDrop(64, 64), nn.Tanh(), nn.Linear(64, 10))
+
+
+class Noisy(torch.utils.data.Dataset):
     """Samples that depend on generators in its attributes, and on how many were read."""
 
     def __init__(self):
         self.of_torch = torch.Generator().manual_seed(1)
-        self.of_numpy = np.random.default_rng(2)
+        self.others = np.random.default_rng(2)
         self.of_python = random.Random(3)
         self.given = 0
 
@@ -141,46 +142,35 @@ class Noisy(Dataset):
 
     def __getitem__(self, number):
         self.given += 1
-        noise = self.of_numpy.normal() + self.of_python.random() + 1 / self.given
+        noise = self.others.normal() + self.of_python.random() + 1 / self.given
         return torch.randn(64, generator=self.of_torch) + noise, number % 10
 
 
 class Counting(torch.optim.SGD):
-    """Numbers that are no tensors: steps by parameter and by group, and a rate by parameter."""
+    """Numbers that are no tensors, by parameter and by group."""
 
     def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state["steps"] = state.get("steps", 0) + 1
-                state["rate"] = state.get("rate", 1.0) * 0.9
-                factor = state["rate"] / range(1, 100)[state["steps"]] / group["steps"]
-                parameter.grad.mul_(factor)
+        group = self.param_groups[0]
+        group["rate"] = group.get("rate", 1.0) * 0.9
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            state["steps"] = state.get("steps", 0) + 1
+            parameter.grad *= group["rate"] / range(99)[state["steps"]]
         return super().step(closure)
-
-
-def counting(parameters):
-    return Counting(parameters, lr=0.1)
 
 
 def scheduled_in_a_hook(parameters):
     optimizer = torch.optim.NAdam(parameters, lr=0.01)
-    scheduler = ExponentialLR(optimizer, 0.8)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
     return optimizer
 
 
-def dropping():
-    return nn.Sequential(nn.Flatten(), LayerDrop(64, 64), nn.Tanh(), nn.Linear(64, 10))
-
-
-def test_what_strangers_parts_carry_goes_on_to_the_bit(tmp_path):
-    jobs = {}
-    for technique in ("ddp", "sharded", "parameter_server"):
-        for optimizer in (counting, scheduled_in_a_hook):
-            parts = {"model": dropping, "dataset": Noisy, "optimizer": optimizer}
-            jobs[f"{technique}_{optimizer.__name__}"] = job(technique, 2, lr=None, **parts)
+def test_what_ones_own_parts_carry_goes_on_to_the_bit(tmp_path):
+    parts = {"model": dropping, "dataset": Noisy, "lr": None}
+    counting = functools.partial(Counting, lr=0.1)
+    optimizers = {"ddp": scheduled_in_a_hook, "sharded": counting}
+    jobs = {name: job(name, 2, optimizer=o, **parts) for name, o in optimizers.items()}
     all_equal(jobs, 2, tmp_path)
 
 
