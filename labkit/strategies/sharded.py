@@ -354,7 +354,7 @@ class Sharded(OnShares):
         """Whole tensors, as from any technique: each flat's from one rank, in turn."""
         state = self.buffers() if self.comm.rank == 0 else State()
         for number, flat in enumerate(self.flats):
-            parts = {"model/{}": flat.shard}
+            parts: State = {"model/{}": flat.shard}
             for key, value in self.optimizer.state.get(flat.shard, {}).items():
                 stored, tensor = as_tensor(f"{{}}/{key}", value)
                 parts[stored] = tensor

@@ -127,7 +127,7 @@ def _data_sets_in(dataset: Any) -> list[Any]:
 
 
 def _numbers_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in attributes.items():
         if isinstance(value, torch.Generator):
             found[name] = value.get_state().tolist()
