@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 22230,
+    "labkit": 22300,
     "notebooks": 900,
-    "tests": 24910,
+    "tests": 24900,
     "tools": 1650,
     "workbook": 12570,
 }
