@@ -142,20 +142,33 @@ def try_optimizer(
             raise _differs(name, technique, reason) from error
         whole = []
     if optimizes != "model":
-        parts = [shares(tensors, optimizes) for tensors in rounds]
-        largest = _distance(rounds[0], whole)
-        for rank, expected in enumerate(shares(whole, optimizes)):
-            try:
-                updated = _updated(name, make, [part[rank] for part in parts], seed)
-            except Exception as error:
-                raise _differs(name, technique, str(error.__cause__ or error)) from error
-            worst = _distance(expected, updated)
-            if not worst <= _ROUNDING * largest:
-                difference = f"{worst / largest:.2%} of the largest change in {_UPDATES} updates"
-                raise _differs(name, technique, difference)
+        _check_parts(name, make, rounds, whole, technique, optimizes, seed)
     if len(known) < len(given):
         return f"optimizer {name} trains {len(known)} of {len(given)} parameters, the others stay"
     return ""
+
+
+def _check_parts(
+    name: str,
+    make: MakeOptimizer,
+    rounds: list[list[Tensor]],
+    whole: list[Tensor],
+    technique: str,
+    optimizes: str,
+    seed: int,
+) -> None:
+    """Refuse an optimizer by which the parts that ranks hold do not become those of ``whole``."""
+    parts = [shares(tensors, optimizes) for tensors in rounds]
+    largest = _distance(rounds[0], whole)
+    for rank, expected in enumerate(shares(whole, optimizes)):
+        try:
+            updated = _updated(name, make, [part[rank] for part in parts], seed)
+        except Exception as error:
+            raise _differs(name, technique, str(error.__cause__ or error)) from error
+        worst = _distance(expected, updated)
+        if not worst <= _ROUNDING * largest:
+            difference = f"{worst / largest:.2%} of the largest change in {_UPDATES} updates"
+            raise _differs(name, technique, difference)
 
 
 class _TakesSparse(Exception):
