@@ -106,7 +106,8 @@ def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         culprit = next(filter(None, culprits), "an object")
         raise UnpicklableError(
             f"{name} cannot be sent to other processes: it uses {culprit}, which cannot be "
-            f"pickled ({error}). Create it inside the function."
+            f"pickled ({error}). Create it inside the function; in place of a model, a data set, "
+            "a loss or an optimizer give train_with a function that makes it."
         ) from None
 
 

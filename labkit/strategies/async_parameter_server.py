@@ -113,7 +113,8 @@ class AsyncParameterServer(OnShares):
             self.gradient.zero_()
             loss = self.add_gradients(inputs, targets, batch_size)
             weight = self.weight_of_share(samples, batch_size)
-            report = torch.stack([loss, weight.to(loss)]).to(self.values.dtype)
+            # Sums and counts are float64: 16 bits count to 256.
+            report = torch.stack([loss.double(), weight.to(loss.device)])
             if self.scaler.enabled:
                 self.scaler.unscale([self.gradient])
                 self.scaler.update(overflowed := not bool(self.gradient.isfinite().all()))
@@ -145,7 +146,7 @@ class AsyncParameterServer(OnShares):
             self.comm.send(self.gradient, 0)
         with self.comm.span("pull"):
             self.comm.recv(self.values, 0)
-            return self.comm.recv(report[:1], 0)
+            return self.comm.recv(self.values.new_empty(1), 0)
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
         """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all."""
@@ -175,7 +176,7 @@ class AsyncParameterServer(OnShares):
 
     def hear(self) -> int:
         """Wait until a worker begins a push, and receive the push's first message."""
-        report = self.values.new_empty(2)
+        report = self.values.new_empty(2, dtype=torch.double)
         with self.comm.span("push"):
             idle = self.tracker.pulled.keys() - self.tracker.held
             worker = self.comm.recv_any(report, idle)

@@ -11,8 +11,9 @@ When the gradients of the mean loss are complete, ``update`` ends the step:
 3. **step**: the optimizer changes the parameters.
 
 A checkpoint's tensors are named by what they are: ``model/NAME``, a parameter or buffer as the
-model's state dict names it; ``optimizer/NAME/KEY``, what the optimizer has of a parameter; and
-``own/NAME``, what else a rank carries from step to step.
+model's state dict names it; ``optimizer/NAME/KEY``, what the optimizer has of a parameter, or
+``number/NAME/KEY`` if that is no tensor; and ``own/NAME``, what else a rank carries from step to
+step.
 
 Sources: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section
 3.2; Micikevicius et al., "Mixed precision training" (2018), sections 3.1 and 3.2.
@@ -297,9 +298,9 @@ class Strategy:
             state |= named("model", tensors)
         if self.optimizer and (has_part or self.comm.rank == 0):
             for name, parameter in parameters.items():
-                state |= named(f"optimizer/{name}", self.optimizer.state.get(parameter, {}))
-        for name, value in state.items():
-            check_tensor(name, value)
+                for key, value in self.optimizer.state.get(parameter, {}).items():
+                    stored, tensor = as_tensor(f"{name}/{key}", value)
+                    state[stored] = tensor
         return state
 
     @torch.no_grad()
@@ -313,6 +314,8 @@ class Strategy:
                 # PyTorch's optimizers count steps on the host.
                 device = parameter.device if value.dim() else "cpu"
                 self.optimizer.state[parameter][key] = value.to(device, copy=True)
+            for key, value in of_kind(f"number/{name}", state).items():
+                self.optimizer.state[parameter][key] = value.item()
 
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         """Before ``load_state``: do what a first step leaves behind, beside its update."""
@@ -329,13 +332,20 @@ class Strategy:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
 
 
-def check_tensor(name: str, value: object) -> None:
-    """Raise ValueError for a value that a checkpoint cannot hold."""
-    if not isinstance(value, Tensor):
-        raise ValueError(
-            f"{name} is a {type(value).__name__}, and a checkpoint holds tensors: use "
-            "another optimizer, or leave checkpoint_dir out"
-        )
+def as_tensor(name: str, value: object) -> tuple[str, Tensor]:
+    """Return what a checkpoint has of an optimizer's value ``PARAMETER/KEY``: name and tensor.
+
+    ValueError for a value that is neither a tensor nor a number.
+    """
+    if isinstance(value, Tensor):
+        return f"optimizer/{name}", value
+    if isinstance(value, int | float):
+        dtype = torch.float64 if isinstance(value, float) else None
+        return f"number/{name}", torch.tensor(value, dtype=dtype)
+    raise ValueError(
+        f"the optimizer has a {type(value).__name__} as {name}, and a checkpoint holds tensors "
+        "and numbers: use another optimizer, or leave checkpoint_dir out"
+    )
 
 
 def named(kind: str, tensors: Mapping[str, Tensor]) -> State:

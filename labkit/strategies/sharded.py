@@ -35,7 +35,7 @@ from labkit.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
-from labkit.strategies.base import MakeOptimizer, State, check_tensor, of_kind
+from labkit.strategies.base import MakeOptimizer, State, as_tensor, of_kind
 from labkit.strategies.on_shares import OnShares
 from labkit.units import check_integer
 from labkit.workload.layers import HeldBytes, layers_of
@@ -354,11 +354,11 @@ class Sharded(OnShares):
         """Whole tensors, as from any technique: each flat's from one rank, in turn."""
         state = self.buffers() if self.comm.rank == 0 else State()
         for number, flat in enumerate(self.flats):
-            parts = {"model/{}": flat.shard}
+            parts: State = {"model/{}": flat.shard}
             for key, value in self.optimizer.state.get(flat.shard, {}).items():
-                parts[f"optimizer/{{}}/{key}"] = value
+                stored, tensor = as_tensor(f"{{}}/{key}", value)
+                parts[stored] = tensor
             for place, part in parts.items():
-                check_tensor(place.format(self.names[flat.parameters[0]][0]), part)
                 values = flat.whole(part) if part.dim() else [part] * len(flat.parameters)
                 for p, value in zip(flat.parameters, values):
                     if number % self.comm.world_size == self.comm.rank:
@@ -394,3 +394,5 @@ class Sharded(OnShares):
                 if key not in single:
                     value, device = flat.part(values), self.comm.device
                 self.optimizer.state[flat.shard][key] = value.to(device, copy=True)
+            for key, value in of_kind(f"number/{names[0]}", state).items():
+                self.optimizer.state[flat.shard][key] = value.item()

@@ -22,8 +22,6 @@ _RANK_AT_END = re.compile(r"(\d+)(?:\.\w+)*$")
 # Collectives to which ranks may bring different sizes.
 _UNEVEN = re.compile(r"all_?to_?all|_v\b|_v_|:_?(?:gather|scatter)")
 _OF_RANK = re.compile(r"(?:<h2>|=== )Rank (\d+): (.*?)(?=<h2>Rank|=== Rank|\Z)", re.DOTALL)
-_FRAME = re.compile(r'File "([^"<]+)", line (\d+) in (\S+)')
-_LIBRARY = re.compile(r"[\\/](?:site-packages|dist-packages|lib[\\/]python[\d.]+)[\\/]")
 
 
 def explain_dumps(contents: dict[Path, Any]) -> str:
@@ -43,42 +41,22 @@ def explain_dumps(contents: dict[Path, Any]) -> str:
 
 
 def explain_pages(contents: dict[Path, Any]) -> str:
-    """Return what the last of the debug server's pages says that shows where ranks are.
+    """Return what the last of the debug server's pages says that has the recorders' dumps.
 
     Raises:
         ValueError: there is none.
     """
-    for clue in ('"entries"', "distributed_c10d", "most recent call first"):
-        for path, page in reversed(contents.items()):
-            by_rank = {int(rank): html.unescape(text) for rank, text in _OF_RANK.findall(page)}
-            if clue not in page or not by_rank:
-                continue
-            if clue != '"entries"':
-                return f"{path.name}: {_explain_stacks(by_rank)}"
-            found = {rank: re.search(r"\{.*\}", text, re.DOTALL) for rank, text in by_rank.items()}
+    for page in reversed(contents.values()):
+        by_rank = {int(rank): html.unescape(text) for rank, text in _OF_RANK.findall(page)}
+        found = {rank: re.search(r"\{.*\}", text, re.DOTALL) for rank, text in by_rank.items()}
+        if '"entries"' in page and found:
             return _explain_ranks(
-                {r: json.loads(dump[0]) if dump else None for r, dump in found.items()}
+                {rank: json.loads(dump[0]) if dump else None for rank, dump in found.items()}
             )
     raise ValueError(
-        f"cannot judge {next(iter(contents))}: of the debug server's pages and files, "
-        "/fr_trace_json and /stacks show where ranks are"
+        f"cannot judge {next(iter(contents))}: of the debug server's pages /fr_trace_json shows "
+        "who waits for whom; stacks alone do not"
     )
-
-
-def _explain_stacks(stacks: dict[int, str]) -> str:
-    """Return the collective and the line of the program in which each rank stands."""
-    ranks_at: dict[str, list[int]] = defaultdict(list)
-    for rank, stack in stacks.items():
-        frames = _FRAME.findall(stack)
-        called = [name for file, _, name in frames if "distributed_c10d" in file]
-        lines = [f"{Path(f).name}, line {n}" for f, n, _ in frames if not _LIBRARY.search(f)]
-        where = lines[0] if lines else "no line of the program"
-        ranks_at[f"{called[0]} ({where})" if called else where].append(rank)
-    rarest_first = sorted(ranks_at.items(), key=lambda item: len(item[1]))
-    text = "; ".join(f"in {where}: {_named(ranks)}" for where, ranks in rarest_first)
-    if len(ranks_at) > 1:
-        text += ". Who waits for whom, stacks alone do not tell"
-    return f"{text}."
 
 
 def _explain_ranks(dumps: Dumps) -> str:

@@ -71,7 +71,9 @@ def load(path: Path) -> Any:
         # Names of operators have characters that JSON forbids.
         return json.loads(text, object_hook=_drop_unused, strict=False)
     except json.JSONDecodeError as error:
-        raise ValueError(f"cannot read {path}: it is no whole JSON ({error.msg})") from None
+        raise ValueError(
+            f"cannot read {path}: its JSON is damaged or cut off ({error.msg})"
+        ) from None
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     except (pickle.UnpicklingError, LookupError, TypeError, AttributeError) as error:

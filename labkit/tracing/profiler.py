@@ -28,7 +28,6 @@ from labkit.tracing.spans import Span
 # Kineto before PyTorch 1.12 wrote other names.
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 _ON_HOST = {"cpu_op", "user_annotation", "operator"}
-_OTHER = _ON_HOST | {"trace", "none"}
 _WORDS = r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
 # NCCL (also its symmetric kernels) and RCCL, MSCCL, NVSHMEM, PyTorch's symmetric memory, the
 # all-reduces of vLLM, SGLang and AMD, DeepEP, and copies between GPUs.
@@ -48,8 +47,6 @@ _CALL = re.compile(
 )
 _NCCL = re.compile(r"^(?:nccl|rccl|xccl)[\w-]*:")
 _LOADER = "enumerate(DataLoader)#"
-# TensorBoard's handler writes one file per cycle of its schedule: WORKER.TIME.pt.trace.json.gz.
-_SERIES = re.compile(r"\.\d+\.pt\.trace\.json.*")
 _RANK_IN_NAME = re.compile(r"rank[-_.]?(\d+)")
 
 # A collective as all its ranks name it: its group, the group's ranks, if known, and its name.
@@ -67,7 +64,6 @@ class Profile:
     calls: dict[int, _Key] = field(default_factory=dict)
     begun_s: float = float("-inf")
     on_gpu: bool = False
-    note: str = ""
 
     @property
     def start_s(self) -> float:
@@ -109,17 +105,15 @@ def read_profiles(contents: dict[Path, Any]) -> tuple[list[Profile], list[str]]:
         if not profile.spans:
             empty.append(path)
             continue
-        other = by_rank.get(profile.rank)
-        if other is not None:
-            series = [_SERIES.sub("", str(one)) for one in (path, other.path)]
-            if series[0] != series[1]:
-                raise ValueError(f"{path} and {other.path} are both of rank {profile.rank}")
-            notes.append(f"Of rank {profile.rank}'s files the longest is read.")
-            profile = max(profile, other, key=lambda profile: profile.end_s - profile.start_s)
+        if profile.rank in by_rank:
+            other = by_rank[profile.rank].path
+            raise ValueError(
+                f"{path} and {other} are both of rank {profile.rank}: give one file per rank (of "
+                "a schedule with several cycles, those of one cycle)"
+            )
         by_rank[profile.rank] = profile
     if not by_rank:
         raise ValueError(f"{empty[0]} has no operators or kernels of PyTorch's profiler")
-    notes += [f"{path.name} has no operators or kernels, and is left out." for path in empty]
     profiles = list(by_rank.values())
     world_size = max(profile.world_size for profile in profiles)
     kinds = {span.kind for profile in profiles for span in profile.spans}
@@ -128,8 +122,7 @@ def read_profiles(contents: dict[Path, Any]) -> tuple[list[Profile], list[str]]:
             f"Of {world_size or 'all'} ranks only {len(profiles)} can be seen: waiting for others "
             "counts as communication."
         )
-    notes += [profile.note for profile in profiles if profile.note]
-    return profiles, list(dict.fromkeys(notes))
+    return profiles, notes
 
 
 def _read_profile(path: Path, head: dict[str, Any], number: int, later_s: float) -> Profile:
@@ -169,10 +162,6 @@ def _read_profile(path: Path, head: dict[str, Any], number: int, later_s: float)
         )
     else:
         _add_operators(profile, on_host)
-        others = sorted(name for name in events if events[name] and name not in _OTHER)
-        if others:
-            unread = ", ".join(others)
-            profile.note = f"Events of the kind {unread} are not read: all times are the host's."
     for event in on_host:
         if event["name"].startswith(_LOADER):
             profile.add("input", event["start_s"], event["end_s"])

@@ -75,6 +75,6 @@ def _seconds_by_phase(records: list[dict[str, Any]]) -> dict[str, float]:
         if edge == "start":
             phases.append(phase)
         elif phase in phases:
-            # A phase inside that ended by an error has no end of its own.
+            # A phase inside it that an error ended has no end record.
             del phases[phases.index(phase) :]
     return seconds

@@ -9,11 +9,12 @@ When the files of all ranks are there, rank 0 adds the facts and renames the fol
 of power a file may be too short; then the checkpoint before it counts. Reading executes nothing,
 and follows no links.
 
-Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY``, ``own/NAME`` (what else its
-technique carries from step to step), ``random/NAME``, ``kept/NAME`` (numbers of the optimizer's
-groups, of a loss, ..., see ``Kept``), ``progress/NAME`` and ``scaler/NAME``. A run
-that goes on with the same **arrangement** (technique, ranks, micro-batches) ends equal to the bit
-to one that was never interrupted. With another one it ends where one device ends, or is refused.
+Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY`` or ``number/NAME/KEY``,
+``own/NAME`` (what else its technique carries from step to step), ``random/NAME``, ``kept/NAME``
+(numbers of the optimizer's groups, of a loss, ..., see ``Kept``), ``progress/NAME`` and
+``scaler/NAME``. A run that goes on with the same **arrangement** (technique, ranks, micro-batches)
+ends equal to the bit to one that was never interrupted. With another one it ends where one device
+ends, or is refused.
 """
 
 import contextlib
@@ -41,9 +42,10 @@ from labkit.config import RunConfig
 from labkit.errors import OutputError
 from labkit.strategies.base import State, Strategy, named, of_kind
 from labkit.training.kept import Kept, common, python_random, set_python_random
-from labkit.training.resolve import PARTS, Own, Work, schedule_of
+from labkit.training.optimizers import schedule_of
+from labkit.training.resolve import PARTS, Own, Work
 
-FACTS, FORMAT = "facts.json", 6
+FACTS, FORMAT = "facts.json", 7
 # What each rank's file has.
 _EACH = {"random/cpu", "random/python", "random/numpy", "kept/numbers"}
 _EACH |= {"progress/sums", "progress/draws", "progress/updates"}
@@ -356,7 +358,7 @@ class Checkpoints:
         strategy.counted_weight()
         is_same = not _differences(facts.identity, self.facts)[1]
         state: State = {}
-        for kind in ("model", "optimizer"):
+        for kind in ("model", "optimizer", "number"):
             state |= named(kind, stored.of(kind))
         if is_same:
             state |= named("own", stored.of("own", rank))

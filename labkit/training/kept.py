@@ -1,50 +1,42 @@
-"""Numbers that change while a run trains, beside parameters and the optimizer's state of them.
+"""What changes while a run trains, beside parameters and the optimizer's state of them.
 
-    random     the states of Python's and NumPy's generators
     groups     the optimizer's ``param_groups``: a learning rate, counters
     schedules  PyTorch's schedulers of this optimizer, wherever they are called
     loss       attributes of the loss, and its buffers
-    data       attributes of the data set
+    data       attributes of the data set, and of data sets in it
 
-A checkpoint has them by rank. Attributes are kept if they are numbers or short lists of numbers.
+A checkpoint has them by rank, as JSON. Attributes are kept if they are numbers, short lists of
+numbers, or generators of random numbers.
 """
 
 import gc
 import json
-import math
 import random
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 # A list of more numbers is taken for data.
 _LONGEST = 64
 
 
 def python_random() -> dict[str, Tensor]:
-    """Return the states of ``random`` and of NumPy's global generator, float64."""
-    _, words, spare = random.getstate()  # type: ignore[misc]
-    _, keys, position, has_spare, numpy_spare = np.random.get_state(legacy=True)
-    # All words are below 2^32, and exact as float64; infinity stands for no spare number.
-    python = [*words, math.inf if spare is None else spare]
-    numpy = [*map(int, keys), position, has_spare, numpy_spare]
-    return {
-        "python": torch.tensor(python, dtype=torch.float64),
-        "numpy": torch.tensor(numpy, dtype=torch.float64),
-    }
+    """Return the states of ``random`` and of NumPy's global generator, as the bytes of JSON."""
+    numpy_state = np.random.get_state(legacy=False)
+    return {"python": _as_bytes(random.getstate()), "numpy": _as_bytes(numpy_state)}
 
 
 def set_python_random(states: Mapping[str, Tensor]) -> None:
     """Continue from what ``python_random`` has returned."""
-    *words, spare = states["python"].tolist()
-    random.setstate((3, tuple(map(int, words)), None if math.isinf(spare) else spare))
-    *keys, position, has_spare, numpy_spare = states["numpy"].tolist()
-    words = np.array(keys, dtype=np.uint32)
-    np.random.set_state(("MT19937", words, int(position), int(has_spare), numpy_spare))
+    version, words, spare = _from_bytes(states["python"])
+    random.setstate((version, tuple(words), spare))
+    np.random.set_state(_from_bytes(states["numpy"]))
 
 
 class Kept:
@@ -52,28 +44,25 @@ class Kept:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, loss: Any, dataset: Any):
         self.loss = loss
-        self.kinds: dict[str, list[dict[str, Any]]] = {"groups": [], "schedules": []}
-        if optimizer is not None:
-            self.kinds["groups"] = getattr(optimizer, "param_groups", [])
-            # A scheduler knows its optimizer, and no optimizer knows its schedulers.
-            for candidate in gc.get_objects():
-                if issubclass(type(candidate), LRScheduler) and candidate.optimizer is optimizer:
-                    self.kinds["schedules"].append(vars(candidate))
-            self.kinds["schedules"].sort(key=lambda attributes: str(sorted(attributes)))
         parts = list(loss.modules()) if isinstance(loss, nn.Module) else [loss]
-        self.kinds["loss"] = [part.__dict__ for part in parts if hasattr(part, "__dict__")]
-        self.kinds["data"] = [dataset.__dict__] if hasattr(dataset, "__dict__") else []
-
-    def numbers(self) -> dict[str, list[dict[str, Any]]]:
-        """By kind and object the attributes that are numbers, as JSON has them."""
-        found: dict[str, list[dict[str, Any]]] = {}
-        for kind, objects in self.kinds.items():
-            found[kind] = [_numbers_of(attributes) for attributes in objects]
-        return found
+        self.kinds: dict[str, list[dict[str, Any]]] = {
+            "groups": getattr(optimizer, "param_groups", []),
+            "schedules": [],
+            "loss": [vars(part) for part in parts if hasattr(part, "__dict__")],
+            "data": [vars(part) for part in _data_sets_in(dataset) if hasattr(part, "__dict__")],
+        }
+        # A scheduler knows its optimizer, and no optimizer knows its schedulers.
+        for candidate in gc.get_objects() if optimizer is not None else ():
+            if issubclass(type(candidate), LRScheduler) and candidate.optimizer is optimizer:
+                self.kinds["schedules"].append(vars(candidate))
+        self.kinds["schedules"].sort(key=lambda attributes: str(sorted(attributes)))
 
     def state(self) -> dict[str, Tensor]:
-        """Return the numbers as the bytes of a JSON text, and the loss's buffers."""
-        state = {"numbers": _as_bytes(self.numbers())}
+        """Return the numbers of all objects by kind, as the bytes of JSON, and loss buffers."""
+        numbers = {}
+        for kind, objects in self.kinds.items():
+            numbers[kind] = [_numbers_of(attributes) for attributes in objects]
+        state = {"numbers": _as_bytes(numbers)}
         if isinstance(self.loss, nn.Module):
             state |= {f"loss/{name}": value for name, value in self.loss.state_dict().items()}
         return state
@@ -84,7 +73,7 @@ class Kept:
         Raises:
             ValueError: it is of other objects, such as an optimizer with other groups.
         """
-        for kind, objects in numbers_in(state).items():
+        for kind, objects in _from_bytes(state["numbers"]).items():
             ours = self.kinds.get(kind, [])
             if ours and objects and len(ours) != len(objects):
                 raise ValueError(
@@ -92,16 +81,11 @@ class Kept:
                     "resume with the settings and parts that it was written with"
                 )
             for attributes, values in zip(ours, objects):
-                for name in values.keys() & _numbers_of(attributes).keys():
-                    _set(attributes, name, values[name])
+                for name, value in values.items():
+                    _set(attributes, name, value)
         if isinstance(self.loss, nn.Module):
             names = self.loss.state_dict().keys()
             self.loss.load_state_dict({name: state[f"loss/{name}"] for name in names})
-
-
-def numbers_in(state: Mapping[str, Tensor]) -> dict[str, list[dict[str, Any]]]:
-    """Return the numbers that a ``state`` has, by kind and object."""
-    return json.loads(bytes(state["numbers"].tolist()))
 
 
 def common(states: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], list[str]]:
@@ -112,7 +96,7 @@ def common(states: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], l
     numbers: dict[str, list[dict[str, Any]]] = {}
     differing: dict[str, None] = {}
     for state in states:
-        for kind, objects in numbers_in(state).items():
+        for kind, objects in _from_bytes(state["numbers"]).items():
             if objects and numbers.setdefault(kind, objects) != objects:
                 differing[kind] = None
         for name in state.keys() - {"numbers"}:
@@ -121,27 +105,58 @@ def common(states: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], l
     return {**states[0], "numbers": _as_bytes(numbers)}, list(differing)
 
 
-def _as_bytes(numbers: Mapping[str, Any]) -> Tensor:
-    return torch.tensor(list(json.dumps(numbers).encode()), dtype=torch.uint8)
+def _as_bytes(value: Any) -> Tensor:
+    # NumPy's scalars and arrays become numbers and lists.
+    text = json.dumps(value, default=lambda array: array.tolist())
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _from_bytes(text: Tensor) -> Any:
+    return json.loads(bytes(text.tolist()))
+
+
+def _data_sets_in(dataset: Any) -> list[Any]:
+    """Return a data set, and those that it wraps, as a Subset does, each once."""
+    found = [dataset]
+    for outer in found:
+        for value in getattr(outer, "__dict__", {}).values():
+            for inner in value if isinstance(value, list) else [value]:
+                if isinstance(inner, Dataset) and all(inner is not known for known in found):
+                    found.append(inner)
+    return found
 
 
 def _numbers_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in attributes.items():
-        if isinstance(value, Tensor) and value.dim() == 0:
-            value = value.item()
-        is_list = type(value) in (list, tuple) and len(value) <= _LONGEST
-        parts: Sequence[Any] = value if is_list else [value]
-        if isinstance(name, str) and all(isinstance(part, int | float) for part in parts):
-            found[name] = value
+        if isinstance(value, torch.Generator):
+            found[name] = value.get_state().tolist()
+        elif isinstance(value, random.Random):
+            found[name] = value.getstate()
+        elif isinstance(value, np.random.Generator):
+            found[name] = value.bit_generator.state
+        elif isinstance(value, Tensor) and value.dim() == 0:
+            found[name] = value.item()
+        else:
+            is_list = type(value) in (list, tuple) and len(value) <= _LONGEST
+            if all(isinstance(part, Real) for part in (value if is_list else [value])):
+                found[name] = value
     return found
 
 
 def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
-    before = attributes[name]
-    if isinstance(before, Tensor):
+    before = attributes.get(name)
+    if isinstance(before, torch.Generator):
+        before.set_state(torch.tensor(value, dtype=torch.uint8))
+    elif isinstance(before, random.Random):
+        version, words, spare = value
+        before.setstate((version, tuple(words), spare))
+    elif isinstance(before, np.random.Generator):
+        before.bit_generator.state = value
+    elif isinstance(before, Tensor):
         before.fill_(value)
     elif isinstance(before, list | tuple):
         attributes[name] = type(before)(value)
-    else:
+    elif isinstance(value, Real):
+        # Some begin as None, or with the first step.
         attributes[name] = value

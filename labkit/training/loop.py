@@ -26,7 +26,8 @@ from labkit.runtime.worker import allow_tf32
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.strategies.base import Batch, Strategy
 from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
-from labkit.training.resolve import NOTHING, Own, Work, optimizer_maker, work_of
+from labkit.training.optimizers import optimizer_maker
+from labkit.training.resolve import NOTHING, Own, Work, work_of
 from labkit.training.result import checksum
 from labkit.training.same_data import Sketch, check_same, sketch
 from labkit.workload.losses import CountedLoss, count_right

@@ -1,19 +1,29 @@
-"""An optimizer of the learner's own, tried before any process starts.
+"""The optimizers of a run, and a trial of one of the learner's own before a process starts.
 
-It has to hold the parameters that it was given. Where ranks divide what is updated, it also has to
-change the parts that they hold as it changes whole parameters: short runs with the same gradients,
-on whole parameters and on such parts, show whether it does. SGD and Adam work element by element;
-one that groups parameters by dimension or position, or uses norms or matrix products, does not.
+Such an optimizer has to hold the parameters that it was given. Where ranks divide what is updated,
+it also has to change the parts that they hold as it changes whole parameters: short runs with the
+same gradients, on whole parameters and on such parts, show whether it does. SGD and Adam work
+element by element; one that groups parameters by dimension or position, or uses norms or matrix
+products, does not.
 """
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from labkit.strategies.base import MakeOptimizer, trained_parameters
+from labkit.config import RunConfig
+from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
+from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 from labkit.workload.samples import seeded
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 # Rows and columns at most of the parameters that are tried; updates, as a warm-up begins with 0.
 _MOST_SIZE, _UPDATES = 64, 3
 # In float64, of the largest change.
@@ -25,12 +35,73 @@ WAY_OUT = (
 )
 
 
+class Schedule:
+    """Sets the learning rate of an optimizer before each of its steps, wherever those are made.
+
+    An update that fp16 skips does not advance it. ``update`` is the number of the next one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]):
+        self.update, self._factor = 0, factor
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        optimizer.register_step_pre_hook(self._set)
+
+    def _set(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates):
+            group["lr"] = rate * self._factor(self.update)
+        self.update += 1
+
+
+def schedule_of(optimizer: torch.optim.Optimizer | None) -> Schedule | None:
+    """The schedule of an optimizer; None if its learning rate is constant."""
+    return getattr(optimizer, "labkit_schedule", None)
+
+
+def optimizer_maker(
+    config: RunConfig, own: MakeOptimizer | None, strategy: Strategy, num_samples: int
+) -> MakeOptimizer:
+    """What makes the optimizers of a run, of the parameters that they are given.
+
+    ``own`` is the learner's own function, or None; ``num_samples`` are those of an epoch.
+    """
+    whole, rest = divmod(num_samples, config.batch_size)
+    updates = whole * strategy.updates_of(config.batch_size, config.world_size)
+    updates += strategy.updates_of(rest, config.world_size) if rest else 0
+    factor = partial(
+        lr_factor,
+        schedule=parse_lr_schedule(config.lr_schedule),
+        warmup_epochs=config.warmup_epochs,
+        epochs=config.epochs,
+        updates_per_epoch=updates,
+    )
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if own is not None:
+            optimizer = own(list(parameters))
+        else:
+            rates = {"lr": config.lr, "weight_decay": config.weight_decay}
+            optimizer = OPTIMIZERS[config.optimizer](parameters, **rates)
+        if config.lr_schedule != "constant" or config.warmup_epochs:
+            optimizer.labkit_schedule = Schedule(optimizer, factor)  # type: ignore[attr-defined]
+        return optimizer
+
+    return make
+
+
 def try_optimizer(
-    name: str, make: MakeOptimizer, model: nn.Module, technique: str, optimizes: str, seed: int
+    name: str,
+    make: MakeOptimizer,
+    model: nn.Module,
+    technique: str,
+    optimizes: str,
+    seed: int,
+    *,
+    keeps_sparse: bool = False,
 ) -> str:
     """Return a note if the optimizer holds only some of the trained parameters, else "".
 
-    ``optimizes`` tells what a rank of the technique holds, see ``Strategy``.
+    ``optimizes`` tells what a rank of the technique holds, see ``Strategy``; ``keeps_sparse``
+    whether sparse gradients, as of ``nn.Embedding(sparse=True)``, reach the optimizer as such.
 
     Raises:
         ValueError: it cannot be made or makes no steps, holds other parameters, or would not
@@ -57,6 +128,13 @@ def try_optimizer(
         whole = _updated(name, make, rounds, seed)
     except ValueError:
         raise
+    except _TakesSparse as error:
+        if not keeps_sparse:
+            raise ValueError(
+                f"optimizer {name} takes sparse gradients alone, and {technique} has dense ones: "
+                "use Adam or SGD, strategy single, or ddp or data_parallel with builtin"
+            ) from error
+        whole = []
     except Exception as error:
         # Where it does not matter how it works, it may need the device of the run.
         if optimizes != "model":
@@ -64,20 +142,37 @@ def try_optimizer(
             raise _differs(name, technique, reason) from error
         whole = []
     if optimizes != "model":
-        parts = [shares(tensors, optimizes) for tensors in rounds]
-        largest = _distance(rounds[0], whole)
-        for rank, expected in enumerate(shares(whole, optimizes)):
-            try:
-                updated = _updated(name, make, [part[rank] for part in parts], seed)
-            except Exception as error:
-                raise _differs(name, technique, str(error.__cause__ or error)) from error
-            worst = _distance(expected, updated)
-            if not worst <= _ROUNDING * largest:
-                difference = f"{worst / largest:.2%} of the largest change in {_UPDATES} updates"
-                raise _differs(name, technique, difference)
+        _check_parts(name, make, rounds, whole, technique, optimizes, seed)
     if len(known) < len(given):
         return f"optimizer {name} trains {len(known)} of {len(given)} parameters, the others stay"
     return ""
+
+
+def _check_parts(
+    name: str,
+    make: MakeOptimizer,
+    rounds: list[list[Tensor]],
+    whole: list[Tensor],
+    technique: str,
+    optimizes: str,
+    seed: int,
+) -> None:
+    """Refuse an optimizer by which the parts that ranks hold do not become those of ``whole``."""
+    parts = [shares(tensors, optimizes) for tensors in rounds]
+    largest = _distance(rounds[0], whole)
+    for rank, expected in enumerate(shares(whole, optimizes)):
+        try:
+            updated = _updated(name, make, [part[rank] for part in parts], seed)
+        except Exception as error:
+            raise _differs(name, technique, str(error.__cause__ or error)) from error
+        worst = _distance(expected, updated)
+        if not worst <= _ROUNDING * largest:
+            difference = f"{worst / largest:.2%} of the largest change in {_UPDATES} updates"
+            raise _differs(name, technique, difference)
+
+
+class _TakesSparse(Exception):
+    """A step that has failed with dense gradients succeeds with sparse ones."""
 
 
 def _distance(tensors: list[Tensor], others: list[Tensor]) -> float:
@@ -120,15 +215,26 @@ def _updated(
             try:
                 optimizer.step()
             except Exception as error:
-                try:
-                    optimizer.step(lambda: torch.zeros((), dtype=torch.float64))
-                except Exception:
-                    raise error from None
-                raise ValueError(
-                    f"optimizer {name} asks step() for a closure that computes the loss again, "
-                    "which no technique has: use one that takes one gradient, such as SGD"
-                ) from error
+                if _steps_with(optimizer, lambda: torch.zeros((), dtype=torch.float64)):
+                    raise ValueError(
+                        f"optimizer {name} asks step() for a closure that computes the loss "
+                        "again, which no technique has: use one that takes one gradient, such as "
+                        "SGD"
+                    ) from error
+                for parameter, gradient in zip(parameters, gradients):
+                    parameter.grad = gradient.to_sparse()
+                if _steps_with(optimizer):
+                    raise _TakesSparse from error
+                raise
     return [parameter.detach() for parameter in parameters]
+
+
+def _steps_with(optimizer: torch.optim.Optimizer, *closure: Any) -> bool:
+    try:
+        optimizer.step(*closure)
+    except Exception:
+        return False
+    return True
 
 
 def shares(tensors: list[Tensor], optimizes: str) -> list[list[Tensor]]:

@@ -8,7 +8,7 @@ import copy
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import parent_process
@@ -30,11 +30,10 @@ from labkit.config import (
 )
 from labkit.devices import check_named, plan, print_once
 from labkit.extras import require
-from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.schedules.split_points import check_split_points
-from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.training.optimizers import try_optimizer
-from labkit.training.own_model import check_hooks, check_values, hooked, unused
+from labkit.strategies.base import Strategy
+from labkit.training.optimizers import OPTIMIZERS, try_optimizer
+from labkit.training.own_model import check_values, hooked
 from labkit.training.trial import try_out, try_share
 from labkit.units import check_choice
 from labkit.workload.datasets import IMAGENET, is_folder, load_dataset, open_folder
@@ -51,11 +50,6 @@ from labkit.workload.samples import (
 )
 
 PARTS = ("model", "dataset", "loss", "optimizer")
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,19 +158,30 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     strategy.check_model(model, work.loss, config.world_size)
     try_share(model, work.train, _smallest_share(config, strategy, len(work.train)))
     strategy.weighing = weighing
-    if own.model is not None:
-        print_once(unused(model, work.loss, *work.train.first(1), config.seed))
     technique = config.strategy + " with builtin" * config.builtin
-    if config.strategy != "single" or config.accumulate:
-        copies = config.strategy == "data_parallel" and not config.builtin
-        keeps = not copies and "rows" not in strategy.optimizes
-        check_hooks(model, technique, keeps=keeps, seed=config.seed)
+    is_alone = config.strategy == "single" and not config.accumulate
+    names = hooked(model)
+    if names and not is_alone:
+        raise ValueError(
+            f"{names[0]} of the model has a hook, which {technique} would lose or call on a part "
+            "of the gradient: change gradients in the optimizer's step instead, or use strategy "
+            "single without accumulate"
+        )
     if own.optimizer is not None:
         optimizes = strategy.optimizes
         if config.world_size == 1 and optimizes != "elements":
             optimizes = "model"
+        keeps_sparse = config.strategy == "single" or (
+            config.builtin and config.strategy in ("ddp", "data_parallel")
+        )
         note = try_optimizer(
-            config.optimizer, own.optimizer, model, technique, optimizes, config.seed
+            config.optimizer,
+            own.optimizer,
+            model,
+            technique,
+            optimizes,
+            config.seed,
+            keeps_sparse=keeps_sparse,
         )
         print_once(note)
     return strategy, work
@@ -272,6 +277,7 @@ def _own_model(part: Any, seed: int, train: Samples) -> nn.Module:
     if isinstance(part, nn.Module):
         _detach_computed(part)
     made = _made(part, "model", seed)
+    made = nn.Sequential(*made) if isinstance(made, list | tuple) else made
     if not isinstance(made, nn.Module):
         raise ValueError(
             f"model is of type {type(made).__name__}: give an nn.Module, a list of layers, or a "
@@ -305,59 +311,6 @@ def _detach_computed(model: nn.Module) -> None:
             is_computed = isinstance(value, Tensor) and value.grad_fn is not None
             if is_computed and module._forward_pre_hooks:
                 vars(module)[name] = value.detach()
-
-
-class Schedule:
-    """Sets the learning rate of an optimizer before each of its steps, wherever those are made.
-
-    An update that fp16 skips does not advance it. ``update`` is the number of the next one.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]):
-        self.update, self._factor = 0, factor
-        self._rates = [group["lr"] for group in optimizer.param_groups]
-        optimizer.register_step_pre_hook(self._set)
-
-    def _set(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates):
-            group["lr"] = rate * self._factor(self.update)
-        self.update += 1
-
-
-def schedule_of(optimizer: torch.optim.Optimizer | None) -> Schedule | None:
-    """The schedule of an optimizer; None if its learning rate is constant."""
-    return getattr(optimizer, "labkit_schedule", None)
-
-
-def optimizer_maker(
-    config: RunConfig, own: MakeOptimizer | None, strategy: Strategy, num_samples: int
-) -> MakeOptimizer:
-    """What makes the optimizers of a run, of the parameters that they are given.
-
-    ``own`` is the learner's own function, or None; ``num_samples`` are those of an epoch.
-    """
-    whole, rest = divmod(num_samples, config.batch_size)
-    updates = whole * strategy.updates_of(config.batch_size, config.world_size)
-    updates += strategy.updates_of(rest, config.world_size) if rest else 0
-    factor = partial(
-        lr_factor,
-        schedule=parse_lr_schedule(config.lr_schedule),
-        warmup_epochs=config.warmup_epochs,
-        epochs=config.epochs,
-        updates_per_epoch=updates,
-    )
-
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        if own is not None:
-            optimizer = own(list(parameters))
-        else:
-            rates = {"lr": config.lr, "weight_decay": config.weight_decay}
-            optimizer = OPTIMIZERS[config.optimizer](parameters, **rates)
-        if config.lr_schedule != "constant" or config.warmup_epochs:
-            optimizer.labkit_schedule = Schedule(optimizer, factor)  # type: ignore[attr-defined]
-        return optimizer
-
-    return make
 
 
 def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = None) -> Strategy:

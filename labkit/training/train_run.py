@@ -21,6 +21,7 @@ from labkit.runtime.preload import warm_up
 from labkit.started import RANK_NAME, is_rank_0, started_as_rank
 from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import Start, find_start, on_sigterm, remove_unfinished
+from labkit.training.kept import Kept
 from labkit.training.loop import RankReport, fit
 from labkit.training.resolve import NOTHING, PARTS, Own, imported, resolve, take_own
 from labkit.training.result import TrainResult
@@ -126,9 +127,12 @@ def _begin(
 ) -> tuple[Strategy, Start, Sketch]:
     """The technique, where the run begins, and a sketch of the data set."""
     strategy, work = resolve(config, own, download)
+    kept = Kept(None, None, work.train.dataset)
+    before = kept.state()["numbers"]
     data = sketch(work.train, work.test, config.seed)
+    is_kept = not torch.equal(before, kept.state()["numbers"])
     path, note = find_start(config, own, strategy, work)
-    if path is not None and not {"inputs", "targets"} <= data.keys():
+    if path is not None and not {"inputs", "targets"} <= data.keys() and not is_kept:
         note += (
             "; samples of the data set differ from one reading to the next, and this run reads "
             "others than one without an interruption: let them depend on their number alone"

@@ -77,7 +77,7 @@ def try_share(model: nn.Module, train: Samples, count: int) -> None:
     BatchNorm needs two values per channel, for example.
     """
     if count >= min(_FEW, len(train)):
-        # So many were tried before.
+        # ``try_out`` has tried as many.
         return
     inputs, _ = train.first(count)
     try:

@@ -2,16 +2,13 @@
 
     weights.safetensors, model.pt, checkpoint.ckpt     a state dict, perhaps nested in a checkpoint
     folder/model.safetensors.index.json                its shards beside it (also .bin)
-    folder/.metadata, folder/__0_0.distcp              torch.distributed.checkpoint's
     folder/rank0.safetensors, ...                      labkit's own checkpoint
 
-Reading executes nothing: ``torch.load`` reads pickles with ``weights_only``, and the one that
-``torch.distributed.checkpoint`` would read in full is left to ``_MetadataUnpickler``.
+Reading executes nothing: ``torch.load`` reads pickles with ``weights_only``. (That of a
+distributed checkpoint has a pickle in full, so PyTorch's own converter has to read it.)
 """
 
 import json
-import pickle
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +72,7 @@ def _only_tensors(content: Any, path: Path) -> dict[str, Tensor]:
         if len(nested) > 1:
             raise ValueError(
                 f"weights: {path} holds {len(nested)} state dicts, {' and '.join(nested)}: save "
-                "the one to start from in a file of its own"
+                "the one to start from in a separate file"
             )
     if isinstance(content, dict):
         held = f"holds {', '.join(map(str, list(content)[:8])) or 'nothing'}"
@@ -89,7 +86,10 @@ def _only_tensors(content: Any, path: Path) -> dict[str, Tensor]:
 
 def _read_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / ".metadata").exists():
-        return _read_distributed_checkpoint(folder)
+        raise ValueError(
+            f"weights: {folder} is a distributed checkpoint of PyTorch's: make one file of it by "
+            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE"
+        )
     indexes = sorted(folder.glob("*.index.json"))
     if len(indexes) == 1:
         return _read_shards(folder, _shards_in(indexes[0]))
@@ -98,14 +98,11 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
         tensors = _read_shards(folder, [file.name for file in own])
         names = [name for name in tensors if name.startswith(_OWN_PREFIX)]
         return {name.removeprefix(_OWN_PREFIX): tensors[name] for name in names}
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1:
-        return read_weights(files[0])
     names = sorted(file.name for file in folder.iterdir())
     raise ValueError(
-        f"weights: the folder {folder} holds {', '.join(names[:6]) or 'nothing'}: no .metadata of "
-        "torch.distributed.checkpoint, and not one index of shards (*.index.json). Give one of "
-        "its files, or write its parameters into one (DeepSpeed: zero_to_fp32.py does)"
+        f"weights: the folder {folder} holds {', '.join(names[:6]) or 'nothing'}, and not one "
+        "index of shards (*.index.json). Give one of its files, or write its parameters into one "
+        "(DeepSpeed: zero_to_fp32.py does)"
     )
 
 
@@ -128,60 +125,4 @@ def _read_shards(folder: Path, shards: Sequence[str]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         tensors |= _only_tensors(_read_file(folder / shard), folder / shard)
-    return tensors
-
-
-_METADATA = "Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING"
-_ENTRIES = "TensorStorageMetadata ChunkStorageMetadata BytesStorageMetadata"
-# Module -> what the metadata of a distributed checkpoint is made of.
-_OF_METADATA = {
-    "torch.distributed.checkpoint.metadata": (*_METADATA.split(), *_ENTRIES.split()),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-    "collections": ("OrderedDict",),
-    "pathlib": ("Path", "PosixPath", "WindowsPath"),
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """A reader of that metadata alone: any other class is refused."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "pathlib._local":
-            # Python 3.13 names the module that defines them. No other version has it.
-            module = "pathlib"
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _OF_METADATA.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint's metadata")
-
-
-def _read_distributed_checkpoint(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of a folder that ``torch.distributed.checkpoint.save`` has written."""
-    # Not at the top: few runs need it, and it takes a second to import.
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    class Reader(dcp.FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            with open(folder / ".metadata", "rb") as file:
-                return _MetadataUnpickler(file).load()
-
-    try:
-        metadata = Reader(folder).read_metadata().state_dict_metadata
-        tensors = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        with warnings.catch_warnings():
-            # It warns that it reads in one process, which is what is wanted here.
-            warnings.simplefilter("ignore")
-            dcp.load(tensors, storage_reader=Reader(folder), no_dist=True)
-    except Exception as error:
-        raise ValueError(
-            f"weights: the distributed checkpoint in {folder} cannot be read: {_reason(error)}"
-        ) from None
-    # Its names are paths through the dict that was saved: "model.0.weight", "optim.state.0...".
     return tensors

@@ -36,7 +36,7 @@ def load_weights(model: nn.Module, path: str | Path, name: str | None = None) ->
     for another number of classes or kind of image: then the last layer, or the first one, stays
     as it was made.
 
-    Returns, as a sentence, what stays, was left out, or was rounded to the model's dtype.
+    Returns, as a sentence, what stays or was left out.
 
     Raises:
         ValueError: names or shapes do not fit; the message lists some.
@@ -71,10 +71,6 @@ def load_weights(model: nn.Module, path: str | Path, name: str | None = None) ->
             f"{len(match.left_out)} tensors of {Path(path).name} are not under "
             f"{match.prefix!r} and were left out, the first {match.left_out[0]}"
         )
-    rounded = [key for key, value in tensors.items() if _loses_digits(value, wanted[key])]
-    if rounded:
-        kinds = f"{tensors[rounded[0]].dtype} to {wanted[rounded[0]].dtype}"
-        notes.append(f"rounded from {kinds.replace('torch.', '')}: {len(rounded)} tensors")
     return "; ".join(notes)
 
 
@@ -135,7 +131,7 @@ def _match_names(
         found = " and ".join(repr(match.prefix) for match in matches)
         raise ValueError(
             f"{path} has the model's parameters several times, under {found}: save those to start "
-            "from in a file of their own"
+            "from in a separate file"
         )
     return matches[0] if matches else None
 
@@ -173,11 +169,6 @@ def _ends_of_other_shape(model: nn.Module, tensors: dict[str, Tensor]) -> list[s
         if any(key not in tensors or tensors[key].shape != wanted[key].shape for key in keys):
             names += keys
     return names
-
-
-def _loses_digits(value: Tensor, wanted: Tensor) -> bool:
-    is_wider = torch.promote_types(value.dtype, wanted.dtype) != wanted.dtype
-    return value.is_floating_point() and is_wider
 
 
 def freeze(model: nn.Module, names: Sequence[str]) -> None:

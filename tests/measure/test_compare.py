@@ -131,6 +131,28 @@ def test_a_run_is_recorded_and_drawn(tmp_path, capsys):
     assert [file.name for file in tmp_path.glob("*.png")] == ["compare_time_to_accuracy.png"]
 
 
+PARTS = """
+import torch
+model = lambda: [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)]
+data = lambda: (torch.randn(20, 4), torch.arange(20) % 2)
+group = lambda p: {"params": [p], "weight_decay": p.dim() / 9}
+optimizer = lambda ps: torch.optim.Adam([group(p) for p in ps])
+"""
+
+
+def test_ones_own_parts_are_compared_or_a_technique_says_why_not(tmp_path, monkeypatch):
+    (tmp_path / "parts.py").write_text(PARTS)
+    monkeypatch.chdir(tmp_path)
+    words = "compare --strategies ring_all_reduce,sharded --no-builtin --device cpu --epochs 1 "
+    words += "--model parts:model --dataset parts:data --optimizer parts:optimizer --json out.json"
+    words += " --train-size 18 --batch-size 8 --world-size 2 --repeats 1 --figures ."
+    assert main(words.split()) == 0
+    found = compare.load("out.json")
+    assert [run["contender"] for run in found["runs"]] == ["single", "ring_all_reduce"]
+    assert all(run["difference_from_single"] < 1e-5 for run in found["runs"])
+    assert "would not equal one device" in found["skipped"][0]["reason"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -78,10 +78,10 @@ def test_messages_and_bytes_of_the_asynchronous_server():
     result = train_small(world_size=3, epochs=2, train_size=105)
     elements = sum(tensor.numel() for tensor in result.state.values())
     pushes = 2 * 3 * 2 + 1  # epochs, batches, workers, and the one under way at the end
-    # With the parameters the server sends one number, with a gradient the workers send two.
+    # With the parameters the server sends one number, with a gradient workers send two float64.
     assert (result.messages[0], sum(result.messages[1:])) == (2 * pushes, 2 * pushes)
     assert result.bytes_sent[0] == pushes * (elements + 1) * 4
-    assert sum(result.bytes_sent[1:]) == pushes * (elements + 2) * 4
+    assert sum(result.bytes_sent[1:]) == pushes * (elements * 4 + 2 * 8)
 
 
 class Dies(AsyncParameterServer):
@@ -96,7 +96,7 @@ class Dies(AsyncParameterServer):
     def some(self, batches):
         yield from itertools.islice(batches, 2)
         if self.how == "killed while the server waits for it to push":
-            self.comm.send(torch.zeros(2), 0)
+            self.comm.send(torch.zeros(2, dtype=torch.float64), 0)
             time.sleep(0.2)
         if self.how:
             os.kill(os.getpid(), signal.SIGKILL)

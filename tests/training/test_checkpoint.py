@@ -107,7 +107,7 @@ def of_another_program(path):
 
 DAMAGE = {
     "JSONDecodeError": lambda path: (path / "facts.json").write_text('{"epoch": 1'),
-    "its format is 1, and this version of labkit reads 6": facts(format=1),
+    "its format is 1, and this version of labkit reads 7": facts(format=1),
     "does not describe": facts(rows=[{"loss": "low"}] * 2),
     f"KeyError: '{PART}'": facts(files={"../rank0.safetensors": 3}),
     "Too many levels": instead("facts.json", link),

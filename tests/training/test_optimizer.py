@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
-from labkit.training.optimizers import try_optimizer
-from labkit.training.resolve import optimizer_maker, schedule_of
+from labkit.training.optimizers import optimizer_maker, schedule_of, try_optimizer
 
 SMALL = {"train_size": 23, "batch_size": 9, "epochs": 4, "model": "mlp", "dtype": "float64"}
 SCHEDULED = SMALL | {"lr_schedule": "cosine", "warmup_epochs": 0.5}
@@ -87,7 +86,6 @@ SEES = {
     "positions": (first_faster, {"elements", "layers"}),
     "norms": (partial(ByNorm, lr=0.1), {"elements", "rows"}),
     "matrices": (torch.optim.Adafactor, {"elements", "rows"}),
-    "sparse gradients": (torch.optim.SparseAdam, {"elements", "rows", "layers"}),
     "a few": (lambda p: torch.optim.SGD(list(p)[:1]), {"elements", "layers"}),
 }
 
@@ -114,6 +112,7 @@ WRONG = {
     "a pair": (lambda p: (torch.optim.SGD(p), None), "returned a tuple"),
     "nothing": (lambda p: None, "returned a NoneType"),
     "needs a closure": (torch.optim.LBFGS, "closure"),
+    "needs sparse gradients": (torch.optim.SparseAdam, "and ddp has dense ones"),
 }
 
 

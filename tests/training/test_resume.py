@@ -1,6 +1,7 @@
 """A run that was interrupted and goes on ends as one that was not, to the bit."""
 
 import functools
+import random
 import shutil
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from labkit import RunConfig, run, train_with
 from labkit.runtime.worker import seed_random_numbers
 from labkit.training.checkpoint import newest
 from labkit.training.loop import fit
-from labkit.training.resolve import Own, make_strategy
+from labkit.training.resolve import make_strategy, take_own
 from labkit.workload.transformer import gpt
 
 # 110 = 5 x 20 + 10: six steps in an epoch, and a last batch that three ranks do not divide.
@@ -38,9 +40,8 @@ def small_gpt():
 
 
 def job(strategy, world_size=1, *, model=make_model, **settings):
-    own = Own(model=model)
-    config = RunConfig(strategy, world_size=world_size, model="Net (own)", **SMALL | settings)
-    return config, own
+    own, settings = take_own(SMALL | {"model": model} | settings)
+    return RunConfig(strategy, world_size=world_size, **settings), own
 
 
 def in_turn_from(comm, jobs, folder, step):
@@ -114,6 +115,63 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
         "pipeline": job("pipeline", 3, schedule="zero_bubble", micro_batches=3, recompute=True),
     }
     all_equal(jobs, 3, tmp_path)
+
+
+class LayerDrop(nn.Linear):
+    """Numbers of Python's and NumPy's generators decide whether it runs."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) if random.random() < np.random.rand() else inputs
+
+
+def dropping():
+    return nn.Sequential(nn.Flatten(), LayerDrop(64, 64), nn.Tanh(), nn.Linear(64, 10))
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Samples that depend on generators in its attributes, and on how many were read."""
+
+    def __init__(self):
+        self.of_torch = torch.Generator().manual_seed(1)
+        self.others = np.random.default_rng(2)
+        self.of_python = random.Random(3)
+        self.given = 0
+
+    def __len__(self):
+        return 2 * SMALL["train_size"]
+
+    def __getitem__(self, number):
+        self.given += 1
+        noise = self.others.normal() + self.of_python.random() + 1 / self.given
+        return torch.randn(64, generator=self.of_torch) + noise, number % 10
+
+
+class Counting(torch.optim.SGD):
+    """Numbers that are no tensors, by parameter and by group."""
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group["rate"] = group.get("rate", 1.0) * 0.9
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            state["steps"] = state.get("steps", 0) + 1
+            parameter.grad *= group["rate"] / range(99)[state["steps"]]
+        return super().step(closure)
+
+
+def scheduled_in_a_hook(parameters):
+    optimizer = torch.optim.NAdam(parameters, lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+def test_what_ones_own_parts_carry_goes_on_to_the_bit(tmp_path):
+    parts = {"model": dropping, "dataset": Noisy, "lr": None}
+    counting = functools.partial(Counting, lr=0.1)
+    optimizers = {"ddp": scheduled_in_a_hook, "sharded": counting}
+    jobs = {name: job(name, 2, optimizer=o, **parts) for name, o in optimizers.items()}
+    all_equal(jobs, 2, tmp_path)
 
 
 def tied():

@@ -3,14 +3,10 @@
 import copy
 import json
 import os
-import pathlib
 import pickle
-import sys
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torchvision
 from safetensors.torch import save_file
 from torch import nn
@@ -124,16 +120,6 @@ def write_layout(layout, state, folder):
             save_file({k: v for k, v in cloned.items() if weight_map[k] == shard}, path / shard)
         index = {"metadata": {}, "weight_map": weight_map}
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    elif layout.startswith("distributed checkpoint"):
-        module = "pathlib._local" if layout.endswith("3.13") else pathlib.PosixPath.__module__
-        path = folder / "step-3"
-        optimizer = {"state": {"0": {"exp_avg": torch.ones(3)}}}
-        saved = {"model": cloned, "optim": optimizer, "step": 3}
-        with (
-            mock.patch.dict(sys.modules, {module: pathlib}),
-            mock.patch.object(pathlib.PosixPath, "__module__", module),
-        ):
-            dcp.save(saved, checkpoint_id=path, no_dist=True)
     elif layout == "labkit's checkpoint":
         path = folder
         save_file(
@@ -145,8 +131,7 @@ def write_layout(layout, state, folder):
 LAYOUTS = (
     *("as it is", "DistributedDataParallel", "torch.compile", "compiled parts", "nested"),
     *("nested twice", "a trainer's module", "tied once", "old BatchNorm", "safetensors"),
-    *("shards with an index", "distributed checkpoint", "labkit's checkpoint"),
-    "distributed checkpoint of Python 3.13",
+    *("shards with an index", "labkit's checkpoint"),
 )
 
 
@@ -159,22 +144,14 @@ def test_the_layouts_that_people_have(layout, tmp_path):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert other.head.weight is other.embed.weight
-    others = {
-        "a trainer's module": "loss.weight",
-        "distributed checkpoint": "optim.state.0.exp_avg",
-        "distributed checkpoint of Python 3.13": "optim.state.0.exp_avg",
-    }
-    assert others.get(layout, "") in note
-    assert bool(note) == (layout in others)
+    assert ("loss.weight" in note) == (layout == "a trainer's module")
 
 
-def test_half_precision_is_widened_and_a_narrower_model_says_so(path):
+def test_half_precision_is_widened(path):
     model = Net(0)
     torch.save(model.half().state_dict(), path)
     assert load_weights(other := Net(1), path) == ""
     assert torch.equal(other.embed.weight, model.embed.weight.float())
-    torch.save(Net(0).double().state_dict(), path)
-    assert "rounded from float64 to float32: 8 tensors" in load_weights(Net(1), path)
 
 
 def test_layouts_that_cannot_be_told_are_refused(tmp_path):
@@ -200,12 +177,10 @@ def test_layouts_that_cannot_be_told_are_refused(tmp_path):
         with pytest.raises(ValueError, match=match):
             read_weights(tmp_path)
     index.unlink()
-    with pytest.raises(ValueError, match=r"holds weights\.pt: no \.metadata"):
+    with pytest.raises(ValueError, match=r"holds weights\.pt, and not one index"):
         read_weights(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack()))
-    with pytest.raises(
-        ValueError, match=r"builtins\.print is not part of a checkpoint's metadata"
-    ):
+    with pytest.raises(ValueError, match=r"distributed checkpoint of PyTorch's.*dcp_to_torch"):
         read_weights(tmp_path)
 
 

@@ -65,7 +65,8 @@ def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
         seconds = 0.0
         for number, epoch in enumerate(run["epochs"], start=1):
             seconds += epoch["seconds"]
-            if epoch["test_accuracy"] >= record["config"]["target"]:
+            # (None without held-out samples.)
+            if (epoch["test_accuracy"] or 0) >= record["config"]["target"]:
                 found.append((number, seconds))
                 break
         else:
@@ -168,14 +169,19 @@ def _row(record: Record, contender: dict) -> tuple[str, ...]:
     sent = [max(run["bytes_sent"]) for run in runs if run["bytes_sent"]]
     ranks = [[PeakMemory(**one) for one in run.get("peak_memory", ()) if one] for run in runs]
     peaks = [max(max(rank.by_device.values(), default=0) for rank in own) for own in ranks if own]
-    accuracy = statistics.median(run["epochs"][-1]["test_accuracy"] for run in runs)
+    accuracies = [run["epochs"][-1]["test_accuracy"] for run in runs]
+    accuracy = "-"
+    if None in accuracies:
+        to_reach = ["-"] * 2
+    else:
+        accuracy = f"{statistics.median(accuracies):.1%}"
     return (
         name,
         _spread(epoch_times(record, name), format_seconds),
         _spread(times_faster(record, name, SINGLE), format_number),
         _spread(times_faster(record, name, contender["counterpart"]), format_number),
         *to_reach,
-        f"{accuracy:.1%}",
+        accuracy,
         apart,
         "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
         _spread(sent, format_bytes),
