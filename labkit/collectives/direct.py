@@ -3,7 +3,7 @@
 The ring takes 2 (P - 1) steps, and each waits for the one before. With a small tensor this waiting
 is nearly all the time. Ranks that share memory need not pass values on: each shows its tensor to
 all others, and adds up all P tensors by itself. Every rank then does all the additions, which the
-ring divides among the ranks: with more than two ranks, large tensors are faster on the ring.
+ring divides among the ranks: large tensors are faster on the ring.
 
 All ranks add in the order of the ranks, so the replicas are equal to the bit. (If each began with
 its own values, the sums of three or more ranks would differ in their last bits, and with them the
@@ -24,17 +24,16 @@ from labkit.collectives.fast_ring import fast_ring_all_reduce
 from labkit.comm.comm import Comm, SubComm
 from labkit.comm.shared_transport import split_segments
 
-# Up to here one hop is faster than the ring on more than two ranks: data/results/all_reduce.json.
-ONE_HOP_BYTES = 256 * 1024
+# Up to here one hop is faster than the fast ring on 2, 3 and 4 ranks (``labkit bench all-reduce``).
+ONE_HOP_BYTES = 512 * 1024
 
 
 def fast_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
-    """Reduce ``tensor`` over all ranks, in place, in one hop or on the fast ring.
+    """Reduce ``tensor`` over all ranks, in place: in one hop if it is small, else on the ring.
 
-    One hop for two ranks, which send S bytes either way, and for up to ``ONE_HOP_BYTES``.
-    Arguments and errors as ``ring_all_reduce``.
+    Small is up to ``ONE_HOP_BYTES``. Arguments and errors as ``ring_all_reduce``.
     """
-    if comm.world_size == 2 or tensor.nbytes <= ONE_HOP_BYTES:
+    if tensor.nbytes <= ONE_HOP_BYTES:
         return direct_all_reduce(comm, tensor, op)
     return fast_ring_all_reduce(comm, tensor, op)
 

@@ -11,6 +11,7 @@ from labkit.collectives import (
     all_to_all,
     broadcast,
     direct_all_reduce,
+    fast_all_reduce,
     fast_ring_all_reduce,
     gather,
     naive_all_reduce,
@@ -34,6 +35,7 @@ ALL_REDUCES = {
     "ring": ring_all_reduce,
     "fast ring": fast_ring_all_reduce,
     "direct": direct_all_reduce,
+    "fast": fast_all_reduce,
 }
 CASES = [
     (name, op, dtype, size)
@@ -49,7 +51,7 @@ FEW_CASES = [case for case in CASES if case[3] == 7 or OF_EACH_KIND.get(case[2])
 
 def price(name, op, dtype, size, world_size, rank, transport):
     counts = size, dtype.itemsize, world_size, rank
-    if name == "direct" and transport == "shared":
+    if name in ("direct", "fast") and transport == "shared":
         return traffic.direct_all_reduce_cost(size, dtype.itemsize, world_size)
     if name == "naive":
         return traffic.naive_all_reduce_cost(*counts)
