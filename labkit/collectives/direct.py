@@ -23,8 +23,9 @@ from labkit.collectives.common import Reduction, in_place
 from labkit.collectives.fast_ring import fast_ring_all_reduce
 from labkit.comm.comm import Comm, SubComm
 from labkit.comm.shared_transport import split_segments
+from labkit.comm.transport import check_tensor
 
-# Up to here one hop is faster than the fast ring on 2, 3 and 4 ranks (``labkit bench all-reduce``).
+# Up to here one hop is faster than the fast ring on 2 to 4 ranks (``labkit bench all-reduce``).
 ONE_HOP_BYTES = 512 * 1024
 
 
@@ -33,6 +34,7 @@ def fast_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
 
     Small is up to ``ONE_HOP_BYTES``. Arguments and errors as ``ring_all_reduce``.
     """
+    check_tensor(tensor)
     if tensor.nbytes <= ONE_HOP_BYTES:
         return direct_all_reduce(comm, tensor, op)
     return fast_ring_all_reduce(comm, tensor, op)
@@ -70,13 +72,12 @@ def _reduce(reduction: Reduction, tensors: Iterable[Tensor], out: Tensor) -> Non
     total = out
     if out.dtype != reduction.wide:
         total = torch.empty_like(out, dtype=reduction.wide)
-    world_size = 0
+    tensors = iter(tensors)
+    # (The sum of two 16-bit tensors would be rounded to 16 bits, whatever holds it.)
+    partial = next(tensors).to(reduction.wide)
+    world_size = 1
     for tensor in tensors:
-        if world_size == 0:
-            # (The sum of two 16-bit tensors would be rounded to 16 bits, whatever holds it.)
-            partial = tensor.to(reduction.wide)
-        else:
-            partial = reduction.combine(partial, tensor, total)
+        partial = reduction.combine(partial, tensor, total)
         world_size += 1
     reduction.finish(total, world_size)
     if total is not out:

@@ -105,7 +105,7 @@ class Board:
         whole = np.frombuffer(self.memory, _layout(world_size), count=1)[0]
         self.ranks, self.edges, self.wanted = whole["ranks"], whole["edges"], whole["wanted"]
         # A store into a column takes a fraction of the time of a store into a field of a row.
-        self._columns = {name: self.ranks[name] for name in RANK.names}
+        self._columns = {name: self.ranks[name] for name in RANK.names or ()}
         self.collectives, self.announced = self._columns["collectives"], self._columns["announced"]
         self.counts, self.posted_s = self.edges["count"], self.edges["posted_s"]
         self.what = self.edges["what"]

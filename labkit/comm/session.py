@@ -189,7 +189,7 @@ class Session:
         """Wrap a collective of all ranks that writes segments directly into shared memory.
 
         ``dst`` is the rank that reads them: each message is one operation. None stands for all
-        others at once: all messages are one. It is one span, of the open region's kind or ``kind``.
+        others at once: all messages are one. It is one span, of ``kind`` or the open region's.
         """
         sent = self.transport.sent if dst is None else self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes

@@ -211,7 +211,7 @@ class SharedTransport(Transport):
         self.arena, self.rank = arena, rank
         self.waiter = Waiter(arena.board, rank, timeout_s)
         self._channels: dict[tuple[int, int], Channel] = {}
-        self._windows: Windows | None = None
+        self.windows = Windows(self)
         arena.board.ranks[rank]["pid"] = os.getpid()
 
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -255,15 +255,9 @@ class SharedTransport(Transport):
             self._channels[edge] = Channel(self.arena, *edge, self.waiter.wait, sent)
         return self._channels[edge]
 
-    @property
-    def windows(self) -> Windows:
-        if self._windows is None:
-            self._windows = Windows(self)
-        return self._windows
-
     def close(self) -> None:
         self._channels.clear()
-        self._windows = None
+        self.windows = None
 
     def set_timeout(self, timeout_s: float) -> None:
         self.waiter.timeout_s = timeout_s
