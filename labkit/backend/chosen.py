@@ -22,7 +22,7 @@ def use(all_reduce: AllReduce | None) -> AllReduce | None:
 
     Args:
         all_reduce: ``all_reduce(comm, tensor)`` sums a flat tensor [N] over the ranks, in place
-            or by returning the sum; None restores ``fast_ring_all_reduce``. On several hosts
+            or by returning the sum; None restores ``fast_all_reduce``. On several hosts
             ``labkit.collectives.fast_hierarchical_all_reduce`` sends less between them.
 
     Returns what was used before.
@@ -41,7 +41,7 @@ def all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     if tensor.layout != torch.strided:
         return collectives.sparse_all_reduce(comm, tensor, op)
     if _learners is None or op not in ("sum", *MEANS):
-        return collectives.fast_ring_all_reduce(comm, tensor, op)
+        return collectives.fast_all_reduce(comm, tensor, op)
     reduction = Reduction.of(op, tensor)
     name = getattr(_learners, "__name__", "all_reduce")
     with in_place(tensor) as flat, comm.collective(name, tensor, op):

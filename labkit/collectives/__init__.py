@@ -8,6 +8,7 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     tree_all_reduce         tree            log2 P              log2 P x S
     ring_all_reduce         ring            2 (P - 1)           2 (P - 1) / P x S
     fast_ring_all_reduce    fast_ring       2 (P - 1)           2 (P - 1) / P x S
+    direct_all_reduce       direct          1                   (P - 1) S
     hierarchical_all_reduce hierarchical    2 (m + H - 2)       2 (P - 1) / P x S, see below
     share_reduce            ring            P - 1               (P - 1) / P x S
     share_only              ring            P - 1               (P - 1) / P x S
@@ -19,6 +20,8 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     gather                  naive           P - 1               S, the root 0
     scatter                 naive           P - 1               root (P - 1) S, the others 0
     sparse_all_reduce       compressed      3 (P - 1)           (P - 1) x entries, padded
+
+``fast_all_reduce`` takes the direct one for small tensors, else the fast ring.
 
 On H hosts of m ranks, ``hierarchical_all_reduce`` sends 2 (H - 1) / H x S bytes over the network
 card of each host; ``fast_hierarchical_all_reduce`` overlaps its parts. The exact numbers are in

@@ -2,6 +2,10 @@
 
 from .common import Reduction as Reduction
 from .compressed import sparse_all_reduce as sparse_all_reduce
+from .direct import (
+    direct_all_reduce as direct_all_reduce,
+    fast_all_reduce as fast_all_reduce,
+)
 from .fast_ring import fast_ring_all_reduce as fast_ring_all_reduce
 from .hierarchical import (
     fast_hierarchical_all_reduce as fast_hierarchical_all_reduce,

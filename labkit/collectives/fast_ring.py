@@ -37,8 +37,9 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     with (
         in_place(tensor) as flat,
         comm.collective("fast_ring_all_reduce", tensor, op),
-        comm.span("all_reduce"),
-        comm.session.streaming("fast_ring_all_reduce", (comm.rank + 1) % comm.world_size),
+        comm.session.streaming(
+            "fast_ring_all_reduce", (comm.rank + 1) % comm.world_size, kind="all_reduce"
+        ),
     ):
         _run(comm, reduction, flat)
     return tensor

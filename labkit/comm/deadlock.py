@@ -36,12 +36,14 @@ def check_message(board: Board, side: int, source: int, destination: int) -> Non
 def check_collective(board: Board, rank: int) -> None:
     """MismatchError if another rank differs in the collective that ``rank`` has announced."""
     number = int(board.collectives[rank])
-    for other in range(board.world_size):
-        if other == rank or board.collectives[other] < number:
+    index = (number - 1) % HISTORY
+    announced = board.announced[rank, index]
+    # The counters first: a rank writes its entry before its counter.
+    for other, count in enumerate(board.collectives.tolist()):
+        if count < number or board.announced[other, index] == announced:
             continue
-        mine, theirs = (board.ranks[r]["announced"][(number - 1) % HISTORY] for r in (rank, other))
         # The other rank may be overwriting it meanwhile.
-        if mine != theirs and board.collectives[other] < number + HISTORY - 1:
+        if board.collectives[other] < number + HISTORY - 1:
             pair = sorted((rank, other))
             lines = [f"rank {pair[0]} and rank {pair[1]} call different collectives:"]
             for one in pair:

@@ -183,20 +183,24 @@ class Session:
         self.barriers += 1
 
     @contextmanager
-    def streaming(self, name: str, dst: int) -> Iterator[None]:
-        """Wrap a collective of all ranks that writes segments for ``dst`` directly into a channel.
+    def streaming(
+        self, name: str, dst: int | None = None, kind: str | None = None
+    ) -> Iterator[None]:
+        """Wrap a collective of all ranks that writes segments directly into shared memory.
 
-        It is one span; each message that the channel counts is one operation.
+        ``dst`` is the rank that reads them: each message is one operation. None stands for all
+        others at once: all messages are one. It is one span, of ``kind`` or the open region's.
         """
-        sent = self.transport.sent.to[dst]
+        sent = self.transport.sent if dst is None else self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes
         timer = self.recorder.timer
         start = timer.mark()
         with self.meeting(name):
             yield
-        self.operations += sent.messages - messages
+        self.operations += 1 if dst is None else sent.messages - messages
         came_s = self.board.meeting_arrived_s(self.rank)
-        self.recorder.transfer(start, timer.mark(), sent.num_bytes - num_bytes, dst, came_s)
+        num_bytes = sent.num_bytes - num_bytes
+        self.recorder.transfer(start, timer.mark(), num_bytes, dst, came_s, kind=kind)
 
     # For the code that manages the run, and for strategies that use several devices
 

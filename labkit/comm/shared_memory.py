@@ -28,11 +28,13 @@ from labkit.comm.board import Board
 # The reasons for these sizes are in ``labkit.comm.shared_transport``.
 SEGMENT_BYTES = 512 * 1024
 NUM_SLOTS = 4
+WINDOW_BYTES = 512 * 1024
+NUM_WINDOWS = 4
 
 HAS_SEMAPHORES = sys.platform == "linux"
 # A whole cache line, so that no two semaphores share a line; a sem_t takes the first half.
 _SEMAPHORE_BYTES = 64
-_KINDS = ("ready", "filled", "free", "met")
+_KINDS = ("ready", "filled", "free", "met", "shared")
 _PAGE_BYTES = 4096
 _LIBC = ctypes.CDLL(None)
 
@@ -53,7 +55,8 @@ class Arena:
         end = self._semaphores_at + (num_of_edges + world_size) * _SEMAPHORE_BYTES
         self._slots_at = _round_up(end, _PAGE_BYTES)
         # Pages that no rank touches take no memory, so only the edges in use need any.
-        self.num_bytes = self._slots_at + world_size**2 * NUM_SLOTS * SEGMENT_BYTES
+        self._windows_at = self._slots_at + world_size**2 * NUM_SLOTS * SEGMENT_BYTES
+        self.num_bytes = self._windows_at + world_size * NUM_WINDOWS * WINDOW_BYTES
         self.descriptor = _unnamed_file(self.num_bytes) if descriptor is None else descriptor
         self._map = mmap.mmap(self.descriptor, self.num_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -85,7 +88,7 @@ class Arena:
         del self.board, self._bytes, self._map
 
     def semaphores(self, source: int, destination: int) -> list["Semaphore"]:
-        """The semaphores of an edge: ready (to receive), filled, free (slots), met (barrier)."""
+        """The semaphores of an edge: ready (to receive), filled, free (slots), met, shared."""
         first = len(_KINDS) * (source * self.world_size + destination)
         return [self._semaphore(first + kind) for kind in range(len(_KINDS))]
 
@@ -100,6 +103,11 @@ class Arena:
         edge = source * self.world_size + destination
         start = self._slots_at + edge * NUM_SLOTS * SEGMENT_BYTES
         return list(self._bytes[start : start + NUM_SLOTS * SEGMENT_BYTES].split(SEGMENT_BYTES))
+
+    def windows(self, rank: int) -> list[Tensor]:
+        """The windows that ``rank`` writes and all others read, each [WINDOW_BYTES] bytes."""
+        start = self._windows_at + rank * NUM_WINDOWS * WINDOW_BYTES
+        return list(self._bytes[start : start + NUM_WINDOWS * WINDOW_BYTES].split(WINDOW_BYTES))
 
     def _semaphore(self, number: int) -> "Semaphore":
         return Semaphore(self._address + self._semaphores_at + number * _SEMAPHORE_BYTES)

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from labkit.comm.board import LEFT, LOST, Board
 from labkit.comm.deadlock import uneven_collectives
-from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena, Semaphore, is_running
+from labkit.comm.shared_memory import (
+    NUM_SLOTS,
+    NUM_WINDOWS,
+    SEGMENT_BYTES,
+    WINDOW_BYTES,
+    Arena,
+    Semaphore,
+    is_running,
+)
 from labkit.comm.transport import Sent, Transport, as_bytes
 from labkit.errors import PeerLostError
 
@@ -114,7 +122,7 @@ class Channel:
         wait: Callable[[Semaphore, int], None],
         sent: Sent | None,
     ):
-        self.ready, self.filled, self.free, _ = arena.semaphores(source, destination)
+        self.ready, self.filled, self.free, *_ = arena.semaphores(source, destination)
         self._peer = source if sent is None else destination
         self._wait, self._sent = wait, sent or Sent()
         self._slots = arena.slots(source, destination)
@@ -147,6 +155,47 @@ class Channel:
         return self._slots[self._next].view(dtype)[:num_elements]
 
 
+class Windows:
+    """One hop from every rank to all others: each writes its own window, and reads the others'.
+
+    A round is a ``write`` and a ``read`` on every rank. Nothing says that a window has been read:
+    a rank that has read round n of all others knows that they have read round n - 2, as each
+    writes at most one round ahead of what it has read. So four windows take turns.
+    """
+
+    window_bytes = WINDOW_BYTES
+
+    def __init__(self, transport: "SharedTransport"):
+        arena = transport.arena
+        self._rank = transport.rank
+        self._wait = transport.waiter.wait
+        self._windows = [arena.windows(rank) for rank in range(arena.world_size)]
+        self._sent = transport.sent.to
+        self._peers = [rank for rank in range(arena.world_size) if rank != self._rank]
+        self._signals_to = {peer: arena.semaphores(self._rank, peer)[-1] for peer in self._peers}
+        self._signals_from = {peer: arena.semaphores(peer, self._rank)[-1] for peer in self._peers}
+        self._num_written = 0
+        self._num_read = 0
+
+    def write(self, values: Tensor, begins_message: bool = True) -> None:
+        """Show ``values`` [n] to all others, as a message to each or a later segment of it."""
+        window = self._windows[self._rank][self._num_written % NUM_WINDOWS]
+        window.view(values.dtype)[: values.numel()].copy_(values)
+        self._num_written += 1
+        for peer in self._peers:
+            self._sent[peer].count(values.nbytes, begins_message)
+            self._signals_to[peer].post()
+
+    def read(self, num_elements: int, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield what each rank has written in the next round [num_elements]; may wait."""
+        number = self._num_read % NUM_WINDOWS
+        for rank, windows in enumerate(self._windows):
+            if rank != self._rank:
+                self._wait(self._signals_from[rank], rank)
+            yield windows[number].view(dtype)[:num_elements]
+        self._num_read += 1
+
+
 class SharedTransport(Transport):
     """Point-to-point through an arena, for ranks of one machine with tensors on the CPU.
 
@@ -162,6 +211,7 @@ class SharedTransport(Transport):
         self.arena, self.rank = arena, rank
         self.waiter = Waiter(arena.board, rank, timeout_s)
         self._channels: dict[tuple[int, int], Channel] = {}
+        self.windows = Windows(self)
         arena.board.ranks[rank]["pid"] = os.getpid()
 
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -187,8 +237,10 @@ class SharedTransport(Transport):
             right = (self.rank + distance) % self.arena.world_size
             left = (self.rank - distance) % self.arena.world_size
             # A separate semaphore, so that a barrier is never taken for a message.
-            self.arena.semaphores(self.rank, right)[-1].post()
-            self.waiter.wait(self.arena.semaphores(left, self.rank)[-1], left)
+            *_, met, _ = self.arena.semaphores(self.rank, right)
+            met.post()
+            *_, met, _ = self.arena.semaphores(left, self.rank)
+            self.waiter.wait(met, left)
             distance *= 2
 
     def channel_to(self, dst: int) -> Channel:
@@ -205,6 +257,7 @@ class SharedTransport(Transport):
 
     def close(self) -> None:
         self._channels.clear()
+        self.windows = None
 
     def set_timeout(self, timeout_s: float) -> None:
         self.waiter.timeout_s = timeout_s

@@ -107,9 +107,10 @@ class Transport(ABC):
         """
         raise ValueError("between machines, recv_any needs gloo")
 
-    # With ``shares_memory``: the slots of an edge, for its sender and its receiver.
+    # With ``shares_memory``: the slots of an edge, for its sender and its receiver; the windows.
     channel_to: Any = None
     channel_from: Any = None
+    windows: Any = None
 
     def set_timeout(self, timeout_s: float) -> None:  # noqa: B027
         """Set the longest wait of operations from now on, where waits have a limit."""

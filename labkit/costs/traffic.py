@@ -91,6 +91,12 @@ def ring_all_reduce_cost(
     return first + share_only_cost(num_elements, element_bytes, world_size, rank)
 
 
+def direct_all_reduce_cost(num_elements: int, element_bytes: int, world_size: int) -> Cost:
+    """Direct all-reduce: one step, in which each rank sends S bytes to each of the others."""
+    others = world_size - 1
+    return Cost(min(1, others), others, others * num_elements * element_bytes)
+
+
 def share_reduce_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0
 ) -> Cost:

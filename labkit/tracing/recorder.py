@@ -206,12 +206,17 @@ class Recorder:
         arrived: Any = None,
         meets: tuple[Meeting, ...] = (),
         late: int | None = None,
+        kind: str | None = None,
     ) -> None:
         """Record a transfer: waiting until ``late`` (or the peer) ``arrived``, then moving bytes.
 
+        Its kind is ``kind``, or what the open region says.
+
         On a GPU ``meets`` tells with what the span is compared after the run (``with_waits``).
         """
-        kind = self._between(start, end)
+        kind_here = self._between(start, end)
+        if kind is None:
+            kind = kind_here
         if arrived is not None and arrived > start:
             begun = min(arrived, end)
             self._add(self.timer, "wait", start, begun, 0, peer if late is None else late)

@@ -282,8 +282,8 @@ def other_message(rank):
 
 
 MISMATCHES = {
-    other_shape: ("2. fast_ring_all_reduce float32 [3] sum", "float32 [4] sum"),
-    other_order: ("1. barrier, 2. fast_ring_all_reduce", "1. barrier, 2. broadcast"),
+    other_shape: ("2. direct_all_reduce float32 [3] sum", "float32 [4] sum"),
+    other_order: ("1. barrier, 2. direct_all_reduce", "1. barrier, 2. broadcast"),
     other_reduction: ("float32 [3] sum", "float32 [3] max"),
     other_message: ("rank 0 sends float32 [3], at", "receives into float32 [2, 2], at"),
 }

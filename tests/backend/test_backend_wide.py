@@ -283,7 +283,7 @@ def calls_what_nobody_answers(rank):
 
 def test_a_callback_that_waits_for_nobody_ends_within_the_timeout(tmp_path):
     (_, text), _ = plain(tmp_path, calls_what_nobody_answers, timeout_s=2)
-    assert "PeerLostError: a rank left before fast_ring_all_reduce: nothing from rank 1" in text
+    assert "PeerLostError: a rank left before direct_all_reduce: nothing from rank 1" in text
 
 
 def runs_for_ever(rank):

@@ -10,6 +10,8 @@ from labkit.collectives import (
     all_gather,
     all_to_all,
     broadcast,
+    direct_all_reduce,
+    fast_all_reduce,
     fast_ring_all_reduce,
     gather,
     naive_all_reduce,
@@ -32,6 +34,8 @@ ALL_REDUCES = {
     "tree": tree_all_reduce,
     "ring": ring_all_reduce,
     "fast ring": fast_ring_all_reduce,
+    "direct": direct_all_reduce,
+    "fast": fast_all_reduce,
 }
 CASES = [
     (name, op, dtype, size)
@@ -45,8 +49,10 @@ OF_EACH_KIND = {torch.float16: "mean", torch.float32: "sum", torch.int64: "max"}
 FEW_CASES = [case for case in CASES if case[3] == 7 or OF_EACH_KIND.get(case[2]) == case[1]]
 
 
-def price(name, op, dtype, size, world_size, rank):
+def price(name, op, dtype, size, world_size, rank, transport):
     counts = size, dtype.itemsize, world_size, rank
+    if name in ("direct", "fast") and transport == "shared":
+        return traffic.direct_all_reduce_cost(size, dtype.itemsize, world_size)
     if name == "naive":
         return traffic.naive_all_reduce_cost(*counts)
     if name == "tree":
@@ -79,7 +85,7 @@ def test_all_reduce_of_any_dtype_operation_and_size(world_size, transport):  # r
         for rank, (value, cost) in enumerate(found):
             assert value.dtype == first.dtype
             assert torch.equal(value, first), f"replicas differ: {case}"
-            assert cost == price(*case, world_size, rank), (case, rank)
+            assert cost == price(*case, world_size, rank, transport), (case, rank)
 
 
 def sixteen_bits(comm):

@@ -16,7 +16,7 @@ from ranks import (
 )
 
 from labkit import run
-from labkit.collectives import fast_ring_all_reduce
+from labkit.collectives import direct_all_reduce, fast_ring_all_reduce
 from labkit.comm.board import LEFT
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena
 from labkit.comm.shared_transport import SharedTransport
@@ -76,6 +76,7 @@ def waits_for_rank_0(comm):
         "exchange": lambda: comm.rank > 1 or comm.exchange(one, peer, torch.ones(1), peer),
         "barrier": comm.barrier,
         "fast ring": lambda: fast_ring_all_reduce(comm, one),
+        "direct": lambda: direct_all_reduce(comm, one),
     }
     shares = {}
     for name, operation in operations.items():

@@ -35,6 +35,7 @@ import labkit
 from labkit import DeadlineError, DeadlockError, devices, run
 from labkit.collectives import (
     broadcast,
+    direct_all_reduce,
     fast_ring_all_reduce,
     naive_all_reduce,
     ring_all_reduce,
@@ -45,8 +46,20 @@ from labkit.runtime import launch
 from labkit.workload.datasets import PACKAGE_DATA, load_dataset
 
 TRANSPORTS = ("shared", "gloo")
-ALL_REDUCES = (naive_all_reduce, tree_all_reduce, ring_all_reduce, fast_ring_all_reduce)
-COLLECTIVES = (fast_ring_all_reduce, ring_all_reduce, tree_all_reduce, broadcast)
+ALL_REDUCES = (
+    naive_all_reduce,
+    tree_all_reduce,
+    ring_all_reduce,
+    fast_ring_all_reduce,
+    direct_all_reduce,
+)
+COLLECTIVES = (
+    direct_all_reduce,
+    fast_ring_all_reduce,
+    ring_all_reduce,
+    tree_all_reduce,
+    broadcast,
+)
 COLLECTIVES_ON = list(itertools.product(COLLECTIVES, TRANSPORTS))
 HERE = Path(__file__).name
 
@@ -83,6 +96,7 @@ OPERATIONS = {
     "exchange": lambda comm, x, peer: comm.exchange(x, peer, torch.empty_like(x), peer),
     "barrier": lambda comm, x, peer: comm.barrier(),
     "fast ring": lambda comm, x, peer: fast_ring_all_reduce(comm, x),
+    "direct": lambda comm, x, peer: direct_all_reduce(comm, x),
 }
 
 
@@ -205,9 +219,9 @@ def takes_too_much(comm, what, limit="AS"):
 
 
 def shown_name(collective, transport):
-    """The fast ring has no other way over gloo than to be the readable one."""
+    """Over gloo the fast ring and the direct all-reduce are the readable ring."""
     name = collective.__name__
-    return name if transport == "shared" else name.removeprefix("fast_")
+    return name if transport == "shared" else re.sub("^(fast_ring|direct)", "ring", name)
 
 
 def differ(collective, transport, tensors, *shown):
