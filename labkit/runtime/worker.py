@@ -47,6 +47,10 @@ GO = b"g"
 # Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
 PATIENCE_S = 30.0
 _RENDEZVOUS_S = 60.0
+# With more ranks gloo connects two of them when they first talk to each other. (It would connect
+# every pair at the start, and most never talk over it. A peer that has ended is then noticed late,
+# but a launcher notices it, too.)
+_MOST_CONNECTED = 16
 
 # The Comm that this process has last joined the others with.
 _latest: list[Comm] = []
@@ -233,6 +237,8 @@ def connect(
     if plan.backend == "nccl":
         # By default an error of NCCL kills the process, before it can say what was wrong.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    if arena and world_size > _MOST_CONNECTED:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if not dist.is_initialized():
         # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s

@@ -11,8 +11,10 @@ import threading
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from jupyter_client.manager import start_new_kernel
 from ranks import is_alive, leftovers, running_ranks, server_pid, wait_until
 
@@ -116,3 +118,20 @@ def test_a_kernel_ends_without_a_signal_and_its_forkserver_with_it():
 def test_a_consequence_that_is_reported_first_does_not_hide_the_cause():
     lost, cause = Report(1, "peer_lost", summary="lost"), Report(0, "raised", summary="raised")
     assert failure_error(Evidence(Board(2), reports={1: lost, 0: cause})).rank == 0
+
+
+def connections_of_many(comm):
+    """Return this rank's established connections at the start, and a sum over gloo."""
+    process = psutil.Process()
+    before = len([one for one in process.net_connections() if one.status == "ESTABLISHED"])
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return before, total.item()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:world_size 24 is far above")
+def test_many_ranks_are_connected_when_they_first_talk():
+    """Or the connections of a start would grow with the square of the ranks."""
+    for before, total in run(connections_of_many, world_size=24).values:
+        assert (before, total) == (0, 24.0)
