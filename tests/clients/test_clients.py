@@ -34,7 +34,8 @@ CASES = [(module, name) for module in PYTHONS for name in clients_in(module)]
 @pytest.mark.parametrize(("module", "name"), CASES)
 def test_a_client_gets_the_numbers_that_it_gets_from_gloo(module, name):
     python = PYTHONS[module]
-    if not python.exists():
+    # An installation that was cut off leaves a Python, but no stamp.
+    if module == "package_clients" and not (ROOT / ".venv-clients" / ".ready").exists():
         pytest.skip(f"{name} needs an environment of its own: make clients")
     words = [python, HERE / "start_client.py", module, name]
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
