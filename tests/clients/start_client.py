@@ -2,8 +2,8 @@
 
     python tests/clients/start_client.py torch_clients ddp
 
-The ranks find the variables that torchrun sets. What a client imports is imported once, before they
-are forked: ten ranks that import a trainer for themselves take minutes.
+The ranks find the variables that torchrun sets. What a client imports is imported
+once, before they are forked: ten ranks that import a trainer for themselves take minutes.
 """
 
 import ast
