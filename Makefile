@@ -229,7 +229,7 @@ clients: $(VENV)-clients/.ready
 
 $(VENV)-site/.ready $(VENV)-clients/.ready: $(VENV)-%/.ready: tools/%.txt | env
 	@$(BIN)/uv venv --quiet --clear --no-project --python $(BIN)/python $(VENV)-$*
-	@$(BIN)/uv pip install --quiet --python $(VENV)-$*/bin/python --require-hashes -r $<
+	@$(BIN)/uv pip install --quiet --python $(VENV)-$*/bin/python --compile-bytecode --require-hashes -r $<
 	@touch $@
 
 notebooks: env
