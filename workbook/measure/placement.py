@@ -20,16 +20,15 @@ MODEL = "vgg16"
 BATCH_SIZES = (8, 32)
 
 
-def bench_placement(repeats: int, where: Where, quick: bool = False) -> Iterator[Result]:
+def bench_placement(repeats: int, where: Where) -> Iterator[Result]:
     """Measure the hops of every placement in ``VGG16_SPLITS``, with one process per stage.
 
-    A result per placement and batch. ``quick``: the smaller batch, and two repeats.
+    A result per placement and batch.
     """
     link = measure_link(**where)
-    repeats = min(repeats, 2) if quick else repeats
     # By direction and bytes, of all placements so far.
     drawn, model = ({"activation": {}, "gradient": {}} for _ in range(2))
-    for batch_size in BATCH_SIZES[: 1 if quick else None]:
+    for batch_size in BATCH_SIZES:
         batch: Any = {"batch_size": batch_size, "input_shape": SHAPE, **where}
         profile = measure_profile(MODEL, **batch, repeats=1)
         for name, points in VGG16_SPLITS.items():
