@@ -53,7 +53,7 @@ def _add_bench(commands) -> None:
     add("--devices", type=list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
     record = "record the results of one benchmark, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
-    draw = "all-reduce, placement: draw the times, to FILE.png"
+    draw = "all-reduce: draw the times, to FILE.png"
     add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
 
 

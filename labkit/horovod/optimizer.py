@@ -61,7 +61,7 @@ def DistributedOptimizer(
     context for the ``step`` after that.
 
     Args:
-        named_parameters: names by which the ranks agree; by default their order counts.
+        named_parameters: names by which the ranks agree; without a name their order counts.
         compression: ``Compression.none`` or ``Compression.fp16``, see there.
         backward_passes_per_step: after how many passes a gradient is reduced; they add up.
         op: Average or Sum.
@@ -80,17 +80,9 @@ def DistributedOptimizer(
     if gradient_predivide_factor <= 0 or (op != Average and gradient_predivide_factor != 1):
         raise ValueError("gradient_predivide_factor is above 0, and for op=hvd.Average")
     check_integer("backward_passes_per_step", backward_passes_per_step)
-    pairs = list(named_parameters or ())
-    names = {parameter: name for name, parameter in pairs}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if pairs and (not names.keys() >= set(parameters) or len(set(names.values())) < len(pairs)):
-        raise ValueError(
-            "named_parameters leave out parameters of the optimizer, or give two the same "
-            "name: use model.named_parameters() of the whole model, or leave them out"
-        )
     gradients = Gradients(
         optimizer=optimizer,
-        names=names,
+        names={parameter: name for name, parameter in named_parameters or ()},
         compression=compression,
         passes=backward_passes_per_step,
         op=op,

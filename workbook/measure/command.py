@@ -34,7 +34,7 @@ BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
         partial(bench_steps, tensor_parallel),
         {"world_sizes": (2,), "models": ("gpt",), "repeats": 20},
     ),
-    "placement": (bench_placement, {"repeats": 6, "figure_path": None}),
+    "placement": (bench_placement, {"repeats": 6}),
     "pipeline": (
         partial(bench_steps, pipeline),
         {"world_sizes": (2,), "models": ("vgg16", "resnet18"), "repeats": 10},
