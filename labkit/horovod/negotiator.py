@@ -200,7 +200,7 @@ class Engine(threading.Thread):
         """End all that is under way with an error."""
         with self.changed:
             if isinstance(error, PeerLostError):
-                names = [f"{name!r} of {one.location}" for name, one in self._handles.items()]
+                names = [f"{name!r} of {h.location}" for name, h in self._handles.items()]
                 unfinished = ", ".join(names) or "nothing"
                 text = f"{error}. Unfinished on rank {self.comm.rank}: {unfinished}"
                 error = PeerLostError(text, error.rank)

@@ -32,17 +32,18 @@ def bench_placement(repeats: int, where: Where) -> Iterator[Result]:
                 continue
             predicted = predict_split(profile, points, link)
             measured = measure_split(MODEL, points, **batch, steps=repeats)
-            directions = {
-                "activation": measured.forward_hop_s,
-                "gradient": measured.backward_hop_s,
-            }
-            seconds, num_bytes, model_s = {}, {}, {}
-            for direction, hops_s in directions.items():
-                for cut, cut_point in enumerate(points):
-                    hop = f"cut {cut_point}, {direction}"
-                    seconds[hop] = hops_s[cut]
-                    num_bytes[hop] = predicted.hop_bytes[cut]
-                    model_s[hop] = predicted.hop_s[cut]
+            seconds = dict[str, list[float]]()
+            num_bytes = dict[str, float]()
+            model_s = dict[str, float]()
+            for direction, hops_s in (
+                ("activation", measured.forward_hop_s),
+                ("gradient", measured.backward_hop_s),
+            ):
+                for number, point in enumerate(points):
+                    hop = f"cut {point}, {direction}"
+                    seconds[hop] = hops_s[number]
+                    num_bytes[hop] = predicted.hop_bytes[number]
+                    model_s[hop] = predicted.hop_s[number]
             yield Result(
                 f"Communication of VGG16, {name}, a batch of {batch_size}, per step",
                 {"batch_size": batch_size},

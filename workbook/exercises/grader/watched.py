@@ -89,34 +89,35 @@ class Watched:
             "the default dtype": torch.get_default_dtype(),
         }
         for name, arg in zip([*self._names, *repeat("an argument", len(args))], args):
-            inside = list(_inside([arg]))
-            tensors = [one for one in inside if isinstance(one, Tensor)]
+            values = list(_inside([arg]))
+            tensors = [value for value in values if isinstance(value, Tensor)]
             dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
-            state[f"the memory of {name}"] = [(one.data_ptr(), one.shape) for one in dense]
+            state[f"the memory of {name}"] = [(each.data_ptr(), each.shape) for each in dense]
             if arg is self._written:
                 continue
-            modules = [m for one in inside if isinstance(one, nn.Module) for m in one.modules()]
-            parameters = [one for module in modules for one in module.parameters(recurse=False)]
+            models = [value for value in values if isinstance(value, nn.Module)]
+            modules = [module for model in models for module in model.modules()]
+            parameters = [p for module in modules for p in module.parameters(recurse=False)]
             parts = {
-                "values": [one._version for one in tensors if name in self._keeps],
-                "graph": [one.grad_fn is None for one in tensors],
-                "entries": [[*map(id, _entries(one))] for one in inside],
+                "values": [tensor._version for tensor in tensors if name in self._keeps],
+                "graph": [tensor.grad_fn is None for tensor in tensors],
+                "entries": [[*map(id, _entries(value))] for value in values],
                 "mode": [module.training for module in modules],
                 "hooks": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
-                "parameters": [(one.data_ptr(), one.requires_grad) for one in parameters],
+                "parameters": [(p.data_ptr(), p.requires_grad) for p in parameters],
             }
             state |= {f"the {part} of {name}": value for part, value in parts.items()}
         return state
 
 
-def _entries(one: Any) -> list:
-    if isinstance(one, dict):
-        return [*one, *one.values()]
-    return [*one] if isinstance(one, (list, tuple)) else []
+def _entries(value: Any) -> list:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return [*value] if isinstance(value, (list, tuple)) else []
 
 
-def _inside(arguments: Iterable[Any]) -> Iterator[Any]:
-    """The arguments, and what is in them, if they are lists or dicts."""
-    for one in arguments:
-        yield one
-        yield from _inside(_entries(one))
+def _inside(values: Iterable[Any]) -> Iterator[Any]:
+    """The values, and what is in them, if they are lists or dicts."""
+    for value in values:
+        yield value
+        yield from _inside(_entries(value))
