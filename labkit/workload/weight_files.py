@@ -148,6 +148,9 @@ class _MetadataUnpickler(pickle.Unpickler):
     """A reader of that metadata alone: any other class is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":
+            # Python 3.13 names the module that defines them. No other version has it.
+            module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _OF_METADATA.get(module, ()):
             return super().find_class(module, name)

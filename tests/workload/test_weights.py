@@ -3,7 +3,10 @@
 import copy
 import json
 import os
+import pathlib
 import pickle
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -121,11 +124,16 @@ def write_layout(layout, state, folder):
             save_file({k: v for k, v in cloned.items() if weight_map[k] == shard}, path / shard)
         index = {"metadata": {}, "weight_map": weight_map}
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    elif layout == "distributed checkpoint":
+    elif layout.startswith("distributed checkpoint"):
+        module = "pathlib._local" if layout.endswith("3.13") else pathlib.PosixPath.__module__
         path = folder / "step-3"
         optimizer = {"state": {"0": {"exp_avg": torch.ones(3)}}}
         saved = {"model": cloned, "optim": optimizer, "step": 3}
-        dcp.save(saved, checkpoint_id=path, no_dist=True)
+        with (
+            mock.patch.dict(sys.modules, {module: pathlib}),
+            mock.patch.object(pathlib.PosixPath, "__module__", module),
+        ):
+            dcp.save(saved, checkpoint_id=path, no_dist=True)
     elif layout == "labkit's checkpoint":
         path = folder
         save_file(
@@ -138,6 +146,7 @@ LAYOUTS = (
     *("as it is", "DistributedDataParallel", "torch.compile", "compiled parts", "nested"),
     *("nested twice", "a trainer's module", "tied once", "old BatchNorm", "safetensors"),
     *("shards with an index", "distributed checkpoint", "labkit's checkpoint"),
+    "distributed checkpoint of Python 3.13",
 )
 
 
@@ -153,6 +162,7 @@ def test_the_layouts_that_people_have(layout, tmp_path):
     others = {
         "a trainer's module": "loss.weight",
         "distributed checkpoint": "optim.state.0.exp_avg",
+        "distributed checkpoint of Python 3.13": "optim.state.0.exp_avg",
     }
     assert others.get(layout, "") in note
     assert bool(note) == (layout in others)
