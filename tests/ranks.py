@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 import labkit
+from labkit.costs.traffic import Cost
+from labkit.schedules.tree import binomial_broadcast
 
 
 def travel_by_value(module_name: str) -> None:
@@ -161,3 +163,10 @@ def meet(store, name, world_size):
 def _outcome_of(folder, rank):
     path = folder / str(rank)
     return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+def broadcast_cost(num_bytes: int, world_size: int, rank: int, root: int = 0) -> Cost:
+    """A broadcast by a binomial tree, whose timetable tests/schedules checks."""
+    steps = list(binomial_broadcast(rank, world_size, root))
+    messages = sum(step.dst is not None for step in steps)
+    return Cost(len(steps), messages, messages * num_bytes)

@@ -3,9 +3,6 @@
 The cases are those of Horovod's documentation: what it promises of arguments, results and errors.
 """
 
-import math
-import warnings
-
 import pytest
 import torch
 from hosts import on_hosts
@@ -14,33 +11,38 @@ from torch import nn
 import labkit.horovod as hvd
 from labkit import run
 from labkit.costs.traffic import ring_all_reduce_cost
-from labkit.horovod.coordinator import Coordinator, Decision, Request, fuse
+from labkit.horovod.coordinator import Coordinator, Request
+from labkit.horovod.negotiator import Handle, fuse
 
 # ---- the coordinator
 
 
-def wants(name, kind="allreduce", option="sum", dtype="float32", shape=(2,), rows=0):
-    return Request(name, kind, option, dtype, list(shape), rows)
-
-
-def says(*requests, waits=False):
-    return {"new": [list(request) for request in requests], "waits": waits}
+def says(*names, waits=False):
+    return {"new": [Request(name, "allreduce sum float32 [2]") for name in names], "waits": waits}
 
 
 def test_nothing_is_decided_before_all_ranks_have_it_and_then_in_one_order():
-    judge, a, b = Coordinator(3), wants("a"), wants("b", option="max")
-    assert judge.decide([says(a), says(b), says(a, b)]) == []
-    assert [one.requests for one in judge.decide([says(b), says(), says()])] == [[b]]
-    assert [one.requests for one in judge.decide([says(), says(a), says()])] == [[a]]
+    coordinator = Coordinator(3)
+    assert coordinator.decide([says("a"), says("b"), says("a", "b")]) == []
+    assert [one.name for one in coordinator.decide([says("b"), says(), says()])] == ["b"]
+    assert [one.name for one in coordinator.decide([says(), says("a"), says()])] == ["a"]
 
 
 def test_ready_sums_are_fused_up_to_the_limit_by_operation_and_dtype():
-    each = [Decision([wants(str(n), shape=(n,))]) for n in (4, 6, 1, 20, 2)]
-    sizes = [[math.prod(r.shape) for r in one.requests] for one in fuse(each, 44)]
+    def submitted(tensor, kind="allreduce", option="sum"):
+        return Handle(None, kind, option, tensor, None, "a line")
+
+    sizes = [
+        [one.tensor.numel() for one in group]
+        for group in fuse(
+            [submitted(torch.empty(count)) for count in (4, 6, 1, 20, 2)], most_bytes=44
+        )
+    ]
     assert sizes == [[4, 6, 1], [20], [2]]
-    mixed = [wants("a"), wants("b"), wants("c", option="max"), wants("d", dtype="int8")]
-    mixed += [wants("e", "allgather"), wants("f", "allgather")]
-    assert len(fuse([Decision([one]) for one in mixed], 1000)) == 5
+    one = torch.ones(2)
+    mixed = [submitted(one), submitted(one), submitted(one, option="max"), submitted(one.char())]
+    mixed += [submitted(one, "allgather", ""), submitted(one, "allgather", "")]
+    assert [len(group) for group in fuse(mixed, most_bytes=1000)] == [2, 1, 1, 1, 1]
 
 
 # ---- values, on real ranks
@@ -64,13 +66,10 @@ def reductions():
     size, rank = hvd.size(), hvd.rank()
     values, every = mine(3, 4), everyone(3, 4)
     assert near(hvd.allreduce(values), every.mean(0))
-    assert near(hvd.allreduce(values, average=False), every.sum(0))
     assert near(hvd.allreduce(values, op=hvd.Min, name="least"), every.amin(0))
     assert near(hvd.allreduce(values, op=hvd.Max), every.amax(0))
     assert near(hvd.allreduce(values, op=hvd.Product), every.prod(0))
-    scaled = hvd.allreduce(values, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
-    assert near(scaled, every.sum(0) * 1.5)
-    assert near(hvd.allreduce(values.t(), None, "t"), every.mean(0).t())
+    assert near(hvd.allreduce(values.t(), name="t"), every.mean(0).t())
     assert near(hvd.allreduce(values[0, 0]), every.mean(0)[0, 0])
     assert hvd.allreduce(torch.empty(0, 3)).shape == (0, 3)
     # Averages of integers are rounded towards zero.
@@ -85,17 +84,8 @@ def reductions():
     assert near(same, everyone(4).sum(0)[::2])
     parameter = nn.Parameter(mine(2))
     assert near(hvd.allreduce_(parameter, op=hvd.Sum).detach(), everyone(2).sum(0))
-    group = [mine(2), mine(3).float(), torch.tensor([rank])]
-    found = hvd.grouped_allreduce(group, op=hvd.Sum)
-    assert near(found[0], everyone(2).sum(0))
-    assert found[1].dtype == torch.float32
-    assert found[2].tolist() == [sum(range(size))]
-    assert hvd.grouped_allreduce([]) == []
-    found = hvd.grouped_allreduce_(group, op=hvd.Sum)
-    assert all(one is other for one, other in zip(found, group))
     handle = hvd.allreduce_async(values, name="held")
     assert near(hvd.synchronize(handle), every.mean(0))
-    assert hvd.poll(handle)
 
 
 def gathers():
@@ -103,9 +93,6 @@ def gathers():
     rows = torch.cat([torch.full((r + 1, 2), r) for r in range(size)])
     assert hvd.allgather(torch.full((rank + 1, 2), rank)).equal(rows)
     assert hvd.allgather(torch.full((rank, 2), rank > 0)).shape == (sum(range(size)), 2)
-    one, other = hvd.grouped_allgather([torch.tensor([rank]), torch.ones(rank + 1)])
-    assert one.tolist() == list(range(size))
-    assert len(other) == size * (size + 1) // 2
     root = size - 1
     assert hvd.broadcast(torch.tensor(rank), root).item() == root
     flag = torch.tensor([rank == root, False])
@@ -114,103 +101,10 @@ def gathers():
     found = hvd.broadcast_object({"lr": rank, "t": torch.tensor(rank)}, root)
     assert found == {"lr": root, "t": root}
     assert hvd.allgather_object("x" * rank, name="texts") == ["x" * r for r in range(size)]
-    hvd.barrier()
 
 
-def exchanges():
-    """All-to-all and reduce-scatter, even and uneven."""
-    size, rank = hvd.size(), hvd.rank()
-    for dtype in (torch.uint8, torch.int64, torch.float16, torch.float64):
-        rows = torch.arange(size).repeat_interleave(rank + 1).to(dtype)[:, None]
-        right = torch.full((size * (size + 1) // 2, 1), rank, dtype=dtype)
-        assert hvd.alltoall(rows).equal(right)
-        found, came = hvd.alltoall(rows, torch.tensor([rank + 1] * size).int())
-        assert (found.tolist(), came.tolist()) == (right.tolist(), [r + 1 for r in range(size)])
-    # Rank 0 alone sends, to the last rank alone.
-    splits = [0] * (size - 1) + [4 if rank == 0 else 0]
-    found, came = hvd.synchronize(hvd.alltoall_async(torch.ones(sum(splits)), splits))
-    assert (len(found), came.tolist()) == (came.sum(), [4 * (rank == size - 1)] + [0] * (size - 1))
-    for op, every in ((hvd.Sum, everyone(7, 2).sum(0)), (hvd.Average, everyone(7, 2).mean(0))):
-        scales = {"prescale_factor": 0.5, "postscale_factor": 3.0}
-        right = every.tensor_split(size)[rank]
-        assert near(hvd.reducescatter(mine(7, 2), op=op), right)
-        one, other = hvd.grouped_reducescatter([mine(7, 2), mine(7, 2)[:, :1]], op=op, **scales)
-        assert near(one, right * 1.5)
-        assert near(other, right[:, :1] * 1.5)
-        half = hvd.reducescatter(mine(7, 2).float(), None, hvd.Compression.fp16, op)
-        assert torch.allclose(half.double(), right, atol=1e-2)
-        handle = hvd.reducescatter_async(torch.full((size,), 7), op=op)
-        assert hvd.synchronize(handle).tolist() == [7 * size if op == hvd.Sum else 7]
-    # Integers are scaled on each rank, and rounded towards zero.
-    whole = hvd.allreduce(torch.tensor([5, -5]), op=hvd.Sum, prescale_factor=0.5)
-    assert whole.tolist() == [2 * size, -2 * size]
-
-
-def gradients():
-    """Horovod's, for gradients (of the results) that are rank + 1 everywhere."""
-    size, rank = hvd.size(), hvd.rank()
-    total = size * (size + 1) / 2
-    root, fours = size - 1, [4] * size
-    cases = [
-        (lambda x: hvd.allreduce(x, op=hvd.Sum), total),
-        (lambda x: hvd.allreduce(x, name="g", postscale_factor=3.0), 3 * total / size),
-        (lambda x: sum(hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)), 3 * total),
-        (lambda x: hvd.allgather(x[: rank + 1]), total / size),
-        (lambda x: sum(hvd.grouped_allgather([x, x])), 2 * total / size),
-        (lambda x: hvd.broadcast(x, root), total / size if rank == root else 0.0),
-    ]
-    for function, right in cases:
-        x = torch.ones(4 * size, 2, dtype=torch.float64, requires_grad=True)
-        found = function(x)
-        found.backward(torch.full_like(found, rank + 1.0))
-        used = x.grad[: rank + 1] if function is cases[3][0] else x.grad
-        assert near(used, torch.full_like(used, right)), (function, right)
-    for function, factor in (
-        (lambda x: hvd.alltoall(x), 1),
-        (lambda x: hvd.alltoall(x, fours)[0], 1),
-        (lambda x: hvd.reducescatter(x), 1),
-        (lambda x: hvd.grouped_reducescatter([x], op=hvd.Sum, prescale_factor=2.0)[0], 2 * size),
-    ):
-        x = torch.ones(4 * size, dtype=torch.float64, requires_grad=True)
-        found = function(x)
-        found.backward(torch.full_like(found, rank + 1.0))
-        right = factor * torch.arange(1.0, size + 1).repeat_interleave(4)
-        assert near(x.grad, right.double()), (function, factor)
-    least = hvd.allreduce(mine(2).requires_grad_(), op=hvd.Min)
-    refused("no gradient", least.sum().backward)
-
-
-def sparse():
-    size, rank = hvd.size(), hvd.rank()
-    one = torch.sparse_coo_tensor([[0, rank + 1]], [2.0, 3.0], (size + 1,))
-    for op, part in ((hvd.Sum, 1), (hvd.Average, size)):
-        found = hvd.sparse_allreduce_async(one, "sparse", op)()
-        assert torch.allclose(found.to_dense() * part, torch.tensor([2.0 * size] + [3.0] * size))
-    table = nn.Embedding(4, 2, sparse=True)
-    adam = torch.optim.SparseAdam(list(table.parameters()))
-    optimizer = hvd.DistributedOptimizer(adam, op=hvd.Sum)
-    table(torch.tensor([0, rank + 1])).sum().backward()
-    optimizer.step()
-    right = [[size] * 2] + [[float(r < size)] * 2 for r in range(3)]
-    assert table.weight.grad.to_dense().tolist() == right
-
-
-def predivides():
-    model = nn.Linear(2, 1)
-    options = {"gradient_predivide_factor": 2.0, "groups": [list(model.parameters())]}
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), **options)
-    optimizer.set_backward_passes_per_step(2)
-    for _ in range(2):
-        model(torch.full((1, 2), float(hvd.rank()))).sum().backward()
-    optimizer.step()
-    assert model.weight.grad.tolist() == [[hvd.size() - 1.0] * 2]
-    assert hvd.is_homogeneous()
-    hvd.init(range(hvd.size()))
-    refused("all .* ranks", hvd.init, [7])
-
-
-def refused(words, function, *args, kind=ValueError, **options):
-    with pytest.raises(kind, match=words):
+def refused(words, function, *args, **options):
+    with pytest.raises(ValueError, match=words):
         function(*args, **options)
     # The others come through, too, and everything goes on.
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
@@ -218,36 +112,17 @@ def refused(words, function, *args, kind=ValueError, **options):
 
 def errors():
     one = torch.ones(2)
-    refused("not both", hvd.allreduce, one, average=True, op=hvd.Sum)
     refused("'median'", hvd.allreduce, one, op="median")
     refused("float8", hvd.allreduce, one.to(torch.float8_e5m2))
     refused("reshape", hvd.allgather, torch.tensor(1))
-    refused("cannot be split", hvd.alltoall, torch.ones(hvd.size() + 1), [1] * hvd.size())
-    refused("cannot be split", hvd.alltoall, one, torch.ones(hvd.size()))
-    refused("reshape", hvd.reducescatter, torch.tensor(1))
     refused("not a rank", hvd.broadcast, one, hvd.size())
-    refused("new_group", hvd.allreduce, one, process_set=object(), kind=NotImplementedError)
+    refused("detach", hvd.allreduce, one.requires_grad_())
+    one = one.detach()
+    refused("without it", hvd.init, [7])
     hvd.allreduce_async(one, name="twice")
     with pytest.raises(ValueError, match=r"'allreduce.twice' is under way already, from .*\.py"):
         hvd.allreduce_async(one, name="twice")
-    hvd.barrier()
-
-
-def joins():
-    """Ranks with fewer batches: sums go on with zeros, averages divide by all ranks."""
-    rank, size = hvd.rank(), hvd.size()
-    for batch in range(rank + 1):
-        left = size - batch
-        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [left] * 2
-        found = hvd.allreduce(torch.ones(1, dtype=torch.float64), name="loss")
-        assert near(found, torch.tensor([left / size]))
-    if rank == size - 1 and size > 1:
-        with pytest.raises(hvd.HorovodInternalError, match=r"rank 0.* called join"):
-            hvd.allgather(torch.ones(1), name="not after join")
-    assert hvd.join() == size - 1
-    # From here on all ranks count what has no name from the same number.
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
-    assert hvd.join() in range(size)
+    hvd.allreduce(one)
 
 
 # ---- training
@@ -277,7 +152,7 @@ def batch_of(step, passed, rank):
     return torch.randn(6, 4, generator=generator, dtype=torch.float64)
 
 
-def follows(make, op, passes, with_closure=False):
+def follows(make, op, passes):
     """Check that the ranks come to where one device does with all their batches."""
     size, rank = hvd.size(), hvd.rank()
     model, alone = net(seed=rank), net()
@@ -288,19 +163,11 @@ def follows(make, op, passes, with_closure=False):
     )
     assert isinstance(optimizer, type(reference))
     for step in range(3):
-
-        def backward(step=step):
-            optimizer.zero_grad()
-            for passed in range(passes):
-                loss = model(batch_of(step, passed, rank), with_some=rank == step % size)
-                loss.square().mean().backward()
-            return loss
-
-        if with_closure:
-            optimizer.step(backward)
-        else:
-            backward()
-            optimizer.step()
+        optimizer.zero_grad()
+        for passed in range(passes):
+            loss = model(batch_of(step, passed, rank), with_some=rank == step % size)
+            loss.square().mean().backward()
+        optimizer.step()
         reference.zero_grad()
         for passed in range(passes):
             losses = [
@@ -326,7 +193,6 @@ def trains():
         for passes in (1, 3):
             follows(sgd, op, passes)
     follows(adam, hvd.Average, 1)
-    follows(sgd, hvd.Average, 2, with_closure=True)
 
 
 def optimizer_rules():
@@ -343,24 +209,17 @@ def optimizer_rules():
         optimizer.zero_grad()
     with pytest.raises(AssertionError, match="backward_passes_per_step=1"):
         backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-        # That pass has changed gradients while they were reduced.
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer.zero_grad()
-        backward()
-        optimizer.synchronize()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        clipped = model.weight.grad.clone()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        assert model.weight.grad.equal(clipped)
+    optimizer.step()
+    # That pass has changed gradients while they were reduced.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer.zero_grad()
     backward()
     optimizer.synchronize()
-    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    clipped = model.weight.grad.clone()
+    with optimizer.skip_synchronize():
         optimizer.step()
+    assert model.weight.grad.equal(clipped)
     # A scheduler works on it, and what is frozen and free again is reduced.
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model.bias.requires_grad_(False)
@@ -376,14 +235,18 @@ def optimizer_rules():
 def optimizer_refusals():
     model = nn.Linear(2, 1)
     plain = torch.optim.SGD(model.parameters(), 1)
-    for bad in ([("a", model.weight)], [("a", model.weight), ("a", model.bias)]):
-        refused("named_parameters", hvd.DistributedOptimizer, plain, bad)
     refused("op=", hvd.DistributedOptimizer, plain, op=hvd.Min)
     refused("an optimizer", hvd.DistributedOptimizer, 3)
     refused("passes", hvd.DistributedOptimizer, plain, backward_passes_per_step=0)
-    half = hvd.DistributedOptimizer(plain, compression=hvd.Compression.fp16)
+    half = hvd.DistributedOptimizer(
+        plain,
+        compression=hvd.Compression.fp16,
+        gradient_predivide_factor=2.0,
+        groups=[list(model.parameters())],
+    )
     model(torch.full((1, 2), float(hvd.rank()))).sum().backward()
     half.step()
+    refused("closure", half.step, lambda: 0.0)
     assert model.weight.grad.tolist() == [[(hvd.size() - 1) / 2] * 2]
     table = nn.Embedding(4, 2, sparse=True)
     dense = hvd.DistributedOptimizer(
@@ -393,6 +256,9 @@ def optimizer_refusals():
     dense.step()
     assert table.weight.grad.is_sparse
     assert table.weight.grad.to_dense()[3].tolist() == [hvd.size()] * 2
+    table = nn.Embedding(4, 2, sparse=True)
+    hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), 1.0))
+    refused("sparse_as_dense=True", table(torch.tensor([3])).sum().backward)
 
 
 def states():
@@ -412,25 +278,8 @@ def states():
         assert str(theirs) == str(optimizer.state_dict())
 
 
-def batch_norm():
-    rank, size = hvd.rank(), hvd.size()
-    ours, theirs = hvd.SyncBatchNorm(3).double(), nn.BatchNorm2d(3).double()
-    every = torch.cat([mine(2, 3, 4, 4, rank=r) for r in range(size)]).requires_grad_()
-    part = mine(2, 3, 4, 4).requires_grad_()
-    weights = torch.cat([mine(2, 3, 4, 4, rank=50 + r) for r in range(size)])
-    right = theirs(every)
-    (right * weights).sum().backward()
-    found = ours(part)
-    (found * weights.chunk(size)[rank]).sum().backward()
-    assert near(found, right.chunk(size)[rank])
-    assert near(part.grad, every.grad.chunk(size)[rank])
-    assert near(ours.running_var, theirs.running_var)
-
-
 def answers():
     assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
-    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
-    assert not any(built() for built in (hvd.mpi_built, hvd.nccl_built, hvd.mpi_threads_supported))
     before = hvd.engine().comm.messages, hvd.engine().comm.bytes_sent
     hvd.allreduce(torch.ones(5000))
     ring = ring_all_reduce_cost(5000, 4, hvd.size(), hvd.rank())
@@ -447,8 +296,7 @@ def answers():
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
-PARTS = [reductions, gathers, errors, joins, trains, optimizer_rules, optimizer_refusals, states]
-PARTS += [exchanges, gradients, sparse, predivides, batch_norm, answers]
+PARTS = [reductions, gathers, errors, trains, optimizer_rules, optimizer_refusals, states, answers]
 
 
 def everything(comm, given):
@@ -471,7 +319,7 @@ def test_all_of_it(world_size):
 def test_alone_without_a_launcher():
     hvd.init()
     try:
-        for part in (reductions, joins, answers):
+        for part in (reductions, answers):
             part()
     finally:
         hvd.shutdown()
@@ -487,8 +335,7 @@ def script():
     reductions()
     hvd.shutdown()
     hvd.init()
-    mine = hvd.rank(), hvd.local_rank(), hvd.cross_rank(), hvd.cross_size()
-    found = hvd.allgather_object(mine)
+    found = hvd.allgather_object((hvd.rank(), hvd.local_rank(), hvd.local_size()))
     if hvd.rank() == 0:
         print(found, flush=True)
 
@@ -496,8 +343,8 @@ def script():
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ([2], "[(0, 0, 0, 1), (1, 1, 0, 1)]"),
-        ([1, 2], "[(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 1, 2)]"),
+        ([2], "[(0, 0, 2), (1, 1, 2)]"),
+        ([1, 2], "[(0, 0, 1), (1, 0, 2), (2, 1, 2)]"),
     ],
 )
 def test_a_script_under_torchrun(sizes, words):

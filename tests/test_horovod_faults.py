@@ -10,7 +10,6 @@ import pytest
 import torch
 from hosts import on_hosts
 from ranks import leftovers, running_ranks, wait_until
-from torch import nn
 
 import labkit.horovod as hvd
 from labkit import WorkerError, run
@@ -116,7 +115,7 @@ def begins_again(comm):
         assert total(torch.ones(1)).item() == hvd.size()
         is_alone = hvd.rank() == number and hvd.size() > 1
         held = hvd.allreduce_async(torch.ones(1), name="alone") if is_alone else None
-        hvd.barrier()
+        total(torch.ones(1))
         hvd.shutdown()
         hvd.shutdown()
         assert not hvd.is_initialized()
@@ -138,7 +137,7 @@ def many(comm):
     rank, size, count = hvd.rank(), hvd.size(), 300
     order = range(count) if rank % 2 else reversed(range(count))
     held = {
-        n: hvd.allreduce_async(torch.full((5,), n + rank), None, str(n), hvd.Sum) for n in order
+        n: hvd.allreduce_async(torch.full((5,), n + rank), name=str(n), op=hvd.Sum) for n in order
     }
     expected = [n * size + sum(range(size)) for n in range(count)]
     assert [hvd.synchronize(held[n])[4].item() for n in range(count)] == expected
@@ -162,54 +161,3 @@ def test_what_a_program_can_go_on_after(world_size):
         return (comm.world_size == 1 or goes_on(comm)) and many(comm) and begins_again(comm)
 
     assert run(all_of_them, world_size=world_size).values == [True] * world_size
-
-
-# ---- ranks with different numbers of batches
-
-
-def batch(rank, number):
-    generator = torch.Generator().manual_seed(100 * rank + number)
-    return torch.randn(4, 3, generator=generator, dtype=torch.float64)
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-
-
-def uneven(comm, epochs):
-    """Rank r has r + 1 batches in each epoch; who is done first joins, and takes the new model."""
-    hvd.init()
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
-    optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
-    for _ in range(epochs):
-        for number in range(comm.rank + 1):
-            optimizer.zero_grad()
-            net(batch(comm.rank, number)).square().mean().backward()
-            optimizer.step()
-        last = hvd.join()
-        assert last == comm.world_size - 1
-        hvd.broadcast_parameters(net.state_dict(), root_rank=last)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
-    return [parameter.detach() for parameter in net.parameters()]
-
-
-def one_device(world_size, epochs):
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
-    for number in [*range(world_size)] * epochs:
-        optimizer.zero_grad()
-        there = range(number, world_size)
-        loss = sum(net(batch(rank, number)).square().mean() for rank in there) / world_size
-        loss.backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in net.parameters()]
-
-
-def test_uneven_batches_train_as_on_one_device_with_zeros_for_the_missing():
-    replicas = run(uneven, 2, world_size=3).values
-    for mine, expected in zip(replicas[0], one_device(3, 2)):
-        assert torch.allclose(mine, expected, rtol=0, atol=1e-12)
-    for other in replicas[1:]:
-        assert all(map(torch.equal, other, replicas[0]))

@@ -37,7 +37,7 @@ def test_no_setting_takes_a_value_that_cannot_be(setting):
     [
         (run, {"world_size": 1}, ("world_size", "timeout_s")),
         (train_with, {"strategy": "single"}, ("timeout_s",)),
-        (compare.compare, {}, ("repeats", "epochs", "target")),
+        (compare.compare, {}, ("repeats", "epochs", "target", "world_size", "batch_size")),
         (bench, {"names": ["placement"]}, ("repeats",)),
     ],
 )

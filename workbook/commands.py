@@ -38,7 +38,9 @@ def _add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
     bench.set_defaults(run=_bench)
     add = bench.add_argument
-    names = "all-reduce, ddp, placement, pipeline, schedules: all of them if left out"
+    names = (
+        "all-reduce, ddp, sharded, tensor-parallel, placement, pipeline; all of them if left out"
+    )
     add("names", nargs="*", metavar="NAME", help=names)
     ranks = "numbers of ranks, one run each (2,4)"
     add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
@@ -51,8 +53,7 @@ def _add_bench(commands) -> None:
     add("--devices", type=list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
     record = "record the results of one benchmark, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
-    add("--quick", action="store_true", default=None, help="placement: within two minutes")
-    draw = "all-reduce, placement: draw the times, to FILE.png"
+    draw = "all-reduce: draw the times, to FILE.png"
     add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
 
 
@@ -62,14 +63,12 @@ def _add_compare(commands) -> None:
     add = compare.add_argument
     some = "compare only these techniques, with PyTorch's counterparts"
     add("--strategies", type=list_of(str), metavar="S,S", help=some)
-    ranks = "numbers of ranks (1,2,3,4)"
-    add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
+    ranks = "number of ranks (one per core or GPU, 4 at most)"
+    add("--world-size", type=int, metavar="N", help=ranks)
     samples = "numbers of training samples (a quarter, a half, all)"
     add("--train-size", dest="train_sizes", type=_integers, metavar="N,N", help=samples)
-    batches = "global batches (64,128,256)"
-    add("--batch-size", dest="batch_sizes", type=_integers, metavar="B,B", help=batches)
-    repeats = "runs of each technique; by default as many as fit into 8 minutes"
-    add("--repeats", type=int, metavar="N", help=repeats)
+    add("--batch-size", type=int, metavar="B", help="global batch (128)")
+    add("--repeats", type=int, metavar="N", help="runs of each technique (3)")
     add("--epochs", type=int, metavar="E", help="epochs per run (6)")
     accuracy = "held-out accuracy to reach (95)"
     add("--target", type=typed(_percent), metavar="PERCENT", help=accuracy)

@@ -24,7 +24,6 @@ from labkit.schedules.ring import (
 )
 from labkit.schedules.sharding import Instruction, Uses, sharded_pass
 from labkit.schedules.timetable import instructions
-from labkit.schedules.tree import binomial_broadcast
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,6 @@ def gather_cost(
     if rank == root:
         return Cost(world_size - 1, 0, 0)
     return Cost(1, 1, num_elements * element_bytes)
-
-
-def broadcast_cost(
-    num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
-) -> Cost:
-    """Binomial tree: the root sends ceil(log2 P) messages of S bytes, all ranks together P - 1."""
-    steps = list(binomial_broadcast(rank, world_size, root))
-    messages = sum(step.dst is not None for step in steps)
-    return Cost(len(steps), messages, messages * num_elements * element_bytes)
 
 
 def ring_all_reduce_cost(

@@ -5,12 +5,10 @@ gradient under the parameter's name; the background thread reduces it while back
 3. Before ``step`` what no hook has submitted is, and all results are waited for. Ranks may finish
 gradients in different orders; where a rank has none for a parameter it contributes zeros.
 
-Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow"
-(2018), section 4.
+Source: as ``labkit.horovod.coordinator``.
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from labkit.collectives.common import Reduction
 from labkit.horovod.negotiator import Handle, engine
 from labkit.units import check_integer
 
@@ -31,49 +28,26 @@ class WrongOrder(ValueError, AssertionError):
 
 
 class Compression:
-    """``compress(tensor)`` gives what travels and a context, for ``decompress(tensor, context)``.
+    """The dtype in which floating-point numbers travel.
 
     On our ring, partial sums of 16-bit floats travel as float32 (``share_reduce``), so ``fp16``
     saves a quarter of the bytes of float32, not a half.
     """
 
-    none: "Compression"
-    fp16: "Compression"
-
-    def __init__(self, halves: bool):
-        self.halves = halves
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        halved = tensor.half() if self.halves and tensor.is_floating_point() else tensor
-        return halved, tensor.dtype
-
-    def decompress(self, tensor: Tensor, context: torch.dtype) -> Tensor:
-        return tensor.to(context)
+    none = None
+    fp16 = torch.float16
 
 
-Compression.none, Compression.fp16 = Compression(False), Compression(True)
-
-
-def sparse_allreduce_async(tensor: Tensor, name: str | None = None, op: str = Average) -> Handle:
-    """Reduce a sparse tensor: all ranks get the indices and values of all, added up."""
-    mine = tensor.detach().coalesce()
-    indices, values = name and f"{name}.indices", name and f"{name}.values"
-    where = engine().submit("allgather", indices, mine.indices().t(), torch.cat)
-
-    def take(parts: list[Tensor]) -> Tensor:
-        # 16-bit floats are added up in float32.
-        wide = Reduction.of("sum", mine.values()).wide
-        found = torch.cat(parts).to(wide) / (len(parts) if op == Average else 1)
-        summed = torch.sparse_coo_tensor(where.wait().t(), found, tensor.shape).coalesce()
-        return summed.to(tensor.device, tensor.dtype)
-
-    return engine().submit("allgather", values, mine.values(), take)
+def compress(tensor: Tensor, compression: torch.dtype | None) -> Tensor:
+    if compression is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(compression)
 
 
 def DistributedOptimizer(
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Any = Compression.none,
+    compression: torch.dtype | None = Compression.none,
     backward_passes_per_step: int = 1,
     op: str = Average,
     gradient_predivide_factor: float = 1.0,
@@ -83,17 +57,17 @@ def DistributedOptimizer(
 ) -> Any:
     """``optimizer``, whose ``step`` uses gradients that were reduced while backward still ran.
 
-    It gets ``synchronize()``, after which gradients are reduced, ``skip_synchronize()``, a context
-    for the ``step`` after that, and ``set_backward_passes_per_step(passes)``.
+    It gets ``synchronize()``, after which gradients are reduced, and ``skip_synchronize()``, a
+    context for the ``step`` after that.
 
     Args:
-        named_parameters: names by which the ranks agree; by default their order counts.
+        named_parameters: names by which the ranks agree; without a name their order counts.
         compression: ``Compression.none`` or ``Compression.fp16``, see there.
         backward_passes_per_step: after how many passes a gradient is reduced; they add up.
         op: Average or Sum.
         gradient_predivide_factor: divides before an average, and multiplies after it.
         num_groups, groups: no effect, as what is ready at the same time is fused anyway.
-        sparse_as_dense: whether sparse gradients are reduced as dense ones; they end sparse.
+        sparse_as_dense: whether sparse gradients are reduced, as dense ones; they end sparse.
 
     Raises:
         ValueError: an argument that is none of these; says which.
@@ -106,145 +80,114 @@ def DistributedOptimizer(
     if gradient_predivide_factor <= 0 or (op != Average and gradient_predivide_factor != 1):
         raise ValueError("gradient_predivide_factor is above 0, and for op=hvd.Average")
     check_integer("backward_passes_per_step", backward_passes_per_step)
-    names: dict[Tensor, str] = {}
-    if named_parameters is not None:
-        pairs = [one for one in named_parameters if isinstance(one, tuple)]
-        names = {parameter: name for name, parameter in pairs}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not names.keys() >= set(parameters) or len(set(names.values())) < len(pairs):
-            raise ValueError(
-                "named_parameters leave out parameters of the optimizer, or give two the same "
-                "name: use model.named_parameters() of the whole model, or leave them out"
-            )
-    passes = backward_passes_per_step
-    found: Any = optimizer
     gradients = Gradients(
-        optimizer, names, compression, passes, op, gradient_predivide_factor, sparse_as_dense
+        optimizer=optimizer,
+        names={parameter: name for name, parameter in named_parameters or ()},
+        compression=compression,
+        passes=backward_passes_per_step,
+        op=op,
+        factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
     )
-    found.register_step_pre_hook(gradients.before_step)
-    found.synchronize, found.skip_synchronize = gradients.synchronize, gradients.skip
-    found.zero_grad, found.set_backward_passes_per_step = gradients.zero_grad, gradients.set_passes
-    return found
+    gradients.attach()
+    return optimizer
 
 
 @dataclass(eq=False)
 class Gradients:
     """The gradients of an optimizer's parameters, on their way to the average."""
 
-    optimizer: Optimizer
+    optimizer: Any
     names: dict[Tensor, str]
-    compression: Any
+    compression: torch.dtype | None
     passes: int
     op: str
     factor: float
     sparse_as_dense: bool
-    is_synchronized: bool = False
-    synchronizes: bool = True
 
-    def __post_init__(self) -> None:
+    def attach(self) -> None:
+        """Hook the optimizer and its parameters."""
         # By parameter: the passes before its gradient is submitted, and what was submitted.
-        self.left: dict[Tensor, int] = {}
+        self.passes_left: dict[Tensor, int] = {}
         self.under_way: dict[Tensor, Handle] = {}
-        self.clear = self.optimizer.zero_grad
+        self.synchronizes = True
+        self.plain_zero_grad = self.optimizer.zero_grad
+        self.optimizer.register_step_pre_hook(self.before_step)
+        self.optimizer.synchronize = self.synchronize
+        self.optimizer.skip_synchronize = self.skip_synchronize
+        self.optimizer.zero_grad = self.zero_grad
         self.watch()
 
     def watch(self) -> None:
         """Hook the parameters that need gradients and have no hook yet."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         for number, parameter in enumerate(parameters):
-            if parameter.requires_grad and parameter not in self.left:
+            if parameter.requires_grad and parameter not in self.passes_left:
                 self.names.setdefault(parameter, f"noname.{number}")
-                self.left[parameter] = self.passes
-                parameter.register_post_accumulate_grad_hook(self.passed)
+                self.passes_left[parameter] = self.passes
+                parameter.register_post_accumulate_grad_hook(self.gradient_ready)
 
-    def set_passes(self, passes: int) -> None:
-        check_integer("backward_passes_per_step", passes)
-        self.passes, self.left = passes, dict.fromkeys(self.left, passes)
-
-    def passed(self, parameter: Tensor) -> None:
-        if self.left[parameter] == 0:
+    def gradient_ready(self, parameter: Tensor) -> None:
+        if self.passes_left[parameter] == 0:
             raise WrongOrder(
                 f"the gradient of {self.names[parameter]!r} was computed more than "
                 f"backward_passes_per_step={self.passes} times before step() or synchronize(): "
                 "set it to the number of backward passes in a step"
             )
-        self.left[parameter] -= 1
-        if self.left[parameter] == 0:
+        self.passes_left[parameter] -= 1
+        if self.passes_left[parameter] == 0:
             self.submit(parameter)
 
     def submit(self, parameter: Tensor) -> None:
+        name = self.names[parameter]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        name = self.names[parameter]
-        if parameter.grad.is_sparse and not self.sparse_as_dense:
-            self.under_way[parameter] = sparse_allreduce_async(parameter.grad, name, self.op)
-            return
-        # Optimizers such as SparseAdam take sparse gradients alone.
-        sparse_dim = parameter.grad.sparse_dim() if parameter.grad.is_sparse else 0
-        gradient = parameter.grad.to_dense() if sparse_dim else parameter.grad
-        factor = self.factor
-        divided = gradient if factor == 1 else gradient / factor
-        small, context = self.compression.compress(divided)
-
-        def take(found: Tensor) -> Tensor:
-            gradient.copy_(self.compression.decompress(found, context))
-            if factor != 1:
-                gradient.mul_(factor)
-            return gradient.to_sparse(sparse_dim) if sparse_dim else gradient
-
-        self.under_way[parameter] = engine().submit("allreduce", name, small, take, self.op)
+        gradient = parameter.grad
+        if gradient.is_sparse:
+            if not self.sparse_as_dense:
+                raise ValueError(f"the gradient of {name!r} is sparse: give sparse_as_dense=True")
+            gradient = gradient.to_dense()
+        small = compress(gradient / self.factor, self.compression)
+        self.under_way[parameter] = engine().submit("allreduce", name, small, self.op)
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Wait until all gradients are reduced."""
         self.watch()
         try:
-            for parameter in self.left:
+            for parameter in self.passes_left:
                 if parameter not in self.under_way:
                     self.submit(parameter)
             for parameter, handle in self.under_way.items():
-                parameter.grad = handle.wait()
+                reduced = handle.wait().to(parameter.dtype) * self.factor
+                gradient = parameter.grad
+                if gradient is not None and gradient.is_sparse:
+                    # Optimizers such as SparseAdam take sparse gradients alone.
+                    reduced = reduced.to_sparse(gradient.sparse_dim())
+                parameter.grad = reduced
         finally:
             self.under_way.clear()
-            self.left = dict.fromkeys(self.left, self.passes)
-        self.is_synchronized = True
+            self.passes_left = dict.fromkeys(self.passes_left, self.passes)
 
     @contextlib.contextmanager
-    def skip(self) -> Iterator[None]:
+    def skip_synchronize(self) -> Iterator[None]:
         self.synchronizes = False
         try:
             yield
         finally:
             self.synchronizes = True
 
-    def before_step(self, optimizer: Optimizer, args: Any, options: Any) -> Any:
-        """Reduce the gradients; those of a closure are reduced in it."""
-        closure = options.get("closure", args[1] if len(args) > 1 else None)
-
-        def reduced() -> Any:
-            loss = closure()
-            self.synchronize()
-            self.is_synchronized = False
-            return loss
-
-        if self.synchronizes and self.is_synchronized:
-            warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() after "
-                "synchronize(): it reduces the gradients once more, which takes time",
-                stacklevel=4,
-            )
-        if self.synchronizes and closure is not None:
-            return (optimizer, reduced), {}
+    def before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        if any(map(callable, [*args[1:], *options.values()])):
+            raise ValueError("step() takes no closure here: call backward() before it")
         if self.synchronizes:
             self.synchronize()
-        self.is_synchronized = False
-        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if any(left != self.passes for left in self.left.values()):
+        if any(left != self.passes for left in self.passes_left.values()):
             raise WrongOrder(
                 "zero_grad() between backward() and step() or synchronize() would clear gradients "
                 "that are to be reduced: call it after step(), and after an exception in backward "
                 "after synchronize()"
             )
-        self.clear(set_to_none)
+        self.plain_zero_grad(set_to_none)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import OPS, on_one_device, paid, reduced, ring_cost, values_of, wide_bytes
-from ranks import equal
+from ranks import broadcast_cost, equal
 
 from labkit import run
 from labkit.collectives import (
@@ -165,7 +165,7 @@ def test_collectives_with_a_root(world_size):
             }
             counts = size, dtype.itemsize, world_size, rank, root
             num_bytes, others = size * dtype.itemsize, world_size - 1
-            broadcast = traffic.broadcast_cost(*counts)
+            broadcast = broadcast_cost(num_bytes, world_size, rank, root)
             sent = 0 if at_root else 1
             prices = {
                 "broadcast": broadcast,

@@ -37,15 +37,15 @@ def run_row(name, setting, repeat, seconds):
 
 @pytest.fixture
 def record():
-    """ring takes 1 s an epoch, PyTorch 2 s and single 3 s; slower on 4 ranks, faster on half."""
-    settings = [(2, 100, 32), (4, 100, 32), (2, 50, 32), (2, 100, 64)]
+    """ring takes 1 s an epoch, PyTorch 2 s and single 3 s; half of it on half of the samples."""
+    # Older records have other numbers of ranks, too, which count nowhere.
+    settings = [(2, 100, 32), (2, 50, 32), (4, 100, 32)]
     names = ("world_size", "train_size", "batch_size")
     runs = []
     for repeat, drift in enumerate((1.0, 2.0, 1.1)):
-        for index, factor in enumerate((1.0, 3.0, 0.5, 0.8)):
+        for index, factor in enumerate((1.0, 0.5, 3.0)):
             for name, seconds in (("ring", 1.0), ("Torch", 2.0), ("single", 3.0)):
-                if name != "single" or index != 1:
-                    runs.append(run_row(name, index, repeat, seconds * factor * drift))
+                runs.append(run_row(name, index, repeat, seconds * factor * drift))
     single, ours = contender("single", ranks=1), contender("ring", counterpart="Torch")
     theirs = contender("Torch", strategy="ring", builtin=True)
     return {
@@ -70,11 +70,12 @@ def test_every_class_takes_part_once_and_single_is_first(names):
     assert {one["counterpart"] for one in found} <= builtins | {None}
 
 
-def test_settings_differ_from_the_main_one_in_one_thing():
-    found = settings_of((1, 2, 4, 4), (25, 100), (16, 32, 64), 6, units=2)
+def test_all_samples_come_first_and_fewer_only_measure_times():
+    found = settings_of(2, (25, 100, 50, 25), 32, epochs=6)
     assert [tuple(one.values()) for one in found] == [
-        *((2, 100, 32, 6), (1, 100, 32, 3), (4, 100, 32, 3)),
-        *((2, 25, 32, 3), (2, 100, 16, 3), (2, 100, 64, 3)),
+        (2, 100, 32, 6),
+        (2, 25, 32, 3),
+        (2, 50, 32, 3),
     ]
 
 
@@ -91,7 +92,7 @@ def test_who_gains_with_more_samples_is_said_from_the_quartiles(record):
     """The ratio of their epochs is the same at both sizes, until one of them is changed."""
     assert "cannot tell whether Torch gains" in summary.gain(record, "Torch", "ring")
     for run in record["runs"]:
-        for epoch in run["epochs"] if (run["contender"], run["setting"]) == ("ring", 2) else ():
+        for epoch in run["epochs"] if (run["contender"], run["setting"]) == ("ring", 1) else ():
             epoch["seconds"] *= 3
     assert "supports that ring gains on Torch" in summary.gain(record, "ring", "Torch")
     assert "contradicts that Torch gains on ring" in summary.gain(record, "Torch", "ring")
@@ -99,8 +100,8 @@ def test_who_gains_with_more_samples_is_said_from_the_quartiles(record):
 
 def test_the_figures_say_what_the_numbers_say(record):
     drawn = figures.draw(record)
-    assert set(drawn) == {"time_to_accuracy", "ranks", "train_size", "batch_size"}
-    assert "ring 1.1 s at 2, 3.3 s at 4" in drawn["ranks"].caption
+    assert set(drawn) == {"time_to_accuracy", "train_size"}
+    assert "ring 550 ms at 50, 1.1 s at 100" in drawn["train_size"].caption
     # Three epochs, the first 1 s longer: 3 x 1.1 + 1.
     said = "First at 95%: ring, after 4.3 s. Last at 95%: single, after 10.9 s."
     assert said in drawn["time_to_accuracy"].caption

@@ -45,9 +45,6 @@ MAKE_FIGURE = {
     "communication_time": lambda: plots.communication_time(
         {"cut 5, forward": {1: [1e-3], 4: [4e-3]}}
     ),
-    "hop_time": lambda: plots.hop_time(
-        {"activation": {4096: [1e-4]}}, {"activation": {4096: 1e-5}}
-    ),
     "size_curves": lambda: plots.size_curves(CURVES, {"ring": {2**10: 1e-4}}, crossover=2**15),
 }
 

@@ -36,7 +36,7 @@ SECURITY = (ROOT / "SECURITY.md").read_text()
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 
 
-def test_the_places_in_the_code_are_those_that_are_listed():
+def test_what_executes_data_is_what_is_listed():
     """Each row of the table is a file, a function in it, a call."""
     rows = re.findall(r"^\| `([\w/.]+)` \| `([\w()]+)` \| `([\w.]+)` \|", SECURITY, re.M)
     listed, found = set(rows), dangerous_calls()

@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 22300,
+    "labkit": 22050,
     "notebooks": 900,
-    "tests": 24900,
-    "tools": 1650,
-    "workbook": 12570,
+    "tests": 24800,
+    "tools": 1600,
+    "workbook": 12350,
 }
 
 

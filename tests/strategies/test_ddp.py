@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from odd_models import Everything, seeded, sgd, some_batches
+from ranks import broadcast_cost
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import run, strategies
-from labkit.costs.traffic import Cost, broadcast_cost, ring_all_reduce_cost
+from labkit.costs.traffic import Cost, ring_all_reduce_cost
 from labkit.schedules.bucket_assignment import MIB
 from labkit.strategies.ddp import DDP, BucketedDDP, NaiveDDP
 from labkit.training.result import checksum, largest_difference
@@ -118,7 +119,7 @@ def test_traffic_equals_the_formula_and_the_line_has_a_lane_of_its_own():
     for rank, found in enumerate(run(counted, world_size=3).values):
         for sizes, used, _ in found:
             costs = [ring_all_reduce_cost(size, 8, 3, rank) for size in sizes]
-            costs += [broadcast_cost(num_bytes, 1, 3, rank) for num_bytes in buffers]
+            costs += [broadcast_cost(num_bytes, 3, rank) for num_bytes in buffers]
             expected = sum(costs * 3, start=Cost(0, 0, 0))
             assert used == (expected.messages, expected.num_bytes)
         assert [len(sizes) > 1 for sizes, _, _ in found] == [False, True]
@@ -185,7 +186,7 @@ def test_local_sgd_averages_what_the_ranks_have_trained_alone(world_size):
     trained = sum(p.numel() for p in Counting().parameters() if p.requires_grad)
     for rank, (_, num_bytes) in enumerate(values):
         average = ring_all_reduce_cost(trained, 8, world_size, rank)
-        average += broadcast_cost(8, 1, world_size, rank)
+        average += broadcast_cost(8, world_size, rank)
         assert num_bytes == len(AVERAGES) * average.num_bytes
 
 

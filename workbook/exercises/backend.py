@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm.comm import Comm
-from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong
+from workbook.exercises.grader import Case, Check, Wrong
 from workbook.exercises.grader.compare import agree, beside, kind_of, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
 from workbook.exercises.ring import ring_target
@@ -50,7 +50,6 @@ bucket = Check(
     },
     sizes=(9, 4),
     drawn_size=DRAWN,
-    may_call=COLLECTIVES,
 )
 
 
@@ -159,5 +158,4 @@ group = Check(
     call=_hosted,
     judge=_trained,
     sizes=(),
-    may_call=COLLECTIVES | {"carried_out"},
 )

@@ -87,8 +87,8 @@ def ranked(name: str) -> list[Ranked]:
     return list(ways.values())
 
 
-def ranking(name: str, most: int = 6) -> str:
-    """A table of the quickest ways that fit, and the three quickest that do not."""
+def ranking(name: str) -> str:
+    """A table of the six quickest ways that fit, and the three quickest that do not."""
     rows = ranked(name)
     fitting = [one for one in rows if one.fits]
     shown = [
@@ -98,7 +98,7 @@ def ranking(name: str, most: int = 6) -> str:
             format_seconds(one.step_s) if one.fits else "does not fit",
             *map(format_seconds, one.parts_s.values()),
         )
-        for one in fitting[:most] + rows[len(fitting) :][:3]
+        for one in fitting[:6] + rows[len(fitting) :][:3]
     ]
     heads = ("layout (model)", "GB", "step", *rows[0].parts_s)
     return f"{text_table(heads, shown)}\n{len(fitting)} of {len(rows)} ways fit."

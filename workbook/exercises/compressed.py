@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from labkit.collectives.compressed import HalfRing
-from workbook.exercises.grader import COLLECTIVES, Case, Check, Target
+from workbook.exercises.grader import Case, Check, Target
 from workbook.exercises.grader.exercise import Found
 from workbook.exercises.grader.judge_values import in_words, made_of
 from workbook.exercises.ring import ring_target
@@ -34,7 +34,6 @@ half_the_bytes = Check(
     judge=_near_the_sum,
     target=lambda rank, case: ring_target(case.size, 2, rank, case),
     library=HalfRing("fp16"),
-    may_call=frozenset({"share_only"}),
 )
 
 
@@ -84,5 +83,4 @@ top_k = Check(
         **{f"rank {r}'s gradient + residual": _whole(r, case) for r in range(case.world_size)},
     },
     sizes=(12, 7),
-    may_call=COLLECTIVES,
 )

@@ -43,7 +43,7 @@ def decide(cycles: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     """
     coordinator, decided = Coordinator(len(cycles[0])), []
     for announced in cycles:
-        new = [[(name, "barrier") for name in names] for names in announced]
+        new = [[(name, "allreduce") for name in names] for names in announced]
         everyone = [{"new": requests, "waits": False} for requests in new]
-        decided.append([one.requests[0].name for one in coordinator.decide(everyone)])
+        decided.append([decision.name for decision in coordinator.decide(everyone)])
     return decided

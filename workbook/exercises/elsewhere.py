@@ -141,7 +141,6 @@ to_ddp = Check(
     sizes=(0, 1),
     nouns=("rank", ""),
     special=lambda case: "from a checkpoint" if case.size else "from the beginning",
-    may_call=frozenset({"torch"}),
 )
 
 # What an update means: the conventions of Horovod and DDP (the mean of the replicas' means, or

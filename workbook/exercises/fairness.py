@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from workbook.exercises.grader import COLLECTIVES, Case, Check, Wrong, judged, solved
+from workbook.exercises.grader import Case, Check, Wrong, judged, solved
 from workbook.exercises.grader.compare import agree, beside, fit
 
 
@@ -93,7 +93,6 @@ replicas_agree = Check(
     keeps=("tensor",),
     sizes=tuple(range(7, 19)),
     special=lambda case: _difference(case)[1].format(_difference(case)[0]),
-    may_call=COLLECTIVES,
 )
 
 # The factor of the first call of each, and that of the machine's noise at the n-th call.

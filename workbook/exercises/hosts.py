@@ -20,7 +20,7 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs import card_bytes
 from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.units import format_bytes
-from workbook.exercises.grader import COLLECTIVES, Case, Check, Target, Wrong, judged
+from workbook.exercises.grader import Case, Check, Target, Wrong, judged
 from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import DRAWN, Found, Ranks, same_bits
 from workbook.exercises.ring import ring_target
@@ -211,7 +211,6 @@ local_sgd = Check(
     rule=same_bits,
     target=_an_all_reduce_per_average,
     special=lambda case: "{} steps, an average every {}".format(*_plan(case)),
-    may_call=COLLECTIVES,
     link=_CARD,
 )
 

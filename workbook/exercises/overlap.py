@@ -26,7 +26,6 @@ from workbook.exercises.grader import Case, Check, Wrong, judged
 from workbook.exercises.grader.compare import agree, beside, plain, short
 from workbook.exercises.grader.exercise import Found, random_tensor
 from workbook.exercises.grader.judge_values import in_words, made_of
-from workbook.exercises.grader.watched import num_hooks
 
 # Buckets, and by rank the order in which the gradients get ready; one may never get ready.
 _ORDERS = (
@@ -214,9 +213,15 @@ def _played(
         )
         return starts[-1]
 
-    own, loss = sum(map(num_hooks, parameters)), _loss(parameters, rank, case)
+    own, loss = sum(map(_num_hooks, parameters)), _loss(parameters, rank, case)
     fn(loss, list(parameters), [list(bucket) for bucket in _BUCKETS], start, case.size)
-    return parameters, came, starts, sum(map(num_hooks, parameters)) - own
+    return parameters, came, starts, sum(map(_num_hooks, parameters)) - own
+
+
+def _num_hooks(parameter: Tensor) -> int:
+    """PyTorch has no public way to ask."""
+    kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
+    return sum(len(getattr(parameter, kind, None) or ()) for kind in kinds)
 
 
 def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:

@@ -322,5 +322,4 @@ step = _check(
     sizes=tuple(_STREAMS),
     nouns=("stage", "micro-batch"),
     special=lambda case: f"by the streams of {_STREAMS[case.size].__name__}",
-    may_call=frozenset({"carry_out"}),
 )

@@ -107,7 +107,7 @@ _CASES = (
 )
 
 
-@judged("profile, max_stages, link, cap_bytes", *_CASES, may_call=("predict_split",))
+@judged("profile, max_stages, link, cap_bytes", *_CASES)
 def best_cuts(
     fn: Callable, profile: Profile, max_stages: int, link: Link, cap_bytes: float
 ) -> Wrong | None:

@@ -21,7 +21,7 @@ from labkit.costs.traffic import (
     share_reduce_cost,
 )
 from labkit.schedules.ring import chunk_bounds, owned_chunk
-from workbook.exercises.grader import COLLECTIVES, Case, Check, Target, Wrong, judged, solved
+from workbook.exercises.grader import Case, Check, Target, Wrong, judged, solved
 
 LR, MOMENTUM = 0.1, 0.9
 # Elements by layer: neither divides by all P.
@@ -121,7 +121,6 @@ update = Check(
     target=lambda rank, case: case.target(
         ring_all_reduce_cost, rank, peers={(rank + 1) % case.world_size}
     ),
-    may_call=COLLECTIVES,
 )
 
 
@@ -186,7 +185,6 @@ _in_layers = {
     "written": None,
     "sizes": (5, 3),
     "nouns": ("rank", "layer"),
-    "may_call": COLLECTIVES,
 }
 # ``backward`` gives (number, gradient) once each; ``totals`` are this rank's parts, by layer.
 reduce = Check(

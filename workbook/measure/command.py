@@ -3,6 +3,7 @@
 import itertools
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,7 @@ from labkit.devices import check_world_size, plan
 from labkit.units import check_choice, check_integer
 from labkit.workload.models import MODELS
 from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce
-from workbook.measure.benches import (
-    bench_ddp,
-    bench_pipeline,
-    bench_schedules,
-    bench_sharded,
-    bench_tensor_parallel,
-)
+from workbook.measure.benches import bench_steps, ddp, pipeline, sharded, tensor_parallel
 from workbook.measure.placement import bench_placement
 from workbook.measure.record import Result, machine, write
 from workbook.measure.turns import Where
@@ -28,20 +23,22 @@ BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
         {"world_sizes": (2, 4), "sizes_bytes": SIZES_BYTES, "repeats": 30, "figure_path": None},
     ),
     "ddp": (
-        bench_ddp,
+        partial(bench_steps, ddp),
         {"world_sizes": (2,), "models": ("small_cnn", "resnet18", "vgg16"), "repeats": 20},
     ),
-    "sharded": (bench_sharded, {"world_sizes": (2,), "models": ("gpt",), "repeats": 20}),
-    "tensor-parallel": (
-        bench_tensor_parallel,
+    "sharded": (
+        partial(bench_steps, sharded),
         {"world_sizes": (2,), "models": ("gpt",), "repeats": 20},
     ),
-    "placement": (bench_placement, {"repeats": 6, "quick": False, "figure_path": None}),
+    "tensor-parallel": (
+        partial(bench_steps, tensor_parallel),
+        {"world_sizes": (2,), "models": ("gpt",), "repeats": 20},
+    ),
+    "placement": (bench_placement, {"repeats": 6}),
     "pipeline": (
-        bench_pipeline,
+        partial(bench_steps, pipeline),
         {"world_sizes": (2,), "models": ("vgg16", "resnet18"), "repeats": 10},
     ),
-    "schedules": (bench_schedules, {"world_sizes": (4,), "repeats": 3}),
 }
 
 

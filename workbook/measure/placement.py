@@ -5,7 +5,6 @@ stages that share one.
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from labkit.placement import VGG16_SPLITS
@@ -14,44 +13,41 @@ from labkit.training.measured import measure_link, measure_profile, measure_spli
 from workbook.measure.benches import SHAPE
 from workbook.measure.record import Result
 from workbook.measure.turns import Where
-from workbook.plots.size_curves import hop_time
 
 MODEL = "vgg16"
 BATCH_SIZES = (8, 32)
 
 
-def bench_placement(repeats: int, where: Where, quick: bool = False) -> Iterator[Result]:
+def bench_placement(repeats: int, where: Where) -> Iterator[Result]:
     """Measure the hops of every placement in ``VGG16_SPLITS``, with one process per stage.
 
-    A result per placement and batch. ``quick``: the smaller batch, and two repeats.
+    A result per placement and batch.
     """
     link = measure_link(**where)
-    repeats = min(repeats, 2) if quick else repeats
-    # By direction and bytes, of all placements so far.
-    drawn, model = ({"activation": {}, "gradient": {}} for _ in range(2))
-    for batch_size in BATCH_SIZES[: 1 if quick else None]:
+    for batch_size in BATCH_SIZES:
         batch: Any = {"batch_size": batch_size, "input_shape": SHAPE, **where}
         profile = measure_profile(MODEL, **batch, repeats=1)
         for name, points in VGG16_SPLITS.items():
             if not points:
                 continue
-            seconds, num_bytes, model_s = (dict[str, Any]() for _ in range(3))
             predicted = predict_split(profile, points, link)
             measured = measure_split(MODEL, points, **batch, steps=repeats)
-            ways = {"activation": measured.forward_hop_s, "gradient": measured.backward_hop_s}
-            for way, hops_s in ways.items():
-                for cut, took_s, size, line_s in zip(
-                    points, hops_s, predicted.hop_bytes, predicted.hop_s
-                ):
-                    hop = f"cut {cut}, {way}"
-                    seconds[hop], num_bytes[hop], model_s[hop] = took_s, size, line_s
-                    drawn[way].setdefault(size, []).extend(took_s)
-                    model[way][size] = line_s
+            seconds = dict[str, list[float]]()
+            num_bytes = dict[str, float]()
+            model_s = dict[str, float]()
+            for direction, hops_s in (
+                ("activation", measured.forward_hop_s),
+                ("gradient", measured.backward_hop_s),
+            ):
+                for number, point in enumerate(points):
+                    hop = f"cut {point}, {direction}"
+                    seconds[hop] = hops_s[number]
+                    num_bytes[hop] = predicted.hop_bytes[number]
+                    model_s[hop] = predicted.hop_s[number]
             yield Result(
                 f"Communication of VGG16, {name}, a batch of {batch_size}, per step",
                 {"batch_size": batch_size},
                 {name: seconds},
                 case="placement",
                 columns={"num_bytes": {name: num_bytes}, "model_s": {name: model_s}},
-                figures={"hops": partial(hop_time, drawn, model)},
             )

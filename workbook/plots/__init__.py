@@ -19,7 +19,7 @@ from workbook.plots.pipeline import (
     step_by_micro_batches,
 )
 from workbook.plots.ring import ring_states, ring_step, ring_steps
-from workbook.plots.size_curves import communication_time, crossings, hop_time, size_curves
+from workbook.plots.size_curves import communication_time, crossings, size_curves
 from workbook.plots.split_costs import split_costs
 from workbook.plots.timeline import phases, timeline
 
@@ -30,7 +30,6 @@ __all__ = [
     "bucket_overlap",
     "communication_time",
     "crossings",
-    "hop_time",
     "learning_curves",
     "memory_ledger",
     "phases",

@@ -83,17 +83,6 @@ def communication_time(
     return draw_curves(seconds, model or {}, title, "batch (samples)", told, say_missed=True)
 
 
-@drawn
-def hop_time(
-    measured: Mapping[str, Points], model: Model, *, title: str = "Time of a hop by its bytes"
-) -> CaptionedFigure:
-    """Draw the time of hops over their bytes; ``{"activation": {bytes: seconds}}``, as above."""
-    seconds = {name: _repeats(points) for name, points in measured.items()}
-    curves = {name: dict(sorted(curve.items())) for name, curve in model.items()}
-    settings: Any = {"format_size": format_bytes, "say_missed": True}
-    return draw_curves(seconds, curves, title, "bytes of the hop", "", **settings)
-
-
 def draw_curves(
     measured: Mapping[str, Repeats],
     predicted: Model,

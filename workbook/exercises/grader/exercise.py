@@ -105,7 +105,6 @@ class Outcome(NamedTuple):
     barriers: int = 0
     # The calls of comm: ("exchange", dst, src, bytes), ("send", dst, None, bytes), ....
     steps: tuple[tuple, ...] = ()
-    library: str = ""  # a function that solves the exercise and that was called
     changed: str = ""  # what the call has done to its arguments, in words
 
 
@@ -149,7 +148,6 @@ class Exercise:
         library: labkit's own function with the same arguments, shown beside the learner's run.
         drawn_size: the elements in that run; 0 for 4 MB, or for the first of unusual ``sizes``.
         link: over which that run goes.
-        may_call: names of functions that solve exercises, or of modules, which may be called.
     """
 
     name: str
@@ -171,7 +169,6 @@ class Exercise:
     library: Callable | None = None
     drawn_size: int = 0
     link: EmulatedLink | None = None
-    may_call: frozenset[str] = frozenset()
 
     def cases(self, world_size: int, seed: int = 0) -> list[Case]:
         """The calls to make on ``world_size`` ranks, all in one run: two of each kind in a row."""

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from labkit import collectives
 from labkit.runtime.messages import UnpicklableError, dump_call
 from labkit.units import format_count
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, new_seed
@@ -25,10 +24,8 @@ from workbook.exercises.grader.judge_values import value_problem
 from workbook.exercises.grader.on_ranks import DidNotFinish, outcomes_of
 from workbook.exercises.grader.own_run import own_run
 from workbook.exercises.grader.report import (
-    CALLS_LIBRARY,
     NOT_ATTEMPTED,
     NOT_YET,
-    NOT_YOURS,
     PASSED,
     Verdict,
     told,
@@ -36,8 +33,6 @@ from workbook.exercises.grader.report import (
 from workbook.exercises.grader.stub import is_stub
 
 WORLD_SIZES = (2, 3, 4)
-# An exercise may be built on these; not on the function that it asks for.
-COLLECTIVES = frozenset(dir(collectives))
 
 
 def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_SIZES) -> Verdict:
@@ -91,7 +86,8 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         return Verdict(exercise.name, NOT_ATTEMPTED)
     columns: dict[int, dict[str, str]] = {}
     problems: dict[str, str] = {}
-    library, seed, cases = "", new_seed(), []
+    seed = new_seed()
+    cases: list[Case] = []
     for world_size in world_sizes:
         cases = exercise.cases(world_size, seed)
         try:
@@ -104,13 +100,10 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         # Of the same problem, the larger world size shows more.
         problems |= found
         columns[world_size] = _column(exercise, tried, found)
-        library = library or next((o.library for r in tried.values() for o in r if o.library), "")
     ranks, elements = exercise.nouns
     status, notes = PASSED, [] if ranks else [f"all {len(cases) // 2} answers are right"]
     if problems:
         status, notes = NOT_YET, [next(iter(problems.values()))]
-    elif library:
-        status, notes = NOT_YOURS, [CALLS_LIBRARY.format(name=library)]
     if not ranks:
         return Verdict(exercise.name, status, notes=notes)
     names = max(columns.values(), key=len)

@@ -5,7 +5,7 @@ The cases are those of a run of one rank: a process that can be ended, whatever 
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from random import Random
 from typing import Any
@@ -18,7 +18,7 @@ Grades = Callable[[Callable], Verdict]
 
 
 def judged(
-    signature: str, *cases: tuple, may_call: Collection[str] = (), drawn: Callable | None = None
+    signature: str, *cases: tuple, drawn: Callable | None = None
 ) -> Callable[[Callable], Grades]:
     """Make the check of an exercise, with its name, from its judge, ``judge(fn, *case)``.
 
@@ -29,7 +29,7 @@ def judged(
 
     def check_of(judge: Callable[..., Wrong | None]) -> Grades:
         _, *names = inspect.signature(judge).parameters
-        fields: dict[str, Any] = {"signature": signature, "may_call": frozenset(may_call)}
+        fields: dict[str, Any] = {"signature": signature}
         fields["call"] = lambda fn, comm, *args: judge(fn, *args)
         exercise = _exercise(judge, names, cases, **fields)
 

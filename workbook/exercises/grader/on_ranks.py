@@ -113,8 +113,7 @@ def call_once(
     given = None if exercise.written is None else args[exercise.written]
     # The entries of a list are written, not the list.
     in_place = list(given) if isinstance(given, list) else given
-    options = exercise.may_call, given, exercise.keeps, around
-    watched = Watched(fn, exercise.signature, *options)
+    watched = Watched(fn, exercise.signature, given, exercise.keeps, around)
     before, sent_before = spent(), comm.bytes_to.copy()
     returned = exercise.call(watched, comm, *args)
     value, meant = in_place, given if isinstance(given, list) else returned
@@ -124,5 +123,5 @@ def call_once(
     messages, num_bytes, operations, barriers = (now - then for now, then in zip(spent(), before))
     # Subtracting Counters keeps only the peers to which something was sent.
     sent_to = comm.bytes_to - sent_before
-    seen = barriers, tuple(watched.steps), watched.library, watched.changed
+    seen = barriers, tuple(watched.steps), watched.changed
     return Outcome(value, meant, messages, num_bytes, operations, sent_to, *seen)

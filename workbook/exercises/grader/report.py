@@ -11,13 +11,7 @@ from labkit.units import html_table, text_table
 from workbook.notebook.record import note_verdict
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
-# The library's or PyTorch's own function was called in place of writing it.
-NOT_YOURS = "works, but not yours yet"
-CALLS_LIBRARY = (
-    "it works, and it is not yours yet: the function calls {name}, which already does what this "
-    "exercise asks for. Write it yourself"
-)
-_COLOURS = {PASSED: "#2da44e", NOT_YOURS: "#bf8700", NOT_YET: "#d1242f", NOT_ATTEMPTED: "#6e7781"}
+_COLOURS = {PASSED: "#2da44e", NOT_YET: "#d1242f", NOT_ATTEMPTED: "#6e7781"}
 # JupyterLab would break lines in the middle of a word.
 _WRAPPED = "white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere"
 # Longer stories are folded.

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from labkit.units import format_count, format_seconds
 from workbook.measure.compare import summary
-from workbook.measure.compare.summary import VARIED, Record, present, series
+from workbook.measure.compare.summary import Record, present, series
 from workbook.measure.record import Spread
 from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
 from workbook.plots.palette import DARK, SERIES, swatch
@@ -20,25 +20,25 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
     """The figures for which the record has runs, by name."""
     if not present(record):
         return {}
-    found = {"time_to_accuracy": time_to_accuracy(record)}
-    for field in summary.varied(record):
-        found["ranks" if field == "world_size" else field] = epoch_time(record, field)
-    return found
+    figures = {"time_to_accuracy": time_to_accuracy(record)}
+    if len({setting["train_size"] for setting in record["settings"]}) > 1:
+        figures["train_size"] = epoch_time(record)
+    return figures
 
 
-def epoch_time(record: Record, field: str) -> CaptionedFigure:
-    """Epoch time by ``world_size``, ``train_size`` or ``batch_size``."""
-    points = {name: series(record, name, field) for name in present(record)}
-    values = sorted({value for by_value in points.values() for value in by_value})
+def epoch_time(record: Record) -> CaptionedFigure:
+    """Epoch time by the number of training samples."""
+    points = {name: series(record, name) for name in present(record)}
+    sizes = sorted({size for by_size in points.values() for size in by_size})
     columns = {
-        f"{value:,}: epoch (s)": {name: by_value.get(value) for name, by_value in points.items()}
-        for value in values
+        f"{size:,}: epoch (s)": {name: by_size.get(size) for name, by_size in points.items()}
+        for size in sizes
     }
     parts = []
-    for name, by_value in points.items():
-        words = [f"{format_seconds(statistics.median(s))} at {n:,}" for n, s in by_value.items()]
+    for name, by_size in points.items():
+        words = [f"{format_seconds(statistics.median(s))} at {n:,}" for n, s in by_size.items()]
         parts.append(f"{name} {', '.join(words)}")
-    title = f"Epoch time by {VARIED[field]}"
+    title = "Epoch time by training samples"
     return _draw_rows(record, columns, "-", title, f"{'; '.join(parts)}.")
 
 

@@ -1,17 +1,15 @@
 """The command ``labkit compare``, which runs the contenders of a comparison in turns.
 
 Contenders are all techniques, and PyTorch's counterparts; a model may be cut in several places.
-There is one main setting; each of the others differs from it in one value. A repeat runs all
-settings, and in each setting all contenders; each repeat begins with another contender. Other load
-on the machine then affects all contenders in the same way, and they are compared by their ratios
-within a repeat. Repeat r of every contender uses seed r.
+The main setting has the most training samples; the others have fewer. A repeat runs all settings,
+and in each setting all contenders; each repeat begins with another contender. Other load on the
+machine then affects all contenders in the same way, and they are compared by their ratios within a
+repeat. Repeat r of every contender uses seed r.
 """
 
 import itertools
 import math
 import shlex
-import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,6 @@ from workbook.measure.compare.summary import SINGLE, Record, report
 from workbook.measure.record import machine, write
 from workbook.measure.turns import in_turn
 
-# Without a number of repeats, no setting begins later than this.
-BUDGET_S, MOST_REPEATS = 480.0, 5
 # The first epoch is warm-up, and two more give an epoch's time.
 _EPOCHS_FOR_TIME = 3
 # A run that takes longer is not going to end.
@@ -96,36 +92,12 @@ def find_contenders(
     return list(found.values())
 
 
-def settings_of(
-    world_sizes: Sequence[int],
-    train_sizes: Sequence[int],
-    batch_sizes: Sequence[int],
-    epochs: int,
-    units: int,
-) -> list[Row]:
-    """The main setting first, then every setting that differs from it in one value, once.
-
-    The main one has the most ranks for which there are ``units`` (cores or GPUs), the most
-    samples, and the middle batch. The others only measure times, and run three epochs at most.
-    """
-    ranks = max((size for size in world_sizes if size <= units), default=min(world_sizes))
-    main = {"world_size": ranks, "train_size": max(train_sizes)}
-    main["batch_size"] = statistics.median_low(batch_sizes)
-    given = {"world_size": world_sizes, "train_size": train_sizes, "batch_size": batch_sizes}
-    others = [
-        main | {name: value, "epochs": min(epochs, _EPOCHS_FOR_TIME)}
-        for name, values in given.items()
-        for value in sorted({*values} - {main[name]})
-    ]
-    return [main | {"epochs": epochs}, *others]
-
-
 def compare(
     strategies: tuple[str, ...] = (),
-    world_sizes: tuple[int, ...] = (1, 2, 3, 4),
+    world_size: int | None = None,
     train_sizes: tuple[int, ...] = (),
-    batch_sizes: tuple[int, ...] = (64, 128, 256),
-    repeats: int | None = None,
+    batch_size: int = 128,
+    repeats: int = 3,
     epochs: int = 6,
     target: float = 0.95,
     model: str = "small_cnn",
@@ -138,41 +110,53 @@ def compare(
 ) -> Row:
     """Run the comparison and return its record; what has run is printed.
 
-    The arguments are the command's options. Train sizes are by default a quarter, a half and all
-    of the data; without ``repeats`` there are as many as fit into eight minutes, 5 at most. VGG16
-    is by default also placed as in the experiment that the course corrects. Without ``builtin``
-    PyTorch's counterparts are left out.
+    The arguments are the command's options. The world size is by default the number of cores or
+    GPUs, 4 at most; train sizes are a quarter, a half and all of the data. VGG16 is by default
+    also placed as in the experiment that the course corrects. Without ``builtin`` PyTorch's
+    counterparts are left out.
     """
     check_above_zero("the target, an accuracy,", target, 1)
     check_integer("epochs", epochs)
-    check_integer("repeats", MOST_REPEATS if repeats is None else repeats)
+    check_integer("repeats", repeats)
     placed = [VGG16_SPLITS[f"{n} devices"] for n in (2, 3, 4)] if model == "vgg16" else []
     split_points = split_points or [",".join(map(str, points)) for points in placed]
     contenders = find_contenders(strategies, device, split_points)
     contenders = [one for one in contenders if builtin or not one["builtin"]]
-    gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
+    if world_size is None:
+        gpus = len(set(devices.plan(4, device).devices) - {"cpu"})
+        world_size = min(4, gpus or devices.num_cores())
     common: Row = {"model": model, "dataset": dataset, "device": device, "lr": lr}
-    common["optimizer"] = optimizer
-    first = RunConfig(**common, strategy="single", train_size=max(train_sizes, default=None))
-    own = imported(first, NOTHING)
-    count = len(samples_for(first, own)[0])
+    common |= {"optimizer": optimizer, "world_size": world_size, "batch_size": batch_size}
+    largest = RunConfig(**common, strategy="ddp", train_size=max(train_sizes, default=None))
+    own = imported(largest, NOTHING)
+    count = len(samples_for(largest, own)[0])
     train_sizes = train_sizes or (max(1, count // 4), max(1, count // 2), count)
-    units = gpus or devices.num_cores()
-    settings = settings_of(world_sizes, train_sizes, batch_sizes, epochs, units)
+    settings = settings_of(world_size, train_sizes, batch_size, epochs)
     # Before anything runs: settings with which no run could start.
     for setting in settings:
         RunConfig(**common | setting, strategy="ddp")
-    resolve(RunConfig(**common), own)
+    resolve(RunConfig(**common | {"world_size": 1}), own)
     print("contenders:", *(one["name"] for one in contenders), flush=True)
     warm_up()
     found: dict[str, list[Row]] = {"runs": [], "skipped": []}
-    deadline_s = time.monotonic() + BUDGET_S if repeats is None else math.inf
-    for repeat, number in itertools.product(range(repeats or MOST_REPEATS), range(len(settings))):
-        if time.monotonic() < deadline_s:
-            run_all(contenders, settings, number, common, repeat, found)
-            print(f"repeat {repeat + 1}, {settings[number]}", flush=True)
+    for repeat, number in itertools.product(range(repeats), range(len(settings))):
+        run_all(contenders, settings, number, common, repeat, found)
+        print(f"repeat {repeat + 1}, {settings[number]}", flush=True)
     config = common | {"target": target, "repeats": repeats}
     return {"config": config, "contenders": contenders, "settings": settings, **found, **machine()}
+
+
+def settings_of(
+    world_size: int, train_sizes: Sequence[int], batch_size: int, epochs: int
+) -> list[Row]:
+    """The main setting first; the others only measure times, and run three epochs at most."""
+    sizes = sorted({*train_sizes}, reverse=True)
+    settings = []
+    for train_size in [sizes[0], *reversed(sizes[1:])]:
+        ran = epochs if train_size == sizes[0] else min(epochs, _EPOCHS_FOR_TIME)
+        setting = {"world_size": world_size, "train_size": train_size, "batch_size": batch_size}
+        settings.append(setting | {"epochs": ran})
+    return settings
 
 
 def run_all(
@@ -185,15 +169,11 @@ def run_all(
 ) -> None:
     """Run each contender once in a setting; append to ``runs``, or to ``skipped`` with a reason.
 
-    Who was skipped on as many ranks before is left out. One device, and a placement, have ranks of
-    their own, so they run only at the world size of the main setting.
+    Who was skipped before is left out. One device, and a placement, have ranks of their own.
     """
-    setting, results = settings[number], dict[str, TrainResult]()
-    out = {
-        row["contender"] for row in found["skipped"] if row["world_size"] == setting["world_size"]
-    }
-    if setting["world_size"] != settings[0]["world_size"]:
-        out |= {one["name"] for one in contenders if "ranks" in one}
+    setting = settings[number]
+    results = dict[str, TrainResult]()
+    out = {row["contender"] for row in found["skipped"]}
     left = {one["name"]: one for one in contenders if one["name"] not in out}
     for name in in_turn(left, repeat):
         config = common | setting | {"seed": repeat}

@@ -17,8 +17,6 @@ from workbook.measure.record import Spread, Table, ratios
 
 SINGLE = "single"
 Record = dict[str, Any]
-# Field of a setting -> its name in tables.
-VARIED = {"world_size": "ranks", "train_size": "training samples", "batch_size": "global batch"}
 _RULES = """\
 Medians of repeats (quartiles), contenders in turns; an epoch's time leaves out the first epoch
 (warm-up), evaluation and launch. The difference from one device is that of the worst repeat. Of
@@ -50,11 +48,6 @@ def present(record: Record) -> dict[str, dict]:
     return {one["name"]: one for one in record["contenders"] if one["name"] in ran}
 
 
-def varied(record: Record) -> list[str]:
-    """The fields in which settings differ."""
-    return [one for one in VARIED if len({setting[one] for setting in record["settings"]}) > 1]
-
-
 def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
     """(epochs, seconds) until the held-out accuracy is first the target, by repeat.
 
@@ -74,20 +67,15 @@ def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
     return found or None
 
 
-def series(record: Record, contender: str, field: str) -> dict[int, list[float]]:
-    """Epoch times by the values of a field of ``VARIED``, with all else as in the main setting.
-
-    One device, and a placement, have one number of ranks, so by ``world_size`` one value.
-    """
-    main, found = record["settings"][0], {}
-    known = {one["name"]: one.get("ranks") for one in record["contenders"]} | {SINGLE: 1}
-    ranks = known[contender] if field == "world_size" else None
+def series(record: Record, contender: str) -> dict[int, list[float]]:
+    """Epoch times by the number of training samples, with all else as in the main setting."""
+    main = record["settings"][0]
+    times_by_size = {}
     for index, setting in enumerate(record["settings"]):
-        others = VARIED.keys() - {field}
         times = epoch_times(record, contender, index)
-        if times and all(setting[name] == main[name] for name in others):
-            found[ranks or setting[field]] = times
-    return dict(sorted(found.items()))
+        if times and all(setting[name] == main[name] for name in ("world_size", "batch_size")):
+            times_by_size[setting["train_size"]] = times
+    return dict(sorted(times_by_size.items()))
 
 
 def times_faster(record: Record, contender: str, other: str | None) -> list[float]:
@@ -95,20 +83,23 @@ def times_faster(record: Record, contender: str, other: str | None) -> list[floa
     return ratios(epoch_times(record, other or ""), epoch_times(record, contender))
 
 
-def gain(record: Record, contender: str, other: str, field: str = "train_size") -> str:
-    """Whether a contender gains on another from the least to the most of a field, in a sentence.
+def gain(record: Record, contender: str, other: str) -> str:
+    """Whether a contender gains on another with more training samples, in a sentence.
 
     It does if its epochs over the other's fall by more than the quartiles of the repeats overlap.
     """
-    mine, theirs = (series(record, name, field) for name in (contender, other))
-    spreads = {value: Spread.of(ratios(mine[value], theirs[value])) for value in mine}
-    parts = [f"{one.text(format_number)} at {value:,}" for value, one in spreads.items()]
+    ours = series(record, contender)
+    theirs = series(record, other)
+    spreads = {size: Spread.of(ratios(ours[size], theirs[size])) for size in ours}
+    parts = [f"{spread.text(format_number)} at {size:,}" for size, spread in spreads.items()]
     first, *_, last = spreads.values()
-    found = "cannot tell whether"
+    verdict = "cannot tell whether"
     if last.high < first.low or last.low > first.high:
-        found = "supports that" if last.median < first.median else "contradicts that"
-    text = f"{contender}'s epoch / {other}'s: {', '.join(parts)} {VARIED[field]}. So the record"
-    return f"{text} {found} {contender} gains on {other} with more {VARIED[field]}."
+        verdict = "supports that" if last.median < first.median else "contradicts that"
+    return (
+        f"{contender}'s epoch / {other}'s: {', '.join(parts)} training samples. So the record "
+        f"{verdict} {contender} gains on {other} with more training samples."
+    )
 
 
 def headline(record: Record) -> str:
@@ -139,15 +130,15 @@ def scoreboard(record: Record, recorded: bool = False) -> Table:
 
 def report(record: Record) -> str:
     """The tables that the command prints."""
-    names, parts = present(record), [f"{headline(record)}\n{_RULES}", str(scoreboard(record))]
-    for field in varied(record):
-        times = {name: series(record, name, field) for name in names}
-        values = sorted({value for by_value in times.values() for value in by_value})
+    parts = [f"{headline(record)}\n{_RULES}", str(scoreboard(record))]
+    times = {name: series(record, name) for name in present(record)}
+    sizes = sorted({size for by_size in times.values() for size in by_size})
+    if len(sizes) > 1:
         rows = [
-            (name, *(_spread(by_value.get(v, []), format_seconds) for v in values))
-            for name, by_value in times.items()
+            (name, *(_spread(by_size.get(size, []), format_seconds) for size in sizes))
+            for name, by_size in times.items()
         ]
-        heads = (f"epoch by {VARIED[field]}", *(f"{value:,}" for value in values))
+        heads = ("epoch by training samples", *(f"{size:,}" for size in sizes))
         parts.append(str(Table(heads, tuple(rows))))
     for row in record["skipped"]:
         what = "failed" if row["failed"] else "not run"
