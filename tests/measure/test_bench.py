@@ -36,18 +36,23 @@ def test_every_contender_of_the_all_reduce_bench_is_right(tmp_path):
     """A wrong sum would fail the run: each turn's result is checked on every rank."""
     words = ["all-reduce", "--world-size", "3", "--sizes", "4,64KiB", "--repeats", "2"]
     found = rows_of(tmp_path, *words)
-    names = {"fast ring", "ring", "tree", "naive", "ring over gloo", "gloo", "labkit backend"}
+    names = {"direct", "fast ring", "ring", "tree", "naive"}
+    names |= {"ring over gloo", "gloo", "labkit backend", "copy (limit)"}
     for size in (4, 2**16):
         rows = by_contender(row for row in found if row["size_bytes"] == size)
         assert rows.keys() == names
+        limit_s = rows.pop("copy (limit)")["time_s"]["median"]
         for row in rows.values():
+            share = limit_s / row["time_s"]["median"]
+            assert row["share_of_limit"] == pytest.approx(share, rel=1e-3)
             bus = 2 * 2 / 3 * size / row["time_s"]["median"] / 1e9
             assert row["bus_GB/s"] == pytest.approx(bus)
 
 
 def test_the_model_stands_beside_what_it_predicts():
     link = Link(50e-6, 2e-10, 1e-10)
-    contenders = {name: [1.0] for name in ("fast ring", "ring", "tree", "naive", "gloo")}
+    names = ("fast ring", "ring", "tree", "naive", "gloo", "copy (limit)")
+    contenders = {name: [1.0] for name in names}
     result = all_reduce.result_of({2**20: contenders}, link, 4)
     rows = by_contender(result.rows())
     for name in ("ring", "tree", "naive"):

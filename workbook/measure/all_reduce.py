@@ -29,7 +29,10 @@ SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
 _MODELLED = ("naive", "tree", "ring")
 _REFERENCES = ("gloo", "MPI", "NCCL")
 # The first two are those whose crossing is drawn; more curves than these hide each other.
-_DRAWN = ("tree", "ring", "fast ring", *_REFERENCES)
+_DRAWN = ("tree", "ring", "labkit backend", *_REFERENCES)
+# No all-reduce: every rank copies S bytes, as it must at the least to read its tensor and to write
+# the result, at the same time as the others.
+_LIMIT = "copy (limit)"
 
 AllReduce = Callable[[Tensor], object]
 # A contender from outside the package: a context manager that each rank enters once. It yields a
@@ -62,6 +65,7 @@ def measure(
 ) -> tuple[dict[int, dict[str, list[float]]], None]:
     """This rank's seconds by size and contender; called on every rank."""
     algorithms: dict[str, AllReduce] = {
+        "direct": partial(collectives.direct_all_reduce, comm),
         "fast ring": partial(collectives.fast_ring_all_reduce, comm),
         "ring": partial(collectives.ring_all_reduce, comm),
         "tree": partial(collectives.tree_all_reduce, comm),
@@ -83,6 +87,7 @@ def measure(
             comm.progress(number, len(sizes_bytes), format_bytes(size))
             turns = checked_turns(comm, size, algorithms)
             turns |= {name: partial(guest, size) for name, guest in entered.items()}
+            turns[_LIMIT] = copy_turn(comm, size)
             found[size] = take_turns(turns, repeats)
     return found, None
 
@@ -113,10 +118,23 @@ def checked_turns(
     return {name: partial(turn, name) for name in algorithms}
 
 
+def copy_turn(comm: Comm, num_bytes: int) -> Turn:
+    """Return what times one copy of ``num_bytes``, after one that is not timed."""
+    source = torch.ones(num_bytes // 4, device=comm.device)
+    target = torch.empty_like(source)
+
+    def turn() -> float:
+        target.copy_(source)
+        return timed(comm, lambda: target.copy_(source))
+
+    return turn
+
+
 def result_of(seconds: Cells, link: Link, world_size: int) -> Result:
     """The result of the slowest rank's seconds, and the model beside it.
 
-    ``bus_GB/s`` is 2 (P - 1) / P x S / t, which each link of a ring carries (busbw of nccl-tests).
+    ``bus_GB/s`` is 2 (P - 1) / P x S / t, which each link of a ring carries (busbw of nccl-tests);
+    ``share_of_limit`` is the time of a copy / t.
     """
     names = next(iter(seconds.values()))
     share = 2 * (world_size - 1) / world_size / 1e9
@@ -128,6 +146,11 @@ def result_of(seconds: Cells, link: Link, world_size: int) -> Result:
         size: {name: all_reduce_seconds(name, size, world_size, link) for name in _MODELLED}
         for size in seconds
     }
+    share_of_limit: dict[int, dict[str, float]] = {}
+    for size, by_name in seconds.items():
+        limit_s = median(by_name[_LIMIT])
+        share_of_limit[size] = {name: limit_s / median(each) for name, each in by_name.items()}
+        del bus[size][_LIMIT]
     crossover = crossover_bytes(world_size, link)
 
     def figure() -> Any:
@@ -135,7 +158,10 @@ def result_of(seconds: Cells, link: Link, world_size: int) -> Result:
 
         curves = {n: {s: one[n] for s, one in seconds.items()} for n in _DRAWN if n in names}
         model = {n: {s: one[n] for s, one in model_s.items()} for n in ("tree", "ring")}
-        return size_curves(curves, model, crossover, title=f"All-reduce on {world_size} ranks")
+        title = f"All-reduce on {world_size} ranks (gloo over TCP, the others in shared memory)"
+        if "NCCL" in names:
+            title = f"All-reduce on {world_size} GPUs"
+        return size_curves(curves, model, crossover, title=title)
 
     overtakes = format_bytes(crossover) if math.isfinite(crossover) else "never"
     return Result(
@@ -144,7 +170,7 @@ def result_of(seconds: Cells, link: Link, world_size: int) -> Result:
         seconds,
         tuple(name for name in _REFERENCES if name in names),
         "size_bytes",
-        {"bus_GB/s": bus, "model_s": model_s},
+        {"bus_GB/s": bus, "share_of_limit": share_of_limit, "model_s": model_s},
         (str(link), f"The ring overtakes the tree in the model: {overtakes}."),
         {f"{world_size}_ranks": figure},
     )
