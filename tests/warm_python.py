@@ -132,9 +132,13 @@ def serve(folder: str) -> dict:
     import importlib
 
     listener = socket.socket(socket.AF_UNIX)
-    with open(f"{folder}/variables", "w") as file:
-        json.dump(read_at_load(), file)
-    listener.bind(f"{folder}/socket")
+    try:
+        with open(f"{folder}/variables", "w") as file:
+            json.dump(read_at_load(), file)
+        listener.bind(f"{folder}/socket")
+    except FileNotFoundError:
+        # A session that has ended meanwhile has removed its folder.
+        os._exit(0)
     listener.listen(128)
     # It imports nothing until it is first asked.
     while 0 not in select.select([listener, 0], [], [])[0]:
