@@ -22,7 +22,8 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/env"
-"$folder/env/bin/pip" install --quiet torch==2.15.0 jinja2==3.1.6 tabulate requests numpy
+"$folder/env/bin/pip" install --quiet torch==2.15.0 jinja2==3.1.6 tabulate==0.10.0 \
+  requests==2.34.2 numpy==2.4.6
 
 cat > "$folder/job.py" <<'PYTHON'
 import json
