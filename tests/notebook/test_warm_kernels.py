@@ -103,7 +103,6 @@ def test_ranks_are_forked_from_a_fork_of_the_kernel_and_draw_without_a_screen():
         output(started, "import sys; before = {*sys.modules}")
         pid, parent, *servers = map(int, output(started, RUN).split())
         assert {psutil.Process(server).ppid() for server in servers} == {pid}
-        # Nothing big is imported by a first run.
         imported = output(
             started,
             "print({name.partition('.')[0] for name in sys.modules}"
