@@ -39,6 +39,8 @@ import sys
 sys.path.append({str(Path(__file__).parent)!r})
 import kernel_ports
 kernel_ports.install()
+from workbook.kernels.provisioner import WarmProvisioner
+WarmProvisioner.executable = {warm_python.command()!r}
 from workbook.lab import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -95,7 +97,7 @@ def missing() -> str:
 def open_lab(folder: Path) -> Iterator["Lab"]:
     """Serve a copy of the notebooks with `labkit lab`, open a browser, and end both at the end.
 
-    Its kernels are forks of a Python that has imported torch, see ``warm_python``.
+    The process that its kernels are forked from is a fork itself, see ``warm_python``.
     """
     from playwright.sync_api import sync_playwright
 
@@ -103,13 +105,7 @@ def open_lab(folder: Path) -> Iterator["Lab"]:
     (workbook / "notebooks").mkdir(parents=True)
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy(path, workbook / "notebooks")
-    kernel = folder / "jupyter" / "kernels" / "python3"
-    kernel.mkdir(parents=True)
-    words = [warm_python.command(), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    spec = {"argv": words, "display_name": "Python 3 (ipykernel)", "language": "python"}
-    (kernel / "kernel.json").write_text(json.dumps(spec))
-    kernels = {"JUPYTER_PATH": str(folder / "jupyter")}
-    with serve(folder, workbook, **kernels) as address, sync_playwright() as playwright:
+    with serve(folder, workbook) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_OPTIONS)
         try:
             yield Lab(browser, address, workbook / "my_course")
@@ -118,7 +114,7 @@ def open_lab(folder: Path) -> Iterator["Lab"]:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, workbook: Path, **variables: str) -> Iterator[str]:
+def serve(folder: Path, workbook: Path) -> Iterator[str]:
     """Run `labkit lab` in the workbook; yields its address, ends it by one interrupt."""
     # As in a learner's shell: with PYTEST_CURRENT_TEST, kernels treat child processes differently.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_CURRENT", "LABKIT_"))}
@@ -139,7 +135,7 @@ def serve(folder: Path, workbook: Path, **variables: str) -> Iterator[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *options],
             cwd=workbook,
-            env=env | variables,
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,

@@ -15,6 +15,8 @@ import lean_imports  # noqa: F401
 import pytest
 import warm_python
 
+from workbook.kernels.provisioner import WarmProvisioner
+
 ROOT = Path(__file__).resolve().parents[1]
 _TESTS = itertools.count()
 # What takes minutes, or an environment that a fresh clone lacks: ``make test-more``.
@@ -76,7 +78,7 @@ def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" not in os.environ:
         warm_python.start(folder)
     if config.pluginmanager.hasplugin("nbval"):
-        warm_python.for_kernels()
+        WarmProvisioner.executable = warm_python.command()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,7 +1,7 @@
 """A Python that starts in a tenth of a second with torch imported: a fork of one that has it.
 
-Hundreds of the tests' processes (agents of torchrun and their ranks, the kernels of notebooks and
-their forkservers) import torch, for three seconds each, but how they start is not what is tested.
+Hundreds of the tests' processes (agents of torchrun and their ranks, what kernels are forked
+from) import torch, for three seconds each, but how they start is not what is tested.
 ``command()`` is a program to start instead of ``sys.executable``. It asks a server, which the test
 session has started, for a fork that becomes the process: with the same words, environment,
 folder, open files and signal mask. Signals and the exit status are passed on. labkit itself is
@@ -291,19 +291,6 @@ def command() -> str:
     """The program to start in place of ``sys.executable``."""
     folder = os.environ.get(VARIABLE)
     return f"{folder}/python" if folder else sys.executable
-
-
-def for_kernels() -> None:
-    """Let nbval start its kernels as forks."""
-    import ipykernel.kernelspec as specs
-
-    usual = specs.get_kernel_dict
-
-    def forked(*args, **options):
-        found = usual(*args, **options)
-        return found | {"argv": [command(), *found["argv"][1:]]}
-
-    specs.get_kernel_dict = forked
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     # The kernel must be that of this environment, even if the user has installed another one.
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+    # A page's kernel is a fork of the process that the first one has started.
+    os.environ["JUPYTER_DEFAULT_PROVISIONER_NAME"] = "labkit-warm"
     failed = 0
     for path in given.notebooks:
         start_s = time.perf_counter()

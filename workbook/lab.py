@@ -148,6 +148,8 @@ def launch_options(root: Path) -> list[str]:
         f"--ServerApp.root_dir={root}",
         f"--LabApp.default_url=/{first_page(root)}",
         "--Application.log_level=WARN",
+        # Elsewhere, Jupyter starts kernels as it always does.
+        "--KernelProvisionerFactory.default_provisioner_name=labkit-warm",
         f"--IdentityProvider.token={os.environ.get('JUPYTER_TOKEN') or secrets.token_hex(16)}",
     ]
     if no_browser_reason():
@@ -181,6 +183,9 @@ def _prepare_environment(folder: Path) -> None:
 
 
 def _serve(root: Path, argv: list[str]) -> int:
+    from workbook.kernels.provisioner import WarmProvisioner
+
+    WarmProvisioner.warm_up()  # It imports while JupyterLab does.
     from jupyterlab.labapp import LabApp
 
     server = LabApp.initialize_server(argv=argv)

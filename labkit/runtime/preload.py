@@ -1,5 +1,6 @@
 """The process that ranks are forked from: Python's forkserver, with torch imported already."""
 
+import atexit
 import contextlib
 import gc
 import multiprocessing.forkserver
@@ -10,7 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -109,6 +110,35 @@ def warm_up(*, device: str | None = None, world_size: int = 4, training: bool = 
     # Without a driver auto has nothing to say, and to import torch would take seconds.
     if device and (device != "auto" or may_exist()):
         print_once(plan(world_size, device).note)
+
+
+def fork_server() -> None:
+    """Do as ``warm_up``, by forks: for a process without threads that has the imports already."""
+    global _STARTED_IN
+    _STARTED_IN = os.getcwd()
+    start_python = multiprocessing.util.spawnv_passfds
+    multiprocessing.util.spawnv_passfds = _fork
+    try:
+        warm_up()
+    finally:
+        multiprocessing.util.spawnv_passfds = start_python
+
+
+def _fork(path: object, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """Run the code that a new Python would, after ``-c``, in a fork with these open files."""
+    if (pid := os.fork()) != 0:
+        return pid
+    kept = sorted({0, 1, 2, *passfds})
+    for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")]):
+        os.closerange(before + 1, after)
+    code = args.index("-c") + 1
+    sys.orig_argv[:] = args
+    sys.argv[:] = ["-c", *args[code + 1 :]]
+    with contextlib.suppress(SystemExit):
+        exec(args[code], {})
+    # A server's own comes first, and ends the process.
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 def _make_folder() -> None:

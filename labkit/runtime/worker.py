@@ -108,6 +108,8 @@ def run_rank(
         multiprocessing.set_start_method("fork", force=True)
     # A rank has no notebook that shows figures.
     os.environ["MPLBACKEND"] = "agg"
+    if "matplotlib" in sys.modules:
+        sys.modules["matplotlib"].rcParams["backend"] = "agg"
     try:
         _watch_launcher(control, may_exit)
         install_sources(job.sources)

@@ -45,7 +45,8 @@ FLOORS = {
         {"plots"},
         {"notebook"},
         {"exercises", "widgets"},
-        {"check", "lab", "measure"},
+        {"check", "kernels", "measure"},
+        {"lab"},
         {"__init__", "commands"},
     ],
 }

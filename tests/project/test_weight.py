@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 22050,
+    "labkit": 22080,
     "notebooks": 900,
-    "tests": 24800,
-    "tools": 1600,
-    "workbook": 12350,
+    "tests": 25000,
+    "tools": 1610,
+    "workbook": 12650,
 }
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jupyter_client.manager import start_new_kernel
+from jupyter_client.provisioning import KernelProvisionerFactory
 from ranks import is_alive, leftovers, running_ranks, server_pid, wait_until
 
 from labkit import WorkerError, run
@@ -101,7 +102,9 @@ def test_a_run_that_loses_its_forkserver_ends_and_the_next_run_works():
 
 
 @pytest.mark.fresh
-def test_a_kernel_ends_without_a_signal_and_its_forkserver_with_it():
+def test_a_kernel_ends_without_a_signal_and_its_forkserver_with_it(monkeypatch):
+    factory = KernelProvisionerFactory.instance()
+    monkeypatch.setattr(factory, "default_provisioner_name", "local-provisioner")
     code = "import labkit, os; labkit.warm_up(training=False)\n"
     code += "print(labkit.run(lambda comm: os.getppid(), world_size=1).values[0])"
     manager, client = start_new_kernel()
