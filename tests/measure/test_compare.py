@@ -142,10 +142,11 @@ optimizer = lambda ps: torch.optim.Adam([group(p) for p in ps])
 
 
 def test_ones_own_parts_are_compared_or_a_technique_says_why_not(tmp_path, monkeypatch):
-    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "compared_parts.py").write_text(PARTS)
     monkeypatch.chdir(tmp_path)
     words = "compare --strategies ring_all_reduce,sharded --no-builtin --device cpu --epochs 1 "
-    words += "--model parts:model --dataset parts:data --optimizer parts:optimizer --json out.json"
+    words += "--model compared_parts:model --dataset compared_parts:data --json out.json "
+    words += "--optimizer compared_parts:optimizer"
     words += " --train-size 18 --batch-size 8 --world-size 2 --repeats 1 --figures ."
     assert main(words.split()) == 0
     found = compare.load("out.json")
