@@ -180,7 +180,7 @@ faults: env
 	$(BIN)/python -m pytest -p no:nbval tests/runtime/test_fault_table.py -v --durations=0 $(ARGS)
 
 # By default the oldest of the range in pyproject.toml. Of .venv only uv is used.
-TORCH_VERSION ?= $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+TORCH_VERSION ?= $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml | head -n 1)
 OTHER := .venv-torch-$(TORCH_VERSION)
 
 # The same build of PyTorch, and pages whose outputs depend on its version.

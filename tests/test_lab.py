@@ -68,6 +68,17 @@ def test_where_no_browser_can_open_none_does(workbook, monkeypatch):
     assert "--no-browser" in lab.launch_options(workbook)
 
 
+def test_an_option_of_the_users_own_takes_the_place_of_ours(workbook, monkeypatch):
+    served = []
+    monkeypatch.setattr(lab, "_serve", lambda root, argv: served.extend(argv) or 0)
+    name = "--KernelProvisionerFactory.default_provisioner_name"
+    lab.main([f"{name}=local-provisioner", "--port=9000"])
+    assert [option for option in served if option.startswith(name)] == [
+        f"{name}=local-provisioner"
+    ]
+    assert "--port=9000" in served
+
+
 @pytest.mark.fresh
 def test_it_serves_and_one_interrupt_ends_it(tmp_path, workbook):
     with browser.serve(tmp_path, workbook) as address:

@@ -39,7 +39,11 @@ def main(argv: list[str] | None = None) -> int:
             f"my_course/{kept}: you have changed it, and the course has a newer page. It stays "
             f"as it is; labkit reset {kept[:2]} gives you the new one and keeps yours beside it."
         )
-    argv = [*launch_options(root), *(argv or [])]
+    argv = argv or []
+    # JupyterLab refuses an option that is given twice.
+    given = {option.partition("=")[0] for option in argv}
+    ours = [each for each in launch_options(root) if each.partition("=")[0] not in given]
+    argv = [*ours, *argv]
     with tempfile.TemporaryDirectory(prefix="labkit-lab-") as folder:
         _prepare_environment(Path(folder))
         return _serve(root, argv)

@@ -161,6 +161,14 @@ def test_each_python_that_is_said_to_work_is_in_range_everywhere():
     assert set(tested) <= set(said)
 
 
+def test_the_oldest_pytorch_that_is_tested_is_that_of_the_range():
+    command = ["make", "--dry-run", "test-torch"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    (oldest,) = [one for one in PROJECT["dependencies"] if one.startswith("torch>=")]
+    assert f"'{oldest.replace('>=', '==')}'" in said
+    assert f"test -x .venv-torch-{oldest.removeprefix('torch>=')}/bin/python" in said
+
+
 def test_the_workflow_is_one_that_the_service_takes():
     schema = ("--builtin-schema", "vendor.github-workflows")
     command = [sys.executable, "-m", "check_jsonschema", *schema, str(WORKFLOW)]
