@@ -7,7 +7,7 @@ and the seconds of a rank's states add up to its elapsed time. The limit is one 
 computing        the ranks computed most of the time
 straggler        one rank computes longer than the others, which wait for it
 bottleneck       the others wait for one rank, which computes or exchanges messages with others
-bubble           the stages of a pipeline wait for each other
+bubble           the stages of a pipeline are idle
 waiting          ranks wait for each other, none much more than the others
 communication    messages that no computing hides
 input            loading data, while nothing else happens
@@ -39,8 +39,7 @@ _LIMITED = {
     "input": "Input limited the run: loading data, while nothing else happened, took {input:.0%} "
     "of {whose}.",
     "unrecorded": "{code} limited the run: {gap:.0%} of {whose}.",
-    "bubble": "The bubble limited the run: the stages waited for each other in {wait:.0%} of "
-    "their time.",
+    "bubble": "The bubble limited the run: the stages were idle for {wait:.0%} of their time.",
     "waiting": "Waiting limited the run: the ranks waited for each other in {wait:.0%} of their "
     "time, for no rank much longer than for the others.",
 }
@@ -183,6 +182,11 @@ def what_limited(
     nothing, in words.
     """
     times = rank_times(trace, start_s)
+    has_stages = "forward" in trace.kinds and len(STEP_KINDS & set(trace.kinds)) > 1
+    end_s = max((span.end_s for span in trace.spans), default=0.0)
+    # A stage is idle until the last one ends.
+    for rank in times if has_stages else ():
+        times[rank].seconds[WAIT] += end_s - max(span.end_s for span in trace.of(rank))
     counted = [one for one in times.values() if one.elapsed_s]
     if not counted:
         text = "No rank recorded a span, of what it computes, sends or receives."
@@ -191,7 +195,6 @@ def what_limited(
         state: statistics.fmean(one.seconds[state] / one.elapsed_s for one in counted)
         for state in _KINDS
     }
-    has_stages = "forward" in trace.kinds and len(STEP_KINDS & set(trace.kinds)) > 1
     slowest, slowdown, work = _slowest(times, has_stages)
 
     # The rank that the others waited for longest, and whether most of all waiting was for it.

@@ -15,6 +15,7 @@ import pytest
 
 from labkit.tracing.chrome import read_traces
 from labkit.tracing.limits import what_limited
+from labkit.tracing.spans import Span, Trace
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -28,7 +29,7 @@ RECORDED = Path(__file__).parent / "recorded"
         ("slow_link", "communication", None, "11% of all communication was hidden"),
         ("busy_server", "bottleneck", 0, "while it exchanged messages with others"),
         ("async_straggler", "computing", None, "and hardly any of them waited for it"),
-        ("bubble", "bubble", None, "the stages waited for each other in"),
+        ("bubble", "bubble", None, "the stages were idle for"),
         ("late_without_spans", "straggler", 2, "as long as the others between its messages"),
     ],
 )
@@ -45,3 +46,9 @@ def test_the_two_files_of_pytorchs_profiler_show_who_is_late():
     limit = what_limited(trace, gap=gap)
     assert (limit.kind, limit.rank) == ("straggler", 1)
     assert "rank 0 waited for it 42% of its time" in str(limit)
+
+
+def test_a_stage_is_idle_until_the_last_one_ends():
+    first = [Span(0, "forward", 0, 1), Span(0, "wait", 1, 3), Span(0, "backward", 3, 4)]
+    last = [Span(1, "wait", 0, 1), Span(1, "forward", 1, 2), Span(1, "backward", 2, 3)]
+    assert what_limited(Trace.merge([first, last])).shares["wait"] == 0.5

@@ -312,8 +312,8 @@ recompute = _puzzle(
     sizes=(10_000, 7),
     drawn_size=0,
     score=lambda case, ranks: max(outcome.value[1] for outcome in ranks),
-    # Segments of sqrt(L) layers: their inputs, the activations of one, and two gradients.
-    goal=lambda case: 4.0 * case.size * (2 * math.isqrt(LAYERS) + 2),
+    # Segments of n, n - 1, ..., 1 layers, each shorter as one more input is kept, and a gradient.
+    goal=lambda case: 4.0 * case.size * (math.isqrt(2 * LAYERS) + 1),
     shown=format_bytes,
 )
 

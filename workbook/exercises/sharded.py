@@ -22,6 +22,7 @@ from labkit.costs.traffic import (
 )
 from labkit.schedules.ring import chunk_bounds, owned_chunk
 from workbook.exercises.grader import Case, Check, Target, Wrong, judged, solved
+from workbook.exercises.grader.held_memory import PeakBytes
 
 LR, MOMENTUM = 0.1, 0.9
 # Elements by layer: neither divides by all P.
@@ -162,8 +163,7 @@ def _reduce(fn: Callable, comm: Comm, case: Case, totals: list[Tensor]) -> Any:
 
     def backward() -> Iterator[tuple[int, Tensor]]:
         for number in reversed(range(case.size)):
-            # A loop's variable holds the one before until it gets the next.
-            if others := alive.others(number + 1):
+            if others := alive.others():
                 held.append(
                     f"when layer {number} comes, the gradients of layers {others} are still held"
                 )
@@ -204,19 +204,41 @@ reduce = Check(
 )
 
 
+class _Allocations(PeakBytes):
+    """Inside ``with``, tell ``note`` the bytes of each new tensor."""
+
+    def __init__(self, note: Callable[[int], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def _add(self, num_bytes: int) -> None:
+        self.note(num_bytes)
+
+
 def _forward(fn: Callable, comm: Comm, case: Case, shards: list[Tensor], inputs: Tensor) -> Any:
-    """The layers note what else is held while they work."""
-    alive, held = _Alive(), []
+    """Note what else is held while a layer works, and when the next one's tensor is made."""
+    alive, held, at_work = _Alive(), [], []
+
+    def note(num_bytes: int) -> None:
+        coming = len(alive)
+        is_next = not at_work and coming < case.size and num_bytes == 4 * _LAYERS[coming]
+        if is_next and (others := alive.others()):
+            of_others = f"the parameters of layers {others} are still held"
+            held.append(f"when the tensor of layer {coming} is made, {of_others}")
 
     def layer(number: int, parameters: Tensor, inputs: Tensor) -> Tensor:
         alive.note(number, parameters)
         if others := alive.others(number):
             of_others = f"the parameters of layers {others} are still held"
             held.append(f"while layer {number} works, {of_others}")
-        return _apply(number, parameters, inputs, case)
+        at_work.append(number)
+        outputs = _apply(number, parameters, inputs, case)
+        at_work.pop()
+        return outputs
 
     layers = [partial(layer, number) for number in range(case.size)]
-    outputs = fn(comm, shards, [*_LAYERS[: case.size]], layers, inputs)
+    with _Allocations(note):
+        outputs = fn(comm, shards, [*_LAYERS[: case.size]], layers, inputs)
     if not held and (left := alive.others()):
         held.append(f"after the last layer, the parameters of layers {left} are still held")
     return Wrong(held[0]) if held else outputs

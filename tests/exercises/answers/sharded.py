@@ -76,13 +76,14 @@ def forgets_the_momentum(comm, values, gradient, momentum):
 # reduce(comm, backward, totals)
 
 
-def reduces(comm, backward, totals, adds=True):
+def reduces(comm, backward, totals, adds=True, frees=True):
     mine = (comm.rank + 1) % comm.world_size
     for number, gradient in backward:
         chunks = split_chunks(gradient, comm.world_size)
         share_reduce(comm, chunks)
         totals[number].mul_(adds).add_(chunks[mine])
-        del chunks
+        if frees:
+            del gradient, chunks
 
 
 def keeps_all(comm, backward, totals):
@@ -96,13 +97,16 @@ def forgets_what_was_there(comm, backward, totals):
 # forward(comm, shards, sizes, layers, inputs)
 
 
-def forward(comm, shards, sizes, layers, inputs, shift=1, memory=map):
-    for shard, whole, layer in zip(shards, memory(torch.empty, sizes), layers):
+def forward(comm, shards, sizes, layers, inputs, shift=1, memory=map, frees=True):
+    wholes = iter(memory(torch.empty, sizes))
+    for shard, layer in zip(shards, layers):
+        whole = next(wholes)
         chunks = split_chunks(whole, comm.world_size)
         chunks[(comm.rank + shift) % comm.world_size].copy_(shard)
         share_only(comm, chunks)
         inputs = layer(whole, inputs)
-        del whole, chunks
+        if frees:
+            del whole, chunks
     return inputs
 
 
@@ -165,11 +169,16 @@ ANSWERS = [
         [ends_with_the_remainder, lambda *case: part(*case, shift=0)],
     ),
     Answers(check.sharded.update, [update], [never_shares, forgets_the_momentum, all_reduces]),
-    Answers(check.sharded.reduce, [reduces], [keeps_all, forgets_what_was_there]),
+    Answers(
+        check.sharded.reduce,
+        [reduces],
+        [keeps_all, partial(reduces, frees=False), forgets_what_was_there],
+    ),
     Answers(
         check.sharded.forward,
         [forward, partial(forward, memory=resized), partial(forward, memory=overwritten)],
-        [partial(forward, memory=in_one_piece), ends(partial(forward, shift=0))],
+        [partial(forward, **kept) for kept in ({"memory": in_one_piece}, {"frees": False})]
+        + [ends(partial(forward, shift=0))],
     ),
     Answers(
         check.sharded.prefetch,
