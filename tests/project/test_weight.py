@@ -17,9 +17,9 @@ LIMITS = {
     "data": 60,
     "labkit": 22080,
     "notebooks": 900,
-    "tests": 25000,
+    "tests": 25040,
     "tools": 1610,
-    "workbook": 12650,
+    "workbook": 12680,
 }
 
 
