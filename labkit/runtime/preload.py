@@ -132,7 +132,8 @@ def _fork(path: object, args: Sequence[Any], passfds: Sequence[int]) -> int:
     for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")]):
         os.closerange(before + 1, after)
     code = args.index("-c") + 1
-    sys.orig_argv[:] = args
+    # (multiprocessing gives the path of Python as bytes.)
+    sys.orig_argv[:] = [os.fsdecode(arg) for arg in args]
     sys.argv[:] = ["-c", *args[code + 1 :]]
     with contextlib.suppress(SystemExit):
         exec(args[code], {})

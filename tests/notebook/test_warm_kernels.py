@@ -109,6 +109,8 @@ def test_ranks_are_forked_from_a_fork_of_the_kernel_and_draw_without_a_screen():
             " - {name.partition('.')[0] for name in before})",
         )
         assert imported.strip() in ("set()", "{'__mp_main__'}")
+        words = "labkit.run(lambda comm: ' '.join(sys.orig_argv), world_size=1)"
+        assert " -c from multiprocessing" in output(started, f"print({words}.values)")
         backend = "labkit.run(lambda comm: __import__('matplotlib').get_backend(), world_size=1)"
         assert output(started, f"print({backend}.values)").strip() == "['agg']"
         draw = "import numpy as np; print(np.random.random())"

@@ -17,7 +17,7 @@ LIMITS = {
     "data": 60,
     "labkit": 22080,
     "notebooks": 900,
-    "tests": 25040,
+    "tests": 25050,
     "tools": 1610,
     "workbook": 12680,
 }
