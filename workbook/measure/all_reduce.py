@@ -29,7 +29,7 @@ SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
 _MODELLED = ("naive", "tree", "ring")
 _REFERENCES = ("gloo", "MPI", "NCCL")
 # The first two are those whose crossing is drawn; more curves than these hide each other.
-_DRAWN = ("tree", "ring", "labkit backend", *_REFERENCES)
+_DRAWN = ("tree", "ring", "fast", *_REFERENCES)
 # No all-reduce: every rank copies S bytes, as it must at the least to read its tensor and to write
 # the result, at the same time as the others.
 _LIMIT = "copy (limit)"
@@ -65,6 +65,7 @@ def measure(
 ) -> tuple[dict[int, dict[str, list[float]]], None]:
     """This rank's seconds by size and contender; called on every rank."""
     algorithms: dict[str, AllReduce] = {
+        "fast": partial(collectives.fast_all_reduce, comm),
         "direct": partial(collectives.direct_all_reduce, comm),
         "fast ring": partial(collectives.fast_ring_all_reduce, comm),
         "ring": partial(collectives.ring_all_reduce, comm),
