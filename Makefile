@@ -48,7 +48,7 @@ help:
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make storm-resume    20 runs of each technique killed, resumed and compared (half an hour)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
-	@echo "make two-hosts       train on two hosts on this machine, and record it (root; five minutes)"
+	@echo "make two-hosts       train on two hosts on this machine, and record it (root; seven minutes)"
 	@echo "make gpu-report      all figures of a GPU server as one page, in 30 minutes at most"
 	@echo "make elsewhere       train the same with PyTorch, Horovod and TensorFlow, and record it"
 	@echo "make html            the course as a site in build/html, which needs no network"

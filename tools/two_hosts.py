@@ -262,7 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Train on one host and on two, over cables of several rates."
     )
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", default="data/results/two_hosts", help="FILE without its ending")
     given = parser.parse_args()
     with TwoHosts() as hosts:
