@@ -196,7 +196,6 @@ def what_limited(
         for state in _KINDS
     }
     slowest, slowdown, work = _slowest(times, has_stages)
-
     # The rank that the others waited for longest, and whether most of all waiting was for it.
     blamed_s = {rank: sum(one.blamed_s.values()) for rank, one in times.items()}
     most = max(blamed_s, key=blamed_s.__getitem__)

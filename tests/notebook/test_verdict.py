@@ -105,7 +105,7 @@ def test_the_fastest_and_those_that_cannot_be_told_apart():
 
 def test_many_repeats_are_compared_by_their_quartiles():
     assert verdict.speedup([2.0] * 7 + [0.1], [1.0] * 8, ranks=2).ratio.is_larger
-    rows = {row["backend"]: row["seconds"] for row in results("ddp")["rows"][:3]}
+    rows = {row["contender"]: row["seconds"] for row in results("ddp")["rows"][:3]}
     assert "in the middle half of 30 pairs" in str(verdict.faster(rows))
 
 

@@ -268,13 +268,14 @@ def profiled(comm, folder):
 
     with torch.profiler.profile(record_shapes=True, with_stack=True) as recorded:
         for _ in range(3):
-            time.sleep(0.3 * comm.rank)
+            time.sleep(0.3 * (comm.rank == 1))
             dist.all_reduce(torch.ones(1000))
     recorded.export_chrome_trace(f"{folder}/rank{comm.rank}.json.gz")
 
 
 def test_profiles_of_this_pytorch_name_the_rank_that_comes_late(tmp_path):
-    run(profiled, str(tmp_path), world_size=2, device="cpu", transport="gloo")
+    # Of three: on a busy machine the seconds of one that waits and one that is late are alike.
+    run(profiled, str(tmp_path), world_size=3, device="cpu", transport="gloo")
     trace, _ = read_traces([tmp_path])
     waited_s = sum(span.duration_s for span in trace.of(rank=0, kind="wait"))
     assert waited_s == pytest.approx(0.9, rel=0.3)
