@@ -1,7 +1,10 @@
 """Checks of a learner's own model: what a copy, a conversion or a cut would lose in silence."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from labkit.workload.losses import ShareLoss
+from labkit.workload.samples import seeded
 
 
 def check_values(model: nn.Module) -> None:
@@ -34,6 +37,28 @@ def check_values(model: nn.Module) -> None:
         if end > before:
             before = end
             owner, held = name, tensor
+
+
+def note_on_unused(
+    model: nn.Module, loss: ShareLoss, inputs: Tensor, targets: Tensor, seed: int
+) -> str:
+    """Return a note that names a parameter without a gradient from these samples, or ""."""
+    with seeded(seed):
+        try:
+            loss(model.eval()(inputs), targets)[0].backward()
+        except Exception:
+            # The trial has said what the model does not take; some cannot do this in evaluation.
+            return ""
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
+    names = [name for name, parameter in trained if parameter.grad is None]
+    model.zero_grad()
+    if not names or len(names) == len(trained):
+        return ""
+    return (
+        f"{len(names)} of {len(trained)} parameters, {names[0]} first, get no gradient from the "
+        "first sample. Here that counts as zeros, and weight decay and momentum still move the "
+        "parameter; PyTorch's optimizers leave it as it is. Next step: freeze what is never used."
+    )
 
 
 def hooked(model: nn.Module) -> list[str]:

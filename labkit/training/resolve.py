@@ -33,7 +33,7 @@ from labkit.extras import require
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
 from labkit.training.optimizers import OPTIMIZERS, try_optimizer
-from labkit.training.own_model import check_values, hooked
+from labkit.training.own_model import check_values, hooked, note_on_unused
 from labkit.training.trial import try_out, try_share
 from labkit.units import check_choice
 from labkit.workload.datasets import IMAGENET, is_folder, load_dataset, open_folder
@@ -158,6 +158,8 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     strategy.check_model(model, work.loss, config.world_size)
     try_share(model, work.train, _smallest_share(config, strategy, len(work.train)))
     strategy.weighing = weighing
+    if own.model is not None:
+        print_once(note_on_unused(model, work.loss, *work.train.first(1), config.seed))
     technique = config.strategy + " with builtin" * config.builtin
     is_alone = config.strategy == "single" and not config.accumulate
     names = hooked(model)

@@ -95,3 +95,15 @@ def test_a_hook_that_would_be_lost_or_see_a_part_is_refused(make, strategy, opti
 def test_a_difference_in_an_imaginary_part_counts():
     state = {"factor": torch.tensor([1 + 1j])}
     assert largest_difference({"factor": torch.tensor([1 + 2j])}, state) > 0.5
+
+
+class Idle(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+        self.idle = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_parameter_that_no_sample_uses_is_named(used, capsys):
+    train(plain if used else Idle, optimizer="adamw", weight_decay=0.1)
+    assert ("idle first" in capsys.readouterr().err) != used
