@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 from labkit.workload.samples import Samples
 
-# Samples that are compared: of those in memory up to so many values, or samples; else few.
+# How much is compared: at most this many values and samples of data in memory; few of other data.
 _MOST_VALUES, _MANY, _FEW = 2**18, 512, 12
 # The part of a sum that may be rounding: a rank may have another processor.
 _ROUNDING = 1e-6

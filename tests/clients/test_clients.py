@@ -36,7 +36,7 @@ def test_a_client_gets_the_numbers_that_it_gets_from_gloo(module, name):
     if module == "package_clients":
         # An installation that was cut off leaves a Python, but no stamp.
         if not (VENV / ".ready").exists():
-            pytest.skip(f"{name} needs an environment of its own: make clients")
+            pytest.skip(f"{name} needs a separate environment: make clients")
         python = VENV / "bin" / "python"
         # What other people's packages warn of is no fault of ours.
         env["PYTHONWARNINGS"] = "ignore"

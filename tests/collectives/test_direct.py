@@ -11,7 +11,7 @@ from labkit import run
 from labkit.collectives import direct_all_reduce, fast_ring_all_reduce
 from labkit.comm.shared_memory import NUM_WINDOWS, WINDOW_BYTES
 
-# One element below and above a window, and so many windows that each is used again.
+# One element below and above a window, and enough windows that each is used again.
 LIMIT = WINDOW_BYTES // 4
 SIZES = (0, 1, 1000, LIMIT - 1, LIMIT, LIMIT + 1, (2 * NUM_WINDOWS + 1) * LIMIT + 7)
 
