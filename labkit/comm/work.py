@@ -22,6 +22,7 @@ from torch.futures import Future
 from labkit.comm.comm import Comm
 from labkit.comm.source_lines import caller_location, credit_to
 from labkit.comm.transport import describe
+from labkit.errors import PeerLostError
 
 Operation = Callable[[Comm], object]
 
@@ -254,6 +255,12 @@ class WorkQueue(threading.Thread):
         # Inference tensors may only be changed in inference mode.
         has_inference = any(tensor.is_inference() for tensor in work.result())
         try:
+            if why := board.gave_up():
+                # What the failed operation has left under way would be taken for this one's.
+                raise PeerLostError(
+                    f"{why}. After that the ranks' messages do not belong together: make the "
+                    "group, or the run, anew"
+                )
             with torch.inference_mode() if has_inference else contextlib.nullcontext():
                 if self._stream is not None and work.called is not None:
                     self._stream.wait_event(work.called)

@@ -1,6 +1,7 @@
 """What changes while a run trains, beside parameters and the optimizer's state of them.
 
     groups     the optimizer's ``param_groups``: a learning rate, counters
+    optimizer  attributes of the optimizer
     schedules  PyTorch's schedulers of this optimizer, wherever they are called
     loss       attributes of the loss, and its buffers
     data       attributes of the data set, and of data sets in it
@@ -47,6 +48,7 @@ class Kept:
         parts = list(loss.modules()) if isinstance(loss, nn.Module) else [loss]
         self.kinds: dict[str, list[dict[str, Any]]] = {
             "groups": getattr(optimizer, "param_groups", []),
+            "optimizer": [vars(optimizer)] if optimizer is not None else [],
             "schedules": [],
             "loss": [vars(part) for part in parts if hasattr(part, "__dict__")],
             "data": [vars(part) for part in _data_sets_in(dataset) if hasattr(part, "__dict__")],
@@ -61,7 +63,7 @@ class Kept:
         """Return the numbers of all objects by kind, as the bytes of JSON, and loss buffers."""
         numbers = {}
         for kind, objects in self.kinds.items():
-            numbers[kind] = [_numbers_of(attributes) for attributes in objects]
+            numbers[kind] = [numbers_of(attributes) for attributes in objects]
         state = {"numbers": _as_bytes(numbers)}
         if isinstance(self.loss, nn.Module):
             state |= {f"loss/{name}": value for name, value in self.loss.state_dict().items()}
@@ -126,7 +128,8 @@ def _data_sets_in(dataset: Any) -> list[Any]:
     return found
 
 
-def _numbers_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def numbers_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes that are kept: numbers, short lists of them, states of generators."""
     found: dict[str, Any] = {}
     for name, value in attributes.items():
         if isinstance(value, torch.Generator):

@@ -7,6 +7,8 @@ element by element; one that groups parameters by dimension or position, or uses
 products, does not.
 """
 
+import io
+import pickle
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from labkit.config import RunConfig
 from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
+from labkit.training.kept import numbers_of
 from labkit.workload.samples import seeded
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -97,15 +100,17 @@ def try_optimizer(
     seed: int,
     *,
     keeps_sparse: bool = False,
+    is_saved: bool = False,
 ) -> str:
     """Return a note if the optimizer holds only some of the trained parameters, else "".
 
     ``optimizes`` tells what a rank of the technique holds, see ``Strategy``; ``keeps_sparse``
-    whether sparse gradients, as of ``nn.Embedding(sparse=True)``, reach the optimizer as such.
+    whether sparse gradients, as of ``nn.Embedding(sparse=True)``, reach the optimizer as such;
+    ``is_saved`` whether checkpoints have to hold what it changes.
 
     Raises:
-        ValueError: it cannot be made or makes no steps, holds other parameters, or would not
-            equal one device with this technique.
+        ValueError: it cannot be made or makes no steps, holds other parameters, would not equal
+            one device with this technique, or could not be continued.
     """
     given = trained_parameters(model)
     with seeded(seed):
@@ -125,7 +130,7 @@ def try_optimizer(
             values = torch.randn(shape, dtype=torch.float64, generator=generator)
             tensors.append(number * values)
     try:
-        whole = _updated(name, make, rounds, seed)
+        whole = _updated(name, make, rounds, seed, is_saved)
     except ValueError:
         raise
     except _TakesSparse as error:
@@ -203,12 +208,17 @@ def _made(name: str, make: MakeOptimizer, parameters: list[nn.Parameter]) -> Any
 
 
 def _updated(
-    name: str, make: MakeOptimizer, rounds: list[list[Tensor]], seed: int
+    name: str,
+    make: MakeOptimizer,
+    rounds: list[list[Tensor]],
+    seed: int,
+    is_saved: bool = False,
 ) -> list[Tensor]:
     """Parameters that begin with the first tensors, after updates with the others as gradients."""
     parameters = [nn.Parameter(values.clone()) for values in rounds[0]]
     with seeded(seed):
         optimizer = _made(name, make, parameters)
+        before = _not_kept(optimizer, parameters)
         for gradients in rounds[1:]:
             for parameter, gradient in zip(parameters, gradients):
                 parameter.grad = gradient.clone()
@@ -226,7 +236,43 @@ def _updated(
                 if _steps_with(optimizer):
                     raise _TakesSparse from error
                 raise
+    after = _not_kept(optimizer, parameters)
+    changed = [attribute for attribute in after if after[attribute] != before.get(attribute)]
+    if is_saved and changed:
+        raise ValueError(
+            f"optimizer {name} changes its attribute {changed[0]} in each step, and a checkpoint "
+            "would not hold it: keep tensors and numbers by parameter in self.state[parameter], "
+            "other numbers in attributes or self.param_groups, or leave checkpoint_dir out"
+        )
     return [parameter.detach() for parameter in parameters]
+
+
+class _ParameterPickler(pickle.Pickler):
+    """Writes parameters by their number, whatever their values."""
+
+    def __init__(self, file: io.BytesIO, parameters: list[nn.Parameter]):
+        super().__init__(file)
+        self._numbers = {id(parameter): n for n, parameter in enumerate(parameters)}
+
+    def persistent_id(self, value: Any) -> int | None:
+        return self._numbers.get(id(value))
+
+
+def _not_kept(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
+) -> dict[str, bytes]:
+    """Return the attributes that no checkpoint holds, pickled without the parameters' values."""
+    held = {"state", "param_groups", "defaults"} | numbers_of(vars(optimizer)).keys()
+    pickled = {}
+    for attribute in vars(optimizer).keys() - held:
+        buffer = io.BytesIO()
+        try:
+            _ParameterPickler(buffer, parameters).dump(vars(optimizer)[attribute])
+        except Exception:
+            # Functions such as hooks, which do not change.
+            continue
+        pickled[attribute] = buffer.getvalue()
+    return pickled
 
 
 def _steps_with(optimizer: torch.optim.Optimizer, *closure: Any) -> bool:

@@ -184,6 +184,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
             optimizes,
             config.seed,
             keeps_sparse=keeps_sparse,
+            is_saved=config.checkpoint_dir is not None,
         )
         print_once(note)
     return strategy, work

@@ -6,6 +6,7 @@ labkit's launcher sees is tested in plain processes; they come from the same for
 start as fast. Only what concerns the start and the end of an interpreter needs fresh ones.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import labkit
 from labkit import run
 from labkit.collectives import ring_all_reduce, tree_all_reduce
+from labkit.errors import PeerLostError
 
 # Refusals
 
@@ -298,6 +300,28 @@ def test_a_mismatch_shows_both_sides_on_every_rank(tmp_path, fault):  # rows 6 t
             assert words in outcome
         if fault is other_message:
             assert outcome.count("test_backend.py") == 2
+
+
+def goes_on_after_a_mismatch(rank):
+    """Sums that are right on all ranks, after one of other shapes whose error each has caught."""
+    with contextlib.suppress(Exception):
+        dist.all_reduce(torch.ones(3 + rank))
+    stay()
+    results = []
+    for _ in range(3):
+        try:
+            dist.all_reduce(values := torch.full((3,), rank + 1.0))
+            results.append(values.tolist())
+        except PeerLostError as error:
+            results.append(str(error))
+    return results
+
+
+def test_after_an_error_on_the_way_a_group_gives_no_results(tmp_path):
+    """They would be those of the call before, in silence."""
+    for code, outcome in plain(tmp_path, goes_on_after_a_mismatch, world_size=3):
+        assert code == 0
+        assert str(outcome).count("make the group, or the run, anew") == 3
 
 
 def is_interrupted(rank):

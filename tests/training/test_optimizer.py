@@ -1,5 +1,6 @@
 """An optimizer advances its own learning rate with each update that it makes."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -127,3 +128,27 @@ def test_an_optimizer_that_would_train_nothing_is_refused(case):
 def test_a_part_of_the_parameters_may_be_trained_and_is_said():
     few = SEES["a few"][0]
     assert "1 of 6" in try_optimizer("few", few, biased(), "ddp", "model", 0)
+
+
+class Remembering(torch.optim.SGD):
+    """Momentum in an attribute; constants and parameters in others."""
+
+    def __init__(self, parameters, remembers):
+        super().__init__(parameters, lr=0.1)
+        self.remembers, self.momentum = remembers, {}
+        self.known, self.weights = list(parameters), [torch.ones(3), torch.zeros(2, 2)]
+
+    def step(self, closure=None):
+        for parameter in self.known if self.remembers else ():
+            self.momentum[parameter] = parameter.grad + self.momentum.get(parameter, 0)
+            parameter.grad = self.momentum[parameter]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("remembers", "is_saved"), [(True, True), (True, False), (False, True)])
+def test_what_no_checkpoint_would_hold_is_refused_with_checkpoints(remembers, is_saved):
+    make = partial(Remembering, remembers=remembers)
+    refuses = remembers and is_saved
+    expected = pytest.raises(ValueError, match="changes its attribute momentum")
+    with expected if refuses else contextlib.nullcontext():
+        try_optimizer("mine", make, biased(), "ddp", "model", 0, is_saved=is_saved)

@@ -147,15 +147,18 @@ class Noisy(torch.utils.data.Dataset):
 
 
 class Counting(torch.optim.SGD):
-    """Numbers that are no tensors, by parameter and by group."""
+    """Numbers that are no tensors: by parameter, by group, and its own."""
+
+    updates = 0
 
     def step(self, closure=None):
+        self.updates += 1
         group = self.param_groups[0]
         group["rate"] = group.get("rate", 1.0) * 0.9
         for parameter in group["params"]:
             state = self.state[parameter]
             state["steps"] = state.get("steps", 0) + 1
-            parameter.grad *= group["rate"] / range(99)[state["steps"]]
+            parameter.grad *= group["rate"] / range(99)[state["steps"]] / self.updates
         return super().step(closure)
 
 

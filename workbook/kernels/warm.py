@@ -18,6 +18,7 @@ import threading
 import time
 
 import numpy as np
+import torch
 
 import workbook  # noqa: F401, appends to what ranks find imported
 from labkit.runtime import preload
@@ -96,6 +97,7 @@ def _live(connection: socket.socket, streams: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     np.random.seed()
+    torch.default_generator.seed()
     with contextlib.suppress(SystemExit):
         preload.fork_server()
         threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
