@@ -65,12 +65,14 @@ RANK = np.dtype(
         ("until_s", "f8", 2),
         ("begun", "i8", 2),
         ("gave_up", "S1024"),
+        # The descriptor of memory that this rank shares; -1 if it could not open another's.
+        ("shares", "i8"),
     ]
 )
 
 
 # Process ids and readings of a clock mean something at home only.
-_AT_HOME = {"pid", "origin_s", "meeting_s", "posted_s"}
+_AT_HOME = {"pid", "origin_s", "meeting_s", "posted_s", "shares"}
 
 
 def _layout(world_size: int) -> np.dtype[np.void]:

@@ -119,6 +119,34 @@ def _from_duplicate(world_size: int, duplicate: Any) -> Arena:
     return arena
 
 
+def share_blocks(
+    board: Board, rank: int, num_bytes: int, barrier: Callable[[], None]
+) -> list[Tensor] | None:
+    """Map one block [num_bytes] of every rank, this one's new and zero; called by all ranks.
+
+    The blocks have no name, and are gone when no rank refers to them any more. None on all ranks
+    if one of them cannot open another's.
+    """
+    row = board.ranks[rank]
+    descriptor = _unnamed_file(num_bytes)
+    row["shares"] = descriptor
+    barrier()
+    blocks = []
+    try:
+        for peer in range(board.world_size):
+            path = f"/proc/{board.ranks[peer]['pid']}/fd/{board.ranks[peer]['shares']}"
+            # (It keeps no file open, as an ``mmap`` of Python does.)
+            blocks.append(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
+    except RuntimeError:
+        row["shares"] = -1
+    # The file must not be closed before all have opened it.
+    barrier()
+    os.close(descriptor)
+    all_could = bool((board.ranks["shares"] >= 0).all())
+    barrier()
+    return blocks if all_could else None
+
+
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 

@@ -28,6 +28,7 @@ from labkit.comm.shared_memory import (
     Arena,
     Semaphore,
     is_running,
+    share_blocks,
 )
 from labkit.comm.transport import Sent, Transport, as_bytes
 from labkit.errors import PeerLostError
@@ -195,6 +196,13 @@ class Windows:
             yield windows[number].view(dtype)[:num_elements]
         self._num_read += 1
 
+    def meet(self) -> None:
+        """Wait until all ranks have called it: what they wrote before may be read."""
+        for signal in self._signals_to.values():
+            signal.post()
+        for peer, signal in self._signals_from.items():
+            self._wait(signal, peer)
+
 
 class SharedTransport(Transport):
     """Point-to-point through an arena, for ranks of one machine with tensors on the CPU.
@@ -242,6 +250,10 @@ class SharedTransport(Transport):
             *_, met, _ = self.arena.semaphores(left, self.rank)
             self.waiter.wait(met, left)
             distance *= 2
+
+    def share(self, num_bytes: int) -> list[Tensor] | None:
+        """Map a new block of every rank [num_bytes]; see ``share_blocks``."""
+        return share_blocks(self.arena.board, self.rank, num_bytes, self.barrier)
 
     def channel_to(self, dst: int) -> Channel:
         return self._channel(self.rank, dst, self.sent.to[dst])

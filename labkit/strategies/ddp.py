@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from labkit.collectives import broadcast, fast_hierarchical_all_reduce, fast_ring_all_reduce
+from labkit.collectives.shared_bucket import SharedBucket
 from labkit.comm.comm import Comm
 from labkit.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
@@ -60,6 +61,7 @@ class NaiveDDP(nn.Module):
     ):
         super().__init__()
         self.comm, self.module, self.op = comm, module, op
+        self.hierarchical = hierarchical
         self.all_reduce = fast_hierarchical_all_reduce if hierarchical else fast_ring_all_reduce
         self.trained = trained_parameters(module)
         self._synchronises, self._in_backward = True, False
@@ -133,8 +135,9 @@ class NaiveDDP(nn.Module):
 class BucketedDDP(NaiveDDP):
     """A ``NaiveDDP`` that sums gradients in buckets, while the rest of backward runs.
 
-    The gradients are views of their buckets, so that sums need not be copied back. ``bucket_mb``
-    are MiB of gradients per bucket; 0 gives every parameter a bucket.
+    The gradients are views of their buckets, so that sums need not be copied back; between ranks
+    that share memory, buckets need not be copied either (``SharedBucket``). ``bucket_mb`` are MiB
+    of gradients per bucket; 0 gives every parameter a bucket.
     """
 
     def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
@@ -142,7 +145,7 @@ class BucketedDDP(NaiveDDP):
         sizes = [p.numel() * p.element_size() for p in self.trained]
         kinds = [p.dtype for p in self.trained]
         assigned = assign_buckets(sizes, bucket_mb * MIB, kinds=kinds)
-        self.buckets = [Bucket([self.trained[i] for i in indices]) for indices in assigned]
+        self.buckets = [Bucket(comm, [self.trained[i] for i in indices]) for indices in assigned]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._launched: list[Work] = []
 
@@ -180,14 +183,16 @@ class BucketedDDP(NaiveDDP):
 
     def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
         """Queue an all-reduce; one that is waited for may run in this thread."""
-        flat = bucket.flat
-        work = work_queue_of(self.comm).add(
-            "all_reduce",
-            lambda comm: self.all_reduce(comm, flat, self.op),
-            [flat],
-            [flat],
-            is_waited_for,
-        )
+
+        def reduce(comm: Comm) -> None:
+            if self.hierarchical:
+                fast_hierarchical_all_reduce(comm, bucket.flat, self.op)
+            else:
+                bucket.shared.all_reduce(comm, self.op)
+
+        tensors = [bucket.flat]
+        queue = work_queue_of(self.comm)
+        work = queue.add("all_reduce", reduce, tensors, tensors, is_waited_for)
         self._launched.append(work)
 
 
@@ -198,21 +203,30 @@ class Bucket:
     the bucket is full.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters, self.missing = parameters, set(parameters)
-        self.flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
-        pieces = self.flat.split([p.numel() for p in parameters])
-        self._places = {p: piece.view_as(p) for p, piece in zip(parameters, pieces)}
+    def __init__(self, comm: Comm, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.missing = set(parameters)
+        num_elements = sum(parameter.numel() for parameter in parameters)
+        first = parameters[0]
+        self.shared = SharedBucket(comm, num_elements, first.dtype, first.device)
+        self.flat = self.shared.flat
+        self._views = {}
+        start = 0
+        for parameter in parameters:
+            end = start + parameter.numel()
+            self._views[parameter] = self.flat[start:end].view_as(parameter)
+            start = end
 
     def take(self, parameter: nn.Parameter) -> None:
         """Put the parameter's gradient, zeros if it has none, into the bucket."""
         self.missing.discard(parameter)
-        place, gradient = self._places[parameter], parameter.grad
+        view = self._views[parameter]
+        gradient = parameter.grad
         if gradient is None:
-            place.zero_()
-        elif gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient)
-        parameter.grad = place
+            view.zero_()
+        elif gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+        parameter.grad = view
 
 
 class LocalSGD(NaiveDDP):

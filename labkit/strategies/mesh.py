@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives import broadcast, fast_ring_all_reduce
+from labkit.collectives import broadcast
 from labkit.comm.comm import Comm, SubComm
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.base import MakeOptimizer, State
@@ -112,8 +112,10 @@ class Mesh(Pipeline):
             self.counted_elsewhere = uncut.union(self.counted_elsewhere)
         sizes = [p.numel() * p.element_size() for p in self.trained]
         kinds = [p.dtype for p in self.trained]
-        assigned = assign_buckets(sizes, self.bucket_mb * MIB, kinds=kinds) if self.dp > 1 else []
-        self.buckets = [Bucket([self.trained[i] for i in indices]) for indices in assigned]
+        self.buckets = []
+        if self.dp > 1:
+            for indices in assign_buckets(sizes, self.bucket_mb * MIB, kinds=kinds):
+                self.buckets.append(Bucket(self.data, [self.trained[i] for i in indices]))
 
     def share(self) -> tuple[int, int]:
         return self.data.rank, self.dp
@@ -129,7 +131,7 @@ class Mesh(Pipeline):
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 bucket.take(parameter)
-            fast_ring_all_reduce(self.data, bucket.flat)
+            bucket.shared.all_reduce(self.data)
         return super().update()
 
     def end_epoch(self) -> None:

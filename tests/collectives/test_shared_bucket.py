@@ -1,0 +1,80 @@
+"""All-reduce of a bucket in shared memory: sums in rank order, at any size, dtype and pace."""
+
+import random
+import time
+
+import pytest
+import torch
+from cases import bits, values_of
+from ranks import open_descriptors
+
+from labkit import run
+from labkit.collectives.shared_bucket import SharedBucket
+from labkit.comm.shared_memory import SEGMENT_BYTES
+from labkit.costs.traffic import ring_all_reduce_cost
+
+# Below, at and above a segment of the slice of one rank, for 4 ranks; and no elements at all.
+SEGMENT = 4 * SEGMENT_BYTES // 4
+SIZES = (0, 1, 3, 1001, SEGMENT - 1, SEGMENT, SEGMENT + 5, 3 * SEGMENT + 7)
+
+
+def reduced(comm, dtype, op):
+    """Bits of the reduced tensors by size; messages and bytes by size."""
+    tensors = []
+    traffic = []
+    for size in SIZES:
+        bucket = SharedBucket(comm, size, dtype, torch.device("cpu"))
+        bucket.flat[:size] = values_of(comm.rank, size, dtype)
+        before = comm.messages, comm.bytes_sent
+        bucket.all_reduce(comm, op)
+        traffic.append((comm.messages - before[0], comm.bytes_sent - before[1]))
+        tensors.append(bits(bucket.flat[:size]))
+    return tensors, traffic
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_replicas_hold_the_sum_in_rank_order_and_send_the_bytes_of_a_ring(world_size, dtype):
+    expected = []
+    costs = []
+    for size in SIZES:
+        total = values_of(0, size, dtype)
+        for rank in range(1, world_size):
+            total = total + values_of(rank, size, dtype)
+        expected.append(bits(total))
+        padded = -(-size // world_size) * world_size
+        cost = ring_all_reduce_cost(padded, dtype.itemsize, world_size)
+        costs.append((cost.messages, cost.num_bytes))
+    for tensors, traffic in run(reduced, dtype, "sum", world_size=world_size).values:
+        assert tensors == expected
+        assert traffic == costs
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_16_bits_are_rounded_once(dtype):
+    expected = []
+    for size in SIZES:
+        total = torch.stack([values_of(rank, size, dtype).float() for rank in range(3)])
+        expected.append(bits(total.mean(0).to(dtype)))
+    for tensors, _ in run(reduced, dtype, "mean", world_size=3).values:
+        assert tensors[:4] == expected[:4]
+
+
+def test_a_bucket_may_be_written_as_soon_as_it_is_reduced_and_leaves_no_file_open():
+    """No rank writes into a slice that another rank still reads, whatever their pace."""
+
+    def in_a_row(comm):
+        pace = random.Random(comm.rank)
+        files_before = open_descriptors()
+        bucket = SharedBucket(comm, 100_000, torch.float32, torch.device("cpu"))
+        wrong = []
+        for number in range(100):
+            bucket.flat.fill_(float(comm.rank + number))
+            if pace.random() < 0.2:
+                time.sleep(0.003)
+            bucket.all_reduce(comm)
+            if bucket.flat.unique().tolist() != [3.0 + 3 * number]:
+                wrong.append(number)
+        return wrong, open_descriptors() - files_before
+
+    assert run(in_a_row, world_size=3).values == [([], 0)] * 3
