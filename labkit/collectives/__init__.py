@@ -9,6 +9,7 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     ring_all_reduce         ring            2 (P - 1)           2 (P - 1) / P x S
     fast_ring_all_reduce    fast_ring       2 (P - 1)           2 (P - 1) / P x S
     direct_all_reduce       direct          1                   (P - 1) S
+    SharedBucket.all_reduce shared_bucket   2                   2 (P - 1) / P x S
     hierarchical_all_reduce hierarchical    2 (m + H - 2)       2 (P - 1) / P x S, see below
     share_reduce            ring            P - 1               (P - 1) / P x S
     share_only              ring            P - 1               (P - 1) / P x S
@@ -16,6 +17,7 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     all_gather              ring            P - 1               (P - 1) S
     all_to_all              tree            P - 1               (P - 1) S
     broadcast               tree            ceil(log2 P)        root ceil(log2 P) S
+    broadcast_coalesced     tree            as broadcast        as broadcast, all tensors
     reduce                  tree            ceil(log2 P)        S, the root 0
     gather                  naive           P - 1               S, the root 0
     scatter                 naive           P - 1               root (P - 1) S, the others 0

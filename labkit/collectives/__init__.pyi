@@ -23,9 +23,11 @@ from .ring import (
     share_only as share_only,
     share_reduce as share_reduce,
 )
+from .shared_bucket import SharedBucket as SharedBucket
 from .tree import (
     all_to_all as all_to_all,
     broadcast as broadcast,
+    broadcast_coalesced as broadcast_coalesced,
     reduce as reduce,
     tree_all_reduce as tree_all_reduce,
 )

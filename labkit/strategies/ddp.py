@@ -30,8 +30,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from labkit.collectives import broadcast, fast_hierarchical_all_reduce, fast_ring_all_reduce
-from labkit.collectives.shared_bucket import SharedBucket
+from labkit.collectives import (
+    SharedBucket,
+    broadcast,
+    broadcast_coalesced,
+    fast_hierarchical_all_reduce,
+    fast_ring_all_reduce,
+)
 from labkit.comm.comm import Comm
 from labkit.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
@@ -121,8 +126,7 @@ class NaiveDDP(nn.Module):
         """Called when backward has ended; call it on a rank without samples, in its place."""
         self._forget_broken_backward()
         self.sum_gradients()
-        for buffer in self.module.buffers():
-            broadcast(self.comm, buffer)
+        broadcast_coalesced(self.comm, self.module.buffers())
 
     def sum_gradients(self) -> None:
         """All-reduce every gradient; called when backward has ended on this rank."""
@@ -243,8 +247,7 @@ class LocalSGD(NaiveDDP):
         self.all_reduce(self.comm, flat, "mean")
         for parameter, mean in zip(self.trained, flat.split([p.numel() for p in self.trained])):
             parameter.copy_(mean.view_as(parameter))
-        for buffer in self.module.buffers():
-            broadcast(self.comm, buffer)
+        broadcast_coalesced(self.comm, self.module.buffers())
 
 
 @dataclass(eq=False)

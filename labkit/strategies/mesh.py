@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives import broadcast
+from labkit.collectives import broadcast_coalesced
 from labkit.comm.comm import Comm, SubComm
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.base import MakeOptimizer, State
@@ -135,8 +135,7 @@ class Mesh(Pipeline):
         return super().update()
 
     def end_epoch(self) -> None:
-        for buffer in self.module.buffers():
-            broadcast(self.data, buffer)
+        broadcast_coalesced(self.data, self.module.buffers())
 
     def predict(self, inputs: Tensor) -> Tensor | None:
         outputs = super().predict(inputs)

@@ -9,7 +9,7 @@ from cases import bits, values_of
 from ranks import open_descriptors
 
 from labkit import run
-from labkit.collectives.shared_bucket import SharedBucket
+from labkit.collectives import SharedBucket
 from labkit.comm.shared_memory import SEGMENT_BYTES
 from labkit.costs.traffic import ring_all_reduce_cost
 

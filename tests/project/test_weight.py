@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 22140,
+    "labkit": 22290,
     "notebooks": 900,
-    "tests": 25110,
+    "tests": 25200,
     "tools": 1610,
     "workbook": 12680,
 }

@@ -114,8 +114,8 @@ def counted(comm):
 
 
 def test_traffic_equals_the_formula_and_the_line_has_a_lane_of_its_own():
-    # Running mean and variance, and a counter, of 8 and of 6 features.
-    buffers = [8 * n for n in (8, 8, 1, 6, 6, 1)]
+    # Running mean and variance, and a counter, of 8 and of 6 features: float64, and int64.
+    buffers = [8 * (8 + 8 + 6 + 6), 8 * (1 + 1)]
     for rank, found in enumerate(run(counted, world_size=3).values):
         for sizes, used, _ in found:
             costs = [ring_all_reduce_cost(size, 8, 3, rank) for size in sizes]
