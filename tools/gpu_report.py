@@ -37,7 +37,6 @@ def steps(gpus: int) -> dict[str, tuple[float, list[str]]]:
 
     found = {
         "doctor": (120, [*LABKIT, "doctor"]),
-        "placement": (300, bench("placement")),
         "all-reduce": (210, bench("all-reduce", "--world-size", ranks, "--figure", "{}/time.png")),
         "tests": (420, [*tests, "-q"]),
         "ddp": (150, bench("ddp", "--world-size", ranks)),
