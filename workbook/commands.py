@@ -79,7 +79,6 @@ def _add_compare(commands) -> None:
     add("--dataset", metavar="D", help="as for train")
     add("--device", metavar="auto|cpu|cuda", help="as for train")
     add("--json", dest="json_path", metavar="FILE", help="record runs and hardware in FILE")
-    add("--figures", dest="figures_dir", metavar="DIR", help="draw compare_*.png in DIR")
 
 
 def _bench(arguments: Namespace) -> int:

@@ -45,8 +45,6 @@ def test_every_contender_of_the_all_reduce_bench_is_right(tmp_path):
         for row in rows.values():
             share = limit_s / row["time_s"]["median"]
             assert row["share_of_limit"] == pytest.approx(share, rel=1e-3)
-            bus = 2 * 2 / 3 * size / row["time_s"]["median"] / 1e9
-            assert row["bus_GB/s"] == pytest.approx(bus)
 
 
 def test_the_model_stands_beside_what_it_predicts():

@@ -145,24 +145,18 @@ def copy_turn(comm: Comm, num_bytes: int) -> Turn:
 
 
 def result_of(seconds: Cells, link: Link, world_size: int) -> Result:
-    """The result of the slowest rank's seconds, and the model beside it.
+    """The result of the slowest rank's seconds t, and the model beside it.
 
-    ``bus_GB/s`` is 2 (P - 1) / P x S / t, which each link of a ring carries (busbw of nccl-tests);
     ``share_of_limit`` is the time of a copy / t.
     """
-    bus: dict[int, dict[str, float]] = {}
     share_of_limit: dict[int, dict[str, float]] = {}
     model_s: dict[int, dict[str, float]] = {}
     for size, seconds_by_name in seconds.items():
-        bus[size] = {}
         share_of_limit[size] = {}
         model_s[size] = {}
         limit_s = median(seconds_by_name[_LIMIT])
         for name, repeats_s in seconds_by_name.items():
-            median_s = median(repeats_s)
-            share_of_limit[size][name] = limit_s / median_s
-            if name != _LIMIT:
-                bus[size][name] = 2 * (world_size - 1) / world_size * size / median_s / 1e9
+            share_of_limit[size][name] = limit_s / median(repeats_s)
         for name in _MODELLED:
             model_s[size][name] = all_reduce_seconds(name, size, world_size, link)
     crossover = crossover_bytes(world_size, link)
@@ -186,7 +180,7 @@ def result_of(seconds: Cells, link: Link, world_size: int) -> Result:
         seconds=seconds,
         against=tuple(name for name in _REFERENCES if name in names),
         case="size_bytes",
-        columns={"bus_GB/s": bus, "share_of_limit": share_of_limit, "model_s": model_s},
+        columns={"share_of_limit": share_of_limit, "model_s": model_s},
         notes=(str(link), f"The ring overtakes the tree in the model: {overtakes}."),
         figures={f"{world_size}_ranks": figure},
     )

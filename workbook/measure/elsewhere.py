@@ -66,15 +66,10 @@ def elsewhere_figure(record: Row) -> CaptionedFigure:
     for number, row in enumerate(rows):
         framework = row["framework"]
         style, marker, linestyle = LOOKS[framework]
-        (lines[framework],) = axes.plot(
-            row["losses"],
-            color=style.color,
-            linestyle=linestyle,
-            marker=marker,
-            label=framework,
-            # The markers take turns, so that lines that coincide can be seen.
-            markevery=(number, len(rows)),
-        )
+        look: dict[str, Any] = {"color": style.color, "linestyle": linestyle, "marker": marker}
+        # The markers take turns, so that lines that coincide can be seen.
+        look["markevery"] = (number, len(rows))
+        (lines[framework],) = axes.plot(row["losses"], label=framework, **look)
     axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid()

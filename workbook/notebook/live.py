@@ -49,12 +49,9 @@ class Cell:
     def show(self, page: str, text: str) -> None:
         global _shown_in
         data = {"text/html": page, "text/plain": text}
-        self._shell.display_pub.publish(
-            data,
-            {},
-            transient={"display_id": f"labkit-{self._message}"},
-            update=_shown_in == self._message,
-        )
+        name = {"display_id": f"labkit-{self._message}"}
+        is_update = _shown_in == self._message
+        self._shell.display_pub.publish(data, {}, transient=name, update=is_update)
         _shown_in = self._message
 
 

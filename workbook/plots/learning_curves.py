@@ -47,26 +47,14 @@ def learning_curves(
     figure = Figure(figsize=(WIDTH_IN, 5.6))
     grid = figure.subplots(2, 2, sharex="col", sharey="row")
     for (label, curve), (style, marker, line) in zip(curves.items(), itertools.cycle(SERIES)):
+        look = {"color": style.color, "marker": marker, "linestyle": line, "markersize": 5}
+        look["markevery"] = math.ceil(len(curve["epoch"]) / 12)
         for name, row in zip(_LABELS, grid):
-            for axes, x in zip(row, by):
-                axes.plot(
-                    curve[x],
-                    np.median(curve[name], axis=0),
-                    label=label,
-                    color=style.color,
-                    linestyle=line,
-                    marker=marker,
-                    markersize=5,
-                    markevery=math.ceil(len(curve["epoch"]) / 12),
-                )
-                axes.fill_between(
-                    curve[x],
-                    curve[name].min(axis=0),
-                    curve[name].max(axis=0),
-                    color=style.color,
-                    alpha=0.15,
-                    linewidth=0,
-                )
+            low = curve[name].min(axis=0)
+            high = curve[name].max(axis=0)
+            for axes, x in zip(row, map(curve.get, by)):
+                axes.plot(x, np.median(curve[name], axis=0), label=label, **look)
+                axes.fill_between(x, low, high, color=style.color, alpha=0.15, linewidth=0)
                 axes.grid(True)
             row[0].set_ylabel(_LABELS[name])
     for axes, name in zip(grid[-1], by):

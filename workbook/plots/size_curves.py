@@ -64,15 +64,9 @@ def size_curves(
         predicted_at = [crossover] if crossover < math.inf else []
         change = f"{first} and {second} cross at {_sizes_words(crossed_at)}, "
         change += f"in the model at {_sizes_words(predicted_at)}."
-    return draw_curves(
-        seconds,
-        model or {},
-        title,
-        label="size of the tensor (bytes)",
-        takeaway=joined(_takeaway(seconds), change),
-        marks=marks,
-        format_size=format_bytes,
-    )
+    label = "size of the tensor (bytes)"
+    takeaway = joined(_takeaway(seconds), change)
+    return draw_curves(seconds, model or {}, title, label, takeaway, marks, format_bytes)
 
 
 @drawn
@@ -117,17 +111,12 @@ def draw_curves(
     for name, points in measured.items():
         style, marker, _ = looks[name]
         sizes = list(points)
-        lines += axes.plot(
-            sizes,
-            list(map(median, points.values())),
-            label=name,
-            color=style.color,
-            marker=marker,
-            # A thin line, so that a model that fits stays visible.
-            linewidth=0.6 if name in predicted else 1.6,
-        )
+        middle = list(map(median, points.values()))
         low = list(map(min, points.values()))
         high = list(map(max, points.values()))
+        # A thin line, so that a model that fits stays visible.
+        look: dict[str, Any] = {"linewidth": 0.6 if name in predicted else 1.6, "marker": marker}
+        lines += axes.plot(sizes, middle, label=name, color=style.color, **look)
         axes.fill_between(sizes, low, high, color=style.color, alpha=0.2, linewidth=0)
     for name, curve in predicted.items():
         look = {"color": looks[name][0].model.ink, "linestyle": _DASHED, "zorder": 3}

@@ -190,13 +190,8 @@ class SplitExplorer(Printed):
         self.status.value = f'<span role="status">{html.escape(doing or said)}</span>'
 
     def _run(self, points: tuple[int, ...], count: int, schedule: str, link: str) -> str:
-        run = self._measure(
-            self._profile.model,
-            points,
-            schedule=schedule,
-            batch_size=self._profile.batch_size,
-            micro_batches=count,
-        )
+        counts = {"batch_size": self._profile.batch_size, "micro_batches": count}
+        run = self._measure(self._profile.model, points, schedule=schedule, **counts)
         self.runs[points, count, schedule] = run
         self._draw()
         words = f"measured, {cuts_words(points)}: {format_seconds(median(run.step_s))} per step"

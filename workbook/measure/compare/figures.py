@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 
 from labkit.units import format_count, format_seconds
-from workbook.measure.compare.summary import Record, all_series, present, reached
+from workbook.measure.compare.summary import Record, present, reached, series
 from workbook.measure.record import Spread
 from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
 from workbook.plots.palette import DARK, SERIES, swatch
@@ -27,21 +27,17 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
 
 def epoch_time(record: Record) -> CaptionedFigure:
     """Epoch time by the number of training samples."""
-    sizes, series_by_name = all_series(record)
-    columns: dict[str, dict[str, list[float] | None]] = {}
-    for size in sizes:
-        column = {}
-        for name, times_by_size in series_by_name.items():
-            column[name] = times_by_size.get(size)
-        columns[f"{size:,}: epoch (s)"] = column
+    columns: dict[int, dict[str, list[float]]] = {}
     parts = []
-    for name, times_by_size in series_by_name.items():
+    for name in present(record):
         medians = []
-        for size, times in times_by_size.items():
+        for size, times in series(record, name).items():
+            columns.setdefault(size, {})[name] = times
             medians.append(f"{format_seconds(statistics.median(times))} at {size:,}")
         parts.append(f"{name} {', '.join(medians)}")
+    columns_by_head = {f"{size:,}: epoch (s)": columns[size] for size in sorted(columns)}
     title = "Epoch time by training samples"
-    return _draw_rows(record, columns, "-", title, f"{'; '.join(parts)}.")
+    return _draw_rows(record, columns_by_head, "-", title, f"{'; '.join(parts)}.")
 
 
 def time_to_accuracy(record: Record) -> CaptionedFigure:
@@ -49,8 +45,8 @@ def time_to_accuracy(record: Record) -> CaptionedFigure:
     target = record["config"]["target"]
     main = record["settings"][0]
     never = []
-    epochs: dict[str, list[float] | None] = {}
-    seconds: dict[str, list[float] | None] = {}
+    epochs: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     median_s = {}
     for name in present(record):
         pairs = reached(record, name)
@@ -87,7 +83,7 @@ def time_to_accuracy(record: Record) -> CaptionedFigure:
 @drawn
 def _draw_rows(
     record: Record,
-    columns: Mapping[str, Mapping[str, list[float] | None]],
+    columns: Mapping[str, Mapping[str, list[float]]],
     missing: str,
     title: str,
     caption: str,

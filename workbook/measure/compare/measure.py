@@ -10,13 +10,11 @@ repeat. Repeat r of every contender uses seed r.
 import math
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from labkit import devices, strategies
 from labkit.config import RunConfig, parse_split_points
 from labkit.errors import WorkerError
-from labkit.files import check_writable
 from labkit.runtime.preload import warm_up
 from labkit.training.resolve import NOTHING, imported, resolve, samples_for
 from labkit.training.train_run import TrainResult, train_run
@@ -35,30 +33,15 @@ _KEPT = ("epochs", "bytes_sent", "messages", "peak_memory", "replicas_agree")
 Row = dict[str, Any]
 
 
-def main(
-    json_path: str | None = None,
-    figures_dir: str | None = None,
-    words: Sequence[str] = (),
-    **settings: Any,
-) -> int:
-    """Run the comparison; print its tables, write the record and the figures.
+def main(json_path: str | None = None, words: Sequence[str] = (), **settings: Any) -> int:
+    """Run the comparison; print its tables, and write the record.
 
-    Figures go to an existing folder. ``words`` are the command line, for the record, and
-    ``settings`` those arguments of ``compare`` that it gives. Returns the exit status: 1 if a
-    contender started and failed, else 0.
+    ``words`` are the command line, for the record, and ``settings`` those arguments of ``compare``
+    that it gives. Returns the exit status: 1 if a contender started and failed, else 0.
     """
-    if figures_dir is not None:
-        check_writable(Path(figures_dir, "compare"))
-    record: Record = {"command": shlex.join(["labkit", *words])}
-    record |= compare(**settings)
+    record: Record = {"command": shlex.join(["labkit", *words])} | compare(**settings)
     print(report(record))
-    figures = {}
-    if figures_dir is not None:
-        from workbook.measure.compare.figures import draw
-
-        for name, figure in draw(record).items():
-            figures[f"{figures_dir}/compare_{name}.png"] = figure
-    write(record, json_path, figures)
+    write(record, json_path, {})
     return int(any(row["failed"] for row in record["skipped"]))
 
 
@@ -126,15 +109,8 @@ def compare(
     if world_size is None:
         num_gpus = len(set(devices.plan(4, device).devices) - {"cpu"})
         world_size = min(4, num_gpus or devices.num_cores())
-    common: Row = {
-        "model": model,
-        "dataset": dataset,
-        "device": device,
-        "lr": lr,
-        "optimizer": optimizer,
-        "world_size": world_size,
-        "batch_size": batch_size,
-    }
+    common: Row = {"model": model, "dataset": dataset, "device": device, "lr": lr}
+    common |= {"optimizer": optimizer, "world_size": world_size, "batch_size": batch_size}
     largest = RunConfig(**common, strategy="ddp", train_size=max(train_sizes, default=None))
     own = imported(largest, NOTHING)
     if not train_sizes:
@@ -168,14 +144,9 @@ def settings_of(
     *smaller, largest = sorted(set(train_sizes))
     settings = []
     for train_size in [largest, *smaller]:
-        settings.append(
-            {
-                "world_size": world_size,
-                "train_size": train_size,
-                "batch_size": batch_size,
-                "epochs": epochs if train_size == largest else min(epochs, _EPOCHS_FOR_TIME),
-            }
-        )
+        setting = {"world_size": world_size, "train_size": train_size, "batch_size": batch_size}
+        setting["epochs"] = epochs if train_size == largest else min(epochs, _EPOCHS_FOR_TIME)
+        settings.append(setting)
     return settings
 
 
@@ -210,13 +181,9 @@ def run_all(record: Record, common: Row, number: int, repeat: int) -> None:
 def config_of(contender: Row, config: Row) -> Row:
     """The settings of a run, on the ranks of this contender: one device has one, a cut its own."""
     ranks = contender.get("ranks", config["world_size"])
-    config = config | {
-        "strategy": contender["strategy"],
-        "builtin": contender["builtin"],
-        "backend": contender["backend"],
-        "split_points": contender.get("split_points"),
-        "world_size": ranks,
-    }
+    config = config | {"world_size": ranks, "split_points": contender.get("split_points")}
+    for name in ("strategy", "builtin", "backend"):
+        config[name] = contender[name]
     if config["strategy"] == "mesh":
         # Only the transformer's layers can be cut.
         other_side = "tp" if config["model"] == "gpt" else "pp"

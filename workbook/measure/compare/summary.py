@@ -87,23 +87,13 @@ def series(record: Record, contender: str) -> dict[int, list[float]]:
     return dict(sorted(times_by_size.items()))
 
 
-def all_series(record: Record) -> tuple[list[int], dict[str, dict[int, list[float]]]]:
-    """The numbers of training samples, and every contender's ``series``, by name."""
-    sizes = set()
-    series_by_name = {}
-    for name in present(record):
-        series_by_name[name] = series(record, name)
-        sizes.update(series_by_name[name])
-    return sorted(sizes), series_by_name
-
-
 def times_faster(record: Record, contender: str, other: str | None) -> list[float]:
     """The other's epoch / this one's, repeat by repeat: above 1 this one is faster."""
     return ratios(epoch_times(record, other or ""), epoch_times(record, contender))
 
 
 def gain(record: Record, contender: str, other: str) -> str:
-    """Whether a contender gains on another with more training samples, in a sentence.
+    """Say in a sentence whether a contender gains on another with more training samples.
 
     It does if its epochs over the other's fall by more than the quartiles of the repeats overlap.
     """
@@ -155,14 +145,6 @@ def scoreboard(record: Record, recorded: bool = False) -> Table:
 def report(record: Record) -> str:
     """The tables that the command prints."""
     parts = [f"{headline(record)}\n{_RULES}", str(scoreboard(record))]
-    sizes, series_by_name = all_series(record)
-    if len(sizes) > 1:
-        rows = []
-        for name, times_by_size in series_by_name.items():
-            times = [_spread(times_by_size.get(size, []), format_seconds) for size in sizes]
-            rows.append((name, *times))
-        heads = ("epoch by training samples", *(f"{size:,}" for size in sizes))
-        parts.append(str(Table(heads, tuple(rows))))
     for row in record["skipped"]:
         outcome = "failed" if row["failed"] else "not run"
         ranks = format_count(row["world_size"], "rank")
@@ -187,13 +169,12 @@ def _cells(record: Record, contender: dict) -> dict[str, str]:
             seconds = format_seconds(statistics.median(pair[1] for pair in pairs))
     target = f"{record['config']['target']:.0%}"
     sent = [max(run["bytes_sent"]) for run in runs if run["bytes_sent"]]
+    torchs_ratios = times_faster(record, name, contender["counterpart"])
     return {
         "contender": name,
         "epoch": _spread(epoch_times(record, name), format_seconds),
         "one device's / its": _spread(times_faster(record, name, SINGLE), format_number),
-        "PyTorch's / ours": _spread(
-            times_faster(record, name, contender["counterpart"]), format_number
-        ),
+        "PyTorch's / ours": _spread(torchs_ratios, format_number),
         f"epochs to {target}": epochs,
         f"time to {target}": seconds,
         "accuracy": accuracy,
