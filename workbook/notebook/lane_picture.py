@@ -62,20 +62,12 @@ def draw(
         parts.append(_rect(_LEFT, top, _RIGHT - _LEFT, _LANE, _EMPTY))
         parts.append(_text(_LEFT - 8, top + 15, f"rank {rank}", "end"))
         parts.append(_text(_RIGHT + 8, top + 15, words))
-        # A box for each slot and kind, one above the other.
-        slots = len(next(iter(lane.values()), []))
-        edges = np.linspace(_LEFT, _RIGHT, slots + 1).round().astype(int)
-        filled = np.zeros(slots)
+        filled = np.zeros(len(next(iter(lane.values()), [])))
         for kind in styles:
-            if kind not in lane:
-                continue
-            shares = np.minimum(lane[kind], 1 - filled)
-            for left, right, below, share in zip(edges, edges[1:], filled, shares):
-                if share > 0.02:
-                    floor = f"{top + _LANE * (1 - below):.1f}"
-                    height = f"{_LANE * share:.1f}"
-                    boxes[kind] += f"M{left} {floor}v-{height}h{right - left}v{height}z"
-            filled += shares
+            if kind in lane:
+                shares = np.minimum(lane[kind], 1 - filled)
+                boxes[kind] += _boxes(shares, filled, top)
+                filled = filled + shares
     parts.append(_text(_LEFT, bottom + 8, "0", "middle"))
     parts.append(_text(_RIGHT, bottom + 8, format_seconds(extent_s), "middle"))
     per_row = _WIDTH // _LEGEND_WIDTH
@@ -100,6 +92,18 @@ def draw(
         f'font-size="12" fill="currentColor" style="display:block;width:100%;'
         f'max-width:{_WIDTH}px;color:{_TEXT}">{"".join(parts)}</svg>'
     )
+
+
+def _boxes(shares: np.ndarray, below: np.ndarray, top: float) -> str:
+    """The path of a kind's boxes in one lane, each above the shares ``below`` it."""
+    path = ""
+    edges = np.linspace(_LEFT, _RIGHT, len(shares) + 1).round().astype(int)
+    for left, right, below_share, share in zip(edges, edges[1:], below, shares):
+        if share > 0.02:
+            floor = f"{top + _LANE * (1 - below_share):.1f}"
+            height = f"{_LANE * share:.1f}"
+            path += f"M{left} {floor}v-{height}h{right - left}v{height}z"
+    return path
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:

@@ -66,7 +66,7 @@ def learning_curves(
     add_title(figure, title)
     add_legend(figure, grid[0, 0].lines)
 
-    repeats = [curve["loss"] for curve in curves.values()]
+    repeats = [list(curve["loss"]) for curve in curves.values()]
     spread = repeats_words(repeats, "Lines are medians of {} repeats, bands span all of them.")
     words, takeaway = _ends(curves)
     alt = f"Learning curves of {format_count(len(curves), 'run')}. {words}"

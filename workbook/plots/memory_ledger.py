@@ -28,8 +28,8 @@ def memory_ledger(
         held: the same of a run, by the same groups; None if nothing has run.
     """
     held = held or {}
-    bars = []  # x, source, group, ledger
-    ticks = []
+    bars: list[tuple[float, str, str, Ledger]] = []  # x, source, group, ledger
+    ticks: list[float] = []
     ratios = []
     totals = []
     for number, (group, ledger) in enumerate(models.items()):

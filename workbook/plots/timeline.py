@@ -83,21 +83,23 @@ def timeline(
     label_lanes(axes, names)
 
     if is_whole and hasattr(result, "explain"):
-        words = str(result.explain())
+        limit = str(result.explain())
     else:
         gap = "idle time" if model else "code outside all spans"
-        words = str(what_limited(window, start_s, gap))
-    if not is_whole:
-        words = f"In the part shown: {words}"
+        limit = str(what_limited(window, start_s, gap))
+    words = limit if is_whole else f"In the part shown: {limit}"
     if model:
         words = f"Model: {words}"
-    beside = ""
-    other_threads = Trace(tuple(span for span in window.spans if span.lane))
-    if other_threads.spans:
-        seconds = _seconds_words(other_threads.seconds_by_kind())
-        beside = f"Thin lanes are other threads: {seconds}."
+    beside = _other_threads(window)
     alt = _alt(window, dict(zip(trace.ranks, names)), end_s - start_s, model)
     return CaptionedFigure(figure, alt=joined(alt, beside), caption=joined(words, beside))
+
+
+def _other_threads(window: Trace) -> str:
+    spans = tuple(span for span in window.spans if span.lane)
+    if not spans:
+        return ""
+    return f"Thin lanes are other threads: {_seconds_words(Trace(spans).seconds_by_kind())}."
 
 
 def _alt(window: Trace, names: Mapping[int, str], extent_s: float, model: bool) -> str:

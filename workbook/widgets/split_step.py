@@ -1,6 +1,6 @@
 """The step of a split, predicted and measured, as the browser draws it: words, and bars."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import add
 from statistics import median
 from typing import Any
@@ -37,7 +37,7 @@ def step_data(
     split: SplitModel, num_layers: int, uncut_bytes: int, run: MeasuredSplit | None
 ) -> dict[str, Any]:
     """A step in lanes; memory's longest bar stands for ``uncut_bytes``, or more if a stage is."""
-    memory_bytes = {"model": split.memory_bytes}
+    memory_bytes: dict[str, Sequence[int]] = {"model": split.memory_bytes}
     bars = {"model": [(s.stage, (s.kind, s.start_s, s.end_s)) for s in split.slots()]}
     ends = [("model", split.step_s, f"model {format_seconds(split.step_s)}")]
     longest_bytes = max(uncut_bytes, 1)

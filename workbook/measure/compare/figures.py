@@ -56,15 +56,11 @@ def time_to_accuracy(record: Record) -> CaptionedFigure:
         epochs[name] = [pair[0] for pair in pairs]
         seconds[name] = [pair[1] for pair in pairs]
         median_s[name] = statistics.median(seconds[name])
+    order = sorted(median_s, key=median_s.__getitem__)
     sentences = []
-    if median_s:
-        first = min(median_s, key=median_s.__getitem__)
-        last = max(median_s, key=median_s.__getitem__)
-        after_s = format_seconds(median_s[first])
-        sentences.append(f"First at {target:.0%}: {first}, after {after_s}.")
-    if len(median_s) > 1:
-        after_s = format_seconds(median_s[last])
-        sentences.append(f"Last at {target:.0%}: {last}, after {after_s}.")
+    for place, name in zip(("First", "Last"), order[:1] + order[-1:]):
+        after_s = format_seconds(median_s[name])
+        sentences.append(f"{place} at {target:.0%}: {name}, after {after_s}.")
     if never:
         within = f"within {main['epochs']} epochs"
         sentences.append(f"Not reached in every repeat {within}: {', '.join(never)}.")

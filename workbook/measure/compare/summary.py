@@ -139,7 +139,7 @@ def scoreboard(record: Record, recorded: bool = False) -> Table:
         return Table(("contender",), ())
     # A column in which nobody has a value is left out, such as the ratio to PyTorch's.
     heads = [head for head in rows[0] if {row[head] for row in rows} != {"-"}]
-    return Table(tuple(heads), tuple(tuple(map(row.get, heads)) for row in rows))
+    return Table(tuple(heads), tuple(tuple(row[head] for head in heads) for row in rows))
 
 
 def report(record: Record) -> str:
