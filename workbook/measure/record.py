@@ -128,10 +128,8 @@ class Result:
         heads = ["contender", "time"]
         if self.case:
             heads.insert(0, self.case.partition("_")[0])
-        for name in self.against:
-            heads.append(f"against {name}")
-        for column in self.columns:
-            heads.append(column.removesuffix("_s").removesuffix("_bytes"))
+        heads += [f"against {name}" for name in self.against]
+        heads += [column.removesuffix("_s").removesuffix("_bytes") for column in self.columns]
         lines = []
         num_repeats = set()
         for row in self.rows():
@@ -143,8 +141,7 @@ class Result:
                 cells.append("")
                 if name in row["ratio_to"]:
                     cells[-1] = Spread(**row["ratio_to"][name]).text(format_number)
-            for column in self.columns:
-                cells.append(_format_cell(column, row[column]))
+            cells += [_format_cell(column, row[column]) for column in self.columns]
             lines.append(tuple(cells))
         repeats = " to ".join(map(str, sorted(num_repeats)))
         text = f"{self.title}\nmedian of {repeats} repeats (quartiles)"

@@ -99,9 +99,8 @@ class Progress:
         for page in self.pages:
             lines.append(self._head(page))
             for name, title in page.exercises.items():
-                state = self._state(name)
-                if state:
-                    lines.append(f"    {title}{state}")
+                if self._state(name):
+                    lines.append(f"    {title}{self._state(name)}")
         parts = ["\n".join(lines), "\n".join(self.sentences())]
         if self.predictions:
             parts.insert(1, text_table(_HEADS, self.rows()))

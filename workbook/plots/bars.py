@@ -78,16 +78,13 @@ def bars(
     return CaptionedFigure(figure, alt=alt, caption=_caption(repeats))
 
 
-def _styles(names: Iterable[str]) -> dict[str, Style]:
+def _styles(names: Mapping[str, object]) -> dict[str, Style]:
     """The look of each series: a model has the colour of the series that it predicts."""
-    colors = itertools.cycle(SERIES)
-    styles: dict[str, Style] = {}
-    base_styles: dict[str, Style] = {}
+    looks = dict(zip(dict.fromkeys(map(_base, names)), itertools.cycle(SERIES)))
+    styles = {}
     for name in names:
-        base = _base(name)
-        if base not in base_styles:
-            base_styles[base] = next(colors)[0]
-        styles[name] = base_styles[base] if name == base else base_styles[base].model
+        style, *_ = looks[_base(name)]
+        styles[name] = style if name == _base(name) else style.model
     return styles
 
 

@@ -58,9 +58,7 @@ def memory_ledger(
                 kinds[kind] = kind.replace("_", " ")
                 amounts.append(f"{kinds[kind]} {format_bytes(num_bytes)}")
         parts.append(f"{group}, {source}: {', '.join(amounts)}")
-        label = format_bytes(bottom * scale)
-        if source == "model":
-            label = f"model {label}"
+        label = f"{source} {format_bytes(bottom * scale)}".removeprefix("held ")
         above = {"textcoords": "offset points", "ha": "center", "size": 8}
         axes.annotate(label, (x, bottom), (0, 3), **above)
     axes.set_xticks(ticks, list(models))

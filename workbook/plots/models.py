@@ -224,10 +224,8 @@ def _staleness_by_worker(updates: Iterable[Sequence[int]]) -> dict[int, list[int
 
 
 def _describe_workers(by_worker: dict[int, list[int]]) -> str:
-    parts = []
-    for worker, staleness in by_worker.items():
-        parts.append(
-            f"worker {worker}: {format_count(len(staleness), 'update')}, "
-            f"mean staleness {fmean(staleness):.1f}, largest {max(staleness)}"
-        )
-    return "; ".join(parts)
+    return "; ".join(
+        f"worker {worker}: {format_count(len(staleness), 'update')}, "
+        f"mean staleness {fmean(staleness):.1f}, largest {max(staleness)}"
+        for worker, staleness in by_worker.items()
+    )

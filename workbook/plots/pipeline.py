@@ -64,17 +64,9 @@ def pipeline_timeline(
                 f"rank {stage} ran {len(spans)} forwards and backwards, which are not the "
                 f"{len(stream)} of its stream: give the streams of this run"
             )
-        for action, span in zip(stream, spans):
-            slots.append(
-                Slot(
-                    stage=stage,
-                    kind=action.kind,
-                    micro_batch=action.micro_batch,
-                    start_s=span.start_s - start_s,
-                    end_s=span.end_s - start_s,
-                    chunk=action.chunk,
-                )
-            )
+        for (kind, micro_batch, chunk), span in zip(stream, spans):
+            times = (span.start_s - start_s, span.end_s - start_s)
+            slots.append(Slot(stage, kind, micro_batch, *times, chunk))
     spans = []
     for span in trace.between(start_s, end_s).of(lane=0):
         spans.append(Span(span.rank, span.kind, span.start_s - start_s, span.end_s - start_s))

@@ -69,16 +69,14 @@ def ring_states(
     for number, contributions in enumerate(ring_contributions(world_size)):
         sums = []
         for row in contributions:
-            sums.append([])
-            for chunk, cell in enumerate(row):
-                sums[-1].append(sum(values[rank][chunk] for rank in cell))
+            cells = enumerate(row)
+            sums.append([sum(values[rank][chunk] for rank in cell) for chunk, cell in cells])
         title = "start"
         messages = []
         if number > 0:
-            title = f"step {number}: {timetables[0][number - 1].phase}"
-            for rank in ranks:
-                move = timetables[rank][number - 1]
-                messages.append((rank, move.dst, move.send_chunk))
+            moves = [timetable[number - 1] for timetable in timetables]
+            messages = [(rank, move.dst, move.send_chunk) for rank, move in enumerate(moves)]
+            title = f"step {number}: {moves[0].phase}"
         states.append(RingState(contributions, sums, messages, title))
     return states
 
@@ -138,9 +136,7 @@ def ring_step(step: int, world_size: int) -> CaptionedFigure:
         rows.append(f"rank {rank} holds {', '.join(map('{:g}'.format, row))}")
     words = f"Start: each of {world_size} ranks holds its own numbers, and none has moved."
     if state.messages:
-        sent = []
-        for src, dst, chunk in state.messages:
-            sent.append(f"rank {src} sends chunk {chunk} to rank {dst}")
+        sent = ["rank {0} sends chunk {2} to rank {1}".format(*move) for move in state.messages]
         verb = "adds" if "share_reduce" in title else "copies"
         words = f"{title.replace(':', ',').capitalize()}: {', '.join(sent)}."
         words += f" Each {verb} what comes in."
@@ -163,12 +159,9 @@ def _summed_ranks(cell: Collection[int], world_size: int) -> str:
 
 def _width_in(states: Sequence[RingState]) -> float:
     """The width of a grid in which the longest number has room beside an arrow."""
-    longest = 0
-    longest_title = 0
-    for state in states:
-        longest_title = max(longest_title, len(state.title))
-        for number in itertools.chain(*state.values):
-            longest = max(longest, len(f"{number:g}"))
+    numbers = itertools.chain(*(row for state in states for row in state.values))
+    longest = max(len(f"{number:g}") for number in numbers)
+    longest_title = max(len(state.title) for state in states)
     width_in = len(states[0].values) * max(0.58, 0.15 * longest)
     return max(width_in, 0.1 * longest_title) + 0.5
 
@@ -204,8 +197,5 @@ def _draw_grid(axes: Axes, state: RingState) -> None:
 
 def _legend() -> list[Patch]:
     looks = {"own part only": _OWN, "sum of some ranks": _SOME, "sum of all ranks": _ALL}
-    entries = []
-    for label, (fill, _) in looks.items():
-        entries.append(Patch(facecolor=fill, edgecolor=_LINES, label=label))
-    arrived = Patch(fill=False, edgecolor=VERMILION, linewidth=2.2, label="just arrived")
-    return [*entries, arrived]
+    entries = [Patch(fc=fill, ec=_LINES, label=label) for label, (fill, _) in looks.items()]
+    return [*entries, Patch(fill=False, ec=VERMILION, linewidth=2.2, label="just arrived")]

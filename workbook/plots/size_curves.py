@@ -61,9 +61,9 @@ def size_curves(
         if sizes[0] <= crossover <= sizes[-1]:
             marks.append(("model", crossover, _DASHED))
         marks += [("measured", size, "-") for size in crossed_at]
-        predicted_at = [crossover] if crossover < math.inf else []
-        change = f"{first} and {second} cross at {_sizes_words(crossed_at)}, "
-        change += f"in the model at {_sizes_words(predicted_at)}."
+        measured_words = ", ".join(map(format_bytes, crossed_at)) or "no size"
+        model_words = format_bytes(crossover) if crossover < math.inf else "no size"
+        change = f"{first} and {second} cross at {measured_words}, in the model at {model_words}."
     label = "size of the tensor (bytes)"
     takeaway = joined(_takeaway(seconds), change)
     return draw_curves(seconds, model or {}, title, label, takeaway, marks, format_bytes)
@@ -171,10 +171,6 @@ def _ends_of(points: Repeats, format_size: Callable[[float], str]) -> str:
     for size in dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]]):
         parts.append(f"{format_seconds(median(points[size]))} at {format_size(size)}")
     return ", ".join(parts)
-
-
-def _sizes_words(sizes: Iterable[float]) -> str:
-    return ", ".join(map(format_bytes, sizes)) or "no size"
 
 
 def crossings(first: Points, second: Points) -> list[float]:

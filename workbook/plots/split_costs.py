@@ -56,10 +56,8 @@ def split_costs(profile: Profile, predicted: SplitModel) -> CaptionedFigure:
     for stage, (first, end) in enumerate(bounds):
         label = f"stage {stage}\n{first}-{end - 1}"
         memory[label] = {"memory": predicted.memory_bytes[stage]}
-        times[label] = {
-            "forward": predicted.forward_s[stage],
-            "backward": predicted.backward_s[stage],
-        }
+        seconds = (predicted.forward_s[stage], predicted.backward_s[stage])
+        times[label] = dict(zip(("forward", "backward"), seconds))
     times[f"step\nidle {predicted.bubble:.0%}"] = {"step": predicted.step_s}
     _draw_bars(panels["memory"], "Memory", memory)
     _draw_bars(panels["stages"], "Stages with their layers, and the step", times)

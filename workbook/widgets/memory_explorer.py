@@ -35,33 +35,18 @@ def predicted_memory(model: str, ranks: int, precision: str, stage: int) -> dict
     built = build_model(model, num_classes=num_classes, input_shape=shape, seed=0)
     _, flats, uses = divide(built, stage)
     sizes = [sum(parameter.numel() for parameter in flat) for flat in flats]
-    ledgers = sharded_memory(
-        sizes,
-        stage,
-        ranks,
-        uses=uses,
-        trained=range(len(sizes)),
-        element_bytes=getattr(torch, precision).itemsize,
-        states=2,
-        counter_bytes=4,
-    )
+    layout = {"uses": uses, "trained": range(len(sizes))}
+    element_bytes = getattr(torch, precision).itemsize
+    adam = {"element_bytes": element_bytes, "states": 2, "counter_bytes": 4}
+    ledgers = sharded_memory(sizes, stage, ranks, **layout, **adam)
     return {words: ledgers[moment] for moment, words in MOMENTS.items()}
 
 
 def held_memory(model: str, ranks: int, precision: str, stage: int) -> dict[str, Any]:
     """The same as a run counts it: two steps of Adam."""
-    result = train_with(
-        "sharded",
-        model=model,
-        dataset=MODELS[model][0],
-        dtype=precision,
-        stage=stage,
-        optimizer="adam",
-        train_size=4 * ranks,
-        batch_size=2 * ranks,
-        world_size=ranks,
-        device="cpu",
-    )
+    work: dict[str, Any] = {"model": model, "dataset": MODELS[model][0], "optimizer": "adam"}
+    work |= {"dtype": precision, "train_size": 4 * ranks, "batch_size": 2 * ranks}
+    result = train_with("sharded", world_size=ranks, device="cpu", stage=stage, **work)
     ledgers = {}
     for moment, words in MOMENTS.items():
         by_rank = result.notes["memory"][moment]

@@ -32,11 +32,8 @@ def load(path: str | Path) -> Record:
 
 def runs_of(record: Record, contender: str, setting: int = 0) -> list[dict]:
     """The runs of a contender in a setting, by repeat; setting 0 is the main one."""
-    runs = []
-    for run in record["runs"]:
-        if run["contender"] == contender and run["setting"] == setting:
-            runs.append(run)
-    return runs
+    key = (contender, setting)
+    return [run for run in record["runs"] if (run["contender"], run["setting"]) == key]
 
 
 def epoch_times(record: Record, contender: str, setting: int = 0) -> list[float]:
@@ -50,11 +47,8 @@ def epoch_times(record: Record, contender: str, setting: int = 0) -> list[float]
 
 def present(record: Record) -> dict[str, dict]:
     """The contenders that ran in the main setting, by name, in the record's order."""
-    contenders = {}
-    for contender in record["contenders"]:
-        if runs_of(record, contender["name"]):
-            contenders[contender["name"]] = contender
-    return contenders
+    by_name = {contender["name"]: contender for contender in record["contenders"]}
+    return {name: contender for name, contender in by_name.items() if runs_of(record, name)}
 
 
 def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
@@ -131,10 +125,8 @@ def headline(record: Record) -> str:
 
 def scoreboard(record: Record, recorded: bool = False) -> Table:
     """A row per contender in the main setting, which says so if it was ``recorded`` elsewhere."""
-    rows = [_cells(record, contender) for contender in present(record).values()]
-    if recorded:
-        for row in rows:
-            row["contender"] += " (recorded)"
+    mark = " (recorded)" if recorded else ""
+    rows = [_cells(record, contender, mark) for contender in present(record).values()]
     if not rows:
         return Table(("contender",), ())
     # A column in which nobody has a value is left out, such as the ratio to PyTorch's.
@@ -154,7 +146,7 @@ def report(record: Record) -> str:
     return "\n\n".join(parts)
 
 
-def _cells(record: Record, contender: dict) -> dict[str, str]:
+def _cells(record: Record, contender: dict, mark: str) -> dict[str, str]:
     """The cells of a contender by their column's head; "-" where there is nothing to say."""
     name = contender["name"]
     runs = runs_of(record, name)
@@ -171,7 +163,7 @@ def _cells(record: Record, contender: dict) -> dict[str, str]:
     sent = [max(run["bytes_sent"]) for run in runs if run["bytes_sent"]]
     torchs_ratios = times_faster(record, name, contender["counterpart"])
     return {
-        "contender": name,
+        "contender": name + mark,
         "epoch": _spread(epoch_times(record, name), format_seconds),
         "one device's / its": _spread(times_faster(record, name, SINGLE), format_number),
         "PyTorch's / ours": _spread(torchs_ratios, format_number),
