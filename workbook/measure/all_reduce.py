@@ -23,7 +23,7 @@ from labkit.costs.link import Link, all_reduce_seconds, crossover_bytes
 from labkit.training.measured import measure_link
 from labkit.units import format_bytes
 from workbook.measure.record import Cells, Result
-from workbook.measure.turns import Turn, Where, on_ranks, take_turns, timed
+from workbook.measure.turns import DeviceOptions, Turn, on_ranks, take_turns, timed
 
 SIZES_BYTES = (2**10, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 _MODELLED = ("naive", "tree", "ring")
@@ -45,7 +45,7 @@ def bench_all_reduce(
     world_size: int,
     sizes_bytes: tuple[int, ...],
     repeats: int,
-    where: Where,
+    device_options: DeviceOptions,
     guests: Mapping[str, Guest] | None = None,
 ) -> Result:
     """Time all available all-reduces on float32 tensors of these sizes, multiples of 4.
@@ -54,9 +54,14 @@ def bench_all_reduce(
     each result: a wrong one is an error. NCCL takes part where each rank has a GPU; ``guests`` are
     additional contenders by name, as ``tools/bench_mpi.py`` adds MPI.
     """
-    link = measure_link(world_size, "exchange", gamma=True, **where)
+    link = measure_link(world_size, "exchange", gamma=True, **device_options)
     seconds, _ = on_ranks(
-        measure, sizes_bytes, repeats, dict(guests or {}), world_size=world_size, where=where
+        measure,
+        sizes_bytes,
+        repeats,
+        dict(guests or {}),
+        world_size=world_size,
+        device_options=device_options,
     )
     return result_of(seconds, link, world_size)
 

@@ -23,7 +23,7 @@ from labkit.strategies.model_parallel import ModelParallel, Pipeline
 from labkit.training.result import largest_difference
 from labkit.workload.models import build_model
 from workbook.measure.record import Result
-from workbook.measure.turns import Turn, Where, on_ranks, take_turns, timed
+from workbook.measure.turns import DeviceOptions, Turn, on_ranks, take_turns, timed
 
 SHAPE = (3, 32, 32)
 NUM_CLASSES = 10
@@ -79,9 +79,9 @@ def pipeline(comm: Comm, model: str) -> Contenders:
     plain_comm = Comm(comm.rank, comm.world_size, comm.device, transport)
     contenders: Contenders = {"labkit split, not pipelined": (ModelParallel(points), comm)}
     for schedule in ("gpipe", "1f1b"):
-        ours = partial(Pipeline, points, MICRO_BATCHES, schedule)
-        contenders[f"labkit {schedule}"] = ours(), comm
-        contenders[f"labkit {schedule} on {backend}"] = ours(), plain_comm
+        make = partial(Pipeline, points, MICRO_BATCHES, schedule)
+        contenders[f"labkit {schedule}"] = make(), comm
+        contenders[f"labkit {schedule} on {backend}"] = make(), plain_comm
         # PyTorch's send from GPU to GPU, and gloo sends host memory only.
         if comm.device.type == "cpu" or backend == "nccl":
             torchs = TorchPipeline(points, MICRO_BATCHES, schedule)
@@ -94,7 +94,7 @@ def bench_steps(
     world_size: int,
     model: str,
     repeats: int,
-    where: Where,
+    device_options: DeviceOptions,
 ) -> Result:
     """Time steps of some ``contenders``: forward, backward, update."""
     if contenders is ddp:
@@ -119,13 +119,13 @@ def bench_steps(
             differences[name] = largest_difference(state, reference_state)
         return take_turns(turns, repeats), differences
 
-    seconds, differences = on_ranks(measure, world_size=world_size, where=where)
-    reference, *others = seconds
+    seconds, differences = on_ranks(measure, world_size=world_size, device_options=device_options)
+    reference, *compared = seconds
     return Result(
         title=f"Step of {contenders.__name__}: {model}, {world_size} ranks, a batch of "
         f"{batch_size}, in turns; difference: of the parameters from those of {reference}",
         facts={"model": model, "world_size": world_size, "batch_size": batch_size},
         seconds={"": seconds},
-        against=(reference, *(name for name in others if name.startswith("torch"))),
+        against=(reference, *(name for name in compared if name.startswith("torch"))),
         columns={"difference": {"": differences}},
     )

@@ -11,7 +11,7 @@ from labkit.workload.models import MODELS
 from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce
 from workbook.measure.benches import bench_steps, ddp, pipeline
 from workbook.measure.record import Result, machine, write
-from workbook.measure.turns import Where
+from workbook.measure.turns import DeviceOptions
 
 # Name -> the options of a bench with their defaults.
 BENCHES: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def main(
         raise ValueError(f"bench {names[0]} has no figure: leave --figure out")
     if figure_path and Path(figure_path).suffix not in (".png", ".svg"):
         raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
-    where = {"device": device, "devices": devices}
+    device_options = {"device": device, "devices": devices}
     configs = {}
     for name in names:
         check_choice("bench", name, BENCHES)
@@ -55,20 +55,21 @@ def main(
         if unknown:
             raise ValueError(f"bench {name} has no {', '.join(unknown)}")
         configs[name] = BENCHES[name] | settings
-        check(configs[name], where)
+        check(configs[name], device_options)
     for name, config in configs.items():
-        record = {"command": shlex.join(["labkit", *words]), "config": config | {"where": where}}
-        show(results(name, config, where), record, json_path, figure_path)
+        command = shlex.join(["labkit", *words])
+        record = {"command": command, "config": config | device_options}
+        show(results(name, config, device_options), record, json_path, figure_path)
     return 0
 
 
-def check(config: dict[str, Any], where: Where) -> None:
+def check(config: dict[str, Any], device_options: DeviceOptions) -> None:
     """Raise ValueError for settings with which no bench could run."""
     check_integer("repeats", config["repeats"])
     for world_size in config["world_sizes"]:
         check_integer("the world size of a bench", world_size, least=2)
         check_world_size(world_size)
-        plan(world_size, **where)
+        plan(world_size, **device_options)
     for model in config.get("models", ()):
         check_choice("model", model, MODELS)
     for size in config.get("sizes_bytes", ()):
@@ -76,16 +77,16 @@ def check(config: dict[str, Any], where: Where) -> None:
             raise ValueError(f"{size} bytes do not divide into float32: give a multiple of 4")
 
 
-def results(name: str, config: dict[str, Any], where: Where) -> Iterator[Result]:
+def results(name: str, config: dict[str, Any], device_options: DeviceOptions) -> Iterator[Result]:
     """The results of a bench, one number of ranks and one model after the other."""
     repeats = config["repeats"]
     for world_size in config["world_sizes"]:
         if name == "all-reduce":
-            yield bench_all_reduce(world_size, config["sizes_bytes"], repeats, where)
+            yield bench_all_reduce(world_size, config["sizes_bytes"], repeats, device_options)
             continue
         contenders = {"ddp": ddp, "pipeline": pipeline}[name]
         for model in config["models"]:
-            yield bench_steps(contenders, world_size, model, repeats, where)
+            yield bench_steps(contenders, world_size, model, repeats, device_options)
 
 
 def show(

@@ -268,8 +268,8 @@ def measured_s(
 def look(ranks: int) -> tuple[Link, float]:
     """The two numbers that the model needs: a message's cost, and a block's call in seconds."""
     sizes = (2**8, 2**12, 2**16)
-    where = {"device": "cpu", "link": _LINK}
-    link = measure_link(ranks, "exchange", sizes_bytes=sizes, repeats=5, **where)
+    emulated = {"device": "cpu", "link": _LINK}
+    link = measure_link(ranks, "exchange", sizes_bytes=sizes, repeats=5, **emulated)
     step_s = statistics.median(measured_s(1, ["single"])["single"])
     calls_s = step_s - predicted_s("single", 1)
     return link, max(0.0, calls_s / (3 * MODEL.layers))

@@ -19,8 +19,8 @@ from labkit.runtime.launch import run
 
 _TIMEOUT_S = 1800
 
-# Where ranks run: ``device`` and ``devices`` as in ``labkit.run``.
-Where = Mapping[str, Any]
+# The places of ranks: ``device`` and ``devices`` as in ``labkit.run``.
+DeviceOptions = Mapping[str, Any]
 # What one contender does when its turn comes; returns this rank's seconds.
 Turn = Callable[[], float]
 Name = TypeVar("Name")
@@ -30,14 +30,16 @@ def on_ranks(
     function: Callable[..., tuple[dict[Any, Any], Any]],
     *arguments: Any,
     world_size: int,
-    where: Where,
+    device_options: DeviceOptions,
 ) -> tuple[dict[Any, Any], Any]:
     """Run ``function(comm, *arguments)``, which returns seconds and facts, on all ranks.
 
     Returns:
         The seconds of the slowest rank in each turn, and the facts of rank 0.
     """
-    result = run(function, *arguments, world_size=world_size, timeout_s=_TIMEOUT_S, **where)
+    result = run(
+        function, *arguments, world_size=world_size, timeout_s=_TIMEOUT_S, **device_options
+    )
     _, facts = result.values[0]
     return slowest([seconds for seconds, _ in result.values]), facts
 

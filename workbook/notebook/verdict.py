@@ -44,7 +44,7 @@ class Ratio:
 
     @property
     def is_larger(self) -> bool | None:
-        """Whether the ratio is above 1; None if the spread comes within 1% of 1, or is none."""
+        """True if the ratio is above 1; None if the spread comes within 1% of 1, or is none."""
         is_near = self.low <= 1.01 and self.high >= 0.99
         if is_near or not self.repeats:
             return None

@@ -58,9 +58,9 @@ def time_to_accuracy(record: Record) -> CaptionedFigure:
         median_s[name] = statistics.median(seconds[name])
     order = sorted(median_s, key=median_s.__getitem__)
     sentences = []
-    for place, name in zip(("First", "Last"), order[:1] + order[-1:]):
+    for position, name in zip(("First", "Last"), order[:1] + order[-1:]):
         after_s = format_seconds(median_s[name])
-        sentences.append(f"{place} at {target:.0%}: {name}, after {after_s}.")
+        sentences.append(f"{position} at {target:.0%}: {name}, after {after_s}.")
     if never:
         within = f"within {main['epochs']} epochs"
         sentences.append(f"Not reached in every repeat {within}: {', '.join(never)}.")

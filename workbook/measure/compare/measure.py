@@ -112,15 +112,15 @@ def compare(
     common: Row = {"model": model, "dataset": dataset, "device": device, "lr": lr}
     common |= {"optimizer": optimizer, "world_size": world_size, "batch_size": batch_size}
     largest = RunConfig(**common, strategy="ddp", train_size=max(train_sizes, default=None))
-    own = imported(largest, NOTHING)
+    own_work = imported(largest, NOTHING)
     if not train_sizes:
-        count = len(samples_for(largest, own)[0])
+        count = len(samples_for(largest, own_work)[0])
         train_sizes = (max(1, count // 4), max(1, count // 2), count)
     settings = settings_of(world_size, train_sizes, batch_size, epochs)
     # Before anything runs: settings with which no run could start.
     for setting in settings:
         RunConfig(**common | setting, strategy="ddp")
-    resolve(RunConfig(**common | {"world_size": 1}), own)
+    resolve(RunConfig(**common | {"world_size": 1}), own_work)
     print("contenders:", *(contender["name"] for contender in contenders), flush=True)
     warm_up()
     record: Record = {
