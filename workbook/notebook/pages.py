@@ -31,22 +31,29 @@ def current_page() -> str:
 def workbook_pages() -> list[Page]:
     """The pages in reading order; none where labkit is installed without them."""
     # A notebook's kernel is started in the notebooks' folder, a command in the one above.
-    here, clone = Path.cwd(), Path(__file__).resolve().parents[2]
-    places = [here] if here.name == "notebooks" else []
-    places += [here / "notebooks", clone / "notebooks"]
-    folder = next(filter(Path.is_dir, places), None)
+    current = Path.cwd()
+    folders = [current / "notebooks", Path(__file__).resolve().parents[2] / "notebooks"]
+    if current.name == "notebooks":
+        folders.insert(0, current)
+    folder = next(filter(Path.is_dir, folders), None)
     pages = []
-    for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")) if folder else []:
-        # A page that is being written, or was damaged, is left out.
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            headings, exercises = [], {}
-            for cell in json.loads(path.read_bytes())["cells"]:
-                source = "".join(cell["source"])
-                if cell["cell_type"] == "markdown":
-                    headings += re.findall(r"^#+ (.+)", source, re.MULTILINE)
-                else:
-                    # Each is called as check.ROOM.NAME(function), and its verdict has that name.
-                    for name in re.findall(r"\bcheck\.([a-z_]+\.\w+)\(", source):
-                        exercises.setdefault(name, headings[-1])
-            pages.append(Page(path.stem, headings[0], exercises))
+    if folder is not None:
+        for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")):
+            # A page that is being written, or was damaged, is left out.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                pages.append(_read_page(path))
     return pages
+
+
+def _read_page(path: Path) -> Page:
+    headings = []
+    exercises: dict[str, str] = {}
+    for cell in json.loads(path.read_bytes())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            headings += re.findall(r"^#+ (.+)", source, re.MULTILINE)
+            continue
+        # Each is called as check.ROOM.NAME(function), and its verdict has that name.
+        for name in re.findall(r"\bcheck\.([a-z_]+\.\w+)\(", source):
+            exercises.setdefault(name, headings[-1])
+    return Page(path.stem, headings[0], exercises)
