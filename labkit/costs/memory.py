@@ -1,6 +1,6 @@
-"""Memory: the bytes that a rank holds, by what they are for. Compare with what is counted."""
+"""Memory: the bytes that a rank holds, by kind. Compare with what is counted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from labkit.schedules.ring import chunk_bounds, owned_chunk
 from labkit.schedules.sharding import Uses, first_uses
@@ -18,7 +18,7 @@ def sharded_memory(
     states: int = 1,
     counter_bytes: int = 0,
 ) -> dict[str, dict[str, int]]:
-    """Bytes by kind: the most at ``setup``, ``between_steps``, the ``most`` in a backward.
+    """Predicted bytes per kind: the peak at ``setup``, ``between_steps``, the peak in backward.
 
     Between steps there are S of parameters, in stage 3 S / P; S of gradients, in stages 2 and 3
     S / P; and states x S / P of the optimizer. At set-up one flat after another
@@ -33,36 +33,51 @@ def sharded_memory(
         counter_bytes: what it keeps beside them for each shard: Adam counts steps, in 4 bytes.
     """
 
-    def whole(some: Sequence[int] | set[int]) -> int:
-        return element_bytes * sum(sizes[flat] for flat in some)
+    def full_bytes(flats: Iterable[int]) -> int:
+        return element_bytes * sum(sizes[flat] for flat in flats)
 
-    def part(some: Sequence[int]) -> int:
+    def shard_bytes(flats: Iterable[int]) -> int:
         chunk = owned_chunk(rank, world_size)
-        bounds = [chunk_bounds(sizes[flat], world_size)[chunk] for flat in some]
-        return element_bytes * sum(end - start for start, end in bounds)
+        total = 0
+        for flat in flats:
+            start, end = chunk_bounds(sizes[flat], world_size)[chunk]
+            total += element_bytes * (end - start)
+        return total
 
     flats = range(len(sizes))
-    rest = {
-        "parameters": part(flats) if stage == 3 else whole(flats),
-        "gradients": whole(trained) if stage == 1 else part(trained),
-        "optimizer": states * part(trained) + counter_bytes * len(trained),
+    between_steps = {
+        "parameters": shard_bytes(flats) if stage == 3 else full_bytes(flats),
+        "gradients": full_bytes(trained) if stage == 1 else shard_bytes(trained),
+        "optimizer": states * shard_bytes(trained) + counter_bytes * len(trained),
         "in_flight": 0,
     }
-    owned = [[flat for flat in some if flat in trained] for some in first_uses(uses)] + [[]]
-    first = next(unit for unit, some in enumerate(uses) if {*some} & {*trained})
-    moments = [rest]
-    for unit in range(len(uses) - 1, first - 1, -1) if stage > 1 else ():
-        now = rest | {"gradients": rest["gradients"] + whole(owned[unit])}
-        now["in_flight"] += whole(owned[unit + 1])
-        if stage == 3:
-            here, ahead = {*uses[unit]}, {*uses[unit - 1]} if unit > first else set()
-            now["parameters"] += whole(here)
-            now["in_flight"] += whole(ahead - here)
-        moments.append(now)
-    setups = [rest | {"optimizer": 0}]
-    for flat in flats if stage == 3 else ():
-        now = setups[0] | {"parameters": part(range(flat + 1)) + whole([flat])}
-        now["gradients"] = part([number for number in trained if number <= flat])
-        setups.append(now)
-    setup, most = (max(some, key=lambda now: sum(now.values())) for some in (setups, moments))
-    return {"setup": setup, "between_steps": rest, "most": most}
+    setups = [between_steps | {"optimizer": 0}]
+    backwards = [between_steps]
+    if stage == 3:
+        for flat in flats:
+            ledger = dict(setups[0])
+            ledger["parameters"] = shard_bytes(range(flat + 1)) + full_bytes([flat])
+            ledger["gradients"] = shard_bytes(number for number in trained if number <= flat)
+            setups.append(ledger)
+    if stage > 1:
+        owned = [[flat for flat in unit if flat in trained] for unit in first_uses(uses)] + [[]]
+        trained_units = [unit for unit, flats in enumerate(uses) if set(flats) & set(trained)]
+        # Backward goes from the last unit to the first.
+        for unit in reversed(range(trained_units[0], len(uses))):
+            ledger = dict(between_steps)
+            ledger["gradients"] += full_bytes(owned[unit])
+            ledger["in_flight"] += full_bytes(owned[unit + 1])
+            if stage == 3:
+                ledger["parameters"] += full_bytes(set(uses[unit]))
+                if unit > trained_units[0]:
+                    ledger["in_flight"] += full_bytes(set(uses[unit - 1]) - set(uses[unit]))
+            backwards.append(ledger)
+    return {
+        "setup": max(setups, key=_total),
+        "between_steps": between_steps,
+        "most": max(backwards, key=_total),
+    }
+
+
+def _total(ledger: dict[str, int]) -> int:
+    return sum(ledger.values())
