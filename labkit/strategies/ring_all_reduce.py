@@ -66,8 +66,10 @@ class RingAllReduce(OnShares):
             parameter.grad = piece.view_as(parameter).to(parameter.dtype)
 
     def state(self) -> State:
-        residual = getattr(self.all_reduce, "residual", None)
-        return super().state() | ({} if residual is None else {"own/residual": residual})
+        state = super().state()
+        if isinstance(self.all_reduce, TopK) and self.all_reduce.residual is not None:
+            state["own/residual"] = self.all_reduce.residual
+        return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         super().load_state(state)
