@@ -18,9 +18,7 @@ from labkit.units import check_choice, check_integer
 
 RECOMPUTE = ("none", "selective", "full")
 # Bytes per parameter of 16-bit mixed-precision Adam; its state is a 32-bit copy and two moments.
-_WEIGHT = 2
-_GRADIENT = 2
-_OPTIMIZER = 12
+_WEIGHT, _GRADIENT, _OPTIMIZER = 2, 2, 12
 
 
 @dataclass(frozen=True)
@@ -168,23 +166,19 @@ def gpt_bytes(model: GPT, batch: int, cluster: Cluster, layout: Layout) -> dict[
     Left out: what a framework itself takes, buffers of messages, fragmentation: 5 to 10 GB.
     """
     micro_batches = layout.micro_batches(model, batch, cluster)
-    tp = layout.tp
-    pp = layout.pp
+    tp, pp = layout.tp, layout.pp
     blocks = math.ceil(model.layers / pp)
     owned = (blocks * model.block_parameters + model.embedding_parameters) / tp
     shard = owned / layout.dp
     # Bytes per token and D that a block keeps for its backward.
-    block = 34 / tp
-    if layout.recompute != "selective":
-        block = (34 + 5 * model.heads * model.length / model.width) / tp
+    scores = 0 if layout.recompute == "selective" else 5 * model.heads * model.length / model.width
+    block = (34 + scores) / tp
     if not layout.sequence_parallel:
         # Tensor parallelism does not cut this part.
         block += 10 - 10 / tp
-    kept = block
-    again = 0.0
+    kept, again = block, 0.0
     if layout.recompute == "full":
-        kept = 2 / tp if layout.sequence_parallel else 2
-        again = block
+        kept, again = 2 / (tp if layout.sequence_parallel else 1), block
     # 1F1B: the first stage holds p micro-batches, and with interleaving some parts of more.
     held = float(min(micro_batches, pp))
     if layout.interleave > 1:
@@ -209,18 +203,15 @@ def gpt_seconds(model: GPT, batch: int, cluster: Cluster, layout: Layout) -> dic
     gradients that no micro-batch hides.
     """
     micro_batches = layout.micro_batches(model, batch, cluster)
-    tp = layout.tp
-    pp = layout.pp
+    tp, pp = layout.tp, layout.pp
     flops = model.flops(layout.micro_batch)
     flops += model.recomputed_flops(layout.recompute, layout.micro_batch)
     compute_s = flops / (tp * pp) / (cluster.flops * cluster.product_share)
     activation_bytes = 2 * layout.micro_batch * model.length * model.width
     all_reduces = (6 if layout.recompute == "full" else 4) * model.layers / pp
     tensor_s = 2 * all_reduces * cluster.ring_pass_seconds(activation_bytes, tp)
-    hops_s = 0.0
-    if pp > 1:
-        hop_s = cluster.hop_seconds(activation_bytes / tp, tp * layout.dp)
-        hops_s = 2 * layout.interleave * hop_s
+    hop_s = cluster.hop_seconds(activation_bytes / tp, tp * layout.dp)
+    hops_s = 2 * layout.interleave * hop_s if pp > 1 else 0.0
     weight_bytes = _WEIGHT * model.parameters / (tp * pp)
     pass_s = cluster.ring_pass_seconds(weight_bytes, layout.dp, tp)
     data_s = max(0.0, 2 * pass_s - 2 / 3 * compute_s)

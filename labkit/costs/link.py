@@ -101,20 +101,15 @@ def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: 
 def _line(algorithm: str, world_size: int, link: Link) -> tuple[float, float]:
     """(seconds at S = 0, seconds per byte of S) of an all-reduce."""
     check_choice("algorithm", algorithm, ("naive", "tree", "ring"))
+    peers = world_size - 1
+    doublings = world_size.bit_length() - 1
+    fold = 2**doublings < world_size
     # Along the longest path: messages, bytes sent in units of S, bytes added in units of S.
-    if algorithm == "tree":
-        doublings = world_size.bit_length() - 1
-        fold = 2**doublings < world_size
-        messages = doublings + 2 * fold
-        sent = messages
-        added = doublings + fold
-    else:
-        messages = 2 * (world_size - 1)
-        sent = messages
-        added = world_size - 1
-    if algorithm == "ring":
-        sent = messages / world_size
-        added = (world_size - 1) / world_size
+    messages, sent, added = {
+        "naive": (2 * peers, 2 * peers, peers),
+        "tree": (doublings + 2 * fold, doublings + 2 * fold, doublings + fold),
+        "ring": (2 * peers, 2 * peers / world_size, peers / world_size),
+    }[algorithm]
     return messages * link.alpha_s, sent * link.beta_s_per_byte + added * link.gamma_s_per_byte
 
 
@@ -131,9 +126,7 @@ def crossover_bytes(world_size: int, link: Link) -> float:
     gain_s_per_byte = tree_per_byte_s - ring_per_byte_s
     if head_start_s == 0:
         return 0.0
-    if gain_s_per_byte <= 0:
-        return math.inf
-    return head_start_s / gain_s_per_byte
+    return head_start_s / gain_s_per_byte if gain_s_per_byte > 0 else math.inf
 
 
 def hosts_all_reduce_seconds(

@@ -33,50 +33,39 @@ def sharded_memory(
         counter_bytes: what it keeps beside them for each shard: Adam counts steps, in 4 bytes.
     """
 
-    def full_bytes(flats: Iterable[int]) -> int:
-        return element_bytes * sum(sizes[flat] for flat in flats)
-
-    def shard_bytes(flats: Iterable[int]) -> int:
-        chunk = owned_chunk(rank, world_size)
-        total = 0
-        for flat in flats:
-            start, end = chunk_bounds(sizes[flat], world_size)[chunk]
-            total += element_bytes * (end - start)
-        return total
-
-    flats = range(len(sizes))
+    full_bytes = [element_bytes * size for size in sizes]
+    bounds = [chunk_bounds(size, world_size)[owned_chunk(rank, world_size)] for size in sizes]
+    shard_bytes = [element_bytes * (end - start) for start, end in bounds]
     between_steps = {
-        "parameters": shard_bytes(flats) if stage == 3 else full_bytes(flats),
-        "gradients": full_bytes(trained) if stage == 1 else shard_bytes(trained),
-        "optimizer": states * shard_bytes(trained) + counter_bytes * len(trained),
+        "parameters": sum(shard_bytes) if stage == 3 else sum(full_bytes),
+        "gradients": _sum_of(full_bytes if stage == 1 else shard_bytes, trained),
+        "optimizer": states * _sum_of(shard_bytes, trained) + counter_bytes * len(trained),
         "in_flight": 0,
     }
     setups = [between_steps | {"optimizer": 0}]
+    for flat in range(len(sizes)) if stage == 3 else ():
+        parameters = sum(shard_bytes[: flat + 1]) + full_bytes[flat]
+        gradients = _sum_of(shard_bytes, [number for number in trained if number <= flat])
+        setups.append(setups[0] | {"parameters": parameters, "gradients": gradients})
     backwards = [between_steps]
-    if stage == 3:
-        for flat in flats:
-            ledger = dict(setups[0])
-            ledger["parameters"] = shard_bytes(range(flat + 1)) + full_bytes([flat])
-            ledger["gradients"] = shard_bytes(number for number in trained if number <= flat)
-            setups.append(ledger)
-    if stage > 1:
-        owned = [[flat for flat in unit if flat in trained] for unit in first_uses(uses)] + [[]]
-        trained_units = [unit for unit, flats in enumerate(uses) if set(flats) & set(trained)]
-        # Backward goes from the last unit to the first.
-        for unit in reversed(range(trained_units[0], len(uses))):
-            ledger = dict(between_steps)
-            ledger["gradients"] += full_bytes(owned[unit])
-            ledger["in_flight"] += full_bytes(owned[unit + 1])
-            if stage == 3:
-                ledger["parameters"] += full_bytes(set(uses[unit]))
-                if unit > trained_units[0]:
-                    ledger["in_flight"] += full_bytes(set(uses[unit - 1]) - set(uses[unit]))
-            backwards.append(ledger)
-    return {
-        "setup": max(setups, key=_total),
-        "between_steps": between_steps,
-        "most": max(backwards, key=_total),
-    }
+    owned = [[flat for flat in unit if flat in trained] for unit in first_uses(uses)] + [[]]
+    first = min(unit for unit, used in enumerate(uses) if set(used) & set(trained))
+    # Backward goes from the last unit to the first trained one.
+    for unit in reversed(range(first, len(uses))) if stage > 1 else ():
+        ledger = dict(between_steps)
+        ledger["gradients"] += _sum_of(full_bytes, owned[unit])
+        ledger["in_flight"] += _sum_of(full_bytes, owned[unit + 1])
+        if stage == 3:
+            ledger["parameters"] += _sum_of(full_bytes, set(uses[unit]))
+            ahead = set(uses[unit - 1]) if unit > first else set()
+            ledger["in_flight"] += _sum_of(full_bytes, ahead - set(uses[unit]))
+        backwards.append(ledger)
+    setup = max(setups, key=_total)
+    return {"setup": setup, "between_steps": between_steps, "most": max(backwards, key=_total)}
+
+
+def _sum_of(bytes_by_flat: Sequence[int], flats: Iterable[int]) -> int:
+    return sum(bytes_by_flat[flat] for flat in flats)
 
 
 def _total(ledger: dict[str, int]) -> int:

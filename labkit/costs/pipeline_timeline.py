@@ -15,9 +15,7 @@ def bubble(slots: Sequence[Slot]) -> float:
     stages = len({slot.stage for slot in slots})
     makespan_s = max(slot.end_s for slot in slots) - min(slot.start_s for slot in slots)
     busy_s = sum(slot.end_s - slot.start_s for slot in slots)
-    if makespan_s == 0:
-        return 0.0
-    return 1 - busy_s / (stages * makespan_s)
+    return 1 - busy_s / (stages * makespan_s) if makespan_s else 0.0
 
 
 def bubble_formula(num_stages: int, num_micro_batches: int) -> float:

@@ -124,15 +124,13 @@ class SplitModel:
     def slots(self) -> list[Slot]:
         """The timetable of the step; the last slot ends at ``step_s``."""
         num_stages = len(self.forward_s)
+        count = self.micro_batches
         return predicted_slots(
-            pipeline_streams(self.schedule, num_stages, self.micro_batches, self.first_trained, 1),
-            self._per_micro_batch(self.forward_s),
-            self._per_micro_batch(self.backward_s),
-            self._per_micro_batch(self.hop_s),
+            pipeline_streams(self.schedule, num_stages, count, self.first_trained, 1),
+            [seconds / count for seconds in self.forward_s],
+            [seconds / count for seconds in self.backward_s],
+            [seconds / count for seconds in self.hop_s],
         )
-
-    def _per_micro_batch(self, seconds: Sequence[float]) -> list[float]:
-        return [batch_s / self.micro_batches for batch_s in seconds]
 
 
 def predict_split(
@@ -158,9 +156,7 @@ def predict_split(
     count = min(micro_batches, profile.batch_size)
     stages = [layers[start:end] for start, end in stage_bounds(points, len(layers))]
     streams = pipeline_streams(schedule, len(stages), count, stages_per_rank=1)
-    memory_bytes = []
-    for stage, stream in zip(stages, streams):
-        memory_bytes.append(_memory_bytes(stage, in_flight(stream) / count))
+    held = [in_flight(stream) / count for stream in streams]
     hop_bytes = tuple(layers[cut - 1].output_bytes for cut in points)
     return SplitModel(
         points,
@@ -170,7 +166,7 @@ def predict_split(
         backward_s=tuple(sum(layer.backward_s for layer in stage) for stage in stages),
         hop_bytes=hop_bytes,
         hop_s=tuple(count * link.message_seconds(size / count) for size in hop_bytes),
-        memory_bytes=tuple(memory_bytes),
+        memory_bytes=tuple(map(_memory_bytes, stages, held)),
         first_trained=sum(end <= first for end in (*points, len(layers))),
     )
 

@@ -172,15 +172,14 @@ def stages_on_each(schedule: str, stages_per_rank: int | None = None) -> int:
     is_interleaved = schedule not in ONE_STAGE
     if stages_per_rank is None:
         return 2 if is_interleaved else 1
-    if is_interleaved and stages_per_rank < 2:
-        allowed = "2 or more: 1 is schedule 1f1b"
-    elif not is_interleaved and stages_per_rank > 1:
+    if is_interleaved != (stages_per_rank > 1):
         allowed = "1: leave it out, or interleave"
-    else:
-        return stages_per_rank
-    raise ValueError(
-        f"stages_per_rank {stages_per_rank} with schedule {schedule}, which has {allowed}"
-    )
+        if is_interleaved:
+            allowed = "2 or more: 1 is schedule 1f1b"
+        raise ValueError(
+            f"stages_per_rank {stages_per_rank} with schedule {schedule}, which has {allowed}"
+        )
+    return stages_per_rank
 
 
 def pipeline_streams(
@@ -196,14 +195,11 @@ def pipeline_streams(
     """
     chunks = stages_on_each(schedule, stages_per_rank)
     options = {"stages_per_rank": chunks} if schedule == "interleaved" else {}
-    streams = []
-    for rank in range(num_ranks):
-        stream = []
+    streams: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for rank, stream in enumerate(streams):
         for action in PIPELINES[schedule](rank, num_ranks, num_micro_batches, **options):
-            stage = action.chunk * num_ranks + rank
-            if action.kind == "forward" or stage >= first_trained:
+            if action.kind == "forward" or action.chunk * num_ranks + rank >= first_trained:
                 stream.append(action)
-        streams.append(stream)
     return streams
 
 
@@ -238,43 +234,35 @@ def with_hops(
     for action in actions:
         if action.kind == "backward" and stage < first_trained:
             continue
-        recv = message_before(action, stage, num_stages, num_stages)
+        recv, made = messages_of(action, stage, num_stages, num_stages, first_trained)
         if send and recv and not (exchange and send.peer == recv.peer):
             yield Hop(send, None)
             send = None
         if send or recv:
             yield Hop(send, recv)
         yield action
-        send = message_after(action, stage, num_stages, num_stages, first_trained)
+        send = made
     if send:
         yield Hop(send, None)
 
 
-def message_before(action: Action, rank: int, num_ranks: int, num_stages: int) -> Message | None:
-    """The message that ``action`` of ``rank`` needs; None if its input is made on the rank."""
-    stage = action.chunk * num_ranks + rank
-    if action.kind == "forward":
-        return _message("activation", action, stage - 1, num_ranks, num_stages)
-    if action.kind == "backward_weight":
-        return None
-    return _message("gradient", action, stage + 1, num_ranks, num_stages)
-
-
-def message_after(
+def messages_of(
     action: Action, rank: int, num_ranks: int, num_stages: int, first_trained: int
-) -> Message | None:
-    """The message that ``action`` of ``rank`` makes; None if no other rank needs its result."""
-    stage = action.chunk * num_ranks + rank
-    if action.kind == "forward":
-        return _message("activation", action, stage + 1, num_ranks, num_stages)
-    if action.kind == "backward_weight" or stage <= first_trained:
-        return None
-    return _message("gradient", action, stage - 1, num_ranks, num_stages)
+) -> tuple[Message | None, Message | None]:
+    """Return the message that ``action`` of ``rank`` needs, and the one that it makes, or None.
 
-
-def _message(
-    kind: str, action: Action, neighbour: int, num_ranks: int, num_stages: int
-) -> Message | None:
-    if num_ranks == 1 or not 0 <= neighbour < num_stages:
-        return None
-    return Message(kind, action.micro_batch, neighbour % num_ranks, action.chunk)
+    The peer is the rank itself if it has the next stage, too: nothing is sent.
+    """
+    kind, micro_batch, chunk = action
+    if kind == "backward_weight":
+        return None, None
+    stage = chunk * num_ranks + rank
+    is_forward = kind == "forward"
+    kind = "activation" if is_forward else "gradient"
+    source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
+    needed = made = None
+    if 0 <= source < num_stages:
+        needed = Message(kind, micro_batch, source % num_ranks, chunk)
+    if 0 <= target < num_stages and (is_forward or target >= first_trained):
+        made = Message(kind, micro_batch, target % num_ranks, chunk)
+    return needed, made

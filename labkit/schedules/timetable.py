@@ -4,6 +4,7 @@ Symbols: P ranks, V stages per rank; stage c P + r is chunk c of rank r.
 """
 
 import functools
+import math
 from collections import deque
 from collections.abc import Sequence
 from operator import itemgetter
@@ -13,7 +14,7 @@ from labkit.schedules.pipeline import (
     Action,
     Hop,
     Message,
-    message_after,
+    messages_of,
     one_by_one,
     pipeline_streams,
     with_hops,
@@ -52,53 +53,31 @@ def predicted_slots(
         weight_s: by stage, the part of ``backward_s`` for the weights; by default one half.
     """
     num_ranks = len(streams)
-    num_stages = len(forward_s)
-    hop_s = hop_s or [0.0] * (num_stages - 1)
+    hop_s = hop_s or [0.0] * (len(forward_s) - 1)
     weight_s = weight_s or [seconds / 2 for seconds in backward_s]
-    seconds = {
-        "forward": forward_s,
-        "backward": backward_s,
-        "backward_weight": weight_s,
-        "backward_input": [both - weight for both, weight in zip(backward_s, weight_s)],
-    }
+    input_s = [seconds - weight for seconds, weight in zip(backward_s, weight_s)]
+    seconds = {"forward": forward_s, "backward": backward_s}
+    seconds |= {"backward_input": input_s, "backward_weight": weight_s}
     slots: list[list[Slot]] = [[] for _ in streams]
     # By kind, stage and micro-batch; the gradient of a stage's input is always a "backward".
     ends_s: dict[tuple[str, int, int], float] = {}
     todo = [deque(stream) for stream in streams]
-
-    def arrival_s(stage: int, kind: str, micro_batch: int) -> float | None:
-        """The time at which all inputs of an action have arrived; None before that is known."""
-        # By (kind, stage) of an action that it needs, the seconds of the transfer.
-        needs: dict[tuple[str, int], float] = {}
-        neighbour = stage - 1 if kind == "forward" else stage + 1
-        if kind != "forward":
-            needs["forward", stage] = 0.0
-        if kind == "backward_weight":
-            needs["backward", stage] = 0.0
-        elif 0 <= neighbour < num_stages:
-            needs[_whole_kind(kind), neighbour] = hop_s[min(stage, neighbour)]
-        latest_s = 0.0
-        for (needed_kind, needed_stage), transfer_s in needs.items():
-            end_s = ends_s.get((needed_kind, needed_stage, micro_batch))
-            if end_s is None:
-                return None
-            latest_s = max(latest_s, end_s + transfer_s)
-        return latest_s
-
     while any(todo):
         num_done = len(ends_s)
         for rank, actions in enumerate(todo):
             while actions:
                 kind, micro_batch, chunk = actions[0]
                 stage = chunk * num_ranks + rank
-                start_s = arrival_s(stage, kind, micro_batch)
-                if start_s is None:
+                start_s = slots[rank][-1].end_s if slots[rank] else 0.0
+                for needed, transfer_s in _inputs(kind, stage, hop_s).items():
+                    start_s = max(
+                        start_s, ends_s.get((*needed, micro_batch), math.inf) + transfer_s
+                    )
+                if start_s == math.inf:
                     break
                 actions.popleft()
-                if slots[rank]:
-                    start_s = max(start_s, slots[rank][-1].end_s)
                 end_s = start_s + seconds[kind][stage]
-                ends_s[_whole_kind(kind), stage, micro_batch] = end_s
+                ends_s[kind.removesuffix("_input"), stage, micro_batch] = end_s
                 slots[rank].append(Slot(rank, kind, micro_batch, start_s, end_s, chunk))
         if len(ends_s) == num_done:
             stuck = [f"stage {rank} at {rest[0]}" for rank, rest in enumerate(todo) if rest]
@@ -106,8 +85,17 @@ def predicted_slots(
     return [slot for row in slots for slot in row]
 
 
-def _whole_kind(kind: str) -> str:
-    return kind.removesuffix("_input")
+def _inputs(kind: str, stage: int, hop_s: Sequence[float]) -> dict[tuple[str, int], float]:
+    """The (kind, stage) of the actions that an action needs, and the seconds of their transfer."""
+    if kind == "backward_weight":
+        return {("backward", stage): 0.0}
+    neighbour = stage - 1 if kind == "forward" else stage + 1
+    inputs = {}
+    if kind != "forward":
+        inputs["forward", stage] = 0.0
+    if 0 <= neighbour <= len(hop_s):
+        inputs[kind.removesuffix("_input"), neighbour] = hop_s[min(stage, neighbour)]
+    return inputs
 
 
 def with_messages(
@@ -130,14 +118,13 @@ def with_messages(
     for rank, kind, micro_batch, _, end_s, chunk in slots:
         action = Action(kind, micro_batch, chunk)
         rows[rank].append(((end_s, False), action))
-        sent = message_after(action, rank, num_ranks, num_stages, first_trained)
-        if sent:
+        _, sent = messages_of(action, rank, num_ranks, num_stages, first_trained)
+        if sent and sent.peer != rank:
             stage = chunk * num_ranks + rank
-            order = end_s, True, stage
-            neighbour = stage + 1 if sent.kind == "activation" else stage - 1
+            neighbour = stage + 1 if kind == "forward" else stage - 1
             received = Message(sent.kind, micro_batch, rank, neighbour // num_ranks)
-            rows[rank].append((order, Hop(sent, None)))
-            rows[sent.peer].append((order, Hop(None, received)))
+            rows[rank].append(((end_s, True, stage), Hop(sent, None)))
+            rows[sent.peer].append(((end_s, True, stage), Hop(None, received)))
     return [[step for _, step in sorted(row, key=itemgetter(0))] for row in rows]
 
 

@@ -1,7 +1,4 @@
-"""The messages of a rank that holds stages: activations to the next stage, gradients back.
-
-A message is known by its kind, its micro-batch, and the chunk at this rank's end.
-"""
+"""The messages of a rank that holds stages: activations to the next stage, gradients back."""
 
 from functools import partial
 from typing import Any
@@ -16,24 +13,30 @@ from labkit.schedules.pipeline import Hop, Message
 class Hops:
     """The hops of one training step on one rank, or with ``beside`` in a thread of their own.
 
-    Attributes:
-        outgoing, arrived: the tensors to send, and those received (or handed over from a stage on
-            this rank), by (kind, micro-batch, chunk).
+    ``outgoing`` and ``arrived`` are the tensors to send, and those received, by message.
     """
 
     def __init__(self, comm: Comm, *, beside: bool):
         self.comm = comm
         self.beside = beside
-        self.outgoing: dict[tuple[str, int, int], Tensor] = {}
-        self.arrived: dict[tuple[str, int, int], Tensor] = {}
-        self.receives: dict[tuple[str, int, int], Work] = {}
+        self.outgoing: dict[Message, Tensor] = {}
+        self.arrived: dict[Message, Tensor] = {}
         self.under_way: list[Work] = []
+        self.receives: dict[Message, Work] = {}
+
+    def hand_on(self, message: Message, tensor: Tensor) -> None:
+        """Keep a tensor for the hop that sends it; a rank alone has the next stage itself."""
+        if message.peer != self.comm.rank:
+            self.outgoing[message] = tensor
+        else:
+            chunk = message.chunk + (1 if message.kind == "activation" else -1)
+            self.arrived[message._replace(chunk=chunk)] = tensor
 
     def run(self, hop: Hop, landing: Tensor | None) -> None:
         """Send, receive (into ``landing``), or both at once; beside the actions: begin to."""
-        outgoing = self.outgoing.pop(_key(hop.send)) if hop.send else None
+        outgoing = self.outgoing.pop(hop.send) if hop.send else None
         if hop.recv and landing is not None:
-            self.arrived[_key(hop.recv)] = landing
+            self.arrived[hop.recv] = landing
         if not self.beside:
             run_hop(self.comm, hop, outgoing, landing)
             return
@@ -42,15 +45,14 @@ class Hops:
         work = work_queue_of(self.comm).add("hop", operation, tensors, tensors)
         self.under_way.append(work)
         if hop.recv:
-            self.receives[_key(hop.recv)] = work
+            self.receives[hop.recv] = work
 
-    def take(self, kind: str, micro_batch: int, chunk: int) -> Tensor:
+    def take(self, message: Message) -> Tensor:
         """Return a tensor that has arrived, after waiting for it."""
-        receive = self.receives.pop((kind, micro_batch, chunk), None)
-        if receive:
+        if message in self.receives:
             with self.comm.span("wait"):
-                receive.wait()
-        return self.arrived.pop((kind, micro_batch, chunk))
+                self.receives.pop(message).wait()
+        return self.arrived.pop(message)
 
     def wait(self) -> None:
         """Wait until all hops have ended."""
@@ -69,7 +71,3 @@ def run_hop(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:
         comm.send(outgoing, hop.send.peer)
     elif hop.recv:
         comm.recv(landing, hop.recv.peer)
-
-
-def _key(message: Message) -> tuple[str, int, int]:
-    return message.kind, message.micro_batch, message.chunk

@@ -144,21 +144,11 @@ class Mesh(Pipeline):
 
     def state(self) -> State:
         """Whole tensors, each from one rank: a run of another arrangement can go on from them."""
-        held = self.tensors | self.parameters
-        state = State()
-        for key, tensor in super().state().items():
-            name = key.split("/")[1]
-            state[key] = self.group.unshard(held[name], tensor)
+        state = self.group.unshard_state(super().state(), self.tensors | self.parameters)
         return state if self.data.rank == self.tensor.rank == 0 else State()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        held = self.tensors | self.parameters
-        shards = State()
-        for key, tensor in state.items():
-            name = key.split("/")[1]
-            if name in held:
-                shards[key] = self.group.shard_of(held[name], tensor)
-        super().load_state(shards)
+        super().load_state(self.group.shard_state(state, self.tensors | self.parameters))
 
     def notes(self) -> dict[str, Any]:
         return super().notes() | {"mesh": [self.dp, self.pp, self.tp]}

@@ -139,13 +139,6 @@ class Flat:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def zero_gradient(self) -> None:
-        """Set the gradient to zeros before a step."""
-        if self.full_gradient is not None:
-            self.full_gradient.zero_()
-        else:
-            self.shard_gradient.zero_()
-
     def clear(self) -> None:
         """Drop what is left of a pass that an exception has ended."""
         self.wait()
@@ -170,10 +163,7 @@ class Flat:
 
 
 def group_layers(layers: list[nn.Module], least_bytes: int) -> list[list[nn.Module]]:
-    """Put consecutive layers into units, each closed once it has more than ``least_bytes``.
-
-    Layers without parameters belong to the unit before them.
-    """
+    """Cut a chain into units; a layer with parameters begins one after ``least_bytes`` of them."""
     units: list[list[nn.Module]] = []
     unit_bytes = 0
     for layer in layers:
@@ -189,10 +179,9 @@ def group_layers(layers: list[nn.Module], least_bytes: int) -> list[list[nn.Modu
 def divide(
     model: nn.Module, stage: int
 ) -> tuple[list[list[nn.Module]], list[list[nn.Parameter]], list[list[int]]]:
-    """Return the layers of each unit, the parameters of each flat, and the flats by unit.
+    """Return the layers of each unit, the parameters of each flat, and each unit's flats.
 
-    The parameters of a flat have one dtype, and are all trained or all frozen. A unit's list has
-    the numbers of all flats that it uses.
+    The parameters of a flat have one dtype, and are all trained or all frozen.
     """
     # Every message has a fixed cost. In stages 2 and 3 large units would take memory.
     units = group_layers(layers_of(model), least_bytes=MIB if stage == 1 else 0)
@@ -286,7 +275,8 @@ class Sharded(OnShares):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         trained = [self.flats[number] for number in self.trained_flats]
         for flat in trained:
-            flat.zero_gradient()
+            gradient = flat.shard_gradient if flat.full_gradient is None else flat.full_gradient
+            gradient.zero_()
         loss = self.add_gradients(inputs, targets, batch_size)
         self.weigh(batch_size)
         if self.update() and self.stage < 3:
@@ -354,14 +344,8 @@ class Sharded(OnShares):
             if instruction.kind in ("forward", "backward"):
                 continue
             flat = self.flats[instruction.number]
-            operations = {
-                "gather": flat.gather,
-                "wait": flat.wait,
-                "free": flat.free,
-                "begin": flat.begin,
-                "reduce": flat.reduce,
-                "finish": flat.wait,
-            }
+            operations = {"gather": flat.gather, "wait": flat.wait, "free": flat.free}
+            operations |= {"begin": flat.begin, "reduce": flat.reduce, "finish": flat.wait}
             operations[instruction.kind]()
 
     def live_bytes(self) -> dict[str, int]:
@@ -431,10 +415,8 @@ class Sharded(OnShares):
                 stored, tensor = as_tensor(f"{{}}/{key}", value)
                 shards[stored] = tensor
             for stored, shard in shards.items():
-                # An optimizer has one number without dimensions for the whole shard.
-                values = [shard] * len(flat.parameters)
-                if shard.dim():
-                    values = flat.unshard(shard)
+                # A tensor without dimensions, such as a count of steps, is the same for all.
+                values = flat.unshard(shard) if shard.dim() else [shard] * len(flat.parameters)
                 if number % self.comm.world_size != self.comm.rank:
                     continue
                 for parameter, value in zip(flat.parameters, values):
@@ -445,8 +427,8 @@ class Sharded(OnShares):
     def buffers(self) -> State:
         """The model's buffers, by their names in a checkpoint."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        named = self.model.state_dict().items()
-        return {f"model/{name}": value for name, value in named if name not in parameters}
+        state = self.model.state_dict()
+        return {f"model/{name}": state[name] for name in state if name not in parameters}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from labkit.collectives import broadcast, naive_all_reduce
 from labkit.comm.comm import Comm, SubComm
-from labkit.schedules.pipeline import Action, Hop
+from labkit.schedules.pipeline import Action, Hop, messages_of
 from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.schedules.timetable import instructions
 from labkit.strategies.base import MakeOptimizer, State, Strategy
@@ -297,46 +297,29 @@ class StagedModel(Strategy):
         for instruction in instructions(schedule, self.index, *sizes):
             if isinstance(instruction, Hop):
                 self._run_hop(instruction)
-            elif instruction.kind == "forward":
-                self._forward(instruction)
-            elif instruction.kind == "backward_weight":
-                self.stages[instruction.chunk].backward_weight(instruction.micro_batch)
             else:
-                self._backward(instruction)
+                self._run_action(instruction)
         self.hops.wait()
         self.update()
         return self.loss_sum
 
-    def _forward(self, action: Action) -> None:
-        _, micro_batch, chunk = action
-        stage = self.stages[chunk]
-        if stage.index == 0:
-            entering = self.inputs[micro_batch]
+    def _run_action(self, action: Action) -> None:
+        stage = self.stages[action.chunk]
+        micro_batch = action.micro_batch
+        if action.kind == "backward_weight":
+            stage.backward_weight(micro_batch)
+            return
+        sizes = self.index, self.num_ranks, self.num_stages, self.first_trained
+        needed, made = messages_of(action, *sizes)
+        received = self.hops.take(needed) if needed else None
+        if action.kind == "forward":
+            entering = self.inputs[micro_batch] if received is None else received
+            result = stage.forward(micro_batch, entering)
         else:
-            entering = self.hops.take("activation", micro_batch, chunk)
-        leaving = stage.forward(micro_batch, entering)
-        if not stage.is_last:
-            self._hand_on("activation", micro_batch, chunk, leaving)
-
-    def _backward(self, action: Action) -> None:
-        _, micro_batch, chunk = action
-        stage = self.stages[chunk]
-        # The last stage's output is the loss, and has no gradient.
-        gradient = None
-        if not stage.is_last:
-            gradient = self.hops.take("gradient", micro_batch, chunk)
-        input_gradient = stage.backward(micro_batch, gradient)
-        if stage.returns_gradient:
-            assert input_gradient is not None, "the layers use their input"
-            self._hand_on("gradient", micro_batch, chunk, input_gradient)
-
-    def _hand_on(self, kind: str, micro_batch: int, chunk: int, tensor: Tensor) -> None:
-        """Keep a tensor for the hop that sends it; a rank alone has the next stage itself."""
-        if self.num_ranks == 1:
-            neighbour = chunk + 1 if kind == "activation" else chunk - 1
-            self.hops.arrived[kind, micro_batch, neighbour] = tensor
-        else:
-            self.hops.outgoing[kind, micro_batch, chunk] = tensor
+            result = stage.backward(micro_batch, received)
+        if made:
+            assert result is not None, "the layers use their input"
+            self.hops.hand_on(made, result)
 
     def _run_hop(self, hop: Hop) -> None:
         landing = None

@@ -29,7 +29,7 @@ Korthikanti et al., "Reducing activation recomputation in large transformer mode
 section 4.2.2, for sequence parallelism.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ from torch.nn import functional
 from labkit.collectives import fast_ring_all_reduce, share_only, share_reduce
 from labkit.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
+from labkit.strategies.base import State
 from labkit.workload.losses import ClassOptions, CountedLoss, Loss, ShareLoss
 from labkit.workload.transformer import MLP, Attention, Embeddings, Head
 
@@ -66,11 +67,8 @@ def gather_shards(comm: Comm, shard: Tensor, dim: int, sizes: Sequence[int]) -> 
 
     Messages P - 1, bytes about (P - 1) / P of all shards.
     """
-    shards = []
-    for size in sizes:
-        shape = list(shard.shape)
-        shape[dim] = size
-        shards.append(shard.new_empty(shape))
+    before, after = shard.shape[:dim], shard.shape[dim + 1 :]
+    shards = [shard.new_empty(*before, size, *after) for size in sizes]
     shards[comm.rank] = shard.detach().contiguous()
     share_only(comm, _by_chunk(shards))
     return shards
@@ -224,6 +222,18 @@ class TensorGroup:
         if cut is None or tensor.dim() != parameter.dim():
             return tensor
         return cut.shard(tensor, self.comm.rank)
+
+    def unshard_state(self, state: State, held: Mapping[str, Tensor]) -> State:
+        """Whole tensors of a checkpoint from this rank's; ``held`` has its parameters by name."""
+        parameters = {key: held[key.split("/")[1]] for key in state}
+        return {key: self.unshard(parameters[key], shard) for key, shard in state.items()}
+
+    def shard_state(self, state: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> State:
+        """This rank's shards of a checkpoint's tensors, those that it has ``held``."""
+        parameters = {key: held.get(key.split("/")[1]) for key in state}
+        return {
+            key: self.shard_of(p, state[key]) for key, p in parameters.items() if p is not None
+        }
 
 
 def _identity(x: Tensor) -> Tensor:

@@ -141,15 +141,8 @@ class TensorParallel(OnShares):
 
     def state(self) -> State:
         """Whole parameters and optimizer states, on rank 0: any technique can go on from them."""
-        state = State()
-        for key, shard in super().state().items():
-            name = key.split("/")[1]
-            state[key] = self.group.unshard(self.shards[name], shard)
+        state = self.group.unshard_state(super().state(), self.shards)
         return state if self.comm.rank == 0 else State()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        shards = State()
-        for key, tensor in state.items():
-            name = key.split("/")[1]
-            shards[key] = self.group.shard_of(self.shards[name], tensor)
-        super().load_state(shards)
+        super().load_state(self.group.shard_state(state, self.shards))

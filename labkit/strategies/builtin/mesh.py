@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from labkit.comm.comm import Comm, SubComm
 from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.builtin import check_dtensor, check_no_scalars
+from labkit.strategies.builtin.sharded import shard_units
 from labkit.strategies.builtin.tensor_parallel import TorchTensorParallel
 from labkit.strategies.mesh import check_sides
 from labkit.strategies.tensor_cut import Cut
@@ -68,14 +68,8 @@ class TorchMesh(TorchTensorParallel):
         for name, p in model.named_parameters():
             if isinstance(p, DTensor) and p.placements[0].is_shard():
                 names.append(name)
-        layers = [layer for layer in model.modules() if isinstance(layer, Block)]
-        # FSDP warns of outputs that are views.
-        model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
-        for module in (*layers, model):
-            shards = fully_shard(module, mesh=self.mesh["dp"])
-            # A sum over ranks, not their mean.
-            shards.set_gradient_divide_factor(1.0)
-            shards.set_force_sum_reduction_for_comms(True)
+        blocks = [layer for layer in model.modules() if isinstance(layer, Block)]
+        shard_units(model, blocks, mesh=self.mesh["dp"])
         state = model.state_dict(keep_vars=True)
         self.cut_over_tp = {state[name] for name in names}
         self.local = {p: nn.Parameter(p.to_local(), p.requires_grad) for p in state.values()}

@@ -1,6 +1,7 @@
 """PyTorch's own sharding: ``ZeroRedundancyOptimizer`` with DDP, and FSDP2's ``fully_shard``."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +60,7 @@ class TorchSharded(TorchDDP):
         units = unshared_layers(model)
         # Nothing but the model may keep the parameters alive, which FSDP replaces by shards.
         self.trained = []
-        # FSDP warns of outputs that are views.
-        model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
-        for module in (*units, model):
-            shards = fully_shard(module, mesh=mesh, reshard_after_forward=self.stage == 3)
-            # A sum over ranks, not their mean.
-            shards.set_gradient_divide_factor(1.0)
-            shards.set_force_sum_reduction_for_comms(True)
+        shard_units(model, units, mesh=mesh, reshard_after_forward=self.stage == 3)
         self.runs_empty = True
         self.divided: list[Any] = [p for p in model.parameters() if p.requires_grad]
         # The same memory as plain tensors, which an optimizer updates more quickly.
@@ -104,6 +99,17 @@ class TorchSharded(TorchDDP):
                 value = value.full_tensor()
             state[name] = value.detach().cpu().clone()
         return state
+
+
+def shard_units(model: nn.Module, units: Sequence[nn.Module], **options: Any) -> None:
+    """Apply ``fully_shard`` to each unit, and to the rest of the model."""
+    # FSDP warns of outputs that are views.
+    model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
+    for module in (*units, model):
+        shards = fully_shard(module, **options)
+        # A sum over ranks, not their mean.
+        shards.set_gradient_divide_factor(1.0)
+        shards.set_force_sum_reduction_for_comms(True)
 
 
 def unshared_layers(model: nn.Module) -> list[nn.Module]:
