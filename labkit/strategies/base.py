@@ -84,7 +84,8 @@ class Strategy:
     """One technique on one rank: a dataclass, whose fields are the options that it takes.
 
     It is made before the ranks start, and each rank gets a copy. So ``__post_init__`` only refuses
-    options that do not go together, and ``setup`` does everything else.
+    options that do not go together, and ``setup`` does everything else. (What a training run asks
+    of a technique determines the methods and their number.)
 
     Attributes:
         servers: ranks 0 to ``servers`` - 1 serve the others, and compute no gradients.
