@@ -244,7 +244,7 @@ class Strategy:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether a batch that this rank reads goes to a GPU."""
+        """Return whether a batch that this rank reads goes to a GPU."""
         return any(device.type == "cuda" for device in (self.comm.device, *self.devices))
 
     @property

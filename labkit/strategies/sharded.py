@@ -205,10 +205,6 @@ def divide(
     return units, flats, uses
 
 
-def total_bytes(bytes_by_kind: Mapping[str, int]) -> int:
-    return sum(bytes_by_kind.values())
-
-
 @dataclass(eq=False)
 class Sharded(OnShares):
     """Synchronous data parallelism whose ranks hold a part of what they update.
@@ -225,8 +221,8 @@ class Sharded(OnShares):
         flats: by dtype, and whether they are trained, the parameters that belong to a unit.
         uses: by unit, the numbers of the flats that it uses.
         trained_flats: the numbers of the flats that are trained.
-        peak_at_setup: the ``live_bytes`` with the largest sum while the flats are made.
-        peak_in_backward: the same, of two steps, when backward enters a unit.
+        peaks: the ``live_bytes`` with the largest sum at ``setup``, while the flats are made, and
+            the ``most`` of two steps when backward enters a unit.
         activation_bytes: what the first forward kept for its backward.
     """
 
@@ -249,11 +245,12 @@ class Sharded(OnShares):
             buffer.data = buffer.to(comm.device)
         self.units, flat_parameters, self.uses = divide(model, self.stage)
         self.flats: list[Flat] = []
-        self.peak_at_setup = self.live_bytes()
+        self.peaks: dict[str, dict[str, int]] = {}
+        self._note_peak("setup")
         for parameters in flat_parameters:
             flat = Flat(comm, self.stage, parameters)
             self.flats.append(flat)
-            self.peak_at_setup = max(self.peak_at_setup, self.live_bytes(), key=total_bytes)
+            self._note_peak("setup")
             if self.stage == 3:
                 flat.free()
         self.names: dict[nn.Parameter, list[str]] = {}
@@ -269,7 +266,7 @@ class Sharded(OnShares):
         self._steps = 0
         # Instructions of a pass; any that are left were not done, because of an exception.
         self._instructions: Iterator[Instruction] = iter(())
-        self.peak_in_backward = self.live_bytes()
+        self._note_peak("most")
         self.activation_bytes = 0
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
@@ -337,8 +334,7 @@ class Sharded(OnShares):
         """Execute the instructions before ``target``, in one order on all ranks; None: all."""
         for instruction in self._instructions:
             if instruction.kind == "backward" and self._steps < 2:
-                live_bytes = self.live_bytes()
-                self.peak_in_backward = max(self.peak_in_backward, live_bytes, key=total_bytes)
+                self._note_peak("most")
             if instruction == target:
                 return
             if instruction.kind in ("forward", "backward"):
@@ -373,15 +369,21 @@ class Sharded(OnShares):
                     bytes_by_kind[kind] += storage.nbytes()
         return bytes_by_kind
 
+    def _note_peak(self, moment: str) -> None:
+        live_bytes = self.live_bytes()
+        peak = self.peaks.setdefault(moment, live_bytes)
+        if sum(live_bytes.values()) > sum(peak.values()):
+            self.peaks[moment] = live_bytes
+
     def notes(self) -> dict[str, Any]:
         """Bytes by kind and rank, at most in set-up and in backward, and between steps.
 
         A collective call.
         """
         moments = {
-            "setup": self.peak_at_setup,
+            "setup": self.peaks["setup"],
             "between_steps": self.live_bytes(),
-            "most": self.peak_in_backward | {"activations": self.activation_bytes},
+            "most": self.peaks["most"] | {"activations": self.activation_bytes},
         }
         memory: dict[str, dict[str, list[int]]] = {}
         for moment, bytes_by_kind in moments.items():

@@ -378,7 +378,7 @@ class StagedModel(Strategy):
         return state
 
     def notes(self) -> dict[str, Any]:
-        """Where the model was cut."""
+        """The split points."""
         return {"split_points": list(self.split_points)}
 
     def crossing_dtype(self, dtype: torch.dtype) -> torch.dtype:

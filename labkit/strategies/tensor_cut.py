@@ -43,17 +43,14 @@ from labkit.strategies.base import State
 from labkit.workload.losses import ClassOptions, CountedLoss, Loss, ShareLoss
 from labkit.workload.transformer import MLP, Attention, Embeddings, Head
 
+Operation = Callable[[Tensor], Tensor]
+
 
 class Conjugate(torch.autograd.Function):
     """Applies ``forward_fn`` to an activation, and ``backward_fn`` to its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        forward_fn: Callable[[Tensor], Tensor],
-        backward_fn: Callable[[Tensor], Tensor],
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward_fn: Operation, backward_fn: Operation) -> Tensor:
         ctx.backward_fn = backward_fn
         return forward_fn(x)
 
@@ -130,32 +127,27 @@ class TensorGroup:
 
     def enter(self, x: Tensor) -> Tensor:
         """All of x [n, T, I], with which a layer with some outputs computes."""
-        if self.sequence_parallel:
-            gather, reduce_scatter = self._of_positions()
-            return Conjugate.apply(x, gather, reduce_scatter)
-        return Conjugate.apply(x, _identity, self._all_reduce)
+        gather, reduce = self._ends()
+        return Conjugate.apply(x, gather, reduce)
 
     def leave(self, term: Tensor) -> Tensor:
         """The sum of the terms [n, T, O] of layers with some inputs, or this rank's part of it."""
-        if self.sequence_parallel:
-            gather, reduce_scatter = self._of_positions()
-            return Conjugate.apply(term, reduce_scatter, gather)
-        return Conjugate.apply(term, self._all_reduce, _identity)
+        gather, reduce = self._ends()
+        return Conjugate.apply(term, reduce, gather)
 
-    def _all_reduce(self, term: Tensor) -> Tensor:
-        return fast_ring_all_reduce(self.comm, term.clone())
-
-    def _of_positions(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """The all-gather and the reduce-scatter of the positions of these inputs."""
+    def _ends(self) -> tuple[Operation, Operation]:
+        """The operation that makes x whole at an entrance, and the one that sums at an exit."""
+        if not self.sequence_parallel:
+            return (
+                # A view: what a Function returns must not be its input.
+                lambda x: x.view_as(x),
+                lambda term: fast_ring_all_reduce(self.comm, term.clone()),
+            )
         sizes = self.sizes(self.length)
-
-        def gather(x: Tensor) -> Tensor:
-            return torch.cat(gather_shards(self.comm, x, 1, sizes), dim=1)
-
-        def reduce_scatter(term: Tensor) -> Tensor:
-            return reduce_scatter_term(self.comm, term, 1, sizes)
-
-        return gather, reduce_scatter
+        return (
+            lambda x: torch.cat(gather_shards(self.comm, x, 1, sizes), dim=1),
+            lambda term: reduce_scatter_term(self.comm, term, 1, sizes),
+        )
 
     def cut(self, model: nn.Module) -> None:
         """Replace the layers of a transformer by this rank's shards of them, in place."""
@@ -234,11 +226,6 @@ class TensorGroup:
         return {
             key: self.shard_of(p, state[key]) for key, p in parameters.items() if p is not None
         }
-
-
-def _identity(x: Tensor) -> Tensor:
-    # A view: what a Function returns must not be its input.
-    return x.view_as(x)
 
 
 class ColumnLinear(nn.Linear):

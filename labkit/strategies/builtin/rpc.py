@@ -165,8 +165,8 @@ def other_people() -> list[int]:
             users.add(process.stat().st_uid)
     # By login.defs(5) ids of people begin at 1000; systemd's dynamic users are services.
     services = range(61_184, 65_520)
-    others = users - {os.geteuid()}
-    return sorted(user for user in others if user >= 1000 and user not in services)
+    users -= {os.geteuid()}
+    return sorted(user for user in users if user >= 1000 and user not in services)
 
 
 def join_rpc(comm: Comm) -> None:
