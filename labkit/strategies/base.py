@@ -382,6 +382,12 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of ``flat`` [N] in the shapes of ``tensors``, one after the other."""
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors)]
+
+
 def lay_end_to_end(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Move parameters (and buffers) into one flat tensor, and make them views of it.
 
@@ -398,9 +404,9 @@ def lay_end_to_end(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         )
     values = torch.cat([tensor.detach().flatten() for tensor in tensors])
     gradients = torch.zeros_like(values)
-    sizes = [tensor.numel() for tensor in tensors]
-    for tensor, value, gradient in zip(tensors, values.split(sizes), gradients.split(sizes)):
-        tensor.data = value.view_as(tensor)
+    views = zip(tensors, views_of(values, tensors), views_of(gradients, tensors))
+    for tensor, value, gradient in views:
+        tensor.data = value
         if tensor.requires_grad:
-            tensor.grad = gradient.view_as(tensor)
+            tensor.grad = gradient
     return values, gradients

@@ -35,7 +35,7 @@ from labkit.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
-from labkit.strategies.base import MakeOptimizer, State, as_tensor, of_kind
+from labkit.strategies.base import MakeOptimizer, State, as_tensor, of_kind, views_of
 from labkit.strategies.on_shares import OnShares
 from labkit.units import check_integer
 from labkit.workload.layers import HeldBytes, layers_of
@@ -59,11 +59,11 @@ class Flat:
         self.stage = stage
         self.parameters = parameters
         self.trained = parameters[0].requires_grad
-        self.sizes = [parameter.numel() for parameter in parameters]
+        self.num_elements = sum(parameter.numel() for parameter in parameters)
         values = torch.cat([parameter.detach().flatten() for parameter in parameters])
         self.full = values.to(comm.device)
         self.full_bytes = self.full.nbytes
-        for parameter, view in zip(parameters, self.views(self.full)):
+        for parameter, view in zip(parameters, views_of(self.full, parameters)):
             parameter.data = view
         self.owned = owned_chunk(comm.rank, comm.world_size)
         self.chunks = split_chunks(self.full, comm.world_size)
@@ -79,11 +79,6 @@ class Flat:
             if stage == 1:
                 self.shard_gradient = split_chunks(self.begin(), comm.world_size)[self.owned]
             self.shard.grad = self.shard_gradient
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of a flat tensor [N] in the shapes of the parameters."""
-        pieces = flat.split(self.sizes)
-        return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters)]
 
     def gather(self) -> None:
         """Begin the all-gather (share-only) of all ranks' shards into ``full``."""
@@ -114,7 +109,8 @@ class Flat:
         """Give the parameters gradients, zeros at first; returns ``full_gradient``."""
         if self.full_gradient is None:
             self.full_gradient = torch.zeros_like(self.full)
-            for parameter, view in zip(self.parameters, self.views(self.full_gradient)):
+            views = views_of(self.full_gradient, self.parameters)
+            for parameter, view in zip(self.parameters, views):
                 parameter.grad = view
         return self.full_gradient
 
@@ -150,11 +146,11 @@ class Flat:
 
     def unshard(self, shard: Tensor) -> list[Tensor]:
         """Values by parameter, from the ranks' shards of them; a collective call."""
-        full = shard.new_empty(sum(self.sizes))
+        full = shard.new_empty(self.num_elements)
         chunks = split_chunks(full, self.comm.world_size)
         chunks[self.owned].copy_(shard.detach())
         share_only(self.comm, chunks)
-        return self.views(full)
+        return views_of(full, self.parameters)
 
     def shard_of(self, values: list[Tensor]) -> Tensor:
         """This rank's shard of values by parameter, the reverse of ``unshard``."""
@@ -392,7 +388,7 @@ class Sharded(OnShares):
             memory[moment] = dict(zip(bytes_by_kind, by_rank))
         return {
             "memory": memory,
-            "flats": [sum(flat.sizes) for flat in self.flats],
+            "flats": [flat.num_elements for flat in self.flats],
             "uses": self.uses,
             "trained": self.trained_flats,
         }

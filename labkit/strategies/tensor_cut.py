@@ -39,7 +39,7 @@ from torch.nn import functional
 from labkit.collectives import fast_ring_all_reduce, share_only, share_reduce
 from labkit.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
-from labkit.strategies.base import State
+from labkit.strategies.base import State, views_of
 from labkit.workload.losses import ClassOptions, CountedLoss, Loss, ShareLoss
 from labkit.workload.transformer import MLP, Attention, Embeddings, Head
 
@@ -197,8 +197,8 @@ class TensorGroup:
         if gradients:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             fast_ring_all_reduce(self.comm, flat, "sum" if self.sequence_parallel else "mean")
-            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients])):
-                gradient.copy_(total.view_as(gradient))
+            for gradient, total in zip(gradients, views_of(flat, gradients)):
+                gradient.copy_(total)
 
     def unshard(self, parameter: Tensor, shard: Tensor) -> Tensor:
         """The whole of a parameter, or of an optimizer's state of it; a collective call."""
