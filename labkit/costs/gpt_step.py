@@ -176,9 +176,11 @@ def gpt_bytes(model: GPT, batch: int, cluster: Cluster, layout: Layout) -> dict[
     if not layout.sequence_parallel:
         # Tensor parallelism does not cut this part.
         block += 10 - 10 / tp
-    kept, again = block, 0.0
+    kept = block
+    again = 0.0
     if layout.recompute == "full":
-        kept, again = 2 / (tp if layout.sequence_parallel else 1), block
+        kept = 2 / tp if layout.sequence_parallel else 2.0
+        again = block
     # 1F1B: the first stage holds p micro-batches, and with interleaving some parts of more.
     held = float(min(micro_batches, pp))
     if layout.interleave > 1:

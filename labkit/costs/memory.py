@@ -43,15 +43,18 @@ def sharded_memory(
         "in_flight": 0,
     }
     setups = [between_steps | {"optimizer": 0}]
-    for flat in range(len(sizes)) if stage == 3 else ():
-        parameters = sum(shard_bytes[: flat + 1]) + full_bytes[flat]
-        gradients = _sum_of(shard_bytes, [number for number in trained if number <= flat])
-        setups.append(setups[0] | {"parameters": parameters, "gradients": gradients})
+    if stage == 3:
+        for flat, flat_bytes in enumerate(full_bytes):
+            ledger = dict(setups[0])
+            ledger["parameters"] = sum(shard_bytes[: flat + 1]) + flat_bytes
+            ledger["gradients"] = _sum_of(shard_bytes, [n for n in trained if n <= flat])
+            setups.append(ledger)
     backwards = [between_steps]
     owned = [[flat for flat in unit if flat in trained] for unit in first_uses(uses)] + [[]]
     first = min(unit for unit, used in enumerate(uses) if set(used) & set(trained))
-    # Backward goes from the last unit to the first trained one.
-    for unit in reversed(range(first, len(uses))) if stage > 1 else ():
+    # Backward goes from the last unit to the first trained one. (Stage 1 keeps all gradients.)
+    units = reversed(range(first, len(uses))) if stage > 1 else ()
+    for unit in units:
         ledger = dict(between_steps)
         ledger["gradients"] += _sum_of(full_bytes, owned[unit])
         ledger["in_flight"] += _sum_of(full_bytes, owned[unit + 1])

@@ -256,10 +256,11 @@ def messages_of(
     kind, micro_batch, chunk = action
     if kind == "backward_weight":
         return None, None
-    stage = chunk * num_ranks + rank
     is_forward = kind == "forward"
     kind = "activation" if is_forward else "gradient"
-    source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
+    direction = 1 if is_forward else -1
+    stage = chunk * num_ranks + rank
+    source, target = stage - direction, stage + direction
     needed = made = None
     if 0 <= source < num_stages:
         needed = Message(kind, micro_batch, source % num_ranks, chunk)
