@@ -151,8 +151,10 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int) -> None:
 
 
 class _GlobalBatch(sync_batch_norm.GlobalBatch):
-    def gathered(self, mine: Tensor) -> Tensor:
-        return allgather(mine[None])
+    """The exchange of all ranks' statistics through the background thread."""
+
+    def gathered(self, row: Tensor) -> Tensor:
+        return allgather(row[None])
 
 
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):

@@ -285,7 +285,7 @@ def _train(
     stage = strategy.module
     trained = sum(p.nbytes for p in stage.parameters() if p.requires_grad)
     kept = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
-    return strategy.held_bytes, kept + 2 * trained
+    return strategy.meter.peak_bytes, kept + 2 * trained
 
 
 def _by_step(trace: Trace) -> list[Trace]:

@@ -163,7 +163,7 @@ def held_bytes(comm):
             how = ("gpipe" if schedule == "recompute" else schedule), schedule == "recompute"
             strategy = strategies.get("pipeline")((2, 4), count, how[0], recompute=how[1])
             trained(comm, strategy, plain, (4 * count,))
-            found[schedule, count] = strategy.held_bytes
+            found[schedule, count] = strategy.meter.peak_bytes
     return found
 
 
