@@ -79,8 +79,14 @@ NOTHING = Own()
 
 def take_own(settings: dict[str, Any]) -> tuple[Own, dict[str, Any]]:
     """Separate own objects from the settings, in which names such as ``MyNet (own)`` stand."""
-    own = {n: settings[n] for n in PARTS if not isinstance(settings.get(n, ""), str)}
-    return Own(**own), settings | {name: f"{name_of(part)} (own)" for name, part in own.items()}
+    parts = {}
+    names = {}
+    for name in PARTS:
+        part = settings.get(name, "")
+        if not isinstance(part, str):
+            parts[name] = part
+            names[name] = f"{name_of(part)} (own)"
+    return Own(**parts), settings | names
 
 
 def name_of(part: Any) -> str:
@@ -89,25 +95,26 @@ def name_of(part: Any) -> str:
 
 def imported(config: RunConfig, own: Own) -> Own:
     """``own`` with the parts that the config names as ``my_module:make_model``."""
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     for name in PARTS:
         path = getattr(config, name)
         if getattr(own, name) is not None or ":" not in path or is_folder(path):
             continue
         # The script labkit, unlike python -m labkit, does not look in the current directory.
-        if (here := os.getcwd()) not in sys.path:
-            sys.path.insert(0, here)
+        folder = os.getcwd()
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
         try:
-            found[name] = pkgutil.resolve_name(path)
+            parts[name] = pkgutil.resolve_name(path)
         except (Exception, SystemExit) as error:
             raise ValueError(
-                f"{name} {path!r} cannot be imported in {here}: {type(error).__name__}: {error}"
+                f"{name} {path!r} cannot be imported in {folder}: {type(error).__name__}: {error}"
             ) from error
-    return replace(own, **found)
+    return replace(own, **parts)
 
 
 def _made(part: Any, name: str, seed: int) -> Any:
-    """What a function or class without arguments makes, always the same from one seed."""
+    """Call a function or class without arguments; the result is the same from one seed."""
     if not callable(part) or isinstance(part, nn.Module) or hasattr(type(part), "__getitem__"):
         return part
     with seeded(seed):
@@ -121,7 +128,7 @@ def _made(part: Any, name: str, seed: int) -> Any:
 
 
 class Work(NamedTuple):
-    """What is trained, in one process.
+    """The data, model and loss of a run, in one process.
 
     Attributes:
         train: the samples of an epoch.
@@ -160,7 +167,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     strategy.weighing = weighing
     if own.model is not None:
         print_once(note_on_unused(model, work.loss, *work.train.first(1), config.seed))
-    technique = config.strategy + " with builtin" * config.builtin
+    technique = config.technique_name
     is_alone = config.strategy == "single" and not config.accumulate
     names = hooked(model)
     if names and not is_alone:
@@ -210,8 +217,12 @@ def _smallest_share(config: RunConfig, strategy: Strategy, num_samples: int) -> 
 def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
     """The work of a run, the same in every process; raises as ``resolve``."""
     train, test = samples_for(config, own, download)
-    loss = own.loss() if isinstance(own.loss, type) else own.loss
-    loss = getattr(nn.functional, config.loss) if loss is None else loss
+    if own.loss is None:
+        loss = getattr(nn.functional, config.loss)
+    elif isinstance(own.loss, type):
+        loss = own.loss()
+    else:
+        loss = own.loss
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has its own parameters to train: make them the model's")
     if own.dataset is None:
@@ -226,8 +237,10 @@ def samples_for(
     config: RunConfig, own: Own, download: bool = False
 ) -> tuple[Samples, Samples | None]:
     """Samples to train on, and held-out ones if there are any; raises as ``resolve``."""
-    dtype, size = getattr(torch, config.dtype), config.train_size
-    names, resize = parse_augment(config.augment), config.resize
+    dtype = getattr(torch, config.dtype)
+    size = config.train_size
+    names = parse_augment(config.augment)
+    resize = config.resize
     transform = Transform(None, names, resize)
     if own.dataset is not None:
         train, test = parts_of(_made(own.dataset, "dataset", config.seed), dtype, config.seed)
@@ -276,11 +289,10 @@ def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
 
 def _own_model(part: Any, seed: int, train: Samples) -> nn.Module:
     """The learner's own model; in the caller's process a copy."""
-    part = nn.Sequential(*part) if isinstance(part, list | tuple) else part
+    part = _in_sequence(part)
     if isinstance(part, nn.Module):
         _detach_computed(part)
-    made = _made(part, "model", seed)
-    made = nn.Sequential(*made) if isinstance(made, list | tuple) else made
+    made = _in_sequence(_made(part, "model", seed))
     if not isinstance(made, nn.Module):
         raise ValueError(
             f"model is of type {type(made).__name__}: give an nn.Module, a list of layers, or a "
@@ -290,7 +302,8 @@ def _own_model(part: Any, seed: int, train: Samples) -> nn.Module:
     if not is_lazy:
         check_values(made)
     if made is part and not parent_process():
-        if names := hooked(made):
+        names = hooked(made)
+        if names:
             raise ValueError(
                 f"{names[0]} of the model has a hook, which a copy of the model does not have: "
                 "give a function without arguments that makes the model and its hooks"
@@ -305,6 +318,10 @@ def _own_model(part: Any, seed: int, train: Samples) -> nn.Module:
         made.train()
         check_values(made)
     return made
+
+
+def _in_sequence(part: Any) -> Any:
+    return nn.Sequential(*part) if isinstance(part, list | tuple) else part
 
 
 def _detach_computed(model: nn.Module) -> None:
@@ -322,41 +339,45 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
     A technique that cuts its model takes it from ``work``, the run's, if that is known.
     ValueError for unknown names, or what does not fit the world size or the model.
     """
-    world_size, named = config.world_size, config.devices
+    named_devices = config.devices
     technique = strategies.get(
-        config.strategy, builtin=config.builtin, in_one_process=named is not None
+        config.strategy, builtin=config.builtin, in_one_process=named_devices is not None
     )
-    options, taken = config.options(), [name for name in OPTIONS if name in technique.options()]
+    options = config.options()
     if config.amp == "tf32":
         # A mode of the device, which no technique has to know.
         del options["amp"]
-        where = named or plan(1, config.device).devices[0]
-        if "cuda" not in where:
-            raise ValueError(f"tf32 is a mode of NVIDIA's GPUs, and this run is on {where}")
+        device = named_devices or plan(1, config.device).devices[0]
+        if "cuda" not in device:
+            raise ValueError(f"tf32 is a mode of NVIDIA's GPUs, and this run is on {device}")
     if not technique.in_one_process:
         options.pop("devices", None)
-    elif named is None:
-        options["devices"] = plan(world_size, config.device).devices
+    elif named_devices is None:
+        options["devices"] = plan(config.world_size, config.device).devices
     else:
-        options["devices"] = check_named(named, config.device)
+        options["devices"] = check_named(named_devices, config.device)
+    known = [name for name in OPTIONS if name in technique.options()]
     for name in options:
-        if name not in taken:
-            whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
-            its_own = f"its options are {', '.join(taken) or 'none'}"
-            raise ValueError(f"{whose} takes no option {name}: {its_own}")
+        if name not in known:
+            raise ValueError(
+                f"strategy {config.technique_name} takes no option {name}: its options are "
+                f"{', '.join(known) or 'none'}"
+            )
     if config.straggler is not None:
-        options["straggler"] = parse_straggler(config.straggler, world_size)
+        options["straggler"] = parse_straggler(config.straggler, config.world_size)
     if "split_points" in technique.options():
         # Not at the top: few runs need it, and it brings all of placement.
         from labkit.placement.profile import even_split
         from labkit.workload.layers import layers_of, output_shapes
 
         work = work or work_of(config, own)
-        model, (inputs, _) = work.make_model(), work.train.first(1)
-        num_layers, num_stages = len(layers_of(model)), config.num_stages
+        model = work.make_model()
+        inputs, _ = work.train.first(1)
+        num_layers = len(layers_of(model))
+        num_stages = config.num_stages
         if num_stages > num_layers:
-            found = f"{num_layers} layers are no {num_stages} stages"
-            raise ValueError(f"{found}: use fewer ranks or stages_per_rank")
+            problem = f"{num_layers} layers are no {num_stages} stages"
+            raise ValueError(f"{problem}: use fewer ranks or stages_per_rank")
         if config.split_points is None:
             points = even_split(model, tuple(inputs.shape[1:]), num_stages, inputs.dtype)
         else:
@@ -366,5 +387,5 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
             output_shapes(model, tuple(inputs.shape[1:]), dtype=inputs.dtype)
         options["split_points"] = check_split_points(points, num_layers, num_stages)
     strategy = technique(**options)
-    strategy.check_ranks(world_size)
+    strategy.check_ranks(config.world_size)
     return strategy
