@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 # 12 heads, so that 1 to 4 ranks can cut them.
-WIDTH, HEADS, BLOCKS = 96, 12, 4
+WIDTH = 96
+HEADS = 12
+BLOCKS = 4
 
 
 class Embeddings(nn.Module):
@@ -41,7 +43,8 @@ class Attention(nn.Module):
     def __init__(self, width: int, num_heads: int):
         super().__init__()
         self.num_heads = num_heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         # [n, T, h, D / h] to [n, h, T, D / h]
@@ -58,7 +61,8 @@ class MLP(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(functional.gelu(self.up(x)))
@@ -69,8 +73,10 @@ class Block(nn.Module):
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, num_heads)
-        self.norm2, self.mlp = nn.LayerNorm(width), MLP(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, num_heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = MLP(width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
