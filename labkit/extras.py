@@ -1,8 +1,8 @@
-"""What only some parts need: the packages of labkit's extras, and what to say without them."""
+"""Packages that only some parts need: labkit's extras, and the error where one is absent."""
 
 from importlib.util import find_spec
 
-# Extra in pyproject.toml -> what it brings, by the names that are imported.
+# Extra in pyproject.toml -> its packages, by the names that are imported.
 EXTRAS = {
     "cluster": ("ray",),
     "course": (
@@ -15,7 +15,10 @@ EXTRAS = {
 
 def extra_of(package: str) -> str | None:
     """Return the extra that brings a package, or None."""
-    return next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+    for extra, packages in EXTRAS.items():
+        if package in packages:
+            return extra
+    return None
 
 
 def absent(extra: str) -> list[str]:
