@@ -258,9 +258,7 @@ class RunConfig:
             if machines is not None:
                 counts[f"devices {self.devices}"] = machines * len(parse_devices(self.devices))
         if self.strategy == "mesh":
-            dp = self.dp or 1
-            pp = self.pp or 1
-            tp = self.tp or 1
+            dp, pp, tp = self.dp or 1, self.pp or 1, self.tp or 1
             counts[f"dp {dp} x pp {pp} x tp {tp}"] = dp * pp * tp
         elif self.split_points is not None:
             stages = len(parse_split_points(self.split_points)) + 1

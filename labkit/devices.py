@@ -173,9 +173,5 @@ def versions() -> dict[str, str]:
 
     import labkit
 
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": version("numpy"),
-        "labkit": labkit.__version__,
-    }
+    frameworks = {"python": platform.python_version(), "torch": torch.__version__}
+    return frameworks | {"numpy": version("numpy"), "labkit": labkit.__version__}

@@ -76,8 +76,8 @@ def load_report(data: bytes, rank: int) -> Report:
     try:
         fields = load_plain(data)
         spans = []
-        for *values, parts in json.loads(fields["spans"]):
-            spans.append(Span(*values, tuple(map(tuple, parts))))
+        for *values, meets in json.loads(fields["spans"]):
+            spans.append(Span(*values, meets=tuple(map(tuple, meets))))
         report = Report(**fields | {"spans": tuple(spans)})
         if (report.rank, report.kind, report.is_plain) == (rank, "value", True):
             return report

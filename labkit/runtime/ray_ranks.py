@@ -112,8 +112,7 @@ class _Ranks:
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
         options = {"is_master": True, "wait_for_workers": False}
-        options["master_listen_fd"] = listener.detach()
-        self.store = dist.TCPStore(address, port, **options)
+        self.store = dist.TCPStore(address, port, **options, master_listen_fd=listener.detach())
         # As evenly as possible, host by host: 5 ranks on 2 hosts are 3 and 2.
         self.hosts: list[list[int]] = [[] for _ in nodes]
         for rank, host in enumerate(sorted(rank % len(nodes) for rank in range(world_size))):

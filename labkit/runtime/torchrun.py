@@ -161,7 +161,7 @@ class Opened:
         sys.excepthook(type(error), error, error.__traceback__)
 
     def is_mine(self) -> bool:
-        """Whether this process has opened it, and not one that it was forked from."""
+        """True if this process has opened it, and not one that it was forked from."""
         return os.getpid() == self._pid
 
     def close(self) -> None:

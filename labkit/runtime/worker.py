@@ -228,8 +228,7 @@ def connect(
     ranks have joined (``rounds.join``).
     """
     numbers = read_numbers()
-    rank = numbers.rank
-    world_size = numbers.world_size
+    rank, world_size = numbers.rank, numbers.world_size
     assert rank is not None
     assert world_size is not None
     device = torch.device(plan.devices[numbers.local_rank or 0])

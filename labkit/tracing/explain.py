@@ -18,8 +18,8 @@ def explain(paths: Sequence[str | Path]) -> str:
     """
     contents = {path: load(path) for path in list_files(paths)}
     path_of_kind = {_kind_of(path, content): path for path, content in contents.items()}
-    kind, *others = path_of_kind
-    if others:
+    kind, *more_kinds = path_of_kind
+    if more_kinds:
         listed = " and ".join(f"{kind} ({path})" for kind, path in path_of_kind.items())
         raise ValueError(f"the files are of several kinds, {listed}: give those of one kind")
     match kind:

@@ -16,6 +16,7 @@ unrecorded       code outside all spans
 
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -206,10 +207,7 @@ def what_limited(
     times = rank_times(trace, start_s)
     has_stages = "forward" in trace.kinds and len(STEP_KINDS & set(trace.kinds)) > 1
     if has_stages:
-        # A stage is idle until the last one ends.
-        end_s = max(span.end_s for span in trace.spans)
-        for rank in times:
-            times[rank].seconds[WAIT] += end_s - max(span.end_s for span in trace.of(rank))
+        _add_idle_ends(times, trace)
     counted = [rank_time for rank_time in times.values() if rank_time.elapsed_s]
     if not counted:
         text = "No rank recorded a span, of what it computes, sends or receives."
@@ -233,8 +231,8 @@ def what_limited(
     if is_one and is_slow and shares[WAIT] > max(_NOTICED, shares[COMMUNICATE]):
         kind = "straggler"
         culprit = most
-        others, waited = _describe_waiting(most, times)
-        first = f"Rank {most} limited the run: it {took} {others} {work}, and {waited}"
+        waiting, waited = _describe_waiting(most, times)
+        first = f"Rank {most} limited the run: it {took} {waiting} {work}, and {waited}"
         if cause == INPUT:
             first += f", mostly while it {_DOES[INPUT]}"
         first += "."
@@ -250,9 +248,7 @@ def what_limited(
     waiting = f"waiting (mostly for rank {most})" if is_one and len(times) > 2 else "waiting"
     names = _NAMES | {WAIT: waiting, GAP: gap}
     parts = _describe_rest(kind, shares, names)
-    hidden_s = sum(rank.hidden_s for rank in times.values())
-    message_s = hidden_s + sum(rank.seconds[COMMUNICATE] for rank in times.values())
-    hidden = hidden_s / (message_s or 1.0)
+    hidden = _hidden_share(times.values())
     if hidden > _MENTIONED:
         parts.append(f"{hidden:.0%} of all communication was hidden behind computing")
     others_s = sum(times[rank].elapsed_s for rank in times if rank != slowest)
@@ -263,6 +259,19 @@ def what_limited(
     second = "; ".join(parts)
     text = f"{first} {second[:1].upper()}{second[1:]}." if second else first
     return Limit(kind, text, culprit, shares, hidden, slowdown)
+
+
+def _add_idle_ends(times: dict[int, RankTimes], trace: Trace) -> None:
+    """Add the time for which a stage is idle until the last one ends."""
+    end_s = max(span.end_s for span in trace.spans)
+    for rank in times:
+        times[rank].seconds[WAIT] += end_s - max(span.end_s for span in trace.of(rank))
+
+
+def _hidden_share(times: Collection[RankTimes]) -> float:
+    hidden_s = sum(rank.hidden_s for rank in times)
+    message_s = hidden_s + sum(rank.seconds[COMMUNICATE] for rank in times)
+    return hidden_s / message_s if message_s else 0.0
 
 
 def _describe_rest(kind: str, shares: dict[str, float], names: dict[str, str]) -> list[str]:
@@ -298,16 +307,15 @@ def _slowest(times: dict[int, RankTimes], has_stages: bool) -> tuple[int, float,
 def _compare(seconds: dict[int, float]) -> tuple[int, float]:
     """The rank with most seconds, and how many times the median of the others' these are."""
     slowest = max(seconds, key=seconds.__getitem__, default=-1)
-    others_s = [seconds[rank] for rank in seconds if rank != slowest]
-    usual_s = statistics.median(others_s or [0.0])
+    usual_s = statistics.median([seconds[r] for r in seconds if r != slowest] or [0.0])
     return slowest, seconds[slowest] / usual_s if usual_s else 1.0
 
 
 def _describe_waiting(rank: int, times: dict[int, RankTimes]) -> tuple[str, str]:
     """The others in words, and how long they waited for a rank."""
-    others = [other for other in times if other != rank]
-    elapsed_s = sum(times[other].elapsed_s for other in others)
+    waiting = [other for other in times if other != rank]
+    elapsed_s = sum(times[other].elapsed_s for other in waiting)
     share = sum(times[rank].blamed_s.values()) / elapsed_s
-    if len(others) == 1:
-        return f"rank {others[0]}", f"rank {others[0]} waited for it {share:.0%} of its time"
+    if len(waiting) == 1:
+        return f"rank {waiting[0]}", f"rank {waiting[0]} waited for it {share:.0%} of its time"
     return "the others", f"the others waited for it {share:.0%} of their time"

@@ -136,11 +136,9 @@ class Recorder:
             # A thread that Python has not started, inside a backward, is autograd's.
             is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
             if is_foreign and sys.modules["torch"]._C._current_graph_task_id() >= 0:
-                self._open.stack = self._first_stack
-                self._open.lane = 0
+                self._open.stack, self._open.lane = self._first_stack, 0
             else:
-                self._open.stack = []
-                self._open.lane = next(self._lanes)
+                self._open.stack, self._open.lane = [], next(self._lanes)
         return self._open.stack
 
     def _add(
@@ -270,15 +268,13 @@ def with_waits(parts: Iterable[Iterable[Span]]) -> Iterator[Span]:
         for meeting in span.meets:
             begun_s[meeting][span.rank] = span.start_s
     for span in spans:
-        arrived_s = span.start_s
-        peer = None
+        arrived_s, peer = span.start_s, None
         for meeting in span.meets:
             for rank, at_s in begun_s[meeting].items():
                 # A send may end before its receiver has come, if the message fits into buffers.
                 buffered = meeting[0] == span.rank and at_s > span.end_s + _CLOCKS_DIFFER_S
                 if at_s > arrived_s and not buffered:
-                    arrived_s = at_s
-                    peer = rank
+                    arrived_s, peer = at_s, rank
         arrived_s = min(arrived_s, span.end_s)
         if arrived_s > span.start_s:
             yield Span(span.rank, "wait", span.start_s, arrived_s, 0, peer, span.lane)

@@ -49,13 +49,13 @@ Row = dict[str, float]
 Identity = dict[str, Any]
 
 
-def identity(config: RunConfig, own: Own, work: Work, model: nn.Module) -> Identity:
+def identity(config: RunConfig, own_parts: Own, work: Work, model: nn.Module) -> Identity:
     """Return all that must be as it was for another run to go on, by name."""
     values = {name: value for name, value in asdict(config).items() if name not in _FREE}
     # Which devices they are does not matter.
     values["devices"] = len((config.devices or "").split(","))
     for name in PARTS:
-        if getattr(own, name) is not None:
+        if getattr(own_parts, name) is not None:
             # The same part may have been given as an object or by its path.
             values[name] = "own"
     if config.lr_schedule == "cosine":
@@ -70,7 +70,7 @@ def identity(config: RunConfig, own: Own, work: Work, model: nn.Module) -> Ident
 Start = tuple[Path | None, str]
 
 
-def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> Start:
+def find_start(config: RunConfig, own_parts: Own, strategy: Strategy, work: Work) -> Start:
     """Find where the run begins: with ``resume``, at the newest whole checkpoint. Only reads.
 
     ValueError if nobody has asked to resume what is there, none of it is whole, or this run
@@ -98,7 +98,7 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
             return None, f"no checkpoint in {folder} yet: the run begins"
         return None, ""
     facts = stored.facts
-    current = identity(config, own, work, work.make_model())
+    current = identity(config, own_parts, work, work.make_model())
     differing, rearranged = _differences(facts.identity, current)
     if facts.epoch + bool(facts.step) > config.epochs:
         done = f"{facts.epoch} epochs and {facts.step} steps done"
@@ -125,8 +125,8 @@ def _differences(saved: Identity, current: Identity) -> tuple[list[str], list[st
     words = {}
     for name in saved | current:
         if saved.get(name) != current.get(name):
-            there = saved.get(name, "missing")
-            words[name] = f"{name} {there} there, {current.get(name, 'missing')} here"
+            saved_value = saved.get(name, "missing")
+            words[name] = f"{name} {saved_value} there, {current.get(name, 'missing')} here"
     rearranged = [words.pop(name) for name in _ARRANGEMENT if name in words]
     return list(words.values())[:5], rearranged
 
@@ -147,7 +147,7 @@ def _bound_to_ranks(stored: Stored) -> str:
 
 @dataclass
 class Progress:
-    """How far a run is, on one rank.
+    """The progress of a run on one rank.
 
     Attributes:
         sums: in the epoch under way, float64 [5]: this rank's losses, its right predictions and of
@@ -191,7 +191,7 @@ class Checkpoints:
             remove_unfinished(self.config.checkpoint_dir)
 
     def is_due(self) -> bool:
-        """Whether to save after this step, or this epoch."""
+        """True if it is time to save, after this step or this epoch."""
         interval = self.config.checkpoint_every
         if interval and self.progress.done % interval == 0:
             return True
@@ -230,8 +230,7 @@ class Checkpoints:
         strategy = self.strategy
         rank = strategy.comm.rank
         progress = self.progress
-        progress.epoch = facts.epoch
-        progress.step = facts.step
+        progress.epoch, progress.step = facts.epoch, facts.step
         progress.rows = facts.rows
         # What a rehearsal has counted was none of the run's samples.
         strategy.counted()

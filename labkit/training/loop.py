@@ -60,7 +60,7 @@ def fit(
     config: RunConfig,
     strategy: Strategy,
     verbose: bool,
-    own: Own = NOTHING,
+    own_parts: Own = NOTHING,
     start: Path | None = None,
     data: Sketch | None = None,
 ) -> RankReport:
@@ -70,7 +70,7 @@ def fit(
     ``data`` a sketch of the data set with which the run began: ValueError if this rank's differs.
     """
     allow_tf32(config.amp == "tf32")
-    work = work_of(config, own)
+    work = work_of(config, own_parts)
     if data is not None and comm.world_size > 1:
         check_same(comm.rank, sketch(work.train, work.test, config.seed), data)
     strategy.loss = CountedLoss(work.loss)
@@ -82,15 +82,11 @@ def fit(
     # What the model takes counts, whether it was made here or has arrived with the call.
     model_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     memory = Part(comm.session.memory, model_bytes)
-    if own.model is not None and comm.world_size > 1:
+    if own_parts.model is not None and comm.world_size > 1:
         # A function may not make the same on all ranks, and under torchrun each has its own.
-        # One tensor after the other: the device may not hold the whole model.
-        for tensor in (*model.parameters(), *model.buffers()):
-            values = tensor.detach().to(comm.device)
-            broadcast(comm, values)
-            tensor.data.copy_(values)
-    facts = identity(config, own, work, model)
-    make_optimizer = optimizer_maker(config, own.optimizer, strategy, len(work.train))
+        _broadcast_model(comm, model)
+    facts = identity(config, own_parts, work, model)
+    make_optimizer = optimizer_maker(config, own_parts.optimizer, strategy, len(work.train))
     strategy.setup(comm, model, make_optimizer)
     # A strategy may keep only a part of the model, and the rest is freed.
     del model
@@ -120,6 +116,14 @@ def fit(
         notes=notes,
         peak_memory=memory.peak,
     )
+
+
+def _broadcast_model(comm: Comm, model: nn.Module) -> None:
+    # One tensor after the other: the device may not hold the whole model.
+    for tensor in (*model.parameters(), *model.buffers()):
+        values = tensor.detach().to(comm.device)
+        broadcast(comm, values)
+        tensor.data.copy_(values)
 
 
 @dataclass
@@ -159,8 +163,7 @@ class _Run:
 
     def start_clock(self) -> None:
         """Count time, messages and bytes from now on."""
-        self._sent_before = self.strategy.sent() or (0, 0)
-        self._since_s = self.now_s()
+        self._sent_before, self._since_s = self.strategy.sent() or (0, 0), self.now_s()
 
     def stop_clock(self) -> None:
         """Add what was counted since ``start_clock``, and the right predictions."""
@@ -168,10 +171,8 @@ class _Run:
         progress.seconds += self.now_s() - self._since_s
         sent = self.strategy.sent()
         if sent is not None:
-            messages, num_bytes = progress.sent or (0, 0)
-            messages += sent[0] - self._sent_before[0]
-            num_bytes += sent[1] - self._sent_before[1]
-            progress.sent = [messages, num_bytes]
+            counts = zip(progress.sent or (0, 0), sent, self._sent_before)
+            progress.sent = [total + after - before for total, after, before in counts]
         progress.sums[progress.RIGHT : progress.JUDGED + 1] += self.strategy.counted()
         progress.sums[progress.WEIGHT] += self.strategy.counted_weight()
 
@@ -223,14 +224,13 @@ class _Run:
         is_end = self.agree()
         accuracy = _ratio(right, judged)
         self.report(_ratio(loss, weight), accuracy, progress.seconds, tested)
-        progress.epoch += 1
-        progress.step = 0
+        progress.epoch, progress.step = progress.epoch + 1, 0
         progress.seconds = 0.0
         progress.sums.zero_()
         self.save_and_end(is_end and progress.epoch < self.config.epochs)
 
     def agree(self) -> bool:
-        """Whether a rank was sent SIGTERM; all ranks end if the loss of one is not finite."""
+        """True if a rank was sent SIGTERM; all ranks end if the loss of one is not finite."""
         if self.checkpoints is None:
             return False
         progress = self.progress

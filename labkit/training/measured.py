@@ -116,8 +116,7 @@ def _time_messages(
     comm: Comm, pattern: str, sizes_bytes: tuple[int, ...], repeats: int, gamma: bool
 ) -> tuple[str, dict[int, list[float]], list[float]]:
     """Return by what messages moved, this rank's seconds of one by size, and of additions."""
-    right = (comm.rank + 1) % comm.world_size
-    left = (comm.rank - 1) % comm.world_size
+    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
 
     def move(size: int) -> None:
         if pattern == "exchange":
@@ -241,8 +240,7 @@ def measure_split(
     held, parameters = zip(*result.values)
     # The first step warms up.
     traces = _by_step(result.trace)[1:]
-    stages = range(num_ranks)
-    cuts = range(num_ranks - 1)
+    stages, cuts = range(num_ranks), range(num_ranks - 1)
     return MeasuredSplit(
         *(points, batch_size, min(micro_batches, batch_size), schedule),
         forward_s=[_median(traces, stage, "forward") for stage in stages],

@@ -64,11 +64,11 @@ def schedule_of(optimizer: torch.optim.Optimizer | None) -> Schedule | None:
 
 
 def optimizer_maker(
-    config: RunConfig, own: MakeOptimizer | None, strategy: Strategy, num_samples: int
+    config: RunConfig, make_own: MakeOptimizer | None, strategy: Strategy, num_samples: int
 ) -> MakeOptimizer:
     """Return a factory that maps parameters to an optimizer of the run.
 
-    ``own`` is the learner's own function, or None; ``num_samples`` are those of an epoch.
+    ``make_own`` is the learner's own function, or None; ``num_samples`` are those of an epoch.
     """
     full_batches, rest = divmod(num_samples, config.batch_size)
     updates = full_batches * strategy.updates_of(config.batch_size, config.world_size)
@@ -83,8 +83,8 @@ def optimizer_maker(
     )
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        if own is not None:
-            optimizer = own(list(parameters))
+        if make_own is not None:
+            optimizer = make_own(list(parameters))
         else:
             rates = {"lr": config.lr, "weight_decay": config.weight_decay}
             optimizer = OPTIMIZERS[config.optimizer](parameters, **rates)

@@ -25,9 +25,7 @@ def check_values(model: nn.Module) -> None:
             )
         if tensor.layout == torch.strided and tensor.numel():
             strided.append((name, tensor))
-    last_end = 0
-    last_name = ""
-    last_tensor = None
+    last_end, last_name, last_tensor = 0, "", None
     for name, tensor in sorted(strided, key=lambda pair: pair[1].data_ptr()):
         extent = 1 + sum((size - 1) * by for size, by in zip(tensor.shape, tensor.stride()))
         end = tensor.data_ptr() + extent * tensor.element_size()
@@ -39,9 +37,7 @@ def check_values(model: nn.Module) -> None:
                 "parameter in both places, as in head.weight = embedding.weight, without .data"
             )
         if end > last_end:
-            last_end = end
-            last_name = name
-            last_tensor = tensor
+            last_end, last_name, last_tensor = end, name, tensor
 
 
 def note_on_unused(

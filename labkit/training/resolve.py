@@ -93,12 +93,12 @@ def name_of(part: Any) -> str:
     return getattr(part, "__name__", type(part).__name__).strip("<>")
 
 
-def imported(config: RunConfig, own: Own) -> Own:
-    """``own`` with the parts that the config names as ``my_module:make_model``."""
+def imported(config: RunConfig, own_parts: Own) -> Own:
+    """Return ``own_parts`` with the parts that the config names as ``my_module:make_model``."""
     parts: dict[str, Any] = {}
     for name in PARTS:
         path = getattr(config, name)
-        if getattr(own, name) is not None or ":" not in path or is_folder(path):
+        if getattr(own_parts, name) is not None or ":" not in path or is_folder(path):
             continue
         # The script labkit, unlike python -m labkit, does not look in the current directory.
         folder = os.getcwd()
@@ -110,7 +110,7 @@ def imported(config: RunConfig, own: Own) -> Own:
             raise ValueError(
                 f"{name} {path!r} cannot be imported in {folder}: {type(error).__name__}: {error}"
             ) from error
-    return replace(own, **parts)
+    return replace(own_parts, **parts)
 
 
 def _made(part: Any, name: str, seed: int) -> Any:
@@ -143,7 +143,7 @@ class Work(NamedTuple):
     loss: ShareLoss
 
 
-def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strategy, Work]:
+def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[Strategy, Work]:
     """Find all parts of a run, and refuse what cannot be trained or would not equal one device.
 
     Raises:
@@ -152,20 +152,20 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     """
     # (Unknown models and data sets are refused where they are made.)
     for name, known in (("loss", LOSSES), ("optimizer", OPTIMIZERS)):
-        if getattr(own, name) is None:
+        if getattr(own_parts, name) is None:
             check_choice(name, getattr(config, name), tuple(known))
     if config.log_dir is not None:
         require("tensorboard", "log_dir")
     if config.augment is not None or config.resize is not None:
         require("torchvision", "augment or resize")
-    work = work_of(config, own, download)
+    work = work_of(config, own_parts, download)
     model = work.make_model()
     weighing = try_out(config.loss, model, work.loss, work.train, work.test, config.seed)
-    strategy = make_strategy(config, own=own, work=work)
+    strategy = make_strategy(config, own_parts=own_parts, work=work)
     strategy.check_model(model, work.loss, config.world_size)
     try_share(model, work.train, _smallest_share(config, strategy, len(work.train)))
     strategy.weighing = weighing
-    if own.model is not None:
+    if own_parts.model is not None:
         print_once(note_on_unused(model, work.loss, *work.train.first(1), config.seed))
     technique = config.technique_name
     is_alone = config.strategy == "single" and not config.accumulate
@@ -176,7 +176,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
             "of the gradient: change gradients in the optimizer's step instead, or use strategy "
             "single without accumulate"
         )
-    if own.optimizer is not None:
+    if own_parts.optimizer is not None:
         optimizes = strategy.optimizes
         if config.world_size == 1 and optimizes != "elements":
             optimizes = "model"
@@ -185,7 +185,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
         )
         note = try_optimizer(
             config.optimizer,
-            own.optimizer,
+            own_parts.optimizer,
             model,
             technique,
             optimizes,
@@ -214,27 +214,27 @@ def _smallest_share(config: RunConfig, strategy: Strategy, num_samples: int) -> 
     return max(1, min(shares))
 
 
-def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
+def work_of(config: RunConfig, own_parts: Own, download: bool = False) -> Work:
     """The work of a run, the same in every process; raises as ``resolve``."""
-    train, test = samples_for(config, own, download)
-    if own.loss is None:
+    train, test = samples_for(config, own_parts, download)
+    if own_parts.loss is None:
         loss = getattr(nn.functional, config.loss)
-    elif isinstance(own.loss, type):
-        loss = own.loss()
+    elif isinstance(own_parts.loss, type):
+        loss = own_parts.loss()
     else:
-        loss = own.loss
+        loss = own_parts.loss
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has its own parameters to train: make them the model's")
-    if own.dataset is None:
+    if own_parts.dataset is None:
         # None of labkit's own targets are ignored.
         share_loss = ShareLoss.of(loss)
     else:
         share_loss = ShareLoss.of(loss, train.first(1)[1], train, test)
-    return Work(train, test, partial(_make_model, config, own, train), share_loss)
+    return Work(train, test, partial(_make_model, config, own_parts, train), share_loss)
 
 
 def samples_for(
-    config: RunConfig, own: Own, download: bool = False
+    config: RunConfig, own_parts: Own, download: bool = False
 ) -> tuple[Samples, Samples | None]:
     """Samples to train on, and held-out ones if there are any; raises as ``resolve``."""
     dtype = getattr(torch, config.dtype)
@@ -242,8 +242,10 @@ def samples_for(
     names = parse_augment(config.augment)
     resize = config.resize
     transform = Transform(None, names, resize)
-    if own.dataset is not None:
-        train, test = parts_of(_made(own.dataset, "dataset", config.seed), dtype, config.seed)
+    if own_parts.dataset is not None:
+        train, test = parts_of(
+            _made(own_parts.dataset, "dataset", config.seed), dtype, config.seed
+        )
         if size is not None:
             train = first_of(train, size)
         return replace(train, transform=transform), test and replace(test, transform=transform)
@@ -264,10 +266,10 @@ def samples_for(
     return train, replace(train, dataset=TensorDataset(data.test_inputs, data.test_targets))
 
 
-def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
+def _make_model(config: RunConfig, own_parts: Own, train: Samples) -> nn.Module:
     dtype = getattr(torch, config.dtype)
-    if own.model is not None:
-        model = _own_model(own.model, config.seed, train).to(dtype)
+    if own_parts.model is not None:
+        model = _own_model(own_parts.model, config.seed, train).to(dtype)
     else:
         shape = tuple(train.first(1)[0].shape[1:])
         options: dict[str, Any] = {"num_classes": num_classes(train), "input_shape": shape}
@@ -276,7 +278,7 @@ def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
     if config.weights is not None:
         from labkit.workload.weights import load_weights
 
-        name = config.model if own.model is None else None
+        name = config.model if own_parts.model is None else None
         note = load_weights(model, config.weights, name)
         if not parent_process():
             print_once(note)
@@ -333,7 +335,9 @@ def _detach_computed(model: nn.Module) -> None:
                 vars(module)[name] = value.detach()
 
 
-def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = None) -> Strategy:
+def make_strategy(
+    config: RunConfig, *, own_parts: Own = NOTHING, work: Work | None = None
+) -> Strategy:
     """The strategy that ``config`` names, with its options; it is not set up yet.
 
     A technique that cuts its model takes it from ``work``, the run's, if that is known.
@@ -370,7 +374,7 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
         from labkit.placement.profile import even_split
         from labkit.workload.layers import layers_of, output_shapes
 
-        work = work or work_of(config, own)
+        work = work or work_of(config, own_parts)
         model = work.make_model()
         inputs, _ = work.train.first(1)
         num_layers = len(layers_of(model))

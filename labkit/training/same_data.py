@@ -25,8 +25,7 @@ def sketch(train: Samples, test: Samples | None, seed: int) -> Sketch:
     no sums.
     """
     count = _FEW
-    is_in_memory = isinstance(train.dataset, TensorDataset)
-    if is_in_memory:
+    if isinstance(train.dataset, TensorDataset):
         values = max(1, train.dataset.tensors[0][:1].numel())
         count = min(max(_FEW, _MOST_VALUES // values), _MANY)
     generator = torch.Generator().manual_seed(seed)
@@ -35,7 +34,7 @@ def sketch(train: Samples, test: Samples | None, seed: int) -> Sketch:
     second = train.read(order)
     sums_by_name: Sketch = {"lengths": [len(train), len(test) if test else 0]}
     for name, part, again in zip(("inputs", "targets"), first, second):
-        if is_in_memory or torch.equal(part, again):
+        if isinstance(train.dataset, TensorDataset) or torch.equal(part, again):
             numbers = torch.view_as_real(part.to(torch.complex128)).flatten(1).nan_to_num()
             weights = torch.linspace(1, 2, numbers.shape[1], dtype=torch.float64)
             sums = torch.stack([numbers @ weights, numbers.abs() @ weights], dim=1)
@@ -43,12 +42,12 @@ def sketch(train: Samples, test: Samples | None, seed: int) -> Sketch:
     return sums_by_name
 
 
-def check_same(rank: int, own: Sketch, first: Sketch) -> None:
+def check_same(rank: int, data: Sketch, first: Sketch) -> None:
     """Raise ValueError if this rank's data set is not the one that the run began with.
 
-    ``own`` is the sketch of this rank, ``first`` that of the process that began the run.
+    ``first`` is the sketch of the process that began the run.
     """
-    difference = _difference(own, first)
+    difference = _difference(data, first)
     if difference:
         raise ValueError(
             f"the data set of rank {rank} differs from that with which the run began: "
@@ -58,15 +57,15 @@ def check_same(rank: int, own: Sketch, first: Sketch) -> None:
         )
 
 
-def _difference(own: Sketch, first: Sketch) -> str:
-    if own["lengths"] != first["lengths"]:
-        return f"{own['lengths']} samples to train on and held out here, {first['lengths']} there"
+def _difference(data: Sketch, first: Sketch) -> str:
+    if data["lengths"] != first["lengths"]:
+        return f"{data['lengths']} samples to train on and held out here, {first['lengths']} there"
     difference = ""
-    for name in (own.keys() & first.keys()) - {"lengths"}:
-        own_sums, own_magnitudes = torch.tensor(own[name], dtype=torch.float64).T
+    for name in (data.keys() & first.keys()) - {"lengths"}:
+        sums, magnitudes = torch.tensor(data[name], dtype=torch.float64).T
         first_sums, first_magnitudes = torch.tensor(first[name], dtype=torch.float64).T
-        slack = _ROUNDING * (own_magnitudes + first_magnitudes)
-        differing = int(((own_sums - first_sums).abs() > slack).sum())
+        slack = _ROUNDING * (magnitudes + first_magnitudes)
+        differing = int(((sums - first_sums).abs() > slack).sum())
         if differing:
-            difference = f"{differing} of {len(own_sums)} compared {name}"
+            difference = f"{differing} of {len(sums)} compared {name}"
     return difference

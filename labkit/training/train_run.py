@@ -53,20 +53,22 @@ def train_with(
             ``labkit.training.resolve.Own``; each rank gets a copy.
             ``result.state`` has the model's own names: ``model.load_state_dict`` takes it.
     """
-    own, settings = take_own(settings)
+    own_parts, settings = take_own(settings)
     started = started_as_rank()
     if started is not None:
         settings.setdefault("world_size", started.world_size)
     if link is not None:
         link = str(link)
     config = RunConfig(strategy, link=link, **settings)
-    return train_run(config, own=own, timeout_s=timeout_s, download=download, verbose=verbose)
+    return train_run(
+        config, own_parts=own_parts, timeout_s=timeout_s, download=download, verbose=verbose
+    )
 
 
 def train_run(
     config: RunConfig,
     *,
-    own: Own = NOTHING,
+    own_parts: Own = NOTHING,
     timeout_s: float = 24 * 3600,
     download: bool = False,
     verbose: bool = False,
@@ -74,7 +76,7 @@ def train_run(
     """Train on real processes, as ``config`` says, and return the gathered result.
 
     Args:
-        own: the learner's own parts; MODULE:NAME in the config imports one.
+        own_parts: the learner's own parts; MODULE:NAME in the config imports one.
         timeout_s: the run's deadline, in seconds.
         download: fetch the data set first if it is absent.
         verbose: print a line per epoch.
@@ -85,15 +87,14 @@ def train_run(
         WorkerError: a rank failed.
         PreemptedError: this process was sent SIGTERM, and the ranks have ended with a checkpoint.
     """
-    given = config
-    own = imported(config, own)
-    config = _with_full_paths(config)
+    own_parts = imported(config, own_parts)
+    given, config = config, _with_full_paths(config)
     link = EmulatedLink(**parse_link(config.link)) if config.link else None
     is_one_of_several = started_as_rank() is not None
     if is_one_of_several:
-        strategy, (start, note), data = _begin_together(config, own, download, timeout_s)
+        strategy, (start, note), data = _begin_together(config, own_parts, download, timeout_s)
     else:
-        strategy, (start, note), data = _begin(config, own, download)
+        strategy, (start, note), data = _begin(config, own_parts, download)
     if note and is_rank_0():
         print(note, file=sys.stderr)
     num_ranks = config.world_size
@@ -108,7 +109,7 @@ def train_run(
             warm_up()
         with on_sigterm(_end_ranks if passes_sigterm_on else None):
             result = run(
-                *(fit, config, strategy, verbose, own, start, data),
+                *(fit, config, strategy, verbose, own_parts, start, data),
                 world_size=num_ranks,
                 device=config.device,
                 devices=devices,
@@ -140,14 +141,14 @@ def _with_full_paths(config: RunConfig) -> RunConfig:
     return replace(config, **paths)
 
 
-def _begin(config: RunConfig, own: Own, download: bool) -> tuple[Strategy, Start, Sketch]:
+def _begin(config: RunConfig, own_parts: Own, download: bool) -> tuple[Strategy, Start, Sketch]:
     """Return the technique, where the run begins, and a sketch of the data set."""
-    strategy, work = resolve(config, own, download)
+    strategy, work = resolve(config, own_parts, download)
     kept = Kept(None, None, work.train.dataset)
     before = kept.state()["numbers"]
     data = sketch(work.train, work.test, config.seed)
     is_kept = not torch.equal(before, kept.state()["numbers"])
-    path, note = find_start(config, own, strategy, work)
+    path, note = find_start(config, own_parts, strategy, work)
     if path is not None and not {"inputs", "targets"} <= data.keys() and not is_kept:
         note += (
             "; samples of the data set differ from one reading to the next, and this run reads "
@@ -157,7 +158,7 @@ def _begin(config: RunConfig, own: Own, download: bool) -> tuple[Strategy, Start
 
 
 def _begin_together(
-    config: RunConfig, own: Own, download: bool, timeout_s: float
+    config: RunConfig, own_parts: Own, download: bool, timeout_s: float
 ) -> tuple[Strategy, Start, Sketch]:
     """``_begin`` on a launcher's ranks, maybe of other code: all raise one error, or none."""
     # Only what a launcher has started needs it.
@@ -169,7 +170,7 @@ def _begin_together(
     data = None
     checkpoint = None
     try:
-        begun = _begin(config, own, download)
+        begun = _begin(config, own_parts, download)
         _, (start, _), data = begun
         checkpoint = start and start.name
     except (ValueError, OSError) as failure:

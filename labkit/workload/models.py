@@ -87,8 +87,7 @@ def small_cnn(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[n
     """
     channels, height, width = input_shape
     yield from (_conv3x3(channels, 32, min(height, width)), nn.SiLU(), nn.AvgPool2d(2))
-    height //= 2
-    width //= 2
+    height, width = height // 2, width // 2
     yield from (_conv3x3(32, 64, min(height, width)), nn.SiLU())
     kernel = max(1, min(height, width) // 4)
     if kernel > 1:

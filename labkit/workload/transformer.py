@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 # 12 heads, so that 1 to 4 ranks can cut them.
-WIDTH = 96
-HEADS = 12
-BLOCKS = 4
+WIDTH, HEADS, BLOCKS = 96, 12, 4
 
 
 class Embeddings(nn.Module):
@@ -43,8 +41,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, num_heads: int):
         super().__init__()
         self.num_heads = num_heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         # [n, T, h, D / h] to [n, h, T, D / h]
