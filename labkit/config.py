@@ -231,8 +231,9 @@ class RunConfig:
                 given[name] = rate
         # (It is frozen.)
         vars(self).update(given)
-        divisor = "dp" if self.strategy in STAGED else "world_size"
-        num_shares = getattr(self, divisor) or 1
+        divisor, num_shares = "world_size", self.world_size
+        if self.strategy in STAGED:
+            divisor, num_shares = "dp", self.dp or 1
         if self.batch_size < num_shares:
             raise ValueError(
                 f"batch_size {self.batch_size} is smaller than {divisor} {num_shares}: some ranks "

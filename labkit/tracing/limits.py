@@ -44,6 +44,7 @@ _LIMITED = {
     "waiting": "Waiting limited the run: the ranks waited for each other in {wait:.0%} of their "
     "time, for no rank much longer than for the others.",
 }
+_NOTHING = "No rank recorded a span, of what it computes, sends or receives."
 # In words, the state of the rank for which the others waited.
 _DOES = {COMPUTE: "computed", COMMUNICATE: "exchanged messages with others"}
 _DOES |= {EVALUATE: "evaluated", GAP: "ran code outside all spans", INPUT: "loaded data"}
@@ -210,8 +211,7 @@ def what_limited(
         _add_idle_ends(times, trace)
     counted = [rank_time for rank_time in times.values() if rank_time.elapsed_s]
     if not counted:
-        text = "No rank recorded a span, of what it computes, sends or receives."
-        return Limit("nothing", text, None, {})
+        return Limit("nothing", _NOTHING, None, {})
     shares = {}
     for state in _KINDS:
         shares[state] = statistics.fmean(rank.seconds[state] / rank.elapsed_s for rank in counted)
@@ -247,10 +247,8 @@ def what_limited(
         first = _LIMITED[kind].format(code=gap[0].upper() + gap[1:], whose=whose, **shares)
     waiting = f"waiting (mostly for rank {most})" if is_one and len(times) > 2 else "waiting"
     names = _NAMES | {WAIT: waiting, GAP: gap}
-    parts = _describe_rest(kind, shares, names)
     hidden = _hidden_share(times.values())
-    if hidden > _MENTIONED:
-        parts.append(f"{hidden:.0%} of all communication was hidden behind computing")
+    parts = _describe_rest(kind, shares, names, hidden)
     others_s = sum(times[rank].elapsed_s for rank in times if rank != slowest)
     is_alone = work != _BETWEEN and blamed_s[slowest] <= _NOTICED * others_s
     if culprit is None and is_alone and slowdown > _STRAGGLER:
@@ -274,17 +272,22 @@ def _hidden_share(times: Collection[RankTimes]) -> float:
     return hidden_s / message_s if message_s else 0.0
 
 
-def _describe_rest(kind: str, shares: dict[str, float], names: dict[str, str]) -> list[str]:
-    """The shares of the states other than the limit, the largest first; [] if all are small."""
+def _describe_rest(
+    kind: str, shares: dict[str, float], names: dict[str, str], hidden: float
+) -> list[str]:
+    """The shares of the states other than the limit, the largest first, and the hidden share."""
     # Of a straggler, a bottleneck and a bubble the limit is waiting.
     state_of_kind = {kind: state for state, kind in _KINDS.items()}
     rest = names.keys() - {state_of_kind.get(kind, WAIT)}
     ordered = sorted(rest, key=lambda state: (shares[state], names[state]), reverse=True)
     listed = [f"{names[s]} {shares[s]:.0%}" for s in ordered if shares[s] > _MENTIONED]
-    if not listed:
-        return []
-    subject = "all ranks together" if kind in ("straggler", "bottleneck") else "the rest"
-    return [f"{subject}: {', '.join(listed)}"]
+    parts = []
+    if listed:
+        subject = "all ranks together" if kind in ("straggler", "bottleneck") else "the rest"
+        parts.append(f"{subject}: {', '.join(listed)}")
+    if hidden > _MENTIONED:
+        parts.append(f"{hidden:.0%} of all communication was hidden behind computing")
+    return parts
 
 
 def _slowest(times: dict[int, RankTimes], has_stages: bool) -> tuple[int, float, str]:

@@ -80,8 +80,7 @@ def fit(
         work.loss.loss.to(comm.device)
     model = work.make_model()
     # What the model takes counts, whether it was made here or has arrived with the call.
-    model_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-    memory = Part(comm.session.memory, model_bytes)
+    memory = Part(comm.session.memory, sum(t.nbytes for t in model.state_dict().values()))
     if own_parts.model is not None and comm.world_size > 1:
         # A function may not make the same on all ranks, and under torchrun each has its own.
         _broadcast_model(comm, model)
@@ -141,14 +140,13 @@ class _Run:
 
     def __post_init__(self) -> None:
         config = self.config
-        work = self.work
         strategy = self.strategy
         self.comm = strategy.comm
         self.stop = threading.Event()
         sums = torch.zeros(5, dtype=torch.float64, device=self.comm.device)
-        self.progress = Progress(sums, math.ceil(len(work.train) / config.batch_size))
+        self.progress = Progress(sums, math.ceil(len(self.work.train) / config.batch_size))
         if config.checkpoint_dir is not None:
-            self.checkpoints = Checkpoints(config, strategy, self.facts, self.progress, work)
+            self.checkpoints = Checkpoints(config, strategy, self.facts, self.progress, self.work)
             if self.start is not None:
                 # A first step leaves more behind than its update.
                 first_share = next(self.shares(self.batches(0)[:1], 0))

@@ -102,7 +102,6 @@ def train_run(
     if strategy.in_one_process:
         num_ranks = 1
         devices = str(strategy.devices[0])
-    may_lose = range(1, num_ranks) if strategy.survives_lost_workers else ()
     passes_sigterm_on = config.checkpoint_dir is not None and not is_one_of_several
     try:
         if config.hosts is None:
@@ -116,7 +115,7 @@ def train_run(
                 hosts=config.hosts,
                 timeout_s=timeout_s,
                 link=link,
-                may_lose=may_lose,
+                may_lose=range(1, num_ranks) if strategy.survives_lost_workers else (),
             )
     except WorkerError as error:
         _, mark, message = error.worker_traceback.rpartition(f"{PreemptedError.__name__}: ")
