@@ -289,12 +289,10 @@ class RunConfig:
 
     def options(self) -> dict[str, Any]:
         """The technique's own options that were given, as keyword arguments of its constructor."""
-        options = {}
-        for name in OPTIONS:
-            value = getattr(self, name)
-            if value != getattr(RunConfig, name):
-                options[name] = value
-        return options
+        options = {name: getattr(self, name) for name in OPTIONS}
+        return {
+            name: value for name, value in options.items() if value != getattr(RunConfig, name)
+        }
 
 
 _NAMES = [setting.name for setting in fields(RunConfig)]

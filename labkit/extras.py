@@ -15,10 +15,7 @@ EXTRAS = {
 
 def extra_of(package: str) -> str | None:
     """Return the extra that brings a package, or None."""
-    for extra, packages in EXTRAS.items():
-        if package in packages:
-            return extra
-    return None
+    return next((extra for extra, packages in EXTRAS.items() if package in packages), None)
 
 
 def absent(extra: str) -> list[str]:

@@ -187,9 +187,8 @@ class Evidence:
         """The end of a rank without a report, as ``was killed by SIGKILL in mid-run``."""
         code = self.exit_codes.get(rank)
         state = int(self.board.ranks[rank]["state"])
-        moments = {NOT_STARTED: "before it had started"}
-        moments[RETURNED] = "after its function had returned"
-        when = moments.get(state, "in mid-run")
+        known = {NOT_STARTED: "before it had started", RETURNED: "after its function had returned"}
+        when = known.get(state, "in mid-run")
         if code is None:
             return f"has ended {when}"
         if code == UNGUARDED and state == NOT_STARTED:

@@ -273,10 +273,7 @@ def connect(
 
 def open_comm() -> Comm | None:
     """The Comm of the run that this process is in as a rank; None in none."""
-    for comm in _latest:
-        if not comm.session.is_closed:
-            return comm
-    return None
+    return next((comm for comm in _latest if not comm.session.is_closed), None)
 
 
 def _join_group(

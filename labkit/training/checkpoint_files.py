@@ -82,14 +82,10 @@ def step_path(folder: str | Path, step: int) -> Path:
 
 def steps(folder: str | Path) -> list[tuple[int, Path]]:
     """(step, path) of all that is named like a checkpoint, the newest first."""
-    if not os.path.isdir(folder):
-        return []
-    checkpoints = []
-    for name in os.listdir(folder):
-        if re.fullmatch(r"step-\d{8,18}", name):
-            step = int(name.removeprefix("step-"))
-            checkpoints.append((step, step_path(folder, step)))
-    return sorted(checkpoints, reverse=True)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    names = [name for name in names if re.fullmatch(r"step-\d{8,18}", name)]
+    numbers = sorted((int(name.removeprefix("step-")) for name in names), reverse=True)
+    return [(step, step_path(folder, step)) for step in numbers]
 
 
 def newest(folder: str | Path) -> tuple[Stored | None, list[str]]:

@@ -320,12 +320,10 @@ class _Run:
             return sums
         with comm.span("evaluate"):
             size = min(_BATCH, max(1, _MOST_VALUES // test.first(1)[0].numel()))
-            parts = []
-            for batch in torch.arange(len(test)).split(size):
-                part = share(batch, index, count)
-                # Not every model takes an empty batch.
-                if len(part) or strategy.predicts_together:
-                    parts.append(part)
+            batches = torch.arange(len(test)).split(size)
+            parts = [share(batch, index, count) for batch in batches]
+            # Not every model takes an empty batch.
+            parts = [part for part in parts if len(part) or strategy.predicts_together]
             for batch in test.batches(parts, pinned=strategy.uses_gpu):
                 inputs, targets = on_device(batch, comm.device)
                 outputs = strategy.predict(inputs)

@@ -79,13 +79,9 @@ NOTHING = Own()
 
 def take_own(settings: dict[str, Any]) -> tuple[Own, dict[str, Any]]:
     """Separate own objects from the settings, in which names such as ``MyNet (own)`` stand."""
-    parts = {}
-    names = {}
-    for name in PARTS:
-        part = settings.get(name, "")
-        if not isinstance(part, str):
-            parts[name] = part
-            names[name] = f"{name_of(part)} (own)"
+    parts = {name: settings[name] for name in PARTS if name in settings}
+    parts = {name: part for name, part in parts.items() if not isinstance(part, str)}
+    names = {name: f"{name_of(part)} (own)" for name, part in parts.items()}
     return Own(**parts), settings | names
 
 

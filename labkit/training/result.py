@@ -77,14 +77,11 @@ class TrainResult:
 
     def tolerance(self, other: "TrainResult") -> float:
         """The largest difference between the two runs that rounding explains."""
-        dtype = "float64"
-        on_gpu = False
-        for run in (self, other):
-            if run.config.dtype != "float64":
-                dtype = "float32"
-            devices = [str(run.config.devices), *run.trace.devices.values()]
-            on_gpu = on_gpu or "cuda" in " ".join(devices)
-        return tolerance(dtype, on_gpu)
+        dtypes = {self.config.dtype, other.config.dtype}
+        devices = [str(self.config.devices), *self.trace.devices.values()]
+        devices += [str(other.config.devices), *other.trace.devices.values()]
+        dtype = "float64" if dtypes == {"float64"} else "float32"
+        return tolerance(dtype, on_gpu="cuda" in " ".join(devices))
 
     def equals(self, other: "TrainResult") -> bool:
         """True if the two runs made the same updates: no difference but that of rounding."""

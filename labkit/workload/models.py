@@ -47,15 +47,10 @@ def build_model(
     that the model does not take: gpt takes texts [length], all others images.
     """
     check_choice("model", name, MODELS)
-    if name == "gpt":
-        dimensions = 1
-        kind = "texts [length]"
-        remedy = "dataset text, or another model"
-    else:
-        dimensions = 3
-        kind = "images [channels, height, width]"
-        remedy = "another model"
-    if len(input_shape) != dimensions:
+    if len(input_shape) != (1 if name == "gpt" else 3):
+        kind, remedy = "images [channels, height, width]", "another model"
+        if name == "gpt":
+            kind, remedy = "texts [length]", "dataset text, or another model"
         raise ValueError(
             f"model {name} takes {kind}, and the inputs have shape {list(input_shape)}: use "
             f"{remedy}"

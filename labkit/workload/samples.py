@@ -255,15 +255,11 @@ def samples_of(part: Any, dtype: torch.dtype, seed: int) -> Samples:
 def parts_of(dataset: Any, dtype: torch.dtype, seed: int = 0) -> tuple[Samples, Samples | None]:
     """A learner's own samples, see ``samples_of``, or a pair: to train on, and held out."""
     is_pair = isinstance(dataset, (tuple, list)) and len(dataset) == 2 and not _are_arrays(dataset)
-    test = None
-    if is_pair:
-        train = samples_of(dataset[0], dtype, seed)
-        test = samples_of(dataset[1], dtype, seed)
-    else:
-        train = samples_of(dataset, dtype, seed)
+    parts = dataset if is_pair else [dataset]
+    train, *held_out = [samples_of(part, dtype, seed) for part in parts]
     if len(train) == 0:
         raise ValueError("dataset has no samples to train on: give one at least")
-    return train, test
+    return train, held_out[0] if held_out else None
 
 
 def first_of(samples: Samples, size: int) -> Samples:

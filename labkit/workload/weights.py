@@ -156,11 +156,9 @@ def _match_torchvision(
     if match is None:
         return None
     renamed = dict(zip(original_names, names, strict=True))
-    tensors = {}
-    for key, value in match.tensors.items():
-        new_key = renamed.get(key, key)
-        if name != "vgg16" or new_key in wanted:
-            tensors[new_key] = value
+    tensors = {renamed.get(key, key): value for key, value in match.tensors.items()}
+    if name == "vgg16":
+        tensors = {key: value for key, value in tensors.items() if key in wanted}
     return _Match(tensors, match.prefix, match.left_out)
 
 
