@@ -137,9 +137,17 @@ def rank_times(trace: Trace, start_s: float | None = None) -> dict[int, RankTime
         start_s = changes[0][0] if changes else 0.0
     now_s = start_s
     for at_s, step, span in changes:
-        if at_s > now_s:
-            _add_seconds(times, at_s - now_s, state_at, active, peer_of)
+        passed_s = at_s - now_s
+        if passed_s > 0:
             now_s = at_s
+            for rank, state in state_at.items():
+                times[rank].seconds[state] += passed_s
+                if state == COMPUTE and active[rank][COMMUNICATE]:
+                    times[rank].hidden_s += passed_s
+                if state == WAIT:
+                    culprits = _culprits(rank, state_at, peer_of)
+                    for culprit in culprits:
+                        times[culprit].blamed_s[state_at[culprit]] += passed_s / len(culprits)
         rank = span.rank
         state = state_of(span.kind)
         active[rank][state] += step
@@ -151,24 +159,6 @@ def rank_times(trace: Trace, start_s: float | None = None) -> dict[int, RankTime
         if not spans_left[rank]:
             del state_at[rank]
     return times
-
-
-def _add_seconds(
-    times: dict[int, RankTimes],
-    passed_s: float,
-    state_at: dict[int, str],
-    active: dict[int, Counter[str]],
-    peer_of: dict[int, int | None],
-) -> None:
-    """Add a period in which no rank changed its state."""
-    for rank, state in state_at.items():
-        times[rank].seconds[state] += passed_s
-        if state == COMPUTE and active[rank][COMMUNICATE]:
-            times[rank].hidden_s += passed_s
-        if state == WAIT:
-            culprits = _culprits(rank, state_at, peer_of)
-            for culprit in culprits:
-                times[culprit].blamed_s[state_at[culprit]] += passed_s / len(culprits)
 
 
 def _unit_s(spans: list[Span]) -> float:
