@@ -1,4 +1,4 @@
-"""Page 16: what Horovod's coordinator decides in each cycle; it needs no ranks."""
+"""Page 16: the decisions of Horovod's coordinator in each cycle; they need no ranks."""
 
 from collections.abc import Sequence
 from random import Random
@@ -41,9 +41,11 @@ def decide(cycles: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     when all ranks have announced it, and it may be announced again after that. Those whose turn
     comes together go in the order in which they were noted.
     """
-    coordinator, decided = Coordinator(len(cycles[0])), []
-    for announced in cycles:
-        new = [[(name, "allreduce") for name in names] for names in announced]
-        everyone = [{"new": requests, "waits": False} for requests in new]
-        decided.append([decision.name for decision in coordinator.decide(everyone)])
+    coordinator = Coordinator(len(cycles[0]))
+    decided = []
+    for cycle in cycles:
+        messages = []
+        for names in cycle:
+            messages.append({"new": [(name, "allreduce") for name in names], "waits": False})
+        decided.append([decision.name for decision in coordinator.decide(messages)])
     return decided
