@@ -31,8 +31,7 @@ def mismatch(seed: int | None = None) -> Case:
     """Clues, by rank: ``losses`` [STEPS, B], ``errors``, and flight recorder ``dumps``."""
     seed, drawn = _seeded(seed)
     P, steps = 3, 9
-    rank = drawn.randrange(P)
-    step = drawn.randrange(3, steps - 1)
+    rank, step = drawn.randrange(P), drawn.randrange(3, steps - 1)
     losses = random_tensor(seed, P, steps, 8).abs().clamp(max=0.9 * jobs.HARD)
     losses[rank, step, drawn.randrange(8)] = 1.5 * jobs.HARD
     result = run(_until_timeout, losses, world_size=P, device="cpu", transport="gloo")
@@ -111,8 +110,7 @@ def drift(seed: int | None = None) -> Case:
 def straggler(seed: int | None = None) -> Case:
     """Clues: the ``run``; ``lengths`` {rank: tokens by step}."""
     _, drawn = _seeded(seed)
-    P, steps = 3, 6
-    usual = 60
+    P, steps, usual = 3, 6, 60
     rank = drawn.randrange(P)
     is_text = drawn.random() < 0.5
     tokens = P * [usual]  # in each sequence, by rank
@@ -144,8 +142,7 @@ def straggler(seed: int | None = None) -> Case:
 def divisor(seed: int | None = None) -> Case:
     """Clues: ``recipe``; ``losses`` by step; ``lengths`` of gradients in step 0."""
     seed, drawn = _seeded(seed)
-    P = drawn.randint(2, 4)
-    parts = drawn.randint(2, 3)
+    P, parts = drawn.randint(2, 4), drawn.randint(2, 3)
     size, steps = 4, 12
     counts = {"micro_batches": parts, "ranks": P}
     wrong, other = drawn.sample(list(counts), 2)
@@ -190,8 +187,7 @@ def divisor(seed: int | None = None) -> Case:
 def sampler(seed: int | None = None) -> Case:
     """Clues: ``size``; ``read`` {rank: numbers by epoch}; how many are ``seen`` in each epoch."""
     seed, drawn = _seeded(seed)
-    P = drawn.randint(3, 4)
-    epochs = 3
+    P, epochs = drawn.randint(3, 4), 3
     size = 24 * P
     rank = drawn.randrange(P)
     other = (rank + 1) % P
@@ -220,8 +216,7 @@ def sampler(seed: int | None = None) -> Case:
 def buffers(seed: int | None = None) -> Case:
     """Clues, by rank: ``accuracy``, ``losses``, and the ``checksums`` of the last step."""
     seed, drawn = _seeded(seed)
-    P, steps = 3, 30
-    size = 40
+    P, steps, size = 3, 30, 40
     rank, other = drawn.sample(range(P), 2)
     digits = load_dataset("digits")
     held_out = (digits.test_inputs.flatten(1), digits.test_targets)
@@ -259,8 +254,7 @@ def buffers(seed: int | None = None) -> Case:
 def link(seed: int | None = None) -> Case:
     """Clues: ``ms`` of single messages, {(from, to, bytes): ms}; the ``run``."""
     _, drawn = _seeded(seed)
-    P, steps = 4, 3
-    few, many = 4, 400_000
+    P, steps, few, many = 4, 3, 4, 400_000
     first = drawn.randrange(P)
     is_late = drawn.random() < 0.5
     pair = {first, (first + 1) % P}
@@ -271,8 +265,7 @@ def link(seed: int | None = None) -> Case:
         ms |= ms_of_rank
     a, b = sorted(pair)
     c, d = sorted({*range(P)} - pair)
-    small = ms[a, b, few]
-    large = ms[a, b, many]
+    small, large = ms[a, b, few], ms[a, b, many]
     causes = ["a link has less bandwidth", "a link has a longer latency"]
     innocent = [
         f"there {many} bytes take {large:.0f} ms, and {few} bytes {small:.0f} ms as well",

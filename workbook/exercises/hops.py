@@ -18,8 +18,7 @@ from labkit.workload.layers import EmulatedLayer
 from workbook.exercises.grader import Case, Check, Target, Wrong
 from workbook.exercises.grader.exercise import with_parameters
 
-_SAMPLES = 5
-_WIDTH = 4
+_SAMPLES, _WIDTH = 5, 4
 
 
 def _stages(count: int) -> nn.Sequential:

@@ -50,8 +50,7 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
     sample.
     """
     # All targets of a batch differ, so that each sample can be told.
-    inputs = random_tensor(count, n, *shape)
-    targets = torch.randperm(n)
+    inputs, targets = random_tensor(count, n, *shape), torch.randperm(n)
     returned = plain(fn(inputs.clone(), targets.clone(), count))
     try:
         parts = [(x, y, weight) for x, y, weight in returned]
@@ -121,8 +120,7 @@ def zero_bubble(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong 
     Any streams pass that end, hold no more activations than 1F1B does on stage 0, and take no
     longer than ``labkit.schedules.zero_bubble``, where F, B and W take equally long.
     """
-    P = num_stages
-    M = num_micro_batches
+    P, M = num_stages, num_micro_batches
     streams = _streams(fn, P, M, HALVES)
     if isinstance(streams, Wrong):
         return streams
@@ -224,7 +222,9 @@ def bubble(
     ``slots`` is a list of ``labkit.costs.pipeline_timeline.Slot``, in any order; the first one
     starts at second ``start_s``.
     """
-    streams = pipeline_streams(schedule, len(forward_s), M)
+    P = len(forward_s)
+    order = {"gpipe": schedules.gpipe, "one_f_one_b": schedules.one_f_one_b}[schedule]
+    streams = [list(order(stage, P, M)) for stage in range(P)]
     slots = []
     for slot in predicted_slots(streams, forward_s, [2 * seconds for seconds in forward_s]):
         slots.append(slot._replace(start_s=slot.start_s + start_s, end_s=slot.end_s + start_s))

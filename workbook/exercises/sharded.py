@@ -24,8 +24,7 @@ from labkit.schedules.ring import chunk_bounds, owned_chunk
 from workbook.exercises.grader import Case, Check, Target, Wrong, judged, solved
 from workbook.exercises.grader.held_memory import PeakBytes
 
-LR = 0.1
-MOMENTUM = 0.9
+LR, MOMENTUM = 0.1, 0.9
 # Elements by layer: neither divides by all P.
 _LAYERS = 10, 7, 12, 5, 9
 

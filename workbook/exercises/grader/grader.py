@@ -108,14 +108,10 @@ def _verdict(
 ) -> Verdict:
     """The verdict that the cells by world size and row, and the problems, come to."""
     ranks, elements = exercise.nouns
-    status = PASSED
-    notes = []
-    if problems:
-        status = NOT_YET
-        notes = problems[:1]
-    elif not ranks:
-        notes = [f"all {num_answers} answers are right"]
+    status = NOT_YET if problems else PASSED
+    notes = problems[:1]
     if not ranks:
+        notes = notes or [f"all {num_answers} answers are right"]
         return Verdict(exercise.name, status, notes=notes)
     rows = {}
     for name in max(columns.values(), key=len):

@@ -31,9 +31,7 @@ class OwnRun:
     @staticmethod
     def failed(name: str, status: str) -> "OwnRun":
         """Without a run; the check has told why, if it was attempted."""
-        reason = "it did not finish, as the check says"
-        if status == NOT_ATTEMPTED:
-            reason = status
+        reason = status if status == NOT_ATTEMPTED else "it did not finish, as the check says"
         return OwnRun(name, f"{reason}, so there is nothing to draw.")
 
     def __repr__(self) -> str:
