@@ -17,7 +17,8 @@ def _drawn(world_size: int, random: Random) -> list[list[list[str]]]:
 
 
 # The names that each rank announces, by cycle. In the second case rank 0 has another order, and a
-# name is left over; in the last a name comes again, and ranks are far apart.
+# name is left over; in the third a name comes again, and ranks are far apart; in the last one two
+# names come again, in the other order.
 @solved(
     ([[["conv", "linear"], ["linear", "conv"]]],),
     ([[["linear"], ["bias", "conv"]], [["conv", "bias"], ["linear"]], [[], ["conv"]]],),
@@ -27,6 +28,7 @@ def _drawn(world_size: int, random: Random) -> list[list[list[str]]]:
             *([["a"], ["a"], ["a"], ["b"]], [[], [], [], ["a"]]),
         ],
     ),
+    ([[["a", "b"], ["a", "b"]], [["b", "a"], ["b", "a"]]],),
     more=lambda random: [(_drawn(world_size, random),) for world_size in (2, 3, 1, 2, 3, 4)],
     mistakes={
         "a rank may announce a name cycles before the others do": (

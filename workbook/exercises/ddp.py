@@ -29,6 +29,13 @@ def gradients_left(parameters: Sequence[nn.Parameter], before: Sequence[Tensor])
         return Wrong("the parameters have changed; this function only sets their gradients")
     if missing := [i for i, parameter in enumerate(parameters) if parameter.grad is None]:
         return Wrong(f"parameters {missing} have no gradient")
+    for i, parameter in enumerate(parameters):
+        shape = list(torch.as_tensor(parameter.grad).shape)
+        if shape != list(parameter.shape):
+            return Wrong(
+                f"the gradient of parameter {i} has the shape {shape}, and the parameter "
+                f"{list(parameter.shape)}"
+            )
     return flat_gradients(parameters)
 
 
@@ -99,6 +106,7 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
     parameters = [nn.Parameter(random_tensor(i + 1, *shape)) for i, shape in enumerate(shapes)]
     reported = []  # what ``ready`` was called for
     accumulated = []
+    delayed = []
 
     def ready(*args: Any) -> None:
         index = plain(args[0]) if len(args) == 1 else None
@@ -108,6 +116,11 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
             reported.append(f"{index} before its .grad was set")
         else:
             reported.append(index)
+            if accumulated[-1] != index:
+                delayed.append(
+                    f"ready({index}) was called after the gradient of parameter "
+                    f"{accumulated[-1]} had come: call it as soon as its own is there"
+                )
 
     for i, parameter in enumerate(parameters):
         parameter.register_post_accumulate_grad_hook(lambda _, i=i: accumulated.append(i))
@@ -120,6 +133,8 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
         if reported != accumulated:
             text = f"in the {backward} backward ready was called for {reported}, and the gradients"
             return Wrong(f"{text} of {accumulated} came")
+        if delayed:
+            return Wrong(delayed[0])
         reported.clear()
         accumulated.clear()
     for handle in handles:

@@ -167,7 +167,7 @@ def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
     *(("calls another collective", 0, 5, 0, 99, None), ("brings another size", 2, 3, 2, 99, None)),
     *(("comes alone", 3, 7, 0, 99, None), ("does not come", 0, 5, 0, 3, None)),
     *(("calls another collective", 2, 6, 0, 2, 1), ("brings another size", 0, 4, 0, 99, None)),
-    ("all agree", 0, 7, 0, 2, None),
+    *(("all agree", 0, 7, 0, 2, None), ("calls another collective", 1, 0, 0, 99, None)),
 )
 def culprit(
     fn: Callable, kind: str, rank: int, before: int, after: int, kept: int, lost: int | None
@@ -201,6 +201,9 @@ def culprit(
                 name = "broadcast"
                 shape = [*shape[:-1], shape[-1] - 7 * is_culprit]
             done = fault in ("", "brings another size")
+            if number >= before:
+                # The newest entries are retired on some ranks, and not yet on others.
+                done = done and random.random() < 0.5
             values = (number, f"gloo:{name}", [shape], ["Float"], "scheduled", done)
             entries.append(dict(zip(_KEPT, values)))
         if dumped_rank != lost:

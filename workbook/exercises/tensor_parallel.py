@@ -144,7 +144,12 @@ def _logits(case: Case) -> tuple[Tensor, Tensor]:
     _, classes = _classes(case)
     # The exponentials of the second size would be infinite.
     logits = case.random(1, n, classes).double() * (1000 if n == _SAMPLES[1] else 2)
-    return logits, torch.tensor([case.integer(key, 0, classes - 1) for key in range(n)])
+    targets = torch.tensor([case.integer(key, 0, classes - 1) for key in range(n)])
+    # Also the first and the last class of each rank, as far as there are samples.
+    bounds = [_classes(case, rank) for rank in range(case.world_size)]
+    borders = [start for start, _ in bounds] + [end - 1 for _, end in bounds]
+    targets[: len(borders)] = torch.tensor(borders)[:n]
+    return logits, targets
 
 
 def _own_logits(rank: int, case: Case) -> tuple[Tensor, Tensor, int]:
@@ -224,8 +229,10 @@ def attend(fn: Callable, scale: float, lengths: Sequence[int]) -> Wrong | None:
         if shapes_of(returned) != shapes:
             return Wrong(f"it returned {shapes_of(returned)}, expected tensors {shapes}")
         for name, value, right in zip(Running._fields, returned, expected):
-            if not torch.allclose(value, right, rtol=1e-4, atol=1e-5):
-                pair = f"{short(value.flatten()[:3])}, expected {short(right.flatten()[:3])}"
-                return Wrong(f"after block {number} {name} begins with {pair}")
+            is_wrong = ~torch.isclose(value, right, rtol=1e-4, atol=1e-5)
+            if is_wrong.any():
+                index = tuple(is_wrong.nonzero()[0].tolist())
+                pair = f"{short(value[index])}, expected {short(right[index])}"
+                return Wrong(f"after block {number} {name}{list(index)} is {pair}")
         running = Running(*returned)
     return None
