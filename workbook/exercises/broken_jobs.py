@@ -231,6 +231,7 @@ def buffers(seed: int | None = None) -> Case:
     losses = _logs(result, "loss")
     checksums = {r: by_step[-1] for r, by_step in _logs(result, "checksums").items()}
     names = [name for name, _ in model.named_parameters()]
+    buffer_names = ", ".join(name for name, _ in model.named_buffers())
     equal = sum(len({checksums[r][name] for r in range(P)}) == 1 for name in names)
     text = f"""
     - each replica has running statistics of its own samples alone
@@ -241,7 +242,7 @@ def buffers(seed: int | None = None) -> Case:
     - the ranks are tested on different samples: all on the same {len(held_out[1])}
     - the batches are too small for BatchNorm: all have {size}, rank {other} with {good:.0%} right
     rank: is among the best, with {good:.0%} right or nearly so
-    buffer: is equal on all ranks, or not the first that differs
+    buffer: is not the first that differs of {buffer_names}
     line: changes nothing, or what all ranks change alike
     solved: nothing averages the buffers, and rank {rank} has those of a brighter camera: it gets
       {accuracy[rank]:.0%} right in place of {good:.0%}

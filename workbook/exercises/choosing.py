@@ -48,8 +48,8 @@ _CURES = {
     "tensor": "all-reduces inside the layers, which nothing hides: cut them over fewer GPUs",
     "hops": "messages between stages: cut the model into fewer",
     "bubble": "the bubble: fewer stages, more micro-batches, or interleaved stages",
-    "data": "gradients or parameters that travel between replicas: fewer replicas, a larger "
-    "micro-batch, or a lower ZeRO stage",
+    "data": "gradients or parameters that travel between replicas: fewer replicas, "
+    "a larger micro-batch, or a lower ZeRO stage",
 }
 
 
@@ -139,7 +139,7 @@ def what_is_wrong(name: str, choice: Ranked) -> str | None:
         most = max(held, key=held.__getitem__)
         return (
             f"It does not fit: {_gb(sum(held.values()))} GB of {_gb(memory_bytes)} GB, most of it "
-            f"{most}. What makes that less: {_CURES[most]}."
+            f"{most}. What makes that less: {_cure(most, choice.layout)}."
         )
     best = ranked(name)[0]
     if choice.step_s <= _CLOSE * best.step_s:
@@ -147,8 +147,21 @@ def what_is_wrong(name: str, choice: Ranked) -> str | None:
     most = max(choice.parts_s, key=lambda part: choice.parts_s[part] - best.parts_s[part])
     return (
         f"It fits, but a step takes {format_seconds(choice.step_s)}, and "
-        f"{format_seconds(best.step_s)} is possible. Most of the difference is {_CURES[most]}."
+        f"{format_seconds(best.step_s)} is possible. Most of the difference is "
+        f"{_cure(most, choice.layout)}."
     )
+
+
+def _cure(part: str, layout: Layout) -> str:
+    """Return what makes a part less, without what this layout has done already."""
+    text = _CURES[part]
+    if layout.micro_batch == 1:
+        text = text.replace("a smaller micro-batch, ", "")
+    if layout.stage == 0:
+        text = text.replace(
+            "a larger micro-batch, or a lower ZeRO stage", "or a larger micro-batch"
+        )
+    return text
 
 
 def _gb(num_bytes: float) -> str:

@@ -140,7 +140,7 @@ def zero_bubble(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong 
     if end_s > labkit_end_s:
         text = f"the step takes {end_s:g} columns, labkit's {labkit_end_s:g}, 1F1B's"
         text += f" {3 * (M + P - 1)}"
-        return Wrong(f"{text}; the last stage runs {_listed(streams[-1])}")
+        return Wrong(f"{text}; stage 0 runs {_listed(streams[0])}")
     return None
 
 
@@ -158,8 +158,8 @@ def _streams(fn: Callable, P: int, M: int, kinds: dict[str, str] = KINDS) -> Str
                 action = (kinds[action[0]], action[1:])
             is_pair = isinstance(action, tuple | list) and len(action) in (2, 3)
             if not is_pair or action[0] not in kinds.values():
-                text = f"{short(action)} is not an action: use "
-                return Wrong(f'{text}Action("forward", 0), or "F0"')
+                uses = [f'Action("{kind}", 0) or "{letter}0"' for letter, kind in kinds.items()]
+                return Wrong(f"{short(action)} is not an action here: use {', '.join(uses)}")
             stream.append(Action(action[0], int(action[1])))
         streams.append(stream)
     return streams

@@ -165,6 +165,11 @@ def _wrong_attempt(processes: Sequence[list]) -> Found:
             case [int(rank), [*addresses]] if not isinstance(rank, bool):
                 if all(isinstance(address, str) for address in addresses):
                     continue
+                if None in addresses:
+                    text = (
+                        f"the process at {address} returned {short(result)}: it knows no address"
+                    )
+                    return f"{text} of rank {addresses.index(None)}, and has to wait for it"
         text = f"the process at {address} returned {short(result)}: return (rank, addresses), a "
         return f"{text}number and a list of strings (store.get returns bytes)"
     by_rank = sorted((result[0], address) for address, result, *_ in processes)

@@ -126,10 +126,15 @@ def heads(fn: Callable, num_heads: int, size: int, world_size: int) -> Wrong | N
 
 
 def shapes_of(value: Any) -> list[list[int]] | str:
-    """The shapes of a list of tensors; anything else in words."""
-    if isinstance(value, list) and all(isinstance(entry, Tensor) for entry in value):
-        return [list(tensor.shape) for tensor in value]
-    return short(value)
+    """Return the shapes of a list of tensors; anything else in words."""
+    if not isinstance(value, list):
+        return short(value)
+    shapes = []
+    for number, entry in enumerate(value):
+        if not isinstance(entry, Tensor):
+            return f"{type(entry).__name__} as entry {number} of {len(value)}"
+        shapes.append(list(entry.shape))
+    return shapes
 
 
 def _classes(case: Case, rank: int | None = None) -> tuple[int, int]:
