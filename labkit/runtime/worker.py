@@ -21,9 +21,9 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 import torch.distributed as dist
+from numpy import random as numpy_random  # numpy would load it late, in every rank
 
 from labkit import gpus
 from labkit.comm.board import RETURNED, RUNNING
@@ -192,9 +192,9 @@ def seed_random_numbers(rank: int) -> None:
 
     With ``rank`` itself as the seed, a rank would draw those of a caller that has seeded with 0.
     """
-    for_python, for_numpy, for_torch = np.random.SeedSequence(rank).generate_state(3)
+    for_python, for_numpy, for_torch = numpy_random.SeedSequence(rank).generate_state(3)
     random.seed(int(for_python))
-    np.random.seed(int(for_numpy))
+    numpy_random.seed(int(for_numpy))
     torch.manual_seed(int(for_torch))
 
 
@@ -246,10 +246,13 @@ def connect(
     if not dist.is_initialized():
         # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
-        before = connections()
+        # A launcher sees the end of a rank; without one the connections have to show it. (To list
+        # them the system goes through those of all processes.)
+        before = set() if arena else connections()
         _join_group(rank, world_size, plan.backend, group_timeout_s, device, rendezvous)
-        group_connections.update(connections() - before)
-        keep_alive(group_connections)
+        if arena is None:
+            group_connections.update(connections() - before)
+            keep_alive(group_connections)
     group_store = dist.distributed_c10d._get_default_store()
     hosts, host_names[:] = find_hosts(group_store, rank, world_size)
     neighbours = hosts[host_of(rank, hosts)]
