@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from labkit.units import format_count, format_number, format_value, html_table, text_table
 from workbook.notebook import record
-from workbook.notebook.pages import Page, workbook_pages
+from workbook.notebook.pages import SHORT_PATH, Page, workbook_pages
 from workbook.notebook.record import Predicted, Record, Tried
 
 _HEADS = ["page", "quantity", "prediction", "measured", "× prediction"]
@@ -58,6 +58,10 @@ class Progress:
         """Sentences: how much is passed, how far off the last predictions were, the file."""
         names = list(itertools.chain(*(page.exercises for page in self.pages)))
         sentences = [f"{self._passed(names)} of {format_count(len(names), 'exercise')} passed."]
+        choices = [page.first_choice for page in self.pages if page.name in SHORT_PATH]
+        if choices:
+            passed = f"{self._passed(choices)} of the {len(choices)}"
+            sentences.append(f"On the short path (•), {passed} to do first are passed.")
         factors = [made.factor for _, made in self.predictions if made.factor is not None]
         if factors:
             text = (
@@ -83,7 +87,8 @@ class Progress:
 
     def _head(self, page: Page) -> str:
         passed = f"{self._passed(page.exercises)} of {len(page.exercises)} passed"
-        return f"{page.name[:2]} {page.title}: {passed}".strip()
+        mark = " •" if page.name in SHORT_PATH else ""
+        return f"{page.name[:2]} {page.title}: {passed}{mark}".strip()
 
     def _state(self, name: str) -> str:
         """The mark behind an exercise."""
