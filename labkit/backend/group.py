@@ -32,7 +32,7 @@ from labkit.backend.mailbox import Mailbox
 from labkit.backend.reductions import reduction_of, scaled
 from labkit.collectives.common import check_fits, check_one_per_rank
 from labkit.comm.comm import Comm
-from labkit.comm.meeting import separate_comm
+from labkit.comm.rendezvous import separate_comm
 from labkit.comm.transport import Traffic
 from labkit.comm.work import AllOf, Work, WorkQueue
 

@@ -154,7 +154,7 @@ def _round_up(number: int, multiple: int) -> int:
 def _unnamed_file(num_bytes: int) -> int:
     """The descriptor of a new file without a name, not limited by the size of /dev/shm."""
     if hasattr(os, "memfd_create"):
-        # The default mode would let every user open it. Seals let ``meet`` fix its size.
+        # The default mode would let every user open it. Seals let ``map_arena`` fix its size.
         descriptor = os.memfd_create("labkit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(descriptor, 0o600)
     else:
