@@ -80,13 +80,9 @@ def latest_collectives(board: Board, rank: int, up_to: int | None = None) -> str
     """List the latest collectives of a rank: ``1. broadcast float32 [4], 2. barrier``."""
     announced = board.ranks[rank]["announced"]
     count = int(board.collectives[rank])
-    end = count
-    if up_to is not None:
-        end = min(up_to, count)
+    end = count if up_to is None else min(up_to, count)
     start = max(0, end - 3, count - HISTORY)
-    entries = []
-    if start > 0:
-        entries.append("...")
+    entries = ["..."] if start > 0 else []
     for index in range(start, end):
         entries.append(f"{index + 1}. {_text(announced[index % HISTORY])}")
     return ", ".join(entries) or "none"
@@ -164,9 +160,7 @@ def stuck_ranks(board: Board) -> list[int]:
 
     def can_continue(rank: int) -> bool:
         may_come = [reason.peer not in waiting | ended for reason in reasons[rank]]
-        if reasons[rank][0].any_of:
-            return any(may_come)
-        return all(may_come)
+        return any(may_come) if reasons[rank][0].any_of else all(may_come)
 
     # A cycle has no first member: start with all waiting ranks, remove those that can continue.
     waiting = {rank for rank in reasons if reasons[rank]}

@@ -66,11 +66,8 @@ class EmulatedLink:
     def hosts(self, world_size: int) -> Hosts:
         """Return the ranks of each emulated host; one host where none are emulated."""
         size = self.ranks_per_host or world_size
-        hosts = []
-        for first in range(0, world_size, size):
-            end = min(first + size, world_size)
-            hosts.append(tuple(range(first, end)))
-        return tuple(hosts)
+        firsts = range(0, world_size, size)
+        return tuple(tuple(range(first, min(first + size, world_size))) for first in firsts)
 
     def message_seconds(self, num_bytes: float) -> float:
         """Return the seconds that one message of ``num_bytes`` takes."""
@@ -129,8 +126,7 @@ class Card:
         now_s: float,
     ) -> None:
         """Wait for the end of messages that began at ``now_s``, but not with ``near`` ranks."""
-        out_bytes = None
-        in_bytes = None
+        out_bytes = in_bytes = None
         if sent is not None and sent[0] not in near:
             out_bytes = sent[1].nbytes
         if received is not None and received[0] not in near:
@@ -152,12 +148,9 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
     ranks share a card, and there is none.
     """
     global _card, _hosts
-    _card = None
+    _card = None if link is None else Card(link)
     _hosts = None
-    if link is None:
-        return
-    if link.ranks_per_host is None:
-        _card = Card(link)
+    if link is None or link.ranks_per_host is None:
         return
     if arena is None or not HAS_SEMAPHORES:
         raise ValueError(

@@ -39,10 +39,8 @@ class PeakMemory:
     @property
     def by_device(self) -> dict[str, int]:
         """Bytes by the device that computed: tensors on each GPU, or the process on ``cpu``."""
-        if self.devices:
+        if self.devices or self.process_bytes is None:
             return self.devices
-        if self.process_bytes is None:
-            return {}
         return {"cpu": self.process_bytes}
 
     def __str__(self) -> str:
@@ -107,9 +105,7 @@ def own_bytes(status: Mapping[str, int]) -> int:
 
 def _above(peaks: Peaks, start_bytes: int) -> PeakMemory:
     devices = {name: size for name, size in peaks.items() if name != "cpu"}
-    process_bytes = None
-    if "cpu" in peaks:
-        process_bytes = max(0, peaks["cpu"] - start_bytes)
+    process_bytes = max(0, peaks["cpu"] - start_bytes) if "cpu" in peaks else None
     return PeakMemory(process_bytes, devices)
 
 

@@ -145,8 +145,7 @@ def separate_comm(
     hosts, _ = find_hosts(store, rank, size)
     neighbours = hosts[host_of(rank, hosts)]
     arena = map_arena(store, rank, size, neighbours)
-    board = None
-    near = None
+    board = near = None
     if arena is not None:
         board = arena.board
         near = SharedTransport(arena, rank, timeout.total_seconds())
@@ -155,9 +154,7 @@ def separate_comm(
     else:
         stay_on_loopback()
         far = TorchTransport("gloo", cpu, dist.ProcessGroupGloo(store, rank, size, timeout))
-        transport = far
-        if near is not None:
-            transport = HostsTransport(near, far, neighbours)
+        transport = far if near is None else HostsTransport(near, far, neighbours)
     comm = Comm(rank, size, cpu, transport, board, keep_spans=_KEPT_SPANS, hosts=hosts)
     return over_link(comm, ranks)
 
@@ -176,9 +173,7 @@ class HostsTransport(Transport):
         self.sent = far.sent
 
     def to(self, peer: int) -> Transport:
-        if peer in self.neighbours:
-            return self.near
-        return self.far
+        return self.near if peer in self.neighbours else self.far
 
     def send(self, tensor: Tensor, dst: int) -> None:
         self.to(dst).send(tensor, dst)

@@ -26,6 +26,8 @@ from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span
 
 # One end of a message: the peer, and the tensor that is sent or received.
 End = tuple[int, Tensor]
+# A message: source, destination, number on this edge.
+Message = tuple[int, int, int]
 
 # How often a loss is fetched from a GPU, for which the host waits.
 _LOSS_INTERVAL_S = 0.25
@@ -64,8 +66,7 @@ class Session:
         self.board = board
         self.near = near
         self.hosts = hosts
-        self.operations = 0
-        self.barriers = 0
+        self.operations = self.barriers = 0
         self._loss_due_s = 0.0
         # Whether starts of operations are compared with those of other ranks after the run.
         self._compares = False
@@ -93,8 +94,7 @@ class Session:
         Ranks of this host post their messages on the board. From each of the others one message
         like ``landing`` is received ahead. PeerLostError if a source has ended without one.
         """
-        started_s = time.monotonic()
-        looked_s = started_s
+        started_s = looked_s = time.monotonic()
         near = [source for source in sources if source in self.near]
         far = [source for source in sources if source not in self.near]
         while True:
@@ -135,10 +135,7 @@ class Session:
         timer = self.recorder.timer
         if start is None:
             start = timer.mark()
-        dst = None
-        src = None
-        posted_send = None  # (destination, description of the tensor)
-        posted_recv = None  # (source, description of the tensor)
+        dst = src = posted_send = posted_recv = None
         bytes_before = 0
         if sent is not None:
             dst, outgoing = sent
@@ -168,9 +165,7 @@ class Session:
         except PeerLostError as error:
             peers = [peer for peer in dict.fromkeys((dst, src)) if peer is not None]
             names = " and ".join(f"rank {peer}" for peer in peers)
-            lost_rank = error.rank
-            if len(peers) == 1:
-                lost_rank = peers[0]
+            lost_rank = peers[0] if len(peers) == 1 else error.rank
             raise PeerLostError(f"{op} with {names} broke off: {error}", lost_rank) from error
         board.leave(rank)
         self.operations += 1
@@ -181,13 +176,18 @@ class Session:
         came_s, late = board.arrived(rank, dst, src)
         if self.device.type == "cuda":
             came_s = None
-        messages: list[tuple[int, int, int]] = []  # (source, destination, number on this edge)
-        if self._compares and dst is not None:
-            messages.append((rank, dst, int(board.counts[SEND, rank, dst])))
-        if self._compares and src is not None:
-            messages.append((src, rank, int(board.counts[RECV, src, rank])))
+        messages = self._numbered_messages(dst, src) if self._compares else ()
         peer = src if dst is None else dst
-        self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, tuple(messages), late)
+        self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, messages, late)
+
+    def _numbered_messages(self, dst: int | None, src: int | None) -> tuple[Message, ...]:
+        """Return the messages that this rank has just sent and received."""
+        messages = []
+        if dst is not None:
+            messages.append((self.rank, dst, int(self.board.counts[SEND, self.rank, dst])))
+        if src is not None:
+            messages.append((src, self.rank, int(self.board.counts[RECV, src, self.rank])))
+        return tuple(messages)
 
     @contextmanager
     def joint_operation(self, op: str) -> Iterator[None]:
@@ -226,10 +226,7 @@ class Session:
         start = timer.mark()
         with self.joint_operation(name):
             yield
-        if dst is None:
-            self.operations += 1
-        else:
-            self.operations += sent.messages - messages_before
+        self.operations += 1 if dst is None else sent.messages - messages_before
         came_s = self.board.joint_arrived_s(self.rank)
         num_bytes = sent.num_bytes - bytes_before
         self.recorder.transfer(start, timer.mark(), num_bytes, dst, came_s, kind=kind)

@@ -236,6 +236,4 @@ def marked(name: str, mark: str) -> list[psutil.Process]:
 
 def loopback() -> str:
     """Name the network interface that only processes of this machine can reach."""
-    if sys.platform == "darwin":
-        return "lo0"
-    return "lo"
+    return "lo0" if sys.platform == "darwin" else "lo"

@@ -65,9 +65,7 @@ class Waiter:
 
     def wait_for_first(self, needs: Sequence[tuple[Semaphore, int]]) -> int:
         """Wait for the first of several (semaphore, peer), decrement it, and return its index."""
-        started_s = time.monotonic()
-        looked_s = started_s
-        now_s = started_s
+        started_s = looked_s = now_s = time.monotonic()
         sleep_s = LOOK_S if len(needs) == 1 else _TURN_S
         while True:
             spins = now_s - started_s < _SPIN_S and now_s >= self._spins_from_s
@@ -112,10 +110,8 @@ def why_gone(board: Board, peer: int) -> str:
         return f"rank {peer} has left: its process group was destroyed, or its program has ended"
     # The board of another host does not say the process id.
     if state == LOST or (pid and not is_running(pid)):
-        process = f"the process of rank {peer}"
-        if pid:
-            process += f" (pid {pid})"
-        return f"{process} has ended"
+        number = f" (pid {pid})" if pid else ""
+        return f"the process of rank {peer}{number} has ended"
     return ""
 
 
@@ -142,8 +138,7 @@ class Channel:
         self._wait = wait
         self._sent = sent or Sent()
         self._slots = arena.slots(source, destination)
-        self._next = 0
-        self._slot_bytes = 0
+        self._next = self._slot_bytes = 0
 
     def reserve(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """The next free slot as a tensor [num_elements]; may wait."""
@@ -334,6 +329,4 @@ class SharedTransport(Transport):
 def split_segments(flat: Tensor, most: int) -> Sequence[Tensor]:
     """Split ``flat`` [n] into segments of at most ``most`` elements."""
     # Splitting a small message would take longer than copying it.
-    if flat.numel() <= most:
-        return (flat,)
-    return flat.split(most)
+    return flat.split(most) if flat.numel() > most else (flat,)

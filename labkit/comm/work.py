@@ -290,8 +290,7 @@ class WorkQueue(threading.Thread):
             # Let the other ranks fail at once, unless the operation was refused at the start.
             if board.posted(rank) != posted_before:
                 board.give_up(rank, f"{type(error).__name__}: {error}")
-        self.under_way = None
-        self._worker = None
+        self.under_way = self._worker = None
         work.finish(error)
 
     def end(self, patience_s: float | None = None) -> bool:
@@ -304,9 +303,7 @@ class WorkQueue(threading.Thread):
                 while True:
                     self._queue.get_nowait()
         self._queue.put(None)
-        limit_s = patience_s
-        if limit_s is None:
-            limit_s = self.timeout_s + _GRACE_S
+        limit_s = self.timeout_s + _GRACE_S if patience_s is None else patience_s
         self.join(min(limit_s, threading.TIMEOUT_MAX))
         return not self.is_alive()
 
