@@ -125,20 +125,20 @@ def make_backends(names: Mapping[str, str], opts: Any, options: object) -> dict[
 
 
 def by_tensor(name: str) -> Callable[..., Any]:
-    """The method ``name``, ours for tensors of the CPU, and otherwise PyTorch's."""
-    ours = getattr(LabkitGroup, name)
-    pytorchs = getattr(dist.ProcessGroup, name)
+    """Return the method ``name``: labkit's for tensors of the CPU, and otherwise PyTorch's."""
+    labkit_method = getattr(LabkitGroup, name)
+    pytorch_method = getattr(dist.ProcessGroup, name)
 
     def method(self: CompositeGroup, *args: Any, **options: Any) -> Any:
-        device = device_of((*args, *options.values()))
-        chosen = ours if device == "cpu" else pytorchs
-        return chosen(self, *args, **options)
+        if device_of((*args, *options.values())) == "cpu":
+            return labkit_method(self, *args, **options)
+        return pytorch_method(self, *args, **options)
 
     return method
 
 
 def device_of(values: Iterable[Any]) -> str:
-    """The type of the device of the first tensor in nested lists; of no tensor, the CPU's."""
+    """Return the device type of the first tensor in nested lists; without a tensor, the CPU's."""
     for value in values:
         if isinstance(value, Tensor):
             return value.device.type

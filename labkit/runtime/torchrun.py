@@ -23,7 +23,7 @@ from labkit.collectives import all_gather
 from labkit.comm.board import RUNNING
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
-from labkit.comm.meeting import separate_comm
+from labkit.comm.rendezvous import separate_comm
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport

@@ -29,7 +29,7 @@ from labkit import gpus
 from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink, over_link, plug_in
-from labkit.comm.meeting import HostsTransport, find_hosts, meet, stay_on_loopback
+from labkit.comm.rendezvous import HostsTransport, find_hosts, map_arena, stay_on_loopback
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.source_lines import install_sources
@@ -257,7 +257,7 @@ def connect(
     hosts, host_names[:] = find_hosts(group_store, rank, world_size)
     neighbours = hosts[host_of(rank, hosts)]
     if arena is None:
-        arena = meet(group_store, rank, world_size, neighbours)
+        arena = map_arena(group_store, rank, world_size, neighbours)
     plug_in(link, rank, arena if len(hosts) == 1 else None)
     between_hosts = TorchTransport(plan.backend, device)
     transport: Transport = between_hosts
