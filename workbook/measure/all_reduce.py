@@ -156,45 +156,39 @@ def result_of(seconds: Cells, link: Link, world_size: int) -> Result:
     """
     share_of_limit: dict[int, dict[str, float]] = {}
     model_s: dict[int, dict[str, float]] = {}
+    # By contender and size.
+    curves: dict[str, dict[int, list[float]]] = {}
+    model_curves: dict[str, dict[int, float]] = {}
     for size, seconds_by_name in seconds.items():
         share_of_limit[size] = {}
         model_s[size] = {}
         limit_s = median(seconds_by_name[_LIMIT])
         for name, repeats_s in seconds_by_name.items():
             share_of_limit[size][name] = limit_s / median(repeats_s)
+            curves.setdefault(name, {})[size] = repeats_s
         for name in _MODELLED:
             model_s[size][name] = all_reduce_seconds(name, size, world_size, link)
+            model_curves.setdefault(name, {})[size] = model_s[size][name]
     crossover = crossover_bytes(world_size, link)
     overtakes = format_bytes(crossover) if math.isfinite(crossover) else "never"
-    names = next(iter(seconds.values()))
 
     def figure() -> Any:
         from workbook.plots import size_curves
 
         title = f"All-reduce on {world_size} ranks (gloo over TCP, the others in shared memory)"
-        if "NCCL" in names:
+        if "NCCL" in curves:
             title = f"All-reduce on {world_size} GPUs"
-        drawn = [name for name in _DRAWN if name in names]
-        return size_curves(
-            _curves(seconds, drawn), _curves(model_s, _DRAWN[:2]), crossover, title=title
-        )
+        drawn = {name: curves[name] for name in _DRAWN if name in curves}
+        models = {name: model_curves[name] for name in ("tree", "ring")}
+        return size_curves(drawn, models, crossover, title=title)
 
     return Result(
         title=f"All-reduce of float32 in place, {world_size} ranks, in turns",
         facts={"world_size": world_size},
         seconds=seconds,
-        against=tuple(name for name in _REFERENCES if name in names),
+        against=tuple(name for name in _REFERENCES if name in curves),
         case="size_bytes",
         columns={"share_of_limit": share_of_limit, "model_s": model_s},
         notes=(str(link), f"The ring overtakes the tree in the model: {overtakes}."),
         figures={f"{world_size}_ranks": figure},
     )
-
-
-def _curves(cells: Cells, names: list[str] | tuple[str, ...]) -> dict[str, dict[int, Any]]:
-    """The cells of these contenders, by contender and size."""
-    curves: dict[str, dict[int, Any]] = {name: {} for name in names}
-    for size, by_name in cells.items():
-        for name in names:
-            curves[name][size] = by_name[name]
-    return curves

@@ -44,6 +44,7 @@ MODEL = GPT(layers=4, width=48, heads=12, length=16, vocabulary=64)
 FORWARD_S = 3e-3  # of a block, for one sample
 LINK = Link(1e-3, 1e-7)
 _LINK = EmulatedLink(LINK.alpha_s, 1 / LINK.beta_s_per_byte)
+_run = partial(labkit.run, device="cpu", link=_LINK)
 MICRO_BATCHES = 4
 BUCKET_MB = 0.1
 # A prediction within this relative error is called right.
@@ -250,18 +251,15 @@ def measured_s(
         torch.set_num_threads(1)
         return [_steps(comm, name, ranks, repeats) for name in names]
 
-    by_world_size: dict[int, list[str]] = {1: [], ranks: []}
-    for name in names:
-        in_one_process = name == "single" or strategies.get(name).in_one_process
-        by_world_size[1 if in_one_process else ranks].append(name)
+    alone = [name for name in names if name == "single" or strategies.get(name).in_one_process]
+    together = [name for name in names if name not in alone]
     seconds = {}
-    for world_size, names_here in by_world_size.items():
-        if not names_here:
-            continue
-        result = labkit.run(all_steps, names_here, world_size=world_size, device="cpu", link=_LINK)
-        for name, by_rank in zip(names_here, zip(*result.values)):
-            # A worker of the asynchronous server has no steps.
-            seconds[name] = list(map(max, zip(*filter(None, by_rank))))
+    for world_size, group in ((1, alone), (ranks, together)):
+        if group:
+            result = _run(all_steps, group, world_size=world_size)
+            for name, by_rank in zip(group, zip(*result.values)):
+                # An asynchronous worker has no steps: the server counts them.
+                seconds[name] = list(map(max, zip(*filter(None, by_rank))))
     return {name: seconds[name] for name in names}
 
 

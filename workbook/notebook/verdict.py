@@ -103,20 +103,16 @@ def _computing_s(run: TrainResult) -> float:
 def faster(times: Mapping[str, Times]) -> Verdict:
     """Name the fastest of several ways, and compare it with the others."""
     first, *slower = sorted(times, key=lambda name: statistics.median(_seconds(times[name])))
-    close: dict[str, Ratio] = {}
+    ratios = {name: _ratio(times[name], times[first]) for name in slower}
+    close = [name for name in slower if ratios[name].is_larger is None]
     ahead = []
-    for name in slower:
-        ratio = _ratio(times[name], times[first])
-        if ratio.is_larger is None:
-            close[name] = ratio
-        else:
+    for name, ratio in ratios.items():
+        if name not in close:
             ahead.append(f"{ratio} as fast as {name} ({ratio.spread})")
     if not close:
-        return Verdict(
-            f"Fastest: {first}, {', '.join(ahead)}.", _ratio(times[slower[0]], times[first])
-        )
-    nearest, ratio = next(iter(close.items()))
-    spread = f"{nearest} / {first}: {ratio.spread}" if ratio.repeats else ratio.spread
+        return Verdict(f"Fastest: {first}, {', '.join(ahead)}.", ratios[slower[0]])
+    ratio = ratios[close[0]]
+    spread = f"{close[0]} / {first}: {ratio.spread}" if ratio.repeats else ratio.spread
     text = f"Cannot be told apart: {first} and {', '.join(close)} ({spread})."
     if ahead:
         text += f" {first} was {', '.join(ahead)}."
