@@ -219,9 +219,6 @@ def best_split(
     def memory_bytes(stage: int, start: int, end: int) -> int:
         return _memory_bytes(layers[start:end], held[stage])
 
-    def fits(stage: int, start: int, end: int) -> bool:
-        return memory_bytes(stage, start, end) <= cap_bytes
-
     least, _ = cheapest_cuts(memory_bytes, len(layers), num_stages, max)
     if least > cap_bytes:
         raise ValueError(
@@ -231,13 +228,13 @@ def best_split(
 
     @functools.cache
     def compute_s(stage: int, start: int, end: int) -> float:
-        if not fits(stage, start, end):
+        if memory_bytes(stage, start, end) > cap_bytes:
             return math.inf
         return sum(layer.forward_s + layer.backward_s for layer in layers[start:end])
 
     def hops_s(stage: int, start: int, end: int) -> float:
         """The messages over the cut before a stage."""
-        if not fits(stage, start, end):
+        if memory_bytes(stage, start, end) > cap_bytes:
             return math.inf
         one_way_s = link.message_seconds(layers[start - 1].output_bytes)
         return one_way_s * ((stage > 0) + (start > first))

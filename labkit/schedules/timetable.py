@@ -70,10 +70,9 @@ def predicted_slots(
                 stage = chunk * num_ranks + rank
                 start_s = slots[rank][-1].end_s if slots[rank] else 0.0
                 for needed, transfer_s in _inputs(kind, stage, hop_s).items():
-                    start_s = max(
-                        start_s, ends_s.get((*needed, micro_batch), math.inf) + transfer_s
-                    )
-                if start_s == math.inf:
+                    arrival_s = ends_s.get((*needed, micro_batch), math.inf) + transfer_s
+                    start_s = max(start_s, arrival_s)
+                if start_s == math.inf:  # an input has not been made yet
                     break
                 actions.popleft()
                 end_s = start_s + seconds[kind][stage]

@@ -230,13 +230,8 @@ class Strategy:
 
     def _total_norm(self) -> Tensor:
         """The norm of all gradients together; a collective call where ranks divide them."""
-        gradients = []
-        for parameter in self.trained:
-            gradient = parameter.grad
-            is_counted = parameter not in self.counted_elsewhere
-            if is_counted and gradient is not None and gradient.numel():
-                gradients.append(gradient)
-        norm = get_total_norm(gradients).double()
+        gradients = [p.grad for p in self.trained if p not in self.counted_elsewhere]
+        norm = get_total_norm([g for g in gradients if g is not None and g.numel()]).double()
         if self.norm_ranks:
             square = norm.square().to(self.comm.device)
             norm = naive_all_reduce(SubComm(self.comm, self.norm_ranks), square).sqrt()

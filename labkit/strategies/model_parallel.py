@@ -1,10 +1,7 @@
 """Model and pipeline parallelism: the model is cut into stages, each on its own device.
 
-The batch passes through the stages one after another, forward and then backward:
-
-    stage 0   F . . . . B
-    stage 1   . F . . B .
-    stage 2   . . F B . .
+The batch passes through the stages one after another, forward and then backward (drawn in
+``schedules.one_by_one``).
 
 A device needs memory only for its own stage: that is the purpose of the technique. While one stage
 works, all others wait, so the technique is no faster than one device.
@@ -94,16 +91,11 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        value: Tensor,
-        strategy: ModelParallelOneProcess,
-        source: torch.device,
-        target: torch.device,
+        ctx: Any, value: Tensor, strategy: ModelParallelOneProcess, *ends: torch.device
     ) -> Tensor:
         ctx.strategy = strategy
-        ctx.source = source
-        ctx.target = target
-        return strategy.move("hop", value, source, target)
+        ctx.source, ctx.target = ends
+        return strategy.move("hop", value, *ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:

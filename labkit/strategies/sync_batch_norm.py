@@ -120,8 +120,10 @@ class SyncBatchNorm(_BatchNorm):
                 if factor is None:
                     factor = 1 / float(self.num_batches_tracked)
                 unbiased = variance.detach() * (count / max(1, count - 1))
-                _move_average(self.running_mean, mean, factor)
-                _move_average(self.running_var, unbiased, factor)
+                averages = ((self.running_mean, mean), (self.running_var, unbiased))
+                for average, value in averages:
+                    assert average is not None
+                    average.lerp_(value.detach().to(average.dtype), factor)
             scale = (variance + self.eps).rsqrt()
             if self.weight is not None:
                 scale = scale * self.weight
@@ -129,11 +131,6 @@ class SyncBatchNorm(_BatchNorm):
             if self.bias is not None:
                 y = y + by_channel(self.bias, x)
             return y.to(input.dtype)
-
-
-def _move_average(average: Tensor | None, value: Tensor, factor: float) -> None:
-    assert average is not None
-    average.lerp_(value.detach().to(average.dtype), factor)
 
 
 def convert(model: nn.Module, comm: Comm, workers: Sequence[int]) -> None:
