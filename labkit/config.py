@@ -66,8 +66,9 @@ def _text(value: Any) -> str:
 def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
     """``"1:4.0"`` is (1, 4.0): rank 1 takes four times as long to compute."""
     match = re.fullmatch(r"([0-9]{1,4}):([0-9]+\.?[0-9]*)", str(text), re.ASCII)
-    rank = int(match[1]) if match else -1
-    factor = float(match[2]) if match else 0.0
+    rank, factor = -1, 0.0
+    if match:
+        rank, factor = int(match[1]), float(match[2])
     if not (0 <= rank < world_size and factor >= 1):
         raise ValueError(
             f"straggler must be RANK:FACTOR, as in 1:4.0, got {shortened(text)}: with world_size "

@@ -152,7 +152,8 @@ def hardware() -> dict[str, Any]:
     cpu = platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         match = re.search(r"model name.*?: (.*)", Path("/proc/cpuinfo").read_text())
-        cpu = match[1] if match else cpu
+        if match:
+            cpu = match[1]
     count = num_gpus()
     gpus = []
     if count:
