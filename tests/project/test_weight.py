@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 22140,
+    "labkit": 22150,
     "notebooks": 900,
     "tests": 25110,
     "tools": 1610,
-    "workbook": 12680,
+    "workbook": 13210,
 }
 
 
