@@ -17,7 +17,7 @@ LIMITS = {
     "data": 60,
     "labkit": 22150,
     "notebooks": 900,
-    "tests": 25110,
+    "tests": 25120,
     "tools": 1610,
     "workbook": 13210,
 }
