@@ -22,8 +22,9 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # Imported modules are no garbage; to look for some takes a fifth of the time of the imports.
 gc.disable()
 # A rank that joins a group looks for its backend in all installed packages: 5 ms, but for this.
-importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
-importlib.metadata.entry_points(group="torch.distributed.backends")
+_entry_points: Any = functools.cache(importlib.metadata.entry_points)
+_entry_points(group="torch.distributed.backends")
+importlib.metadata.entry_points = _entry_points
 
 
 def _freeze() -> None:

@@ -195,7 +195,9 @@ def seed_random_numbers(rank: int) -> None:
     for_python, for_numpy, for_torch = numpy_random.SeedSequence(rank).generate_state(3)
     random.seed(int(for_python))
     numpy_random.seed(int(for_numpy))
-    torch.manual_seed(int(for_torch))
+    # For GPUs that may come PyTorch keeps a traceback, which takes milliseconds.
+    seed = torch.manual_seed if gpus.may_exist() else torch.default_generator.manual_seed
+    seed(int(for_torch))
 
 
 def allow_tf32(allowed: bool) -> None:

@@ -19,7 +19,7 @@ LIMITS = {
     "notebooks": 900,
     "tests": 25200,
     "tools": 1610,
-    "workbook": 12680,
+    "workbook": 13210,
 }
 
 

@@ -25,8 +25,7 @@ _PATIENCE_S = 1.0
 def _tensors(rank: int, case: Case) -> list[Tensor]:
     """[size], a transposed matrix [2, 3], and a tensor of no dimension."""
     key = 10 * rank
-    matrix = case.random(key + 1, 3, 2)
-    return [case.random(key, case.size), matrix.t(), case.random(key + 2)]
+    return [case.random(key, case.size), case.random(key + 1, 3, 2).t(), case.random(key + 2)]
 
 
 def _sums(rank: int, case: Case) -> list[Tensor]:

@@ -38,10 +38,8 @@ class Case:
     against: dict[str, str] = field(repr=False)
 
     def __repr__(self) -> str:
-        lines = [f"To be named: {', '.join(self.answer)}. The suspects:"]
-        for letter, cause in self.suspects.items():
-            lines.append(f"  {letter}  {cause}")
-        return "\n".join(lines)
+        causes = [f"  {letter}  {cause}" for letter, cause in self.suspects.items()]
+        return "\n".join([f"To be named: {', '.join(self.answer)}. The suspects:", *causes])
 
     def objection(self, name: str, answer: Any) -> str:
         """Evidence against an answer to ``name``; "" if it is right, a float within 5%."""
@@ -118,10 +116,7 @@ def check_of(title: str) -> Callable[..., Verdict]:
     return lambda case, **answers: show_verdict(title, lambda: judge(case, answers))
 
 
-mismatch = check_of("cases.mismatch")
-drift = check_of("cases.drift")
-straggler = check_of("cases.straggler")
-divisor = check_of("cases.divisor")
-sampler = check_of("cases.sampler")
-buffers = check_of("cases.buffers")
+mismatch, drift = check_of("cases.mismatch"), check_of("cases.drift")
+straggler, divisor = check_of("cases.straggler"), check_of("cases.divisor")
+sampler, buffers = check_of("cases.sampler"), check_of("cases.buffers")
 link = check_of("cases.link")

@@ -72,12 +72,9 @@ def _forgetful(rank: int, case: Case) -> list[Tensor]:
 
 
 def _parts(case: Case) -> dict[str, Tensor]:
-    parts = {}
-    for rank in range(case.world_size):
-        parts[f"what rank {rank} sends"] = _sent(rank, case)
-    for rank in range(case.world_size):
-        parts[f"rank {rank}'s gradient + residual"] = _corrected(rank, case)
-    return parts
+    ranks = range(case.world_size)
+    parts = {f"what rank {rank} sends": _sent(rank, case) for rank in ranks}
+    return parts | {f"rank {rank}'s gradient + residual": _corrected(rank, case) for rank in ranks}
 
 
 # Returned are the sum of what all ranks send, and this rank's new residual, both [N].

@@ -4,6 +4,7 @@ Symbols: P ranks, B samples in the global batch.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ def _share(rank: int, case: Case) -> tuple[Tensor, Tensor]:
     return case.random(31 + rank, count, _FEATURES), targets.long()
 
 
+@lru_cache(maxsize=64)
 def _gradients(rank: int, case: Case) -> Tensor:
     """Gradients of the sum over a rank's samples, in one row."""
     model = _model()
@@ -104,9 +106,9 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
     """
     shapes = ((3, 2), (3,), (3, 3), (3,))
     parameters = [nn.Parameter(random_tensor(i + 1, *shape)) for i, shape in enumerate(shapes)]
-    reported = []  # what ``ready`` was called for
-    accumulated = []
-    delayed = []
+    reported: list[int | str] = []  # what ``ready`` was called for
+    accumulated: list[int | str] = []
+    delayed: list[str] = []
 
     def ready(*args: Any) -> None:
         index = plain(args[0]) if len(args) == 1 else None

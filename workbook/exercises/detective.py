@@ -74,14 +74,11 @@ def case_of_run(
 def show_stacks(case: Case) -> None:
     """Print the lines of the program, and of PyTorch just above them, on which ranks stand."""
     for rank, stack in case.clues["stacks"].items():
-        print(f"rank {rank}")
         frames = [line for line in stack.splitlines() if "distributed_c10d" in line]
         frames += [line for line in stack.splitlines() if _PROGRAM.name in line]
-        for frame in frames:
-            print(re.sub(r'File ".*/', 'File "', frame))
-        if not frames:
-            # A rank that did not answer has an error there instead.
-            print(stack.strip())
+        # A rank that did not answer has an error there instead.
+        shown = [re.sub(r'File ".*/', 'File "', frame) for frame in frames] or [stack.strip()]
+        print(f"rank {rank}", *shown, sep="\n")
 
 
 def hang(seed: int | None = None) -> Case:

@@ -86,8 +86,10 @@ def _by_rank(case: Case, mistake: str = "") -> list[list]:
                 loss = functional.cross_entropy(model(inputs), targets)
                 loss.backward()
                 batch_losses.append(loss.item())
-            if mistake != "not averaged":
-                _average_gradients([model for model, _ in trainings])
+            for replicas in zip(*(model.parameters() for model, _ in trainings)):
+                mean = torch.stack([weight.grad for weight in replicas]).mean(0)
+                for weight in replicas if mistake != "not averaged" else ():
+                    weight.grad = mean.clone()
             for _, optimizer in trainings:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -95,13 +97,6 @@ def _by_rank(case: Case, mistake: str = "") -> list[list]:
     by_rank: list[list] = [[_left(*training)[0], losses, None, None] for training in trainings]
     by_rank[0][2:] = _left(*trainings[0])
     return by_rank
-
-
-def _average_gradients(replicas: list[nn.Sequential]) -> None:
-    for weights in zip(*(replica.parameters() for replica in replicas)):
-        mean = torch.stack([weight.grad for weight in weights]).mean(0)
-        for weight in weights:
-            weight.grad = mean.clone()
 
 
 def _ported(fn: Callable, comm: Comm, case: Case) -> list | Wrong:

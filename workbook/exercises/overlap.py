@@ -6,7 +6,7 @@ it. Symbols: P ranks, B samples in the global batch.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -287,6 +287,7 @@ def _drawn_step(fn: Callable, comm: Comm) -> Tensor:
     return _flat(_left(parameters), range(len(parameters)))
 
 
+@lru_cache(maxsize=64)
 def _of_rank(rank: int, case: Case) -> Tensor:
     return _flat(_gradients(rank, case), range(len(_SHAPES)))
 

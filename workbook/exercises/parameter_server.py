@@ -145,7 +145,8 @@ def _in_both_orders(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) 
         time.sleep(_APART_S * (turn % comm.world_size))
         _with_workers(fn, comm, values, gradient, BATCH_SIZE)
         results.append(values.clone())
-    if agree(*results) and not torch.equal(*results):
+    first, second = results
+    if agree(first, second) and not torch.equal(first, second):
         return Wrong(
             "the last bits depend on which worker comes first: add the pushes in a fixed order"
         )

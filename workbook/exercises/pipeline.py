@@ -286,13 +286,6 @@ def _completed(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong:
     return received
 
 
-def _parts(case: Case) -> dict[str, Tensor]:
-    parts = {}
-    for rank in range(case.world_size):
-        parts |= _landed(rank, case)
-    return parts
-
-
 _check = partial(Check, inputs=lambda rank, case: (case,), written=None, target=_target)
 # All hops of a 1F1B step are carried out, each in one call of comm.
 hop = _check(
@@ -300,7 +293,7 @@ hop = _check(
     lambda rank, case: [*_landed(rank, case).values()],
     signature="comm, hop, outgoing, landing",
     call=_completed,
-    parts=_parts,
+    parts=lambda case: {k: t for r in range(case.world_size) for k, t in _landed(r, case).items()},
     sizes=(),
 )
 

@@ -209,7 +209,7 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
     for worker, late in tracker.updates:
         parameters[worker - 1] -= plan.steps[worker] / (1 + late)
         pulls[worker].append([*parameters])
-    pairs = {
+    pairs: dict[str, tuple[Any, list]] = {
         "the list says": (books, [list(update) for update in tracker.updates]),
         "the parameters end as": (end, parameters),
     }

@@ -47,11 +47,10 @@ def _inputs(by_outputs: bool, rank: int, case: Case) -> tuple[Tensor, Tensor, Te
 
 def _terms(by_outputs: bool, case: Case) -> list[Tensor]:
     """By rank, the product that has to be summed."""
-    terms = []
-    for rank in range(case.world_size):
-        x, weight, gradient = _inputs(by_outputs, rank, case)
-        terms.append(gradient @ weight if by_outputs else x @ weight.T)
-    return terms
+    tensors = [_inputs(by_outputs, rank, case) for rank in range(case.world_size)]
+    if by_outputs:
+        return [gradient @ weight for _, weight, gradient in tensors]
+    return [x @ weight.T for x, weight, _ in tensors]
 
 
 def _results(by_outputs: bool, rank: int, case: Case, summed: bool = True) -> list[Tensor]:

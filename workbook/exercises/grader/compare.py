@@ -89,12 +89,9 @@ def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> T
     value = value.cpu().double()
     expected = expected.cpu().double()
     magnitude = expected.abs().nan_to_num(posinf=0.0)
-    magnitudes = []
-    for summand in summands:
-        if summand.shape == value.shape:
-            magnitudes.append(summand.double().abs().nan_to_num(posinf=0.0))
-    if magnitudes:
-        may_differ = 4 * magnitude + len(magnitudes) * torch.stack(magnitudes).sum(0)
+    added = [s.double().abs() for s in summands if s.shape == value.shape]
+    if added:
+        may_differ = 4 * magnitude + len(added) * torch.stack(added).nan_to_num(posinf=0.0).sum(0)
     elif magnitude.numel() > 0:
         may_differ = _FEW * (magnitude + magnitude.max())
     else:

@@ -110,12 +110,13 @@ def _wrong_part(exercise: Exercise, case: Case, rank: int, value: Any) -> _Part 
     if other_kind(value, expected):
         return None if agree(value, expected) else _Part("", 0, value, expected, [])
     value = fit(value, expected)
-    name = "chunk" if exercise.chunked else "entry"
-    if not isinstance(expected, list):
-        value = _pieces(exercise, case, value)
-        expected = _pieces(exercise, case, expected)
-        if not exercise.chunked:
-            name = ""
+    name = ""
+    if exercise.chunked:
+        name = "chunk"
+    elif isinstance(expected, list):
+        name = "entry"
+    value = _pieces(exercise, case, value)
+    expected = _pieces(exercise, case, expected)
     inputs = [_input_pieces(exercise, case, peer) for peer in range(case.world_size)]
     for index, (piece, expected_piece) in enumerate(zip(value, expected)):
         if exercise.chunked:
@@ -138,9 +139,7 @@ def _pieces(exercise: Exercise, case: Case, value: Any) -> list:
     """The chunks of a tensor, if it is judged by chunks; a list as it is."""
     if isinstance(value, list):
         return value
-    if exercise.chunked:
-        return split_chunks(value.flatten(), case.world_size)
-    return [value]
+    return split_chunks(value.flatten(), case.world_size) if exercise.chunked else [value]
 
 
 def _input_pieces(exercise: Exercise, case: Case, rank: int) -> list:
@@ -205,10 +204,9 @@ def _flat(value: Any) -> Tensor | None:
 
 def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, float]:
     """The factors by which the parts, [n], add up to a value, [n]; {} if there are none."""
-    parts = {}
-    for name, part in basis.items():
-        if part is not None and part.shape == value.shape:
-            parts[name] = part
+    parts = {
+        k: part for k, part in basis.items() if part is not None and part.shape == value.shape
+    }
     # A fit over as many parts as there are numbers would explain anything.
     if 2 * len(parts) > value.numel():
         parts = {name: part for name, part in parts.items() if not name.startswith("chunk")}
@@ -229,7 +227,4 @@ def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, floa
 
 def in_words(factors: Mapping[str, float]) -> str:
     """``0.5 x rank 0 + rank 2``."""
-    summands = []
-    for name, factor in factors.items():
-        summands.append(name if factor == 1 else f"{factor:.3g} x {name}")
-    return " + ".join(summands)
+    return " + ".join(name if x == 1 else f"{x:.3g} x {name}" for name, x in factors.items())
