@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,11 +102,9 @@ class LabkitGroup(ProcessGroup):
         self._num_collectives = 0
         # Between start and end of coalescing: the operations called since.
         self._coalesced: list[Work] | None = None
-        self._mailbox = Mailbox(
-            peers=set(range(size)) - {rank},
-            queue=partial(self._queue_of, "pairs"),
-            timeout_s=timeout.total_seconds(),
-        )
+        peers = set(range(size)) - {rank}
+        queue_of_edge = partial(self._queue_of, "pairs")
+        self._mailbox = Mailbox(peers, queue_of_edge, timeout.total_seconds())
         _live.add(self)
 
     # The signatures below are PyTorch's. ``opts`` has rootRank, reduceOp and asyncOp, where there
@@ -149,12 +148,10 @@ class LabkitGroup(ProcessGroup):
         if self.rank() not in ranks:
             return None
         store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
+        timeout = timeout or self._timeout
+        ranks_in_run = [self._ranks[rank] for rank in ranks]
         group = LabkitGroup(
-            store,
-            rank=ranks.index(self.rank()),
-            size=len(ranks),
-            timeout=timeout or self._timeout,
-            ranks=[self._ranks[rank] for rank in ranks],
+            store, ranks.index(self.rank()), len(ranks), timeout, ranks=ranks_in_run
         )
         group.group_name = group_name or ""
         group.group_desc = group_desc or ""
@@ -279,7 +276,7 @@ class LabkitGroup(ProcessGroup):
                     for target, values in zip(outputs[number], gathered):
                         target.copy_(values)
 
-        return self._queue(name, operation, tensors, opts, _flatten(outputs))
+        return self._queue(name, operation, tensors, opts, list(chain.from_iterable(outputs)))
 
     def scatter(self, outputs, inputs, opts):
         shares = inputs[0] if inputs else []
@@ -299,7 +296,8 @@ class LabkitGroup(ProcessGroup):
                 scaled_shares = [scaled(share, opts) for share in shares]
                 output.copy_(collectives.reduce_scatter(comm, scaled_shares, op))
 
-        return self._queue("reduce_scatter", operation, _flatten(inputs), opts, outputs)
+        shares = list(chain.from_iterable(inputs))
+        return self._queue("reduce_scatter", operation, shares, opts, outputs)
 
     def reduce_scatter_single(self, output, tensor, opts):
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -394,10 +392,6 @@ class LabkitGroup(ProcessGroup):
     def abort(self) -> None:
         """End the group at once, without its queued operations."""
         self.shutdown(_LAST_PATIENCE_S)
-
-
-def _flatten(lists: Sequence[Sequence[Tensor]]) -> Tensors:
-    return [tensor for tensors in lists for tensor in tensors]
 
 
 _live: weakref.WeakSet[LabkitGroup] = weakref.WeakSet()

@@ -62,8 +62,7 @@ def _run(comm: Comm, reduction: Reduction, flat: Tensor) -> None:
     steps = _steps(comm.rank, comm.world_size)
     wide = reduction.wide
     first, _ = steps[0]
-    right = comm.transport.channel_to(first.dst)
-    left = comm.transport.channel_from(first.src)
+    right, left = comm.transport.channel_to(first.dst), comm.transport.channel_from(first.src)
     chunks = split_chunks(flat, comm.world_size)
     segments = [chunk.split(right.segment_bytes // wide.itemsize) for chunk in chunks]
     columns = list(zip_longest(*segments, fillvalue=flat[:0]))

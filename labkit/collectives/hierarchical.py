@@ -108,12 +108,9 @@ def _reduce_slices(comm: Comm, reduction: Reduction, slices: tuple[Tensor, ...])
             chunk = chunks[step.recv_chunk]
             outgoing = chunks[step.send_chunk]
             incoming = torch.empty_like(chunk) if is_sum else chunk
-            dst = members[step.dst]
-            src = members[step.src]
-            with (
-                comm.span("between_hosts"),
-                exchange_under_way(comm, send=outgoing, dst=dst, recv=incoming, src=src),
-            ):
+            dst, src = members[step.dst], members[step.src]
+            exchange = exchange_under_way(comm, send=outgoing, dst=dst, recv=incoming, src=src)
+            with comm.span("between_hosts"), exchange:
                 if step_number == 0 and number + 1 < len(slices):
                     share_reduce(inside, parts_of(comm, partials[number + 1]), reduction.partial)
                 if step_number == len(steps) - 1 and number > 0:

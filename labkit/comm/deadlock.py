@@ -93,8 +93,7 @@ def uneven_collectives(board: Board, *ranks: int) -> str:
     if len({int(board.collectives[rank]) for rank in ranks}) < 2:
         return ""
     lines = ["", "The latest collectives that each rank has called:"]
-    for rank in ranks:
-        lines.append(f"  rank {rank}: {latest_collectives(board, rank)}")
+    lines += [f"  rank {rank}: {latest_collectives(board, rank)}" for rank in ranks]
     return "\n".join(lines)
 
 
@@ -113,8 +112,7 @@ def waits(board: Board, rank: int) -> list[Waiting]:
     """List what the rank is waiting for now; empty when it can continue by itself."""
     slot = board.ranks[rank]
     op = _text(slot["op"])
-    dst = int(slot["dst"])
-    src = int(slot["src"])
+    dst, src = int(slot["dst"]), int(slot["src"])
     if slot["state"] != RUNNING or not op:
         return []
     if op == RECV_ANY and src < 0:
@@ -164,11 +162,9 @@ def stuck_ranks(board: Board) -> list[int]:
 
     # A cycle has no first member: start with all waiting ranks, remove those that can continue.
     waiting = {rank for rank in reasons if reasons[rank]}
-    while True:
-        freed = {rank for rank in waiting if can_continue(rank)}
-        if not freed:
-            return sorted(waiting)
+    while freed := {rank for rank in waiting if can_continue(rank)}:
         waiting -= freed
+    return sorted(waiting)
 
 
 def find_cycle(reasons: dict[int, list[Waiting]]) -> list[int]:
@@ -207,8 +203,7 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
         lines.append(f"  rank {rank} is {explain_rank(board, rank)}, at {location}")
     ops = {waits_in(board, rank)[0] for rank in cycle}
     step = "give every send a receive, and let all ranks call the same collectives."
-    sequences = uneven_collectives(board, *sorted({*stuck, *waiting_for}))
-    if sequences:
+    if sequences := uneven_collectives(board, *sorted({*stuck, *waiting_for})):
         lines.append(sequences.lstrip())
     elif ops and ops <= {"recv", RECV_ANY}:
         step = "all of them receive first. Let one send first, or use comm.exchange."
@@ -239,8 +234,7 @@ def waits_in(board: Board, rank: int) -> tuple[str, str]:
     """Return the operation that a rank is in, and the line that called it; "" for none."""
     slot = board.ranks[rank]
     op = _text(slot["op"])
-    location = _text(slot["location"]) if op else ""
-    return op, location
+    return op, _text(slot["location"]) if op else ""
 
 
 def _text(field: bytes) -> str:

@@ -83,10 +83,7 @@ class Card:
 
     def __init__(self, link: EmulatedLink, shared: tuple[Tensor, Semaphore] | None = None):
         self.link = link
-        self.free_s = torch.zeros(2, dtype=torch.float64)
-        self._lock_of_ranks: Semaphore | None = None
-        if shared is not None:
-            self.free_s, self._lock_of_ranks = shared
+        self.free_s, self._lock_of_ranks = shared or (torch.zeros(2, dtype=torch.float64), None)
         # Several threads may send or receive, each on a connection to another rank.
         self._lock_of_threads = threading.Lock()
 
@@ -126,11 +123,8 @@ class Card:
         now_s: float,
     ) -> None:
         """Wait for the end of messages that began at ``now_s``, but not with ``near`` ranks."""
-        out_bytes = in_bytes = None
-        if sent is not None and sent[0] not in near:
-            out_bytes = sent[1].nbytes
-        if received is not None and received[0] not in near:
-            in_bytes = received[1].nbytes
+        out_bytes = None if sent is None or sent[0] in near else sent[1].nbytes
+        in_bytes = None if received is None or received[0] in near else received[1].nbytes
         if out_bytes is not None or in_bytes is not None:
             end_s = self.book(now_s, out_bytes, in_bytes)
             time.sleep(max(0.0, end_s - time.monotonic()))
@@ -170,12 +164,8 @@ def over_link(comm: Comm, ranks: Sequence[int] | None = None) -> Comm:
     near: frozenset[int] = frozenset()
     if _hosts is not None:
         ranks = ranks or range(comm.world_size)
-        hosts = []
-        for members in _hosts:
-            host = tuple(number for number, rank in enumerate(ranks) if rank in members)
-            if host:
-                hosts.append(host)
-        comm.hosts = tuple(hosts)
+        hosts = [tuple(n for n, rank in enumerate(ranks) if rank in host) for host in _hosts]
+        comm.hosts = tuple(host for host in hosts if host)
         near = frozenset(comm.hosts[comm.host])
     if _card is not None:
         comm.transport.carry = partial(_card.carry, near)

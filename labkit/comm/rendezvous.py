@@ -166,11 +166,9 @@ class HostsTransport(Transport):
     """
 
     def __init__(self, near: SharedTransport, far: TorchTransport, neighbours: Sequence[int]):
-        self.near = near
-        self.far = far
+        self.near, self.far = near, far
         self.neighbours = frozenset(neighbours)
-        near.sent = far.sent
-        self.sent = far.sent
+        self.sent = near.sent = far.sent
 
     def to(self, peer: int) -> Transport:
         return self.near if peer in self.neighbours else self.far
