@@ -165,7 +165,8 @@ def test_damage_is_refused_or_harmless_and_clocks_stay_at_home():
     for rank in range(4):
         there.ranks[rank]["pid"] = 100
         for other in {*range(4)} - {rank}:
-            there.enter(rank, "exchange", 7.0, '"a.py", line 3', (other, WHAT), (other, WHAT))
+            ends = {"dst": other, "src": other, "sent": WHAT, "expected": WHAT}
+            there.enter(rank, "exchange", 7.0, '"a.py", line 3', **ends)
         announce(there, rank, "barrier")
         recv_any(there, rank, [(rank + 1) % 4])
     data = there.pack(2)
