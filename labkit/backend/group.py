@@ -184,9 +184,9 @@ class LabkitGroup(ProcessGroup):
             name = f"sparse_{name}"
         self._num_collectives += 1
         queue = self._queue_of("collectives")
-        return self._noted(queue.add(name, operation, inputs, result, is_waited_for))
+        return self._add_to_coalesced(queue.add(name, operation, inputs, result, is_waited_for))
 
-    def _noted(self, work: Work) -> Work:
+    def _add_to_coalesced(self, work: Work) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -352,10 +352,10 @@ class LabkitGroup(ProcessGroup):
             )
 
     def send(self, tensors, dst, tag):
-        return self._noted(self._mailbox.send(tensors[0], dst, tag))
+        return self._add_to_coalesced(self._mailbox.send(tensors[0], dst, tag))
 
     def recv(self, tensors, src, tag):
-        return self._noted(self._mailbox.recv(tensors[0], src, tag))
+        return self._add_to_coalesced(self._mailbox.recv(tensors[0], src, tag))
 
     def recv_anysource(self, tensors, tag):
         return self.recv(tensors, None, tag)

@@ -22,9 +22,8 @@ from labkit.comm.comm import Comm
 from labkit.comm.source_lines import credit_to
 from labkit.comm.work import Work, WorkQueue
 
-_DTYPES = sorted(
-    {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str
-)
+_all_dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = sorted(_all_dtypes, key=str)
 # Tag, dtype, number of dimensions, up to 13 sizes.
 _ENVELOPE_LENGTH = 16
 

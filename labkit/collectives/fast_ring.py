@@ -94,8 +94,7 @@ def _run(comm: Comm, reduction: Reduction, flat: Tensor) -> None:
                     continue
                 # The last partial sum: the segment is now complete on this rank, its owner.
                 total = segment if segment.dtype == wide else torch.empty_like(incoming)
-                reduction.combine(segment, incoming, total)
-                reduction.finish(total, comm.world_size)
+                reduction.finish(reduction.combine(segment, incoming, total), comm.world_size)
                 if total is not segment:
                     segment.copy_(total)
             left.release()

@@ -106,9 +106,7 @@ class Board:
         self.world_size = world_size
         self.memory = bytearray(self.num_bytes(world_size)) if memory is None else memory
         fields = np.frombuffer(self.memory, _layout(world_size), count=1)[0]
-        self.ranks = fields["ranks"]
-        self.edges = fields["edges"]
-        self.wanted = fields["wanted"]
+        self.ranks, self.edges, self.wanted = fields["ranks"], fields["edges"], fields["wanted"]
         # A store into a column takes a fraction of the time of a store into a field of a row.
         self._columns = {name: self.ranks[name] for name in RANK.names or ()}
         self.collectives, self.announced = self._columns["collectives"], self._columns["announced"]
@@ -242,8 +240,7 @@ class Board:
         self, rank: int, sent_to: int | None, received_from: int | None
     ) -> tuple[float, int | None]:
         """Return when the last peer came to the transfer that ``rank`` has ended (s), and who."""
-        latest_s = 0.0
-        latest_peer = None
+        latest_s, latest_peer = 0.0, None
         if sent_to is not None:
             index = (int(self.counts[SEND, rank, sent_to]) - 1) % DEPTH
             latest_s = float(self.posted_s[RECV, rank, sent_to][index])
@@ -252,8 +249,7 @@ class Board:
             index = (int(self.counts[RECV, received_from, rank]) - 1) % DEPTH
             came_s = float(self.posted_s[SEND, received_from, rank][index])
             if came_s >= latest_s:
-                latest_s = came_s
-                latest_peer = received_from
+                latest_s, latest_peer = came_s, received_from
         return latest_s, latest_peer
 
     def joint_arrived_s(self, rank: int) -> float:

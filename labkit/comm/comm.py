@@ -55,11 +55,8 @@ class Comm:
         self.device = device
         self.hosts: Hosts = hosts or (tuple(range(world_size)),)
         self.transport = transport
-        near: Sequence[int] = ()
-        if board is None:
-            board = Board(world_size)
-        else:
-            near = self.hosts[self.host]
+        near = self.hosts[self.host] if board else ()
+        board = board or Board(world_size)
         self.session = Session(rank, device, transport, board, near, keep_spans, self.hosts)
         self._inside_collective = False
 

@@ -24,12 +24,11 @@ def check_message(board: Board, side: int, source: int, destination: int) -> Non
     expected = _text(board.what[RECV, source, destination][index])
     # The peer may be overwriting old entries meanwhile: so its counter is read again.
     if peer_counts[source, destination] < number + DEPTH - 1 and sent != expected:
-        sender = _text(board.ranks[source]["location"])
-        receiver = _text(board.ranks[destination]["location"])
+        locations = board.ranks["location"]
         raise MismatchError(
             f"message {number} from rank {source} to rank {destination} does not fit:\n"
-            f"  rank {source} sends {sent}, at {sender}\n"
-            f"  rank {destination} receives into {expected}, at {receiver}\n"
+            f"  rank {source} sends {sent}, at {_text(locations[source])}\n"
+            f"  rank {destination} receives into {expected}, at {_text(locations[destination])}\n"
             "Next step: give both ends the same shape and dtype."
         )
 
@@ -83,8 +82,7 @@ def latest_collectives(board: Board, rank: int, up_to: int | None = None) -> str
     end = count if up_to is None else min(up_to, count)
     start = max(0, end - 3, count - HISTORY)
     entries = ["..."] if start > 0 else []
-    for index in range(start, end):
-        entries.append(f"{index + 1}. {_text(announced[index % HISTORY])}")
+    entries += [f"{n + 1}. {_text(announced[n % HISTORY])}" for n in range(start, end)]
     return ", ".join(entries) or "none"
 
 

@@ -67,8 +67,7 @@ def map_arena(
     It has room for each of ``world_size`` ranks. The result is None on all of ``ranks`` if one
     of them cannot open it (another container).
     """
-    if ranks is None:
-        ranks = range(world_size)
+    ranks = ranks or range(world_size)
     # A store may outlive a group: the next group must not read the notes of this one.
     attempt = store.add(f"labkit/arenas/{rank}", 1)
     key = f"labkit/arena/{ranks[0]}/{attempt}"

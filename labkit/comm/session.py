@@ -169,9 +169,7 @@ class Session:
         peer = src if dst is None else dst
         self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, messages, late)
 
-    def _numbered_messages(
-        self, dst: int | None, src: int | None
-    ) -> tuple[tuple[int, int, int], ...]:
+    def _numbered_messages(self, dst: int | None, src: int | None) -> tuple[Any, ...]:
         """Return (source, destination, number) of the messages just sent and received."""
         messages = []
         if dst is not None:

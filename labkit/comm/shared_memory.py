@@ -211,10 +211,7 @@ def kill_marked(name: str, mark: str, limit_s: float, reap: Callable[[], object]
     ``reap`` is called until none is left, to take notice of children that have ended.
     """
     deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        processes = marked(name, mark)
-        if not processes:
-            return
+    while (processes := marked(name, mark)) and time.monotonic() < deadline_s:
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
