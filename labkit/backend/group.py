@@ -144,7 +144,7 @@ class LabkitGroup(ProcessGroup):
     def split_group(
         self, ranks, timeout=None, opts=None, group_name="", group_desc="", device_types=None
     ):
-        """Make a group of ``ranks``, in that order; returns None on the ranks left out."""
+        """Make a group of ``ranks``, in that order; return None on the ranks left out."""
         if self.rank() not in ranks:
             return None
         store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
