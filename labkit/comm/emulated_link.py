@@ -123,8 +123,11 @@ class Card:
         now_s: float,
     ) -> None:
         """Wait for the end of messages that began at ``now_s``, but not with ``near`` ranks."""
-        out_bytes = None if sent is None or sent[0] in near else sent[1].nbytes
-        in_bytes = None if received is None or received[0] in near else received[1].nbytes
+        out_bytes = in_bytes = None
+        if sent is not None and sent[0] not in near:
+            out_bytes = sent[1].nbytes
+        if received is not None and received[0] not in near:
+            in_bytes = received[1].nbytes
         if out_bytes is not None or in_bytes is not None:
             end_s = self.book(now_s, out_bytes, in_bytes)
             time.sleep(max(0.0, end_s - time.monotonic()))

@@ -89,7 +89,7 @@ def map_arena(
 
 
 def _open(world_size: int, note: bytes) -> Arena | None:
-    """Map the arena of a note; None if it is absent or not ``map_arena`` of this user made it."""
+    """Map the arena of a note; None if it is absent, or another user or program made it."""
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
         pid, descriptor = map(int, note.split())
         # O_PATH does not open the file yet: a device could react, and a pipe could block.
