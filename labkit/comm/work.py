@@ -222,7 +222,7 @@ class WorkQueue(threading.Thread):
         if caller is self:
             # A callback of the operation that has just ended.
             with self._working:
-                self._carry_out(work, operation)
+                self._run_operation(work, operation)
             return work
         with self._adding:
             # Not the queue's size: an operation taken from it may not have begun yet.
@@ -234,7 +234,7 @@ class WorkQueue(threading.Thread):
         if runs_here:
             try:
                 with torch.no_grad():
-                    self._carry_out(work, operation)
+                    self._run_operation(work, operation)
             finally:
                 self._working.release()
         return work
@@ -246,14 +246,14 @@ class WorkQueue(threading.Thread):
         while queued := self._queue.get():
             work, operation = queued
             with self._working:
-                self._carry_out(work, operation)
+                self._run_operation(work, operation)
             work.complete_futures()
             with self._adding:
                 self._num_queued -= 1
             # The tensors must not stay alive until the next operation comes.
             del queued, work, operation
 
-    def _carry_out(self, work: Work, operation: Operation) -> None:
+    def _run_operation(self, work: Work, operation: Operation) -> None:
         session = self._comm.session
         board, rank = session.board, session.rank
         posted_before = board.posted(rank)
