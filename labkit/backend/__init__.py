@@ -50,20 +50,15 @@ def _new_group(group: Any, options: object) -> Any:
             'other device, for example init_process_group("cpu:labkit,cuda:nccl")'
         )
     # Read before ``make_backends``, which gives the group's store another prefix.
-    settings = {
-        "store": group.store,
-        "rank": group.group_rank,
-        "size": group.group_size,
-        "timeout": group.timeout,
-        "ranks": group.global_ranks_in_group,
-    }
+    ranks = group.global_ranks_in_group
+    settings = group.store, group.group_rank, group.group_size, group.timeout, ranks
     other_names = {device: name for device, name in names.items() if name != "labkit"}
     if not other_names:
         labkit_group = importlib.import_module("labkit.backend.group")
-        return labkit_group.LabkitGroup(**settings)
+        return labkit_group.LabkitGroup(*settings)
     composite = importlib.import_module("labkit.backend.composite")
     backends = composite.make_backends(other_names, group, options)
-    composite_group = composite.CompositeGroup(**settings)
+    composite_group = composite.CompositeGroup(*settings)
     composite_group.add_backends(backends, other_names)
     return composite_group
 

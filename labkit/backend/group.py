@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,11 +102,9 @@ class LabkitGroup(ProcessGroup):
         self._num_collectives = 0
         # Between start and end of coalescing: the operations called since.
         self._coalesced: list[Work] | None = None
-        self._mailbox = Mailbox(
-            peers=set(range(size)) - {rank},
-            queue=partial(self._queue_of, "pairs"),
-            timeout_s=timeout.total_seconds(),
-        )
+        peers = set(range(size)) - {rank}
+        queue_of_edge = partial(self._queue_of, "pairs")
+        self._mailbox = Mailbox(peers, queue_of_edge, timeout.total_seconds())
         _live.add(self)
 
     # The signatures below are PyTorch's. ``opts`` has rootRank, reduceOp and asyncOp, where there
@@ -145,16 +144,14 @@ class LabkitGroup(ProcessGroup):
     def split_group(
         self, ranks, timeout=None, opts=None, group_name="", group_desc="", device_types=None
     ):
-        """Make a group of ``ranks``, in that order; returns None on the ranks left out."""
+        """Make a group of ``ranks``, in that order; return None on the ranks left out."""
         if self.rank() not in ranks:
             return None
         store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
+        timeout = timeout or self._timeout
+        ranks_in_run = [self._ranks[rank] for rank in ranks]
         group = LabkitGroup(
-            store,
-            rank=ranks.index(self.rank()),
-            size=len(ranks),
-            timeout=timeout or self._timeout,
-            ranks=[self._ranks[rank] for rank in ranks],
+            store, ranks.index(self.rank()), len(ranks), timeout, ranks=ranks_in_run
         )
         group.group_name = group_name or ""
         group.group_desc = group_desc or ""
@@ -187,9 +184,9 @@ class LabkitGroup(ProcessGroup):
             name = f"sparse_{name}"
         self._num_collectives += 1
         queue = self._queue_of("collectives")
-        return self._noted(queue.add(name, operation, inputs, result, is_waited_for))
+        return self._add_to_coalesced(queue.add(name, operation, inputs, result, is_waited_for))
 
-    def _noted(self, work: Work) -> Work:
+    def _add_to_coalesced(self, work: Work) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -279,7 +276,7 @@ class LabkitGroup(ProcessGroup):
                     for target, values in zip(outputs[number], gathered):
                         target.copy_(values)
 
-        return self._queue(name, operation, tensors, opts, _flatten(outputs))
+        return self._queue(name, operation, tensors, opts, list(chain.from_iterable(outputs)))
 
     def scatter(self, outputs, inputs, opts):
         shares = inputs[0] if inputs else []
@@ -299,7 +296,8 @@ class LabkitGroup(ProcessGroup):
                 scaled_shares = [scaled(share, opts) for share in shares]
                 output.copy_(collectives.reduce_scatter(comm, scaled_shares, op))
 
-        return self._queue("reduce_scatter", operation, _flatten(inputs), opts, outputs)
+        shares = list(chain.from_iterable(inputs))
+        return self._queue("reduce_scatter", operation, shares, opts, outputs)
 
     def reduce_scatter_single(self, output, tensor, opts):
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -354,10 +352,10 @@ class LabkitGroup(ProcessGroup):
             )
 
     def send(self, tensors, dst, tag):
-        return self._noted(self._mailbox.send(tensors[0], dst, tag))
+        return self._add_to_coalesced(self._mailbox.send(tensors[0], dst, tag))
 
     def recv(self, tensors, src, tag):
-        return self._noted(self._mailbox.recv(tensors[0], src, tag))
+        return self._add_to_coalesced(self._mailbox.recv(tensors[0], src, tag))
 
     def recv_anysource(self, tensors, tag):
         return self.recv(tensors, None, tag)
@@ -394,10 +392,6 @@ class LabkitGroup(ProcessGroup):
     def abort(self) -> None:
         """End the group at once, without its queued operations."""
         self.shutdown(_LAST_PATIENCE_S)
-
-
-def _flatten(lists: Sequence[Sequence[Tensor]]) -> Tensors:
-    return [tensor for tensors in lists for tensor in tensors]
 
 
 _live: weakref.WeakSet[LabkitGroup] = weakref.WeakSet()

@@ -22,9 +22,8 @@ from labkit.comm.comm import Comm
 from labkit.comm.source_lines import credit_to
 from labkit.comm.work import Work, WorkQueue
 
-_DTYPES = sorted(
-    {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str
-)
+_all_dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = sorted(_all_dtypes, key=str)
 # Tag, dtype, number of dimensions, up to 13 sizes.
 _ENVELOPE_LENGTH = 16
 
@@ -92,12 +91,8 @@ class Mailbox:
 
     def recv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
         """Post a receive from ``src``; None accepts the first message of any rank."""
-        if src is None:
-            name = "recvAnySource"
-            sources = set(self.peers)
-        else:
-            name = "recv"
-            sources = {src}
+        name = "recvAnySource" if src is None else "recv"
+        sources = set(self.peers) if src is None else {src}
         # The queue that reads the edge reaches its timeout first, and names the missing rank.
         work = Work(name, [tensor], [tensor], self.timeout_s + 2)
         receive = _Receive(tensor, tag, sources, work)
@@ -146,11 +141,8 @@ class Mailbox:
                 continue
             if taken is not None:
                 taken.end(src)
-                continue
-            # A receive may have been posted while the message was read.
-            late = self._match(message, keep=True)
-            if late is not None:
-                late.fill(message)
+            elif posted_since := self._match(message, keep=True):
+                posted_since.fill(message)
 
     def _match(self, message: _Message, keep: bool = False) -> _Receive | None:
         """Take the first posted receive of such a message; if none, maybe keep the message."""

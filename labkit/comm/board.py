@@ -106,15 +106,11 @@ class Board:
         self.world_size = world_size
         self.memory = bytearray(self.num_bytes(world_size)) if memory is None else memory
         fields = np.frombuffer(self.memory, _layout(world_size), count=1)[0]
-        self.ranks = fields["ranks"]
-        self.edges = fields["edges"]
-        self.wanted = fields["wanted"]
+        self.ranks, self.edges, self.wanted = fields["ranks"], fields["edges"], fields["wanted"]
         # A store into a column takes a fraction of the time of a store into a field of a row.
         self._columns = {name: self.ranks[name] for name in RANK.names or ()}
-        self.collectives = self._columns["collectives"]
-        self.announced = self._columns["announced"]
-        self.counts = self.edges["count"]
-        self.posted_s = self.edges["posted_s"]
+        self.collectives, self.announced = self._columns["collectives"], self._columns["announced"]
+        self.counts, self.posted_s = self.edges["count"], self.edges["posted_s"]
         self.what = self.edges["what"]
 
     @staticmethod
@@ -143,9 +139,7 @@ class Board:
         """Yield views of what a rank writes: its row, its ends of all edges, its sources."""
         row = self.ranks[rank : rank + 1]
         for fields in (row, self.edges[SEND, rank], self.edges[RECV, :, rank]):
-            for name in fields.dtype.names:
-                if name not in _HOST_FIELDS:
-                    yield fields[name]
+            yield from (fields[name] for name in fields.dtype.names if name not in _HOST_FIELDS)
         yield self.wanted[rank].view("u1")
 
     # Written by the rank itself
@@ -156,22 +150,17 @@ class Board:
         op: str,
         now_s: float,
         location: str,
-        sent: tuple[int, str] | None = None,
-        expected: tuple[int, str] | None = None,
+        dst: int | None = None,
+        src: int | None = None,
+        sent: str = "",
+        expected: str = "",
     ) -> None:
-        """Post an operation on one edge or two.
-
-        ``sent`` is (destination, description of the tensor), ``expected`` (source, description).
-        """
+        """Post an operation; ``sent`` and ``expected`` describe the tensors of its two ends."""
         self.ranks[rank]["location"] = location.encode()
-        dst = None
-        src = None
-        if sent is not None:
-            dst, description = sent
-            self._post((SEND, rank, dst), description, now_s)
-        if expected is not None:
-            src, description = expected
-            self._post((RECV, src, rank), description, now_s)
+        if dst is not None:
+            self._post((SEND, rank, dst), sent, now_s)
+        if src is not None:
+            self._post((RECV, src, rank), expected, now_s)
         self.in_operation(rank, op, dst, src)
 
     def _post(self, end: tuple[int, int, int], description: str, now_s: float) -> None:
@@ -224,8 +213,7 @@ class Board:
     def progress(self, rank: int, done: int, total: int, label: str, samples: int = 0) -> None:
         slot = self.ranks[rank]
         slot["label"] = label.encode()
-        slot["done"] = done
-        slot["total"] = total
+        slot["done"], slot["total"] = done, total
         slot["samples"] += samples
 
     # Read by the ranks
@@ -244,19 +232,15 @@ class Board:
     def senders(self, rank: int, sources: list[int]) -> dict[int, float]:
         """Return the sources that have a message for ``rank``, and since when, in seconds."""
         sent, received = self.counts[:, :, rank]
+        waiting = [source for source in sources if sent[source] > received[source]]
         posted_s = self.posted_s[SEND, :, rank]
-        since_s = {}
-        for source in sources:
-            if sent[source] > received[source]:
-                since_s[source] = float(posted_s[source, received[source] % DEPTH])
-        return since_s
+        return {source: float(posted_s[source, received[source] % DEPTH]) for source in waiting}
 
     def arrived(
         self, rank: int, sent_to: int | None, received_from: int | None
     ) -> tuple[float, int | None]:
         """Return when the last peer came to the transfer that ``rank`` has ended (s), and who."""
-        latest_s = 0.0
-        latest_peer = None
+        latest_s, latest_peer = 0.0, None
         if sent_to is not None:
             index = (int(self.counts[SEND, rank, sent_to]) - 1) % DEPTH
             latest_s = float(self.posted_s[RECV, rank, sent_to][index])
@@ -265,8 +249,7 @@ class Board:
             index = (int(self.counts[RECV, received_from, rank]) - 1) % DEPTH
             came_s = float(self.posted_s[SEND, received_from, rank][index])
             if came_s >= latest_s:
-                latest_s = came_s
-                latest_peer = received_from
+                latest_s, latest_peer = came_s, received_from
         return latest_s, latest_peer
 
     def joint_arrived_s(self, rank: int) -> float:

@@ -51,16 +51,12 @@ class Comm:
         keep_spans: int | None = None,
         hosts: Hosts | None = None,
     ):
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
         self.device = device
         self.hosts: Hosts = hosts or (tuple(range(world_size)),)
         self.transport = transport
-        near: Sequence[int] = ()
-        if board is None:
-            board = Board(world_size)
-        else:
-            near = self.hosts[self.host]
+        near = self.hosts[self.host] if board else ()
+        board = board or Board(world_size)
         self.session = Session(rank, device, transport, board, near, keep_spans, self.hosts)
         self._inside_collective = False
 
@@ -168,16 +164,14 @@ class Comm:
         All ranks of a ring may call it at the same time without a deadlock. Counts 1 message.
         Raises the errors of ``recv``, and ValueError if the two tensors share memory.
         """
-        outgoing = to_send(send, self.device)
-        incoming = to_receive(recv, self.device)
+        outgoing, incoming = to_send(send, self.device), to_receive(recv, self.device)
         if overlap(send, recv):
             raise ValueError(
                 f"rank {self.rank} cannot exchange {describe(send)} for {describe(recv)}, which "
                 "share memory: the incoming values would overwrite values that are not sent yet. "
                 "Receive into a new tensor (torch.empty_like), or send a copy (.clone())"
             )
-        dst = self._peer(dst, "send to")
-        src = self._peer(src, "receive from")
+        dst, src = self._peer(dst, "send to"), self._peer(src, "receive from")
         with self.session.operation("exchange", sent=(dst, send), expected=(src, recv)):
             self.transport.exchange(outgoing, dst, incoming, src)
         return deliver(incoming, recv)
@@ -310,12 +304,10 @@ class SubComm(Comm):
     """
 
     def __init__(self, comm: Comm, ranks: Sequence[int], phase: str | None = None):
-        self.rank = ranks.index(comm.rank)
-        self.world_size = len(ranks)
+        self.rank, self.world_size = ranks.index(comm.rank), len(ranks)
         self.device = comm.device
         self.hosts = (tuple(range(self.world_size)),)
-        self.transport = comm.transport
-        self.session = comm.session
+        self.transport, self.session = comm.transport, comm.session
         self._comm = comm
         self._ranks = ranks
         self._phase = phase

@@ -24,12 +24,11 @@ def check_message(board: Board, side: int, source: int, destination: int) -> Non
     expected = _text(board.what[RECV, source, destination][index])
     # The peer may be overwriting old entries meanwhile: so its counter is read again.
     if peer_counts[source, destination] < number + DEPTH - 1 and sent != expected:
-        sender = _text(board.ranks[source]["location"])
-        receiver = _text(board.ranks[destination]["location"])
+        locations = board.ranks["location"]
         raise MismatchError(
             f"message {number} from rank {source} to rank {destination} does not fit:\n"
-            f"  rank {source} sends {sent}, at {sender}\n"
-            f"  rank {destination} receives into {expected}, at {receiver}\n"
+            f"  rank {source} sends {sent}, at {_text(locations[source])}\n"
+            f"  rank {destination} receives into {expected}, at {_text(locations[destination])}\n"
             "Next step: give both ends the same shape and dtype."
         )
 
@@ -83,8 +82,7 @@ def latest_collectives(board: Board, rank: int, up_to: int | None = None) -> str
     end = count if up_to is None else min(up_to, count)
     start = max(0, end - 3, count - HISTORY)
     entries = ["..."] if start > 0 else []
-    for index in range(start, end):
-        entries.append(f"{index + 1}. {_text(announced[index % HISTORY])}")
+    entries += [f"{n + 1}. {_text(announced[n % HISTORY])}" for n in range(start, end)]
     return ", ".join(entries) or "none"
 
 
@@ -93,8 +91,7 @@ def uneven_collectives(board: Board, *ranks: int) -> str:
     if len({int(board.collectives[rank]) for rank in ranks}) < 2:
         return ""
     lines = ["", "The latest collectives that each rank has called:"]
-    for rank in ranks:
-        lines.append(f"  rank {rank}: {latest_collectives(board, rank)}")
+    lines += [f"  rank {rank}: {latest_collectives(board, rank)}" for rank in ranks]
     return "\n".join(lines)
 
 
@@ -113,8 +110,7 @@ def waits(board: Board, rank: int) -> list[Waiting]:
     """List what the rank is waiting for now; empty when it can continue by itself."""
     slot = board.ranks[rank]
     op = _text(slot["op"])
-    dst = int(slot["dst"])
-    src = int(slot["src"])
+    dst, src = int(slot["dst"]), int(slot["src"])
     if slot["state"] != RUNNING or not op:
         return []
     if op == RECV_ANY and src < 0:
@@ -164,11 +160,9 @@ def stuck_ranks(board: Board) -> list[int]:
 
     # A cycle has no first member: start with all waiting ranks, remove those that can continue.
     waiting = {rank for rank in reasons if reasons[rank]}
-    while True:
-        freed = {rank for rank in waiting if can_continue(rank)}
-        if not freed:
-            return sorted(waiting)
+    while freed := {rank for rank in waiting if can_continue(rank)}:
         waiting -= freed
+    return sorted(waiting)
 
 
 def find_cycle(reasons: dict[int, list[Waiting]]) -> list[int]:
@@ -207,8 +201,7 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
         lines.append(f"  rank {rank} is {explain_rank(board, rank)}, at {location}")
     ops = {waits_in(board, rank)[0] for rank in cycle}
     step = "give every send a receive, and let all ranks call the same collectives."
-    sequences = uneven_collectives(board, *sorted({*stuck, *waiting_for}))
-    if sequences:
+    if sequences := uneven_collectives(board, *sorted({*stuck, *waiting_for})):
         lines.append(sequences.lstrip())
     elif ops and ops <= {"recv", RECV_ANY}:
         step = "all of them receive first. Let one send first, or use comm.exchange."
@@ -239,8 +232,7 @@ def waits_in(board: Board, rank: int) -> tuple[str, str]:
     """Return the operation that a rank is in, and the line that called it; "" for none."""
     slot = board.ranks[rank]
     op = _text(slot["op"])
-    location = _text(slot["location"]) if op else ""
-    return op, location
+    return op, _text(slot["location"]) if op else ""
 
 
 def _text(field: bytes) -> str:

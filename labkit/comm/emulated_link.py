@@ -83,10 +83,7 @@ class Card:
 
     def __init__(self, link: EmulatedLink, shared: tuple[Tensor, Semaphore] | None = None):
         self.link = link
-        self.free_s = torch.zeros(2, dtype=torch.float64)
-        self._lock_of_ranks: Semaphore | None = None
-        if shared is not None:
-            self.free_s, self._lock_of_ranks = shared
+        self.free_s, self._lock_of_ranks = shared or (torch.zeros(2, dtype=torch.float64), None)
         # Several threads may send or receive, each on a connection to another rank.
         self._lock_of_threads = threading.Lock()
 
@@ -170,12 +167,8 @@ def over_link(comm: Comm, ranks: Sequence[int] | None = None) -> Comm:
     near: frozenset[int] = frozenset()
     if _hosts is not None:
         ranks = ranks or range(comm.world_size)
-        hosts = []
-        for members in _hosts:
-            host = tuple(number for number, rank in enumerate(ranks) if rank in members)
-            if host:
-                hosts.append(host)
-        comm.hosts = tuple(hosts)
+        hosts = [tuple(n for n, rank in enumerate(ranks) if rank in host) for host in _hosts]
+        comm.hosts = tuple(host for host in hosts if host)
         near = frozenset(comm.hosts[comm.host])
     if _card is not None:
         comm.transport.carry = partial(_card.carry, near)

@@ -67,8 +67,7 @@ def map_arena(
     It has room for each of ``world_size`` ranks. The result is None on all of ``ranks`` if one
     of them cannot open it (another container).
     """
-    if ranks is None:
-        ranks = range(world_size)
+    ranks = ranks or range(world_size)
     # A store may outlive a group: the next group must not read the notes of this one.
     attempt = store.add(f"labkit/arenas/{rank}", 1)
     key = f"labkit/arena/{ranks[0]}/{attempt}"
@@ -90,7 +89,7 @@ def map_arena(
 
 
 def _open(world_size: int, note: bytes) -> Arena | None:
-    """Map the arena of a note; None if it is absent or not ``map_arena`` of this user made it."""
+    """Map the arena of a note; None if it is absent, or another user or program made it."""
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
         pid, descriptor = map(int, note.split())
         # O_PATH does not open the file yet: a device could react, and a pipe could block.
@@ -166,11 +165,9 @@ class HostsTransport(Transport):
     """
 
     def __init__(self, near: SharedTransport, far: TorchTransport, neighbours: Sequence[int]):
-        self.near = near
-        self.far = far
+        self.near, self.far = near, far
         self.neighbours = frozenset(neighbours)
-        near.sent = far.sent
-        self.sent = far.sent
+        self.sent = near.sent = far.sent
 
     def to(self, peer: int) -> Transport:
         return self.near if peer in self.neighbours else self.far

@@ -7,6 +7,7 @@ a comm through its session; strategies and learners never need it.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,22 +20,23 @@ from labkit.comm.deadlock import check_collective, check_message
 from labkit.comm.peak_memory import MemoryMeter
 from labkit.comm.shared_transport import LOOK_S, why_gone
 from labkit.comm.source_lines import caller_location
-from labkit.comm.transport import Transport, describe
+from labkit.comm.transport import Sent, Transport, describe
 from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts
 from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span
 
 # One end of a message: the peer, and the tensor that is sent or received.
 End = tuple[int, Tensor]
-# A message: source, destination, number on this edge.
-Message = tuple[int, int, int]
 
 # How often a loss is fetched from a GPU, for which the host waits.
 _LOSS_INTERVAL_S = 0.25
 # The longest sleep of a rank that receives from any other, between two looks at the board.
 _LONGEST_SLEEP_S = 1e-3
+# What is counted for an operation that only receives.
+_NOTHING_SENT = Sent()
 
 
+@dataclass(eq=False)
 class Session:
     """One rank's entries on the status board and in the trace.
 
@@ -48,31 +50,23 @@ class Session:
     ``streaming``; ``memory`` is made by ``start_together``; ``at_close`` is called at the end.
     """
 
-    memory: MemoryMeter
+    rank: int
+    device: torch.device
+    transport: Transport
+    board: Board
+    near: Sequence[int]
+    keep_spans: InitVar[int | None]
+    hosts: Hosts
+    memory: MemoryMeter = field(init=False)
 
-    def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        transport: Transport,
-        board: Board,
-        near: Sequence[int],
-        keep_spans: int | None,
-        hosts: Hosts,
-    ):
-        self.rank = rank
-        self.device = device
-        self.transport = transport
-        self.board = board
-        self.near = near
-        self.hosts = hosts
+    def __post_init__(self, keep_spans: int | None) -> None:
         self.operations = self.barriers = 0
         self._loss_due_s = 0.0
         # Whether starts of operations are compared with those of other ranks after the run.
         self._compares = False
         self.at_close: list[Callable[[], None]] = []
         self._timers: dict[tuple[torch.device, ...], ClockTimer] = {(): ClockTimer()}
-        self.recorder = Recorder(rank, self.timer_of(device), keep=keep_spans)
+        self.recorder = Recorder(self.rank, self.timer_of(self.device), keep=keep_spans)
         self.is_closed = False
 
     # For the operations of ``Comm``
@@ -102,8 +96,7 @@ class Session:
             reasons = {}  # by source: why it will send nothing more
             if now_s - looked_s > LOOK_S:
                 looked_s = now_s
-                for source in sources:
-                    reasons[source] = why_gone(self.board, source)
+                reasons = {source: why_gone(self.board, source) for source in sources}
             # After that: a message posted before the end of its source may still arrive.
             since_s = self.board.senders(self.rank, near)
             if far:
@@ -135,16 +128,14 @@ class Session:
         timer = self.recorder.timer
         if start is None:
             start = timer.mark()
-        dst = src = posted_send = posted_recv = None
-        bytes_before = 0
-        if sent is not None:
-            dst, outgoing = sent
-            posted_send = dst, describe(outgoing)
-            bytes_before = self.transport.sent.to[dst].num_bytes
-        if expected is not None:
-            src, incoming = expected
-            posted_recv = src, describe(incoming)
-        board.enter(rank, op, time.perf_counter(), caller_location(), posted_send, posted_recv)
+        dst, outgoing = sent or (None, None)
+        src, incoming = expected or (None, None)
+        counter = _NOTHING_SENT if dst is None else self.transport.sent.to[dst]
+        bytes_before = counter.num_bytes
+        sent_tensor = "" if outgoing is None else describe(outgoing)
+        expected_tensor = "" if incoming is None else describe(incoming)
+        now_s = time.perf_counter()
+        board.enter(rank, op, now_s, caller_location(), dst, src, sent_tensor, expected_tensor)
         if dst is not None:
             check_message(board, SEND, rank, dst)
         if src is not None:
@@ -169,9 +160,7 @@ class Session:
             raise PeerLostError(f"{op} with {names} broke off: {error}", lost_rank) from error
         board.leave(rank)
         self.operations += 1
-        num_bytes = 0
-        if dst is not None:
-            num_bytes = self.transport.sent.to[dst].num_bytes - bytes_before
+        num_bytes = counter.num_bytes - bytes_before
         # On a GPU it is not known when the peer came: an operation is only queued.
         came_s, late = board.arrived(rank, dst, src)
         if self.device.type == "cuda":
@@ -180,8 +169,8 @@ class Session:
         peer = src if dst is None else dst
         self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, messages, late)
 
-    def _numbered_messages(self, dst: int | None, src: int | None) -> tuple[Message, ...]:
-        """Return the messages that this rank has just sent and received."""
+    def _numbered_messages(self, dst: int | None, src: int | None) -> tuple[Any, ...]:
+        """Return (source, destination, number) of the messages just sent and received."""
         messages = []
         if dst is not None:
             messages.append((self.rank, dst, int(self.board.counts[SEND, self.rank, dst])))
@@ -220,8 +209,7 @@ class Session:
         others at once: all messages are one. It is one span, of ``kind`` or the open region's.
         """
         sent = self.transport.sent if dst is None else self.transport.sent.to[dst]
-        messages_before = sent.messages
-        bytes_before = sent.num_bytes
+        messages_before, bytes_before = sent.messages, sent.num_bytes
         timer = self.recorder.timer
         start = timer.mark()
         with self.joint_operation(name):

@@ -107,15 +107,13 @@ class Arena:
     def slots(self, source: int, destination: int) -> list[Tensor]:
         """Return the slots of an edge, each [SEGMENT_BYTES] bytes."""
         edge = source * self.world_size + destination
-        num_bytes = NUM_SLOTS * SEGMENT_BYTES
-        start = self._slots_at + edge * num_bytes
-        return list(self._bytes[start : start + num_bytes].split(SEGMENT_BYTES))
+        start = self._slots_at + edge * NUM_SLOTS * SEGMENT_BYTES
+        return list(self._bytes[start : start + NUM_SLOTS * SEGMENT_BYTES].split(SEGMENT_BYTES))
 
     def windows(self, rank: int) -> list[Tensor]:
         """Return the windows that ``rank`` writes and all others read, each [WINDOW_BYTES]."""
-        num_bytes = NUM_WINDOWS * WINDOW_BYTES
-        start = self._windows_at + rank * num_bytes
-        return list(self._bytes[start : start + num_bytes].split(WINDOW_BYTES))
+        start = self._windows_at + rank * NUM_WINDOWS * WINDOW_BYTES
+        return list(self._bytes[start : start + NUM_WINDOWS * WINDOW_BYTES].split(WINDOW_BYTES))
 
     def _semaphore(self, number: int) -> "Semaphore":
         return Semaphore(self._address + self._semaphores_at + number * _SEMAPHORE_BYTES)
@@ -213,10 +211,7 @@ def kill_marked(name: str, mark: str, limit_s: float, reap: Callable[[], object]
     ``reap`` is called until none is left, to take notice of children that have ended.
     """
     deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        processes = marked(name, mark)
-        if not processes:
-            return
+    while (processes := marked(name, mark)) and time.monotonic() < deadline_s:
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -226,12 +221,8 @@ def kill_marked(name: str, mark: str, limit_s: float, reap: Callable[[], object]
 
 def marked(name: str, mark: str) -> list[psutil.Process]:
     """List the living processes that ``kill_marked`` kills."""
-    processes = []
-    for process in psutil.process_iter(["environ"]):
-        environment = process.info["environ"] or {}
-        if environment.get(name) == mark:
-            processes.append(process)
-    return processes
+    processes = psutil.process_iter(["environ"])
+    return [process for process in processes if (process.info["environ"] or {}).get(name) == mark]
 
 
 def loopback() -> str:

@@ -81,28 +81,21 @@ class Waiter:
             if now_s - looked_s >= LOOK_S:
                 looked_s = now_s
                 for index, (semaphore, peer) in enumerate(needs):
-                    reason = self._why_over(peer, started_s, now_s)
+                    loss = "this rank is ending" if self.abandoned else why_gone(self._board, peer)
+                    if not loss and now_s - started_s > self.timeout_s:
+                        limit = f"within the timeout of {self.timeout_s:g} s"
+                        loss = f"nothing from rank {peer} {limit}"
                     # A post that the peer made before its end still counts.
-                    if reason and semaphore.try_wait():
+                    if loss and semaphore.try_wait():
                         return index
-                    if reason:
-                        reason += uneven_collectives(self._board, self._rank, peer)
-                        raise PeerLostError(reason, rank=peer)
-
-    def _why_over(self, peer: int, started_s: float, now_s: float) -> str:
-        """Say why a wait for ``peer`` since ``started_s`` is over; empty while it may go on."""
-        if self.abandoned:
-            return "this rank is ending"
-        reason = why_gone(self._board, peer)
-        if not reason and now_s - started_s > self.timeout_s:
-            reason = f"nothing from rank {peer} within the timeout of {self.timeout_s:g} s"
-        return reason
+                    if loss:
+                        loss += uneven_collectives(self._board, self._rank, peer)
+                        raise PeerLostError(loss, rank=peer)
 
 
 def why_gone(board: Board, peer: int) -> str:
     """Say why ``peer`` will send nothing more; empty while it may still send."""
-    reason = board.gave_up()
-    if reason:
+    if reason := board.gave_up():
         return reason
     pid = int(board.ranks[peer]["pid"])
     state = int(board.ranks[peer]["state"])
@@ -315,11 +308,10 @@ class SharedTransport(Transport):
             if not able:
                 able = [list(needs)[self.waiter.wait_for_first(list(needs.values()))]]
             for half in able:
-                need = next(half, None)
-                if need is None:
-                    del needs[half]
-                else:
+                if need := next(half, None):
                     needs[half] = need
+                else:
+                    del needs[half]
         for half, need in needs.items():
             self.waiter.wait(*need)
             for need in half:

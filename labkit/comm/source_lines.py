@@ -100,15 +100,10 @@ def readable(text: str, *, quote: bool = True) -> str:
     cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
 
     def rewrite(match: re.Match[str]) -> str:
-        filename = match[1]
-        number = int(match[2])
-        shown_name = filename
-        if filename in cells:
-            shown_name = f"Cell In[{cells[filename]}]"
+        filename, number = match.groups()
+        shown_name = f"Cell In[{cells[filename]}]" if filename in cells else filename
         location = f"{shown_name}, line {number}"
-        source = linecache.getline(filename, number).strip()
-        if quote and source:
-            location += f": {source}"
-        return location
+        source = linecache.getline(filename, int(number)).strip()
+        return f"{location}: {source}" if quote and source else location
 
     return _LOCATION.sub(rewrite, text)

@@ -90,8 +90,7 @@ class TorchTransport(Transport):
         """Receive into ``tensor`` while the block runs."""
         tag = self._tag(tensor)
         with self._landing(tensor) as landing:
-            posted = _posted.pop((self._group, src, tag), None)
-            if posted is not None:
+            if posted := _posted.pop((self._group, src, tag), None):
                 yield
                 landing.copy_(posted.take())
             else:
@@ -213,11 +212,9 @@ def close_arrivals() -> None:
 
 def connections() -> set[Any]:
     """Return this process's TCP connections: (file descriptor, our address, the peer's)."""
-    established = set()
-    for connection in psutil.Process().net_connections("tcp"):
-        if connection.status == "ESTABLISHED":
-            established.add((connection.fd, connection.laddr, connection.raddr))
-    return established
+    entries = psutil.Process().net_connections("tcp")
+    established = [entry for entry in entries if entry.status == "ESTABLISHED"]
+    return {(entry.fd, entry.laddr, entry.raddr) for entry in established}
 
 
 def keep_alive(opened: Iterable[Any]) -> None:

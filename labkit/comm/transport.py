@@ -101,10 +101,9 @@ class Transport(ABC):
         tensor += landing
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
-        """Return the sources whose next message has come, or never will; since when, in s.
+        """Return the sources whose next message has come or never will, and since when, in s.
 
-        The messages are like ``tensor``. The first call begins to receive them; ``recv`` takes
-        one.
+        They are like ``tensor``. The first call begins to receive them, ``recv`` then takes one.
         """
         raise ValueError("between machines, recv_any needs gloo")
 

@@ -113,9 +113,8 @@ class Work(dist.Work):
         """
         limit_s = timeout.total_seconds() if timeout else self._timeout_s
         if not self.done.wait(limit_s):
-            raise TimeoutError(
-                f"{self}, called at {self.location}, was still running after {limit_s:g} s"
-            )
+            origin = f"{self}, called at {self.location}"
+            raise TimeoutError(f"{origin}, was still running after {limit_s:g} s")
         if self._error is not None:
             raise self._error
         if self.ended is not None:
@@ -152,19 +151,18 @@ class AllOf(dist.Work):
         return all(work.is_completed() for work in self._works)
 
 
-def carried_out(operation: Callable[[], object], tensors: list[Tensor]) -> Work:
+def completed(operation: Callable[[], object], tensors: list[Tensor]) -> Work:
     """Carry out ``operation()`` at once, in this thread.
 
     Returns:
         Its ``Work``, which holds ``tensors``, or the error that the operation has raised.
     """
     work = Work("", [], tensors)
-    error = None
     try:
         operation()
-    except Exception as raised:
-        error = raised
-    work.finish(error)
+        work.finish()
+    except Exception as error:
+        work.finish(error)
     return work
 
 
@@ -189,8 +187,7 @@ class WorkQueue(threading.Thread):
         self.timeout_s = timeout_s
         self._comm = comm
         self._queue: queue.SimpleQueue[tuple[Work, Operation] | None] = queue.SimpleQueue()
-        self._adding = threading.Lock()
-        self._working = threading.Lock()
+        self._adding, self._working = threading.Lock(), threading.Lock()
         self._num_queued = 0
         # The operation under way, and in which thread.
         self.under_way: Work | None = None
@@ -225,7 +222,7 @@ class WorkQueue(threading.Thread):
         if caller is self:
             # A callback of the operation that has just ended.
             with self._working:
-                self._carry_out(work, operation)
+                self._run_operation(work, operation)
             return work
         with self._adding:
             # Not the queue's size: an operation taken from it may not have begun yet.
@@ -237,7 +234,7 @@ class WorkQueue(threading.Thread):
         if runs_here:
             try:
                 with torch.no_grad():
-                    self._carry_out(work, operation)
+                    self._run_operation(work, operation)
             finally:
                 self._working.release()
         return work
@@ -246,22 +243,19 @@ class WorkQueue(threading.Thread):
         torch.set_grad_enabled(False)
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
-        while True:
-            queued = self._queue.get()
-            if queued is None:
-                return
+        while queued := self._queue.get():
             work, operation = queued
             with self._working:
-                self._carry_out(work, operation)
+                self._run_operation(work, operation)
             work.complete_futures()
             with self._adding:
                 self._num_queued -= 1
             # The tensors must not stay alive until the next operation comes.
             del queued, work, operation
 
-    def _carry_out(self, work: Work, operation: Operation) -> None:
-        board = self._comm.session.board
-        rank = self._comm.session.rank
+    def _run_operation(self, work: Work, operation: Operation) -> None:
+        session = self._comm.session
+        board, rank = session.board, session.rank
         posted_before = board.posted(rank)
         error = None
         self.under_way = work
@@ -270,8 +264,7 @@ class WorkQueue(threading.Thread):
         # Inference tensors may only be changed in inference mode.
         has_inference = any(tensor.is_inference() for tensor in work.result())
         try:
-            reason = board.gave_up()
-            if reason:
+            if reason := board.gave_up():
                 # What the failed operation has left under way would be taken for this one's.
                 raise PeerLostError(
                     f"{reason}. After that the ranks' messages do not belong together: make the "

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 22320,
+    "labkit": 22470,
     "notebooks": 900,
     "tests": 25200,
     "tools": 1610,
