@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit.runtime.agents import show_line, start_agents
+from workbook.agents import show_line, start_agents
 from workbook.exercises.cases import Case, case_of, check_of
 from workbook.exercises.grader import Wrong, judged
 from workbook.exercises.grader.compare import agree, short

@@ -23,7 +23,6 @@ from labkit import strategies
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.ddp_step import predict_step
-from labkit.costs.gpt_step import GPT
 from labkit.costs.link import Link, all_reduce_seconds, parameter_server_seconds
 from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.costs.traffic import tensor_parallel_cost
@@ -37,6 +36,7 @@ from labkit.training.measured import measure_link
 from labkit.units import format_seconds
 from labkit.workload.losses import CountedLoss, ShareLoss
 from labkit.workload.transformer import Block, gpt
+from workbook.measure.gpt_step import GPT
 from workbook.measure.record import Spread, Table
 
 SAMPLES = 12

@@ -111,7 +111,7 @@ def start_agents(
         try:
             for host in range(hosts):
                 # The hosts are numbered by their addresses, which are all this machine's own.
-                words = f"""-m labkit.runtime.agents
+                words = f"""-m workbook.agents
                     --nnodes {hosts} --nproc-per-node {ranks_per_host} --tee 3
                     --rdzv-backend c10d --rdzv-conf store_type=file --rdzv-id labkit
                     --local-addr 127.0.0.{1 + host}""".split()
