@@ -150,9 +150,7 @@ class LabkitGroup(ProcessGroup):
         store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
         timeout = timeout or self._timeout
         ranks_in_run = [self._ranks[rank] for rank in ranks]
-        group = LabkitGroup(
-            store, ranks.index(self.rank()), len(ranks), timeout, ranks=ranks_in_run
-        )
+        group = LabkitGroup(store, ranks.index(self.rank()), len(ranks), timeout, ranks_in_run)
         group.group_name = group_name or ""
         group.group_desc = group_desc or ""
         return group

@@ -182,13 +182,13 @@ _SHAPES = ((4,), (4,), (2, 3), (4,), (), (1,))
     *(("yyy -yy yy- --- --y yyy",), ("yy -y y- -- -- yy",)),
     ("yyyyy -y-yy yy-yy ----- ---y- yyyyy",),
 )
-def reduce(fn: Callable, presence: str) -> Wrong | None:
+def reduce(fn: Callable, there: str) -> Wrong | None:
     """Grade ``fn(gradients)``: by device, by parameter -> the sums over the devices, by parameter.
 
     If it is None on all devices, so is the sum. The gradients of devices 1 and up must not change.
-    ``presence`` says by parameter which devices have a gradient.
+    ``there`` says by parameter which devices have a gradient.
     """
-    words = presence.split()
+    words = there.split()
     num_devices = len(words[0])
     by_device: list[list] = [[] for _ in range(num_devices)]
     totals = []
