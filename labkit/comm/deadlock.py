@@ -191,8 +191,10 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
         lines.append(f"deadlock: {chain}, each waits for the next, so none can go on.")
     waiting_for: dict[int, list[str]] = {}  # by rank that has returned: who waits for it
     for rank in stuck:
-        for peer in {reason.peer for reason in reasons[rank]} - reasons.keys():
-            waiting_for.setdefault(peer, []).append(f"rank {rank}")
+        for peer in {reason.peer for reason in reasons[rank]}:
+            # (One that is neither stuck nor has returned is only slow.)
+            if board.ranks["state"][peer] == RETURNED:
+                waiting_for.setdefault(peer, []).append(f"rank {rank}")
     for peer, names in sorted(waiting_for.items()):
         verb = "waits" if len(names) == 1 else "wait"
         lines.append(f"rank {peer} has returned, but {', '.join(names)} still {verb} for it.")

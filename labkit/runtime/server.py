@@ -1,9 +1,7 @@
 """The first import of Python's forkserver: it can set what torch reads only once."""
 
 import atexit
-import functools
 import gc
-import importlib.metadata
 import multiprocessing.forkserver
 import os
 import shutil
@@ -21,10 +19,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # Imported modules are no garbage; to look for some takes a fifth of the time of the imports.
 gc.disable()
-# A rank that joins a group looks for its backend in all installed packages: 5 ms, but for this.
-_entry_points: Any = functools.cache(importlib.metadata.entry_points)
-_entry_points(group="torch.distributed.backends")
-importlib.metadata.entry_points = _entry_points
 
 
 def _freeze() -> None:

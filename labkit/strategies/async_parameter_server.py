@@ -74,7 +74,7 @@ class AsyncParameterServer(OnShares):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.check_ranks(comm.world_size)
-        self.place(comm, model)
+        self.move_to_device(comm, model)
         buffers = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         self.values, self.gradient = lay_end_to_end([*self.trained, *buffers])
         num_buffers = sum(buffer.numel() for buffer in buffers)

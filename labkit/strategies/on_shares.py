@@ -58,17 +58,19 @@ class OnShares(Strategy):
     factor = 1
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.place(comm, model)
+        self.move_to_device(comm, model)
         self.optimizer = make_optimizer(self.trained)
 
-    def place(self, comm: Comm, model: nn.Module) -> None:
+    def move_to_device(self, comm: Comm, model: nn.Module) -> None:
         """Move the model to the device, and ``take`` it."""
         self.take(comm, model.to(comm.device))
 
     def take(self, comm: Comm, model: nn.Module) -> None:
         """Take the model, whose BatchNorm layers share their statistics if that is asked for."""
-        self.comm, self.model = comm, model.train()
-        self.module, self.trained = self.model, trained_parameters(model)
+        self.comm = comm
+        self.model = model.train()
+        self.module = self.model
+        self.trained = trained_parameters(model)
         if self.sync_batch_norm and comm.rank in self.workers and len(self.workers) > 1:
             convert(model, comm, self.workers)
             self.runs_empty = True
@@ -103,11 +105,13 @@ class OnShares(Strategy):
         if self.accumulate > 1:
             sizes = [len(part) for part in self.micro_batches(torch.arange(batch_size))]
         total = targets.new_zeros((), dtype=torch.float64)
-        for number, part in enumerate(zip(inputs.split(sizes), targets.split(sizes)), start=1):
-            quietly = self.no_sync if number < len(sizes) else nullcontext
-            if len(part[1]) or self.runs_empty:
-                with self.comm.span("compute"), quietly():
-                    total += self._forward_backward(*part, weight).to(total.device)
+        micro_batches = zip(inputs.split(sizes), targets.split(sizes))
+        for number, (inputs_part, targets_part) in enumerate(micro_batches, start=1):
+            synchronisation = self.no_sync if number < len(sizes) else nullcontext
+            if len(targets_part) or self.runs_empty:
+                with self.comm.span("compute"), synchronisation():
+                    loss = self._forward_backward(inputs_part, targets_part, weight)
+                    total += loss.to(total.device)
         self.ended_empty = not sizes[-1]
         return total
 

@@ -76,7 +76,7 @@ class ParameterServer(OnShares):
             )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.place(comm, model)
+        self.move_to_device(comm, model)
         self.parameters, self.gradient = lay_end_to_end(self.trained)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
         workers = comm.world_size - self.servers

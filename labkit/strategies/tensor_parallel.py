@@ -91,7 +91,7 @@ class TensorParallel(OnShares):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.group = TensorGroup(comm, self.sequence_parallel)
         self.shards = self.cut(model)
-        self.place(comm, model)
+        self.move_to_device(comm, model)
         held = [shard for shard in self.shards.values() if isinstance(shard, nn.Parameter)]
         parameters = list(dict.fromkeys(held))
         self.trained = [p for p in parameters if p.requires_grad]

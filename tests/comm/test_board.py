@@ -104,6 +104,16 @@ def test_none_of_the_sources_will_come():
     assert f'rank 0 is in recv_any, waiting for {wanted}, at "c.py", line 3' in text
 
 
+def test_a_rank_that_is_only_slow_is_no_part_of_a_deadlock():
+    board = board_of(3)
+    board.enter_joint(0, "barrier", 0.0)
+    recv(board, 1, 0)
+    assert stuck_ranks(board) == [0, 1]
+    text = explain_deadlock(board, stuck_ranks(board))
+    assert "deadlock: rank 0 -> rank 1 -> rank 0" in text
+    assert "returned" not in text
+
+
 def test_who_waits_for_a_lost_rank_is_told_and_not_stuck():
     board = board_of(3)
     recv_any(board, 0, [1, 2])

@@ -31,8 +31,8 @@ class TorchDataParallel(OnShares):
     in_one_process = True
     through_comm = False
 
-    def place(self, comm: Comm, model: nn.Module) -> None:
-        super().place(comm, model)
+    def move_to_device(self, comm: Comm, model: nn.Module) -> None:
+        super().move_to_device(comm, model)
         comm.session.time_on(self.devices)
         # On a machine with GPUs it refuses a module on the CPU.
         self.gpus = [device.index for device in self.devices if device.type == "cuda"]
