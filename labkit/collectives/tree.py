@@ -1,6 +1,6 @@
-"""In log2 P steps, along trees: all-reduce of small tensors, broadcast, reduce.
+"""Collectives in log2 P steps: trees (broadcast, reduce), recursive doubling (all-reduce).
 
-And all-to-all, where every rank has a different tensor for every other rank.
+And in P - 1 steps all-to-all, where every rank has a different tensor for every other rank.
 
 Symbols: P ranks, S bytes. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective
 communication operations in MPICH" (2005), section 4.

@@ -3,6 +3,8 @@
 A technique defines ``setup`` and ``step``, and overrides other calls only where it differs.
 When the gradients of the mean loss are complete, ``update`` ends the step:
 
+0. **weight**: where the weight of a loss was only known afterwards, gradients are multiplied by
+   what they lack.
 1. **unscale**: in fp16, gradients below 6e-8 would become zero, so the loss was multiplied by a
    scale, and now the gradients are divided by it. If one is not finite, the update is skipped.
 2. **clip**: if the norm of all gradients together exceeds ``clip_norm``, all are multiplied by
@@ -198,7 +200,7 @@ class Strategy:
 
     @torch.no_grad()
     def update(self) -> bool:
-        """End a step: unscale, clip, step; returns False if it was skipped after an overflow.
+        """End a step: weight, unscale, clip, step; returns False if an overflow has it skipped.
 
         A missing gradient counts as zeros, as in a sum over ranks: an optimizer would leave out
         its parameter, but changes one whose gradient is zero by its momentum or weight decay.
@@ -347,7 +349,7 @@ class Strategy:
 
 
 def as_tensor(name: str, value: object) -> tuple[str, Tensor]:
-    """Return the name and tensor in a checkpoint of an optimizer's value ``PARAMETER/KEY``.
+    """Return what a checkpoint holds of an optimizer's value ``PARAMETER/KEY``: (name, tensor).
 
     ValueError for a value that is neither a tensor nor a number.
     """

@@ -6,8 +6,8 @@ over the ranks. 4. Every rank makes the same update.
 
 **Naive** (``NaiveDDP``): step 3 begins when backward has ended, and all-reduces the gradients one
 by one. **Fast** (``BucketedDDP``): backward computes the gradients from the last layer to the
-first; a hook puts each gradient into its bucket; another thread sums a full bucket by ring
-all-reduce, while the rest of backward runs.
+first; a hook puts each gradient into its bucket; another thread all-reduces each full bucket,
+while the rest of backward runs.
 
 **Local SGD** (``average_every`` K) leaves step 3 out: every rank makes K updates by the gradients
 of its own share, and then each parameter becomes the mean over the ranks. That is 1 / K of the
@@ -116,10 +116,10 @@ class NaiveDDP(nn.Module):
         """Begin anew if an exception has ended the last backward: PyTorch calls no ``_on_end``."""
         if self._in_backward:
             self._in_backward = False
-            self.begin_anew()
+            self.wait_and_reset()
 
-    def begin_anew(self) -> None:
-        """Called before a backward if the last one was not completed."""
+    def wait_and_reset(self) -> None:
+        """Called when all was sent, and before a backward if the last one was broken off."""
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Called when backward has computed a gradient; this class waits until backward ends."""
@@ -177,9 +177,9 @@ class BucketedDDP(NaiveDDP):
             for parameter in tuple(bucket.missing):
                 bucket.take(parameter)
             self._launch(bucket, is_waited_for=True)
-        self.begin_anew()
+        self.wait_and_reset()
 
-    def begin_anew(self) -> None:
+    def wait_and_reset(self) -> None:
         """Wait for all that was sent; then all gradients are missing again."""
         with self.comm.span("wait"):
             for work in self._launched:

@@ -11,7 +11,7 @@ from labkit.schedules.pipeline import Hop, Message
 
 
 class Hops:
-    """The hops of one training step on one rank, or with ``beside`` in a thread of their own.
+    """The hops of one training step on one rank; with ``beside`` they run in their own thread.
 
     ``outgoing`` and ``arrived`` are the tensors to send, and those received, by message.
     """
@@ -33,7 +33,7 @@ class Hops:
             self.arrived[message._replace(chunk=chunk)] = tensor
 
     def run(self, hop: Hop, landing: Tensor | None) -> None:
-        """Send, receive (into ``landing``), or both at once; beside the actions: begin to."""
+        """Send, receive (into ``landing``), or both at once; with ``beside``, only begin to."""
         outgoing = self.outgoing.pop(hop.send) if hop.send else None
         if hop.recv and landing is not None:
             self.arrived[hop.recv] = landing

@@ -1,4 +1,4 @@
-"""Techniques whose workers hold the whole model, and each compute the gradients of a share.
+"""Techniques whose workers run the model, each on its share of the batch.
 
 The part of a step that needs no other rank, forward and backward, is here. It may run in
 micro-batches (gradient accumulation: the activations of one micro-batch at a time, the gradients
@@ -27,7 +27,9 @@ from labkit.workload.samples import share
 
 @dataclass(eq=False)
 class OnShares(Strategy):
-    """The base of techniques that divide each batch among ranks with the whole model.
+    """The base of techniques that run the model on their share of a batch.
+
+    A subclass may hold a part of the model (``Sharded``), or take the whole batch.
 
     A run equals that of one device if no layer combines samples and none draws random numbers:
     with dropout each rank draws its own, and BatchNorm normalises each share by itself, unless
@@ -54,7 +56,8 @@ class OnShares(Strategy):
     amp: str | None = None
     module: Callable[..., Tensor] = field(init=False)
     no_sync: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, init=False)
-    runs_empty = _is_warm = False
+    runs_empty = False
+    _is_warm = False
     factor = 1
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:

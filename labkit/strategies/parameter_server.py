@@ -90,7 +90,7 @@ class ParameterServer(OnShares):
             self.slice = self.parameters[start:end]
             self.slice_gradient = self.gradient[start:end]
             if self.servers > 1:
-                # SGD works element by element, so a slice gives the same updates as parameters.
+                # It works element by element (``optimizes``): a slice gets the same updates.
                 self.trained = [nn.Parameter(self.slice)]
                 self.trained[0].grad = self.slice_gradient
             self.optimizer = make_optimizer(self.trained)

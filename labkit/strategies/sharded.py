@@ -1,7 +1,8 @@
 """Sharded data parallelism (ZeRO): ranks divide among them what data parallelism holds P times.
 
-The trained parameters of each layer form a **flat** tensor, cut into P chunks: one per rank, its
-**shard**. Each rank makes the update of its shard alone, with its part of the optimizer's state.
+The parameters of each unit, a layer or a few, form **flat** tensors (one per dtype; frozen ones
+apart), cut into P chunks: one per rank, its **shard**. Each rank makes the update of its shard
+alone, with its part of the optimizer's state.
 
 **Stage 1** divides the optimizer's state. 1. Forward and backward, as in DDP; of the gradients
 that are complete, share_reduce sums each rank's chunk, while the rest of backward runs. 2. Each
@@ -159,7 +160,7 @@ class Flat:
 
 
 def group_layers(layers: list[nn.Module], least_bytes: int) -> list[list[nn.Module]]:
-    """Cut a chain into units; a layer with parameters begins one after ``least_bytes`` of them."""
+    """Cut a chain into units; a layer begins one after more than ``least_bytes``."""
     units: list[list[nn.Module]] = []
     unit_bytes = 0
     for layer in layers:

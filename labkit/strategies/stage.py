@@ -1,4 +1,4 @@
-"""The stages of a model that one rank holds: their layers, and the hops to their neighbours.
+"""The stages of a model that one rank holds: their layers, and a step's actions on them.
 
 Rank s of P holds stage s. Going forward it receives an activation from rank s - 1, runs its
 layers, and sends the output to rank s + 1; going backward it receives the gradient of that
@@ -98,6 +98,10 @@ class Stage:
                 leaving = self._forward_with_graph(micro_batch)
                 self.leaving[micro_batch] = leaving
         model.meter.note_peak()
+        if not self.has_backward:
+            # Nothing that a frozen stage was given or made is needed again.
+            del self.entering[micro_batch]
+            del self.leaving[micro_batch]
         return leaving.detach()
 
     def _forward_without_graph(self, micro_batch: int) -> Tensor:

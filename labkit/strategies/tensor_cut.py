@@ -361,7 +361,7 @@ class CutLoss(CountedLoss):
 def own_entries(tokens: Tensor, sizes: list[int], rank: int) -> tuple[Tensor, Tensor]:
     """The tokens' indices among the entries of ``rank`` (0 for others'), and whether it owns them.
 
-    ValueError for tokens that no rank has; on a GPU, which nothing waits for, a failed assertion.
+    ValueError for tokens that no rank has; on a GPU an assertion there: the host need not wait.
     """
     is_known = ((tokens >= 0) & (tokens < sum(sizes))).all()
     if tokens.is_cuda:

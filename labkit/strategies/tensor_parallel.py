@@ -5,7 +5,7 @@ vocabulary (``tensor_cut``); norms, positions and the biases of sums are on all 
 rank gets the whole batch. In each block, two all-reduces of [n, T, D] add up the ranks' terms
 going forward, and two going backward. 3. The loss is computed from logits that no rank has all of.
 4. One more all-reduce lets all ranks agree on the gradients of what they all have, to the bit.
-5. Every rank updates its parts, and that.
+5. Every rank updates its own parts, and what all ranks have.
 
 A rank holds 1 / P of most parameters, gradients and optimizer states, and of the activations
 inside the cuts; with ``sequence_parallel`` also of those outside. The price is communication that
