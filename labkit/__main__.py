@@ -43,16 +43,16 @@ def make_parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
     add = train.add_argument
     for setting in fields(RunConfig):
-        kind, default = type_of(setting), setting.default
-        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
-        shown = f" ({default})" if default else ""
-        add(
-            f"--{setting.name.replace('_', '-')}",
-            default=argparse.SUPPRESS,
-            required=setting.name == "strategy",
-            help=setting.metadata["help"] + shown,
-            **how,
-        )
+        option: dict[str, Any] = {"default": argparse.SUPPRESS, "help": setting.metadata["help"]}
+        if setting.default:
+            option["help"] += f" ({setting.default})"
+        if type_of(setting) is bool:
+            option["action"] = "store_true"
+        else:
+            option["type"] = type_of(setting)
+        if setting.name == "strategy":
+            option["required"] = True
+        add(f"--{setting.name.replace('_', '-')}", **option)
     add("--timeout", type=float, default=24 * 3600, help="deadline in seconds (one day)")
     add("--download", action="store_true", help="fetch the data set if it is absent")
     add("--json", metavar="FILE", help="write settings, epochs, phases and bytes as JSON")
@@ -76,11 +76,11 @@ def make_parser() -> argparse.ArgumentParser:
 def config_of(arguments: Namespace) -> RunConfig:
     """The settings from the command line; in a rank of a launcher the world size is its."""
     started = started_as_rank()
-    given: dict[str, Any] = {"world_size": 1 if started is None else started.world_size}
-    given |= vars(arguments)
-    return RunConfig(
-        **{one.name: given[one.name] for one in fields(RunConfig) if one.name in given}
-    )
+    settings: dict[str, Any] = {"world_size": 1 if started is None else started.world_size}
+    for setting in fields(RunConfig):
+        if hasattr(arguments, setting.name):
+            settings[setting.name] = getattr(arguments, setting.name)
+    return RunConfig(**settings)
 
 
 def _train(arguments: Namespace) -> int:
@@ -89,7 +89,7 @@ def _train(arguments: Namespace) -> int:
     from labkit.runtime import preload
 
     if started_as_rank() is None:
-        # What is being written, and all ranks, then end as after an error.
+        # Files that are being written, and all ranks, then end as after an error.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # Before torch is imported here, so that both imports, some seconds each, run in parallel.
     preload.warm_up()
@@ -138,7 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(words)
     if rest and not hasattr(arguments, "takes_rest"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    arguments.rest, arguments.words = rest, words
+    arguments.rest = rest
+    arguments.words = words
     try:
         return arguments.run(arguments)
     except PreemptedError as error:

@@ -1,6 +1,5 @@
 """RunConfig: all settings of a training run, with their defaults, limits and help texts."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -28,12 +27,15 @@ _LINK_UNITS |= {"GB/s": 1e9, "Mbit/s": 125e3, "Gbit/s": 125e6}
 
 def parse_names(text: str | None) -> tuple[str, ...]:
     """``"0, 1.conv1"`` is ("0", "1.conv1"); no text is ()."""
-    return tuple(word.strip() for word in text.split(",")) if text else ()
+    if not text:
+        return ()
+    return tuple(word.strip() for word in text.split(","))
 
 
 def parse_augment(text: str | None) -> tuple[str, ...]:
     """``"crop,flip"`` is ("crop", "flip"); no text is ()."""
-    for name in (names := parse_names(text)):
+    names = parse_names(text)
+    for name in names:
         check_choice("augment", name, AUGMENTATIONS)
     return names
 
@@ -64,7 +66,9 @@ def _text(value: Any) -> str:
 def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
     """``"1:4.0"`` is (1, 4.0): rank 1 takes four times as long to compute."""
     match = re.fullmatch(r"([0-9]{1,4}):([0-9]+\.?[0-9]*)", str(text), re.ASCII)
-    rank, factor = (int(match[1]), float(match[2])) if match else (-1, 0.0)
+    rank, factor = -1, 0.0
+    if match:
+        rank, factor = int(match[1]), float(match[2])
     if not (0 <= rank < world_size and factor >= 1):
         raise ValueError(
             f"straggler must be RANK:FACTOR, as in 1:4.0, got {shortened(text)}: with world_size "
@@ -75,21 +79,21 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
 
 def parse_link(text: str) -> dict[str, Any]:
     """``"10ms,100MB/s,2 per host"`` as the arguments of ``EmulatedLink``; each may be left out."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for word in parse_names(text):
         match = re.fullmatch(r"([0-9]+\.?[0-9]*(?:e[-+]?[0-9]+)?) ?(.*)", word)
         number, unit = match.groups() if match else ("", "")
         if unit == "per host" and number.isdecimal():
-            found["ranks_per_host"] = int(number)
+            options["ranks_per_host"] = int(number)
         elif unit in _LINK_UNITS:
             name = "bandwidth_bytes_per_s" if "/" in unit else "latency_s"
-            found[name] = float(number) * _LINK_UNITS[unit]
+            options[name] = float(number) * _LINK_UNITS[unit]
         else:
             raise ValueError(
                 f"link must be LATENCY,BANDWIDTH, as in 10ms,100MB/s; for hosts ,2 per host; got "
                 f"{shortened(text)} (units: {', '.join(_LINK_UNITS)})"
             )
-    return found
+    return options
 
 
 def _option(default: Any, about: str) -> Any:
@@ -223,16 +227,18 @@ class RunConfig:
             )
         if self.optimizer == "sgd":
             rates["lr"] = _SGD_LR.get(self.model, rates["lr"])
-        given |= {name: rate for name, rate in rates.items() if given[name] is None}
+        for name, rate in rates.items():
+            if given[name] is None:
+                given[name] = rate
         # (It is frozen.)
         vars(self).update(given)
-        shares, name = self.world_size, "world_size"
+        divisor, num_shares = "world_size", self.world_size
         if self.strategy in STAGED:
-            shares, name = self.dp or 1, "dp"
-        if self.batch_size < shares:
+            divisor, num_shares = "dp", self.dp or 1
+        if self.batch_size < num_shares:
             raise ValueError(
-                f"batch_size {self.batch_size} is smaller than {name} {shares}: some ranks would "
-                "never get a sample"
+                f"batch_size {self.batch_size} is smaller than {divisor} {num_shares}: some ranks "
+                "would never get a sample"
             )
         if self.checkpoint_dir is None and (self.resume or self.checkpoint_every):
             raise ValueError("resume and checkpoint_every need checkpoint_dir: give its folder")
@@ -245,15 +251,17 @@ class RunConfig:
 
     def _num_ranks(self) -> int:
         """The world size, which devices, stages or the sides of a mesh may determine."""
-        counts = {f"world_size {self.world_size}": self.world_size} if self.world_size > 1 else {}
+        counts = {}
+        if self.world_size > 1:
+            counts[f"world_size {self.world_size}"] = self.world_size
         if self.devices is not None:
             # The ranks on each machine get the devices of this list.
             machines = self.hosts or read_numbers().num_hosts
             if machines is not None:
                 counts[f"devices {self.devices}"] = machines * len(parse_devices(self.devices))
         if self.strategy == "mesh":
-            sides = [side or 1 for side in (self.dp, self.pp, self.tp)]
-            counts["dp {} x pp {} x tp {}".format(*sides)] = math.prod(sides)
+            dp, pp, tp = self.dp or 1, self.pp or 1, self.tp or 1
+            counts[f"dp {dp} x pp {pp} x tp {tp}"] = dp * pp * tp
         elif self.split_points is not None:
             stages = len(parse_split_points(self.split_points)) + 1
             counts[f"split_points {self.split_points}"] = stages // self.stages_on_each()
@@ -268,14 +276,24 @@ class RunConfig:
 
     @property
     def num_stages(self) -> int:
-        """Into how many stages a technique that does so cuts the model."""
-        ranks = self.pp or 1 if self.strategy == "mesh" else self.world_size
-        return ranks * self.stages_on_each()
+        """The number of stages, where a technique cuts the model into some."""
+        if self.strategy == "mesh":
+            return (self.pp or 1) * self.stages_on_each()
+        return self.world_size * self.stages_on_each()
+
+    @property
+    def technique_name(self) -> str:
+        """The technique as errors name it: ``ddp``, or ``ddp with builtin``."""
+        if self.builtin:
+            return f"{self.strategy} with builtin"
+        return self.strategy
 
     def options(self) -> dict[str, Any]:
         """The technique's own options that were given, as keyword arguments of its constructor."""
-        given = {name: getattr(self, name) for name in OPTIONS}
-        return {name: value for name, value in given.items() if value != getattr(RunConfig, name)}
+        options = {name: getattr(self, name) for name in OPTIONS}
+        return {
+            name: value for name, value in options.items() if value != getattr(RunConfig, name)
+        }
 
 
 _NAMES = [setting.name for setting in fields(RunConfig)]

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -22,13 +23,13 @@ _printed: set[str] = set()
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the ranks of one machine run.
+    """The devices and the backend of the ranks of one machine.
 
     Attributes:
         backend: ``gloo`` or ``nccl``.
         devices: the device of each local rank, for example ``("cuda:0", "cuda:1")``.
         transport: ``shared`` (memory) or ``torch`` (the backend's own point-to-point).
-        note: what the learner has to know of the choice; often empty.
+        note: a sentence on the choice for the learner; often empty.
     """
 
     backend: str
@@ -39,7 +40,9 @@ class Plan:
 
 def num_cores() -> int:
     """The number of cores this process may use; a container may have fewer than the machine."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def plan(
@@ -69,7 +72,9 @@ def plan(
             "which everything runs, or 'auto'"
         )
     if kinds == {"cpu"}:
-        return Plan("gloo", chosen, "shared" if can_share and transport != "gloo" else "torch")
+        if can_share and transport != "gloo":
+            return Plan("gloo", chosen, "shared")
+        return Plan("gloo", chosen)
     if len(kinds) > 1:
         note = (
             "ranks on the CPU and on GPUs talk over gloo through host memory, and round in "
@@ -102,7 +107,9 @@ def _devices_of(ranks: int, device: str, devices: str | Sequence[str] | None) ->
             "device 'cuda' was asked for, but this machine shows no CUDA GPU: use device "
             "'cpu' (every page of the course runs on it) or 'auto'"
         )
-    return tuple(f"cuda:{rank % count}" if count else "cpu" for rank in range(ranks))
+    if not count:
+        return ("cpu",) * ranks
+    return tuple(f"cuda:{rank % count}" for rank in range(ranks))
 
 
 def check_named(devices: str | Sequence[str], device: str = "auto") -> tuple[str, ...]:
@@ -142,24 +149,30 @@ def check_world_size(world_size: int, *, warn: bool = True) -> None:
 
 def hardware() -> dict[str, Any]:
     """The machine's hardware and system, to be recorded; CUDA is not initialised."""
-    listed = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
-    models = [line.partition(": ")[2] for line in listed.splitlines() if "model name" in line]
+    cpu = platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        match = re.search(r"model name.*?: (.*)", Path("/proc/cpuinfo").read_text())
+        if match:
+            cpu = match[1]
     count = num_gpus()
-    names = nvidia_smi("--query-gpu=name", "--format=csv,noheader") if count else ""
+    gpus = []
+    if count:
+        names = nvidia_smi("--query-gpu=name", "--format=csv,noheader")
+        gpus = names.splitlines()[:count] or [f"cuda:{index}" for index in range(count)]
     return {
-        "cpu": models[0] if models else platform.machine(),
+        "cpu": cpu,
         "cores": num_cores(),
         "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
-        "gpus": names.splitlines()[:count] or [f"cuda:{index}" for index in range(count)],
+        "gpus": gpus,
         "system": f"{platform.system()} {platform.machine()}",
     }
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of what results depend on, to be recorded with them."""
+    """The versions on which results depend, to be recorded with them."""
     import torch
 
     import labkit
 
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    return found | {"numpy": version("numpy"), "labkit": labkit.__version__}
+    frameworks = {"python": platform.python_version(), "torch": torch.__version__}
+    return frameworks | {"numpy": version("numpy"), "labkit": labkit.__version__}

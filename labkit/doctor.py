@@ -28,12 +28,12 @@ def main() -> int:
     failed = []
     for name, check in CHECKS.items():
         try:
-            found = check()
+            finding = check()
         except Exception as error:
             failed.append(name)
-            why = " ".join(str(error).partition("\n\n")[0].split())
-            found = f"{type(error).__name__}: {why}"
-        print(f"{name:<13} {found}", flush=True)
+            reason = " ".join(str(error).partition("\n\n")[0].split())
+            finding = f"{type(error).__name__}: {reason}"
+        print(f"{name:<13} {finding}", flush=True)
     if failed:
         print(f"\n -> {_ADVICE}")
     stops = [name for name in failed if name in STOPS]
@@ -51,19 +51,23 @@ def main() -> int:
 
 def check_packages() -> str:
     names = ("torch", "numpy", "cloudpickle", "safetensors", "psutil")
-    return ", ".join([f"labkit {__version__}", *(f"{name} {version(name)}" for name in names)])
+    packages = [f"{name} {version(name)}" for name in names]
+    return ", ".join([f"labkit {__version__}", *packages])
 
 
 def check_extras() -> str:
-    found = []
+    findings = []
     for extra in EXTRAS:
-        lacks = ", ".join(absent(extra))
-        found.append(f"{extra} lacks {lacks}" if lacks else f"{extra} is complete")
-    return "; ".join(found)
+        missing = absent(extra)
+        if missing:
+            findings.append(f"{extra} lacks {', '.join(missing)}")
+        else:
+            findings.append(f"{extra} is complete")
+    return "; ".join(findings)
 
 
 def check_torch() -> str:
-    # What may be absent or broken is imported inside its check.
+    # A package that may be absent or broken is imported inside its check.
     import torch
 
     if "torchvision" not in absent("course"):
@@ -77,28 +81,28 @@ def check_torch() -> str:
 
 def check_gpus() -> str:
     printed = f"{nvidia_smi()}{nvidia_smi('topo', '-m')}".rstrip()
-    found = f"{num_gpus() or 'none'} that this PyTorch counts"
+    text = f"{num_gpus() or 'none'} that this PyTorch counts"
     if printed and not num_gpus():
-        found += "; make env TORCH=auto takes a build for this driver; the course runs on CPU, too"
-    return f"{found}\n{printed}".rstrip()
+        text += "; make env TORCH=auto takes a build for this driver; the course runs on CPU, too"
+    return f"{text}\n{printed}".rstrip()
 
 
 def check_shm() -> str:
     if not os.path.isdir("/dev/shm"):
         return "not used on this system"
     size = shutil.disk_usage("/dev/shm")
-    found = f"{format_bytes(size.free)} of {format_bytes(size.total)} free"
+    text = f"{format_bytes(size.free)} of {format_bytes(size.total)} free"
     if size.free < 512 * 2**20:
-        found += "; the workers of a DataLoader need more: docker run --shm-size=1g"
-    return found
+        text += "; the workers of a DataLoader need more: docker run --shm-size=1g"
+    return text
 
 
 def check_digits() -> str:
     from labkit.workload.datasets import load_dataset
 
     data = load_dataset("digits")
-    train, test = len(data.train_targets), len(data.test_targets)
-    return f"intact: {train:,} images to train on, {test:,} held out"
+    num_train = len(data.train_targets)
+    return f"intact: {num_train:,} images to train on, {len(data.test_targets):,} held out"
 
 
 def check_ranks(device: str = "cpu") -> str:

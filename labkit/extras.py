@@ -1,8 +1,8 @@
-"""What only some parts need: the packages of labkit's extras, and what to say without them."""
+"""Packages that only some parts need: labkit's extras, and the error where one is absent."""
 
 from importlib.util import find_spec
 
-# Extra in pyproject.toml -> what it brings, by the names that are imported.
+# Extra in pyproject.toml -> its packages, by the names that are imported.
 EXTRAS = {
     "cluster": ("ray",),
     "course": (

@@ -12,9 +12,11 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     check_writable(path)
     # An unpredictable name, and "x": in a shared folder another user could have put a link.
     beside = Path(path).with_name(f".labkit-{secrets.token_hex(8)}.part")
+    if isinstance(content, str):
+        content = content.encode()
     try:
         with open(beside, "xb") as file:
-            file.write(content if isinstance(content, bytes) else content.encode())
+            file.write(content)
         os.replace(beside, path)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error

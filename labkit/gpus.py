@@ -5,12 +5,12 @@ import subprocess
 import sys
 from typing import Any
 
-# What NVIDIA's and AMD's drivers bring on Linux, also on Linux under Windows.
+# Files of NVIDIA's and AMD's drivers on Linux, also on Linux under Windows.
 _DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1", "/dev/kfd")
 
 
 def may_exist() -> bool:
-    """Whether there is a driver; torch is not imported."""
+    """True if there may be a driver; torch is not imported."""
     return not sys.platform.startswith("linux") or any(map(os.path.exists, _DRIVERS))
 
 
@@ -30,15 +30,15 @@ def check_usable(device: Any) -> None:
     try:
         torch.ones(2, device=device).sum().item()
     except Exception as error:
-        why = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]
         raise RuntimeError(
-            f"{device} cannot be used: {why}. Choose other GPUs with devices= or "
+            f"{device} cannot be used: {reason}. Choose other GPUs with devices= or "
             'CUDA_VISIBLE_DEVICES, or use device="cpu": all pages run on it'
         ) from error
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """What ``nvidia-smi`` prints; empty where it is not installed or fails."""
+    """The output of ``nvidia-smi``; empty where it is not installed or fails."""
     try:
         command = ["nvidia-smi", *arguments]
         return subprocess.run(

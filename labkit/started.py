@@ -1,8 +1,8 @@
-"""What a launcher says in the environment of a rank: its number, and where the ranks meet.
+"""A launcher's settings in the environment of a rank: its number, and the ranks' address.
 
 torchrun, Kubernetes' operators and scripts set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The
-variables of ``mpirun`` and ``srun`` do not say where the ranks meet. What is there in part is not
-believed: each of N ranks would train by itself, as if it were alone.
+variables of ``mpirun`` and ``srun`` do not say where the ranks meet. Settings in part are refused:
+each of N ranks would train by itself, as if it were alone.
 """
 
 import os
@@ -12,9 +12,9 @@ from labkit.units import format_count
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# What only a launcher sets. (Programs also set MASTER_ADDR and MASTER_PORT, for themselves.)
+# Only a launcher sets them. (Programs also set MASTER_ADDR and MASTER_PORT, for themselves.)
 _LAUNCHERS_OWN = ("RANK", "WORLD_SIZE", *_LOCAL)
-# Other launchers' variables: the rank, and how many there are. (A single process may run in a
+# Other launchers' variables: the rank, and the number of ranks. (A single process may run in a
 # batch script or in salloc, which have SLURM_PROCID and SLURM_NTASKS, too.)
 _OTHERS = {
     "Open MPI's mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -23,7 +23,8 @@ _OTHERS = {
     "mpirun": ("PMI_RANK", "PMI_SIZE"),
 }
 # In a rank: the id of its process; RUN in those that labkit has started. Its children inherit it.
-MARK, RUN = "LABKIT_RANK", "run"
+MARK = "LABKIT_RANK"
+RUN = "run"
 # The name of a rank's process that labkit has started, before its number.
 RANK_NAME = "labkit-rank-"
 # The exit code of a rank that imports a script which starts ranks whenever it is imported.
@@ -48,11 +49,12 @@ class Numbers:
 
     @property
     def num_hosts(self) -> int | None:
-        """How many hosts have ranks, 1 without a launcher; None if only the ranks can find out."""
+        """Hosts that have ranks, 1 without a launcher; None if only the ranks can find out."""
         if os.environ.get("GROUP_WORLD_SIZE"):
             return _integer("GROUP_WORLD_SIZE")
-        is_one = self.world_size is None or self.world_size == self.local_world_size
-        return 1 if is_one else None
+        if self.world_size is None or self.world_size == self.local_world_size:
+            return 1
+        return None
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,13 @@ class Started(Numbers):
 
 def read_numbers() -> Numbers:
     """The numbers of this process; ValueError if they are no integers, or contradict."""
-    names = ("RANK", "WORLD_SIZE", *_LOCAL, "GROUP_RANK")
-    numbers = Numbers(*map(_integer, names))
-    pairs = {
-        ("RANK", "WORLD_SIZE"): (numbers.rank, numbers.world_size),
-        _LOCAL: (numbers.local_rank, numbers.local_world_size),
-    }
-    for (name, of), (number, count) in pairs.items():
-        if number is not None and count is not None and not 0 <= number < count:
-            raise ValueError(f"{name}={number} and {of}={count}: {name} goes from 0 to {of} - 1")
-    return numbers
+    for name, size_name in (("RANK", "WORLD_SIZE"), _LOCAL):
+        number = _integer(name)
+        size = _integer(size_name)
+        if number is not None and size is not None and not 0 <= number < size:
+            limits = f"{name} goes from 0 to {size_name} - 1"
+            raise ValueError(f"{name}={number} and {size_name}={size}: {limits}")
+    return Numbers(*map(_integer, ("RANK", "WORLD_SIZE", *_LOCAL, "GROUP_RANK")))
 
 
 def started_as_rank() -> Started | None:
@@ -86,19 +85,19 @@ def started_as_rank() -> Started | None:
     Raises:
         ValueError: the launcher has said only a part, or says it in variables of its own.
     """
-    there = [name for name in _NEEDED + _LOCAL if os.environ.get(name)]
-    if "RANK" in there and os.environ.get(MARK, str(os.getpid())) != str(os.getpid()):
+    given = [name for name in _NEEDED + _LOCAL if os.environ.get(name)]
+    if "RANK" in given and os.environ.get(MARK, str(os.getpid())) != str(os.getpid()):
         raise ValueError(INSIDE)
-    if not set(there).intersection(_LAUNCHERS_OWN):
+    if not set(given).intersection(_LAUNCHERS_OWN):
         _check_no_other()
         return None
-    missing = [name for name in _NEEDED if name not in there]
+    missing = [name for name in _NEEDED if name not in given]
     if missing:
-        values = ", ".join(f"{name}={os.environ[name]}" for name in there)
+        values = ", ".join(f"{name}={os.environ[name]}" for name in given)
         raise ValueError(
             f"{values} in the environment, but not {', '.join(missing)}: one of several ranks "
             f"needs {', '.join(_NEEDED)} (torchrun sets them); for a run that starts its ranks "
-            f"itself, unset {', '.join(name for name in there if name in _LAUNCHERS_OWN)}"
+            f"itself, unset {', '.join(name for name in given if name in _LAUNCHERS_OWN)}"
         )
     numbers = read_numbers()
     _integer("MASTER_PORT")
@@ -115,7 +114,7 @@ def started_as_rank() -> Started | None:
 
 
 def is_rank_0() -> bool:
-    """Whether this process speaks for its run: it is the first rank, or the only process."""
+    """True if this process speaks for its run: it is the first rank, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -46,8 +46,9 @@ def parse_bytes(text: str) -> int:
 
 def closest(name: object, known: Iterable[str]) -> str:
     """`` (did you mean 'batch_size'?)`` for ``bach_size``; empty if no known name is similar."""
-    found = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    for match in difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7):
+        return f" (did you mean {match!r}?)"
+    return ""
 
 
 def check_choice(kind: str, value: object, known: Collection[str]) -> None:
@@ -96,21 +97,26 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``format_seconds(0.0123)`` is ``12.3 ms``; two minutes and more read ``2.08 min``."""
-    scale, unit = (60.0, "min") if abs(seconds) >= 119.5 else second_unit(seconds)
+    if abs(seconds) >= 119.5:
+        return f"{format_number(seconds / 60)} min"
+    scale, unit = second_unit(seconds)
     return f"{format_number(seconds / scale)} {unit}"
 
 
 def format_value(value: float, unit: str) -> str:
     """Format by unit: ``bytes`` and ``s`` are scaled, others (``messages``) stay as they are."""
-    if unit in ("bytes", "s"):
-        return format_bytes(value) if unit == "bytes" else format_seconds(value)
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "s":
+        return format_seconds(value)
     return f"{format_number(value)} {unit}".rstrip()
 
 
 def format_count(count: int, noun: str) -> str:
     """``format_count(2, "rank")`` is ``2 ranks``, ``format_count(1, "rank")`` is ``1 rank``."""
-    plural = f"{noun}es" if noun.endswith(("tch", "ss")) else f"{noun}s"
-    return f"{count} {noun if count == 1 else plural}"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}es" if noun.endswith(("tch", "ss")) else f"{count} {noun}s"
 
 
 def format_number(value: float) -> str:
@@ -120,7 +126,8 @@ def format_number(value: float) -> str:
 
 def byte_unit(num_bytes: float) -> tuple[float, str]:
     """The unit in which to show ``num_bytes``: (its size in bytes, its name)."""
-    scale, size = 1.0, abs(num_bytes)
+    size = abs(num_bytes)
+    scale = 1.0
     for unit in _BYTE_UNITS[:-1]:
         # A number that would be printed as 1,024 is shown in the next unit.
         if not size / scale >= 1023.5:
@@ -135,26 +142,32 @@ def second_unit(seconds: float) -> tuple[float, str]:
     for scale, unit in _SECOND_UNITS:
         if size >= 0.9995 * scale:
             return scale, unit
-    return (1.0, "s") if size == 0 else _SECOND_UNITS[-1]
+    if size == 0:
+        return 1.0, "s"
+    return _SECOND_UNITS[-1]
 
 
 def text_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table as text, the cells of a column equally wide."""
-    table = [[*heads], *([*row] for row in rows)]
+    table = [list(heads), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ("   ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in table)
-    return "\n".join(line.rstrip() for line in lines)
+    lines = []
+    for row in table:
+        cells = map(str.ljust, row, widths)
+        lines.append("   ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def html_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table as HTML; the first cell of each row is its head."""
-    head = "".join(f'<th scope="col">{html.escape(each)}</th>' for each in heads)
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in heads)
     body = ""
     for name, *cells in rows:
-        parts = (html.escape(cell).replace(" (", "<br>(") for cell in cells)
-        data = "".join(f'<td style="white-space: nowrap">{part}</td>' for part in parts)
-        row_head = f'<th scope="row" style="min-width: 9em">{html.escape(name)}</th>'
-        body += f"<tr>{row_head}{data}</tr>"
+        body += f'<tr><th scope="row" style="min-width: 9em">{html.escape(name)}</th>'
+        for cell in cells:
+            text = html.escape(cell).replace(" (", "<br>(")
+            body += f'<td style="white-space: nowrap">{text}</td>'
+        body += "</tr>"
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div style="overflow-x: auto">{table}</div>'
 
@@ -162,10 +175,11 @@ def html_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def as_repeats(measured: float | Iterable[float]) -> list[float]:
     """A measurement as the list of its repeats; ValueError for none, or what is no number."""
     is_list = isinstance(measured, Iterable) and not isinstance(measured, str)
+    repeats = measured if is_list else [measured]
     try:
-        found = [float(value) for value in (measured if is_list else [measured])]
+        numbers = [float(value) for value in repeats]
     except (TypeError, ValueError):
-        found = []
-    if not found:
+        numbers = []
+    if not numbers:
         raise ValueError(f"a number, or a list of repeats, is needed, got {measured!r}")
-    return found
+    return numbers

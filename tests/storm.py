@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional
 
 from labkit import WorkerError, run, train_with
-from labkit.training.checkpoint import newest
+from labkit.training.checkpoint_files import newest
 
 travel_by_value(__name__)
 

@@ -38,7 +38,7 @@ def test_no_setting_takes_a_value_that_cannot_be(setting):
         (run, {"world_size": 1}, ("world_size", "timeout_s")),
         (train_with, {"strategy": "single"}, ("timeout_s",)),
         (compare.compare, {}, ("repeats", "epochs", "target", "world_size", "batch_size")),
-        (bench, {"names": ["placement"]}, ("repeats",)),
+        (bench, {"names": ["ddp"]}, ("repeats",)),
     ],
 )
 def test_no_function_takes_a_number_that_cannot_be(function, arguments, names):

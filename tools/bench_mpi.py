@@ -49,8 +49,9 @@ def main() -> None:
     sizes = tuple(map(parse_bytes, given.sizes.split(","))) if given.sizes else SIZES_BYTES
     settings = {"world_sizes": world_sizes, "sizes_bytes": sizes, "repeats": given.repeats}
     check_writable(given.json, given.figure)
-    more = {"repeats": given.repeats, "where": {"device": "cpu"}, "guests": {"MPI": mpi_turns}}
-    results = (one for n in world_sizes for one in bench_all_reduce(n, sizes, **more))
+    on_cpu = {"device": "cpu"}
+    guests = {"MPI": mpi_turns}
+    results = (bench_all_reduce(n, sizes, given.repeats, on_cpu, guests) for n in world_sizes)
     # A test start: mpirun, or mpi4py, says itself what is missing.
     most = max(world_sizes)
     with start(most, stdout=subprocess.PIPE, text=True) as tried:

@@ -1,7 +1,7 @@
 """The pages of the course in one table, and every place that shows it.
 
 ``python tools/course_map.py`` writes the maps in README and page 00, and the links to the previous
-and the next page.
+and the next page, and along the short path.
 """
 
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 
 from labkit.files import write_atomically
+from workbook.notebook.pages import SHORT_PATH
 
 ROOT = Path(__file__).resolve().parents[1]
 # In reading order: {page: (name, the question that it answers)}
@@ -71,29 +72,42 @@ PAGES = {
 }
 _FIRST = "00_start_here"
 _TABLE = re.compile(r"\| page \|.*\n(\|.*(\n|$))+")
-_NEIGHBOURS = re.compile(r"\| (Previous|Next) \|.*(\n|$)")
+_NEIGHBOURS = re.compile(r"\| (Previous|Next|Short path) \|.*(\n|$)")
 _LAST_RUN = re.compile(r"(\| Last run on \|.*\n)")
 
 
 def course_map(folder: str = "", here: str = "") -> str:
-    """The table in Markdown, with the path to the pages, for the page ``here`` or README."""
-    lines = ["| page | what it answers |", "|---|---|"]
+    """Return the table in Markdown, for the page ``here`` or README in ``folder``."""
+    lines = ["| page | short path | what it answers |", "|---|---|---|"]
     for stem, (name, question) in PAGES.items():
-        label = f"{stem[:2]} {name}"
-        label = f"**{label}**" if stem == here else f"[{label}]({folder}{stem}.ipynb)"
-        lines.append(f"| {label} | {question} |")
+        label = f"**{stem[:2]} {name}**" if stem == here else _link(stem, folder)
+        step = ""
+        if stem in SHORT_PATH:
+            step = str(SHORT_PATH.index(stem) + 1)
+        lines.append(f"| {label} | {step} | {question} |")
     return "\n".join(lines) + "\n"
 
 
 def neighbours(stem: str) -> str:
-    """The rows in the head of a page that link to the previous and the next page."""
-    pages, rows = list(PAGES), ""
-    place = pages.index(stem)
-    for head, other in (("Previous", place - 1), ("Next", place + 1)):
-        if 0 <= other < len(pages):
-            page = pages[other]
-            rows += f"| {head} | [{page[:2]} {PAGES[page][0]}]({page}.ipynb) |\n"
-    return rows
+    """Return the rows of a page's head that link to its neighbours, and along the short path."""
+    pages = list(PAGES)
+    number = pages.index(stem)
+    rows = ""
+    if number > 0:
+        rows += f"| Previous | {_link(pages[number - 1])} |\n"
+    if number + 1 < len(pages):
+        rows += f"| Next | {_link(pages[number + 1])} |\n"
+    if stem not in SHORT_PATH:
+        return rows + "| Short path | not on it: this page is optional |\n"
+    step = SHORT_PATH.index(stem) + 1
+    text = f"step {step} of {len(SHORT_PATH)}"
+    if step < len(SHORT_PATH):
+        text += f"; next on it: {_link(SHORT_PATH[step])}"
+    return rows + f"| Short path | {text} |\n"
+
+
+def _link(stem: str, folder: str = "") -> str:
+    return f"[{stem[:2]} {PAGES[stem][0]}]({folder}{stem}.ipynb)"
 
 
 def replaced(pattern: re.Pattern[str], new: str, text: str) -> str:

@@ -37,14 +37,13 @@ def steps(gpus: int) -> dict[str, tuple[float, list[str]]]:
 
     found = {
         "doctor": (120, [*LABKIT, "doctor"]),
-        "placement": (300, bench("placement")),
         "all-reduce": (210, bench("all-reduce", "--world-size", ranks, "--figure", "{}/time.png")),
         "tests": (420, [*tests, "-q"]),
         "ddp": (150, bench("ddp", "--world-size", ranks)),
         "pipeline": (180, bench("pipeline", "--world-size", "2", "--models", "vgg16")),
         "compare": (240, [*LABKIT, "compare", "--device", "cuda", "--repeats", "1"]),
     }
-    found["compare"][1].extend(["--json", "{}/result.json", "--figures", "{}"])
+    found["compare"][1].extend(["--json", "{}/result.json"])
     execute = ["nbconvert", "--to", "html", "--execute", "--output-dir", "{}"]
     for path in sorted(ROOT.glob("notebooks/*.ipynb")):
         found[path.stem] = (200, [sys.executable, "-m", "jupyter", *execute, str(path)])

@@ -38,9 +38,7 @@ def _add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
     bench.set_defaults(run=_bench)
     add = bench.add_argument
-    names = (
-        "all-reduce, ddp, sharded, tensor-parallel, placement, pipeline; all of them if left out"
-    )
+    names = "all-reduce, ddp, pipeline; all of them if left out"
     add("names", nargs="*", metavar="NAME", help=names)
     ranks = "numbers of ranks, one run each (2,4)"
     add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
@@ -61,8 +59,8 @@ def _add_compare(commands) -> None:
     compare = commands.add_parser("compare", help="all techniques and PyTorch's, like for like")
     compare.set_defaults(run=_compare)
     add = compare.add_argument
-    some = "compare only these techniques, with PyTorch's counterparts"
-    add("--strategies", type=list_of(str), metavar="S,S", help=some)
+    techniques = "compare only these techniques, with PyTorch's counterparts"
+    add("--strategies", type=list_of(str), metavar="S,S", help=techniques)
     ranks = "number of ranks (one per core or GPU, 4 at most)"
     add("--world-size", type=int, metavar="N", help=ranks)
     samples = "numbers of training samples (a quarter, a half, all)"
@@ -76,12 +74,11 @@ def _add_compare(commands) -> None:
     add("--lr", type=float, metavar="R", help="as for train")
     add("--optimizer", metavar="NAME", help="as for train")
     add("--no-builtin", dest="builtin", action="store_false", help="without PyTorch's")
-    placed = "also these placements of model_parallel, such as 31 15,31,33 (vgg16: three)"
+    placed = "also these placements of model_parallel, such as 31 15,31,33"
     add("--split-points", nargs="+", metavar="K,K", help=placed)
     add("--dataset", metavar="D", help="as for train")
     add("--device", metavar="auto|cpu|cuda", help="as for train")
     add("--json", dest="json_path", metavar="FILE", help="record runs and hardware in FILE")
-    add("--figures", dest="figures_dir", metavar="DIR", help="draw compare_*.png in DIR")
 
 
 def _bench(arguments: Namespace) -> int:
@@ -107,8 +104,10 @@ def _progress(arguments: Namespace) -> int:
 
 def _given(arguments: Namespace) -> dict[str, Any]:
     """The options that were given, and the words of the command line, which are recorded."""
-    ours = ("command", "rest", "run", "local_rank")
-    return {k: v for k, v in vars(arguments).items() if v is not None and k not in ours}
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    for name in ("command", "rest", "run", "local_rank"):
+        given.pop(name, None)
+    return given
 
 
 def _lab(arguments: Namespace) -> int:
@@ -121,5 +120,6 @@ def _reset(arguments: Namespace) -> int:
     from workbook.lab import reset_page
 
     fresh, old = reset_page(arguments.page)
-    print(f"{fresh} is new" + (f"; yours is now {old.name} beside it" if old else ""))
+    kept = f"; yours is now {old.name} beside it" if old else ""
+    print(f"{fresh} is new{kept}")
     return 0

@@ -10,7 +10,6 @@ file of the user is changed.
 
 import getpass
 import hashlib
-import itertools
 import json
 import os
 import secrets
@@ -42,8 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = argv or []
     # JupyterLab refuses an option that is given twice.
     given = {option.partition("=")[0] for option in argv}
-    ours = [each for each in launch_options(root) if each.partition("=")[0] not in given]
-    argv = [*ours, *argv]
+    for option in launch_options(root):
+        if option.partition("=")[0] not in given:
+            argv = [option, *argv]
     with tempfile.TemporaryDirectory(prefix="labkit-lab-") as folder:
         _prepare_environment(Path(folder))
         return _serve(root, argv)
@@ -67,21 +67,23 @@ def renew_course(root: Path) -> list[str]:
     Returns:
         The names of changed pages of which the course has a newer version: they are left alone.
     """
-    course, kept = root / "my_course", []
+    course = root / "my_course"
+    kept = []
     course.mkdir(exist_ok=True)
     scripts = course / "scripts"
     if (root / "notebooks" / "scripts").is_dir() and not os.path.lexists(scripts):
         scripts.symlink_to("../notebooks/scripts")
     for path in sorted((root / "notebooks").glob("*.ipynb")):
-        page, mine = _without_outputs(path), course / path.name
-        if mine.exists():
-            was_copied, is_now = _versions_of(mine)
-            if was_copied == page["metadata"]["copied"]:
+        page = _without_outputs(path)
+        copy = course / path.name
+        if copy.exists():
+            copied_version, version = _versions_of(copy)
+            if copied_version == page["metadata"]["copied"]:
                 continue
-            if was_copied != is_now:
+            if copied_version != version:
                 kept.append(path.name)
                 continue
-        write_atomically(mine, json.dumps(page, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(copy, json.dumps(page, indent=1, ensure_ascii=False) + "\n")
     return kept
 
 
@@ -99,16 +101,20 @@ def reset_page(name: str) -> tuple[Path, Path | None]:
     """
     root = workbook_root()
     pages = sorted((root / "notebooks").glob("*.ipynb"))
-    found = [path for path in pages if path.name.startswith(name)]
-    if len(found) != 1 or not name:
+    matching = [path for path in pages if path.name.startswith(name)]
+    if len(matching) != 1 or not name:
         numbers = ", ".join(path.name[:2] for path in pages)
         raise ValueError(f"reset takes the number of one page: {numbers}; got {name!r}")
-    mine, old = root / "my_course" / found[0].name, None
-    if mine.exists():
-        places = (mine.with_name(f"{mine.stem}-before-{n}.ipynb") for n in itertools.count(1))
-        old = mine.rename(next(place for place in places if not place.exists()))
+    copy = root / "my_course" / matching[0].name
+    if not copy.exists():
+        renew_course(root)
+        return copy, None
+    number = 1
+    while (old := copy.with_name(f"{copy.stem}-before-{number}.ipynb")).exists():
+        number += 1
+    copy.rename(old)
     renew_course(root)
-    return mine, old
+    return copy, old
 
 
 def _without_outputs(path: Path) -> dict[str, Any]:
@@ -117,24 +123,25 @@ def _without_outputs(path: Path) -> dict[str, Any]:
     page = json.loads(path.read_text(encoding="utf-8"))
     for cell in page["cells"]:
         if cell["cell_type"] == "code":
-            cell["outputs"], cell["execution_count"] = [], None
+            cell["outputs"] = []
+            cell["execution_count"] = None
     page["metadata"]["copied"] = _version(page)
     # With another version of Python than the kernel's, JupyterLab would call the page changed.
     page["metadata"]["language_info"] = dict(IPythonKernel.language_info)
     return page
 
 
-def _versions_of(mine: Path) -> tuple[str | None, str | None]:
-    """Of the page that was copied, and of the page as it is; what cannot be read was changed."""
+def _versions_of(copy: Path) -> tuple[str | None, str | None]:
+    """The version that was copied, and the page's version now; what cannot be read was changed."""
     try:
-        page = json.loads(mine.read_text(encoding="utf-8"))
+        page = json.loads(copy.read_text(encoding="utf-8"))
         return page["metadata"].get("copied"), _version(page)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None, ""
 
 
 def _version(page: dict[str, Any]) -> str:
-    """By the cells' sources alone: outputs and settings are no change."""
+    """A hash of the cells' sources alone: outputs and settings are no change."""
     sources = [[cell["cell_type"], "".join(cell["source"])] for cell in page["cells"]]
     return hashlib.sha256(json.dumps(sources).encode()).hexdigest()
 
@@ -210,14 +217,15 @@ def _stop(server) -> None:
 
 def _announcement(server, root: Path) -> str:
     address = f"{server.connection_url}{first_page(root)}?token={server.identity_provider.token}"
-    lines, port = [f"\n  The workbook is open at\n\n      {address}\n"], server.port
-    reason = no_browser_reason() if not server.open_browser else ""
+    port = server.port
+    lines = [f"\n  The workbook is open at\n\n      {address}\n"]
+    reason = "" if server.open_browser else no_browser_reason()
     if reason:
         lines.append(f"  Open that address in a browser yourself: {reason}.")
     if "SSH" in reason:
         lines.append("  On your own machine, first open a tunnel and keep it open:")
-        there = f"{getpass.getuser()}@{socket.gethostname()}"
-        lines.append(f"      ssh -N -L {port}:localhost:{port} {there}")
+        login = f"{getpass.getuser()}@{socket.gethostname()}"
+        lines.append(f"      ssh -N -L {port}:localhost:{port} {login}")
     if "container" in reason:
         options = f"--ip=0.0.0.0 --port={port}"
         lines.append(

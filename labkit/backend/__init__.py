@@ -49,20 +49,22 @@ def _new_group(group: Any, options: object) -> Any:
             f'{names}: the "labkit" backend is for CPU tensors. Name another backend for each '
             'other device, for example init_process_group("cpu:labkit,cuda:nccl")'
         )
-    where = group.store, group.group_rank, group.group_size, group.timeout
-    others = {device: name for device, name in names.items() if name != "labkit"}
-    if not others:
-        make = importlib.import_module("labkit.backend.group").LabkitGroup
-        return make(*where, group.global_ranks_in_group)
+    # Read before ``make_backends``, which gives the group's store another prefix.
+    ranks = group.global_ranks_in_group
+    settings = group.store, group.group_rank, group.group_size, group.timeout, ranks
+    other_names = {device: name for device, name in names.items() if name != "labkit"}
+    if not other_names:
+        labkit_group = importlib.import_module("labkit.backend.group")
+        return labkit_group.LabkitGroup(*settings)
     composite = importlib.import_module("labkit.backend.composite")
-    backends = composite.make_backends(others, group, options)
-    made = composite.CompositeGroup(*where, group.global_ranks_in_group)
-    made.add_backends(backends, others)
-    return made
+    backends = composite.make_backends(other_names, group, options)
+    composite_group = composite.CompositeGroup(*settings)
+    composite_group.add_backends(backends, other_names)
+    return composite_group
 
 
 def _backends_by_device() -> dict[str, str]:
-    """The backends of the group that PyTorch is making, by device.
+    """Return the backends of the group that PyTorch is making, by device.
 
     No argument of ``_new_group`` tells which stand beside "labkit", so they are read where
     PyTorch keeps them, in the function that calls it.

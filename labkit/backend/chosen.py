@@ -13,8 +13,8 @@ from labkit.comm.comm import Comm
 
 AllReduce = Callable[[Comm, Tensor], Tensor | None]
 
-# The learner's.
-_learners: AllReduce | None = None
+# The function that the learner has chosen.
+_chosen: AllReduce | None = None
 
 
 def use(all_reduce: AllReduce | None) -> AllReduce | None:
@@ -29,10 +29,11 @@ def use(all_reduce: AllReduce | None) -> AllReduce | None:
 
     Call it on every rank. DDP asks for sums only; other reductions always use labkit's functions.
     """
-    global _learners
+    global _chosen
     if all_reduce is not None and not callable(all_reduce):
         raise ValueError(f"use() takes a function of comm and tensor, got {all_reduce!r:.60}")
-    before, _learners = _learners, all_reduce
+    before = _chosen
+    _chosen = all_reduce
     return before
 
 
@@ -40,12 +41,12 @@ def all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     """All-reduce ``tensor`` in place with the function that ``use`` has chosen; returns it."""
     if tensor.layout != torch.strided:
         return collectives.sparse_all_reduce(comm, tensor, op)
-    if _learners is None or op not in ("sum", *MEANS):
+    if _chosen is None or op not in ("sum", *MEANS):
         return collectives.fast_all_reduce(comm, tensor, op)
     reduction = Reduction.of(op, tensor)
-    name = getattr(_learners, "__name__", "all_reduce")
+    name = getattr(_chosen, "__name__", "all_reduce")
     with in_place(tensor) as flat, comm.collective(name, tensor, op):
-        result = _learners(comm, flat)
+        result = _chosen(comm, flat)
         if result is not None and result is not flat:
             check_fits(result, flat, f"the result of {name}")
             flat.copy_(result)

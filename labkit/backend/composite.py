@@ -15,8 +15,10 @@ from torch import Tensor
 
 from labkit.backend.group import LabkitGroup
 
-# Methods that PyTorch hands to the backend of their tensors.
-BY_TENSOR = (
+# Methods that PyTorch hands to the backend of their tensors, or of the device that they are given.
+BY_DEVICE = (
+    "_start_coalescing",
+    "_end_coalescing",
     "allreduce",
     "allreduce_coalesced",
     "broadcast",
@@ -77,14 +79,6 @@ class CompositeGroup(LabkitGroup):
 
     _get_backend = get_backend
 
-    def _start_coalescing(self, device="cpu"):
-        owner = LabkitGroup if torch.device(device).type == "cpu" else dist.ProcessGroup
-        owner._start_coalescing(self, torch.device(device))
-
-    def _end_coalescing(self, device="cpu") -> Any:
-        owner = LabkitGroup if torch.device(device).type == "cpu" else dist.ProcessGroup
-        return owner._end_coalescing(self, torch.device(device))
-
     def set_timeout(self, timeout):
         super().set_timeout(timeout)
         for device in self._device_types[1:]:
@@ -124,22 +118,24 @@ def make_backends(names: Mapping[str, str], opts: Any, options: object) -> dict[
     return backends
 
 
-def by_tensor(name: str) -> Callable[..., Any]:
-    """The method ``name``, ours for tensors of the CPU, and otherwise PyTorch's."""
-    ours = getattr(LabkitGroup, name)
-    pytorchs = getattr(dist.ProcessGroup, name)
+def by_device(name: str) -> Callable[..., Any]:
+    """Return the method ``name``: labkit's for the CPU, and otherwise PyTorch's."""
+    labkit_method = getattr(LabkitGroup, name)
+    pytorch_method = getattr(dist.ProcessGroup, name)
 
     def method(self: CompositeGroup, *args: Any, **options: Any) -> Any:
-        device = device_of((*args, *options.values()))
-        chosen = ours if device == "cpu" else pytorchs
-        return chosen(self, *args, **options)
+        if device_of((*args, *options.values())) == "cpu":
+            return labkit_method(self, *args, **options)
+        return pytorch_method(self, *args, **options)
 
     return method
 
 
 def device_of(values: Iterable[Any]) -> str:
-    """The type of the device of the first tensor in nested lists; of no tensor, the CPU's."""
+    """Return the type of the first device, or tensor's device, in nested lists; else "cpu"."""
     for value in values:
+        if isinstance(value, torch.device):
+            return value.type
         if isinstance(value, Tensor):
             return value.device.type
         if isinstance(value, list | tuple) and value:
@@ -147,6 +143,6 @@ def device_of(values: Iterable[Any]) -> str:
     return "cpu"
 
 
-for _name in BY_TENSOR:
+for _name in BY_DEVICE:
     if hasattr(dist.ProcessGroup, _name):
-        setattr(CompositeGroup, _name, by_tensor(_name))
+        setattr(CompositeGroup, _name, by_device(_name))

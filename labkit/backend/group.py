@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from labkit.backend.mailbox import Mailbox
 from labkit.backend.reductions import reduction_of, scaled
 from labkit.collectives.common import check_fits, check_one_per_rank
 from labkit.comm.comm import Comm
-from labkit.comm.meeting import separate_comm
+from labkit.comm.rendezvous import separate_comm
 from labkit.comm.transport import Traffic
 from labkit.comm.work import AllOf, Work, WorkQueue
 
@@ -52,8 +53,10 @@ _traffic: list[Traffic] = []
 
 
 def sent() -> tuple[int, int]:
-    """Messages and bytes that this rank's "labkit" groups have sent so far, counted."""
-    return sum(one.messages for one in _traffic), sum(one.num_bytes for one in _traffic)
+    """Return the messages and bytes that this rank's "labkit" groups have sent so far."""
+    messages = sum(traffic.messages for traffic in _traffic)
+    num_bytes = sum(traffic.num_bytes for traffic in _traffic)
+    return messages, num_bytes
 
 
 class LabkitGroup(ProcessGroup):
@@ -69,7 +72,8 @@ class LabkitGroup(ProcessGroup):
     """
 
     # ``dist.split_group`` asks the group's backend for these; here that is the group itself.
-    supports_splitting, supports_coalescing = True, False
+    supports_splitting = True
+    supports_coalescing = False
     # PyTorch's own ProcessGroup gets these from its backends.
     group_name = group_desc = ""
     _device_types: Sequence[torch.device] = (torch.device("cpu"),)
@@ -83,13 +87,14 @@ class LabkitGroup(ProcessGroup):
         ranks: Sequence[int] | None = None,
     ):
         super().__init__(rank, size)
-        self._store, self._timeout = store, timeout
+        self._store = store
+        self._timeout = timeout
         # As they are numbered in the run.
         self._ranks = ranks or range(size)
         # Messages of an edge are first in, first out, so each kind of traffic has its own Comm.
         self._comms = {
-            part: separate_comm(part, store, rank, size, timeout, self._ranks)
-            for part in ("collectives", "pairs")
+            purpose: separate_comm(purpose, store, rank, size, timeout, self._ranks)
+            for purpose in ("collectives", "pairs")
         }
         _traffic.extend(comm.transport.sent for comm in self._comms.values())
         self._queues: dict[tuple[Any, ...], WorkQueue] = {}
@@ -97,8 +102,9 @@ class LabkitGroup(ProcessGroup):
         self._num_collectives = 0
         # Between start and end of coalescing: the operations called since.
         self._coalesced: list[Work] | None = None
-        others, edge = {*range(size)} - {rank}, partial(self._queue_of, "pairs")
-        self._mailbox = Mailbox(others, edge, timeout.total_seconds())
+        peers = set(range(size)) - {rank}
+        queue_of_edge = partial(self._queue_of, "pairs")
+        self._mailbox = Mailbox(peers, queue_of_edge, timeout.total_seconds())
         _live.add(self)
 
     # The signatures below are PyTorch's. ``opts`` has rootRank, reduceOp and asyncOp, where there
@@ -127,31 +133,36 @@ class LabkitGroup(ProcessGroup):
 
     def set_timeout(self, timeout):
         """Set the longest wait from now on, also for operations under way."""
-        self._timeout, timeout_s = timeout, timeout.total_seconds()
-        for waits in (self._mailbox, *self._queues.values()):
-            waits.timeout_s = timeout_s
+        self._timeout = timeout
+        timeout_s = timeout.total_seconds()
+        self._mailbox.timeout_s = timeout_s
+        for queue in self._queues.values():
+            queue.timeout_s = timeout_s
         for comm in self._comms.values():
             comm.transport.set_timeout(timeout_s)
 
     def split_group(
         self, ranks, timeout=None, opts=None, group_name="", group_desc="", device_types=None
     ):
-        """Make a group of ``ranks``, in that order; returns None on the ranks left out."""
+        """Make a group of ``ranks``, in that order; return None on the ranks left out."""
         if self.rank() not in ranks:
             return None
         store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
-        place, in_run = ranks.index(self.rank()), [self._ranks[rank] for rank in ranks]
-        group = LabkitGroup(store, place, len(ranks), timeout or self._timeout, in_run)
-        group.group_name, group.group_desc = group_name or "", group_desc or ""
+        timeout = timeout or self._timeout
+        ranks_in_run = [self._ranks[rank] for rank in ranks]
+        group = LabkitGroup(store, ranks.index(self.rank()), len(ranks), timeout, ranks_in_run)
+        group.group_name = group_name or ""
+        group.group_desc = group_desc or ""
         return group
 
     def _queue_of(self, *key: Any) -> WorkQueue:
-        """The queue of ("collectives",), ("pairs", "to", a peer) or ("pairs", "from", a peer)."""
+        """Return the queue of ("collectives",) or ("pairs", "to" or "from", a peer)."""
         if not self._comms:
             raise ValueError("this process group was destroyed: make another with new_group")
         with self._starting:
             if key not in self._queues:
-                name, comm = "-".join(["labkit", *map(str, key)]), self._comms[key[0]]
+                name = "-".join(["labkit", *map(str, key)])
+                comm = self._comms[key[0]]
                 self._queues[key] = WorkQueue(name, comm, self._timeout.total_seconds())
             return self._queues[key]
 
@@ -165,13 +176,15 @@ class LabkitGroup(ProcessGroup):
     ) -> Work:
         """Queue a collective, or carry it out at once when PyTorch is going to wait for it."""
         is_waited_for = not getattr(opts, "asyncOp", True)
-        result = inputs if result is None else result
-        name = f"sparse_{name}" if any(one.is_sparse for one in inputs) else name
+        if result is None:
+            result = inputs
+        if any(tensor.is_sparse for tensor in inputs):
+            name = f"sparse_{name}"
         self._num_collectives += 1
         queue = self._queue_of("collectives")
-        return self._noted(queue.add(name, operation, inputs, result, is_waited_for))
+        return self._add_to_coalesced(queue.add(name, operation, inputs, result, is_waited_for))
 
-    def _noted(self, work: Work) -> Work:
+    def _add_to_coalesced(self, work: Work) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -181,15 +194,16 @@ class LabkitGroup(ProcessGroup):
         self._coalesced = []
 
     def _end_coalescing(self, device="cpu") -> Any:
-        """One ``Work`` for what was called since the start; nothing is put together."""
-        works, self._coalesced = self._coalesced or [], None
+        """Return one ``Work`` for all calls since the start; nothing is put together."""
+        works = self._coalesced or []
+        self._coalesced = None
         return AllOf(works)
 
     def _set_sequence_number_for_group(self):
         self._num_collectives = 0
 
     def _get_sequence_number_for_group(self):
-        """The number of collectives that this rank has called."""
+        """Return the number of collectives that this rank has called."""
         return self._num_collectives
 
     def _wait_for_pending_works(self):
@@ -255,21 +269,21 @@ class LabkitGroup(ProcessGroup):
 
         def operation(comm: Comm) -> None:
             for number, tensor in enumerate(tensors):
-                found = function(comm, tensor)
-                for target, values in zip(outputs[number], found) if found else ():
-                    target.copy_(values)
+                gathered = function(comm, tensor)
+                if gathered is not None:  # ``gather`` returns nothing but on the root
+                    for target, values in zip(outputs[number], gathered):
+                        target.copy_(values)
 
-        return self._queue(name, operation, tensors, opts, [t for of in outputs for t in of])
+        return self._queue(name, operation, tensors, opts, list(chain.from_iterable(outputs)))
 
     def scatter(self, outputs, inputs, opts):
         shares = inputs[0] if inputs else []
-        operation = partial(
-            collectives.scatter, tensors=shares, out=outputs[0], root=opts.rootRank
-        )
+        root = opts.rootRank
+        operation = partial(collectives.scatter, tensors=shares, out=outputs[0], root=root)
         return self._queue("scatter", operation, shares, opts, outputs)
 
     def reduce_scatter(self, outputs, inputs, opts):
-        """Each output gets this rank's share of its P inputs, reduced over all ranks."""
+        """Reduce each output's P inputs over all ranks; the output gets this rank's share."""
         ops = [reduction_of(opts, output) for output in outputs]
         for output, shares in zip(outputs, inputs):
             # A copy would convert and broadcast.
@@ -277,10 +291,10 @@ class LabkitGroup(ProcessGroup):
 
         def operation(comm: Comm) -> None:
             for output, shares, op in zip(outputs, inputs, ops):
-                ours = [scaled(share, opts) for share in shares]
-                output.copy_(collectives.reduce_scatter(comm, ours, op))
+                scaled_shares = [scaled(share, opts) for share in shares]
+                output.copy_(collectives.reduce_scatter(comm, scaled_shares, op))
 
-        shares = [share for of in inputs for share in of]
+        shares = list(chain.from_iterable(inputs))
         return self._queue("reduce_scatter", operation, shares, opts, outputs)
 
     def reduce_scatter_single(self, output, tensor, opts):
@@ -294,17 +308,18 @@ class LabkitGroup(ProcessGroup):
         return self._queue("all_to_all", operation, inputs, opts, outputs)
 
     def all_to_all_single(self, output, tensor, output_splits, input_splits, opts=None):
-        outputs, inputs = (
-            list(whole.split(splits or [len(whole) // self.size()] * self.size()))
-            for whole, splits in ((output, output_splits), (tensor, input_splits))
-        )
+        # Without splits, P equal parts.
+        output_splits = output_splits or [len(output) // self.size()] * self.size()
+        input_splits = input_splits or [len(tensor) // self.size()] * self.size()
+        outputs = list(output.split(output_splits))
+        inputs = list(tensor.split(input_splits))
         operation = partial(collectives.all_to_all, tensors=inputs, out=outputs)
         return self._queue("all_to_all", operation, [tensor], opts, [output])
 
-    def _parts(self, wholes: Tensors, parts: Tensors) -> list[Tensors]:
-        """Cut each whole into P views of the shape of its part."""
-        pairs = zip(wholes, parts)
-        return [list(whole.view(self.size(), *part.shape).unbind()) for whole, part in pairs]
+    def _parts(self, tensors: Tensors, parts: Tensors) -> list[Tensors]:
+        """View each tensor as P tensors of the shape of its part."""
+        pairs = zip(tensors, parts)
+        return [list(tensor.view(self.size(), *part.shape).unbind()) for tensor, part in pairs]
 
     def barrier(self, opts=None):
         return self._queue("barrier", Comm.barrier, [], opts)
@@ -328,17 +343,17 @@ class LabkitGroup(ProcessGroup):
             store.wait(keys, timeout)
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         if missing:
-            named = f"Ranks {', '.join(missing)}" if wait_all_ranks else f"Rank {missing[0]}"
+            names = f"Ranks {', '.join(missing)}" if wait_all_ranks else f"Rank {missing[0]}"
             raise RuntimeError(
-                f"{named} failed to pass monitoredBarrier: did not call it within "
+                f"{names} failed to pass monitoredBarrier: did not call it within "
                 f"{timeout.total_seconds():g} s of rank {self.rank()}"
             )
 
     def send(self, tensors, dst, tag):
-        return self._noted(self._mailbox.send(tensors[0], dst, tag))
+        return self._add_to_coalesced(self._mailbox.send(tensors[0], dst, tag))
 
     def recv(self, tensors, src, tag):
-        return self._noted(self._mailbox.recv(tensors[0], src, tag))
+        return self._add_to_coalesced(self._mailbox.recv(tensors[0], src, tag))
 
     def recv_anysource(self, tensors, tag):
         return self.recv(tensors, None, tag)
@@ -365,8 +380,10 @@ class LabkitGroup(ProcessGroup):
                 comms[key[0]].transport.abandon()
             if not queues[key].end(patience_s) and patience_s is None:
                 # After an error here, PyTorch would keep the group registered.
-                late, where = queues[key].under_way, "this process group has ended"
-                warnings.warn(f"{where}, but {late} is still running", stacklevel=2)
+                work = queues[key].under_way
+                warnings.warn(
+                    f"this process group has ended, but {work} is still running", stacklevel=2
+                )
         for comm in comms.values():
             comm.session.leave()
 

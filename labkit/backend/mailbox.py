@@ -22,7 +22,8 @@ from labkit.comm.comm import Comm
 from labkit.comm.source_lines import credit_to
 from labkit.comm.work import Work, WorkQueue
 
-_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_all_dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = sorted(_all_dtypes, key=str)
 # Tag, dtype, number of dimensions, up to 13 sizes.
 _ENVELOPE_LENGTH = 16
 
@@ -68,8 +69,10 @@ class Mailbox:
     ``queue("to", dst)`` and ``queue("from", src)`` return the queue of an edge.
     """
 
-    def __init__(self, others: set[int], queue: Callable[[str, int], WorkQueue], timeout_s: float):
-        self.others, self.timeout_s, self._queue = others, timeout_s, queue
+    def __init__(self, peers: set[int], queue: Callable[[str, int], WorkQueue], timeout_s: float):
+        self.peers = peers
+        self.timeout_s = timeout_s
+        self._queue = queue
         self._lock = threading.Lock()
         self._posted: list[_Receive] = []
         self._unexpected: list[_Message] = []
@@ -77,8 +80,8 @@ class Mailbox:
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Work:
         envelope = torch.zeros(_ENVELOPE_LENGTH, dtype=torch.int64)
-        filled = [tag, _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-        envelope[: len(filled)] = torch.tensor(filled)
+        header = [tag, _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        envelope[: len(header)] = torch.tensor(header)
 
         def send(comm: Comm) -> None:
             comm.send(envelope, dst)
@@ -88,10 +91,11 @@ class Mailbox:
 
     def recv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
         """Post a receive from ``src``; None accepts the first message of any rank."""
-        name = "recv" if src is not None else "recvAnySource"
+        name = "recvAnySource" if src is None else "recv"
+        sources = set(self.peers) if src is None else {src}
         # The queue that reads the edge reaches its timeout first, and names the missing rank.
         work = Work(name, [tensor], [tensor], self.timeout_s + 2)
-        receive = _Receive(tensor, tag, set(self.others) if src is None else {src}, work)
+        receive = _Receive(tensor, tag, sources, work)
         with self._lock:
             message = next(filter(receive.accepts, self._unexpected), None)
             if message is None:
@@ -124,7 +128,8 @@ class Mailbox:
                 with self._lock:
                     receive.sources.discard(src)
                     if taken is None and receive in self._posted and not receive.sources:
-                        self._posted.remove(taken := receive)
+                        taken = receive
+                        self._posted.remove(receive)
                 if taken is None:
                     # Another source has sent, or still may.
                     return
@@ -136,13 +141,13 @@ class Mailbox:
                 continue
             if taken is not None:
                 taken.end(src)
-            elif (late := self._match(message, keep=True)) is not None:
-                late.fill(message)
+            elif posted_since := self._match(message, keep=True):
+                posted_since.fill(message)
 
     def _match(self, message: _Message, keep: bool = False) -> _Receive | None:
         """Take the first posted receive of such a message; if none, maybe keep the message."""
         with self._lock:
-            receive = next((one for one in self._posted if one.accepts(message)), None)
+            receive = next((posted for posted in self._posted if posted.accepts(message)), None)
             if receive is not None:
                 self._posted.remove(receive)
             elif keep:

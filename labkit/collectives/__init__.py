@@ -23,7 +23,8 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     scatter                 naive           P - 1               root (P - 1) S, the others 0
     sparse_all_reduce       compressed      3 (P - 1)           (P - 1) x entries, padded
 
-``fast_all_reduce`` takes the direct one for small tensors, else the fast ring.
+``fast_all_reduce`` takes the direct one for small tensors, else the fast ring. ``share_reduce`` is
+reduce-scatter, and ``share_only`` all-gather, of the chunks of one tensor.
 
 On H hosts of m ranks, ``hierarchical_all_reduce`` sends 2 (H - 1) / H x S bytes over the network
 card of each host; ``fast_hierarchical_all_reduce`` overlaps its parts. The exact numbers are in

@@ -1,4 +1,4 @@
-"""What the collectives share: reductions, a flat tensor to work on, a step of a timetable, checks.
+"""Parts of all collectives: reductions, a flat tensor to work on, a step of a timetable, checks.
 
 All collectives reduce through one class, so an operation that does not suit a dtype is refused in
 the same words everywhere, before the first message.
@@ -55,15 +55,15 @@ class Reduction:
 
     @property
     def partial(self) -> str:
-        """The operation on some of the ranks: a mean is a sum until all are in it."""
+        """Return the operation on some of the ranks: a mean is a sum until all are in it."""
         return "sum" if self.op in MEANS else self.op
 
-    def combine(self, mine: Tensor, incoming: Tensor, out: Tensor) -> Tensor:
-        """Write ``mine`` op ``incoming`` to ``out``, which may be either of them.
+    def combine(self, values: Tensor, incoming: Tensor, out: Tensor) -> Tensor:
+        """Write ``values`` op ``incoming`` to ``out``, which may be either of them.
 
         NaN, overflow and wrap-around behave as in PyTorch.
         """
-        return COMBINE[self.op](mine, incoming, out=out)
+        return COMBINE[self.op](values, incoming, out=out)
 
     def finish(self, total: Tensor, world_size: int) -> Tensor:
         """Turn ``total`` into the result, in place: the mean divides by P."""
@@ -79,8 +79,8 @@ def _reduction(op: str, dtype: torch.dtype) -> Reduction:
     rounds = dtype in (torch.float16, torch.bfloat16) and op in ("sum", "mean", "product")
     reduction = Reduction(op, torch.float32 if rounds else dtype)
     try:
-        one = torch.zeros(1, dtype=reduction.wide)
-        reduction.finish(reduction.combine(one, one, out=one), 1)
+        trial = torch.zeros(1, dtype=reduction.wide)
+        reduction.finish(reduction.combine(trial, trial, out=trial), 1)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"cannot take the {op} of {str(dtype).removeprefix('torch.')} over ranks ({error}): "
@@ -90,7 +90,7 @@ def _reduction(op: str, dtype: torch.dtype) -> Reduction:
 
 
 def mean_of(dtype: torch.dtype) -> str:
-    """The mean that NCCL and Horovod take of a ``dtype``: "mean", or of integers "integer_mean".
+    """Name the mean that NCCL and Horovod take of a ``dtype``: "mean", or "integer_mean".
 
     A learner's own call with "mean" refuses integers, since a rounded mean is seldom meant. The
     clients of these two average counts and step numbers. (NCCL, ``FuncSumPostDiv``: the sum wraps
@@ -110,11 +110,11 @@ def in_place(tensor: Tensor) -> Iterator[Tensor]:
     check_tensor(tensor)
     check_writable(tensor)
     # The bytes of a lazily conjugated or negated tensor (tensor.conj()) are not its values.
-    mine = tensor.detach()
-    flat = mine.resolve_conj().resolve_neg().contiguous().view(-1)
+    detached = tensor.detach()
+    flat = detached.resolve_conj().resolve_neg().contiguous().view(-1)
     yield flat
-    if flat.data_ptr() != mine.data_ptr():
-        mine.copy_(flat.view(mine.shape))
+    if flat.data_ptr() != detached.data_ptr():
+        detached.copy_(flat.view(detached.shape))
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def transfer(comm: Comm, step: Transfer, outgoing: Tensor, incoming: Tensor) -> 
 
 
 def new_like(tensor: Tensor) -> Tensor:
-    """A new tensor to receive into: shape and dtype of ``tensor``, contiguous, no gradient."""
+    """Make a tensor to receive into: shape and dtype of ``tensor``, contiguous, no gradient."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
 
 
@@ -150,18 +150,18 @@ def check_root(comm: Comm, root: int) -> None:
         )
 
 
-def check_one_per_rank(comm: Comm, tensors: list[Tensor], what: str) -> None:
-    """Raise ValueError unless there are P tensors; ``what`` names them in the message."""
+def check_one_per_rank(comm: Comm, tensors: list[Tensor], role: str) -> None:
+    """Raise ValueError unless there are P tensors; ``role`` names them in the message."""
     if len(tensors) != comm.world_size:
         raise ValueError(
-            f"{len(tensors)} {what} for world size {comm.world_size}: give one for each rank"
+            f"{len(tensors)} {role} for world size {comm.world_size}: give one for each rank"
         )
 
 
-def check_fits(tensor: Tensor, out: Tensor, what: str) -> None:
+def check_fits(tensor: Tensor, out: Tensor, role: str) -> None:
     """Raise ValueError unless shape and dtype are equal: a copy would convert and broadcast."""
     if describe(tensor) != describe(out):
         raise ValueError(
-            f"{what} is {describe(tensor)}, but the output for it is {describe(out)}: "
+            f"{role} is {describe(tensor)}, but the output for it is {describe(out)}: "
             "give both the same shape and dtype"
         )

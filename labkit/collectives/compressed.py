@@ -34,7 +34,7 @@ AllReduce = Callable[[Comm, Tensor], Tensor]
 
 
 def all_reduce_of(compress: str | None, hierarchical: bool = False) -> AllReduce:
-    """The all-reduce behind ``--compress``: ``fp16``, ``bf16``, ``topk``; None is the exact ring.
+    """Make the all-reduce of ``--compress``: ``fp16``, ``bf16``, ``topk``; None: the exact ring.
 
     ``hierarchical`` compresses what travels between hosts, not ``topk``: inside them, sums are
     exact. Each call makes a new object, since ``topk`` keeps what it has not sent yet.
@@ -117,10 +117,10 @@ class TopK:
             # One message, not two: the indices travel as integers of the values' size.
             integers = torch.int64 if wide == torch.float64 else torch.int32
             packed = torch.cat([values.view(integers), indices.to(integers)])
-        everyone = all_gather(comm, packed)
+        packed_by_rank = all_gather(comm, packed)
         with comm.span("compress"):
             total = torch.zeros_like(flat, dtype=wide)
-            for packed in everyone:
+            for packed in packed_by_rank:
                 values, indices = packed.chunk(2)
                 total.index_add_(0, indices.long(), values.view(wide))
         return flat.copy_(total)
@@ -150,20 +150,23 @@ def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
             f"cannot take the {op} of a {tensor.layout} tensor over ranks: of sparse tensors only "
             "the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()"
         )
-    mine = tensor.detach().coalesce()
-    wide = Reduction.of(op, mine.values()).wide
+    coalesced = tensor.detach().coalesce()
+    wide = Reduction.of(op, coalesced.values()).wide
     with torch.no_grad(), comm.collective("sparse_all_reduce", None, f"{list(tensor.shape)}"):
-        everyone = all_gather(comm, torch.tensor(len(mine.values())))
-        counts = [int(count) for count in everyone]
-        found = []
-        for entries in (mine.indices().t(), mine.values()):
-            padded = entries.new_zeros(max(counts), *entries.shape[1:])
-            padded[: len(entries)] = entries
-            everyone = all_gather(comm, padded)
-            found.append(torch.cat([some[:count] for some, count in zip(everyone, counts)]))
-        indices, values = found
+        counts = [int(count) for count in all_gather(comm, torch.tensor(coalesced._nnz()))]
+        indices = _gather_entries(comm, coalesced.indices().t(), counts)
+        values = _gather_entries(comm, coalesced.values(), counts)
         total = torch.sparse_coo_tensor(
             indices.t(), values.to(wide), tensor.shape, check_invariants=False
         )
         # Copying into tensor.detach() would replace the entries of that detached tensor only.
         return tensor.copy_(total.coalesce().to(tensor.dtype))
+
+
+def _gather_entries(comm: Comm, entries: Tensor, counts: list[int]) -> Tensor:
+    """Gather ``counts[r]`` entries [n, ...] of each rank r, one rank after the other."""
+    # All ranks send as many entries: the largest count, padded with zeros.
+    padded = entries.new_zeros(max(counts), *entries.shape[1:])
+    padded[: len(entries)] = entries
+    gathered = all_gather(comm, padded)
+    return torch.cat([tensor[:count] for tensor, count in zip(gathered, counts)])

@@ -48,19 +48,20 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
 # In a small all-reduce the bookkeeping takes most of the time: the timetable is made only once.
 @cache
 def _steps(rank: int, world_size: int) -> list[tuple[RingStep, RingStep | None]]:
-    """Each step of the timetable with the one that follows it."""
+    """Pair each step of the timetable with the one that follows it."""
     steps = list(ring_steps(rank, world_size))
     return list(zip_longest(steps, steps[1:]))
 
 
 def _run(comm: Comm, reduction: Reduction, flat: Tensor) -> None:
-    """A segment that arrives in one step is sent in the next, so each step ends by sending it.
+    """Run the timetable: a segment that arrives in one step is sent at the end of that step.
 
     The first send of a column needs nothing from the left neighbour. The last step sends nothing;
     there the following column begins, so that no rank waits.
     """
-    steps, wide = _steps(comm.rank, comm.world_size), reduction.wide
-    first = steps[0][0]
+    steps = _steps(comm.rank, comm.world_size)
+    wide = reduction.wide
+    first, _ = steps[0]
     right, left = comm.transport.channel_to(first.dst), comm.transport.channel_from(first.src)
     chunks = split_chunks(flat, comm.world_size)
     segments = [chunk.split(right.segment_bytes // wide.itemsize) for chunk in chunks]
@@ -75,26 +76,27 @@ def _run(comm: Comm, reduction: Reduction, flat: Tensor) -> None:
     put(columns[0][first.send_chunk], wide)
     for column, following_column in zip_longest(columns, columns[1:]):
         for step, following in steps:
-            mine = column[step.recv_chunk]
+            segment = column[step.recv_chunk]
             if following is None:
                 begins_message = False
                 if following_column is not None:
                     put(following_column[first.send_chunk], wide)
             if step.phase == "share_only":
-                mine.copy_(left.arrive(mine.numel(), mine.dtype))
+                segment.copy_(left.arrive(segment.numel(), segment.dtype))
             else:
-                incoming = left.arrive(mine.numel(), wide)
+                incoming = left.arrive(segment.numel(), wide)
                 if following and following.phase == "share_reduce":
                     # Only the next rank needs this partial sum: write it into the outgoing slot.
-                    reduction.combine(mine, incoming, right.reserve(mine.numel(), wide))
+                    outgoing = right.reserve(segment.numel(), wide)
+                    reduction.combine(segment, incoming, outgoing)
                     right.commit(begins_message)
                     left.release()
                     continue
                 # The last partial sum: the segment is now complete on this rank, its owner.
-                total = mine if mine.dtype == wide else torch.empty_like(incoming)
-                reduction.finish(reduction.combine(mine, incoming, total), comm.world_size)
-                if total is not mine:
-                    mine.copy_(total)
+                total = segment if segment.dtype == wide else torch.empty_like(incoming)
+                reduction.finish(reduction.combine(segment, incoming, total), comm.world_size)
+                if total is not segment:
+                    segment.copy_(total)
             left.release()
             if following:
-                put(mine, mine.dtype)
+                put(segment, segment.dtype)

@@ -1,9 +1,9 @@
 """Hierarchical all-reduce: inside each host through shared memory, between hosts over its card.
 
-    host 0   rank 0 <-> rank 1         1. inside: share_reduce, each rank gets a part of the sum
+    host 0   rank 0 <-> rank 1         1. inside: reduce-scatter, each rank gets a part of the sum
                ^          ^            2. between: ring all-reduce of each part, by the ranks that
                v          v               have it, one on each host; all these rings at once
-    host 1   rank 2 <-> rank 3         3. inside: share_only of the complete parts
+    host 1   rank 2 <-> rank 3         3. inside: all-gather of the complete parts
 
 A host's sum leaves the host once, however many ranks it has: 2 (H - 1) / H x S bytes over each
 card, in 2 (H - 1) steps. The flat ring sends 2 (P - 1) / P x S bytes over each card in 2 (P - 1)
@@ -60,13 +60,12 @@ def hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tens
     """
     reduction = Reduction.of(op, tensor)
     with in_place(tensor) as flat, comm.collective("hierarchical_all_reduce", tensor, op):
-        partial, inside = flat.to(reduction.wide), SubComm(comm, comm.hosts[comm.host])
+        partial = flat.to(reduction.wide)
+        inside = SubComm(comm, comm.hosts[comm.host])
         share_reduce(inside, parts_of(comm, partial), reduction.partial)
         for ring, blocks in rings_of(comm):
-            sums, results = (
-                split_chunks(cut(comm, whole, blocks), ring.world_size)
-                for whole in (partial, flat)
-            )
+            sums = split_chunks(cut(comm, partial, blocks), ring.world_size)
+            results = split_chunks(cut(comm, flat, blocks), ring.world_size)
             share_reduce(ring, sums, reduction.partial)
             owned = owned_chunk(ring.rank, ring.world_size)
             results[owned].copy_(reduction.finish(sums[owned], comm.world_size))
@@ -76,11 +75,11 @@ def hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tens
 
 
 def fast_hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
-    """``hierarchical_all_reduce`` in slices, whose three parts overlap; arguments as there.
+    """Reduce as ``hierarchical_all_reduce`` does, in slices whose three parts overlap.
 
-    With one host, or one rank per host, it is ``fast_ring_all_reduce``; where hosts differ in
-    size, ranks are in different numbers of rings, and it is ``hierarchical_all_reduce`` itself.
-    The bytes are the same; the messages are those of each slice.
+    Arguments and bytes as there; the messages are those of each slice. With one host, or one rank
+    per host, it is ``fast_ring_all_reduce``; where hosts differ in size, ranks are in different
+    numbers of rings, and it is ``hierarchical_all_reduce`` itself.
     """
     if len(comm.hosts) in (1, comm.world_size):
         return fast_ring_all_reduce(comm, tensor, op)
@@ -89,49 +88,54 @@ def fast_hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") ->
     reduction = Reduction.of(op, tensor)
     with in_place(tensor) as flat, comm.collective("fast_hierarchical_all_reduce", tensor, op):
         most = max(1, BLOCK_BYTES // reduction.wide.itemsize) * num_blocks(comm.hosts)
-        _overlapped(comm, reduction, flat.split(most))
+        _reduce_slices(comm, reduction, flat.split(most))
     return tensor
 
 
-def _overlapped(comm: Comm, reduction: Reduction, slices: tuple[Tensor, ...]) -> None:
+def _reduce_slices(comm: Comm, reduction: Reduction, slices: tuple[Tensor, ...]) -> None:
+    """Reduce the slices [n] over all ranks, overlapped as in the module's drawing."""
     inside = SubComm(comm, comm.hosts[comm.host])
     partials = [piece.to(reduction.wide) for piece in slices]
     ((members, blocks),) = rings_between(comm.rank, comm.hosts)
     steps = list(ring_all_reduce(members.index(comm.rank), len(members)))
     share_reduce(inside, parts_of(comm, partials[0]), reduction.partial)
-    for number, both in enumerate(zip(partials, slices)):
-        sums, results = (split_chunks(cut(comm, whole, blocks), len(members)) for whole in both)
-        for place, step in enumerate(steps):
+    for number in range(len(slices)):
+        sums = split_chunks(cut(comm, partials[number], blocks), len(members))
+        results = split_chunks(cut(comm, slices[number], blocks), len(members))
+        for step_number, step in enumerate(steps):
             is_sum = step.phase == "share_reduce"
             chunks = sums if is_sum else results
-            mine = chunks[step.recv_chunk]
-            incoming = torch.empty_like(mine) if is_sum else mine
-            ends = chunks[step.send_chunk], members[step.dst], incoming, members[step.src]
-            with comm.span("between_hosts"), exchange_under_way(comm, *ends):
-                if place == 0 and number + 1 < len(slices):
+            outgoing, chunk = chunks[step.send_chunk], chunks[step.recv_chunk]
+            incoming = torch.empty_like(chunk) if is_sum else chunk
+            dst, src = members[step.dst], members[step.src]
+            exchange = exchange_under_way(comm, send=outgoing, dst=dst, recv=incoming, src=src)
+            with comm.span("between_hosts"), exchange:
+                if step_number == 0 and number + 1 < len(slices):
                     share_reduce(inside, parts_of(comm, partials[number + 1]), reduction.partial)
-                if place == len(steps) - 1 and number:
+                if step_number == len(steps) - 1 and number > 0:
                     share_only(inside, parts_of(comm, slices[number - 1]))
             if is_sum:
-                reduction.combine(mine, incoming, out=mine)
-            if place == len(members) - 2:
-                results[step.recv_chunk].copy_(reduction.finish(mine, comm.world_size))
+                reduction.combine(chunk, incoming, out=chunk)
+            # The last sum of this rank's ring: its chunk is complete.
+            if step_number == len(members) - 2:
+                results[step.recv_chunk].copy_(reduction.finish(chunk, comm.world_size))
     share_only(inside, parts_of(comm, slices[-1]))
 
 
 def parts_of(comm: Comm, flat: Tensor) -> list[Tensor]:
-    """Views of ``flat`` [N], one part for each rank of this rank's host."""
-    blocks = parts_inside(len(comm.hosts[comm.host]), comm.hosts)
-    return [cut(comm, flat, each) for each in blocks]
+    """Cut ``flat`` [N] into views, one part for each rank of this rank's host."""
+    blocks_by_rank = parts_inside(len(comm.hosts[comm.host]), comm.hosts)
+    return [cut(comm, flat, blocks) for blocks in blocks_by_rank]
 
 
 def rings_of(comm: Comm) -> Iterator[tuple[Comm, Blocks]]:
-    """The rings between hosts that this rank is in, with the blocks that each one sums."""
+    """Yield the rings between hosts that this rank is in, and the blocks that each one sums."""
     for members, blocks in rings_between(comm.rank, comm.hosts):
         yield SubComm(comm, members, phase="between_hosts"), blocks
 
 
 def cut(comm: Comm, flat: Tensor, blocks: Blocks) -> Tensor:
-    """The view of ``flat`` [N] that consists of these blocks."""
-    bounds, (first, end) = chunk_bounds(flat.numel(), num_blocks(comm.hosts)), blocks
+    """Return the view of ``flat`` [N] that consists of these blocks."""
+    bounds = chunk_bounds(flat.numel(), num_blocks(comm.hosts))
+    first, end = blocks
     return flat[bounds[first][0] : bounds[end - 1][1]]

@@ -34,7 +34,8 @@ def naive_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch
     reduction = Reduction.of(op, tensor)
     with collective_in_place(comm, "naive_all_reduce", tensor, op) as flat:
         if comm.rank == 0:
-            total, incoming = flat.to(reduction.wide), torch.empty_like(flat)
+            total = flat.to(reduction.wide)
+            incoming = torch.empty_like(flat)
             for src in range(1, comm.world_size):
                 comm.recv(incoming, src)
                 reduction.combine(total, incoming, out=total)
@@ -60,25 +61,25 @@ def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor
         if comm.rank != root:
             comm.send(tensor, root)
             return None
-        found = [new_like(tensor) for _ in range(comm.world_size)]
-        found[root].copy_(tensor.detach())
+        gathered = [new_like(tensor) for _ in range(comm.world_size)]
+        gathered[root].copy_(tensor.detach())
         for src in range(comm.world_size):
             if src != root:
-                comm.recv(found[src], src)
-        return found
+                comm.recv(gathered[src], src)
+        return gathered
 
 
 def scatter(
     comm: Comm, tensors: list[torch.Tensor] | None, out: torch.Tensor, root: int = 0
 ) -> torch.Tensor:
-    """Send ``tensors[r]`` of the root to rank r, for all r, into ``out``; returns ``out``.
+    """Send ``tensors[r]`` of the root to rank r, for all r, into ``out``; return ``out``.
 
     The tensors, of which other ranks need none, have the shape and dtype of ``out``. The root
     sends P - 1 messages of S bytes in as many steps, the others nothing.
     """
     check_root(comm, root)
-    where = f"from rank {root}"
-    with collective_in_place(comm, "scatter", out, where, "scatter") as flat:
+    option = f"from rank {root}"
+    with collective_in_place(comm, "scatter", out, option, kind="scatter") as flat:
         if comm.rank != root:
             comm.recv(flat, root)
             return out

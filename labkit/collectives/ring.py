@@ -4,11 +4,11 @@
       ^                              |
       +------------------------------+
 
-1. Cut the tensor into P chunks. 2. ``share_reduce``: in P - 1 steps each chunk travels once around
-the ring, and every rank adds its own values to it; at the end each rank owns one complete chunk.
-3. ``share_only``: in P - 1 more steps the complete chunks travel around, and all ranks copy them.
-Used alone, the two halves are ``reduce_scatter`` and ``all_gather``, where the tensor of rank r
-takes the place of the chunk that rank r owns.
+1. Cut the tensor into P chunks. 2. Reduce-scatter (``share_reduce``): in P - 1 steps each chunk
+travels once around the ring, and every rank adds its own values to it; at the end each rank owns
+one complete chunk. 3. All-gather (``share_only``): in P - 1 more steps the complete chunks travel
+around, and all ranks copy them. Used alone, the two halves are ``reduce_scatter`` and
+``all_gather``, where the tensor of rank r takes the place of the chunk that rank r owns.
 
 Each rank sends 2 (P - 1) / P x S bytes in 2 (P - 1) messages: always less than 2 S, however many
 ranks there are (16-bit floats: less than 3 S, see ``share_reduce``). ``labkit.schedules.ring``
@@ -46,7 +46,7 @@ def ring_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
 
 
 def share_reduce(comm: Comm, chunks: list[torch.Tensor], op: str = "sum") -> None:
-    """Reduce the chunks in P - 1 steps along the ring (literature: reduce-scatter).
+    """Reduce-scatter the chunks in P - 1 steps along the ring (here also called share-reduce).
 
     In step s rank r sends chunk r - s to its right neighbour, receives the partial sum of chunk
     r - s - 1 from its left neighbour, and adds its own values to it (numbers mod P).
@@ -63,16 +63,16 @@ def share_reduce(comm: Comm, chunks: list[torch.Tensor], op: str = "sum") -> Non
         reduction = Reduction.of(op, chunks[0])
         partial = [chunk.to(reduction.wide) for chunk in chunks]
         for step in ring_share_reduce(comm.rank, comm.world_size):
-            mine = partial[step.recv_chunk]
-            incoming = torch.empty_like(mine)
+            chunk = partial[step.recv_chunk]
+            incoming = torch.empty_like(chunk)
             comm.exchange(partial[step.send_chunk], step.dst, incoming, step.src)
-            reduction.combine(mine, incoming, out=mine)
+            reduction.combine(chunk, incoming, out=chunk)
         owned = owned_chunk(comm.rank, comm.world_size)
         chunks[owned].copy_(reduction.finish(partial[owned], comm.world_size))
 
 
 def share_only(comm: Comm, chunks: list[torch.Tensor]) -> None:
-    """Copy the complete chunks to all ranks in P - 1 steps (literature: all-gather).
+    """All-gather the complete chunks in P - 1 steps along the ring (also called share-only).
 
     Args:
         chunks: P tensors, of which chunk (rank + 1) mod P is complete. On return all are.
@@ -127,7 +127,7 @@ def reduce_scatter(comm: Comm, tensors: list[torch.Tensor], op: str = "sum") -> 
 
 
 def split_chunks(flat: torch.Tensor, world_size: int) -> list[torch.Tensor]:
-    """P views of a flat tensor [N], whose sizes differ by at most one element."""
+    """Cut a flat tensor [N] into P views, whose sizes differ by at most one element."""
     return [flat[start:end] for start, end in chunk_bounds(flat.numel(), world_size)]
 
 

@@ -59,7 +59,7 @@ class SharedBucket:
             fast_ring_all_reduce(comm, self.flat, op)
             return
         reduction = Reduction.of(op, self.flat)
-        meet = comm.transport.windows.meet
+        barrier = comm.transport.windows.barrier
         with (
             comm.collective("shared_all_reduce", self.flat, op),
             comm.session.streaming("shared_all_reduce", kind="all_reduce"),
@@ -70,9 +70,9 @@ class SharedBucket:
                     sent = comm.transport.sent.to[peer]
                     sent.count(self._slice_bytes, begins_message=True)
                     sent.count(self._slice_bytes, begins_message=True)
-            meet()
+            barrier()
             self._reduce_slice(comm.rank, reduction)
-            meet()
+            barrier()
 
     def _reduce_slice(self, owner: int, reduction: Reduction) -> None:
         """Reduce slice ``owner`` of all ranks, in the order of the ranks, into each of them."""

@@ -1,6 +1,6 @@
-"""In log2 P steps, along trees: all-reduce of small tensors, broadcast, reduce.
+"""Collectives in log2 P steps: trees (broadcast, reduce), recursive doubling (all-reduce).
 
-And all-to-all, where every rank has a different tensor for every other rank.
+And in P - 1 steps all-to-all, where every rank has a different tensor for every other rank.
 
 Symbols: P ranks, S bytes. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective
 communication operations in MPICH" (2005), section 4.
@@ -48,8 +48,10 @@ def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
         for step in recursive_doubling(comm.rank, comm.world_size):
             transfer(comm, step, partial, incoming)
             if step.src is not None:
-                pair = (partial, incoming) if comm.rank < step.src else (incoming, partial)
-                reduction.combine(*pair, out=partial)
+                if comm.rank < step.src:
+                    reduction.combine(partial, incoming, out=partial)
+                else:
+                    reduction.combine(incoming, partial, out=partial)
         flat.copy_(reduction.finish(partial, comm.world_size))
         for step in recursive_doubling_return(comm.rank, comm.world_size):
             transfer(comm, step, flat, flat)
@@ -63,8 +65,8 @@ def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
     ceil(log2 P) of them.
     """
     check_root(comm, root)
-    where = f"from rank {root}"
-    with collective_in_place(comm, "broadcast", tensor, where, "broadcast") as flat:
+    option = f"from rank {root}"
+    with collective_in_place(comm, "broadcast", tensor, option, kind="broadcast") as flat:
         for step in binomial_broadcast(comm.rank, comm.world_size, root):
             transfer(comm, step, flat, flat)
     return tensor
@@ -97,8 +99,8 @@ def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> 
     """
     check_root(comm, root)
     reduction = Reduction.of(op, tensor)
-    where = f"{op} to rank {root}"
-    with collective_in_place(comm, "reduce", tensor, where, "reduce") as flat:
+    option = f"{op} to rank {root}"
+    with collective_in_place(comm, "reduce", tensor, option, kind="reduce") as flat:
         partial = flat.to(reduction.wide, copy=True)
         incoming = torch.empty_like(partial)
         for step in binomial_reduce(comm.rank, comm.world_size, root):

@@ -9,6 +9,6 @@ board              what every rank is doing, for all processes of a run to read
 deadlock           what the board tells: what does not fit, who can never continue, and why
 work               operations that go on in a separate thread
 peak_memory        the most memory that a rank took
-meeting            how ranks without a common launcher share memory; a Comm for one kind of traffic
+rendezvous         how ranks without a common launcher share memory; a Comm for one kind of traffic
 source_lines       which lines are the learner's
 """

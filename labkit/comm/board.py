@@ -30,7 +30,7 @@ DEPTH = 3
 # finish a broadcast before other ranks have begun it.
 HISTORY = 8
 
-# How many kinds of span are added up per rank; any further kinds share the last place.
+# How many kinds of span are added up per rank; any further kinds share the last sum.
 KINDS = 16
 
 # One description, for example "float32 [3, 4]" or "broadcast float32 [4] from rank 0".
@@ -47,8 +47,9 @@ RANK = np.dtype(
         ("op", "S32"),
         ("dst", "i8"),
         ("src", "i8"),
-        ("meetings", "i8"),
-        ("meeting_s", "f8", DEPTH),
+        # Operations of all ranks: how many this rank has come to, and when to the latest.
+        ("joint", "i8"),
+        ("joint_s", "f8", DEPTH),
         ("collectives", "i8"),
         ("announced", _WHAT, HISTORY),
         ("origin_s", "f8"),
@@ -71,8 +72,8 @@ RANK = np.dtype(
 )
 
 
-# Process ids and readings of a clock mean something at home only.
-_AT_HOME = {"pid", "origin_s", "meeting_s", "posted_s", "shares"}
+# Fields that other hosts are not sent: process ids and clock readings mean nothing there.
+_HOST_FIELDS = {"pid", "origin_s", "joint_s", "posted_s", "shares"}
 
 
 def _layout(world_size: int) -> np.dtype[np.void]:
@@ -104,8 +105,8 @@ class Board:
     def __init__(self, world_size: int, memory: Any = None):
         self.world_size = world_size
         self.memory = bytearray(self.num_bytes(world_size)) if memory is None else memory
-        whole = np.frombuffer(self.memory, _layout(world_size), count=1)[0]
-        self.ranks, self.edges, self.wanted = whole["ranks"], whole["edges"], whole["wanted"]
+        fields = np.frombuffer(self.memory, _layout(world_size), count=1)[0]
+        self.ranks, self.edges, self.wanted = fields["ranks"], fields["edges"], fields["wanted"]
         # A store into a column takes a fraction of the time of a store into a field of a row.
         self._columns = {name: self.ranks[name] for name in RANK.names or ()}
         self.collectives, self.announced = self._columns["collectives"], self._columns["announced"]
@@ -117,12 +118,12 @@ class Board:
         return _layout(world_size).itemsize
 
     def copy(self) -> "Board":
-        """A copy of the board as it is now, in private memory."""
-        end = self.num_bytes(self.world_size)
-        return Board(self.world_size, bytearray(memoryview(self.memory)[:end]))
+        """Return a copy of the board as it is now, in private memory."""
+        num_bytes = self.num_bytes(self.world_size)
+        return Board(self.world_size, bytearray(memoryview(self.memory)[:num_bytes]))
 
     def pack(self, rank: int) -> bytes:
-        """What ``rank`` has written, for the boards of other hosts."""
+        """Return what ``rank`` has written as bytes, for the boards of other hosts."""
         return b"".join(np.ascontiguousarray(part).tobytes() for part in self._parts(rank))
 
     def unpack(self, rank: int, data: bytes) -> None:
@@ -135,10 +136,10 @@ class Board:
             data = data[part.nbytes :]
 
     def _parts(self, rank: int) -> Iterator[Any]:
-        """Views of what a rank writes: its row, its ends of all edges, whom it receives from."""
+        """Yield views of what a rank writes: its row, its ends of all edges, its sources."""
         row = self.ranks[rank : rank + 1]
         for fields in (row, self.edges[SEND, rank], self.edges[RECV, :, rank]):
-            yield from (fields[name] for name in fields.dtype.names if name not in _AT_HOME)
+            yield from (fields[name] for name in fields.dtype.names if name not in _HOST_FIELDS)
         yield self.wanted[rank].view("u1")
 
     # Written by the rank itself
@@ -149,20 +150,22 @@ class Board:
         op: str,
         now_s: float,
         location: str,
-        sent: tuple[int, str] | None = None,
-        expected: tuple[int, str] | None = None,
+        dst: int | None = None,
+        src: int | None = None,
+        sent: str = "",
+        expected: str = "",
     ) -> None:
-        """Post an operation: ``sent`` is (destination, what), ``expected`` is (source, what)."""
+        """Post an operation; ``sent`` and ``expected`` describe the tensors of its two ends."""
         self.ranks[rank]["location"] = location.encode()
-        if sent:
-            self._post((SEND, rank, sent[0]), sent[1], now_s)
-        if expected:
-            self._post((RECV, expected[0], rank), expected[1], now_s)
-        self.in_operation(rank, op, sent and sent[0], expected and expected[0])
+        if dst is not None:
+            self._post((SEND, rank, dst), sent, now_s)
+        if src is not None:
+            self._post((RECV, src, rank), expected, now_s)
+        self.in_operation(rank, op, dst, src)
 
-    def _post(self, end: tuple[int, int, int], what: str, now_s: float) -> None:
+    def _post(self, end: tuple[int, int, int], description: str, now_s: float) -> None:
         index = self.counts[end] % DEPTH
-        self.what[end][index] = what.encode()
+        self.what[end][index] = description.encode()
         self.posted_s[end][index] = now_s
         # Last: a reader that sees the new count also sees the new entry.
         self.counts[end] += 1
@@ -184,17 +187,17 @@ class Board:
         self.wanted[rank, sources] = True
         self.in_operation(rank, RECV_ANY)
 
-    def enter_meeting(self, rank: int, op: str, now_s: float) -> None:
-        """Post an operation that ends only when every rank has come to it."""
-        meetings = self._columns["meetings"]
-        self._columns["meeting_s"][rank, meetings[rank] % DEPTH] = now_s
-        meetings[rank] += 1
+    def enter_joint(self, rank: int, op: str, now_s: float) -> None:
+        """Post a joint operation: one that ends only when every rank has come to it."""
+        counts = self._columns["joint"]
+        self._columns["joint_s"][rank, counts[rank] % DEPTH] = now_s
+        counts[rank] += 1
         self.in_operation(rank, op)
 
-    def announce(self, rank: int, what: str, location: str) -> None:
+    def announce(self, rank: int, collective: str, location: str) -> None:
         """Post the next collective of this rank, for example ``broadcast float32 [4]``."""
         self._columns["location"][rank] = location.encode()
-        self.announced[rank, self.collectives[rank] % HISTORY] = what.encode()
+        self.announced[rank, self.collectives[rank] % HISTORY] = collective.encode()
         self.collectives[rank] += 1
 
     def leave(self, rank: int) -> None:
@@ -202,10 +205,10 @@ class Board:
         self._columns["op"][rank] = b""
         self._columns["ticks"][rank] += 1
 
-    def give_up(self, rank: int, why: str) -> None:
+    def give_up(self, rank: int, reason: str) -> None:
         """Post that this rank will not continue, and why, unless another rank has done so."""
         if not self.gave_up():
-            self.ranks[rank]["gave_up"] = why.encode()
+            self.ranks[rank]["gave_up"] = reason.encode()
 
     def progress(self, rank: int, done: int, total: int, label: str, samples: int = 0) -> None:
         slot = self.ranks[rank]
@@ -216,10 +219,10 @@ class Board:
     # Read by the ranks
 
     def gave_up(self) -> str:
-        """Which rank has given up, and why; empty while none has."""
+        """Name the rank that has given up, and its reason; empty while none has."""
         for rank in np.flatnonzero(self.ranks["gave_up"] != b""):
-            why = self.ranks[rank]["gave_up"].decode(errors="replace")
-            return f"rank {rank} gave up ({why})"
+            reason = self.ranks[rank]["gave_up"].decode(errors="replace")
+            return f"rank {rank} gave up ({reason})"
         return ""
 
     def posted(self, rank: int) -> int:
@@ -227,7 +230,7 @@ class Board:
         return int(self.ranks[rank]["ticks"]) + int(self.collectives[rank])
 
     def senders(self, rank: int, sources: list[int]) -> dict[int, float]:
-        """The sources that have a message for ``rank``, and since when, in seconds."""
+        """Return the sources that have a message for ``rank``, and since when, in seconds."""
         sent, received = self.counts[:, :, rank]
         waiting = [source for source in sources if sent[source] > received[source]]
         posted_s = self.posted_s[SEND, :, rank]
@@ -236,17 +239,20 @@ class Board:
     def arrived(
         self, rank: int, sent_to: int | None, received_from: int | None
     ) -> tuple[float, int | None]:
-        """When the last peer came to the transfer that ``rank`` has just ended (s), and which."""
-        latest, last = 0.0, None
-        for side, source, destination in ((RECV, rank, sent_to), (SEND, received_from, rank)):
-            if source is not None and destination is not None:
-                mine = int(self.counts[1 - side, source, destination]) - 1
-                came_s = float(self.posted_s[side, source, destination][mine % DEPTH])
-                if came_s >= latest:
-                    latest, last = came_s, destination if side == RECV else source
-        return latest, last
+        """Return when the last peer came to the transfer that ``rank`` has ended (s), and who."""
+        latest_s, latest_peer = 0.0, None
+        if sent_to is not None:
+            index = (int(self.counts[SEND, rank, sent_to]) - 1) % DEPTH
+            latest_s = float(self.posted_s[RECV, rank, sent_to][index])
+            latest_peer = sent_to
+        if received_from is not None:
+            index = (int(self.counts[RECV, received_from, rank]) - 1) % DEPTH
+            came_s = float(self.posted_s[SEND, received_from, rank][index])
+            if came_s >= latest_s:
+                latest_s, latest_peer = came_s, received_from
+        return latest_s, latest_peer
 
-    def meeting_arrived_s(self, rank: int) -> float:
-        """When the last rank came to the meeting that ``rank`` is in or has just left, in s."""
-        index = (int(self._columns["meetings"][rank]) - 1) % DEPTH
-        return max(self._columns["meeting_s"][:, index].tolist())
+    def joint_arrived_s(self, rank: int) -> float:
+        """Return when the last rank came to the latest joint operation of ``rank``, in s."""
+        index = (int(self._columns["joint"][rank]) - 1) % DEPTH
+        return max(self._columns["joint_s"][:, index].tolist())

@@ -51,7 +51,8 @@ class Comm:
         keep_spans: int | None = None,
         hosts: Hosts | None = None,
     ):
-        self.rank, self.world_size, self.device = rank, world_size, device
+        self.rank, self.world_size = rank, world_size
+        self.device = device
         self.hosts: Hosts = hosts or (tuple(range(world_size)),)
         self.transport = transport
         near = self.hosts[self.host] if board else ()
@@ -101,7 +102,7 @@ class Comm:
             self.transport.send(outgoing, dst)
 
     def recv(self, tensor: Tensor, src: int) -> Tensor:
-        """Receive into ``tensor`` from rank ``src``; returns ``tensor``. Counts no message.
+        """Receive into ``tensor`` from rank ``src``; return ``tensor``. Counts no message.
 
         Raises the errors of ``send``, and ValueError for an expanded tensor.
         """
@@ -112,7 +113,7 @@ class Comm:
         return deliver(incoming, tensor)
 
     def recv_add(self, tensor: Tensor, src: int) -> Tensor:
-        """Receive a tensor from rank ``src`` and add it to ``tensor``; returns ``tensor``.
+        """Receive a tensor from rank ``src`` and add it to ``tensor``; return ``tensor``.
 
         In shared memory each segment is added directly from its slot, while it is in the cache.
         Raises the errors of ``recv``, and ValueError for a tensor that is not contiguous.
@@ -126,7 +127,7 @@ class Comm:
         return tensor
 
     def recv_any(self, tensor: Tensor, sources: Iterable[int]) -> int:
-        """Receive into ``tensor`` from the first of ``sources`` to send; returns that rank.
+        """Receive into ``tensor`` from the first of ``sources`` to send; return that rank.
 
         If several sources wait, the one that has waited longest is served first, so none starves.
         After the error for a source that has ended, leave that source out. Counts no message. From
@@ -139,16 +140,16 @@ class Comm:
         """
         session = self.session
         session.check_open()
-        asked = list(dict.fromkeys(sources))
-        if not asked:
+        distinct = list(dict.fromkeys(sources))
+        if not distinct:
             raise ValueError(f"rank {self.rank} cannot receive: the list of sources is empty")
-        for source in asked:
+        for source in distinct:
             self._peer(source, "receive from")
         incoming = to_receive(tensor, self.device)
         start = session.recorder.timer.mark()
-        session.board.enter_any(self.rank, asked, caller_location())
+        session.board.enter_any(self.rank, distinct, caller_location())
         try:
-            src = session.first_sender(incoming, asked)
+            src = session.first_sender(incoming, distinct)
             with session.operation(RECV_ANY, expected=(src, tensor), start=start):
                 self.transport.recv(incoming, src)
         except PeerLostError:
@@ -158,7 +159,7 @@ class Comm:
         return src
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Tensor:
-        """Send ``send`` to ``dst`` while receiving ``recv`` from ``src``; returns ``recv``.
+        """Send ``send`` to ``dst`` while receiving ``recv`` from ``src``; return ``recv``.
 
         All ranks of a ring may call it at the same time without a deadlock. Counts 1 message.
         Raises the errors of ``recv``, and ValueError if the two tensors share memory.
@@ -171,7 +172,7 @@ class Comm:
                 "Receive into a new tensor (torch.empty_like), or send a copy (.clone())"
             )
         dst, src = self._peer(dst, "send to"), self._peer(src, "receive from")
-        with self.session.operation("exchange", (dst, send), (src, recv)):
+        with self.session.operation("exchange", sent=(dst, send), expected=(src, recv)):
             self.transport.exchange(outgoing, dst, incoming, src)
         return deliver(incoming, recv)
 
@@ -201,16 +202,20 @@ class Comm:
         if self._inside_collective:
             yield
             return
+        description = name
         if tensor is not None:
             check_tensor(tensor, self.device)
-        shape = "" if tensor is None else describe(tensor)
-        what = " ".join(filter(None, (name, shape, option)))
-        self.session.announce(what)
-        self._inside_collective, self.transport.sent.collective = True, what
+            description += f" {describe(tensor)}"
+        if option:
+            description += f" {option}"
+        self.session.announce(description)
+        self._inside_collective = True
+        self.transport.sent.collective = description
         try:
             yield
         finally:
-            self._inside_collective, self.transport.sent.collective = False, ""
+            self._inside_collective = False
+            self.transport.sent.collective = ""
 
     def span(self, kind: str, device: torch.device | None = None) -> AbstractContextManager[None]:
         """Record a region: ``compute``, ``update``, ``data`` or the name of a collective's phase.
@@ -243,7 +248,7 @@ class Comm:
             self.session.report_loss(loss)
 
     def _peer(self, peer: int, verb: str) -> int:
-        """The rank of ``peer`` in the run; ValueError if it is not another rank."""
+        """Return the rank of ``peer`` in the run; ValueError if it is not another rank."""
         if isinstance(peer, bool) or not isinstance(peer, int):
             raise ValueError(f"rank {self.rank} cannot {verb} {peer!r}: a rank is an integer")
         if not 0 <= peer < self.world_size:
@@ -277,7 +282,7 @@ def exchange_under_way(
     The tensors are contiguous, without common memory, and not to be touched in the block.
     """
     with (
-        comm.session.operation("exchange", (dst, send), (src, recv)) as again,
+        comm.session.operation("exchange", sent=(dst, send), expected=(src, recv)) as again,
         comm.transport.exchanging(send, dst, recv, src),
     ):
         moved_s = time.monotonic()
@@ -299,13 +304,17 @@ class SubComm(Comm):
     """
 
     def __init__(self, comm: Comm, ranks: Sequence[int], phase: str | None = None):
-        self.rank, self.world_size, self.device = ranks.index(comm.rank), len(ranks), comm.device
+        self.rank, self.world_size = ranks.index(comm.rank), len(ranks)
+        self.device = comm.device
         self.hosts = (tuple(range(self.world_size)),)
         self.transport, self.session = comm.transport, comm.session
-        self._comm, self._ranks, self._phase = comm, ranks, phase
+        self._comm = comm
+        self._ranks = ranks
+        self._phase = phase
 
     def _peer(self, peer: int, verb: str) -> int:
-        return self._comm._peer(self._ranks[super()._peer(peer, verb)], verb)
+        peer = super()._peer(peer, verb)
+        return self._comm._peer(self._ranks[peer], verb)
 
     def recv_any(self, tensor: Tensor, sources: Iterable[int]) -> int:
         raise NotImplementedError("recv_any is for all ranks")

@@ -1,4 +1,4 @@
-"""What the status board tells: which ends do not fit, who waits for whom, who can never continue.
+"""Read the status board: which ends do not fit, who waits for whom, who can never continue.
 
 Each rank compares its own end of a message, and its collective, right after posting them, so the
 second rank finds a mismatch before any data moves. The launcher looks for a deadlock, and has it
@@ -14,27 +14,27 @@ from labkit.errors import MismatchError
 
 
 def check_message(board: Board, side: int, source: int, destination: int) -> None:
-    """MismatchError if the latest message of one end (``side``) does not fit the other end's."""
-    mine = int(board.counts[side, source, destination]) - 1
-    theirs = board.counts[1 - side]
-    if theirs[source, destination] <= mine:
+    """Raise MismatchError if the latest message of one end (``side``) does not fit the other's."""
+    number = int(board.counts[side, source, destination])
+    peer_counts = board.counts[1 - side]
+    if peer_counts[source, destination] < number:
         return
-    sent, expected = (
-        _text(board.what[end, source, destination][mine % DEPTH]) for end in (SEND, RECV)
-    )
+    index = (number - 1) % DEPTH
+    sent = _text(board.what[SEND, source, destination][index])
+    expected = _text(board.what[RECV, source, destination][index])
     # The peer may be overwriting old entries meanwhile: so its counter is read again.
-    if theirs[source, destination] < mine + DEPTH and sent != expected:
-        sender, receiver = (_text(board.ranks[rank]["location"]) for rank in (source, destination))
+    if peer_counts[source, destination] < number + DEPTH - 1 and sent != expected:
+        locations = board.ranks["location"]
         raise MismatchError(
-            f"message {mine + 1} from rank {source} to rank {destination} does not fit:\n"
-            f"  rank {source} sends {sent}, at {sender}\n"
-            f"  rank {destination} receives into {expected}, at {receiver}\n"
+            f"message {number} from rank {source} to rank {destination} does not fit:\n"
+            f"  rank {source} sends {sent}, at {_text(locations[source])}\n"
+            f"  rank {destination} receives into {expected}, at {_text(locations[destination])}\n"
             "Next step: give both ends the same shape and dtype."
         )
 
 
 def check_collective(board: Board, rank: int) -> None:
-    """MismatchError if another rank differs in the collective that ``rank`` has announced."""
+    """Raise MismatchError if another rank has announced a different collective than ``rank``."""
     number = int(board.collectives[rank])
     index = (number - 1) % HISTORY
     announced = board.announced[rank, index]
@@ -46,10 +46,11 @@ def check_collective(board: Board, rank: int) -> None:
         if board.collectives[other] < number + HISTORY - 1:
             pair = sorted((rank, other))
             lines = [f"rank {pair[0]} and rank {pair[1]} call different collectives:"]
-            for one in pair:
-                is_latest = board.collectives[one] == number
-                at = f", at {_text(board.ranks[one]['location'])}" if is_latest else ""
-                lines.append(f"  rank {one}: {latest_collectives(board, one, number)}{at}")
+            for caller in pair:
+                line = f"  rank {caller}: {latest_collectives(board, caller, number)}"
+                if board.collectives[caller] == number:
+                    line += f", at {_text(board.ranks[caller]['location'])}"
+                lines.append(line)
             lines.append(
                 "Next step: let all ranks call the same collectives in the same order, with "
                 "tensors of one shape and dtype."
@@ -58,7 +59,7 @@ def check_collective(board: Board, rank: int) -> None:
 
 
 def find_mismatch(board: Board) -> str:
-    """Why two ranks that are in an operation at this moment do not fit; empty if all may.
+    """Explain why two ranks that are in an operation now do not fit; empty if all may fit.
 
     (Ranks of other hosts become known only after each rank has looked for itself.)
     """
@@ -75,16 +76,18 @@ def find_mismatch(board: Board) -> str:
 
 
 def latest_collectives(board: Board, rank: int, up_to: int | None = None) -> str:
-    """The latest collectives of a rank: ``1. broadcast float32 [4], 2. barrier``."""
-    announced, count = board.ranks[rank]["announced"], int(board.collectives[rank])
-    last = count if up_to is None else min(up_to, count)
-    first = max(0, last - 3, count - HISTORY)
-    shown = [f"{n + 1}. {_text(announced[n % HISTORY])}" for n in range(first, last)]
-    return ", ".join(["..."] * (first > 0) + shown) or "none"
+    """List the latest collectives of a rank: ``1. broadcast float32 [4], 2. barrier``."""
+    announced = board.ranks[rank]["announced"]
+    count = int(board.collectives[rank])
+    end = count if up_to is None else min(up_to, count)
+    start = max(0, end - 3, count - HISTORY)
+    entries = ["..."] if start > 0 else []
+    entries += [f"{n + 1}. {_text(announced[n % HISTORY])}" for n in range(start, end)]
+    return ", ".join(entries) or "none"
 
 
 def uneven_collectives(board: Board, *ranks: int) -> str:
-    """Lines with the latest collectives of some ranks; empty if all called the same number."""
+    """Return lines with the latest collectives of ``ranks``; empty if all called equally many."""
     if len({int(board.collectives[rank]) for rank in ranks}) < 2:
         return ""
     lines = ["", "The latest collectives that each rank has called:"]
@@ -95,40 +98,46 @@ def uneven_collectives(board: Board, *ranks: int) -> str:
 class Waiting(NamedTuple):
     """One reason why a rank cannot continue: it waits for ``peer``, or ``any_of`` several.
 
-    ``what`` completes the sentence: "to send float32 [4]", "at barrier number 2".
+    ``action`` completes the sentence: "to send float32 [4]", "at barrier number 2".
     """
 
     peer: int
-    what: str
+    action: str
     any_of: bool = False
 
 
 def waits(board: Board, rank: int) -> list[Waiting]:
-    """What the rank is waiting for at this moment; empty when it can continue by itself."""
+    """List what the rank is waiting for now; empty when it can continue by itself."""
     slot = board.ranks[rank]
-    op, dst, src = _text(slot["op"]), int(slot["dst"]), int(slot["src"])
+    op = _text(slot["op"])
+    dst, src = int(slot["dst"]), int(slot["src"])
     if slot["state"] != RUNNING or not op:
         return []
     if op == RECV_ANY and src < 0:
         sources = np.flatnonzero(board.wanted[rank]).tolist()
-        has_come = board.senders(rank, sources)
-        return [] if has_come else [Waiting(source, "to send", True) for source in sources]
+        if board.senders(rank, sources):
+            return []
+        return [Waiting(source, "to send", any_of=True) for source in sources]
     if dst < 0 and src < 0:
-        number, came = int(slot["meetings"]), board.ranks["meetings"]
-        missing = np.flatnonzero(came < number).tolist()
+        number = int(slot["joint"])
+        missing = np.flatnonzero(board.ranks["joint"] < number).tolist()
         return [Waiting(peer, f"at {op} number {number}") for peer in missing]
-    found = []
-    ends = ((SEND, rank, dst, dst, "to receive"), (RECV, src, rank, src, "to send"))
-    for side, source, destination, peer, verb in ends:
-        counts = board.counts[:, source, destination]
-        if peer >= 0 and counts[side] > counts[1 - side]:
-            what = board.what[side, source, destination][(int(counts[side]) - 1) % DEPTH]
-            found.append(Waiting(peer, f"{verb} {_text(what)}"))
-    return found
+    reasons = []
+    if dst >= 0:
+        sent, received = board.counts[:, rank, dst]
+        if sent > received:
+            tensor = _text(board.what[SEND, rank, dst][(int(sent) - 1) % DEPTH])
+            reasons.append(Waiting(dst, f"to receive {tensor}"))
+    if src >= 0:
+        sent, received = board.counts[:, src, rank]
+        if received > sent:
+            tensor = _text(board.what[RECV, src, rank][(int(received) - 1) % DEPTH])
+            reasons.append(Waiting(src, f"to send {tensor}"))
+    return reasons
 
 
 def takes_part(board: Board, rank: int, peer: int) -> bool:
-    """Whether ``rank`` is in an operation that ``peer`` takes part in."""
+    """Tell whether ``rank`` is in an operation that ``peer`` takes part in."""
     slot = board.ranks[rank]
     if slot["op"] == RECV_ANY.encode() and slot["src"] < 0:
         return bool(board.wanted[rank, peer])
@@ -137,7 +146,7 @@ def takes_part(board: Board, rank: int, peer: int) -> bool:
 
 
 def stuck_ranks(board: Board) -> list[int]:
-    """The ranks that can never continue, whatever the others do.
+    """Find the ranks that can never continue, whatever the others do.
 
     A rank is stuck when it waits for a rank that has returned, or for another stuck rank; in
     ``recv_any``, when this holds for all its sources. (Who waits for a lost rank gets an error.)
@@ -146,23 +155,23 @@ def stuck_ranks(board: Board) -> list[int]:
     reasons = {rank: waits(board, rank) for rank in range(board.world_size)}
 
     def can_continue(rank: int) -> bool:
-        hopes = [reason.peer not in waiting | ended for reason in reasons[rank]]
-        return any(hopes) if reasons[rank][0].any_of else all(hopes)
+        may_come = [reason.peer not in waiting | ended for reason in reasons[rank]]
+        return any(may_come) if reasons[rank][0].any_of else all(may_come)
 
     # A cycle has no first member: start with all waiting ranks, remove those that can continue.
-    waiting = {rank for rank, found in reasons.items() if found}
+    waiting = {rank for rank in reasons if reasons[rank]}
     while freed := {rank for rank in waiting if can_continue(rank)}:
         waiting -= freed
     return sorted(waiting)
 
 
 def find_cycle(reasons: dict[int, list[Waiting]]) -> list[int]:
-    """A cycle of stuck ranks, each waiting for the next, by their reasons; empty for none."""
+    """Find a cycle of stuck ranks, each waiting for the next, by their reasons; empty for none."""
     for rank in reasons:
         path: list[int] = []
         while rank in reasons and rank not in path:
             path.append(rank)
-            peers = [waiting.peer for waiting in reasons[rank]]
+            peers = [reason.peer for reason in reasons[rank]]
             rank = next((peer for peer in peers if peer in reasons), peers[0])
         if rank in path:
             return path[path.index(rank) :]
@@ -175,22 +184,26 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
     ``board`` is a copy, taken while nothing moved; ``stuck`` are its ``stuck_ranks``.
     """
     reasons = {rank: waits(board, rank) for rank in stuck}
-    cycle, lines = find_cycle(reasons), []
+    cycle = find_cycle(reasons)
+    lines = []
     if cycle:
         chain = " -> ".join(f"rank {rank}" for rank in [*cycle, cycle[0]])
         lines.append(f"deadlock: {chain}, each waits for the next, so none can go on.")
-    missing = sorted({w.peer for found in reasons.values() for w in found} - reasons.keys())
-    for peer in missing:
-        waiting = [f"rank {r}" for r in stuck if any(w.peer == peer for w in reasons[r])]
-        verb = "waits" if len(waiting) == 1 else "wait"
-        lines.append(f"rank {peer} has returned, but {', '.join(waiting)} still {verb} for it.")
+    waiting_for: dict[int, list[str]] = {}  # by rank that has returned: who waits for it
     for rank in stuck:
-        lines.append(
-            f"  rank {rank} is {explain_rank(board, rank)}, at {waits_in(board, rank)[1]}"
-        )
+        for peer in {reason.peer for reason in reasons[rank]}:
+            # (One that is neither stuck nor has returned is only slow.)
+            if board.ranks["state"][peer] == RETURNED:
+                waiting_for.setdefault(peer, []).append(f"rank {rank}")
+    for peer, names in sorted(waiting_for.items()):
+        verb = "waits" if len(names) == 1 else "wait"
+        lines.append(f"rank {peer} has returned, but {', '.join(names)} still {verb} for it.")
+    for rank in stuck:
+        _, location = waits_in(board, rank)
+        lines.append(f"  rank {rank} is {explain_rank(board, rank)}, at {location}")
     ops = {waits_in(board, rank)[0] for rank in cycle}
     step = "give every send a receive, and let all ranks call the same collectives."
-    if sequences := uneven_collectives(board, *sorted({*stuck, *missing})):
+    if sequences := uneven_collectives(board, *sorted({*stuck, *waiting_for})):
         lines.append(sequences.lstrip())
     elif ops and ops <= {"recv", RECV_ANY}:
         step = "all of them receive first. Let one send first, or use comm.exchange."
@@ -205,21 +218,23 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
 
 
 def explain_rank(board: Board, rank: int) -> str:
-    """What a rank is doing: ``in recv, waiting for rank 1 to send float32 [4]``, for example."""
+    """Say what a rank is doing: ``in recv, waiting for rank 1 to send float32 [4]``."""
     op, _ = waits_in(board, rank)
     if not op:
         return "in its own code"
-    if not (reasons := waits(board, rank)):
+    reasons = waits(board, rank)
+    if not reasons:
         return f"in {op}"
-    joint = " or " if reasons[0].any_of else " and "
-    needs = joint.join(f"rank {wait.peer} {wait.what}" for wait in reasons)
+    conjunction = " or " if reasons[0].any_of else " and "
+    needs = conjunction.join(f"rank {reason.peer} {reason.action}" for reason in reasons)
     return f"in {op}, waiting for {needs}"
 
 
 def waits_in(board: Board, rank: int) -> tuple[str, str]:
-    """The operation that a rank is in, and the line that called it; empty if it is in none."""
+    """Return the operation that a rank is in, and the line that called it; "" for none."""
     slot = board.ranks[rank]
-    return (op := _text(slot["op"])), _text(slot["location"]) if op else ""
+    op = _text(slot["op"])
+    return op, _text(slot["location"]) if op else ""
 
 
 def _text(field: bytes) -> str:

@@ -28,7 +28,7 @@ from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts, host_of
 from labkit.units import MOST_RANKS, MOST_SECONDS, check_above_zero, check_integer, check_number
 
-_ENDLESS = float("inf")
+_INFINITE = float("inf")
 # Booking takes microseconds.
 _LOCK_PATIENCE_S = 5.0
 
@@ -45,29 +45,32 @@ class EmulatedLink:
     """
 
     latency_s: float = 0.0
-    bandwidth_bytes_per_s: float = _ENDLESS
+    bandwidth_bytes_per_s: float = _INFINITE
     ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
         check_number("latency_s", self.latency_s, 0, MOST_SECONDS)
-        check_above_zero("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, _ENDLESS)
+        check_above_zero("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, _INFINITE)
         if self.ranks_per_host is not None:
             check_integer("ranks_per_host", self.ranks_per_host, 1, MOST_RANKS)
 
     def __str__(self) -> str:
-        """As in ``labkit train --link``, which reads the same numbers from it."""
-        bandwidth, per_host = self.bandwidth_bytes_per_s, self.ranks_per_host
-        text = f"{self.latency_s}s" + (f",{bandwidth}B/s" if bandwidth < _ENDLESS else "")
-        return text if per_host is None else f"{text},{per_host} per host"
+        """Write it as in ``labkit train --link``, which reads the same numbers from it."""
+        text = f"{self.latency_s}s"
+        if self.bandwidth_bytes_per_s < _INFINITE:
+            text += f",{self.bandwidth_bytes_per_s}B/s"
+        if self.ranks_per_host is not None:
+            text += f",{self.ranks_per_host} per host"
+        return text
 
     def hosts(self, world_size: int) -> Hosts:
-        """The ranks of each emulated host; one host where none are emulated."""
+        """Return the ranks of each emulated host; one host where none are emulated."""
         size = self.ranks_per_host or world_size
-        starts = range(0, world_size, size)
-        return tuple(tuple(range(at, min(at + size, world_size))) for at in starts)
+        firsts = range(0, world_size, size)
+        return tuple(tuple(range(first, min(first + size, world_size))) for first in firsts)
 
     def message_seconds(self, num_bytes: float) -> float:
-        """Seconds that one message of ``num_bytes`` takes."""
+        """Return the seconds that one message of ``num_bytes`` takes."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
@@ -80,9 +83,9 @@ class Card:
 
     def __init__(self, link: EmulatedLink, shared: tuple[Tensor, Semaphore] | None = None):
         self.link = link
-        self.free_s, self._between_ranks = shared or (torch.zeros(2, dtype=torch.float64), None)
+        self.free_s, self._lock_of_ranks = shared or (torch.zeros(2, dtype=torch.float64), None)
         # Several threads may send or receive, each on a connection to another rank.
-        self._between_threads = threading.Lock()
+        self._lock_of_threads = threading.Lock()
 
     def book(
         self, now_s: float, out_bytes: int | None = None, in_bytes: int | None = None
@@ -91,8 +94,10 @@ class Card:
 
         Returns when the later of the two ends.
         """
-        lock, end_s, latency_s = self._between_ranks, now_s, self.link.latency_s
-        with self._between_threads:
+        lock = self._lock_of_ranks
+        latency_s = self.link.latency_s
+        end_s = now_s
+        with self._lock_of_threads:
             if lock is not None and not lock.wait(_LOCK_PATIENCE_S):
                 raise PeerLostError("a rank of this host ended while it used the host's card")
             try:
@@ -100,9 +105,11 @@ class Card:
                     if num_bytes is not None:
                         free_s = max(now_s, self.free_s[side].item())
                         free_s += num_bytes / self.link.bandwidth_bytes_per_s
-                        # A card of one rank is busy during the latency, too.
-                        self.free_s[side] = free_s + (latency_s if lock is None else 0.0)
                         end_s = max(end_s, free_s + latency_s)
+                        if lock is None:
+                            # A card of one rank is busy during the latency, too.
+                            free_s += latency_s
+                        self.free_s[side] = free_s
             finally:
                 if lock is not None:
                     lock.post()
@@ -116,9 +123,14 @@ class Card:
         now_s: float,
     ) -> None:
         """Wait for the end of messages that began at ``now_s``, but not with ``near`` ranks."""
-        sizes = [None if not end or end[0] in near else end[1].nbytes for end in (sent, received)]
-        if sizes != [None, None]:
-            time.sleep(max(0.0, self.book(now_s, *sizes) - time.monotonic()))
+        out_bytes = in_bytes = None
+        if sent is not None and sent[0] not in near:
+            out_bytes = sent[1].nbytes
+        if received is not None and received[0] not in near:
+            in_bytes = received[1].nbytes
+        if out_bytes is not None or in_bytes is not None:
+            end_s = self.book(now_s, out_bytes, in_bytes)
+            time.sleep(max(0.0, end_s - time.monotonic()))
 
 
 # This process's card, and the emulated hosts of its run.
@@ -133,7 +145,8 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
     ranks share a card, and there is none.
     """
     global _card, _hosts
-    _card, _hosts = None if link is None else Card(link), None
+    _card = None if link is None else Card(link)
+    _hosts = None
     if link is None or link.ranks_per_host is None:
         return
     if arena is None or not HAS_SEMAPHORES:
@@ -146,17 +159,18 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
 
 
 def over_link(comm: Comm, ranks: Sequence[int] | None = None) -> Comm:
-    """``comm`` over this process's emulated link and on its emulated hosts, if it has any.
+    """Put ``comm`` on this process's emulated link and emulated hosts, if it has any; return it.
 
     Collectives that would write directly into shared memory then send messages. ``ranks`` are
     those of ``comm``, numbered as in the run, by default all.
     """
     near: frozenset[int] = frozenset()
     if _hosts is not None:
-        numbered = list(enumerate(ranks or range(comm.world_size)))
-        places = (tuple(n for n, rank in numbered if rank in host) for host in _hosts)
-        comm.hosts = tuple(filter(None, places))
+        ranks = ranks or range(comm.world_size)
+        hosts = [tuple(n for n, rank in enumerate(ranks) if rank in host) for host in _hosts]
+        comm.hosts = tuple(host for host in hosts if host)
         near = frozenset(comm.hosts[comm.host])
     if _card is not None:
-        comm.transport.carry, comm.transport.shares_memory = partial(_card.carry, near), False
+        comm.transport.carry = partial(_card.carry, near)
+        comm.transport.shares_memory = False
     return comm

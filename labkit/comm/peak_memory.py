@@ -1,4 +1,4 @@
-"""Peak memory: what a rank's process, and its tensors on GPUs, took at most.
+"""Peak memory: the most that a rank's process, and its tensors on GPUs, took.
 
 On a GPU, PyTorch's caching allocator counts: neither the CUDA context nor what libraries such as
 NCCL take. On the host, Linux keeps the peak of the resident memory (VmHWM), which a process may
@@ -39,39 +39,44 @@ class PeakMemory:
     @property
     def by_device(self) -> dict[str, int]:
         """Bytes by the device that computed: tensors on each GPU, or the process on ``cpu``."""
-        known = {} if self.process_bytes is None else {"cpu": self.process_bytes}
-        return self.devices or known
+        if self.devices or self.process_bytes is None:
+            return self.devices
+        return {"cpu": self.process_bytes}
 
     def __str__(self) -> str:
         parts = [f"{name} {format_bytes(size)}" for name, size in self.devices.items()]
         if self.process_bytes is not None:
-            parts.append(f"{'process ' if parts else ''}{format_bytes(self.process_bytes)}")
+            label = "process " if parts else ""
+            parts.append(f"{label}{format_bytes(self.process_bytes)}")
         return ", ".join(parts) or "unknown"
 
 
 class MemoryMeter:
-    """Measures this process's peak memory, in laps: each reads the system's and sets it back."""
+    """A meter of this process's peak memory, in laps: each reads the system's and sets it back."""
 
     def __init__(self) -> None:
         self._peaks = Peaks()
         self.lap()
-        self._start_bytes, self._peaks = own_bytes(_status()), Peaks()
+        self._start_bytes = own_bytes(_status())
+        self._peaks = Peaks()
 
     def lap(self) -> Peaks:
-        """The peaks since the last lap, of which the process's is not relative to any start."""
-        status, found = _status(), Peaks()
-        for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-            found[f"cuda:{index}"] = torch.cuda.max_memory_allocated(index)
+        """Return the peaks since the last lap; the process's is not relative to any start."""
+        status = _status()
+        peaks = Peaks()
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        for index in range(num_gpus):
+            peaks[f"cuda:{index}"] = torch.cuda.max_memory_allocated(index)
             torch.cuda.reset_peak_memory_stats(index)
         with suppress(OSError, KeyError):
             Path("/proc/self/clear_refs").write_text("5")
             # Of the pages of files there are more by now than at the peak.
-            found["cpu"] = max(own_bytes(status), status["VmHWM"] - status["RssFile"])
-        self._peaks |= found
-        return found
+            peaks["cpu"] = max(own_bytes(status), status["VmHWM"] - status["RssFile"])
+        self._peaks |= peaks
+        return peaks
 
     def total(self) -> PeakMemory:
-        """The peak since this meter was made."""
+        """Return the peak since this meter was made."""
         self.lap()
         return _above(self._peaks, self._start_bytes)
 
@@ -80,7 +85,8 @@ class Part:
     """The peak of what is ``counted``, with ``arrived_bytes`` that the rank holds already."""
 
     def __init__(self, meter: MemoryMeter, arrived_bytes: int = 0):
-        self._meter, self._start_bytes = meter, own_bytes(_status()) - arrived_bytes
+        self._meter = meter
+        self._start_bytes = own_bytes(_status()) - arrived_bytes
         self._peaks = Peaks()
         self.peak: PeakMemory | None = None
 
@@ -93,18 +99,22 @@ class Part:
 
 
 def own_bytes(status: Mapping[str, int]) -> int:
-    """Resident memory without the pages of files; 0 where the system does not say."""
+    """Return resident memory without the pages of files; 0 where the system does not say."""
     return status.get("RssAnon", 0) + status.get("RssShmem", 0)
 
 
 def _above(peaks: Peaks, start_bytes: int) -> PeakMemory:
     devices = {name: size for name, size in peaks.items() if name != "cpu"}
-    return PeakMemory(max(0, peaks["cpu"] - start_bytes) if "cpu" in peaks else None, devices)
+    process_bytes = max(0, peaks["cpu"] - start_bytes) if "cpu" in peaks else None
+    return PeakMemory(process_bytes, devices)
 
 
 def _status() -> Mapping[str, int]:
-    """Bytes by field of this process's status; empty where the system has no such file."""
+    """Read the bytes by field of this process's status; empty where there is no such file."""
+    num_bytes = {}
     with suppress(OSError):
-        rows = map(str.split, Path("/proc/self/status").read_text().splitlines())
-        return {row[0][:-1]: int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}
-    return {}
+        for line in Path("/proc/self/status").read_text().splitlines():
+            name, *values = line.split()
+            if values[1:] == ["kB"]:
+                num_bytes[name.removesuffix(":")] = int(values[0]) * 1024
+    return num_bytes

@@ -7,6 +7,7 @@ a comm through its session; strategies and learners never need it.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from labkit.comm.deadlock import check_collective, check_message
 from labkit.comm.peak_memory import MemoryMeter
 from labkit.comm.shared_transport import LOOK_S, why_gone
 from labkit.comm.source_lines import caller_location
-from labkit.comm.transport import Transport, describe
+from labkit.comm.transport import Sent, Transport, describe
 from labkit.errors import PeerLostError
 from labkit.schedules.ring import Hosts
 from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span
@@ -28,11 +29,14 @@ from labkit.tracing import ClockTimer, CudaTimer, Recorder, Span
 End = tuple[int, Tensor]
 
 # How often a loss is fetched from a GPU, for which the host waits.
-_EVERY_S = 0.25
+_LOSS_INTERVAL_S = 0.25
 # The longest sleep of a rank that receives from any other, between two looks at the board.
-_NAP_S = 1e-3
+_LONGEST_SLEEP_S = 1e-3
+# What is counted for an operation that only receives.
+_NOTHING_SENT = Sent()
 
 
+@dataclass(eq=False)
 class Session:
     """One rank's entries on the status board and in the trace.
 
@@ -46,25 +50,23 @@ class Session:
     ``streaming``; ``memory`` is made by ``start_together``; ``at_close`` is called at the end.
     """
 
-    memory: MemoryMeter
+    rank: int
+    device: torch.device
+    transport: Transport
+    board: Board
+    near: Sequence[int]
+    keep_spans: InitVar[int | None]
+    hosts: Hosts
+    memory: MemoryMeter = field(init=False)
 
-    def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        transport: Transport,
-        board: Board,
-        near: Sequence[int],
-        keep_spans: int | None,
-        hosts: Hosts,
-    ):
-        self.rank, self.device, self.transport = rank, device, transport
-        self.board, self.near, self.hosts = board, near, hosts
+    def __post_init__(self, keep_spans: int | None) -> None:
         self.operations = self.barriers = 0
-        self._loss_due_s, self._compares = 0.0, False
+        self._loss_due_s = 0.0
+        # Whether starts of operations are compared with those of other ranks after the run.
+        self._compares = False
         self.at_close: list[Callable[[], None]] = []
         self._timers: dict[tuple[torch.device, ...], ClockTimer] = {(): ClockTimer()}
-        self.recorder = Recorder(rank, self.timer_of(device), keep=keep_spans)
+        self.recorder = Recorder(self.rank, self.timer_of(self.device), keep=keep_spans)
         self.is_closed = False
 
     # For the operations of ``Comm``
@@ -75,13 +77,13 @@ class Session:
                 "this comm is used after the end of its run: start another with labkit.run"
             )
 
-    def announce(self, what: str) -> None:
+    def announce(self, collective: str) -> None:
         """Post the next collective; MismatchError if another rank has called another one."""
-        self.board.announce(self.rank, what, caller_location())
+        self.board.announce(self.rank, collective, caller_location())
         check_collective(self.board, self.rank)
 
     def first_sender(self, landing: Tensor, sources: list[int]) -> int:
-        """The source whose message has waited longest; waits until there is one.
+        """Return the source whose message has waited longest; wait until there is one.
 
         Ranks of this host post their messages on the board. From each of the others one message
         like ``landing`` is received ahead. PeerLostError if a source has ended without one.
@@ -91,19 +93,20 @@ class Session:
         far = [source for source in sources if source not in self.near]
         while True:
             now_s = time.monotonic()
-            looks = now_s - looked_s > LOOK_S
-            looked_s = now_s if looks else looked_s
-            gone = {source: why_gone(self.board, source) for source in sources if looks}
+            reasons = {}  # by source: why it will send nothing more
+            if now_s - looked_s > LOOK_S:
+                looked_s = now_s
+                reasons = {source: why_gone(self.board, source) for source in sources}
             # After that: a message posted before the end of its source may still arrive.
             since_s = self.board.senders(self.rank, near)
             if far:
                 since_s |= self.transport.arrived(landing, far)
-            for source, why in gone.items():
-                if why and source not in since_s:
-                    raise PeerLostError(why, rank=source)
+            for source, reason in reasons.items():
+                if reason and source not in since_s:
+                    raise PeerLostError(reason, rank=source)
             if since_s:
                 return min(since_s, key=since_s.__getitem__)
-            time.sleep(min((now_s - started_s) / 8, _NAP_S))
+            time.sleep(min((now_s - started_s) / 8, _LONGEST_SLEEP_S))
 
     @contextmanager
     def operation(
@@ -120,13 +123,19 @@ class Session:
             transfer began at ``moved_s``.
         """
         self.check_open()
-        board, rank, timer = self.board, self.rank, self.recorder.timer
-        dst, src = sent and sent[0], expected and expected[0]
-        leaving = None if dst is None else self.transport.sent.to[dst]
-        bytes_before = leaving.num_bytes if leaving else 0
-        start = timer.mark() if start is None else start
-        out, incoming = (end and (end[0], describe(end[1])) for end in (sent, expected))
-        board.enter(rank, op, time.perf_counter(), caller_location(), out, incoming)
+        board = self.board
+        rank = self.rank
+        timer = self.recorder.timer
+        if start is None:
+            start = timer.mark()
+        dst, outgoing = sent or (None, None)
+        src, incoming = expected or (None, None)
+        counter = _NOTHING_SENT if dst is None else self.transport.sent.to[dst]
+        bytes_before = counter.num_bytes
+        sent_tensor = "" if outgoing is None else describe(outgoing)
+        expected_tensor = "" if incoming is None else describe(incoming)
+        now_s = time.perf_counter()
+        board.enter(rank, op, now_s, caller_location(), dst, src, sent_tensor, expected_tensor)
         if dst is not None:
             check_message(board, SEND, rank, dst)
         if src is not None:
@@ -147,24 +156,32 @@ class Session:
         except PeerLostError as error:
             peers = [peer for peer in dict.fromkeys((dst, src)) if peer is not None]
             names = " and ".join(f"rank {peer}" for peer in peers)
-            lost = peers[0] if len(peers) == 1 else error.rank
-            raise PeerLostError(f"{op} with {names} broke off: {error}", lost) from error
+            lost_rank = peers[0] if len(peers) == 1 else error.rank
+            raise PeerLostError(f"{op} with {names} broke off: {error}", lost_rank) from error
         board.leave(rank)
         self.operations += 1
-        num_bytes = leaving.num_bytes - bytes_before if leaving else 0
+        num_bytes = counter.num_bytes - bytes_before
         # On a GPU it is not known when the peer came: an operation is only queued.
         came_s, late = board.arrived(rank, dst, src)
         if self.device.type == "cuda":
             came_s = None
-        ends = [(SEND, rank, dst), (RECV, src, rank)] if self._compares else []
-        meets: Any = tuple((*end[1:], int(board.counts[end])) for end in ends if None not in end)
+        messages = self._numbered_messages(dst, src) if self._compares else ()
         peer = src if dst is None else dst
-        self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, meets, late)
+        self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, messages, late)
+
+    def _numbered_messages(self, dst: int | None, src: int | None) -> tuple[Any, ...]:
+        """Return (source, destination, number) of the messages just sent and received."""
+        messages = []
+        if dst is not None:
+            messages.append((self.rank, dst, int(self.board.counts[SEND, self.rank, dst])))
+        if src is not None:
+            messages.append((src, self.rank, int(self.board.counts[RECV, src, self.rank])))
+        return tuple(messages)
 
     @contextmanager
-    def meeting(self, op: str) -> Iterator[None]:
+    def joint_operation(self, op: str) -> Iterator[None]:
         """Wrap an operation that every rank has to take part in."""
-        self.board.enter_meeting(self.rank, op, time.perf_counter())
+        self.board.enter_joint(self.rank, op, time.perf_counter())
         try:
             yield
         except PeerLostError as error:
@@ -176,7 +193,7 @@ class Session:
         start = timer.mark()
         # A rank has come once its queued work has ended, so a clock read after a barrier is right.
         gpus.synchronize(self.device)
-        with self.meeting("barrier"):
+        with self.joint_operation("barrier"):
             self.transport.barrier()
         # A barrier has no payload, so all its time is waiting.
         self.recorder.wait(start, timer.mark())
@@ -192,29 +209,29 @@ class Session:
         others at once: all messages are one. It is one span, of ``kind`` or the open region's.
         """
         sent = self.transport.sent if dst is None else self.transport.sent.to[dst]
-        messages, num_bytes = sent.messages, sent.num_bytes
+        messages_before, bytes_before = sent.messages, sent.num_bytes
         timer = self.recorder.timer
         start = timer.mark()
-        with self.meeting(name):
+        with self.joint_operation(name):
             yield
-        self.operations += 1 if dst is None else sent.messages - messages
-        came_s = self.board.meeting_arrived_s(self.rank)
-        num_bytes = sent.num_bytes - num_bytes
+        self.operations += 1 if dst is None else sent.messages - messages_before
+        came_s = self.board.joint_arrived_s(self.rank)
+        num_bytes = sent.num_bytes - bytes_before
         self.recorder.transfer(start, timer.mark(), num_bytes, dst, came_s, kind=kind)
 
     # For the code that manages the run, and for strategies that use several devices
 
     def timer_of(self, *devices: torch.device) -> ClockTimer:
-        """The clock of work that passes through ``devices``: a GPU's events, or the host's clock.
+        """Return the clock of work that passes through ``devices``: GPU events, or the host's.
 
         A GPU's events tell when the CPU's work before them has ended, too.
         """
-        gpus = tuple(device for device in dict.fromkeys(devices) if device.type == "cuda")
+        gpu_devices = tuple(device for device in dict.fromkeys(devices) if device.type == "cuda")
         # Now, and not in the first step, for which the host would have to wait.
-        for some in (gpus, *((gpu,) for gpu in gpus)):
-            if some not in self._timers:
-                self._timers[some] = CudaTimer(*some)
-        return self._timers[gpus]
+        for timed_together in [gpu_devices, *[(gpu,) for gpu in gpu_devices]]:
+            if timed_together not in self._timers:
+                self._timers[timed_together] = CudaTimer(*timed_together)
+        return self._timers[gpu_devices]
 
     def time_on(self, devices: Iterable[torch.device]) -> None:
         """Time all further spans by what these devices do, and this rank's own device."""
@@ -224,7 +241,8 @@ class Session:
         """Wait for the other ranks, then make this moment second 0 of the trace on all ranks."""
         # Before the barrier: it takes some 0.1 ms, which is no part of the run.
         self.memory = MemoryMeter()
-        row, origins_s = self.board.ranks[self.rank], self.board.ranks["origin_s"]
+        row = self.board.ranks[self.rank]
+        origins_s = self.board.ranks["origin_s"]
         row["origin_s"] = time.perf_counter()
         self.transport.barrier()
         if len(self.hosts) > 1:
@@ -235,20 +253,19 @@ class Session:
         timer = self.timer_of(self.device)
         if isinstance(timer, CudaTimer):
             timer.calibrate()
-            # Starts of operations can be compared with those of other ranks after the run.
             self._compares = bool(origins_s.all())
         self.recorder = Recorder(self.rank, timer, float(origins_s.max()))
         self.recorder.listener = SpanSums(row)
 
     def spans(self) -> list[Span]:
-        """This rank's spans so far, on the host's clock; waits for its GPU."""
+        """Return this rank's spans so far, on the host's clock; wait for its GPU."""
         return self.recorder.spans()
 
     def report_loss(self, loss: Tensor | float) -> None:
         """Post the loss of a step; one on a GPU at most 4 times a second."""
         on_gpu = isinstance(loss, Tensor) and loss.device.type == "cuda"
         if not on_gpu or time.monotonic() > self._loss_due_s:
-            self._loss_due_s = time.monotonic() + _EVERY_S
+            self._loss_due_s = time.monotonic() + _LOSS_INTERVAL_S
             self.board.ranks[self.rank]["loss"] = float(loss)
 
     def leave(self) -> None:
@@ -258,14 +275,14 @@ class Session:
 
     def close(self) -> None:
         """End the session: every later use of the comm is an error."""
-        for ending in self.at_close:
-            ending()
+        for callback in self.at_close:
+            callback()
         self.transport.close()
         self.is_closed = True
 
 
 class SpanSums:
-    """Adds up the seconds of a rank's spans by kind, in its row of the board, while it runs.
+    """Sums of the seconds of a rank's spans by kind, kept in its row of the board as it runs.
 
     What is shown before the end of a run comes from these sums. Threads beside the main one share
     one lane.
@@ -277,17 +294,18 @@ class SpanSums:
         self._seconds: list[Any] = [memoryview(row["kind_s"][lane]) for lane in range(2)]
         self._until_s: Any = memoryview(row["until_s"])
         self._begun: Any = memoryview(row["begun"])
-        self._places: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
 
     def begun(self, kind: str | None, lane: int) -> None:
-        self._begun[lane > 0] = 0 if kind is None else self._place(kind) + 1
+        self._begun[lane > 0] = 0 if kind is None else self._index(kind) + 1
 
     def ended(self, kind: str, start_s: float, end_s: float, lane: int) -> None:
-        self._seconds[lane > 0][self._place(kind)] += end_s - start_s
+        self._seconds[lane > 0][self._index(kind)] += end_s - start_s
         self._until_s[lane > 0] = end_s
 
-    def _place(self, kind: str) -> int:
-        if kind not in self._places:
-            self._places[kind] = min(len(self._places), KINDS - 1)
-            self._names[self._places[kind]] = kind.encode()
-        return self._places[kind]
+    def _index(self, kind: str) -> int:
+        if kind not in self._indices:
+            index = min(len(self._indices), KINDS - 1)
+            self._indices[kind] = index
+            self._names[index] = kind.encode()
+        return self._indices[kind]

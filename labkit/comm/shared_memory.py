@@ -64,8 +64,11 @@ class Arena:
         self.board = Board(world_size, self._map)
         if descriptor is None and HAS_SEMAPHORES:
             for number in range(num_of_edges + world_size):
-                is_free = number % len(_KINDS) == _KINDS.index("free")
-                initial = (NUM_SLOTS if is_free else 0) if number < num_of_edges else 1
+                initial = 0
+                if number >= num_of_edges:
+                    initial = 1  # the lock of an emulated card
+                elif number % len(_KINDS) == _KINDS.index("free"):
+                    initial = NUM_SLOTS
                 self._semaphore(number).initialise(initial)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,7 +81,8 @@ class Arena:
 
     def close_file(self) -> None:
         """Close the file: the memory stays mapped, but no other process can open it any more."""
-        descriptor, self.descriptor = self.descriptor, -1
+        descriptor = self.descriptor
+        self.descriptor = -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -88,24 +92,26 @@ class Arena:
         del self.board, self._bytes, self._map
 
     def semaphores(self, source: int, destination: int) -> list["Semaphore"]:
-        """The semaphores of an edge: ready (to receive), filled, free (slots), met, shared."""
+        """Return an edge's semaphores: ready (to receive), filled, free (slots), met, shared."""
         first = len(_KINDS) * (source * self.world_size + destination)
         return [self._semaphore(first + kind) for kind in range(len(_KINDS))]
 
     def card(self, host: int) -> tuple[Tensor, "Semaphore"]:
-        """The emulated card that a host's ranks share: its state [2], float64, and its lock."""
-        lock = len(_KINDS) * self.world_size**2 + host
-        end = self._semaphores_at + (lock + 1) * _SEMAPHORE_BYTES
-        return self._bytes[end - 16 : end].view(torch.float64), self._semaphore(lock)
+        """Return the emulated card that a host's ranks share: state [2], float64, and lock."""
+        number = len(_KINDS) * self.world_size**2 + host
+        # In the half of the lock's line that no sem_t takes.
+        end = self._semaphores_at + (number + 1) * _SEMAPHORE_BYTES
+        state = self._bytes[end - 16 : end].view(torch.float64)
+        return state, self._semaphore(number)
 
     def slots(self, source: int, destination: int) -> list[Tensor]:
-        """The slots of an edge, each [SEGMENT_BYTES] bytes."""
+        """Return the slots of an edge, each [SEGMENT_BYTES] bytes."""
         edge = source * self.world_size + destination
         start = self._slots_at + edge * NUM_SLOTS * SEGMENT_BYTES
         return list(self._bytes[start : start + NUM_SLOTS * SEGMENT_BYTES].split(SEGMENT_BYTES))
 
     def windows(self, rank: int) -> list[Tensor]:
-        """The windows that ``rank`` writes and all others read, each [WINDOW_BYTES] bytes."""
+        """Return the windows that ``rank`` writes and all others read, each [WINDOW_BYTES]."""
         start = self._windows_at + rank * NUM_WINDOWS * WINDOW_BYTES
         return list(self._bytes[start : start + NUM_WINDOWS * WINDOW_BYTES].split(WINDOW_BYTES))
 
@@ -133,8 +139,8 @@ def share_blocks(
     barrier()
     blocks = []
     try:
-        for peer in range(board.world_size):
-            path = f"/proc/{board.ranks[peer]['pid']}/fd/{board.ranks[peer]['shares']}"
+        for peer_row in board.ranks:
+            path = f"/proc/{peer_row['pid']}/fd/{peer_row['shares']}"
             # (It keeps no file open, as an ``mmap`` of Python does.)
             blocks.append(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
     except RuntimeError:
@@ -152,9 +158,9 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _unnamed_file(num_bytes: int) -> int:
-    """The descriptor of a new file without a name, not limited by the size of /dev/shm."""
+    """Make a file without a name, not limited by the size of /dev/shm; return its descriptor."""
     if hasattr(os, "memfd_create"):
-        # The default mode would let every user open it. Seals let ``meet`` fix its size.
+        # The default mode would let every user open it. Seals let ``map_arena`` fix its size.
         descriptor = os.memfd_create("labkit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(descriptor, 0o600)
     else:
@@ -193,7 +199,7 @@ class Semaphore:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is alive; a zombie (ended, not yet waited for) is not."""
+    """Tell whether a process is alive; a zombie (ended, not yet waited for) is not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
@@ -205,8 +211,8 @@ def kill_marked(name: str, mark: str, limit_s: float, reap: Callable[[], object]
     ``reap`` is called until none is left, to take notice of children that have ended.
     """
     deadline_s = time.monotonic() + limit_s
-    while (left := marked(name, mark)) and time.monotonic() < deadline_s:
-        for process in left:
+    while (processes := marked(name, mark)) and time.monotonic() < deadline_s:
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         reap()
@@ -214,11 +220,11 @@ def kill_marked(name: str, mark: str, limit_s: float, reap: Callable[[], object]
 
 
 def marked(name: str, mark: str) -> list[psutil.Process]:
-    """The living processes that ``kill_marked`` kills."""
-    everyone = psutil.process_iter(["environ"])
-    return [one for one in everyone if (one.info["environ"] or {}).get(name) == mark]
+    """List the living processes that ``kill_marked`` kills."""
+    processes = psutil.process_iter(["environ"])
+    return [process for process in processes if (process.info["environ"] or {}).get(name) == mark]
 
 
 def loopback() -> str:
-    """The name of the network interface that only processes of this machine can reach."""
+    """Name the network interface that only processes of this machine can reach."""
     return "lo0" if sys.platform == "darwin" else "lo"

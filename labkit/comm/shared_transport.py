@@ -52,7 +52,8 @@ class Waiter:
 
     def __init__(self, board: Board, rank: int, timeout_s: float):
         self.timeout_s = timeout_s
-        self._board, self._rank = board, rank
+        self._board = board
+        self._rank = rank
         # Once set, every wait ends with an error, including a wait in another thread.
         self.abandoned = False
         self._spins_from_s = 0.0
@@ -80,28 +81,30 @@ class Waiter:
             if now_s - looked_s >= LOOK_S:
                 looked_s = now_s
                 for index, (semaphore, peer) in enumerate(needs):
-                    lost = "this rank is ending" if self.abandoned else why_gone(self._board, peer)
-                    if not lost and now_s - started_s > self.timeout_s:
+                    loss = "this rank is ending" if self.abandoned else why_gone(self._board, peer)
+                    if not loss and now_s - started_s > self.timeout_s:
                         limit = f"within the timeout of {self.timeout_s:g} s"
-                        lost = f"nothing from rank {peer} {limit}"
+                        loss = f"nothing from rank {peer} {limit}"
                     # A post that the peer made before its end still counts.
-                    if lost and semaphore.try_wait():
+                    if loss and semaphore.try_wait():
                         return index
-                    if lost:
-                        lost += uneven_collectives(self._board, self._rank, peer)
-                        raise PeerLostError(lost, rank=peer)
+                    if loss:
+                        loss += uneven_collectives(self._board, self._rank, peer)
+                        raise PeerLostError(loss, rank=peer)
 
 
 def why_gone(board: Board, peer: int) -> str:
-    """Why ``peer`` will send nothing more; empty while it may still send."""
-    if why := board.gave_up():
-        return why
-    pid, state = (int(board.ranks[peer][name]) for name in ("pid", "state"))
+    """Say why ``peer`` will send nothing more; empty while it may still send."""
+    if reason := board.gave_up():
+        return reason
+    pid = int(board.ranks[peer]["pid"])
+    state = int(board.ranks[peer]["state"])
     if state == LEFT:
         return f"rank {peer} has left: its process group was destroyed, or its program has ended"
     # The board of another host does not say the process id.
     if state == LOST or (pid and not is_running(pid)):
-        return f"the process of rank {peer}{f' (pid {pid})' if pid else ''} has ended"
+        number = f" (pid {pid})" if pid else ""
+        return f"the process of rank {peer}{number} has ended"
     return ""
 
 
@@ -125,7 +128,8 @@ class Channel:
     ):
         self.ready, self.filled, self.free, *_ = arena.semaphores(source, destination)
         self._peer = source if sent is None else destination
-        self._wait, self._sent = wait, sent or Sent()
+        self._wait = wait
+        self._sent = sent or Sent()
         self._slots = arena.slots(source, destination)
         self._next = self._slot_bytes = 0
 
@@ -188,7 +192,7 @@ class Windows:
             self._signals_to[peer].post()
 
     def read(self, num_elements: int, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield what each rank has written in the next round [num_elements]; may wait."""
+        """Yield the values of each rank in the next round [num_elements]; may wait."""
         number = self._num_read % NUM_WINDOWS
         for rank, windows in enumerate(self._windows):
             if rank != self._rank:
@@ -196,7 +200,7 @@ class Windows:
             yield windows[number].view(dtype)[:num_elements]
         self._num_read += 1
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks have called it: what they wrote before may be read."""
         for signal in self._signals_to.values():
             signal.post()
@@ -216,7 +220,8 @@ class SharedTransport(Transport):
 
     def __init__(self, arena: Arena, rank: int, timeout_s: float):
         super().__init__()
-        self.arena, self.rank = arena, rank
+        self.arena = arena
+        self.rank = rank
         self.waiter = Waiter(arena.board, rank, timeout_s)
         self._channels: dict[tuple[int, int], Channel] = {}
         self.windows = Windows(self)
@@ -264,7 +269,8 @@ class SharedTransport(Transport):
     def _channel(self, source: int, destination: int, sent: Sent | None) -> Channel:
         edge = source, destination
         if edge not in self._channels:
-            self._channels[edge] = Channel(self.arena, *edge, self.waiter.wait, sent)
+            channel = Channel(self.arena, source, destination, self.waiter.wait, sent)
+            self._channels[edge] = channel
         return self._channels[edge]
 
     def close(self) -> None:
@@ -313,6 +319,6 @@ class SharedTransport(Transport):
 
 
 def split_segments(flat: Tensor, most: int) -> Sequence[Tensor]:
-    """``flat`` [n] in segments of at most ``most`` elements."""
+    """Split ``flat`` [n] into segments of at most ``most`` elements."""
     # Splitting a small message would take longer than copying it.
     return flat.split(most) if flat.numel() > most else (flat,)

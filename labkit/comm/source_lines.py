@@ -14,27 +14,27 @@ import threading
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-# Frames between a learner's call and ours, generated code ("<string>") among them.
-_BETWEEN = (_PACKAGE, contextlib.__file__, "<")
+# Files of the frames between a learner's call and ours, generated code ("<string>") among them.
+_OUR_PREFIXES = (_PACKAGE, contextlib.__file__, "<")
 # What a learner has typed at a prompt.
-_TYPED = ("<ipython-input-", "<stdin>", "<python-input-")
+_PROMPTS = ("<ipython-input-", "<stdin>", "<python-input-")
 _LIBRARIES = (f"{os.sep}torch{os.sep}", f"{os.sep}multiprocessing{os.sep}")
 # Python's own modules, and installed packages.
 _INSTALLED = tuple(
     {sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-_asked = threading.local()
+_credited = threading.local()
 _LOCATION = re.compile(r'(?:File )?"([^"\n]+)", line (\d+)')
 
 
 def caller_location() -> str:
-    """The innermost frame that is neither labkit's nor a library's, as ``"FILE", line N``."""
+    """Return the innermost frame that is neither labkit's nor a library's: ``"FILE", line N``."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     if frame.f_code.co_filename == threading.__file__:
         # A thread of labkit, with no learner's function on its stack.
-        return getattr(_asked, "location", "a thread")
+        return getattr(_credited, "location", "a thread")
     if is_internal(frame.f_code.co_filename):
         return "a line that is not yours"
     return f'"{frame.f_code.co_filename}", line {frame.f_lineno}'
@@ -42,45 +42,45 @@ def caller_location() -> str:
 
 def credit_to(location: str) -> None:
     """Attribute what this thread does from now on to ``location``, which asked for it."""
-    _asked.location = location
+    _credited.location = location
 
 
 def count_as_ours(init_file: str) -> None:
-    """Frames of this package, one that is built on labkit, are not the learner's either."""
-    global _BETWEEN
-    _BETWEEN += (str(Path(init_file).resolve().parent) + os.sep,)
+    """Count the frames of this package, which is built on labkit, as not the learner's either."""
+    global _OUR_PREFIXES
+    _OUR_PREFIXES += (str(Path(init_file).resolve().parent) + os.sep,)
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a frame of this file is labkit's, or of the code between a learner's call and it."""
-    return filename.startswith(_BETWEEN) and not filename.startswith(_TYPED)
+    """Tell whether a file is labkit's, or of the code between a learner's call and labkit."""
+    return filename.startswith(_OUR_PREFIXES) and not filename.startswith(_PROMPTS)
 
 
 def is_internal(filename: str) -> bool:
-    """Whether a frame of this file is labkit's own or a library's, not the learner's."""
+    """Tell whether a file is labkit's own or a library's, not the learner's."""
     if is_ours(filename) or filename.startswith(_INSTALLED):
         return True
     return any(part in filename for part in _LIBRARIES)
 
 
 def learner_frames(stack: str) -> str:
-    """The lines of a stack dump that are in the learner's code; all lines if none is."""
-    found = [
-        line
-        for line in stack.splitlines()
-        if (match := _LOCATION.search(line)) and not is_internal(match[1])
-    ]
-    return "\n".join(found) or stack
+    """Keep the lines of a stack dump that are in the learner's code; all lines if none is."""
+    lines = []
+    for line in stack.splitlines():
+        match = _LOCATION.search(line)
+        if match and not is_internal(match[1]):
+            lines.append(line)
+    return "\n".join(lines) or stack
 
 
 def cell_sources() -> dict[str, list[str]]:
-    """The sources that exist only in this process (notebook cells), by their file name."""
-    # linecache marks an entry that no file on disk backs with a modification time of None.
-    return {
-        name: entry[2]
-        for name, entry in list(linecache.cache.items())
-        if len(entry) == 4 and entry[1] is None
-    }
+    """Return the sources that exist only in this process (notebook cells), by file name."""
+    sources = {}
+    for name, entry in list(linecache.cache.items()):
+        # linecache marks an entry that no file on disk backs with a modification time of None.
+        if len(entry) == 4 and entry[1] is None:
+            sources[name] = entry[2]
+    return sources
 
 
 def install_sources(sources: dict[str, list[str]]) -> None:
@@ -100,9 +100,10 @@ def readable(text: str, *, quote: bool = True) -> str:
     cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
 
     def rewrite(match: re.Match[str]) -> str:
-        name, number = match[1], int(match[2])
-        where = f"Cell In[{cells[name]}]" if name in cells else name
-        source = linecache.getline(name, number).strip() if quote else ""
-        return f"{where}, line {number}" + (f": {source}" if source else "")
+        filename, number = match.groups()
+        shown_name = f"Cell In[{cells[filename]}]" if filename in cells else filename
+        location = f"{shown_name}, line {number}"
+        source = linecache.getline(filename, int(number)).strip()
+        return f"{location}: {source}" if quote and source else location
 
     return _LOCATION.sub(rewrite, text)

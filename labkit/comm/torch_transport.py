@@ -26,7 +26,7 @@ from torch import Tensor
 from labkit.comm.transport import Transport, as_bytes, describe
 from labkit.errors import PeerLostError
 
-# For a posted receive whose message never comes.
+# The wait at the end for a posted receive whose message never comes.
 _PATIENCE_S = 1.0
 # After 3 s without a byte a question each second; three without an answer end the connection. So
 # does anything sent that is not acknowledged in 6 s.
@@ -90,9 +90,9 @@ class TorchTransport(Transport):
         """Receive into ``tensor`` while the block runs."""
         tag = self._tag(tensor)
         with self._landing(tensor) as landing:
-            if ahead := _ahead.pop((self._group, src, tag), None):
+            if posted := _posted.pop((self._group, src, tag), None):
                 yield
-                landing.copy_(ahead.take())
+                landing.copy_(posted.take())
             else:
                 work = self._group.recv([landing], src, tag)
                 yield
@@ -101,14 +101,15 @@ class TorchTransport(Transport):
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
         if self._queues:
             return super().arrived(tensor, sources)
-        tag, found = self._tag(tensor), {}
+        tag = self._tag(tensor)
+        arrived_s = {}
         for source in sources:
             key = self._group, source, tag
-            if key not in _ahead:
-                _ahead[key] = _Ahead(self._group, tensor.nbytes, source, tag)
-            if not _ahead[key].is_alive():
-                found[source] = _ahead[key].at_s
-        return found
+            if key not in _posted:
+                _posted[key] = _PostedReceive(self._group, tensor.nbytes, source, tag)
+            if not _posted[key].is_alive():
+                arrived_s[source] = _posted[key].arrived_s
+        return arrived_s
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         if not self._queues:
@@ -117,8 +118,8 @@ class TorchTransport(Transport):
         # NCCL matches the two ends only when they are issued as a group.
         outgoing = self._outgoing(send)
         with self._landing(recv) as landing:
-            ends = (dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.irecv, landing, src))
-            for work in dist.batch_isend_irecv(list(ends)):
+            ends = [dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.irecv, landing, src)]
+            for work in dist.batch_isend_irecv(ends):
                 work.wait()
         self.sent.to[dst].count(outgoing.nbytes)
 
@@ -134,11 +135,12 @@ class TorchTransport(Transport):
             yield
 
     def _tag(self, tensor: Tensor) -> int:
-        """Of a message: equal at both ends if they fit. NCCL has no tags."""
+        """Return the tag of a message: equal at both ends if they fit. NCCL has no tags."""
         if self._queues:
             return 0
+        contents = f"{describe(tensor)} {self.sent.collective}"
         # Positive, in 31 bits. PyTorch's own messages have the tag 0.
-        return zlib.crc32(f"{describe(tensor)} {self.sent.collective}".encode()) % (2**31 - 1) + 1
+        return zlib.crc32(contents.encode()) % (2**31 - 1) + 1
 
     def barrier(self) -> None:
         with loss_of_a_peer():
@@ -167,28 +169,29 @@ class TorchTransport(Transport):
             tensor.copy_(landing)
 
 
-class _Ahead(threading.Thread):
+class _PostedReceive(threading.Thread):
     """A receive posted ahead of ``recv``; gloo cannot take it back, so it may outlive a run."""
 
     def __init__(self, group: Any, num_bytes: int, source: int, tag: int):
         super().__init__(name=f"labkit-from-{source}", daemon=True)
-        self._receive = group, source, tag
+        self._group = group
+        self._source = source
+        self._tag = tag
         self._landing = torch.empty(num_bytes, dtype=torch.uint8)
         self._error: Exception | None = None
-        self.at_s = 0.0
+        self.arrived_s = 0.0
         self.start()
 
     def run(self) -> None:
-        group, source, tag = self._receive
         try:
             with loss_of_a_peer():
-                group.recv([self._landing], source, tag).wait()
+                self._group.recv([self._landing], self._source, self._tag).wait()
         except Exception as error:
             self._error = error
-        self.at_s = time.perf_counter()
+        self.arrived_s = time.perf_counter()
 
     def take(self) -> Tensor:
-        """The message; waits until it is there, and raises why it is not."""
+        """Return the message when it is there, or raise why it is not."""
         self.join()
         if self._error is not None:
             raise self._error
@@ -196,20 +199,22 @@ class _Ahead(threading.Thread):
 
 
 # By process group, source and tag.
-_ahead: dict[tuple[Any, int, int], _Ahead] = {}
+_posted: dict[tuple[Any, int, int], _PostedReceive] = {}
 
 
 def close_arrivals() -> None:
     """Wait a moment for all posted receives, before their process groups are destroyed."""
-    while _ahead:
+    while _posted:
+        _, receive = _posted.popitem()
         # Its message may never come.
-        _ahead.popitem()[1].join(_PATIENCE_S)
+        receive.join(_PATIENCE_S)
 
 
 def connections() -> set[Any]:
-    """This process's TCP connections, by file descriptor and both addresses."""
-    found = psutil.Process().net_connections("tcp")
-    return {(one.fd, one.laddr, one.raddr) for one in found if one.status == "ESTABLISHED"}
+    """Return this process's TCP connections: (file descriptor, our address, the peer's)."""
+    entries = psutil.Process().net_connections("tcp")
+    established = [entry for entry in entries if entry.status == "ESTABLISHED"]
+    return {(entry.fd, entry.laddr, entry.raddr) for entry in established}
 
 
 def keep_alive(opened: Iterable[Any]) -> None:
@@ -233,7 +238,7 @@ def cut(opened: Iterable[Any]) -> None:
 
 
 def _for_each(opened: Iterable[Any], act: Callable[[socket.socket], object]) -> None:
-    """``act`` on a second handle of each connection that is still open."""
+    """Call ``act`` on a second handle of each connection that is still open."""
     for descriptor, _, peer in connections().intersection(opened):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as handle:
             # Between the look and the handle, the number may have been given to another file.
@@ -253,7 +258,7 @@ def loss_of_a_peer() -> Iterator[None]:
 
 
 def means_loss(error: BaseException) -> bool:
-    """Whether PyTorch's error says that a peer has ended, or did not answer in time.
+    """Tell whether PyTorch's error says that a peer has ended, or did not answer in time.
 
     PyTorch raises RuntimeError for these and for everything else, such as memory that has run out.
     """
@@ -263,5 +268,6 @@ def means_loss(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The text of an error without the C++ stack that follows in PyTorch's."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the text of an error without the C++ stack that follows in PyTorch's."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

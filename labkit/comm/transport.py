@@ -101,16 +101,18 @@ class Transport(ABC):
         tensor += landing
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
-        """Which sources' next message, like ``tensor``, has come or never will; since when, in s.
+        """Return the sources whose next message has come or never will, and since when, in s.
 
-        The first call begins to receive them, ``recv`` then takes one.
+        They are like ``tensor``. The first call begins to receive them, ``recv`` then takes one.
         """
         raise ValueError("between machines, recv_any needs gloo")
 
-    # With ``shares_memory``: the slots of an edge, for its sender and its receiver; the windows.
+    # With ``shares_memory``: the slots of an edge, for its sender and its receiver; the windows;
+    # a function that maps one block of memory per rank.
     channel_to: Any = None
     channel_from: Any = None
     windows: Any = None
+    share: Any = None
 
     def set_timeout(self, timeout_s: float) -> None:  # noqa: B027
         """Set the longest wait of operations from now on, where waits have a limit."""
@@ -123,13 +125,13 @@ class Transport(ABC):
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor of any dtype, as a uint8 view [n]."""
+    """View a contiguous tensor of any dtype as its bytes: uint8 [n]."""
     # A contiguous tensor of at most one element may have any stride, which a view does not take.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def describe(tensor: Tensor) -> str:
-    """What both ends of a message must agree on, for example ``float32 [3, 4]``."""
+    """Name what both ends of a message must agree on, for example ``float32 [3, 4]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -156,14 +158,14 @@ def check_writable(tensor: Tensor) -> None:
 
 
 def to_send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor that is sent for ``tensor``: detached and contiguous."""
+    """Return the tensor that is sent for ``tensor``: detached and contiguous."""
     check_tensor(tensor, device)
     # A conjugate or negative view is only a flag: the bytes in memory are not its values.
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def to_receive(tensor: Tensor, device: torch.device) -> Tensor:
-    """Where a message for ``tensor`` arrives: the tensor itself if contiguous, or a buffer."""
+    """Return the memory that receives for ``tensor``: itself if contiguous, or a buffer."""
     check_tensor(tensor, device)
     flat = tensor.detach()
     if flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
@@ -173,27 +175,28 @@ def to_receive(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def deliver(landing: Tensor, tensor: Tensor) -> Tensor:
-    """Copy ``landing`` into ``tensor``, unless it is the same memory; returns ``tensor``."""
+    """Copy ``landing`` into ``tensor``, unless it is the same memory; return ``tensor``."""
     if landing.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(landing)
     return tensor
 
 
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors share a byte; others travel through separate buffers."""
-    for tensor in (one, other):
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two contiguous tensors share a byte; others travel in separate buffers."""
+    for tensor in (a, b):
         is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
         if not is_dense or not tensor.is_contiguous():
             return False
-    start, first = one.data_ptr(), other.data_ptr()
-    return max(start, first) < min(start + one.nbytes, first + other.nbytes)
+    start = max(a.data_ptr(), b.data_ptr())
+    end = min(a.data_ptr() + a.nbytes, b.data_ptr() + b.nbytes)
+    return start < end
 
 
 def check_apart(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> None:
     """Raise ValueError, with the names, if a tensor that is written shares memory with another."""
-    everything = [*written.items(), *(read or {}).items()]
-    for (name, one), (other_name, other) in combinations(everything, 2):
-        if name in written and overlap(one, other):
+    named_tensors = [*written.items(), *(read or {}).items()]
+    for (name, tensor), (other_name, other) in combinations(named_tensors, 2):
+        if name in written and overlap(tensor, other):
             raise ValueError(
                 f"{name} and {other_name} share memory, and one would be overwritten before it is "
                 "sent: use separate memory for each, for example with .clone()"

@@ -1,4 +1,4 @@
-"""Operations that go on in a separate thread: ``Work``, their handle, and ``WorkQueue``.
+"""Operations that run in a separate thread: ``Work``, their handle, and ``WorkQueue``.
 
 A queue carries out operations on one ``Comm`` one after another, in the order of the calls.
 """
@@ -47,8 +47,10 @@ class Work(dist.Work):
     ):
         super().__init__()
         self._label = " ".join([name, *map(describe, inputs[:1])])
-        self._result, self._timeout_s = result, min(timeout_s, threading.TIMEOUT_MAX)
-        self.location, self.source = caller_location(), -1
+        self._result = result
+        self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
+        self.location = caller_location()
+        self.source = -1
         self.done = threading.Event()
         self._error: BaseException | None = None
         # On a GPU: the caller's stream at the call, and the operation's stream at its end.
@@ -111,8 +113,8 @@ class Work(dist.Work):
         """
         limit_s = timeout.total_seconds() if timeout else self._timeout_s
         if not self.done.wait(limit_s):
-            where = f"called at {self.location}"
-            raise TimeoutError(f"{self}, {where}, was still running after {limit_s:g} s")
+            origin = f"{self}, called at {self.location}"
+            raise TimeoutError(f"{origin}, was still running after {limit_s:g} s")
         if self._error is not None:
             raise self._error
         if self.ended is not None:
@@ -129,7 +131,7 @@ class Work(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """The rank a message came from; -1 unless this is a receive."""
+        """Return the rank a message came from; -1 unless this is a receive."""
         return self.source
 
     _source_rank = source_rank
@@ -149,18 +151,18 @@ class AllOf(dist.Work):
         return all(work.is_completed() for work in self._works)
 
 
-def carried_out(operation: Callable[[], object], tensors: list[Tensor]) -> Work:
+def completed(operation: Callable[[], object], tensors: list[Tensor]) -> Work:
     """Carry out ``operation()`` at once, in this thread.
 
     Returns:
         Its ``Work``, which holds ``tensors``, or the error that the operation has raised.
     """
-    work, error = Work("", [], tensors), None
+    work = Work("", [], tensors)
     try:
         operation()
-    except Exception as raised:
-        error = raised
-    work.finish(error)
+        work.finish()
+    except Exception as error:
+        work.finish(error)
     return work
 
 
@@ -182,7 +184,8 @@ class WorkQueue(threading.Thread):
 
     def __init__(self, name: str, comm: Comm, timeout_s: float = math.inf):
         super().__init__(name=name, daemon=True)
-        self.timeout_s, self._comm = timeout_s, comm
+        self.timeout_s = timeout_s
+        self._comm = comm
         self._queue: queue.SimpleQueue[tuple[Work, Operation] | None] = queue.SimpleQueue()
         self._adding, self._working = threading.Lock(), threading.Lock()
         self._num_queued = 0
@@ -206,7 +209,8 @@ class WorkQueue(threading.Thread):
         """Queue an operation; with ``is_waited_for`` it may already be done on return."""
         # A transfer that reaches the timeout names the missing rank: its error comes first.
         work = Work(name, inputs, result, self.timeout_s + _GRACE_S)
-        if (me := threading.current_thread()) is self._worker:
+        caller = threading.current_thread()
+        if caller is self._worker:
             raise ValueError(
                 f"{work} is called inside {self.under_way} of the same group, which would wait "
                 "for itself: use comm, or another group"
@@ -215,22 +219,22 @@ class WorkQueue(threading.Thread):
             for tensor in (*inputs, *result):
                 tensor.record_stream(self._stream)
             work.called = torch.cuda.current_stream(self._stream.device).record_event()
-        if me is self:
+        if caller is self:
             # A callback of the operation that has just ended.
             with self._working:
-                self._carry_out(work, operation)
+                self._run_operation(work, operation)
             return work
         with self._adding:
             # Not the queue's size: an operation taken from it may not have begun yet.
-            may_be_mine = is_waited_for and self._stream is None and not self._num_queued
-            is_mine = may_be_mine and self._working.acquire(blocking=False)
-            if not is_mine:
+            is_idle = is_waited_for and self._stream is None and not self._num_queued
+            runs_here = is_idle and self._working.acquire(blocking=False)
+            if not runs_here:
                 self._num_queued += 1
                 self._queue.put((work, operation))
-        if is_mine:
+        if runs_here:
             try:
                 with torch.no_grad():
-                    self._carry_out(work, operation)
+                    self._run_operation(work, operation)
             finally:
                 self._working.release()
         return work
@@ -240,25 +244,30 @@ class WorkQueue(threading.Thread):
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
         while queued := self._queue.get():
+            work, operation = queued
             with self._working:
-                self._carry_out(*queued)
-            queued[0].complete_futures()
+                self._run_operation(work, operation)
+            work.complete_futures()
             with self._adding:
                 self._num_queued -= 1
-            del queued
+            # The tensors must not stay alive until the next operation comes.
+            del queued, work, operation
 
-    def _carry_out(self, work: Work, operation: Operation) -> None:
-        board, rank, error = self._comm.session.board, self._comm.session.rank, None
-        posted = board.posted(rank)
-        self.under_way, self._worker = work, threading.current_thread()
+    def _run_operation(self, work: Work, operation: Operation) -> None:
+        session = self._comm.session
+        board, rank = session.board, session.rank
+        posted_before = board.posted(rank)
+        error = None
+        self.under_way = work
+        self._worker = threading.current_thread()
         credit_to(work.location)
         # Inference tensors may only be changed in inference mode.
         has_inference = any(tensor.is_inference() for tensor in work.result())
         try:
-            if why := board.gave_up():
+            if reason := board.gave_up():
                 # What the failed operation has left under way would be taken for this one's.
                 raise PeerLostError(
-                    f"{why}. After that the ranks' messages do not belong together: make the "
+                    f"{reason}. After that the ranks' messages do not belong together: make the "
                     "group, or the run, anew"
                 )
             with torch.inference_mode() if has_inference else contextlib.nullcontext():
@@ -272,7 +281,7 @@ class WorkQueue(threading.Thread):
             # queued operations would never be carried out.
             error = raised
             # Let the other ranks fail at once, unless the operation was refused at the start.
-            if board.posted(rank) != posted:
+            if board.posted(rank) != posted_before:
                 board.give_up(rank, f"{type(error).__name__}: {error}")
         self.under_way = self._worker = None
         work.finish(error)
@@ -294,7 +303,7 @@ class WorkQueue(threading.Thread):
 
 @functools.cache
 def work_queue_of(comm: Comm) -> WorkQueue:
-    """The one queue of all that is sent on ``comm`` during a forward and backward pass.
+    """Return the one queue of all that is sent on ``comm`` in a forward and backward pass.
 
     DDP's buckets, those of a second replica in the same backward, and the batch statistics of
     SyncBatchNorm share it, so that their messages do not mix.

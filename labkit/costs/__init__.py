@@ -4,7 +4,6 @@
     link               seconds: the alpha-beta model, fitted to measurements; all-reduces, servers
     ddp_step           a step of DDP: which bucket is sent when, and what stays exposed
     pipeline_timeline  a step of a pipeline: which stage runs what when, and the bubble
-    gpt_step           a GPT of a given size on given GPUs and links: bytes per GPU, seconds
     memory             what a rank holds, by what it is for
     async_run          an asynchronous parameter server: staleness, waiting time
 

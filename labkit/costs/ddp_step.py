@@ -9,7 +9,7 @@ from labkit.schedules.bucket_assignment import assign_buckets
 
 
 class BucketTimes(NamedTuple):
-    """When a bucket has all its gradients, when its all-reduce starts, and when it ends."""
+    """The seconds at which a bucket has all its gradients, and its all-reduce starts and ends."""
 
     ready_s: float
     start_s: float
@@ -55,8 +55,10 @@ def predict_step(
     as for ``assign_buckets``.
     """
     buckets = assign_buckets(sizes_bytes, cap_bytes)
-    sizes = [sum(sizes_bytes[index] for index in bucket) for bucket in buckets]
-    reduce_s = [all_reduce_seconds("ring", size, world_size, link) for size in sizes]
+    reduce_s = []
+    for bucket in buckets:
+        bucket_bytes = sum(sizes_bytes[index] for index in bucket)
+        reduce_s.append(all_reduce_seconds("ring", bucket_bytes, world_size, link))
     times = bucket_times(buckets, gradient_s, reduce_s)
     return StepModel(max(gradient_s, default=0.0), buckets, times)
 
@@ -64,7 +66,7 @@ def predict_step(
 def bucket_times(
     buckets: Sequence[Sequence[int]], gradient_s: Sequence[float], reduce_s: Sequence[float]
 ) -> list[BucketTimes]:
-    """When each bucket, whose all-reduce takes ``reduce_s``, is ready, starts and ends.
+    """The times of each bucket, whose all-reduce takes ``reduce_s``.
 
     A bucket is ready with its last gradient. It starts once the bucket before it has ended too,
     because all ranks must reduce the buckets in the same order.

@@ -45,16 +45,18 @@ class Link:
     def __str__(self) -> str:
         """``52 µs per message, 3.1 GB/s``; with a gamma, also how fast additions are."""
         text = f"{format_seconds(self.alpha_s)} per message, {_rate(self.beta_s_per_byte)}"
-        added = f", {_rate(self.gamma_s_per_byte)} added" if self.gamma_s_per_byte else ""
-        return text + added
+        if self.gamma_s_per_byte:
+            text += f", {_rate(self.gamma_s_per_byte)} added"
+        return text
 
 
 def _rate(seconds_per_byte: float) -> str:
     if not seconds_per_byte:
         return "bytes at no cost"
     per_s = 1 / seconds_per_byte
-    scale, unit = (1e9, "GB/s") if per_s >= 0.9995e9 else (1e6, "MB/s")
-    return f"{format_number(per_s / scale)} {unit}"
+    if per_s >= 0.9995e9:
+        return f"{format_number(per_s / 1e9)} GB/s"
+    return f"{format_number(per_s / 1e6)} MB/s"
 
 
 def fit_link(
@@ -73,9 +75,11 @@ def fit_link(
     medians = np.array([statistics.median(times) for times in by_size.values()])
     beta, alpha = np.polyfit(sizes, medians, 1, w=1 / medians)
     if beta < 0:
-        alpha, beta = np.average(medians, weights=medians**-2), 0.0
+        alpha = np.average(medians, weights=medians**-2)
+        beta = 0.0
     elif alpha < 0:
-        alpha, beta = 0.0, np.sum(sizes / medians) / np.sum((sizes / medians) ** 2)
+        alpha = 0.0
+        beta = np.sum(sizes / medians) / np.sum((sizes / medians) ** 2)
     return Link(float(alpha), float(beta), gamma_s_per_byte)
 
 
@@ -97,13 +101,14 @@ def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: 
 def _line(algorithm: str, world_size: int, link: Link) -> tuple[float, float]:
     """(seconds at S = 0, seconds per byte of S) of an all-reduce."""
     check_choice("algorithm", algorithm, ("naive", "tree", "ring"))
-    others, doublings = world_size - 1, world_size.bit_length() - 1
+    peers = world_size - 1
+    doublings = world_size.bit_length() - 1
     fold = 2**doublings < world_size
     # Along the longest path: messages, bytes sent in units of S, bytes added in units of S.
     messages, sent, added = {
-        "naive": (2 * others, 2 * others, others),
+        "naive": (2 * peers, 2 * peers, peers),
         "tree": (doublings + 2 * fold, doublings + 2 * fold, doublings + fold),
-        "ring": (2 * others, 2 * others / world_size, others / world_size),
+        "ring": (2 * peers, 2 * peers / world_size, peers / world_size),
     }[algorithm]
     return messages * link.alpha_s, sent * link.beta_s_per_byte + added * link.gamma_s_per_byte
 
@@ -138,7 +143,8 @@ def hosts_all_reduce_seconds(
     hierarchical: 2 (m - 1) (alpha + S / m beta) + 2 (H - 1) (A + S / H B).
     """
     check_choice("algorithm", algorithm, ("ring", "hierarchical"))
-    size, world_size = len(hosts[0]), sum(map(len, hosts))
+    size = len(hosts[0])
+    world_size = sum(len(ranks) for ranks in hosts)
     if any(len(ranks) != size for ranks in hosts):
         raise ValueError(f"the formulas hold for hosts with equally many ranks, got {hosts}")
     if algorithm == "hierarchical":
@@ -161,6 +167,7 @@ def parameter_server_seconds(
     each of M turns the servers meet different workers (``schedules.servers``). With one server it
     is the naive all-reduce. With as many servers as workers, each worker's link is the limit.
     """
-    turns, slice_bytes = max(num_workers, servers), num_bytes / servers
+    turns = max(num_workers, servers)
+    slice_bytes = num_bytes / servers
     added_bytes = (num_workers - 1) * slice_bytes
     return 2 * turns * link.message_seconds(slice_bytes) + link.gamma_s_per_byte * added_bytes

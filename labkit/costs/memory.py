@@ -1,6 +1,6 @@
-"""Memory: the bytes that a rank holds, by what they are for. Compare with what is counted."""
+"""Memory: the bytes that a rank holds, by kind. Compare with what is counted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from labkit.schedules.ring import chunk_bounds, owned_chunk
 from labkit.schedules.sharding import Uses, first_uses
@@ -18,7 +18,7 @@ def sharded_memory(
     states: int = 1,
     counter_bytes: int = 0,
 ) -> dict[str, dict[str, int]]:
-    """Bytes by kind: the most at ``setup``, ``between_steps``, the ``most`` in a backward.
+    """Predicted bytes per kind: the peak at ``setup``, ``between_steps``, the peak in backward.
 
     Between steps there are S of parameters, in stage 3 S / P; S of gradients, in stages 2 and 3
     S / P; and states x S / P of the optimizer. At set-up one flat after another
@@ -33,36 +33,43 @@ def sharded_memory(
         counter_bytes: what it keeps beside them for each shard: Adam counts steps, in 4 bytes.
     """
 
-    def whole(some: Sequence[int] | set[int]) -> int:
-        return element_bytes * sum(sizes[flat] for flat in some)
-
-    def part(some: Sequence[int]) -> int:
-        chunk = owned_chunk(rank, world_size)
-        bounds = [chunk_bounds(sizes[flat], world_size)[chunk] for flat in some]
-        return element_bytes * sum(end - start for start, end in bounds)
-
-    flats = range(len(sizes))
-    rest = {
-        "parameters": part(flats) if stage == 3 else whole(flats),
-        "gradients": whole(trained) if stage == 1 else part(trained),
-        "optimizer": states * part(trained) + counter_bytes * len(trained),
+    full_bytes = [element_bytes * size for size in sizes]
+    bounds = [chunk_bounds(size, world_size)[owned_chunk(rank, world_size)] for size in sizes]
+    shard_bytes = [element_bytes * (end - start) for start, end in bounds]
+    between_steps = {
+        "parameters": sum(shard_bytes) if stage == 3 else sum(full_bytes),
+        "gradients": _sum_of(full_bytes if stage == 1 else shard_bytes, trained),
+        "optimizer": states * _sum_of(shard_bytes, trained) + counter_bytes * len(trained),
         "in_flight": 0,
     }
-    owned = [[flat for flat in some if flat in trained] for some in first_uses(uses)] + [[]]
-    first = next(unit for unit, some in enumerate(uses) if {*some} & {*trained})
-    moments = [rest]
-    for unit in range(len(uses) - 1, first - 1, -1) if stage > 1 else ():
-        now = rest | {"gradients": rest["gradients"] + whole(owned[unit])}
-        now["in_flight"] += whole(owned[unit + 1])
+    setups = [between_steps | {"optimizer": 0}]
+    if stage == 3:
+        for flat, flat_bytes in enumerate(full_bytes):
+            ledger = dict(setups[0])
+            ledger["parameters"] = sum(shard_bytes[: flat + 1]) + flat_bytes
+            ledger["gradients"] = _sum_of(shard_bytes, [n for n in trained if n <= flat])
+            setups.append(ledger)
+    backwards = [between_steps]
+    owned = [[flat for flat in unit if flat in trained] for unit in first_uses(uses)] + [[]]
+    first = min(unit for unit, used in enumerate(uses) if set(used) & set(trained))
+    # Backward goes from the last unit to the first trained one. (Stage 1 keeps all gradients.)
+    units = reversed(range(first, len(uses))) if stage > 1 else ()
+    for unit in units:
+        ledger = dict(between_steps)
+        ledger["gradients"] += _sum_of(full_bytes, owned[unit])
+        ledger["in_flight"] += _sum_of(full_bytes, owned[unit + 1])
         if stage == 3:
-            here, ahead = {*uses[unit]}, {*uses[unit - 1]} if unit > first else set()
-            now["parameters"] += whole(here)
-            now["in_flight"] += whole(ahead - here)
-        moments.append(now)
-    setups = [rest | {"optimizer": 0}]
-    for flat in flats if stage == 3 else ():
-        now = setups[0] | {"parameters": part(range(flat + 1)) + whole([flat])}
-        now["gradients"] = part([number for number in trained if number <= flat])
-        setups.append(now)
-    setup, most = (max(some, key=lambda now: sum(now.values())) for some in (setups, moments))
-    return {"setup": setup, "between_steps": rest, "most": most}
+            ledger["parameters"] += _sum_of(full_bytes, set(uses[unit]))
+            ahead = set(uses[unit - 1]) if unit > first else set()
+            ledger["in_flight"] += _sum_of(full_bytes, ahead - set(uses[unit]))
+        backwards.append(ledger)
+    setup = max(setups, key=_total)
+    return {"setup": setup, "between_steps": between_steps, "most": max(backwards, key=_total)}
+
+
+def _sum_of(bytes_by_flat: Sequence[int], flats: Iterable[int]) -> int:
+    return sum(bytes_by_flat[flat] for flat in flats)
+
+
+def _total(ledger: dict[str, int]) -> int:
+    return sum(ledger.values())

@@ -1,4 +1,4 @@
-"""What each collective and each technique sends: steps, messages and bytes.
+"""The traffic of each collective and each technique: steps, messages and bytes.
 
 The counts are exact: tests compare them with real runs, byte for byte. ``rank`` is the rank that
 the cost is for, ``element_bytes`` the size of an element. (Partial sums of float16 and bfloat16
@@ -8,7 +8,7 @@ Symbols: P ranks, N elements of one rank's tensor, S its bytes; H hosts of m ran
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from labkit.schedules.pipeline import Hop
@@ -28,7 +28,7 @@ from labkit.schedules.timetable import instructions
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank does for one collective, or one step of a technique.
+    """The traffic of one rank in one collective, or in one step of a technique.
 
     Attributes:
         steps: rounds in which the rank sends, receives, or both at once.
@@ -55,9 +55,10 @@ def naive_all_reduce_cost(
 
     Rank 0 takes 2 (P - 1) steps and sends (P - 1) S bytes; each other rank sends S bytes, once.
     """
-    others, size_bytes = world_size - 1, num_elements * element_bytes
+    size_bytes = num_elements * element_bytes
     if rank == 0:
-        return Cost(2 * others, others, others * size_bytes)
+        peers = world_size - 1
+        return Cost(2 * peers, peers, peers * size_bytes)
     return Cost(2, 1, size_bytes)
 
 
@@ -83,8 +84,8 @@ def ring_all_reduce_cost(
 
 def direct_all_reduce_cost(num_elements: int, element_bytes: int, world_size: int) -> Cost:
     """Direct all-reduce: one step, in which each rank sends S bytes to each of the others."""
-    others = world_size - 1
-    return Cost(min(1, others), others, others * num_elements * element_bytes)
+    peers = world_size - 1
+    return Cost(min(1, peers), peers, peers * num_elements * element_bytes)
 
 
 def share_reduce_cost(
@@ -106,8 +107,11 @@ def _chunks_cost(steps: Iterable[RingStep], num_elements: int, element_bytes: in
     """Each step of a ring sends one chunk."""
     steps = list(steps)
     bounds = chunk_bounds(num_elements, len(steps) + 1)
-    sizes = [bounds[step.send_chunk][1] - bounds[step.send_chunk][0] for step in steps]
-    return Cost(len(steps), len(steps), sum(sizes) * element_bytes)
+    elements = 0
+    for step in steps:
+        start, end = bounds[step.send_chunk]
+        elements += end - start
+    return Cost(len(steps), len(steps), elements * element_bytes)
 
 
 def card_bytes(algorithm: str, num_elements: int, element_bytes: int, hosts: Hosts) -> list[int]:
@@ -118,25 +122,23 @@ def card_bytes(algorithm: str, num_elements: int, element_bytes: int, hosts: Hos
     when ranks are numbered host by host; k times that if k ranks have. On two hosts of m ranks
     that are dealt out in turn, k is m.
     """
-    world_size, blocks = sum(map(len, hosts)), chunk_bounds(num_elements, num_blocks(hosts))
+    world_size = sum(len(host) for host in hosts)
+    blocks = chunk_bounds(num_elements, num_blocks(hosts))
 
-    def rings(rank: int, host: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-        """Of each ring in which the rank sends to another host: elements, ranks, its place."""
+    def sent_bytes(rank: int, host: tuple[int, ...]) -> int:
+        """The bytes that ``rank`` sends to another host, in all its rings between hosts."""
+        total = 0
         if algorithm == "hierarchical":
             for members, (first, end) in rings_between(rank, hosts):
                 length = blocks[end - 1][1] - blocks[first][0]
-                yield length, len(members), members.index(rank)
+                index = members.index(rank)
+                cost = ring_all_reduce_cost(length, element_bytes, len(members), index)
+                total += cost.num_bytes
         elif (rank + 1) % world_size not in host:
-            yield num_elements, world_size, rank
+            total = ring_all_reduce_cost(num_elements, element_bytes, world_size, rank).num_bytes
+        return total
 
-    return [
-        sum(
-            ring_all_reduce_cost(length, element_bytes, ranks, place).num_bytes
-            for rank in host
-            for length, ranks, place in rings(rank, host)
-        )
-        for host in hosts
-    ]
+    return [sum(sent_bytes(rank, host) for rank in host) for host in hosts]
 
 
 def parameter_server_cost(
@@ -173,12 +175,18 @@ def sharded_cost(
     gather as often in stage 3. The arguments are those of ``sharded_memory``. Left out: clipping,
     and the weight of a loss that is no mean over samples.
     """
-    halves = {"gather": share_only_cost, "reduce": share_reduce_cost}
-    done = [one for one in sharded_pass(stage, uses, trained) if one.kind in halves]
-    done *= micro_batches if stage > 1 else 1
-    done += [Instruction("gather", flat) for flat in trained] * (stage < 3)
-    costs = [halves[kind](sizes[flat], element_bytes, world_size, rank) for kind, flat in done]
-    return sum(costs, start=Cost(0, 0, 0))
+    instructions = list(sharded_pass(stage, uses, trained))
+    if stage > 1:
+        instructions *= micro_batches
+    if stage < 3:
+        instructions += [Instruction("gather", flat) for flat in trained]
+    total = Cost(0, 0, 0)
+    for kind, flat in instructions:
+        if kind == "gather":
+            total += share_only_cost(sizes[flat], element_bytes, world_size, rank)
+        elif kind == "reduce":
+            total += share_reduce_cost(sizes[flat], element_bytes, world_size, rank)
+    return total
 
 
 def data_parallel_cost(
@@ -213,7 +221,7 @@ def model_parallel_cost(
     num_ranks: int,
     micro_batches: int = 1,
     first_trained: int = 0,
-    schedule: str | None = None,
+    schedule: str = "one_by_one",
     stages_per_rank: int = 1,
 ) -> Cost:
     """One training step of a model that is cut into stages, on one rank.
@@ -226,20 +234,21 @@ def model_parallel_cost(
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.
         micro_batches: M, at most one per sample.
         first_trained: the first stage that trains anything; their number if none does.
-        schedule: of ``Pipeline``; sends and receives may be one step (``with_hops``). None is
-            ``ModelParallel``: one step per message.
+        schedule: of ``Pipeline``; sends and receives may be one step (``with_hops``). With that of
+            ``ModelParallel``, ``one_by_one``, each message is a step.
         stages_per_rank: V, with schedule ``interleaved``.
     """
     count = min(micro_batches, batch_size)
-    sizes = num_ranks, count, first_trained, stages_per_rank
-    hops = [s for s in instructions(schedule or "gpipe", rank, *sizes) if isinstance(s, Hop)]
+    steps = instructions(schedule, rank, num_ranks, count, first_trained, stages_per_rank)
+    hops = [step for step in steps if isinstance(step, Hop)]
     sent = [hop.send for hop in hops if hop.send]
-    steps = len(hops) if schedule else len(sent) + sum(hop.recv is not None for hop in hops)
     # Each micro-batch is sent once over each cut, so each cut carries the whole batch.
-    crossed = {(m.kind, m.chunk * num_ranks + rank) for m in sent}
-    cuts = [stage - (kind == "gradient") for kind, stage in crossed]
-    num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for cut in cuts)
-    return Cost(steps, len(sent), num_bytes)
+    cuts = set()
+    for message in sent:
+        stage = message.chunk * num_ranks + rank
+        cuts.add((message.kind, stage if message.kind == "activation" else stage - 1))
+    num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for _, cut in cuts)
+    return Cost(len(hops), len(sent), num_bytes)
 
 
 def tensor_parallel_cost(
@@ -261,14 +270,16 @@ def tensor_parallel_cost(
     out: clipping, fp16, and the weight of a loss that is no mean over samples.
     """
     samples, length, width = shape
-    place, size, size_bytes = rank, samples * length * width, element_bytes
+    activation = ring_all_reduce_cost(samples * length * width, element_bytes, world_size, rank)
     if sequence_parallel:
         # A chunk is some positions, and those of rank r are ``schedules.ring.owned_chunk``.
-        place, size, size_bytes = (rank - 1) % world_size, length, size // length * element_bytes
-    ends = [ring_all_reduce_cost(size, size_bytes, world_size, place)] * (4 * num_blocks + 2)
-    ends += [ring_all_reduce_cost(samples * length, element_bytes, world_size, rank)] * 3
-    ends += [ring_all_reduce_cost(replicated, element_bytes, world_size, rank)]
-    return sum(ends, Cost(0, 0, 0))
+        position_bytes = samples * width * element_bytes
+        left = (rank - 1) % world_size
+        activation = ring_all_reduce_cost(length, position_bytes, world_size, left)
+    loss = ring_all_reduce_cost(samples * length, element_bytes, world_size, rank)
+    gradients = ring_all_reduce_cost(replicated, element_bytes, world_size, rank)
+    costs = [activation] * (4 * num_blocks + 2) + [loss] * 3 + [gradients]
+    return sum(costs, start=Cost(0, 0, 0))
 
 
 def ring_attention_cost(
@@ -284,11 +295,12 @@ def ring_attention_cost(
     2 P blocks of gradients, whose elements have at least 4 bytes.
     """
     samples, heads, length, size = shape
-    others, pair = world_size - 1, 2 * samples * heads * size
+    steps = world_size - 1
+    pair = 2 * samples * heads * size
     # The right neighbour's own block is the one that this rank does not pass on.
     chunks = attention_chunks((rank + 1) % world_size, world_size, length, zigzag)
     passed_on = length - sum(len(chunk) for chunk in chunks)
-    blocks = Cost(others, others, passed_on * pair * element_bytes)
+    blocks = Cost(steps, steps, passed_on * pair * element_bytes)
     if world_size == 1:
         return blocks, blocks
     gradients = Cost(world_size, world_size, length * pair * max(4, element_bytes))

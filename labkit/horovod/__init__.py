@@ -1,4 +1,4 @@
-"""Horovod's interface for PyTorch on our ring: ``import labkit.horovod as hvd``.
+"""Horovod's interface for PyTorch on our collectives: ``import labkit.horovod as hvd``.
 
 It works in a script that torchrun starts, inside ``labkit.run``, and alone. Ranks may call in
 different orders: see ``labkit.horovod.coordinator``. Arguments, defaults and results are those of
@@ -36,7 +36,9 @@ from labkit.runtime.plain import dump_plain, load_plain
 from labkit.strategies import sync_batch_norm
 
 HorovodInternalError = NegotiationError
-Min, Max, Product = "min", "max", "product"
+Min = "min"
+Max = "max"
+Product = "product"
 
 
 def rank() -> int:
@@ -82,8 +84,13 @@ def allreduce(
 ) -> Tensor:
     """Reduce as ``allreduce_async`` does; ``compression`` is for what travels."""
     _check_no_gradient(tensor)
-    small = compress(tensor, compression)
-    return allreduce_async(small, name=name, op=op).wait().to(tensor.dtype)
+    handle = allreduce_async(compress(tensor, compression), name=name, op=op)
+    return handle.wait().to(tensor.dtype)
+
+
+def synchronize(handle: Handle) -> Tensor:
+    """Wait for the result of a handle, and return it."""
+    return handle.wait()
 
 
 def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
@@ -110,11 +117,6 @@ def _check_no_gradient(tensor: Tensor) -> None:
         raise ValueError("no gradient flows through a collective here: give tensor.detach()")
 
 
-def synchronize(handle: Handle) -> Tensor:
-    """Wait for the result of a handle, and return it."""
-    return handle.wait()
-
-
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return all ranks' objects, by rank: plain data, see ``labkit.runtime.plain``."""
     data = torch.frombuffer(bytearray(dump_plain(obj)), dtype=torch.uint8)
@@ -126,8 +128,10 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Return the root's object; on the root the object itself."""
     check_root(engine().comm, root_rank)
-    objects = allgather_object(obj if rank() == root_rank else None, name)
-    return obj if rank() == root_rank else objects[root_rank]
+    if rank() == root_rank:
+        allgather_object(obj, name)
+        return obj
+    return allgather_object(None, name)[root_rank]
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -149,12 +153,12 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int) -> None:
 class _GlobalBatch(sync_batch_norm.GlobalBatch):
     """The exchange of all ranks' statistics through the background thread."""
 
-    def gathered(self, mine: Tensor) -> Tensor:
-        return allgather(mine[None])
+    def gathered(self, row: Tensor) -> Tensor:
+        return allgather(row[None])
 
 
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
-    """BatchNorm with the statistics of all ranks' batches."""
+    """BatchNorm with the statistics of all ranks' batches, of inputs of any dimension."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

@@ -1,8 +1,8 @@
-"""The coordinator of negotiated collectives: rank 0, which hears what every rank has submitted.
+"""The coordinator of negotiated collectives: rank 0, which receives what every rank has submitted.
 
 During backward one rank may finish gradient "a" first, and another gradient "b". If each began a
-ring for its own, neither would end. So nothing begins before all ranks have it, and all carry out
-the same list in the same order, which rank 0 makes.
+ring for its own, neither would end. So nothing begins before all ranks have it, and all run the
+same list in the same order, which rank 0 makes.
 
 Symbols: P ranks. Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning
 in TensorFlow" (2018), sections 3 and 4.
@@ -19,7 +19,7 @@ STUCK_S = 3.0
 class Request(NamedTuple):
     """A name that one rank has submitted, and what must be equal on all; it travels as JSON.
 
-    Of an allgather, ``rows`` is the first dimension of the rank's tensor, which may differ.
+    ``rows`` is the first dimension of an allgather's tensor, which may differ.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Request(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A name that all ranks carry out, or why they cannot, and by rank the ``rows`` of it."""
+    """A name that all ranks run, or the error why they cannot, and its ``rows`` by rank."""
 
     name: str
     error: str
@@ -36,37 +36,39 @@ class Decision(NamedTuple):
 
 
 class Coordinator:
-    """The requests that ranks have submitted and not carried out yet, by name and rank."""
+    """The requests that ranks have submitted and not run yet, by name and rank."""
 
     def __init__(self, world_size: int):
         self._world_size = world_size
-        self._table: dict[str, dict[int, Request]] = {}
+        self._requests: dict[str, dict[int, Request]] = {}
         self._last_news_s = 0.0
 
-    def decide(self, everyone: Sequence[Mapping[str, Any]]) -> list[Decision]:
-        """Take the ranks' messages of one cycle, and return what all of them carry out, in order.
+    def decide(self, messages: Sequence[Mapping[str, Any]]) -> list[Decision]:
+        """Take the ranks' messages of one cycle, and return what all of them run, in order.
 
         Args:
-            everyone: by rank: the ``new`` requests, and whether the rank ``waits`` and submits no
+            messages: by rank: the ``new`` requests, and whether the rank ``waits`` and submits no
                 more.
         """
-        for rank, message in enumerate(everyone):
+        for rank, message in enumerate(messages):
             for values in message["new"]:
                 request = Request(*values)
-                self._table.setdefault(request.name, {})[rank] = request
-        ready = [name for name, by_rank in self._table.items() if len(by_rank) == self._world_size]
-        decided = [_compare(name, self._table.pop(name)) for name in ready]
-        if any(message["new"] or not message["waits"] for message in everyone):
+                self._requests.setdefault(request.name, {})[rank] = request
+        decisions = []
+        for name, by_rank in list(self._requests.items()):
+            if len(by_rank) == self._world_size:
+                decisions.append(_compare(name, self._requests.pop(name)))
+        if any(message["new"] or not message["waits"] for message in messages):
             self._last_news_s = time.monotonic()
         elif time.monotonic() - self._last_news_s > STUCK_S:
             error = self._explain_deadlock()
-            decided += [Decision(name, error) for name in self._table]
-            self._table.clear()
-        return decided
+            decisions += [Decision(name, error) for name in self._requests]
+            self._requests.clear()
+        return decisions
 
     def _explain_deadlock(self) -> str:
         lines = ["deadlock: all ranks wait, each for something that others have not submitted:"]
-        for name, by_rank in self._table.items():
+        for name, by_rank in self._requests.items():
             missing = set(range(self._world_size)) - by_rank.keys()
             description = next(iter(by_rank.values())).description
             lines.append(
@@ -79,10 +81,12 @@ class Coordinator:
 
 def _compare(name: str, by_rank: Mapping[int, Request]) -> Decision:
     """Agree on a name that all ranks have submitted."""
+    requests = [by_rank[rank] for rank in sorted(by_rank)]
     error = ""
-    if len({request.description for request in by_rank.values()}) > 1:
+    if len({request.description for request in requests}) > 1:
         lines = [f"the ranks do not agree on {name!r}:"]
-        lines += [f"  rank {rank} has {by_rank[rank].description}" for rank in sorted(by_rank)]
+        for rank, request in enumerate(requests):
+            lines.append(f"  rank {rank} has {request.description}")
         lines.append("Next step: give all ranks the same, or use another name for each.")
         error = "\n".join(lines)
-    return Decision(name, error, [by_rank[rank].rows for rank in sorted(by_rank)])
+    return Decision(name, error, [request.rows for request in requests])

@@ -5,7 +5,7 @@ submitted something:
 
 1. Take what was submitted since the last cycle. 2. Send that to rank 0, the ``Coordinator``. 3. A
 name is ready when all ranks have submitted it. 4. Rank 0 compares what they want; if they differ,
-all get an error that says what each has. 5. Rank 0 sends the list to all. 6. All carry it out;
+all get an error that says what each has. 5. Rank 0 sends the list to all. 6. All run it;
 neighbouring all-reduces are fused, as a ring costs 2 (P - 1) latencies at any size.
 
 Messages of a cycle, besides those of the collectives: 2 from each other rank to rank 0 and 2 back,
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.collectives import all_to_all, broadcast, fast_ring_all_reduce
+from labkit.collectives import all_to_all, broadcast, fast_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.source_lines import caller_location, credit_to
 from labkit.errors import MismatchError, PeerLostError
@@ -52,7 +52,7 @@ class Handle:
         option: the operation of an all-reduce, the root of a broadcast.
         tensor: this rank's input.
         out: where the result goes; None for a new tensor.
-        rows: of an allgather, the length of each rank's tensor, once they have agreed.
+        rows: the length of each rank's tensor in an allgather, once they have agreed.
     """
 
     engine: "Engine"
@@ -135,9 +135,9 @@ class Engine(threading.Thread):
         torch.set_grad_enabled(False)
         try:
             while self._await_work():
-                decided = self._negotiate()
-                self._carry_out(decided)
-                self._is_idle = not decided
+                decisions = self._negotiate()
+                self._is_idle = not decisions
+                self._run_collectives(decisions)
         except BaseException as error:
             self._fail(error)
 
@@ -159,13 +159,13 @@ class Engine(threading.Thread):
             message = {"new": self._new, "waits": self.num_waiting > 0}
             self._new = []
         if self.comm.rank != 0:
-            self._send(message, 0)
-            return [Decision(*values) for values in self._recv(0)]
-        others = range(1, self.comm.world_size)
-        decided = self._coordinator.decide([message, *(self._recv(rank) for rank in others)])
-        for rank in others:
-            self._send(decided, rank)
-        return decided
+            self._send(message, dst=0)
+            return [Decision(*values) for values in self._recv(src=0)]
+        other_ranks = range(1, self.comm.world_size)
+        decisions = self._coordinator.decide([message, *map(self._recv, other_ranks)])
+        for rank in other_ranks:
+            self._send(decisions, rank)
+        return decisions
 
     def _send(self, message: Any, dst: int) -> None:
         data = bytearray(json.dumps(message, separators=(",", ":")).encode())
@@ -177,11 +177,14 @@ class Engine(threading.Thread):
         data = self.comm.recv(torch.empty(num_bytes, dtype=torch.uint8), src)
         return json.loads(bytes(data.numpy()))
 
-    def _carry_out(self, decided: Sequence[Decision]) -> None:
-        agreed = [decision for decision in decided if not decision.error]
-        for decision in agreed:
-            self._handles[decision.name].rows = decision.rows
-        for group in fuse([self._handles[decision.name] for decision in agreed], FUSION_BYTES):
+    def _run_collectives(self, decisions: Sequence[Decision]) -> None:
+        agreed = []
+        for decision in decisions:
+            if not decision.error:
+                handle = self._handles[decision.name]
+                handle.rows = decision.rows
+                agreed.append(handle)
+        for group in fuse(agreed, FUSION_BYTES):
             for handle, result in zip(group, run_collective(self.comm, group)):
                 if handle.out is None:
                     # (A part of a fused buffer would keep all of it in memory.)
@@ -189,7 +192,7 @@ class Engine(threading.Thread):
                 else:
                     handle.out.detach().copy_(result)
         with self.changed:
-            for decision in decided:
+            for decision in decisions:
                 # A deadlock ends on all ranks, also names that this one has not submitted.
                 if decision.name in self._handles:
                     error = NegotiationError(decision.error) if decision.error else None
@@ -200,8 +203,7 @@ class Engine(threading.Thread):
         """End all that is under way with an error."""
         with self.changed:
             if isinstance(error, PeerLostError):
-                names = [f"{name!r} of {h.location}" for name, h in self._handles.items()]
-                unfinished = ", ".join(names) or "nothing"
+                unfinished = ", ".join(map(repr, self._handles)) or "nothing"
                 text = f"{error}. Unfinished on rank {self.comm.rank}: {unfinished}"
                 error = PeerLostError(text, error.rank)
             self._error = error
@@ -240,11 +242,11 @@ def fuse(handles: Sequence[Handle], most_bytes: int) -> list[list[Handle]]:
 
 
 def run_collective(comm: Comm, handles: Sequence[Handle]) -> list[Tensor]:
-    """Return the results, on the CPU, of one collective or of all-reduces that share a ring."""
+    """Return the results, on the CPU, of one collective or of all-reduces that share a buffer."""
     first = handles[0]
     if first.kind == "allreduce":
         flat = torch.cat([handle.tensor.cpu().reshape(-1) for handle in handles])
-        fast_ring_all_reduce(comm, flat, first.option)
+        fast_all_reduce(comm, flat, first.option)
         parts = flat.split([handle.tensor.numel() for handle in handles])
         return [part.view(handle.tensor.shape) for part, handle in zip(parts, handles)]
     values = first.tensor.cpu().contiguous()
@@ -281,7 +283,7 @@ def is_initialized() -> bool:
 
 
 def engine() -> Engine:
-    """Return the thread that carries everything out; its ``comm`` counts what is sent."""
+    """Return the thread that runs everything; its ``comm`` counts what is sent."""
     if _engine is None:
         raise ValueError("labkit.horovod has not been initialized: call hvd.init() first")
     return _engine

@@ -1,7 +1,7 @@
-"""Where to cut a model into stages.
+"""The cuts of a model into stages.
 
 planner    the costs of layers as data, what a split costs, and the best split
-profile    what each layer costs: measured, or its counted FLOPs
+profile    the cost of each layer: measured, or its counted FLOPs
 """
 
 from labkit.placement.planner import (

@@ -1,4 +1,4 @@
-"""What layers cost, the predicted step of a model cut into stages, and the best split. No torch.
+"""The costs of layers, the predicted step of a model cut into stages, the best split. No torch.
 
 Forward sends the output of the layer before a cut over it. Backward sends a gradient of the same
 size back, unless nothing before the cut is trained.
@@ -38,13 +38,13 @@ VGG16_SPLITS: dict[str, tuple[int, ...]] = {
     "4 devices, after pools 2, 3 and 4": (10, 17, 24),
     "4 devices, even compute": (7, 14, 21),
 }
-# What training holds for a parameter: value, gradient, momentum.
+# Training holds these for a parameter: value, gradient, momentum.
 _TRAINED_VALUES = 3
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs for one batch.
+    """The costs of one layer for one batch.
 
     Attributes:
         name: for tables and figures.
@@ -108,7 +108,8 @@ class SplitModel:
     @property
     def backward_hop_s(self) -> tuple[float, ...]:
         """By cut, seconds of the gradients: ``hop_s``, or 0 where no gradient crosses."""
-        return tuple(s if cut >= self.first_trained else 0.0 for cut, s in enumerate(self.hop_s))
+        frozen = min(self.first_trained, len(self.hop_s))
+        return (0.0,) * frozen + self.hop_s[frozen:]
 
     @functools.cached_property
     def step_s(self) -> float:
@@ -121,12 +122,14 @@ class SplitModel:
         return bubble(self.slots())
 
     def slots(self) -> list[Slot]:
-        """When each stage does what; the last slot ends at ``step_s``."""
-        sizes = len(self.forward_s), self.micro_batches, self.first_trained
-        times = self.forward_s, self.backward_s, self.hop_s
+        """The timetable of the step; the last slot ends at ``step_s``."""
+        num_stages = len(self.forward_s)
+        count = self.micro_batches
         return predicted_slots(
-            pipeline_streams(self.schedule, *sizes, stages_per_rank=1),
-            *([seconds / self.micro_batches for seconds in by_part] for by_part in times),
+            pipeline_streams(self.schedule, num_stages, count, self.first_trained, 1),
+            [seconds / count for seconds in self.forward_s],
+            [seconds / count for seconds in self.backward_s],
+            [seconds / count for seconds in self.hop_s],
         )
 
 
@@ -149,37 +152,36 @@ def predict_split(
         micro_batches: M, at most one per sample.
     """
     points = check_split_points(split_points, len(profile.layers))
-    layers, first, count = _in_training(profile, micro_batches)
+    layers, first = _in_training(profile)
+    count = min(micro_batches, profile.batch_size)
     stages = [layers[start:end] for start, end in stage_bounds(points, len(layers))]
-    held = map(in_flight, pipeline_streams(schedule, len(stages), count, stages_per_rank=1))
-    sizes = tuple(layers[cut - 1].output_bytes for cut in points)
+    streams = pipeline_streams(schedule, len(stages), count, stages_per_rank=1)
+    held = [in_flight(stream) / count for stream in streams]
+    hop_bytes = tuple(layers[cut - 1].output_bytes for cut in points)
     return SplitModel(
         points,
         schedule,
         count,
         forward_s=tuple(sum(layer.forward_s for layer in stage) for stage in stages),
         backward_s=tuple(sum(layer.backward_s for layer in stage) for stage in stages),
-        hop_bytes=sizes,
-        hop_s=tuple(count * link.message_seconds(size / count) for size in sizes),
-        memory_bytes=tuple(_memory_bytes(s, most / count) for s, most in zip(stages, held)),
+        hop_bytes=hop_bytes,
+        hop_s=tuple(count * link.message_seconds(size / count) for size in hop_bytes),
+        memory_bytes=tuple(map(_memory_bytes, stages, held)),
         first_trained=sum(end <= first for end in (*points, len(layers))),
     )
 
 
-def _in_training(profile: Profile, micro_batches: int) -> tuple[list[LayerCost], int, int]:
-    """The layers as training has them (no backward before the first trained), that one, and M."""
-    trained = [index for index, layer in enumerate(profile.layers) if layer.parameter_bytes]
-    first = trained[0] if trained else len(profile.layers)
-    layers = [
-        replace(
-            layer,
-            backward_s=layer.backward_s if index >= first else 0.0,
-            parameter_bytes=layer.parameter_bytes * _TRAINED_VALUES,
-            held_bytes=layer.held_bytes if index >= first else 0,
-        )
-        for index, layer in enumerate(profile.layers)
-    ]
-    return layers, first, min(micro_batches, profile.batch_size)
+def _in_training(profile: Profile) -> tuple[list[LayerCost], int]:
+    """The costs of layers in training, and the first trained one: no backward is before it."""
+    layers: list[LayerCost] = []
+    first = len(profile.layers)
+    for index, layer in enumerate(profile.layers):
+        if layer.parameter_bytes:
+            first = min(first, index)
+        if index < first:
+            layer = replace(layer, backward_s=0.0, held_bytes=0)
+        layers.append(replace(layer, parameter_bytes=layer.parameter_bytes * _TRAINED_VALUES))
+    return layers, first
 
 
 def _memory_bytes(stage: Sequence[LayerCost], batches: float) -> int:
@@ -208,7 +210,8 @@ def best_split(
     stage takes no longer than the best step so far. ``memory_cap_bytes`` is the limit for every
     stage: ValueError if no split keeps it.
     """
-    layers, first, count = _in_training(profile, micro_batches)
+    layers, first = _in_training(profile)
+    count = min(micro_batches, profile.batch_size)
     streams = pipeline_streams(schedule, num_stages, count, stages_per_rank=1)
     held = [in_flight(stream) / count for stream in streams]
     cap_bytes = memory_cap_bytes or math.inf
@@ -225,20 +228,25 @@ def best_split(
 
     @functools.cache
     def compute_s(stage: int, start: int, end: int) -> float:
-        fits = memory_bytes(stage, start, end) <= cap_bytes
-        return sum(x.forward_s + x.backward_s for x in layers[start:end]) if fits else math.inf
+        if memory_bytes(stage, start, end) > cap_bytes:
+            return math.inf
+        return sum(layer.forward_s + layer.backward_s for layer in layers[start:end])
 
     def hops_s(stage: int, start: int, end: int) -> float:
         """The messages over the cut before a stage."""
-        fits = memory_bytes(stage, start, end) <= cap_bytes
+        if memory_bytes(stage, start, end) > cap_bytes:
+            return math.inf
         one_way_s = link.message_seconds(layers[start - 1].output_bytes)
-        return one_way_s * ((stage > 0) + (start > first)) if fits else math.inf
+        return one_way_s * ((stage > 0) + (start > first))
 
-    settings = {"micro_batches": count, "schedule": schedule}
-    predict = functools.partial(predict_split, profile, link=link, **settings)
+    def predict(points: Sequence[int]) -> SplitModel:
+        return predict_split(profile, points, link, micro_batches=count, schedule=schedule)
+
     if count == 1:
-        return predict(cheapest_cuts(hops_s, len(layers), num_stages, operator.add)[1])
-    best = predict(cheapest_cuts(compute_s, len(layers), num_stages, max)[1])
+        _, points = cheapest_cuts(hops_s, len(layers), num_stages, operator.add)
+        return predict(points)
+    _, points = cheapest_cuts(compute_s, len(layers), num_stages, max)
+    best = predict(points)
     for points in itertools.combinations(range(1, len(layers)), num_stages - 1):
         stages = enumerate(stage_bounds(points, len(layers)))
         if max(compute_s(stage, *bound) for stage, bound in stages) <= best.step_s:
@@ -260,11 +268,11 @@ def cheapest_cuts(
     def rest(stage: int, start: int) -> tuple[float, tuple[int, ...]]:
         if stage == num_stages - 1:
             return cost(stage, start, num_layers), ()
-        found = []
+        candidates = []
         # Each later stage needs a layer.
         for end in range(start + 1, num_layers - num_stages + stage + 2):
             after, points = rest(stage + 1, end)
-            found.append((combine(cost(stage, start, end), after), (end, *points)))
-        return min(found)
+            candidates.append((combine(cost(stage, start, end), after), (end, *points)))
+        return min(candidates)
 
     return rest(0, 0)

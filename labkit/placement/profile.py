@@ -1,4 +1,4 @@
-"""What each layer of a model costs: measured seconds and bytes, or counted FLOPs."""
+"""The cost of each layer of a model: measured seconds and bytes, or counted FLOPs."""
 
 import copy
 import itertools
@@ -25,24 +25,24 @@ def profile_layers(
     device: str | torch.device = "cpu",
     name: str = "",
 ) -> Profile:
-    """Measure what each layer costs for a batch, in this process: medians over the repeats.
+    """Measure the costs of each layer for a batch, in this process: medians over the repeats.
 
     The model is a chain of layers; it is copied, and only its shapes matter. One more pass through
     it comes before, to warm up. ``input_shape`` is that of one sample.
     """
     layers = layers_of(copy.deepcopy(model).to(device).train())
     inputs = torch.randn((batch_size, *input_shape), dtype=input_dtype(model), device=device)
-    passes = [list(_one_pass(layers, inputs)) for _ in range(repeats + 1)][1:]
-    costs = tuple(
-        replace(
+    passes = [list(_one_pass(layers, inputs)) for _ in range(repeats + 1)]
+    costs = []
+    for measured in zip(*passes[1:]):
+        cost = replace(
             measured[0],
             forward_s=statistics.median(cost.forward_s for cost in measured),
             backward_s=statistics.median(cost.backward_s for cost in measured),
             held_bytes=max(cost.held_bytes for cost in measured),
         )
-        for measured in zip(*passes)
-    )
-    return Profile(name or type(model).__name__, batch_size, inputs.nbytes, costs)
+        costs.append(cost)
+    return Profile(name or type(model).__name__, batch_size, inputs.nbytes, tuple(costs))
 
 
 def _one_pass(layers: list[nn.Module], value: Tensor) -> Iterator[LayerCost]:
@@ -55,9 +55,14 @@ def _one_pass(layers: list[nn.Module], value: Tensor) -> Iterator[LayerCost]:
         backward_s = 0.0
         if value.requires_grad:
             backward_s, _ = _timed(torch.autograd.backward, value, torch.ones_like(value))
-        own = sum(p.nbytes for p in layer.parameters())
-        sizes = value.nbytes, own, held.num_bytes - before
-        yield LayerCost(type(layer).__name__, forward_s, backward_s, *sizes)
+        yield LayerCost(
+            type(layer).__name__,
+            forward_s,
+            backward_s,
+            output_bytes=value.nbytes,
+            parameter_bytes=sum(parameter.nbytes for parameter in layer.parameters()),
+            held_bytes=held.num_bytes - before,
+        )
 
 
 def _timed(fn: Callable, *args: Tensor) -> tuple[float, Any]:
@@ -84,7 +89,9 @@ def even_split(
     with FlopCounterMode(display=False) as counter:
         totals = [counter.get_total_flops() for _ in layer_outputs(copy.deepcopy(model), sample)]
     flops = [total - before for before, total in itertools.pairwise([0, *totals])]
-    even = cheapest_cuts(
-        lambda stage, start, end: sum(flops[start:end]), len(flops), num_stages, max
-    )
-    return even[1]
+
+    def stage_flops(stage: int, start: int, end: int) -> float:
+        return sum(flops[start:end])
+
+    _, points = cheapest_cuts(stage_flops, len(flops), num_stages, max)
+    return points

@@ -10,6 +10,6 @@ output        what the caller shows: the ranks' lines, and a live drawing
 torchrun      ``labkit.run`` and scripts in a process that torchrun has started
 rounds        which others torchrun has started with it
 ray_ranks     ranks on the nodes of a Ray cluster
-rank_watch    what watches a run without a launcher (plain: what its ranks tell each other)
+rank_watch    the watch over a run without a launcher (plain: how its ranks' values are written)
 agents        several hosts on this machine, each an agent of torchrun
 """

@@ -1,4 +1,4 @@
-"""How reports, exit codes and the status board become one error that names the cause."""
+"""Make one error, which names the cause, of reports, exit codes and the status board."""
 
 import contextlib
 import os
@@ -29,12 +29,13 @@ _END_PATIENCE_S = 0.5
 
 
 def report_of_failure(rank: int, error: BaseException) -> Report:
-    """In the rank: the report that tells the launcher about an exception."""
+    """Return, in the rank, the report of an exception for the launcher."""
     if isinstance(error, SystemExit):
         kind = "exited"
         summary = f"called sys.exit({error.code!r}) before its function had returned"
     elif isinstance(error, MismatchError):
-        kind, summary = "mismatch", str(error)
+        kind = "mismatch"
+        summary = str(error)
     else:
         # Where PyTorch uses gloo or NCCL without labkit, a lost peer is a RuntimeError.
         is_lost_peer = isinstance(error, PeerLostError)
@@ -42,8 +43,10 @@ def report_of_failure(rank: int, error: BaseException) -> Report:
         kind = "peer_lost" if is_lost_peer else "raised"
         summary = f"raised {type(error).__name__}: {_explained(error)}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not is_internal(frame.filename)]
-    location = f'"{own[-1].filename}", line {own[-1].lineno}' if own else ""
+    location = ""
+    for frame in frames:
+        if not is_internal(frame.filename):
+            location = f'"{frame.filename}", line {frame.lineno}'
     trace = traceback.TracebackException.from_exception(error)
     trace.stack[:] = [frame for frame in trace.stack if not is_ours(frame.filename)]
     text = "".join(trace.format()).removeprefix("Traceback (most recent call last):\n")
@@ -61,9 +64,9 @@ def _explained(error: BaseException) -> str:
     of_shm = isinstance(error, RuntimeError) and ("shared memory" in text or "</torch_" in text)
     if of_queue or of_shm:
         size = shutil.disk_usage(_SHM)
-        free, total = units.format_bytes(size.free), units.format_bytes(size.total)
+        free = f"{units.format_bytes(size.free)} of {units.format_bytes(size.total)}"
         return (
-            f"{text}\n{_needed(error)}{_SHM} has {free} of {total} free. Next step: a DataLoader "
+            f"{text}\n{_needed(error)}{_SHM} has {free} free. Next step: a DataLoader "
             "with num_workers=0 needs none of it, fewer workers or smaller batches need less; in "
             "a container it grows with docker run --shm-size=1g, elsewhere with (as root) mount "
             "-o remount,size=1g /dev/shm"
@@ -75,7 +78,9 @@ def _explained(error: BaseException) -> str:
             "step: a smaller batch, model or result, or fewer ranks, since each needs as much"
         )
     limit = reached_limit(error)
-    return text if not limit or limit in text else f"{text}. {limit}"
+    if limit and limit not in text:
+        text += f". {limit}"
+    return text
 
 
 def reached_limit(error: BaseException) -> str:
@@ -107,18 +112,23 @@ def process_limit() -> str:
 
 
 def _needed(error: BaseException) -> str:
-    """What the DataLoader whose iteration failed keeps in shared memory, if that can be found."""
+    """Describe what the DataLoader that failed keeps in shared memory; "" if it is not found."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         with contextlib.suppress(Exception):
-            # A loader, or what iterates over it.
-            of = {name.lstrip("_"): one for name, one in vars(frame.f_locals["self"]).items()}
-            size = (of.get("batch_sampler") or of["index_sampler"]).batch_size
-            held = of["num_workers"] * (of["prefetch_factor"] or 2)
-            sample = sum(getattr(leaf, "nbytes", 8) for leaf in tree_leaves(of["dataset"][0]))
+            # A loader, or what iterates over it: there the same names begin with an underscore.
+            attributes = vars(frame.f_locals["self"])
+            loader = {name.lstrip("_"): value for name, value in attributes.items()}
+            sampler = loader.get("batch_sampler") or loader["index_sampler"]
+            num_workers = loader["num_workers"]
+            num_batches = num_workers * (loader["prefetch_factor"] or 2)
+            sample_bytes = 0
+            for leaf in tree_leaves(loader["dataset"][0]):
+                sample_bytes += getattr(leaf, "nbytes", 8)
+            held_bytes = num_batches * sampler.batch_size * sample_bytes
             return (
-                f"The DataLoader's {of['num_workers']} workers keep up to "
-                f"{held} batches of {size} in shared memory, "
-                f"{units.format_bytes(held * size * sample)} on each rank; "
+                f"The DataLoader's {num_workers} workers keep up to {num_batches} batches of "
+                f"{sampler.batch_size} in shared memory, {units.format_bytes(held_bytes)} on each "
+                "rank; "
             )
     return ""
 
@@ -138,7 +148,7 @@ def remove_empty_segments() -> None:
 
 @dataclass
 class Evidence:
-    """What is known about the ranks of a run; exit codes in the order in which ranks ended."""
+    """The known facts about the ranks of a run; exit codes in the order in which ranks ended."""
 
     board: Board
     may_lose: frozenset[int] = frozenset()
@@ -154,8 +164,8 @@ class Evidence:
     @property
     def missing(self) -> list[int]:
         """The ranks that have ended, and are needed, but for their report of a failure."""
-        others = self.may_lose | {report.rank for report in self.failures}
-        return [rank for rank in self.exit_codes if rank not in others]
+        explained = self.may_lose | {report.rank for report in self.failures}
+        return [rank for rank in self.exit_codes if rank not in explained]
 
     @property
     def failures(self) -> list[Report]:
@@ -163,17 +173,20 @@ class Evidence:
         reports = self.reports.values()
         return [r for r in reports if r.kind != "value" and r.rank not in self.may_lose]
 
-    def why_lost(self, rank: int) -> str:
+    def explain_loss(self, rank: int) -> str:
         """``raised ValueError: ... at Cell In[3], line 4``, for example."""
         if rank not in self.reports:
-            return self.how_it_left(rank)
+            return self.explain_exit(rank)
         report = self.reports[rank]
-        where = f" at {report.location}" if report.location else ""
-        return readable(f"{report.summary}{where}")
+        text = report.summary
+        if report.location:
+            text += f" at {report.location}"
+        return readable(text)
 
-    def how_it_left(self, rank: int) -> str:
-        """How a rank without a report ended: ``was killed by SIGKILL in mid-run``, for example."""
-        code, state = self.exit_codes.get(rank), int(self.board.ranks[rank]["state"])
+    def explain_exit(self, rank: int) -> str:
+        """The end of a rank without a report, as ``was killed by SIGKILL in mid-run``."""
+        code = self.exit_codes.get(rank)
+        state = int(self.board.ranks[rank]["state"])
         known = {NOT_STARTED: "before it had started", RETURNED: "after its function had returned"}
         when = known.get(state, "in mid-run")
         if code is None:
@@ -190,63 +203,77 @@ class Evidence:
             )
         if code >= 0:
             return f"left early with exit code {code}, {when}"
-        hint = " (the system does that when memory runs out)" if code == -9 else ""
-        name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
-        return f"was killed by {name} {when}{hint}"
+        name = f"signal {-code}"
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+        text = f"was killed by {name} {when}"
+        if code == -signal.SIGKILL:
+            text += " (the system does that when memory runs out)"
+        return text
 
-    def who_waited_for(self, rank: int) -> str:
+    def explain_waiting_for(self, rank: int) -> str:
         """A sentence for each other rank that was in an operation with ``rank``."""
         board = self.board.copy()
         sentences = []
         for other in range(board.world_size):
             if other != rank and takes_part(board, other, rank):
-                op, where = waits_in(board, other)
-                sentences.append(f" Rank {other} was waiting for it in {op} at {readable(where)}.")
+                op, location = waits_in(board, other)
+                line = readable(location)
+                sentences.append(f" Rank {other} was waiting for it in {op} at {line}.")
         return "".join(sentences)
 
 
-def failure_error(seen: Evidence) -> WorkerError:
+def failure_error(evidence: Evidence) -> WorkerError:
     """The error for ranks that have raised or ended; it names the cause, not its consequences."""
-    causes = [report for report in seen.failures if report.kind != "peer_lost"]
-    if not causes and (missing := seen.missing):
-        how, waiting = seen.how_it_left(missing[0]), seen.who_waited_for(missing[0])
-        text = f"rank {missing[0]} {how}.{waiting} The other ranks were ended."
-        return WorkerError(text, rank=missing[0])
-    report = (causes or seen.failures)[0]
-    where = readable(report.location)
+    failures = evidence.failures
+    causes = [report for report in failures if report.kind != "peer_lost"]
+    missing = evidence.missing
+    if missing and not causes:
+        rank = missing[0]
+        text = f"rank {rank} {evidence.explain_exit(rank)}.{evidence.explain_waiting_for(rank)}"
+        return WorkerError(f"{text} The other ranks were ended.", rank=rank)
+    report = causes[0] if causes else failures[0]
+    location = readable(report.location)
     if report.kind == "mismatch":
-        return DeadlockError(readable(report.summary), rank=report.rank, location=where)
+        return DeadlockError(readable(report.summary), rank=report.rank, location=location)
     message = f"rank {report.rank} {report.summary}"
     if report.kind == "exited":
-        message += f".{seen.who_waited_for(report.rank)}"
-    if where:
-        message += f"\n  at {where}"
-    for rank in sorted(seen.lost):
-        message += f"\n  before that, rank {rank} {seen.why_lost(rank)}"
+        message += f".{evidence.explain_waiting_for(report.rank)}"
+    if location:
+        message += f"\n  at {location}"
+    for rank in sorted(evidence.lost):
+        message += f"\n  before that, rank {rank} {evidence.explain_loss(rank)}"
     trace = readable(report.traceback, quote=False)
     if report.kind == "raised":
         message += f"\n\nTraceback of rank {report.rank}:\n{trace.rstrip()}"
-    return WorkerError(message, rank=report.rank, location=where, worker_traceback=trace)
+    return WorkerError(message, rank=report.rank, location=location, worker_traceback=trace)
 
 
 def deadlock_error(board: Board, stuck: list[int]) -> DeadlockError:
     """The error for ranks that can never continue."""
     board = board.copy()
-    where = readable(waits_in(board, stuck[0])[1])
-    return DeadlockError(readable(explain_deadlock(board, stuck)), rank=stuck[0], location=where)
+    _, location = waits_in(board, stuck[0])
+    text = readable(explain_deadlock(board, stuck))
+    return DeadlockError(text, rank=stuck[0], location=readable(location))
 
 
-def deadline_error(seen: Evidence, timeout_s: float, stacks: Mapping[int, str]) -> DeadlineError:
+def deadline_error(
+    evidence: Evidence, timeout_s: float, stacks: Mapping[int, str]
+) -> DeadlineError:
     """The error for a run that was still going at its deadline; ``stacks`` are dumps by rank."""
     lines = [f"the run was still going at its deadline of {timeout_s:g} s (timeout_s)."]
-    states = {NOT_STARTED: "had not started yet.", RETURNED: "had returned."}
-    for rank, slot in enumerate(seen.board.ranks):
-        if rank in seen.lost:
-            how = f"{seen.why_lost(rank)}."
-        elif not (how := states.get(int(slot["state"]), "")):
-            where = readable(learner_frames(stacks.get(rank, "")))
-            where = f":\n{where}" if where else "; it did not report where."
-            how = f"was {explain_rank(seen.board, rank)}{where}"
-        lines.append(f"rank {rank} {how}")
+    for rank, slot in enumerate(evidence.board.ranks):
+        state = int(slot["state"])
+        if rank in evidence.lost:
+            line = f"{evidence.explain_loss(rank)}."
+        elif state == NOT_STARTED:
+            line = "had not started yet."
+        elif state == RETURNED:
+            line = "had returned."
+        else:
+            line = f"was {explain_rank(evidence.board, rank)}"
+            stack = readable(learner_frames(stacks.get(rank, "")))
+            line += f":\n{stack}" if stack else "; it did not report where."
+        lines.append(f"rank {rank} {line}")
     lines.append("Next step: look for an endless loop, or give the run a larger timeout_s.")
     return DeadlineError("\n".join(lines))

@@ -20,6 +20,9 @@ from labkit.tracing import Trace
 from labkit.tracing.limits import Limit, what_limited
 from labkit.units import MOST_SECONDS, check_above_zero
 
+# The report of a rank that was lost: nothing is known of what it has sent.
+_LOST = Report(-1, "lost")
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -39,7 +42,7 @@ class RunResult:
     peak_memory: list[PeakMemory | None] = field(repr=False, default_factory=list)
 
     def explain(self) -> Limit:
-        """What limited the run: computing, messages, or waiting and for whom, in words."""
+        """Explain what limited the run: computing, messages, or waiting and for whom."""
         return what_limited(self.trace, start_s=0.0)
 
 
@@ -68,7 +71,7 @@ def run(
         may_lose: ranks that the run can do without: who waits for one that has failed gets a
             PeerLostError. (On this machine; GPUs then use gloo.)
         link: an emulated link, which makes messages slower.
-        hosts: how many nodes of a Ray cluster the ranks are spread over.
+        hosts: the number of nodes of a Ray cluster that the ranks are spread over.
 
     Under ``torchrun``, or with its variables, this process is a rank; all get the same result.
 
@@ -89,20 +92,20 @@ def run(
 
         if hosts is not None:
             raise ValueError(f"hosts={hosts!r}: leave hosts out, the ranks were started already")
-        here = world_size, device, transport, timeout_s, link, devices
-        return _result(torchrun.run_as_rank(fn, args, *here))
+        settings = world_size, device, transport, timeout_s, link, devices
+        return _result(torchrun.run_as_rank(fn, args, *settings))
     if hosts is not None:
         from labkit.runtime.ray_ranks import run_on
 
-        where = device, transport, devices
-        return _result(run_on(hosts, fn, args, world_size, where, timeout_s, link))
+        choice = device, transport, devices
+        return _result(run_on(hosts, fn, args, world_size, choice, timeout_s, link))
     chosen = plan(world_size, device, transport, devices=devices)
     if expendable and transport == "auto" and chosen.backend == "nccl":
         # A group of NCCL does not outlive any of its ranks.
         chosen = plan(world_size, device, "gloo", devices=devices)
     print_once(chosen.note)
-    what = dump_call(fn, args), cell_sources(), chosen
-    return _run_here(Job(*what, world_size, timeout_s, expendable, link))
+    call = dump_call(fn, args)
+    return _run_here(Job(call, cell_sources(), chosen, world_size, timeout_s, expendable, link))
 
 
 def _check_may_run() -> None:
@@ -123,24 +126,29 @@ def _run_here(job: Job) -> RunResult:
             f"stderr may say why. Perhaps there may be no more processes: {process_limit()}"
         ) from None
     except OSError as error:
-        if limit := reached_limit(error):
+        limit = reached_limit(error)
+        if limit:
             raise OSError(f"the ranks could not be started: {error}. {limit}") from None
         raise
     return _result(reports, supervisor.lost)
 
 
-def _value(report: Report) -> Any:
-    return load_plain(report.payload) if report.is_plain else pickle.loads(report.payload)
+def _value(report: Report | None) -> Any:
+    if report is None:
+        return None
+    if report.is_plain:
+        return load_plain(report.payload)
+    return pickle.loads(report.payload)
 
 
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
-    there = [report for report in reports if report]
+    counted = [report or _LOST for report in reports]
     return RunResult(
-        values=[report and _value(report) for report in reports],
-        trace=trace_of(there),
-        duration_s=max((report.duration_s for report in there), default=0.0),
-        messages=[report.messages if report else 0 for report in reports],
-        bytes_sent=[report.bytes_sent if report else 0 for report in reports],
+        values=[_value(report) for report in reports],
+        trace=trace_of(filter(None, reports)),
+        duration_s=max(report.duration_s for report in counted),
+        messages=[report.messages for report in counted],
+        bytes_sent=[report.bytes_sent for report in counted],
         lost=lost or {},
-        peak_memory=[report.peak_memory if report else None for report in reports],
+        peak_memory=[report.peak_memory for report in counted],
     )

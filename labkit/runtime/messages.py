@@ -1,4 +1,4 @@
-"""What travels between the caller and the ranks, as pickles: calls, and how ranks have ended."""
+"""The messages between the caller and the ranks, as pickles: calls, and reports of their end."""
 
 import contextlib
 import inspect
@@ -28,7 +28,7 @@ class UnpicklableError(ValueError):
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells the launcher about how it ended.
+    """A rank's report of its end for the launcher.
 
     Attributes:
         kind: ``value``, ``raised``, ``exited`` (SystemExit), ``mismatch`` or ``peer_lost``.
@@ -63,11 +63,13 @@ class _Pickler(cloudpickle.Pickler):
     """cloudpickle's, also for classes of a notebook derived from PyTorch's C++ classes."""
 
     def reducer_override(self, obj: Any) -> Any:
-        return (type, (torch._C.Future,)) if obj is _CPP_CLASS else super().reducer_override(obj)
+        if obj is _CPP_CLASS:
+            return type, (torch._C.Future,)
+        return super().reducer_override(obj)
 
 
 class _ResultPickler(_Pickler):
-    """Tensors, inside any object, come to the CPU and without their graph."""
+    """A pickler that brings tensors, inside any object, to the CPU, without their graph."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor) or (obj.is_leaf and obj.device.type == "cpu"):
@@ -89,8 +91,11 @@ def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if not callable(fn):
         raise ValueError(f"fn must be a function of a comm, got {type(fn).__name__}")
     name = getattr(fn, "__name__", "fn")
-    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
-    if any(is_kind(fn) for is_kind in kinds):
+    if (
+        inspect.iscoroutinefunction(fn)
+        or inspect.isgeneratorfunction(fn)
+        or inspect.isasyncgenfunction(fn)
+    ):
         raise ValueError(
             f"{name} is an async or a generator function, whose call does nothing by itself: give "
             "run a function that calls it, with asyncio.run or list, and returns the result"
@@ -100,10 +105,9 @@ def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     except _FAILURES as error:
         used = {f"args[{index}]": arg for index, arg in enumerate(args)}
         with contextlib.suppress(TypeError):
-            names = inspect.getclosurevars(fn)
-            used |= {**names.globals, **names.nonlocals}
-        culprits = (find_unpicklable(*item) for item in used.items())
-        culprit = next(filter(None, culprits), "an object")
+            variables = inspect.getclosurevars(fn)
+            used |= {**variables.globals, **variables.nonlocals}
+        culprit = _first_unpicklable(used) or "an object"
         raise UnpicklableError(
             f"{name} cannot be sent to other processes: it uses {culprit}, which cannot be "
             f"pickled ({error}). Create it inside the function; in place of a model, a data set, "
@@ -127,17 +131,24 @@ def dump_value(value: Any) -> bytes:
 
 
 def find_unpicklable(name: str, value: Any, dump: Callable[[Any], object] = dumps) -> str:
-    """The first part that ``dump`` refuses, as ``value['lock'] (_thread.lock)``, or nothing."""
+    """Return the first part that ``dump`` refuses, as ``value['lock'] (_thread.lock)``, or ""."""
     try:
         dump(value)
         return ""
     except _FAILURES:
         pass
-    parts: Iterable[tuple[object, Any]] = ()
+    parts = {}
     if isinstance(value, dict):
-        parts = value.items()
+        parts = {f"{name}[{key!r}]": part for key, part in value.items()}
     elif isinstance(value, (list, tuple)):
-        parts = enumerate(value)
-    inside = (find_unpicklable(f"{name}[{key!r}]", part, dump) for key, part in parts)
-    itself = f"{name} ({type(value).__module__}.{type(value).__qualname__})"
-    return next(filter(None, inside), itself)
+        parts = {f"{name}[{index}]": part for index, part in enumerate(value)}
+    value_type = f"{type(value).__module__}.{type(value).__qualname__}"
+    return _first_unpicklable(parts, dump) or f"{name} ({value_type})"
+
+
+def _first_unpicklable(parts: dict[str, Any], dump: Callable[[Any], object] = dumps) -> str:
+    for name, part in parts.items():
+        culprit = find_unpicklable(name, part, dump)
+        if culprit:
+            return culprit
+    return ""

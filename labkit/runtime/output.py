@@ -1,4 +1,4 @@
-"""What the calling process shows of a run: the ranks' lines, and a live drawing in a notebook."""
+"""The output of a run in the calling process: the ranks' lines, and a drawing in a notebook."""
 
 import importlib
 import os
@@ -19,7 +19,7 @@ _draws = ContextVar("draws", default=True)
 
 
 def is_live() -> bool:
-    """Whether to show output during a run; LABKIT_LIVE=0 makes a cell's output repeatable."""
+    """Say whether to show output during a run; LABKIT_LIVE=0 makes a cell's output repeatable."""
     return os.environ.get("LABKIT_LIVE", "1") != "0"
 
 
@@ -53,12 +53,14 @@ class Output:
         for connection, rank in list(self._open.items()):
             if connection not in ready:
                 continue
-            if not (data := os.read(connection.fileno(), 1 << 16)):
+            data = os.read(connection.fileno(), 1 << 16)
+            if not data:
                 del self._open[connection]
                 connection.close()
             *lines, rest = (self._parts[rank] + data).split(b"\n")
             if len(rest) > MAX_CHARS:
-                lines, rest = [*lines, rest], b""
+                lines.append(rest)
+                rest = b""
             self._parts[rank] = rest
             for line in lines:
                 self._add(rank, line)
@@ -97,13 +99,15 @@ class Output:
         return text
 
     def _end_line(self, rank: int) -> None:
-        part, self._parts[rank] = self._parts[rank], b""
+        part = self._parts[rank]
+        self._parts[rank] = b""
         if part.strip():
             self._add(rank, part)
 
     def _print(self, rank: int) -> None:
         # Taken first: an interrupt while they are printed must not print them twice.
-        lines, self._lines[rank] = self._lines[rank], []
+        lines = self._lines[rank]
+        self._lines[rank] = []
         if lines:
             print("\n".join(f"[rank {rank}] {line}" for line in lines), flush=True)
 

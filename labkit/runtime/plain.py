@@ -1,4 +1,4 @@
-"""What ranks tell each other over a network: plain data, so that nobody's bytes are executed.
+"""The values that ranks send over a network: plain data, so that nobody's bytes are executed.
 
 Nobody has checked who is at the other end of a connection. So values and reports become what
 ``torch.load`` reads with ``weights_only``: tensors, arrays, numbers, texts, containers of them,
@@ -21,7 +21,7 @@ from labkit.errors import DeadlockError, WorkerError
 from labkit.runtime.messages import Report, UnpicklableError, find_unpicklable
 from labkit.tracing import Span
 
-# Classes that only hold data, and what NumPy's arrays and numbers are made of.
+# Classes that only hold data, and those of which NumPy's arrays and numbers are made.
 _ALLOWED: list[Any] = [
     PeakMemory,
     np.ndarray,
@@ -33,7 +33,7 @@ _ALLOWED: list[Any] = [
 
 
 def dump_plain(value: Any) -> bytes:
-    """The value that a rank returns, as ``load_plain`` reads it; tensors come to the CPU."""
+    """Write the value that a rank returns, for ``load_plain``; tensors come to the CPU."""
     try:
         return _dump(value)
     except (Exception, SystemExit):
@@ -59,26 +59,26 @@ def _saved(value: Any) -> bytes:
 
 
 def load_plain(data: bytes) -> Any:
-    """The value in ``data``; never executes anything (UnpicklingError for what is not plain)."""
+    """Read a value; never executes anything (UnpicklingError for what is not plain)."""
     with safe_globals(_ALLOWED):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def dump_report(report: Report) -> bytes:
-    """A report whose value ``dump_plain`` has made."""
+    """Write a report whose value ``dump_plain`` has made."""
     # As JSON, since torch.load would take much longer for thousands of them.
     spans = [[getattr(span, name) for name in Span.__slots__] for span in report.spans]
     return _saved(vars(report) | {"spans": json.dumps(spans), "is_plain": True})
 
 
 def load_report(data: bytes, rank: int) -> Report:
-    """What ``dump_report`` has made on ``rank``; ConnectionError for anything else."""
+    """Read what ``dump_report`` has made on ``rank``; ConnectionError for anything else."""
     try:
-        found = load_plain(data)
-        spans = json.loads(found["spans"])
-        for span in spans:
-            span[-1] = tuple(map(tuple, span[-1]))
-        report = Report(**found | {"spans": tuple(Span(*span) for span in spans)})
+        fields = load_plain(data)
+        spans = []
+        for *values, meets in json.loads(fields["spans"]):
+            spans.append(Span(*values, meets=tuple(map(tuple, meets))))
+        report = Report(**fields | {"spans": tuple(spans)})
         if (report.rank, report.kind, report.is_plain) == (rank, "value", True):
             return report
         problem = f"it is {report.kind!r} of rank {report.rank!r}"
@@ -92,22 +92,24 @@ def load_report(data: bytes, rank: int) -> Report:
 
 
 def dump_error(error: WorkerError) -> str:
-    """As JSON; the other ranks raise it, too."""
-    kind, text = type(error).__name__, str(error)
-    return json.dumps([kind, text, error.rank, error.location, error.worker_traceback])
+    """Write an error as JSON; the other ranks raise it, too."""
+    kind = type(error).__name__
+    return json.dumps([kind, str(error), error.rank, error.location, error.worker_traceback])
 
 
 def load_error(data: bytes) -> WorkerError:
-    """What ``dump_error`` has made, without control characters, which a terminal would obey."""
+    """Read what ``dump_error`` has made, without control characters: a terminal obeys them."""
     try:
-        kind, text, rank, where, trace = json.loads(data)
-        text, where, trace = map(_printable, (text, where, trace))
+        kind, text, rank, location, trace = json.loads(data)
+        text = _printable(text)
+        location = _printable(location)
+        trace = _printable(trace)
         if rank is not None and not isinstance(rank, int):
             raise ValueError(f"{rank!r} is no rank")
     except (ValueError, TypeError, RecursionError) as error:
         return WorkerError(f"the run's store holds an error that no rank writes ({error})")
-    made = DeadlockError if kind == "DeadlockError" else WorkerError
-    return made(text, rank=rank, location=where, worker_traceback=trace)
+    error_class = DeadlockError if kind == "DeadlockError" else WorkerError
+    return error_class(text, rank=rank, location=location, worker_traceback=trace)
 
 
 def _printable(text: str) -> str:

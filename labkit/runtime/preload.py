@@ -19,7 +19,7 @@ from labkit.devices import plan, print_once
 from labkit.gpus import may_exist
 from labkit.started import GUARD, RANK_NAME, UNGUARDED, started_as_rank
 
-# What the forkserver imports before it forks ranks.
+# Modules that the forkserver imports before it forks ranks.
 FOR_RANKS = ["labkit.runtime.server", "labkit.runtime.worker", "labkit.collectives"]
 # The first optimizer in a process imports torch._dynamo, which takes seconds in every rank.
 FOR_TRAINING = ["torch._dynamo"]
@@ -35,7 +35,7 @@ _STARTED_IN = os.getcwd()
 
 
 def check_may_start() -> None:
-    """ValueError where Python lets a process start none: why.
+    """Raise ValueError where Python lets a process start none.
 
     A rank of a script that is called without a guard ends here, in its import of the script.
     """
@@ -91,7 +91,9 @@ def warm_up(*, device: str | None = None, world_size: int = 4, training: bool = 
         return
     # Imported modules are no garbage; to look for some takes a fifth of the time of the imports.
     gc.set_threshold(50_000)
-    names = [*FOR_RANKS, *(FOR_TRAINING if training else ())]
+    names = list(FOR_RANKS)
+    if training:
+        names += FOR_TRAINING
     multiprocessing.forkserver.set_forkserver_preload(names)
     # Ctrl-C and the stop button signal the whole process group, and would end a server that still
     # imports. It inherits this thread's signal mask; the resource tracker unblocks the signal when
@@ -105,7 +107,8 @@ def warm_up(*, device: str | None = None, world_size: int = 4, training: bool = 
             multiprocessing.forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if (shell := kernel()) is not None:
+    shell = kernel()
+    if shell is not None:
         shell.observe(_end, "exit_now")
     # Without a driver auto has nothing to say, and to import torch would take seconds.
     if device and (device != "auto" or may_exist()):
@@ -126,7 +129,8 @@ def fork_server() -> None:
 
 def _fork(path: object, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Run the code that a new Python would, after ``-c``, in a fork with these open files."""
-    if (pid := os.fork()) != 0:
+    pid = os.fork()
+    if pid != 0:
         return pid
     kept = sorted({0, 1, 2, *passfds})
     for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")]):
@@ -179,10 +183,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _end(_change: object) -> None:
     """End what a kernel that ends would wait for in vain: the tracker ignores its signals."""
-    of: Any = multiprocessing
-    of.util._exit_function()
-    os.close(of.forkserver._forkserver._forkserver_alive_fd)
-    of.resource_tracker._resource_tracker._stop()
+    package: Any = multiprocessing
+    package.util._exit_function()
+    os.close(package.forkserver._forkserver._forkserver_alive_fd)
+    package.resource_tracker._resource_tracker._stop()
     # To free what was imported takes a second. Triton would list what is never freed.
     gc.freeze()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -30,26 +30,34 @@ from labkit.runtime.plain import dump_error, load_error
 from labkit.runtime.worker import group_connections, host_names
 
 _TICK_S = 0.5
-# After the loss of a peer: a rank of which nothing is heard for so long is lost, and so long its
-# peer waits to hear the explanation.
-_SILENT_S, _EXPLAINED_S = 3.0, 10.0
-# From the explanation on: when a rank ends that is busy elsewhere, and how long the others wait
-# for one more to come to its end.
-_BUSY_S, _NOBODY_S = 5.0, 2.0
-_ERROR, _LOOKS, _ENDING = "error", "looks", "ending"
+# After the loss of a peer: a rank that has posted no row for so long is lost.
+_SILENT_S = 3.0
+# After the loss of a peer: so long a rank waits for an explanation.
+_EXPLAINED_S = 10.0
+# After the explanation: then a rank ends that is busy elsewhere.
+_BUSY_S = 5.0
+# After the explanation: so long the others wait for one more to come to its end.
+_NOBODY_S = 2.0
+# Keys in the run's store.
+_ERROR = "error"
+_LOOKS = "looks"
+_ENDING = "ending"
 
 
 class Rows:
-    """What all ranks are doing, as each posts it in the store of their run.
+    """The rows of all ranks' status boards, as each rank posts its own in the store of their run.
 
-    ``board`` has the rows that were read last; by rank, their ``numbers``, and ``heard_s``, when
+    ``board`` has the rows that were read last; by rank, their ``numbers``, and ``read_s``, when
     they were new.
     """
 
     def __init__(self, store: Any, world_size: int):
-        self._store, self.board = store, Board(world_size)
-        self._keys, self._posted = [f"row/{rank}" for rank in range(world_size)], 0
-        self.numbers, self.heard_s = [0] * world_size, [0.0] * world_size
+        self._store = store
+        self._keys = [f"row/{rank}" for rank in range(world_size)]
+        self._posted = 0
+        self.board = Board(world_size)
+        self.numbers = [0] * world_size
+        self.read_s = [0.0] * world_size
 
     def post(self, board: Board, rank: int) -> None:
         self._posted += 1
@@ -60,8 +68,9 @@ class Rows:
         if not all(self.numbers) and not self._store.check(self._keys):
             return False
         for rank, data in enumerate(self._store.multi_get(self._keys)):
-            if (number := int.from_bytes(data[:8])) != self.numbers[rank]:
-                self.numbers[rank], self.heard_s[rank] = number, time.monotonic()
+            number = int.from_bytes(data[:8])
+            if number != self.numbers[rank]:
+                self.numbers[rank], self.read_s[rank] = number, time.monotonic()
                 self.board.unpack(rank, data[8:])
         return True
 
@@ -73,24 +82,29 @@ class Watch:
     """
 
     def __init__(self, comm: Comm, store: Any):
-        self._rank, self._size, self._hosts = comm.rank, comm.world_size, comm.session.hosts
+        self._rank, self._size = comm.rank, comm.world_size
+        self._hosts = comm.session.hosts
         self._host = next(host for host, ranks in enumerate(self._hosts) if comm.rank in ranks)
-        self._board, self._store = comm.session.board, store
+        self._board = comm.session.board
+        self._store = store
         self._rows = Rows(store, comm.world_size)
         self._looks, self._looked_s = 0, time.monotonic()
         self._candidate: object = None
-        self._since: list[int] = []
+        self._candidate_numbers: list[int] = []
         self.error: WorkerError | None = None
-        # It is known how the run ends; the rank's function has come to its end.
-        self._over, self._at_end = threading.Event(), threading.Event()
-        self._telling, self._has_told = threading.Lock(), False
+        # Set when it is known how the run ends.
+        self._over = threading.Event()
+        # Set when the rank's function has come to its end.
+        self._at_end = threading.Event()
+        self._print_lock = threading.Lock()
+        self._has_printed = False
         self._thread = threading.Thread(target=self._work, name="labkit-watch", daemon=True)
         self.start = self._thread.start
 
     # Called by the rank
 
     def failed(self, error: BaseException) -> BaseException:
-        """The error to raise for one that has ended this rank's function, or came after it."""
+        """Return the error to raise for one that has ended this rank's function, or came later."""
         if isinstance(error, KeyboardInterrupt | PreemptedError):
             return error
         report = report_of_failure(self._rank, error)
@@ -100,18 +114,19 @@ class Watch:
             self._board.ranks[self._rank]["gave_up"] = doing.encode()
             self._over.wait(_EXPLAINED_S)
         self._at_end.set()
-        mine = failure_error(Evidence(self._board.copy(), reports={self._rank: report}))
-        mine, is_first = with_hosts(mine, self._hosts, host_names), self.error is None
+        own_error = failure_error(Evidence(self._board.copy(), reports={self._rank: report}))
+        own_error = with_hosts(own_error, self._hosts, host_names)
+        is_first = self.error is None
         if is_own:
             # Before the others hear of it, since torchrun ends all with the first that ends.
-            _record(mine)
+            _record(own_error)
         if is_first:
-            self._conclude(mine)
+            self._conclude(own_error)
         assert self.error is not None
         if not is_own:
             _record(self.error)
         # Also before: this process may be ended as soon as all have come.
-        self._tell(self.error)
+        self._print_once(self.error)
         self._end_together()
         return error if is_own else self.error
 
@@ -132,8 +147,9 @@ class Watch:
             count, came_s = self._store.add(_ENDING, 1), time.monotonic()
             while count < self._size and time.monotonic() - came_s < _NOBODY_S:
                 time.sleep(_TICK_S / 10)
-                if (now := self._store.add(_ENDING, 0)) != count:
-                    count, came_s = now, time.monotonic()
+                new_count = self._store.add(_ENDING, 0)
+                if new_count != count:
+                    count, came_s = new_count, time.monotonic()
 
     # In the thread
 
@@ -148,7 +164,9 @@ class Watch:
                 text = f"the host of rank 0, {host_names[0]}, has ended, or cannot be reached"
                 self._take(WorkerError(f"{text}: its store does not answer ({first_line(error)})"))
         except Exception as error:
-            tell(f"the run goes on, and is no longer watched: {type(error).__name__}: {error}")
+            print_error(
+                f"the run goes on, and is no longer watched: {type(error).__name__}: {error}"
+            )
         if self.error is not None:
             self._end(self.error)
 
@@ -158,21 +176,27 @@ class Watch:
             self._take(load_error(self._store.get(_ERROR)))
             return
         # Rank 0 reads the rows; if it is gone, the first one that misses its looks.
-        now_s, looks = time.monotonic(), self._store.add(_LOOKS, 0)
+        now_s = time.monotonic()
+        looks = self._store.add(_LOOKS, 0)
         if looks != self._looks:
             self._looks, self._looked_s = looks, now_s
         if self._rank > 0 and now_s - self._looked_s < _SILENT_S:
             return
         self._looks = self._store.add(_LOOKS, 1)
-        if self._rows.read() and (found := self._lost(now_s) or self._standing_still()):
-            self._conclude(with_hosts(found, self._hosts, host_names))
+        if self._rows.read():
+            error = self._lost(now_s) or self._standing_still()
+            if error is not None:
+                self._conclude(with_hosts(error, self._hosts, host_names))
 
     def _lost(self, now_s: float) -> WorkerError | None:
-        """Ranks that have gone silent, once another has lost a peer."""
-        slots, heard_s = self._rows.board.ranks, self._rows.heard_s
-        is_silent = [now_s - at_s > _SILENT_S for at_s in heard_s] & (slots["state"] != LEFT)
-        silent, waiting = is_silent.nonzero()[0], slots["gave_up"].nonzero()[0]
-        if not len(waiting) or not len(silent):
+        """The error of ranks that have gone silent, once another has lost a peer."""
+        slots = self._rows.board.ranks
+        waiting = slots["gave_up"].nonzero()[0]
+        silent = []
+        for rank, read_s in enumerate(self._rows.read_s):
+            if now_s - read_s > _SILENT_S and slots[rank]["state"] != LEFT:
+                silent.append(rank)
+        if not len(waiting) or not silent:
             return None
         text = (
             f"{' and '.join(f'rank {rank}' for rank in silent)} cannot be reached any more: the "
@@ -181,25 +205,32 @@ class Watch:
         )
         for rank in waiting:
             text += f"\n  rank {rank} {slots[rank]['gave_up'].decode(errors='replace')}"
-        return WorkerError(text, rank=int(silent[0]))
+        return WorkerError(text, rank=silent[0])
 
     def _standing_still(self) -> WorkerError | None:
-        """A mismatch or a deadlock, if no rank has moved since it was first seen."""
-        rows, board = self._rows, self._rows.board
-        mismatch, stuck = find_mismatch(board), stuck_ranks(board)
-        candidate = (mismatch, stuck, board.ranks["ticks"].tolist()) if mismatch or stuck else None
+        """The error of a mismatch or a deadlock, if no rank has moved since it was first seen."""
+        board = self._rows.board
+        numbers = self._rows.numbers
+        mismatch = find_mismatch(board)
+        stuck = stuck_ranks(board)
+        if not mismatch and not stuck:
+            self._candidate = None
+            return None
+        candidate = (mismatch, stuck, board.ranks["ticks"].tolist())
         if candidate != self._candidate:
-            self._candidate, self._since = candidate, list(rows.numbers)
+            self._candidate, self._candidate_numbers = candidate, list(numbers)
             return None
         # The second row from then on was begun after that look: so at its moment nobody moved.
-        states = board.ranks["state"]
-        still = (n > s + 1 for n, s, at in zip(rows.numbers, self._since, states) if at == RUNNING)
-        if candidate is None or not all(still):
-            return None
-        return DeadlockError(readable(mismatch)) if mismatch else deadlock_error(board, stuck)
+        for rank in range(self._size):
+            is_running = board.ranks[rank]["state"] == RUNNING
+            if is_running and numbers[rank] <= self._candidate_numbers[rank] + 1:
+                return None
+        if mismatch:
+            return DeadlockError(readable(mismatch))
+        return deadlock_error(board, stuck)
 
     def _conclude(self, error: WorkerError) -> None:
-        """Say in all ranks why the run ends; what was said first counts."""
+        """Give all ranks the error that ends the run; the first that a rank gives counts."""
         with contextlib.suppress(RuntimeError):
             error = load_error(self._store.compare_set(_ERROR, "", dump_error(error)))
         self._take(error)
@@ -208,19 +239,20 @@ class Watch:
         self.error = self.error or error
         self._over.set()
 
-    def _tell(self, error: WorkerError) -> None:
+    def _print_once(self, error: WorkerError) -> None:
         """Print the error, unless another rank of this host does; return when it is printed."""
-        with self._telling:
-            if not self._has_told:
-                self._has_told, count = True, 1
+        with self._print_lock:
+            if not self._has_printed:
+                self._has_printed = True
+                count = 1
                 with contextlib.suppress(RuntimeError):
                     count = self._store.add(f"printed/{self._host}", 1)
                 if count == 1:
-                    tell(str(error))
+                    print_error(str(error))
 
     def _end(self, error: WorkerError) -> None:
         """Let this rank's function raise an error; end the process if it does not."""
-        self._tell(error)
+        self._print_once(error)
         self._board.give_up(self._rank, str(error).splitlines()[0])
         cut(group_connections)
         dist.distributed_c10d._get_default_group().abort()
@@ -232,20 +264,20 @@ class Watch:
 def with_hosts(
     error: WorkerError, hosts: Sequence[Sequence[int]], names: Sequence[str]
 ) -> WorkerError:
-    """The error with the host of each rank, where that is named first."""
+    """Return the error with the host of each rank, where that is named first."""
     if len(hosts) < 2:
         return error
     text = str(error)
     for host, ranks in enumerate(hosts):
         for rank in ranks:
             text = re.sub(rf"\b([Rr]ank {rank})\b", rf"\1 (host {host})", text, count=1)
-    named = (f"host {host} is {name}" for host, name in enumerate(names))
-    error.args = (f"{text}\nHosts: {', '.join(named)}.",)
+    listed = ", ".join(f"host {host} is {name}" for host, name in enumerate(names))
+    error.args = (f"{text}\nHosts: {listed}.",)
     return error
 
 
-def tell(text: str) -> None:
-    """Say it on stderr, in one piece: the ranks of a host often share one."""
+def print_error(text: str) -> None:
+    """Write a text to stderr in one piece: the ranks of a host often share one."""
     sys.stderr.write(f"labkit: {text}\n")
     sys.stderr.flush()
 

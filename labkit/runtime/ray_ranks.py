@@ -39,9 +39,10 @@ from labkit.units import check_integer, format_count
 _POLL_S = 0.2
 # A first actor's process imports torch.
 _START_S = 120.0
-_VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR"
-# Device, transport and devices, see ``devices.plan``.
-Where = tuple[str, str, str | Sequence[str] | None]
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_VARIABLES += ("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# (device, transport, devices), see ``devices.plan``.
+DeviceChoice = tuple[str, str, str | Sequence[str] | None]
 
 
 class RankActor:
@@ -56,89 +57,102 @@ class RankActor:
         """As Ray names it before each line that it prints."""
         return f"rank {os.environ['RANK']}"
 
-    def join(self, where: Where, address: str, folder: str) -> tuple[str, str, dict[str, str]]:
+    def join(
+        self, choice: DeviceChoice, address: str, folder: str
+    ) -> tuple[str, str, dict[str, str]]:
         """Prepare for runs; returns backend and note of this host's plan, and its versions."""
         with contextlib.suppress(OSError):
             os.chdir(folder)
         sys.path.insert(0, folder)
         if os.environ["GROUP_WORLD_SIZE"] != "1":
             # gloo would take the address of the machine's name, which others may not reach.
-            for name, ends in psutil.net_if_addrs().items():
-                if any(end.address == address for end in ends):
+            for name, interface in psutil.net_if_addrs().items():
+                if any(entry.address == address for entry in interface):
                     os.environ["GLOO_SOCKET_IFNAME"] = name
-        device, transport, devices = where
+        device, transport, devices = choice
         ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
         self._plan = plan(ranks_here, device, transport, devices=devices)
         return self._plan.backend, self._plan.note, versions()
 
     def store(self, world_size: int) -> dist.TCPStore:
-        """A connection to the driver's store."""
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(address, port, is_master=False)
+        """Connect to the driver's store."""
+        port = int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
 
     def call(
         self, run: int, call: bytes, sources: Any, timeout_s: float, link: EmulatedLink | None
     ) -> tuple[bytes, str]:
-        """Run a function as this rank: its report, or an error."""
+        """Run a function as this rank; returns its report, or an error."""
         watch = None
         try:
-            comm = connect(self._plan, timeout_s, meeting=self, link=link)
+            comm = connect(self._plan, timeout_s, rendezvous=self, link=link)
             watch = Watch(comm, dist.PrefixStore(f"watch/{run}", self.store(0)))
             with watched(watch):
                 install_sources(sources)
                 fn, args = cloudpickle.loads(call)
                 return dump_report(run_as(comm, fn, args, dump_plain)), ""
         except BaseException as error:
-            raised = f"rank {os.environ['RANK']} raised {type(error).__name__}: {error}"
-            return b"", dump_error((watch and watch.error) or WorkerError(raised))
+            explained = watch and watch.error
+            if explained is None:
+                rank = os.environ["RANK"]
+                explained = WorkerError(f"rank {rank} raised {type(error).__name__}: {error}")
+            return b"", dump_error(explained)
 
 
 class _Ranks:
     """The actors of a run, and the store in which they meet."""
 
-    def __init__(self, ray: Any, nodes: list[Any], world_size: int, where: Where):
+    def __init__(self, ray: Any, nodes: list[Any], world_size: int, choice: DeviceChoice):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.ray, self.runs, self.actors = ray, itertools.count(), list[Any]()
+        self.ray = ray
+        self.runs = itertools.count()
         # It listens on the address by which the nodes know this one, and on no other.
         address = ray.util.get_node_ip_address()
         listener = socket.create_server((address, 0))
-        port, handle = listener.getsockname()[1], listener.detach()
-        options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": handle}
-        self.store = dist.TCPStore(address, port, **options)
+        port = listener.getsockname()[1]
+        options = {"is_master": True, "wait_for_workers": False}
+        self.store = dist.TCPStore(address, port, **options, master_listen_fd=listener.detach())
         # As evenly as possible, host by host: 5 ranks on 2 hosts are 3 and 2.
-        host_of = sorted(rank % len(nodes) for rank in range(world_size))
-        everyone = range(world_size)
-        self.hosts = [[r for r in everyone if host_of[r] == host] for host in range(len(nodes))]
+        self.hosts: list[list[int]] = [[] for _ in nodes]
+        for rank, host in enumerate(sorted(rank % len(nodes) for rank in range(world_size))):
+            self.hosts[host].append(rank)
         self.names = [node["NodeManagerAddress"] for node in nodes]
-        for rank, host in enumerate(host_of):
-            node, here = nodes[host], host_of.count(host)
-            local = rank - host_of.index(host)
-            numbers = rank, world_size, local, here, host, len(nodes), address
-            variables = dict(zip(_VARIABLES.split(), map(str, numbers))) | {MARK: RUN}
-            gpus = 0 if where[0] == "cpu" else node["Resources"].get("GPU", 0)
-            made = ray.remote(RankActor).options(
+        self.actors: list[Any] = []
+        for host, ranks in enumerate(self.hosts):
+            node = nodes[host]
+            gpus = 0 if choice[0] == "cpu" else node["Resources"].get("GPU", 0)
+            actor_class = ray.remote(RankActor).options(
                 # It keeps no cores from other work. All ranks of a host see the host's GPUs.
                 num_cpus=0,
-                num_gpus=min(1, gpus / here),
+                num_gpus=min(1, gpus / len(ranks)),
                 runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
             )
-            self.actors.append(made.remote(variables | {"MASTER_PORT": str(port)}))
+            for local_rank, rank in enumerate(ranks):
+                numbers = rank, world_size, local_rank, len(ranks), host, len(nodes), address, port
+                variables = dict(zip(_VARIABLES, map(str, numbers)))
+                self.actors.append(actor_class.remote(variables | {MARK: RUN}))
 
-    def join(self, where: Where) -> None:
+    def join(self, choice: DeviceChoice) -> None:
         """Prepare all ranks; ValueError if their hosts do not go together."""
-        names = [name for name, ranks in zip(self.names, self.hosts) for _ in ranks]
-        joined = [a.join.remote(where, name, os.getcwd()) for a, name in zip(self.actors, names)]
-        found = self.ray.get(joined, timeout=_START_S)
-        for name, (backend, note, theirs) in zip(names, found):
-            if (theirs, backend) != (versions(), found[0][0]):
+        names = []
+        pending = []
+        for name, ranks in zip(self.names, self.hosts):
+            for rank in ranks:
+                names.append(name)
+                pending.append(self.actors[rank].join.remote(choice, name, os.getcwd()))
+        answers = self.ray.get(pending, timeout=_START_S)
+        first_backend, _, _ = answers[0]
+        for name, (backend, note, host_versions) in zip(names, answers):
+            if host_versions != versions() or backend != first_backend:
                 raise ValueError(
-                    f"host {name} has {theirs}, backend {backend}, and this machine "
-                    f"{versions()}, rank 0 {found[0][0]}: install the same versions on all "
+                    f"host {name} has {host_versions}, backend {backend}, and this machine "
+                    f"{versions()}, rank 0 {first_backend}: install the same versions on all "
                     "hosts, and use device 'cpu' if only some have GPUs"
                 )
-            print_once(f"host {name}: {note}" if note else "")
+            if note:
+                print_once(f"host {name}: {note}")
 
     def end(self) -> None:
         for actor in self.actors:
@@ -146,7 +160,7 @@ class _Ranks:
                 self.ray.kill(actor)
 
 
-# Those of this process's latest run, with what they are for.
+# The ranks of this process's latest run, after the settings that they were started with.
 _kept: tuple[Any, _Ranks] | None = None
 
 
@@ -155,7 +169,7 @@ def run_on(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     world_size: int,
-    where: Where,
+    choice: DeviceChoice,
     timeout_s: float,
     link: EmulatedLink | None,
 ) -> list[Report]:
@@ -164,17 +178,22 @@ def run_on(
     ray = connected(hosts)
     nodes = _nodes_for(ray, hosts, world_size)
     job = dump_call(fn, args), cell_sources(), timeout_s, link
-    places = [ray.get_runtime_context().get_job_id(), *(node["NodeID"] for node in nodes)]
-    key = places, world_size, where, os.getcwd()
-    known, _kept = _kept, None
-    ranks = known[1] if known else None
-    if known and known[0] != key:
-        ranks = known[1].end()
+    node_ids = [node["NodeID"] for node in nodes]
+    job_id = ray.get_runtime_context().get_job_id()
+    settings = job_id, node_ids, world_size, choice, os.getcwd()
+    ranks = None
+    if _kept is not None:
+        kept_settings, kept_ranks = _kept
+        _kept = None
+        if kept_settings == settings:
+            ranks = kept_ranks
+        else:
+            kept_ranks.end()
     try:
         if ranks is None:
-            ranks = _Ranks(ray, nodes, world_size, where)
-            ranks.join(where)
-        found = _watch(ranks, job, timeout_s)
+            ranks = _Ranks(ray, nodes, world_size, choice)
+            ranks.join(choice)
+        reports = _watch(ranks, job, timeout_s)
     except BaseException as error:
         if ranks is not None:
             ranks.end()
@@ -182,26 +201,33 @@ def run_on(
         if isinstance(error, ray.exceptions.RayError) and not isinstance(error, ValueError):
             raise WorkerError(f"Ray could not run the ranks: {first_line(error)}") from None
         raise
-    _kept = key, ranks
-    return found
+    _kept = settings, ranks
+    return reports
 
 
 def _watch(ranks: _Ranks, job: tuple[Any, ...], timeout_s: float) -> list[Report]:
     """Start the function on all ranks, and show them until all have returned."""
-    ray, run, world_size = ranks.ray, next(ranks.runs), len(ranks.actors)
+    ray = ranks.ray
+    run = next(ranks.runs)
+    world_size = len(ranks.actors)
     rows = Rows(dist.PrefixStore(f"watch/{run}", ranks.store), world_size)
-    board, watcher = rows.board, Watcher(rows.board)
-    waiting = {actor.call.remote(run, *job): rank for rank, actor in enumerate(ranks.actors)}
+    board = rows.board
+    watcher = Watcher(board)
+    running = {}
+    for rank, actor in enumerate(ranks.actors):
+        running[actor.call.remote(run, *job)] = rank
     reports: dict[int, Report] = {}
-    end_s, trace = time.monotonic() + timeout_s, None
+    end_s = time.monotonic() + timeout_s
+    trace = None
     try:
-        while waiting:
+        while running:
             if time.monotonic() > end_s:
                 raise deadline_error(Evidence(board), timeout_s, {})
-            for one in ray.wait(list(waiting), timeout=_POLL_S)[0]:
-                rank = waiting.pop(one)
+            ended, _ = ray.wait(list(running), timeout=_POLL_S)
+            for call in ended:
+                rank = running.pop(call)
                 try:
-                    report, error = ray.get(one)
+                    report, error = ray.get(call)
                 except ray.exceptions.RayError as gone:
                     lost = failure_error(Evidence(board, exit_codes={rank: None}))
                     lost.args = (f"{lost} Ray says: {first_line(gone)}",)
@@ -222,7 +248,7 @@ def _watch(ranks: _Ranks, job: tuple[Any, ...], timeout_s: float) -> list[Report
 
 
 def connected(hosts: object) -> Any:
-    """The module ``ray``, with this process connected to a cluster, or ValueError."""
+    """Return the module ``ray``, with this process connected to a cluster, or ValueError."""
     # Ray would report its use to its makers, and print a line that several ranks have only once.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -247,9 +273,10 @@ def connected(hosts: object) -> Any:
 
 def _nodes_for(ray: Any, hosts: int, world_size: int) -> list[Any]:
     """The nodes of the run, in the order of the ranks."""
-    here, nodes = ray.get_runtime_context().get_node_id(), [n for n in ray.nodes() if n["Alive"]]
+    own_id = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
     # This process's own node is the first host; nodes that offer no cores come last.
-    nodes.sort(key=lambda n: (not n["Resources"].get("CPU"), n["NodeID"] != here, n["NodeID"]))
+    nodes.sort(key=lambda n: (not n["Resources"].get("CPU"), n["NodeID"] != own_id, n["NodeID"]))
     check_integer("hosts", hosts)
     if hosts > min(len(nodes), world_size):
         raise ValueError(

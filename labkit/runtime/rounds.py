@@ -27,13 +27,13 @@ import torch.distributed as dist
 from labkit.comm.torch_transport import first_line as _first_line
 from labkit.started import fill_in, started_as_rank
 
-_PLACE = "labkit/round"
+_PREFIX = "labkit/round"
 _POLL_S = 0.02
-# How long ranks may take over their checks, such as reading a checkpoint, or loading data.
+# For the checks of all ranks, such as reading a checkpoint, or loading data.
 _CHECKS_S = 600.0
-# How long they may take to come, at most.
+# For the ranks to come, at most.
 _LONGEST_S = 60.0
-# How much later than after its time limit PyTorch may end its search for the store.
+# Beyond its time limit, for PyTorch to end its search for the store.
 _GRACE_S = 5.0
 
 
@@ -53,8 +53,8 @@ class Round:
     store: Any
     _calls: int = 0
 
-    def exchange(self, text: str, what: str) -> list[str]:
-        """The texts of all ranks, by rank; ConnectionError if one does not come to ``what``."""
+    def exchange(self, text: str, purpose: str) -> list[str]:
+        """The texts of all ranks, by rank; ConnectionError if one does not come to ``purpose``."""
         self._calls += 1
         keys = [f"told/{self._calls}/{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], text)
@@ -66,7 +66,7 @@ class Round:
             named = ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in missing[:4])
             raise ConnectionError(
                 f"rank {self.rank} waited {_CHECKS_S:g} s for {named or 'the others'} to come to "
-                f"{what}: see what is printed there ({_first_line(error)})"
+                f"{purpose}: see what is printed there ({_first_line(error)})"
             ) from None
 
 
@@ -74,27 +74,28 @@ _joined: Round | None = None
 
 
 def join(timeout_s: float) -> Round:
-    """The round for which a launcher has started this process; the same at every call.
+    """Return the round for which a launcher has started this process; the same at every call.
 
     The environment is complete from then on, as torchrun would have set it.
     """
     global _joined
     if _joined is None:
-        started_s, timeout_s = time.monotonic(), min(timeout_s, _LONGEST_S)
+        started_s = time.monotonic()
+        timeout_s = min(timeout_s, _LONGEST_S)
         try:
             server, rank, world_size = _find_store(timeout_s)
-            meet = dist.PrefixStore(_PLACE, server)
-            number, hosts = agree(meet, rank, world_size, timeout_s)
+            rendezvous = dist.PrefixStore(_PREFIX, server)
+            number, hosts = agree(rendezvous, rank, world_size, timeout_s)
         except dist.DistError as error:
             raise unreachable(error, time.monotonic() - started_s) from None
         fill_in(rank, hosts)
-        store = dist.PrefixStore(f"{_PLACE}/{number}", server)
+        store = dist.PrefixStore(f"{_PREFIX}/{number}", server)
         _joined = Round(rank, world_size, hosts, store)
     return _joined
 
 
 def _find_store(timeout_s: float) -> tuple[Any, int, int]:
-    """The launcher's store, or rank 0's; this rank; how many there are.
+    """Return the launcher's store, or rank 0's; this rank; and the number of ranks.
 
     Another program at the port may never answer, and PyTorch would wait for it without a limit.
     """
@@ -117,28 +118,30 @@ def _find_store(timeout_s: float) -> tuple[Any, int, int]:
 
 
 def agree(store: Any, rank: int, world_size: int, timeout_s: float) -> tuple[str, list[str]]:
-    """A number that no earlier ranks had, and the names of all hosts, by rank.
+    """Return a number that no earlier ranks had, and the names of all hosts, by rank.
 
     Rank 0 offers a number, and the others answer, also to any later one: what they find first may
-    be an earlier round's. When all have answered, rank 0 repeats what each has said.
+    be an earlier round's. When all have answered, rank 0 repeats all answers.
     """
-    mine, until_s = [secrets.token_hex(8), socket.gethostname()], time.monotonic() + timeout_s
-    number, others = "", range(1, world_size)
+    answer = [secrets.token_hex(8), socket.gethostname()]
+    until_s = time.monotonic() + timeout_s
+    number = ""
     if rank == 0:
         number = secrets.token_hex(8)
         store.set("offer", number)
+    answer_keys = [f"{number}/{other}" for other in range(1, world_size)]
     while time.monotonic() < until_s:
-        if rank == 0 and all(store.check([f"{number}/{one}"]) for one in others):
-            told = [mine, *(_read(store, f"{number}/{one}") for one in others)]
-            store.set(f"{number}/all", json.dumps(told))
+        if rank == 0 and all(store.check([key]) for key in answer_keys):
+            answers = [answer, *(_read(store, key) for key in answer_keys)]
+            store.set(f"{number}/all", json.dumps(answers))
         elif rank > 0 and store.check(["offer"]):
             # Again and again: it costs less than to remember which has been answered.
             number = store.get("offer").decode()
-            store.set(f"{number}/{rank}", json.dumps(mine))
+            store.set(f"{number}/{rank}", json.dumps(answer))
         if number and store.check([f"{number}/all"]):
-            told = _read(store, f"{number}/all")
-            if len(told) == world_size and told[rank] == mine:
-                return number, [str(host) for _, host in told]
+            answers = _read(store, f"{number}/all")
+            if len(answers) == world_size and answers[rank] == answer:
+                return number, [str(host) for _, host in answers]
         time.sleep(_POLL_S)
     raise ConnectionError(
         f"rank {rank} of {world_size} waited {timeout_s:g} s for the others that were started "
@@ -150,10 +153,11 @@ def agree(store: Any, rank: int, world_size: int, timeout_s: float) -> tuple[str
 def _read(store: Any, key: str) -> Any:
     text = store.get(key)
     try:
-        if isinstance(found := json.loads(text), list):
-            return found
+        values = json.loads(text)
     except ValueError:
-        pass
+        values = None
+    if isinstance(values, list):
+        return values
     raise ConnectionError(
         f"the store of this run holds {text[:40]!r}, which labkit does not write: is it the same "
         "labkit on all machines? If so, another program writes there (SECURITY.md)"
@@ -186,6 +190,6 @@ def unreachable(error: Exception, waited_s: float) -> ConnectionError:
 
 
 def code() -> str:
-    """A hash of labkit's code on this machine."""
+    """Return a hash of labkit's code on this machine."""
     paths = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]

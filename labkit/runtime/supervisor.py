@@ -37,7 +37,7 @@ from labkit.started import MARK, RANK_NAME, RUN
 from labkit.tracing import Trace
 
 _POLL_S = 0.05
-# How long the cause of a failure may come after the first of its consequences.
+# The cause of a failure may come so long after the first of its consequences.
 _SETTLE_S = 0.5
 _STACKS_S = 0.5
 # Time for ranks that have returned to clean up and exit, and for killed ranks to disappear.
@@ -73,17 +73,18 @@ class Supervisor:
         self.lost: dict[int, str] = {}
         self.exit_codes: dict[int, int | None] = {}
         self._processes: list[BaseProcess] = []
-        self._arena, self._output = Arena(job.world_size), Output()
-        self._seen = Evidence(self._arena.board, job.may_lose, exit_codes=self.exit_codes)
+        self._arena = Arena(job.world_size)
+        self._output = Output()
+        self._evidence = Evidence(self._arena.board, job.may_lose, exit_codes=self.exit_codes)
         self._controls: list[socket.socket] = []
         # By rank: those whose report has not come, and what has arrived of it.
         self._reporting: dict[int, socket.socket] = {}
         self._arrived: dict[int, bytearray] = {}
-        self._looked: object = None
-        # Where the ranks meet: in the forkserver's folder, which it removes if its caller cannot.
-        self._meeting = f"{multiprocessing.util.get_temp_dir()}/store-{secrets.token_hex(8)}"
-        # The first one's imports take their time while the forkserver does its own.
-        self._watcher = Watcher(self._seen.board)
+        self._last_look: object = None
+        # The ranks' store, in the forkserver's folder, which it removes if its caller cannot.
+        self._store_path = f"{multiprocessing.util.get_temp_dir()}/store-{secrets.token_hex(8)}"
+        # The first watcher's imports take their time while the forkserver does its own.
+        self._watcher = Watcher(self._evidence.board)
 
     @property
     def pids(self) -> list[int]:
@@ -97,9 +98,10 @@ class Supervisor:
         try:
             self._start()
             error = self._watch()
-            self.lost = {rank: self._seen.why_lost(rank) for rank in sorted(self._seen.lost)}
+            for rank in sorted(self._evidence.lost):
+                self.lost[rank] = self._evidence.explain_loss(rank)
             if error is None:
-                trace = trace_of(self._seen.reports.values())
+                trace = trace_of(self._evidence.reports.values())
                 self._let_go()
         finally:
             with interrupts_later():
@@ -108,64 +110,70 @@ class Supervisor:
             remove_empty_segments()
             raise error
         ranks = range(self.job.world_size)
-        return [None if rank in self.lost else self._seen.reports[rank] for rank in ranks]
+        return [None if rank in self.lost else self._evidence.reports[rank] for rank in ranks]
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         size = str(self.job.world_size)
         for rank in range(self.job.world_size):
-            control, theirs = socket.socketpair()
-            shown, output = Pipe(duplex=False)
+            control, rank_control = socket.socketpair()
+            output, rank_output = Pipe(duplex=False)
             self._controls.append(control)
-            self._reporting[rank], self._arrived[rank] = control, bytearray()
-            self._output.follow(shown)
-            # The caller's variables as they are now, and what torchrun sets for a rank.
-            names = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            names |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, MARK: RUN}
-            settings = os.environ.copy() | names, theirs, output
+            self._reporting[rank] = control
+            self._arrived[rank] = bytearray()
+            self._output.follow(output)
+            # The caller's variables as they are now, and those that torchrun sets for a rank.
+            environment = os.environ.copy() | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, MARK: RUN}
+            job = self.job, self._arena, self._store_path
             process = context.Process(
                 target=run_rank,
-                args=(*settings, self.job, self._arena, self._meeting),
+                args=(environment, rank_control, rank_output, *job),
                 name=f"{RANK_NAME}{rank}",
             )
             # The rank's ends must close when it ends: no other process may hold them open.
             # An interrupt must not leave half a rank, of which nobody knows.
-            with theirs, output, interrupts_later():
+            with rank_control, rank_output, interrupts_later():
                 _start_rank(process)
                 self._processes.append(process)
 
     def _watch(self) -> WorkerError | None:
         """Watch until all ranks have returned (None) or the run has failed (an error to raise)."""
-        seen = self._seen
-        failed_s, deadline_s = 0.0, time.monotonic() + self.job.timeout_s
+        evidence = self._evidence
+        failed_s = 0.0
+        deadline_s = time.monotonic() + self.job.timeout_s
         while True:
             self._read(_POLL_S)
             self._output.show()
             self._watcher.update()
             now_s = time.monotonic()
-            if len({*seen.reports, *seen.lost}) == self.job.world_size and not seen.failures:
+            failures = evidence.failures
+            missing = evidence.missing
+            ended = {*evidence.reports, *evidence.lost}
+            if len(ended) == self.job.world_size and not failures:
                 return None
-            if seen.failures or seen.missing:
+            if failures or missing:
                 failed_s = failed_s or now_s
-                kinds = {report.kind for report in seen.failures} - {"peer_lost"}
+                kinds = {report.kind for report in failures}
                 # The cause of a lost peer, and who will wait for a rank that exits, come later.
-                is_cause = bool(kinds - {"exited"} or seen.missing)
-                if is_cause or now_s - failed_s > _SETTLE_S:
-                    return failure_error(seen)
-            elif stuck := self._stuck_ranks():
-                return deadlock_error(seen.board, stuck)
+                has_cause = missing or kinds - {"peer_lost", "exited"}
+                if has_cause or now_s - failed_s > _SETTLE_S:
+                    return failure_error(evidence)
+            else:
+                stuck = self._stuck_ranks()
+                if stuck:
+                    return deadlock_error(evidence.board, stuck)
             if now_s > deadline_s:
                 # The error describes the ranks as they are before a signal asks them.
-                before = replace(seen, board=seen.board.copy())
+                before = replace(evidence, board=evidence.board.copy())
                 return deadline_error(before, self.job.timeout_s, self._stacks())
 
     def _read(self, timeout_s: float) -> None:
         """Read what the ranks have sent, and note which ranks have ended."""
-        running = {
-            process.sentinel: rank
-            for rank, process in enumerate(self._processes)
-            if rank not in self.exit_codes
-        }
+        running = {}
+        for rank, process in enumerate(self._processes):
+            if rank not in self.exit_codes:
+                running[process.sentinel] = rank
         sources = [*self._reporting.values(), *self._output.connections, *running]
         ready = set(wait(sources, timeout_s))
         self._output.read(ready)
@@ -175,8 +183,8 @@ class Supervisor:
                 self._receive(rank, control)
         for rank in ended:
             self.exit_codes[rank] = self._processes[rank].exitcode
-        rows = self._seen.board.ranks
-        for rank in self._seen.lost:
+        rows = self._evidence.board.ranks
+        for rank in self._evidence.lost:
             if rows[rank]["state"] == RUNNING:
                 rows[rank]["state"] = LOST
 
@@ -191,26 +199,27 @@ class Supervisor:
                 del self._reporting[rank]
                 # A rank that was killed has sent a part, or nothing.
                 with contextlib.suppress(EOFError, pickle.UnpicklingError):
-                    self._seen.reports[rank] = pickle.loads(self._arrived[rank])
+                    self._evidence.reports[rank] = pickle.loads(self._arrived[rank])
                 return
 
     def _stuck_ranks(self) -> list[int]:
         """The ranks that can never continue: found stuck twice, with no progress in between."""
-        ticks = self._seen.board.ranks["ticks"].tolist()
-        now = stuck_ranks(self._seen.board.copy()), ticks
-        before, self._looked = self._looked, now
-        return now[0] if now == before else []
+        ticks = self._evidence.board.ranks["ticks"].tolist()
+        stuck = stuck_ranks(self._evidence.board.copy())
+        is_unchanged = (stuck, ticks) == self._last_look
+        self._last_look = (stuck, ticks)
+        return stuck if is_unchanged else []
 
     def _stacks(self) -> dict[int, str]:
         """Ask the running ranks for their stacks, and collect those that arrive in time."""
         self._output.flush()
-        states = self._seen.board.ranks["state"]
-        asked = [
-            r for r in range(len(states)) if r not in self.exit_codes and states[r] == RUNNING
-        ]
-        for rank in asked:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pids[rank], signal.SIGUSR1)
+        states = self._evidence.board.ranks["state"]
+        asked = []
+        for rank, state in enumerate(states):
+            if state == RUNNING and rank not in self.exit_codes:
+                asked.append(rank)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pids[rank], signal.SIGUSR1)
         until_s = time.monotonic() + _STACKS_S
         while asked and time.monotonic() < until_s:
             self._read(_POLL_S)
@@ -229,21 +238,24 @@ class Supervisor:
         """Leave nothing behind: end and join processes, show the last output, close the pipes."""
         for rank, pid in enumerate(self.pids):
             # The processes that a rank has started end, too.
-            for kill in (os.killpg, *[os.kill] * (rank not in self.exit_codes)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            if rank not in self.exit_codes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
         for process in self._processes:
             process.join(_END_PATIENCE_S)
         for _ in range(100):
-            if not (found := wait(self._output.connections, 0)):
+            ready = wait(self._output.connections, 0)
+            if not ready:
                 break
-            self._output.read(found)
+            self._output.read(ready)
         self._watcher.close(trace)
         self._output.flush()
         self._output.close()
         for control in self._controls:
             control.close()
-        Path(self._meeting).unlink(missing_ok=True)
+        Path(self._store_path).unlink(missing_ok=True)
         # The traceback of an error keeps this object alive; it must not keep the shared memory.
-        del self._seen.board, self._watcher
+        del self._evidence.board, self._watcher
         self._arena.close()

@@ -23,7 +23,7 @@ from labkit.collectives import all_gather
 from labkit.comm.board import RUNNING
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
-from labkit.comm.meeting import separate_comm
+from labkit.comm.rendezvous import separate_comm
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
@@ -37,7 +37,8 @@ from labkit.started import read_numbers, started_as_rank
 from labkit.units import MOST_SECONDS, format_count
 
 # The runs of this process so far, and the Comms that it has opened for threads.
-_runs, _opened = itertools.count(), itertools.count()
+_runs = itertools.count()
+_opened = itertools.count()
 _FOREVER = timedelta(days=365)
 
 
@@ -106,18 +107,20 @@ def _own_store(run: int) -> dist.Store:
     return dist.PrefixStore(f"watch/{run}", store)
 
 
-def _exchange(comm: Comm, mine: Report) -> list[Report]:
+def _exchange(comm: Comm, own_report: Report) -> list[Report]:
     """The reports of all ranks, in rank order; plain data, whoever has sent it."""
     backend = dist.get_backend()
     device = comm.device if backend == "nccl" else torch.device("cpu")
     comm = Comm(comm.rank, comm.world_size, device, TorchTransport(backend, device))
-    data = torch.frombuffer(bytearray(dump_report(mine)), dtype=torch.uint8)
-    lengths = [int(one) for one in all_gather(comm, torch.tensor(len(data), device=device))]
+    own_data = torch.frombuffer(bytearray(dump_report(own_report)), dtype=torch.uint8)
+    lengths = [int(n) for n in all_gather(comm, torch.tensor(len(own_data), device=device))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(data)] = data
-    found = zip(all_gather(comm, padded.to(device)), lengths)
-    everyone = [bytes(data[:length].cpu().numpy()) for data, length in found]
-    return [load_report(data, rank) for rank, data in enumerate(everyone)]
+    padded[: len(own_data)] = own_data
+    reports = []
+    for rank, data in enumerate(all_gather(comm, padded.to(device))):
+        data = data[: lengths[rank]].cpu()
+        reports.append(load_report(bytes(data.numpy()), rank))
+    return reports
 
 
 # For a library with its own thread
@@ -128,25 +131,29 @@ class Opened:
 
     Attributes:
         hosts, host: the ranks of each host, and the number of this one.
-        local_rank, local_size: this rank among those of its host, and how many these are.
+        local_rank, local_size: this rank among those of its host, and their number.
         has_failed: whether the script ends with an error.
     """
 
     def __init__(self, comm: Comm, at_end: Callable[[], None], watch: Watch | None = None):
         # A thread that is inside PyTorch when the interpreter ends would abort the process.
         atexit.register(at_end)
-        self.comm, self.has_failed = comm, False
+        self.comm = comm
+        self.has_failed = False
         self.hosts = comm.session.hosts
         self.host = next(n for n, ranks in enumerate(self.hosts) if comm.rank in ranks)
         neighbours = self.hosts[self.host]
-        self.local_rank, self.local_size = neighbours.index(comm.rank), len(neighbours)
-        self._watch, self._pid, self._print_error = watch, os.getpid(), sys.excepthook
+        self.local_rank = neighbours.index(comm.rank)
+        self.local_size = len(neighbours)
+        self._watch = watch
+        self._pid = os.getpid()
+        self._print_error = sys.excepthook
         if watch is not None:
             sys.excepthook = self._end_with
             watch.start()
 
     def _end_with(self, kind: object, error: BaseException, trace: object) -> None:
-        """Tell the other ranks of an error that ends this script, and print what explains it."""
+        """Report an error that ends this script to the other ranks, and print the explanation."""
         sys.excepthook = self._print_error
         self.has_failed = True
         if self._watch is not None and self.is_mine():
@@ -154,7 +161,7 @@ class Opened:
         sys.excepthook(type(error), error, error.__traceback__)
 
     def is_mine(self) -> bool:
-        """Whether this process has opened it, and not one that it was forked from."""
+        """True if this process has opened it, and not one that it was forked from."""
         return os.getpid() == self._pid
 
     def close(self) -> None:
@@ -178,20 +185,20 @@ def open_for(purpose: str, comm: Comm | None, at_end: Callable[[], None]) -> Ope
         comm: of the run that this rank is in; None to find it.
         at_end: called before the run or the program ends, to end the thread.
     """
-    if (run := comm or open_comm()) is not None:
-        run.session.at_close.append(at_end)
-    if run is not None and run.world_size > 1:
+    comm = comm or open_comm()
+    if comm is not None:
+        comm.session.at_close.append(at_end)
+    if comm is not None and comm.world_size > 1:
+        name = f"{purpose}/{next(_opened)}"
         store = dist.distributed_c10d._get_default_store()
-        where = f"{purpose}/{next(_opened)}"
-        return Opened(separate_comm(where, store, run.rank, run.world_size, _FOREVER), at_end)
-    started = None if run is not None else started_as_rank()
+        return Opened(separate_comm(name, store, comm.rank, comm.world_size, _FOREVER), at_end)
+    started = None if comm is not None else started_as_rank()
     if started is not None:
         rounds.join(MOST_SECONDS)
-        ranks_here = read_numbers().local_world_size or started.world_size
-        chosen = plan(ranks_here, "cpu", "auto")
-        mine = connect(chosen, MOST_SECONDS)
-        mine.session.board.ranks[mine.rank]["state"] = RUNNING
-        return Opened(mine, at_end, Watch(mine, _own_store(next(_runs))))
+        local_world_size = read_numbers().local_world_size or started.world_size
+        script_comm = connect(plan(local_world_size, "cpu", "auto"), MOST_SECONDS)
+        script_comm.session.board.ranks[script_comm.rank]["state"] = RUNNING
+        return Opened(script_comm, at_end, Watch(script_comm, _own_store(next(_runs))))
     arena = Arena(1)
-    cpu, alone = torch.device("cpu"), SharedTransport(arena, 0, math.inf)
-    return Opened(Comm(0, 1, cpu, alone, arena.board), at_end)
+    transport = SharedTransport(arena, 0, math.inf)
+    return Opened(Comm(0, 1, torch.device("cpu"), transport, arena.board), at_end)

@@ -21,15 +21,15 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 import torch.distributed as dist
+from numpy import random as numpy_random  # numpy would load it late, in every rank
 
 from labkit import gpus
 from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink, over_link, plug_in
-from labkit.comm.meeting import HostsTransport, find_hosts, meet, stay_on_loopback
+from labkit.comm.rendezvous import HostsTransport, find_hosts, map_arena, stay_on_loopback
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.source_lines import install_sources
@@ -42,7 +42,7 @@ from labkit.runtime.messages import Report, dump_value
 from labkit.schedules.ring import host_of
 from labkit.started import MARK, read_numbers
 
-# What the launcher writes to let a rank exit.
+# The launcher writes it to let a rank exit.
 GO = b"g"
 # Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
 PATIENCE_S = 30.0
@@ -54,17 +54,17 @@ _MOST_CONNECTED = 16
 
 # The Comm that this process has last joined the others with.
 _latest: list[Comm] = []
-# Why runs of this process have failed: first lines of errors.
+# First lines of the errors with which runs of this process have failed.
 failures: list[str] = []
 # The connections of the default process group of this process.
 group_connections: set[Any] = set()
-# Of the hosts of this process's latest run.
+# The names of the hosts of this process's latest run.
 host_names: list[str] = []
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the launcher hands to every rank: ``call`` is the function with its arguments, see
+    """A launcher's order to every rank: ``call`` is the function with its arguments, see
     ``messages.dump_call``, and ``sources`` are the caller's notebook cells, for tracebacks."""
 
     call: bytes
@@ -82,26 +82,27 @@ def run_rank(
     output: Connection,
     job: Job,
     arena: Arena,
-    meeting: str,
+    store_path: str,
 ) -> None:
-    """The rank's process: ``control`` carries its report and the launcher's answer."""
+    """Be a rank's process: ``control`` carries its report and the launcher's answer."""
     os.environ.clear()
     os.environ.update(environment)
-    rank, me = int(environment["RANK"]), os.getpid()
+    rank = int(environment["RANK"])
+    pid = os.getpid()
     # A separate process group, so that processes which this rank starts can be ended with it.
     os.setpgid(0, 0)
     may_exit = threading.Event()
     # Ctrl-C and the stop button signal the whole process group; the launcher ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # All that Python or C writes goes to the launcher.
-    streams: tuple[Any, ...] = sys.stdout, sys.stderr
+    streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
     for stream in streams:
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
         os.dup2(output.fileno(), stream.fileno())
     output.close()
     # A C-level handler: it answers even while the main thread is stuck in a native call.
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
-    arena.board.ranks[rank]["pid"] = me
+    arena.board.ranks[rank]["pid"] = pid
     if sys.platform.startswith("linux"):
         # A DataLoader's workers are forks of this rank, as in any program on Linux. From the
         # forkserver they would have to unpickle the data set, and to import torch, each epoch.
@@ -114,7 +115,7 @@ def run_rank(
         _watch_launcher(control, may_exit)
         install_sources(job.sources)
         function, args = cloudpickle.loads(job.call)
-        comm = connect(job.plan, job.timeout_s, arena, meeting, job.link)
+        comm = connect(job.plan, job.timeout_s, arena, store_path, job.link)
         report = call(comm, function, args, dump_value)
     except BaseException as error:
         report = report_of_failure(rank, error)
@@ -122,7 +123,7 @@ def run_rank(
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    if os.getpid() != me:
+    if os.getpid() != pid:
         # A child that the function has forked gets here, too; only the rank itself reports.
         os._exit(0)
     # Without a copy of a large value.
@@ -139,7 +140,7 @@ def run_rank(
 def call(
     comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...], dump: Callable[[Any], bytes]
 ) -> Report:
-    """Call ``fn`` as a rank; return its report, with what ``dump`` makes of the value."""
+    """Call ``fn`` as a rank; return its report, with the value as ``dump`` writes it."""
     comm.session.board.ranks[comm.rank]["state"] = RUNNING
     seed_random_numbers(comm.rank)
     comm.session.start_together()
@@ -191,14 +192,16 @@ def seed_random_numbers(rank: int) -> None:
 
     With ``rank`` itself as the seed, a rank would draw those of a caller that has seeded with 0.
     """
-    for_python, for_numpy, for_torch = np.random.SeedSequence(rank).generate_state(3)
+    for_python, for_numpy, for_torch = numpy_random.SeedSequence(rank).generate_state(3)
     random.seed(int(for_python))
-    np.random.seed(int(for_numpy))
-    torch.manual_seed(int(for_torch))
+    numpy_random.seed(int(for_numpy))
+    # For GPUs that may come PyTorch keeps a traceback, which takes milliseconds.
+    seed = torch.manual_seed if gpus.may_exist() else torch.default_generator.manual_seed
+    seed(int(for_torch))
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether this process's GPUs may round the factors of float32 products to TF32's 10 bits.
+    """Let this process's GPUs round the factors of float32 products to TF32's 10 bits, or not.
 
     cuDNN's convolutions do by default. Runs that are compared need all 23 bits.
     """
@@ -208,22 +211,23 @@ def allow_tf32(allowed: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some versions warn of the old one
         cuda.matmul.allow_tf32 = cudnn.allow_tf32 = allowed
+    precision = "tf32" if allowed else "ieee"
     for operation in (cuda.matmul, cudnn.conv, cudnn.rnn):
-        operation.fp32_precision = "tf32" if allowed else "ieee"
+        operation.fp32_precision = precision
 
 
 def connect(
     plan: Plan,
     timeout_s: float,
     arena: Arena | None = None,
-    meeting: Any = None,
+    rendezvous: Any = None,
     link: EmulatedLink | None = None,
 ) -> Comm:
     """Join the process group that the environment describes, and return this rank's Comm.
 
-    ``arena`` is the launcher's memory, with a place for every rank (None without a launcher);
-    ``meeting`` a file, or what has a ``store(world_size)``, or None for a launcher's; its ranks
-    have joined (``rounds.join``).
+    ``arena`` is the launcher's memory, with a slot for every rank (None without a launcher);
+    ``rendezvous`` a file, or an object with a ``store(world_size)``, or None for a launcher's; its
+    ranks have joined (``rounds.join``).
     """
     numbers = read_numbers()
     rank, world_size = numbers.rank, numbers.world_size
@@ -244,23 +248,27 @@ def connect(
     if not dist.is_initialized():
         # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
-        before = connections()
-        _join_group(rank, world_size, plan.backend, group_timeout_s, device, meeting)
-        group_connections.update(connections() - before)
-        keep_alive(group_connections)
+        # A launcher sees the end of a rank; without one the connections have to show it. (To list
+        # them the system goes through those of all processes.)
+        before = set() if arena else connections()
+        _join_group(rank, world_size, plan.backend, group_timeout_s, device, rendezvous)
+        if arena is None:
+            group_connections.update(connections() - before)
+            keep_alive(group_connections)
     group_store = dist.distributed_c10d._get_default_store()
     hosts, host_names[:] = find_hosts(group_store, rank, world_size)
     neighbours = hosts[host_of(rank, hosts)]
     if arena is None:
-        arena = meet(group_store, rank, world_size, neighbours)
+        arena = map_arena(group_store, rank, world_size, neighbours)
     plug_in(link, rank, arena if len(hosts) == 1 else None)
-    transport: Transport = (far := TorchTransport(plan.backend, device))
+    between_hosts = TorchTransport(plan.backend, device)
+    transport: Transport = between_hosts
     if arena and plan.transport == "shared":
-        near = SharedTransport(arena, rank, timeout_s + PATIENCE_S)
+        on_host = SharedTransport(arena, rank, timeout_s + PATIENCE_S)
         if len(neighbours) == world_size:
-            transport = near
+            transport = on_host
         elif len(neighbours) > 1:
-            transport = HostsTransport(near, far, neighbours)
+            transport = HostsTransport(on_host, between_hosts, neighbours)
     board = arena.board if arena else None
     comm = over_link(Comm(rank, world_size, device, transport, board, hosts=hosts))
     _latest[:] = [comm]
@@ -274,15 +282,20 @@ def open_comm() -> Comm | None:
 
 
 def _join_group(
-    rank: int, world_size: int, backend: str, timeout_s: float, device: torch.device, meeting: Any
+    rank: int,
+    world_size: int,
+    backend: str,
+    timeout_s: float,
+    device: torch.device,
+    rendezvous: Any,
 ) -> None:
     started_s = time.monotonic()
     patience = timedelta(seconds=min(timeout_s, _RENDEZVOUS_S))
     try:
-        if isinstance(meeting, str):
-            store: Any = dist.FileStore(meeting, world_size)
-        elif meeting is not None:
-            store = meeting.store(world_size)
+        if isinstance(rendezvous, str):
+            store: Any = dist.FileStore(rendezvous, world_size)
+        elif rendezvous is not None:
+            store = rendezvous.store(world_size)
         else:
             # Only what a launcher has started needs it.
             from labkit.runtime import rounds
@@ -298,13 +311,14 @@ def _join_group(
             device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) and meeting is None:
+        if isinstance(error, dist.DistError) and rendezvous is None:
             from labkit.runtime import rounds
 
             raise rounds.unreachable(error, time.monotonic() - started_s) from None
-        said = str(error).partition("\nException raised from ")[0]
-        text = f"rank {rank} could not connect to the other ranks. PyTorch says: {said}. "
-        if limit := reached_limit(error):
+        message = str(error).partition("\nException raised from ")[0]
+        text = f"rank {rank} could not connect to the other ranks. PyTorch says: {message}. "
+        limit = reached_limit(error)
+        if limit:
             raise OSError(text + limit) from None
         raise PeerLostError(
             f"{text}Perhaps one of them has ended, or GLOO_SOCKET_IFNAME="

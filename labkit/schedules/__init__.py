@@ -19,6 +19,7 @@ from labkit.schedules.pipeline import (
     Hop as Hop,
     gpipe as gpipe,
     interleaved as interleaved,
+    one_by_one as one_by_one,
     one_f_one_b as one_f_one_b,
     with_hops as with_hops,
     zero_bubble as zero_bubble,

@@ -1,4 +1,4 @@
-"""Buckets of gradients: which parameters are sent together.
+"""Buckets of gradients: the parameters that are sent together.
 
 Backward computes the gradients from the last layer to the first. Every message has a fixed cost
 (alpha), so gradients are sent in buckets. A bucket can be sent only when all its gradients are
@@ -37,20 +37,22 @@ def assign_buckets(
     """
     buckets: list[list[int]] = []
     filling: list[int] = []
-    held_bytes, cap = 0, min(first_cap_bytes, cap_bytes)
+    cap = min(first_cap_bytes, cap_bytes)
     for index in reversed(range(len(sizes_bytes))):
-        size = sizes_bytes[index]
-        if size >= cap:
+        if sizes_bytes[index] >= cap:
             buckets.append([index])
             cap = cap_bytes
             continue
         if filling and kinds and kinds[filling[-1]] != kinds[index]:
             buckets.append(filling)
-            filling, held_bytes, cap = [], 0, cap_bytes
+            filling = []
+            cap = cap_bytes
         filling.append(index)
-        held_bytes += size
-        if held_bytes >= cap:
+        if sum(sizes_bytes[held] for held in filling) >= cap:
             buckets.append(filling)
-            filling, held_bytes, cap = [], 0, cap_bytes
+            filling = []
+            cap = cap_bytes
+    if filling:
+        buckets.append(filling)
     # A bucket becomes ready with the gradient of its first registered parameter.
-    return sorted([*buckets, filling] if filling else buckets, key=min, reverse=True)
+    return sorted(buckets, key=min, reverse=True)

@@ -24,7 +24,7 @@ from labkit import units
 
 
 class LrSchedule(NamedTuple):
-    """``kind`` is constant, cosine or step: then the rate is times ``factor`` every ``epochs``."""
+    """A schedule of a ``kind``: constant, cosine or step (times ``factor`` every ``epochs``)."""
 
     kind: str
     epochs: int = 1
@@ -32,14 +32,15 @@ class LrSchedule(NamedTuple):
 
 
 def parse_lr_schedule(text: str) -> LrSchedule:
-    """``"step:30:0.1"`` is ("step", 30, 0.1)."""
+    """Parse an option: ``"step:30:0.1"`` is ("step", 30, 0.1)."""
     kind, *numbers = str(text).split(":")
     if kind in ("constant", "cosine") and not numbers:
         return LrSchedule(kind)
     try:
         if kind != "step" or len(numbers) != 2:
             raise ValueError
-        epochs, factor = int(numbers[0]), float(numbers[1])
+        epochs = int(numbers[0])
+        factor = float(numbers[1])
     except ValueError:
         raise ValueError(
             "lr_schedule must be constant, cosine, or step:EPOCHS:FACTOR as in step:30:0.1, got "
@@ -66,6 +67,8 @@ def lr_factor(
     if schedule.kind == "step":
         return schedule.factor ** (since // (schedule.epochs * updates_per_epoch))
     if schedule.kind == "cosine":
-        lasting = epochs * updates_per_epoch - warmup
-        return (1 + math.cos(math.pi * since / lasting)) / 2 if since < lasting else 0.0
+        updates = epochs * updates_per_epoch - warmup
+        if since >= updates:
+            return 0.0
+        return (1 + math.cos(math.pi * since / updates)) / 2
     return 1.0

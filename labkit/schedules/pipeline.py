@@ -4,14 +4,15 @@ Symbols: P ranks, M micro-batches, V stages per rank: stage c P + r is **chunk**
 V = 1, which all schedules but ``interleaved`` have, the stages are the ranks.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from labkit.schedules.ring import chunk_bounds
 from labkit.units import check_choice
 
-# The letters of the actions. A backward is whole, or two actions: its gradient of the stage's
-# input, for which the stage before waits, and its gradient of the weights, for which nobody does.
+# The letters of the actions. A backward is one action, or two: its gradient of the stage's input,
+# for which the stage before waits, and its gradient of the weights, for which nobody does.
 LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
 
 
@@ -30,7 +31,7 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a stage sends to its neighbour: an ``activation``, or the ``gradient`` of one.
+    """A tensor that crosses a cut between stages: an ``activation``, or the ``gradient`` of one.
 
     ``chunk`` is that of the stage at this end.
     """
@@ -42,10 +43,24 @@ class Message(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """What a stage sends and receives between two actions; if both, in a single exchange."""
+    """A send, a receive, or both as a single exchange, between two actions of a stage."""
 
     send: Message | None
     recv: Message | None
+
+
+def one_by_one(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
+    """Naive placement: each micro-batch passes all stages and back before the next. P = 3, M = 2:
+
+        stage 0   F0 .  .  .  .  B0 F1 .  .  .  .  B1
+        stage 1   .  F0 .  .  B0 .  .  F1 .  .  B1 .
+        stage 2   .  .  F0 B0 .  .  .  .  F1 B1 .  .
+
+    One stage works while all others wait, so a step is no faster than on one device.
+    """
+    for micro_batch in range(num_micro_batches):
+        yield Action("forward", micro_batch)
+        yield Action("backward", micro_batch)
 
 
 def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
@@ -126,17 +141,18 @@ def interleaved(
     Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
     Megatron-LM" (2021), section 2.2 and figure 4.
     """
-    chunks, order = range(stages_per_rank), list[tuple[int, int]]()
     bounds = chunk_bounds(num_micro_batches, max(1, num_micro_batches // num_ranks))
-    for group in bounds:
-        order += [(micro_batch, chunk) for chunk in chunks for micro_batch in range(*group)]
+    order: list[tuple[int, int]] = []
+    for start, end in bounds:
+        for chunk in range(stages_per_rank):
+            order += [(micro_batch, chunk) for micro_batch in range(start, end)]
     ahead = (stages_per_rank - 1) * bounds[0][1] + 2 * (num_ranks - 1 - rank)
     ahead = min(ahead, len(order))
-    for work in order[:ahead]:
-        yield Action("forward", *work)
-    for place, (micro_batch, chunk) in enumerate(order):
-        if place + ahead < len(order):
-            yield Action("forward", *order[place + ahead])
+    for micro_batch, chunk in order[:ahead]:
+        yield Action("forward", micro_batch, chunk)
+    for turn, (micro_batch, chunk) in enumerate(order):
+        if turn + ahead < len(order):
+            yield Action("forward", *order[turn + ahead])
         yield Action("backward", micro_batch, stages_per_rank - 1 - chunk)
 
 
@@ -146,19 +162,24 @@ PIPELINES: dict[str, Callable[..., Iterator[Action]]] = {
     "zero_bubble": zero_bubble,
     "interleaved": interleaved,
 }
-# Those in which a rank has a single stage.
+# The schedules in which a rank has a single stage.
 ONE_STAGE = ("gpipe", "1f1b", "zero_bubble")
 
 
 def stages_on_each(schedule: str, stages_per_rank: int | None = None) -> int:
-    """V of a schedule: what is given, or else 2 for ``interleaved`` and 1 for the others."""
+    """V of a schedule: the given number, or else 2 for ``interleaved`` and 1 for the others."""
     check_choice("schedule", schedule, PIPELINES)
-    several = schedule not in ONE_STAGE
-    given = 1 + several if stages_per_rank is None else stages_per_rank
-    if several != (given > 1):
-        takes = "2 or more: 1 is schedule 1f1b" if several else "1: leave it out, or interleave"
-        raise ValueError(f"stages_per_rank {given} with schedule {schedule}, which has {takes}")
-    return given
+    is_interleaved = schedule not in ONE_STAGE
+    if stages_per_rank is None:
+        return 2 if is_interleaved else 1
+    if is_interleaved != (stages_per_rank > 1):
+        allowed = "1: leave it out, or interleave"
+        if is_interleaved:
+            allowed = "2 or more: 1 is schedule 1f1b"
+        raise ValueError(
+            f"stages_per_rank {stages_per_rank} with schedule {schedule}, which has {allowed}"
+        )
+    return stages_per_rank
 
 
 def pipeline_streams(
@@ -173,15 +194,13 @@ def pipeline_streams(
     ``stages_per_rank`` is V, see ``stages_on_each``.
     """
     chunks = stages_on_each(schedule, stages_per_rank)
-    options = (chunks,) if schedule == "interleaved" else ()
-    return [
-        [
-            action
-            for action in PIPELINES[schedule](rank, num_ranks, num_micro_batches, *options)
-            if action.kind == "forward" or action.chunk * num_ranks + rank >= first_trained
-        ]
-        for rank in range(num_ranks)
-    ]
+    options = {"stages_per_rank": chunks} if schedule == "interleaved" else {}
+    streams: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for rank, stream in enumerate(streams):
+        for action in PIPELINES[schedule](rank, num_ranks, num_micro_batches, **options):
+            if action.kind == "forward" or action.chunk * num_ranks + rank >= first_trained:
+                stream.append(action)
+    return streams
 
 
 def in_flight(actions: Iterable[Action]) -> int:
@@ -189,50 +208,62 @@ def in_flight(actions: Iterable[Action]) -> int:
 
     They are counted once in each of its stages.
     """
-    held = most = 0
-    for action in actions:
-        # After the gradient of a stage's input, those of its weights still need activations.
-        held += {"forward": 1, "backward_input": 0}.get(action.kind, -1)
-        most = max(most, held)
-    return most
+    # After the gradient of a stage's input, those of its weights still need activations.
+    change = {"forward": 1, "backward_input": 0}
+    counts = itertools.accumulate(change.get(action.kind, -1) for action in actions)
+    return max([0, *counts])
 
 
 def with_hops(
-    actions: Iterable[Action], stage: int, num_stages: int, first_trained: int = 0
+    actions: Iterable[Action],
+    stage: int,
+    num_stages: int,
+    first_trained: int = 0,
+    *,
+    exchange: bool = True,
 ) -> Iterator[Action | Hop]:
-    """What a stage executes: its actions, and between them the messages that they need.
+    """The instructions of a stage: its actions, and between them the messages that they need.
 
     A send ends only when its receive has begun. So what a stage sends to a neighbour and what it
     next needs from the same neighbour make a single ``Hop``: if stage 0 sends F1's activation
-    while stage 1 sends B0's gradient, neither waits for the other. The stages before
-    ``first_trained`` train nothing: they have no backward, and no gradient is sent to them.
+    while stage 1 sends B0's gradient, neither waits for the other. Without ``exchange`` each hop
+    is one message. The stages before ``first_trained`` train nothing: they have no backward, and
+    no gradient is sent to them.
     """
     send = None
     for action in actions:
         if action.kind == "backward" and stage < first_trained:
             continue
-        recv = _needed(action, stage, num_stages)
-        if send and recv and send.peer != recv.peer:
+        recv, made = messages_of(action, stage, num_stages, num_stages, first_trained)
+        if send and recv and not (exchange and send.peer == recv.peer):
             yield Hop(send, None)
             send = None
         if send or recv:
             yield Hop(send, recv)
         yield action
-        send = _made(action, stage, num_stages, first_trained)
+        send = made
     if send:
         yield Hop(send, None)
 
 
-def _needed(action: Action, stage: int, num_stages: int) -> Message | None:
-    if action.kind == "forward":
-        return Message("activation", action.micro_batch, stage - 1) if stage > 0 else None
-    last = stage + 1 == num_stages
-    return None if last else Message("gradient", action.micro_batch, stage + 1)
+def messages_of(
+    action: Action, rank: int, num_ranks: int, num_stages: int, first_trained: int
+) -> tuple[Message | None, Message | None]:
+    """Return the message that ``action`` of ``rank`` needs, and the one that it makes, or None.
 
-
-def _made(action: Action, stage: int, num_stages: int, first_trained: int) -> Message | None:
-    if action.kind == "forward":
-        last = stage + 1 == num_stages
-        return None if last else Message("activation", action.micro_batch, stage + 1)
-    trains_before = stage > first_trained
-    return Message("gradient", action.micro_batch, stage - 1) if trains_before else None
+    The peer is the rank itself if it has the next stage, too: nothing is sent.
+    """
+    kind, micro_batch, chunk = action
+    if kind == "backward_weight":
+        return None, None
+    is_forward = kind == "forward"
+    kind = "activation" if is_forward else "gradient"
+    direction = 1 if is_forward else -1
+    stage = chunk * num_ranks + rank
+    source, target = stage - direction, stage + direction
+    needed = made = None
+    if 0 <= source < num_stages:
+        needed = Message(kind, micro_batch, source % num_ranks, chunk)
+    if 0 <= target < num_stages and (is_forward or target >= first_trained):
+        made = Message(kind, micro_batch, target % num_ranks, chunk)
+    return needed, made

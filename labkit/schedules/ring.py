@@ -1,4 +1,4 @@
-"""The ring: which chunk each rank sends and receives at each step of ring all-reduce.
+"""The ring: the chunks that each rank sends and receives at each step of ring all-reduce.
 
 Over several hosts, hierarchical all-reduce is made of rings:
 
@@ -28,7 +28,7 @@ Blocks = tuple[int, int]
 
 
 class RingStep(NamedTuple):
-    """What one rank does in one step of a ring: it sends and receives a message at the same time.
+    """One step of a rank in a ring: it sends and receives a message at the same time.
 
     ``phase`` is ``share_reduce`` or ``share_only``.
     """
@@ -67,7 +67,8 @@ def ring_all_reduce(rank: int, world_size: int) -> Iterator[RingStep]:
 
 
 def _ring(rank: int, world_size: int, phase: str, first: int) -> Iterator[RingStep]:
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    right = (rank + 1) % world_size
+    left = (rank - 1) % world_size
     for step in range(world_size - 1):
         chunk = (first - step) % world_size
         yield RingStep(step, phase, right, chunk, left, (chunk - 1) % world_size)
@@ -101,18 +102,21 @@ def attention_chunks(rank: int, world_size: int, length: int, zigzag: bool = Fal
 
 
 def ring_contributions(world_size: int) -> list[list[list[frozenset[int]]]]:
-    """Which ranks' values each chunk contains: [state][rank][chunk] -> the ranks already summed.
+    """The ranks whose values each chunk contains: [state][rank][chunk] -> ranks already summed.
 
     State 0 is the start, and each of the 2 (P - 1) steps adds one state.
     """
     ranks = range(world_size)
     held = [[frozenset({rank}) for _ in ranks] for rank in ranks]
     states = [[list(row) for row in held]]
-    for steps in zip(*(ring_all_reduce(rank, world_size) for rank in ranks)):
-        sent = {rank: held[rank][step.send_chunk] for rank, step in zip(ranks, steps)}
-        for rank, step in zip(ranks, steps):
-            mine = held[rank][step.recv_chunk] if step.phase == "share_reduce" else frozenset()
-            held[rank][step.recv_chunk] = mine | sent[step.src]
+    streams = [ring_all_reduce(rank, world_size) for rank in ranks]
+    for steps in zip(*streams):
+        sent = [held[rank][step.send_chunk] for rank, step in enumerate(steps)]
+        for rank, step in enumerate(steps):
+            if step.phase == "share_reduce":
+                held[rank][step.recv_chunk] |= sent[step.src]
+            else:
+                held[rank][step.recv_chunk] = sent[step.src]
         states.append([list(row) for row in held])
     return states
 
@@ -121,7 +125,7 @@ def ring_contributions(world_size: int) -> list[list[list[frozenset[int]]]]:
 
 
 def num_blocks(hosts: Hosts) -> int:
-    """L x H: into how many blocks the tensor is cut."""
+    """L x H, the number of blocks that the tensor is cut into."""
     return len(hosts) * math.lcm(*map(len, hosts))
 
 
@@ -135,18 +139,20 @@ def rings_between(rank: int, hosts: Hosts) -> Iterator[tuple[list[int], Blocks]]
     """The rings between hosts that ``rank`` is in: their ranks, one per host, and their blocks."""
     ranks = hosts[host_of(rank, hosts)]
     first, end = parts_inside(len(ranks), hosts)[owned_chunk(ranks.index(rank), len(ranks))]
-    # Wherever a part of some host begins, another ring begins.
-    begins = {start for ranks in hosts for start, _ in parts_inside(len(ranks), hosts)}
-    ends = [*sorted(begin for begin in begins if first <= begin < end), end]
-    for start, stop in itertools.pairwise(ends):
+    # Wherever a part of any host begins, another ring begins.
+    starts = {start for ranks in hosts for start, _ in parts_inside(len(ranks), hosts)}
+    edges = [*sorted(start for start in starts if first <= start < end), end]
+    for start, stop in itertools.pairwise(edges):
         members = []
         for ranks in hosts:
             part = start * len(ranks) // num_blocks(hosts)
-            members += [r for n, r in enumerate(ranks) if owned_chunk(n, len(ranks)) == part]
+            for position, member in enumerate(ranks):
+                if owned_chunk(position, len(ranks)) == part:
+                    members.append(member)
         yield members, (start, stop)
 
 
 def host_of(rank: int, hosts: Hosts) -> int:
     """The number of the host that ``rank`` is on."""
-    (found,) = (host for host, ranks in enumerate(hosts) if rank in ranks)
-    return found
+    (number,) = [host for host, ranks in enumerate(hosts) if rank in ranks]
+    return number

@@ -1,4 +1,4 @@
-"""Parameter servers: in which turn a server meets which worker, and how late a gradient is.
+"""Parameter servers: the turns in which servers meet workers, and the staleness of gradients.
 
 **Turns.** In turn t server s meets worker (t + s) mod M, if there is such a worker: each worker
 meets a different server, and after M = max(servers, workers) turns every server has met every
@@ -28,26 +28,26 @@ from typing import NamedTuple
 def server_turns(server: int, num_servers: int, num_workers: int) -> list[int]:
     """The workers (0, 1, ...) in the order in which ``server`` meets them: t + server (mod M)."""
     turns = max(num_servers, num_workers)
-    workers = ((turn + server) % turns for turn in range(turns))
+    workers = [(turn + server) % turns for turn in range(turns)]
     return [worker for worker in workers if worker < num_workers]
 
 
 def worker_turns(worker: int, num_servers: int, num_workers: int) -> list[int]:
     """The servers in the order in which ``worker`` meets them: worker - t (mod M)."""
     turns = max(num_servers, num_workers)
-    servers = ((worker - turn) % turns for turn in range(turns))
+    servers = [(worker - turn) % turns for turn in range(turns)]
     return [server for server in servers if server < num_servers]
 
 
 class Update(NamedTuple):
-    """One gradient that the server has applied: from which worker, and how many updates late."""
+    """A gradient that the server has applied: its worker, and the updates that it missed."""
 
     worker: int
     staleness: int
 
 
 class StalenessTracker:
-    """Which worker has pulled which version, which pushes wait, and which may be applied next.
+    """The versions that workers have pulled, the pushes that wait, and the next one to apply.
 
     All workers start with version 0. ``bound`` is the largest staleness allowed, W - 1 or more;
     None allows any.
@@ -56,7 +56,7 @@ class StalenessTracker:
         version: V, the number of updates so far.
         updates: all updates so far, in order.
         pulled: {worker: v_j}.
-        held: the workers with a waiting push, in the order in which they pushed.
+        held: the workers whose push waits, in the order in which they pushed.
     """
 
     def __init__(self, workers: Iterable[int], bound: int | None = None):
@@ -79,8 +79,8 @@ class StalenessTracker:
         oldest = min(self.held, key=self.pulled.__getitem__, default=None)
         if oldest is None or self.bound is None:
             return oldest
-        others = [version for worker, version in self.pulled.items() if worker != oldest]
-        return oldest if in_time(others, self.version + 1, self.bound) else None
+        remaining = [version for worker, version in self.pulled.items() if worker != oldest]
+        return oldest if in_time(remaining, self.version + 1, self.bound) else None
 
     def apply(self, worker: int) -> None:
         """Record that the gradient of ``worker`` has become an update."""
@@ -102,17 +102,17 @@ class StalenessTracker:
 
 
 def in_time(pulled: Iterable[int], version: int, bound: int) -> bool:
-    """Whether gradients from the ``pulled`` versions can all still be applied within the bound.
+    """Return whether the gradients from all ``pulled`` versions can be applied within the bound.
 
     Applied oldest first, the k-th of them (from 0) meets version V + k: its staleness is
     V + k - v_k.
     """
     oldest_first = enumerate(sorted(pulled))
-    return all(version + place - pulled_at <= bound for place, pulled_at in oldest_first)
+    return all(version + k - pulled_version <= bound for k, pulled_version in oldest_first)
 
 
 def check_bound(workers: int, bound: int | None) -> None:
-    """ValueError, with the smallest possible bound, for one that cannot be kept."""
+    """Raise ValueError, with the smallest possible bound, for one that cannot be kept."""
     if bound is not None and bound < workers - 1:
         raise ValueError(
             f"a staleness of at most {bound} cannot be kept with {workers} workers: one of their "

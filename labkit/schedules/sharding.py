@@ -1,4 +1,4 @@
-"""Sharded data parallelism: what a rank does with each unit's parameters and gradients, in order.
+"""Sharded data parallelism: the order in which a rank gathers, frees and reduces its flats.
 
 A unit is a layer, or a few. Its parameters form **flats**, tensors of which each rank has a chunk.
 Stage 3 gathers the flats of the next unit while this one computes, and frees them when the unit is
@@ -23,10 +23,11 @@ Uses = Sequence[Sequence[int]]
 
 
 class Instruction(NamedTuple):
-    """What a rank does next: with unit ``number`` for forward and backward, else with that flat.
+    """The next work of a rank: on unit ``number`` for forward and backward, else on that flat.
 
-    ``gather`` begins to collect its chunks, ``wait`` waits for them, ``free`` keeps only the own
-    one; ``begin`` makes gradients, zeros; ``reduce`` begins to sum them, ``finish`` waits for it.
+    ``gather`` begins the all-gather (share-only) of its shards, ``wait`` waits for it, ``free``
+    keeps only the rank's own; ``begin`` makes gradients, zeros; ``reduce`` begins their
+    reduce-scatter (share-reduce), ``finish`` waits for it.
     """
 
     kind: str
@@ -35,8 +36,12 @@ class Instruction(NamedTuple):
 
 def first_uses(uses: Uses) -> list[list[int]]:
     """By unit, the flats that no unit before it uses: backward completes their gradients there."""
-    before = (set().union(*uses[:unit]) for unit in range(len(uses)))
-    return [[flat for flat in flats if flat not in seen] for flats, seen in zip(uses, before)]
+    used_before = set[int]()
+    by_unit = []
+    for flats in uses:
+        by_unit.append([flat for flat in flats if flat not in used_before])
+        used_before.update(flats)
+    return by_unit
 
 
 def sharded_pass(
@@ -46,35 +51,43 @@ def sharded_pass(
 
     ``trained`` are the flats that get gradients. Backward ends with the first unit that uses one.
     """
+    owned = [[flat for flat in flats if flat in trained] for flats in first_uses(uses)]
     # Two units behind the last one make the ends of the loop like its middle.
-    owned = [[flat for flat in flats if flat in trained] for flats in first_uses(uses)] + [[], []]
-    first = next((n for n, flats in enumerate(uses) if {*flats} & {*trained}), len(uses))
-    there = [Instruction("forward", n) for n in range(len(uses))]
-    back = [Instruction("backward", n) for n in range(len(uses) - 1, first - 1, -1)] * backward
-    whole: list[int] = []
-    for place, visit in enumerate(visits := [*there, *back]):
+    owned += [[], []]
+    trained_units = [unit for unit, flats in enumerate(uses) if set(flats) & set(trained)]
+    backward = backward and bool(trained_units)
+    visits = [Instruction("forward", unit) for unit in range(len(uses))]
+    if backward:
+        units = reversed(range(trained_units[0], len(uses)))
+        visits += [Instruction("backward", unit) for unit in units]
+    gathered: list[int] = []
+    for position, (kind, unit) in enumerate(visits):
         # Forward has left all units when backward begins.
-        turns, n = place == len(there), visit.number
-        for flat in [flat for flat in whole if turns or flat not in uses[n]]:
-            # What was gathered ahead is for this unit.
-            whole.remove(flat)
-            yield Instruction("free", flat)
-        if visit.kind == "backward":
-            yield from (Instruction("finish", flat) for flat in owned[n + 2])
-            yield from (Instruction("reduce", flat) for flat in owned[n + 1])
+        is_turn = position == len(uses)
+        # What was gathered ahead is for this unit.
+        left = [flat for flat in gathered if is_turn or flat not in uses[unit]]
+        gathered = [flat for flat in gathered if flat not in left]
+        yield from _for_each(left, "free")
+        if kind == "backward":
+            yield from _for_each(owned[unit + 2], "finish")
+            yield from _for_each(owned[unit + 1], "reduce")
         if stage == 3:
-            ahead = visits[place + 1 : place + 2] if place + 1 != len(there) else []
-            wanted = dict.fromkeys(f for one in (visit, *ahead) for f in uses[one.number])
-            for flat in wanted:
-                if flat not in whole:
-                    whole.append(flat)
-                    yield Instruction("gather", flat)
-            yield from (Instruction("wait", flat) for flat in uses[n])
-        if visit.kind == "backward":
-            yield from (Instruction("begin", flat) for flat in owned[n])
-        yield visit
-    yield from (Instruction("free", flat) for flat in whole)
-    if back:
-        yield from (Instruction("finish", flat) for flat in owned[first + 1])
-        for kind in ("reduce", "finish"):
-            yield from (Instruction(kind, flat) for flat in owned[first])
+            wanted = [*uses[unit]]
+            if position + 1 not in (len(uses), len(visits)):
+                wanted += uses[visits[position + 1].number]
+            missing = [flat for flat in dict.fromkeys(wanted) if flat not in gathered]
+            gathered += missing
+            yield from _for_each(missing, "gather")
+            yield from _for_each(uses[unit], "wait")
+        if kind == "backward":
+            yield from _for_each(owned[unit], "begin")
+        yield Instruction(kind, unit)
+    yield from _for_each(gathered, "free")
+    if backward:
+        yield from _for_each(owned[unit + 1], "finish")
+        yield from _for_each(owned[unit], "reduce")
+        yield from _for_each(owned[unit], "finish")
+
+
+def _for_each(flats: Sequence[int], kind: str) -> list[Instruction]:
+    return [Instruction(kind, flat) for flat in flats]

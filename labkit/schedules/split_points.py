@@ -1,4 +1,4 @@
-"""Split points: where a chain of layers is cut into stages.
+"""Split points: the cuts of a chain of layers into stages.
 
 A **split point** k means that a stage begins with layer k; P - 1 of them make P stages.
 Symbols: L layers, P stages.

@@ -1,14 +1,24 @@
-"""The timetable of a pipeline: when each rank runs which action, and in which order messages move.
+"""The timetable of a pipeline: the seconds of each action, and the order of the messages.
 
 Symbols: P ranks, V stages per rank; stage c P + r is chunk c of rank r.
 """
 
 import functools
+import math
 from collections import deque
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
-from labkit.schedules.pipeline import Action, Hop, Message, pipeline_streams, with_hops
+from labkit.schedules.pipeline import (
+    Action,
+    Hop,
+    Message,
+    messages_of,
+    one_by_one,
+    pipeline_streams,
+    with_hops,
+)
 
 
 class Slot(NamedTuple):
@@ -42,75 +52,79 @@ def predicted_slots(
         hop_s: by cut, seconds of one transfer, the same in both directions; 0 by default.
         weight_s: by stage, the part of ``backward_s`` for the weights; by default one half.
     """
-    ranks, num_stages = len(streams), len(forward_s)
-    hop_s = hop_s or [0.0] * (num_stages - 1)
+    num_ranks = len(streams)
+    hop_s = hop_s or [0.0] * (len(forward_s) - 1)
     weight_s = weight_s or [seconds / 2 for seconds in backward_s]
-    seconds = {"forward": forward_s, "backward": backward_s, "backward_weight": weight_s}
-    seconds["backward_input"] = [both - half for both, half in zip(backward_s, weight_s)]
+    input_s = [seconds - weight for seconds, weight in zip(backward_s, weight_s)]
+    seconds = {"forward": forward_s, "backward": backward_s}
+    seconds |= {"backward_input": input_s, "backward_weight": weight_s}
     slots: list[list[Slot]] = [[] for _ in streams]
     # By kind, stage and micro-batch; the gradient of a stage's input is always a "backward".
     ends_s: dict[tuple[str, int, int], float] = {}
     todo = [deque(stream) for stream in streams]
-
-    def arrival_s(stage: int, kind: str, micro_batch: int) -> float | None:
-        """When the inputs of an action have arrived; None before that is known."""
-        beside = stage - 1 if kind == "forward" else stage + 1
-        needs = {} if kind == "forward" else {("forward", stage): 0.0}
-        if kind == "backward_weight":
-            needs = {("backward", stage): 0.0}
-        elif 0 <= beside < num_stages:
-            needs[kind.removesuffix("_input"), beside] = hop_s[min(stage, beside)]
-        found = [(ends_s.get((*need, micro_batch)), hop) for need, hop in needs.items()]
-        known = [end_s + hop for end_s, hop in found if end_s is not None]
-        return max(known, default=0.0) if len(known) == len(found) else None
-
     while any(todo):
-        before = len(ends_s)
+        num_done = len(ends_s)
         for rank, actions in enumerate(todo):
             while actions:
                 kind, micro_batch, chunk = actions[0]
-                stage = chunk * ranks + rank
-                if (start_s := arrival_s(stage, kind, micro_batch)) is None:
+                stage = chunk * num_ranks + rank
+                start_s = slots[rank][-1].end_s if slots[rank] else 0.0
+                for needed, transfer_s in _inputs(kind, stage, hop_s).items():
+                    arrival_s = ends_s.get((*needed, micro_batch), math.inf) + transfer_s
+                    start_s = max(start_s, arrival_s)
+                if start_s == math.inf:  # an input has not been made yet
                     break
                 actions.popleft()
-                if slots[rank]:
-                    start_s = max(start_s, slots[rank][-1].end_s)
                 end_s = start_s + seconds[kind][stage]
                 ends_s[kind.removesuffix("_input"), stage, micro_batch] = end_s
                 slots[rank].append(Slot(rank, kind, micro_batch, start_s, end_s, chunk))
-        if len(ends_s) == before:
+        if len(ends_s) == num_done:
             stuck = [f"stage {rank} at {rest[0]}" for rank, rest in enumerate(todo) if rest]
             raise ValueError(f"these streams can never finish: {', '.join(stuck)}")
     return [slot for row in slots for slot in row]
 
 
-def with_messages(streams: Sequence[Sequence[Action]]) -> list[list[Action | Hop]]:
-    """What each rank executes if its messages move beside its work: each ``Hop`` has one end.
+def _inputs(kind: str, stage: int, hop_s: Sequence[float]) -> dict[tuple[str, int], float]:
+    """The (kind, stage) of the actions that an action needs, and the seconds of their transfer."""
+    if kind == "backward_weight":
+        return {("backward", stage): 0.0}
+    neighbour = stage - 1 if kind == "forward" else stage + 1
+    inputs = {}
+    if kind != "forward":
+        inputs["forward", stage] = 0.0
+    if 0 <= neighbour <= len(hop_s):
+        inputs[kind.removesuffix("_input"), neighbour] = hop_s[min(stage, neighbour)]
+    return inputs
+
+
+def with_messages(
+    streams: Sequence[Sequence[Action]], first_trained: int = 0
+) -> list[list[Action | Hop]]:
+    """The instructions of each rank if messages move beside its work: each ``Hop`` has one end.
 
     All messages have one order, in which a timetable of equal forwards makes them, and each rank
     sends and receives in it. So of the messages that have not moved the first one can: all before
     it have ended on both ranks. A receive comes before the action during which its message is
     made; an action waits for what it needs.
     """
-    ranks, chunks = len(streams), 1 + max((a.chunk for row in streams for a in row), default=0)
-    equal = [1.0] * ranks * chunks
-    slots = predicted_slots(streams, equal, [2 * seconds for seconds in equal])
-    runs = {(s.kind.removesuffix("_input"), s.chunk * ranks + s.stage) for s in slots}
-    # By rank: what it does, each with the time of its end, messages after the action that ends.
-    found = [list[tuple[tuple[Any, ...], Action | Hop]]() for _ in streams]
+    num_ranks = len(streams)
+    num_chunks = 1 + max((action.chunk for row in streams for action in row), default=0)
+    num_stages = num_ranks * num_chunks
+    slots = predicted_slots(streams, [1.0] * num_stages, [2.0] * num_stages)
+    # By rank: its instructions, each with the time of its end. What an action makes is sent after
+    # it, and of several messages made at one time that of the lowest stage is the first.
+    rows = [list[tuple[tuple[Any, ...], Action | Hop]]() for _ in streams]
     for rank, kind, micro_batch, _, end_s, chunk in slots:
-        found[rank].append(((end_s, False), Action(kind, micro_batch, chunk)))
-        forward, stage = kind == "forward", chunk * ranks + rank
-        beside = stage + 1 if forward else stage - 1
-        peer, place = beside % ranks, (end_s, True, stage)
-        # Nobody needs a gradient of weights, or any gradient where nothing before it is trained.
-        is_needed = (kind.removesuffix("_input"), beside) in runs and kind != "backward_weight"
-        if not is_needed or peer == rank:
-            continue
-        what = "activation" if forward else "gradient", micro_batch
-        found[rank].append((place, Hop(Message(*what, peer, chunk), None)))
-        found[peer].append((place, Hop(None, Message(*what, rank, beside // ranks))))
-    return [[step for _, step in sorted(row, key=lambda each: each[0])] for row in found]
+        action = Action(kind, micro_batch, chunk)
+        rows[rank].append(((end_s, False), action))
+        _, sent = messages_of(action, rank, num_ranks, num_stages, first_trained)
+        if sent and sent.peer != rank:
+            stage = chunk * num_ranks + rank
+            neighbour = stage + 1 if kind == "forward" else stage - 1
+            received = Message(sent.kind, micro_batch, rank, neighbour // num_ranks)
+            rows[rank].append(((end_s, True, stage), Hop(sent, None)))
+            rows[sent.peer].append(((end_s, True, stage), Hop(None, received)))
+    return [[step for _, step in sorted(row, key=itemgetter(0))] for row in rows]
 
 
 @functools.cache
@@ -122,9 +136,13 @@ def instructions(
     first_trained: int = 0,
     stages_per_rank: int = 1,
 ) -> list[Action | Hop]:
-    """A rank's actions and messages: by ``with_hops`` (GPipe, 1F1B) or ``with_messages``."""
-    sizes = num_ranks, num_micro_batches, first_trained, stages_per_rank
-    streams = pipeline_streams(schedule, *sizes)
+    """A rank's actions and messages, of the naive placement (``one_by_one``) or of a pipeline."""
+    if schedule == "one_by_one":
+        actions = one_by_one(rank, num_ranks, num_micro_batches)
+        return list(with_hops(actions, rank, num_ranks, first_trained, exchange=False))
+    streams = pipeline_streams(
+        schedule, num_ranks, num_micro_batches, first_trained, stages_per_rank
+    )
     if schedule in ("gpipe", "1f1b"):
         return list(with_hops(streams[rank], rank, num_ranks, first_trained))
-    return with_messages(streams)[rank]
+    return with_messages(streams, first_trained)[rank]

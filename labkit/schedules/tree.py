@@ -1,4 +1,4 @@
-"""Trees and exchanges: which rank sends to which at each step, for any number of ranks.
+"""Trees and exchanges: the sender and receiver at each step, for any number of ranks.
 
 Symbols: P ranks, Q the largest power of two up to P, r a rank, s a step.
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Transfer(NamedTuple):
-    """What one rank does in one step; a rank may take no part in some steps.
+    """The messages of one rank in one step; a rank may take no part in some steps.
 
     Attributes:
         step: its number, the same on all ranks.
@@ -33,12 +33,12 @@ def binomial_broadcast(rank: int, world_size: int, root: int = 0) -> Iterator[Tr
         step 1    0 -> 2, 1 -> 3
         step 2    0 -> 4, 1 -> 5, 2 -> 6, 3 -> 7
     """
-    place = (rank - root) % world_size
+    from_root = (rank - root) % world_size
     for step in range((world_size - 1).bit_length()):
         reach = 2**step
-        if reach <= place < 2 * reach:
+        if reach <= from_root < 2 * reach:
             yield Transfer(step, None, (rank - reach) % world_size)
-        elif place < reach and place + reach < world_size:
+        elif from_root < reach and from_root + reach < world_size:
             yield Transfer(step, (rank + reach) % world_size, None)
 
 

@@ -34,10 +34,10 @@ STRATEGIES = tuple(TECHNIQUES)
 
 
 def get(name: str, *, builtin: bool = False, in_one_process: bool = False) -> "type[Strategy]":
-    """The class of a technique: ours, PyTorch's, or ours for several devices in one process."""
+    """Return the class of a technique: ours, PyTorch's, or ours for devices in one process."""
     check_choice("strategy", name, STRATEGIES)
-    place = TECHNIQUES[name][builtin]
+    path = TECHNIQUES[name][builtin]
     if in_one_process and not builtin:
-        place = IN_ONE_PROCESS.get(name, place)
-    module, _, class_name = place.rpartition(".")
+        path = IN_ONE_PROCESS.get(name, path)
+    module, _, class_name = path.rpartition(".")
     return getattr(importlib.import_module(f"labkit.strategies.{module}"), class_name)

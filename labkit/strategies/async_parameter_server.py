@@ -32,7 +32,7 @@ from labkit.strategies.base import Batch, LossScaler, MakeOptimizer, lay_end_to_
 from labkit.strategies.on_shares import OnShares
 from labkit.workload.losses import CountedLoss
 
-# Seconds since the start, and the mean loss of the samples that were processed.
+# Seconds since the start, and the mean loss of the epoch's samples.
 EpochEnd = tuple[float, Tensor]
 
 
@@ -74,17 +74,18 @@ class AsyncParameterServer(OnShares):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.check_ranks(comm.world_size)
-        self.place(comm, model)
+        self.move_to_device(comm, model)
         buffers = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         self.values, self.gradient = lay_end_to_end([*self.trained, *buffers])
         num_buffers = sum(buffer.numel() for buffer in buffers)
         self.buffers = slice(len(self.values) - num_buffers, None)
         self.tracker = StalenessTracker(self.workers, self.max_staleness)
-        # By worker: the first message of its push, while the gradient waits or is applied.
+        # By worker, the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
         if comm.rank == 0:
             self.optimizer = make_optimizer(self.trained)
-            self.clip_norm = self.clip_norm and self.clip_norm / len(self.workers)
+            if self.clip_norm is not None:
+                self.clip_norm /= len(self.workers)
             # Workers have unscaled what they push.
             self.scaler = LossScaler(False)
 
@@ -105,7 +106,9 @@ class AsyncParameterServer(OnShares):
 
     def work(self, batches: Iterator[Batch]) -> None:
         """On a worker: compute a gradient, push it, pull, until the server says to stop."""
-        goes_on, done = True, 0
+        goes_on = True
+        done = 0
+        # Integer buffers, such as BatchNorm's counts, do not travel, and end as they began.
         counters = [(b, b.clone()) for b in self.model.buffers() if not b.is_floating_point()]
         while goes_on:
             inputs, targets, batch_size = next(batches)
@@ -117,11 +120,13 @@ class AsyncParameterServer(OnShares):
             report = torch.stack([loss.double(), weight.to(loss.device)])
             if self.scaler.enabled:
                 self.scaler.unscale([self.gradient])
-                self.scaler.update(overflowed := not bool(self.gradient.isfinite().all()))
+                overflowed = not bool(self.gradient.isfinite().all())
+                self.scaler.update(overflowed)
                 if overflowed:
                     report.zero_()
             self.gradient[self.buffers] = self.values[self.buffers]
-            goes_on, done = bool(self.push_and_pull(report)), done + 1
+            goes_on = bool(self.push_and_pull(report))
+            done += 1
             self.comm.progress(done, samples=samples, loss=loss / max(1, samples))
         for counter, start in counters:
             counter.copy_(start)
@@ -150,16 +155,17 @@ class AsyncParameterServer(OnShares):
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
         """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all."""
-        start_s, done, last = time.perf_counter(), 0, shares * epochs
-        # Of this epoch so far: the sum of losses, and their weight.
+        start_s = time.perf_counter()
+        done = 0
+        last = shares * epochs
+        # The sum of this epoch's losses so far, and their weight.
         sums = self.values.new_zeros(2, dtype=torch.double)
         while done < last or self.tracker.pulled:
             # After the last update: receive the late pushes, answer with the final parameters.
             worker = self.tracker.next() if done < last else next(iter(self.tracker.held), None)
             with self.may_be_lost(done < last):
                 if worker is None:
-                    worker = self.hear()
-                    self.tracker.push(worker)
+                    self.tracker.push(self.recv_report())
                     continue
                 self.receive(worker)
                 if done < last:
@@ -171,10 +177,13 @@ class AsyncParameterServer(OnShares):
                         yield time.perf_counter() - start_s, sums[0] / sums[1]
                         sums.zero_()
                 self.answer(worker, self.values.new_full((1,), done < last))
-                self.tracker.pull(worker) if done < last else self.tracker.drop(worker)
+                if done < last:
+                    self.tracker.pull(worker)
+                else:
+                    self.tracker.drop(worker)
             self.comm.progress(done, last, "shares of all workers")
 
-    def hear(self) -> int:
+    def recv_report(self) -> int:
         """Wait until a worker begins a push, and receive the push's first message."""
         report = self.values.new_empty(2, dtype=torch.double)
         with self.comm.span("push"):
@@ -219,5 +228,6 @@ class AsyncParameterServer(OnShares):
     def notes(self) -> dict[str, Any]:
         """``staleness`` is [worker, staleness] of each update."""
         updates = [list(update) for update in self.tracker.updates]
-        counts = [sum(u[0] == rank for u in updates) for rank in range(self.comm.world_size)]
+        workers = [worker for worker, _ in updates]
+        counts = [workers.count(rank) for rank in range(self.comm.world_size)]
         return {"staleness": updates, "updates_by_rank": counts}

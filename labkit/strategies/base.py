@@ -1,19 +1,19 @@
-"""What every technique has in common: the calls of the training loop, and the end of a step.
+"""The base of all techniques: the calls of the training loop, and the end of a step.
 
 A technique defines ``setup`` and ``step``, and overrides other calls only where it differs.
 When the gradients of the mean loss are complete, ``update`` ends the step:
 
+0. **weight**: where the weight of a loss was only known afterwards, gradients are multiplied by
+   what they lack.
 1. **unscale**: in fp16, gradients below 6e-8 would become zero, so the loss was multiplied by a
    scale, and now the gradients are divided by it. If one is not finite, the update is skipped.
 2. **clip**: if the norm of all gradients together exceeds ``clip_norm``, all are multiplied by
-   ``clip_norm`` / (norm + 1e-6). Where each rank has some of them, the ranks add up the squares of
-   their norms.
+   ``clip_norm`` / (norm + 1e-6). Where ranks divide them, they add up the squares of their norms.
 3. **step**: the optimizer changes the parameters.
 
-A checkpoint's tensors are named by what they are: ``model/NAME``, a parameter or buffer as the
-model's state dict names it; ``optimizer/NAME/KEY``, what the optimizer has of a parameter, or
-``number/NAME/KEY`` if that is no tensor; and ``own/NAME``, what else a rank carries from step to
-step.
+The names of a checkpoint's tensors: ``model/NAME``, a parameter or buffer as the model's state
+dict names it; ``optimizer/NAME/KEY``, the optimizer's state of a parameter, or ``number/NAME/KEY``
+if that is no tensor; and ``own/NAME``, anything else that a rank carries from step to step.
 
 Sources: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section
 3.2; Micikevicius et al., "Mixed precision training" (2018), sections 3.1 and 3.2.
@@ -51,7 +51,9 @@ class LossScaler:
     growth_interval = 2000
 
     def __init__(self, enabled: bool = True):
-        self.enabled, self.scale, self._good = enabled, 2.0**16 if enabled else 1.0, 0
+        self.enabled = enabled
+        self.scale = 2.0**16 if enabled else 1.0
+        self._growth_tracker = 0  # updates without an overflow since the scale has changed
 
     def unscale(self, gradients: list[Tensor]) -> None:
         """Divide the gradients by the scale, in place."""
@@ -60,19 +62,24 @@ class LossScaler:
 
     def update(self, overflowed: bool) -> None:
         """Adapt the scale to an update that was made, or skipped because it ``overflowed``."""
-        self._good = 0 if overflowed else self._good + 1
+        self._growth_tracker += 1
         if overflowed:
             self.scale /= 2
-        elif self._good == self.growth_interval:
-            self.scale, self._good = self.scale * 2, 0
+            self._growth_tracker = 0
+        elif self._growth_tracker == self.growth_interval:
+            self.scale *= 2
+            self._growth_tracker = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "_growth_tracker": self._good} if self.enabled else {}
+        if not self.enabled:
+            return {}
+        return {"scale": self.scale, "_growth_tracker": self._growth_tracker}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict``, also from one of ``torch.amp.GradScaler``."""
         if self.enabled:
-            self.scale, self._good = float(state["scale"]), int(state["_growth_tracker"])
+            self.scale = float(state["scale"])
+            self._growth_tracker = int(state["_growth_tracker"])
 
 
 class Strategy:
@@ -88,20 +95,20 @@ class Strategy:
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
         takes_whole_batch: whether each rank needs all of a batch, not a share.
         through_comm: whether all traffic passes through ``comm``, which counts it.
-        no_checkpoint: why its runs have no checkpoints; empty if they may have.
+        no_checkpoint: the reason why its runs have no checkpoints; empty if they may have.
         predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
-        optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
-            some of its ``layers``, ``rows`` of parameters, ``rows of layers``, or ``elements``: a
-            flat tensor of a part of all parameters.
+        optimizes: the tensors of an optimizer on one rank: all parameters of the ``model``, those
+            of some of its ``layers``, ``rows`` of parameters, ``rows of layers``, or ``elements``:
+            a flat tensor of a part of all parameters.
         loss: (outputs, targets) -> the sum of a share's losses. The loop sets it, and
             ``clip_norm``.
-        weighing: what the sum of the losses is divided by, see ``ShareLoss``.
-        correction, step_weight: what ``weigh`` has found for the gradients of this step, and this
-            rank's part of the weight; None if it is the number of samples.
-        optimizer, trained: of this rank (None where it makes no updates), and what it changes.
+        weighing: the kind of number that divides the sum of the losses, see ``ShareLoss``.
+        correction, step_weight: the factor of this step's gradients, set by ``weigh``, and this
+            rank's part of the weight; None if the weight is the number of samples.
+        optimizer, trained: this rank's (None where it makes no updates), and what it changes.
         norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
         counted_elsewhere: the parameters whose norm another of these ranks counts.
-        model: this rank's whole model, on ``comm.device``. A technique that does not hold it there
+        model: the whole model, on ``comm.device``. A technique that does not hold it there
             overrides ``run`` or ``predict``, ``full_state`` and ``held``.
     """
 
@@ -134,7 +141,7 @@ class Strategy:
 
     @classmethod
     def options(cls) -> list[str]:
-        """The names of the options that this technique takes."""
+        """Return the names of the options that this technique takes."""
         return list(inspect.signature(cls).parameters)
 
     def check_ranks(self, world_size: int) -> None:
@@ -174,7 +181,7 @@ class Strategy:
 
     @torch.no_grad()
     def weigh(self, batch_size: int) -> None:
-        """Find what turns (sum of gradients) / ``batch_size`` into the gradient of the loss.
+        """Set ``correction``, which turns (sum of gradients) / ``batch_size`` into the gradient.
 
         Nothing is to be done if the weight of the global batch is its number of samples. If it
         depends on the data, all ranks of ``comm`` add up theirs, one float64, by
@@ -193,7 +200,7 @@ class Strategy:
 
     @torch.no_grad()
     def update(self) -> bool:
-        """End a step: unscale, clip, step; returns False if it was skipped after an overflow.
+        """End a step: weight, unscale, clip, step; returns False if an overflow has it skipped.
 
         A missing gradient counts as zeros, as in a sum over ranks: an optimizer would leave out
         its parameter, but changes one whose gradient is zero by its momentum or weight decay.
@@ -208,16 +215,13 @@ class Strategy:
                     parameter.grad.mul_(self.correction.to(parameter.device))
                 elif self.correction is not None:
                     parameter.grad.mul_(self.correction)
+            self.scaler.unscale(gradients)
             norm = torch.zeros(())
             if self.clip_norm is not None or self.scaler.enabled:
-                self.scaler.unscale(gradients)
-                mine = [p.grad for p in self.trained if p not in self.counted_elsewhere]
-                norm = get_total_norm([g for g in mine if g is not None and g.numel()]).double()
-                if self.norm_ranks:
-                    square = norm.square().to(self.comm.device)
-                    norm = naive_all_reduce(SubComm(self.comm, self.norm_ranks), square).sqrt()
+                norm = self._total_norm()
             if self.scaler.enabled:
-                self.scaler.update(overflowed := not bool(norm.isfinite()))
+                overflowed = not bool(norm.isfinite())
+                self.scaler.update(overflowed)
                 if overflowed:
                     return False
             if self.clip_norm is not None:
@@ -226,9 +230,18 @@ class Strategy:
                 self.optimizer.step()
         return True
 
+    def _total_norm(self) -> Tensor:
+        """The norm of all gradients together; a collective call where ranks divide them."""
+        gradients = [p.grad for p in self.trained if p not in self.counted_elsewhere]
+        norm = get_total_norm([g for g in gradients if g is not None and g.numel()]).double()
+        if self.norm_ranks:
+            square = norm.square().to(self.comm.device)
+            norm = naive_all_reduce(SubComm(self.comm, self.norm_ranks), square).sqrt()
+        return norm
+
     @property
     def uses_gpu(self) -> bool:
-        """Whether a batch that this rank reads goes to a GPU."""
+        """Return whether a batch that this rank reads goes to a GPU."""
         return any(device.type == "cuda" for device in (self.comm.device, *self.devices))
 
     @property
@@ -249,7 +262,7 @@ class Strategy:
         return share(batch, *self.share())
 
     def updates_of(self, samples: int, world_size: int) -> int:
-        """How many updates the technique makes of a global batch of ``samples``."""
+        """The number of updates that the technique makes of a global batch of ``samples``."""
         return 1
 
     def counted(self) -> Tensor:
@@ -287,13 +300,14 @@ class Strategy:
         return {name: value.detach().cpu().clone() for name, value in state.items()}
 
     def held(self) -> tuple[State, dict[str, nn.Parameter]]:
-        """By the model's names this rank's own tensors: all, and the parameters, each once."""
+        """This rank's tensors by the model's names: all of them, and its parameters, each once."""
         return self.model.state_dict(), dict(self.model.named_parameters())
 
     def state(self) -> State:
-        """What this rank gives to a checkpoint; a collective call."""
+        """Return this rank's tensors of a checkpoint; a collective call."""
         tensors, parameters = self.held()
-        has_part, state = self.optimizes not in ("model", "elements"), State()
+        has_part = self.optimizes not in ("model", "elements")
+        state = State()
         if has_part or self.comm.rank == self.workers[0]:
             state |= named("model", tensors)
         if self.optimizer and (has_part or self.comm.rank == 0):
@@ -305,11 +319,13 @@ class Strategy:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what all ranks gave; without anything "own" if these were other ranks."""
+        """Continue from all ranks' ``state``; without "own" tensors if these were other ranks."""
         tensors, parameters = self.held()
         for name, tensor in tensors.items():
             tensor.copy_(state[f"model/{name}"])
-        for name, parameter in parameters.items() if self.optimizer else ():
+        if not self.optimizer:
+            return
+        for name, parameter in parameters.items():
             for key, value in of_kind(f"optimizer/{name}", state).items():
                 # PyTorch's optimizers count steps on the host.
                 device = parameter.device if value.dim() else "cpu"
@@ -318,7 +334,7 @@ class Strategy:
                 self.optimizer.state[parameter][key] = value.item()
 
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
-        """Before ``load_state``: do what a first step leaves behind, beside its update."""
+        """Prepare for ``load_state``: do what a first step leaves behind, beside its update."""
 
     def notes(self) -> dict[str, Any]:
         """Facts about the run that are special to the technique; the same keys on every rank."""
@@ -333,7 +349,7 @@ class Strategy:
 
 
 def as_tensor(name: str, value: object) -> tuple[str, Tensor]:
-    """Return what a checkpoint has of an optimizer's value ``PARAMETER/KEY``: name and tensor.
+    """Return what a checkpoint holds of an optimizer's value ``PARAMETER/KEY``: (name, tensor).
 
     ValueError for a value that is neither a tensor nor a number.
     """
@@ -359,8 +375,14 @@ def of_kind(kind: str, state: Mapping[str, Tensor]) -> State:
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those that require a gradient; a tied one comes once."""
+    """The parameters that require a gradient; a tied one comes once."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of ``flat`` [N] in the shapes of ``tensors``, one after the other."""
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors)]
 
 
 def lay_end_to_end(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -379,9 +401,9 @@ def lay_end_to_end(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         )
     values = torch.cat([tensor.detach().flatten() for tensor in tensors])
     gradients = torch.zeros_like(values)
-    sizes = [tensor.numel() for tensor in tensors]
-    for tensor, value, gradient in zip(tensors, values.split(sizes), gradients.split(sizes)):
-        tensor.data = value.view_as(tensor)
+    views = zip(tensors, views_of(values, tensors), views_of(gradients, tensors))
+    for tensor, value, gradient in views:
+        tensor.data = value
         if tensor.requires_grad:
-            tensor.grad = gradient.view_as(tensor)
+            tensor.grad = gradient
     return values, gradients

@@ -44,9 +44,11 @@ class DataParallel(Strategy):
     through_comm = False
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.comm, self.model = comm, model.to(self.devices[0]).train()
-        others = [copy.deepcopy(self.model).to(device) for device in self.devices[1:]]
-        self.replicas = [self.model, *others]
+        self.comm = comm
+        self.model = model.to(self.devices[0]).train()
+        self.replicas = [self.model]
+        for device in self.devices[1:]:
+            self.replicas.append(copy.deepcopy(self.model).to(device))
         self.trained = trained_parameters(model)
         self.optimizer = make_optimizer(self.trained)
         self.bytes_moved: Counter[str] = Counter(scatter=0, replicate=0, gather=0, reduce=0)
@@ -56,7 +58,7 @@ class DataParallel(Strategy):
         # One thread per replica but the first, which has the calling thread.
         self.threads = [
             ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(cores,))
-            for _ in others
+            for _ in self.devices[1:]
         ]
         # The main thread's spans are those of device 0.
         comm.session.time_on(self.devices[:1])
@@ -78,18 +80,19 @@ class DataParallel(Strategy):
         """Cut ``inputs`` [n, ...] into min(n, P) parts of almost equal size, one per device."""
         with self.comm.span("scatter"):
             parts = inputs.tensor_split(min(len(inputs), len(self.devices)))
-            return [self._moved("scatter", part, 0, index) for index, part in enumerate(parts)]
+            return [self._move("scatter", part, 0, index) for index, part in enumerate(parts)]
 
     @torch.no_grad()
     def replicate(self, count: int) -> list[nn.Module]:
         """Give the first ``count`` replicas the parameters and buffers of device 0."""
         with self.comm.span("replicate"):
-            ours = [*self.model.parameters(), *self.model.buffers()]
-            for index, replica in enumerate(self.replicas[:count]):
+            sources = [*self.model.parameters(), *self.model.buffers()]
+            self.model.zero_grad()
+            for index, replica in enumerate(self.replicas[1:count], start=1):
                 replica.zero_grad()
-                theirs = [*replica.parameters(), *replica.buffers()] if index else []
-                for target, source in zip(theirs, ours):
-                    target.data = self._moved("replicate", source.detach(), 0, index)
+                targets = [*replica.parameters(), *replica.buffers()]
+                for target, source in zip(targets, sources):
+                    target.data = self._move("replicate", source.detach(), 0, index)
         return self.replicas[:count]
 
     def forward(self, replica: nn.Module, part: Tensor) -> Tensor:
@@ -122,34 +125,37 @@ class DataParallel(Strategy):
         Returns the sum of the losses, and d(mean loss)/d(output) by device, [n_i, classes].
         """
         with self.comm.span("gather"):
-            gathered = torch.cat(
-                [self._moved("gather", output.detach(), i, 0) for i, output in enumerate(outputs)]
-            )
+            moved = []
+            for index, output in enumerate(outputs):
+                moved.append(self._move("gather", output.detach(), index, 0))
+            gathered = torch.cat(moved)
         with self.comm.span("compute"):
             loss = self.loss(self.wide(gathered.requires_grad_()), targets)
             scaled = loss * (self.scaler.scale / batch_size)
             (gradient,) = torch.autograd.grad(scaled, gathered)
         with self.comm.span("gather"):
             parts = gradient.split([len(output) for output in outputs])
-            back = [self._moved("gather", part, 0, index) for index, part in enumerate(parts)]
-            return loss.detach(), back
+            gradients = [self._move("gather", part, 0, i) for i, part in enumerate(parts)]
+        return loss.detach(), gradients
 
     @torch.no_grad()
     def reduce(self, replicas: list[nn.Module]) -> None:
         """Add the replicas' gradients to device 0's, in the order of the devices."""
         with self.comm.span("reduce"):
             for index, replica in enumerate(replicas[1:], start=1):
-                for ours, theirs in zip(self.model.parameters(), replica.parameters()):
-                    if theirs.grad is not None:
-                        moved = self._moved("reduce", theirs.grad.to_dense(), index, 0)
-                        if ours.grad is None:
-                            ours.grad = moved
-                        else:
-                            ours.grad = ours.grad.to_dense().add_(moved)
+                for target, source in zip(self.model.parameters(), replica.parameters()):
+                    if source.grad is None:
+                        continue
+                    moved = self._move("reduce", source.grad.to_dense(), index, 0)
+                    if target.grad is None:
+                        target.grad = moved
+                    else:
+                        target.grad = target.grad.to_dense().add_(moved)
 
-    def _moved(self, phase: str, tensor: Tensor, start: int, end: int) -> Tensor:
-        """A copy on device ``end`` of a tensor on device ``start``, also if both are the CPU."""
-        self.bytes_moved[phase] += tensor.nbytes * (start != end)
+    def _move(self, phase: str, tensor: Tensor, start: int, end: int) -> Tensor:
+        """Copy a tensor from device ``start`` to device ``end``, also if both are the CPU."""
+        if start != end:
+            self.bytes_moved[phase] += tensor.nbytes
         device = self.devices[end]
         return tensor.to(device, non_blocking=device.type == "cuda", copy=start != end)
 

@@ -6,8 +6,8 @@ over the ranks. 4. Every rank makes the same update.
 
 **Naive** (``NaiveDDP``): step 3 begins when backward has ended, and all-reduces the gradients one
 by one. **Fast** (``BucketedDDP``): backward computes the gradients from the last layer to the
-first; a hook puts each gradient into its bucket; another thread sums a full bucket by ring
-all-reduce, while the rest of backward runs.
+first; a hook puts each gradient into its bucket; another thread all-reduces each full bucket,
+while the rest of backward runs.
 
 **Local SGD** (``average_every`` K) leaves step 3 out: every rank makes K updates by the gradients
 of its own share, and then each parameter becomes the mean over the ranks. That is 1 / K of the
@@ -40,7 +40,7 @@ from labkit.collectives import (
 from labkit.comm.comm import Comm
 from labkit.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
-from labkit.strategies.base import MakeOptimizer, trained_parameters
+from labkit.strategies.base import MakeOptimizer, trained_parameters, views_of
 from labkit.strategies.on_shares import OnShares
 
 
@@ -65,11 +65,14 @@ class NaiveDDP(nn.Module):
         self, comm: Comm, module: nn.Module, *, op: str = "mean", hierarchical: bool = False
     ):
         super().__init__()
-        self.comm, self.module, self.op = comm, module, op
+        self.comm = comm
+        self.module = module
+        self.op = op
         self.hierarchical = hierarchical
         self.all_reduce = fast_hierarchical_all_reduce if hierarchical else fast_ring_all_reduce
         self.trained = trained_parameters(module)
-        self._synchronises, self._in_backward = True, False
+        self._synchronises = True
+        self._in_backward = False
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(comm, tensor)
         for parameter in self.trained:
@@ -113,10 +116,10 @@ class NaiveDDP(nn.Module):
         """Begin anew if an exception has ended the last backward: PyTorch calls no ``_on_end``."""
         if self._in_backward:
             self._in_backward = False
-            self.begin_anew()
+            self.wait_and_reset()
 
-    def begin_anew(self) -> None:
-        """Called before a backward if the last one was not completed."""
+    def wait_and_reset(self) -> None:
+        """Called when all was sent, and before a backward if the last one was broken off."""
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Called when backward has computed a gradient; this class waits until backward ends."""
@@ -174,9 +177,9 @@ class BucketedDDP(NaiveDDP):
             for parameter in tuple(bucket.missing):
                 bucket.take(parameter)
             self._launch(bucket, is_waited_for=True)
-        self.begin_anew()
+        self.wait_and_reset()
 
-    def begin_anew(self) -> None:
+    def wait_and_reset(self) -> None:
         """Wait for all that was sent; then all gradients are missing again."""
         with self.comm.span("wait"):
             for work in self._launched:
@@ -214,12 +217,7 @@ class Bucket:
         first = parameters[0]
         self.shared = SharedBucket(comm, num_elements, first.dtype, first.device)
         self.flat = self.shared.flat
-        self._views = {}
-        start = 0
-        for parameter in parameters:
-            end = start + parameter.numel()
-            self._views[parameter] = self.flat[start:end].view_as(parameter)
-            start = end
+        self._views = dict(zip(parameters, views_of(self.flat[:num_elements], parameters)))
 
     def take(self, parameter: nn.Parameter) -> None:
         """Put the parameter's gradient, zeros if it has none, into the bucket."""
@@ -245,8 +243,8 @@ class LocalSGD(NaiveDDP):
         """Give each parameter the mean over the ranks, in one all-reduce; buffers are rank 0's."""
         flat = torch.cat([parameter.flatten() for parameter in self.trained])
         self.all_reduce(self.comm, flat, "mean")
-        for parameter, mean in zip(self.trained, flat.split([p.numel() for p in self.trained])):
-            parameter.copy_(mean.view_as(parameter))
+        for parameter, mean in zip(self.trained, views_of(flat, self.trained)):
+            parameter.copy_(mean)
         broadcast_coalesced(self.comm, self.module.buffers())
 
 
@@ -268,17 +266,19 @@ class DDP(OnShares):
     def __post_init__(self) -> None:
         if self.average_every is None:
             return
-        why = "momenta differ between ranks, and a checkpoint holds one optimizer"
-        self.no_checkpoint = f"with average_every {self.average_every} {why}"
+        self.no_checkpoint = (
+            f"with average_every {self.average_every} momenta differ between ranks, and a "
+            "checkpoint holds one optimizer"
+        )
         refused = {
             "sync_batch_norm": (self.sync_batch_norm, "communicates in every step"),
             "bucket_mb": (self.bucket_mb != 25, "is about gradients, which stay local"),
             "amp fp16": (self.amp == "fp16", "skips updates, on some ranks: take bf16"),
         }
-        for name, (is_given, why) in refused.items():
+        for name, (is_given, reason) in refused.items():
             if is_given:
                 raise ValueError(
-                    f"average_every {self.average_every} does not go with {name}, which {why}"
+                    f"average_every {self.average_every} does not go with {name}, which {reason}"
                 )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -287,10 +287,12 @@ class DDP(OnShares):
         if self.average_every is None:
             self.replica = BucketedDDP(comm, self.model, bucket_mb=self.bucket_mb, **options)
         else:
-            self.replica, self.since_average = LocalSGD(comm, self.model, **options), 0
+            self.replica = LocalSGD(comm, self.model, **options)
+            self.since_average = 0
             # Then the mean of the ranks' gradients is that of the mean loss over the global batch.
             self.factor = comm.world_size
-        self.module, self.no_sync = self.replica, self.replica.no_sync
+        self.module = self.replica
+        self.no_sync = self.replica.no_sync
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         loss = super().step(inputs, targets, batch_size)

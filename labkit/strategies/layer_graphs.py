@@ -22,7 +22,7 @@ from labkit.workload.layers import HeldBytes
 
 @dataclass(eq=False)
 class _Graph:
-    """Of one layer: its ends, None where no gradient goes; and what W needs."""
+    """The graph of a layer: its ends, None where no gradient goes; and what W needs."""
 
     begin: Any
     end: Any
@@ -38,11 +38,13 @@ class LayerGraphs:
     """
 
     def __init__(self, entering: Tensor, measured: Callable[[], Any]):
-        self.leaving, self._measured, self._graphs = entering, measured, list[_Graph]()
+        self.leaving = entering
+        self._measured = measured
+        self._graphs: list[_Graph] = []
 
     @property
     def num_bytes(self) -> int:
-        """What the layers keep for B or W now."""
+        """The bytes that the layers keep for B or W now."""
         return HeldBytes.together(graph.held for graph in self._graphs)
 
     def add(self, layer: Callable[[Tensor], Tensor]) -> None:
@@ -53,13 +55,15 @@ class LayerGraphs:
         first_edge = _edge(begin)
         with self._measured() as held:
             self.leaving = layer(begin)
-        weights = layer.parameters() if isinstance(layer, nn.Module) else ()
-        trained = [weight for weight in weights if weight.requires_grad]
+        trained = []
+        if isinstance(layer, nn.Module):
+            trained = [weight for weight in layer.parameters() if weight.requires_grad]
         self._graphs.append(_Graph(first_edge, _edge(self.leaving), trained, held))
 
     def backward_input(self, gradient: Tensor | None) -> Tensor | None:
         """B: the gradient of the stage's input (or None) from that of its output (None: loss)."""
-        gradient = torch.ones_like(self.leaving) if gradient is None else gradient
+        if gradient is None:
+            gradient = torch.ones_like(self.leaving)
         del self.leaving
         waiting = []
         for graph in reversed(self._graphs):
@@ -70,8 +74,12 @@ class LayerGraphs:
                 waiting.append(graph)
                 if graph.held:
                     graph.held.keep(gradient)
-            ends, again = (graph.end, graph.begin, gradient), bool(graph.trained)
-            gradient = torch.autograd.grad(*ends, retain_graph=again)[0] if graph.begin else None
+            if graph.begin is None:
+                gradient = None
+                continue
+            (gradient,) = torch.autograd.grad(
+                graph.end, graph.begin, gradient, retain_graph=bool(graph.trained)
+            )
         self._graphs = waiting
         return gradient
 
@@ -83,7 +91,7 @@ class LayerGraphs:
 
 
 class _Begin(torch.autograd.Function):
-    """``value`` as the first tensor of a graph, which does not hold it, as that of a leaf does."""
+    """The first tensor of a graph: ``value``, which the graph does not hold as it would a leaf."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:

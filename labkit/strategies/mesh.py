@@ -31,14 +31,14 @@ from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.ddp import Bucket
 from labkit.strategies.model_parallel import Pipeline
-from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gathered
+from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
 from labkit.strategies.tensor_parallel import check_cut
 from labkit.workload.layers import layers_of
 from labkit.workload.losses import Loss
 
 
 def check_sides(dp: int, pp: int, tp: int, world_size: int) -> None:
-    """Raise ValueError unless the mesh has as many places as there are ranks."""
+    """Raise ValueError unless the sides multiply to the number of ranks."""
     if dp * pp * tp != world_size:
         raise ValueError(
             f"dp {dp} x pp {pp} x tp {tp} is a mesh of {dp * pp * tp} ranks, and world_size is "
@@ -56,7 +56,7 @@ class Mesh(Pipeline):
         bucket_mb: MiB of gradients that replicas sum together.
 
     Attributes:
-        data, line, tensor: this rank's groups.
+        data, stage_comm, tensor: this rank's groups.
         group: cuts the layers over ``tensor``, and puts them together again.
     """
 
@@ -88,19 +88,19 @@ class Mesh(Pipeline):
             check_cut(model, loss, self.tp)
 
     def lay_out(self, comm: Comm, model: nn.Module) -> Comm:
-        places = torch.arange(comm.world_size).view(self.dp, self.pp, self.tp)
-        d, s, t = ((places == comm.rank).nonzero().flatten()).tolist()
-        self.data, line, self.tensor = (
-            SubComm(comm, ranks.tolist()) if len(ranks) < comm.world_size else comm
-            for ranks in (places[:, s, t], places[d, :, t], places[d, s])
-        )
+        ranks = torch.arange(comm.world_size).view(self.dp, self.pp, self.tp)
+        d, s, t = (ranks == comm.rank).nonzero().flatten().tolist()
+        self.data = _group(comm, ranks[:, s, t].tolist())
+        self.tensor = _group(comm, ranks[d, s].tolist())
         self.group = TensorGroup(self.tensor)
         if self.tp > 1:
             self.group.cut(model)
             self.classes = self.group.cuts[layers_of(model)[-1].get_parameter("weight")].sizes
             self.loss = CutLoss(self.tensor, sum(self.classes), self.loss)
-        self.whole = lambda tensor: self.group.whole(tensor, tensor.detach())
-        return line
+        return _group(comm, ranks[d, :, t].tolist())
+
+    def unshard(self, tensor: Tensor) -> Tensor:
+        return self.group.unshard(tensor, tensor.detach())
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)
@@ -140,20 +140,20 @@ class Mesh(Pipeline):
     def predict(self, inputs: Tensor) -> Tensor | None:
         outputs = super().predict(inputs)
         if outputs is not None and self.tp > 1:
-            outputs = torch.cat(gathered(self.tensor, outputs, 1, self.classes), dim=1)
+            outputs = torch.cat(gather_shards(self.tensor, outputs, 1, self.classes), dim=1)
         return outputs if self.tensor.rank == 0 else None
 
     def state(self) -> State:
         """Whole tensors, each from one rank: a run of another arrangement can go on from them."""
-        names = self.tensors | self.parameters
-        found = super().state()
-        whole = {k: self.group.whole(names[k.split("/")[1]], v) for k, v in found.items()}
-        return whole if self.data.rank == self.tensor.rank == 0 else State()
+        state = self.group.unshard_state(super().state(), self.tensors | self.parameters)
+        return state if self.data.rank == self.tensor.rank == 0 else State()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        names = self.tensors | self.parameters
-        mine = ((k, names.get(k.split("/")[1]), v) for k, v in state.items())
-        super().load_state({k: self.group.part(p, v) for k, p, v in mine if p is not None})
+        super().load_state(self.group.shard_state(state, self.tensors | self.parameters))
 
     def notes(self) -> dict[str, Any]:
         return super().notes() | {"mesh": [self.dp, self.pp, self.tp]}
+
+
+def _group(comm: Comm, ranks: list[int]) -> Comm:
+    return SubComm(comm, ranks) if len(ranks) < comm.world_size else comm

@@ -1,10 +1,7 @@
 """Model and pipeline parallelism: the model is cut into stages, each on its own device.
 
-The batch passes through the stages one after another, forward and then backward:
-
-    stage 0   F . . . . B
-    stage 1   . F . . B .
-    stage 2   . . F B . .
+The batch passes through the stages one after another, forward and then backward (drawn in
+``schedules.one_by_one``).
 
 A device needs memory only for its own stage: that is the purpose of the technique. While one stage
 works, all others wait, so the technique is no faster than one device.
@@ -28,9 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
-from labkit.schedules.pipeline import Hop, Message, stages_on_each
+from labkit.schedules.pipeline import stages_on_each
 from labkit.schedules.split_points import stage_bounds
-from labkit.schedules.timetable import instructions
 from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.stage import StagedModel
@@ -57,28 +53,33 @@ class ModelParallelOneProcess(OnShares):
     through_comm = False
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.comm, self.model, layers = comm, model.train(), layers_of(model)
+        self.comm = comm
+        self.model = model.train()
+        layers = layers_of(model)
         bounds = stage_bounds(self.split_points, len(layers))
         self.stages = [
             nn.Sequential(*layers[start:end]).to(device)
             for (start, end), device in zip(bounds, self.devices, strict=True)
         ]
-        self.module, self.trained = self.run, trained_parameters(model)
+        self.module = self.run
+        self.trained = trained_parameters(model)
         self.optimizer = make_optimizer(self.trained)
         comm.session.time_on(self.devices)
 
     def run(self, inputs: Tensor) -> Tensor:
         value = self.stages[0](inputs.to(self.devices[0]))
-        for stage, *ends in zip(self.stages[1:], self.devices, self.devices[1:]):
-            value = stage(_Crossing.apply(value, self, *ends))
+        for stage, source, target in zip(self.stages[1:], self.devices, self.devices[1:]):
+            value = stage(_Crossing.apply(value, self, source, target))
         return value
 
     def move(self, kind: str, value: Tensor, source: torch.device, target: torch.device) -> Tensor:
-        on_gpu = [device for device in (source, target) if device.type == "cuda"]
-        if len(on_gpu) == 2:
+        """Copy an activation or a gradient to ``target``, in a span of this ``kind``."""
+        gpus = [device for device in (source, target) if device.type == "cuda"]
+        between_gpus = len(gpus) == 2
+        if between_gpus:
             torch.cuda.current_stream(source).wait_stream(torch.cuda.current_stream(target))
-        with self.comm.span(kind, on_gpu[0] if on_gpu else source):
-            return value.to(target, non_blocking=len(on_gpu) == 2, copy=True)
+        with self.comm.span(kind, gpus[0] if gpus else source):
+            return value.to(target, non_blocking=between_gpus, copy=True)
 
     def notes(self) -> dict[str, Any]:
         names = [str(device) for device in self.devices]
@@ -92,12 +93,13 @@ class _Crossing(torch.autograd.Function):
     def forward(
         ctx: Any, value: Tensor, strategy: ModelParallelOneProcess, *ends: torch.device
     ) -> Tensor:
-        ctx.strategy, ctx.ends = strategy, ends
+        ctx.strategy = strategy
+        ctx.source, ctx.target = ends
         return strategy.move("hop", value, *ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        moved = ctx.strategy.move("hop back", gradients[0], *reversed(ctx.ends))
+        moved = ctx.strategy.move("hop back", gradients[0], ctx.target, ctx.source)
         return moved, None, None, None
 
 
@@ -107,36 +109,22 @@ class ModelParallel(StagedModel):
 
     Every layer sees the whole batch, so the result equals that of one device, BatchNorm included.
     With ``accumulate`` each micro-batch passes through all stages, forward and backward, before
-    the next one begins; as ``OnShares`` on one device.
+    the next one begins (``schedules.one_by_one``); as ``OnShares`` on one device.
     """
 
     accumulate: int = 1
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        before, behind = self.index - 1, self.index + 1
-        for part in range(self.start(inputs, targets, batch_size, self.accumulate)):
-            if not self.is_first:
-                self.hop(Hop(None, Message("activation", part, before)))
-            self.forward(part)
-            if not self.is_last:
-                self.hop(Hop(Message("activation", part, behind), None))
-            if self.index >= self.first_trained:
-                if not self.is_last:
-                    self.hop(Hop(None, Message("gradient", part, behind)))
-                self.backward(part)
-                if self.index > self.first_trained:
-                    self.hop(Hop(Message("gradient", part, before), None))
-        self.update()
-        return self.loss_sum
+        micro_batches = self.accumulate
+        return self.run_step(inputs, targets, batch_size, "one_by_one", micro_batches)
 
 
 @dataclass(eq=False)
 class Pipeline(StagedModel):
     """``ModelParallel`` with micro-batches under way on all stages at once.
 
-    Each rank executes a stream of instructions, of ``labkit.schedules.timetable``. The update
-    waits for all micro-batches, so the result equals that of one device that accumulates the same
-    micro-batches. Each is normalised (BatchNorm) with its own statistics.
+    The update waits for all micro-batches, so the result equals that of one device that
+    accumulates the same micro-batches. Each is normalised (BatchNorm) with its own statistics.
 
     Args:
         micro_batches: M; a batch of fewer samples is cut into single samples.
@@ -156,18 +144,4 @@ class Pipeline(StagedModel):
         self.hops_beside = self.schedule in ("zero_bubble", "interleaved")
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        count = self.start(inputs, targets, batch_size, self.micro_batches)
-        sizes = self.num_ranks, count, self.first_trained, self.stages_per_rank
-        for step in instructions(self.schedule, self.index, *sizes):
-            if isinstance(step, Hop):
-                self.hop(step)
-                continue
-            needed = "activation" if step.kind == "forward" else "gradient"
-            if work := self.coming.pop((needed, step.micro_batch, step.chunk), None):
-                with self.comm.span("wait"):
-                    work.wait()
-            getattr(self, step.kind)(step.micro_batch, step.chunk)
-        for work in self.under_way:
-            work.wait()
-        self.update()
-        return self.loss_sum
+        return self.run_step(inputs, targets, batch_size, self.schedule, self.micro_batches)

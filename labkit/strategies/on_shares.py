@@ -1,4 +1,4 @@
-"""Techniques whose workers hold the whole model, and each compute the gradients of a share.
+"""Techniques whose workers run the model, each on its share of the batch.
 
 The part of a step that needs no other rank, forward and backward, is here. It may run in
 micro-batches (gradient accumulation: the activations of one micro-batch at a time, the gradients
@@ -27,7 +27,9 @@ from labkit.workload.samples import share
 
 @dataclass(eq=False)
 class OnShares(Strategy):
-    """The base of techniques that divide each batch among ranks with the whole model.
+    """The base of techniques that run the model on their share of a batch.
+
+    A subclass may hold a part of the model (``Sharded``), or take the whole batch.
 
     A run equals that of one device if no layer combines samples and none draws random numbers:
     with dropout each rank draws its own, and BatchNorm normalises each share by itself, unless
@@ -54,21 +56,24 @@ class OnShares(Strategy):
     amp: str | None = None
     module: Callable[..., Tensor] = field(init=False)
     no_sync: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, init=False)
-    runs_empty = _is_warm = False
+    runs_empty = False
+    _is_warm = False
     factor = 1
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.place(comm, model)
+        self.move_to_device(comm, model)
         self.optimizer = make_optimizer(self.trained)
 
-    def place(self, comm: Comm, model: nn.Module) -> None:
+    def move_to_device(self, comm: Comm, model: nn.Module) -> None:
         """Move the model to the device, and ``take`` it."""
         self.take(comm, model.to(comm.device))
 
     def take(self, comm: Comm, model: nn.Module) -> None:
         """Take the model, whose BatchNorm layers share their statistics if that is asked for."""
-        self.comm, self.model = comm, model.train()
-        self.module, self.trained = self.model, trained_parameters(model)
+        self.comm = comm
+        self.model = model.train()
+        self.module = self.model
+        self.trained = trained_parameters(model)
         if self.sync_batch_norm and comm.rank in self.workers and len(self.workers) > 1:
             convert(model, comm, self.workers)
             self.runs_empty = True
@@ -103,11 +108,13 @@ class OnShares(Strategy):
         if self.accumulate > 1:
             sizes = [len(part) for part in self.micro_batches(torch.arange(batch_size))]
         total = targets.new_zeros((), dtype=torch.float64)
-        for number, part in enumerate(zip(inputs.split(sizes), targets.split(sizes)), start=1):
-            quietly = self.no_sync if number < len(sizes) else nullcontext
-            if len(part[1]) or self.runs_empty:
-                with self.comm.span("compute"), quietly():
-                    total += self._forward_backward(*part, weight).to(total.device)
+        micro_batches = zip(inputs.split(sizes), targets.split(sizes))
+        for number, (inputs_part, targets_part) in enumerate(micro_batches, start=1):
+            synchronisation = self.no_sync if number < len(sizes) else nullcontext
+            if len(targets_part) or self.runs_empty:
+                with self.comm.span("compute"), synchronisation():
+                    loss = self._forward_backward(inputs_part, targets_part, weight)
+                    total += loss.to(total.device)
         self.ended_empty = not sizes[-1]
         return total
 

@@ -64,8 +64,9 @@ class ParameterServer(OnShares):
 
     @property
     def no_checkpoint(self) -> str:  # type: ignore[override]
-        parts = f"each of {self.servers} servers has a part of the optimizer's state (or take one)"
-        return parts if self.servers > 1 else ""
+        if self.servers == 1:
+            return ""
+        return f"each of {self.servers} servers has a part of the optimizer's state (or take one)"
 
     def check_ranks(self, world_size: int) -> None:
         if self.servers >= max(world_size, 2):
@@ -75,19 +76,21 @@ class ParameterServer(OnShares):
             )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.place(comm, model)
+        self.move_to_device(comm, model)
         self.parameters, self.gradient = lay_end_to_end(self.trained)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
         workers = comm.world_size - self.servers
-        self.serves, self.works = comm.rank < self.servers, comm.rank in self.workers
+        self.serves = comm.rank < self.servers
+        self.works = comm.rank in self.workers
         # This rank's peers, in the order of ``schedules.servers``.
         if self.serves:
             turns = server_turns(comm.rank, self.servers, workers)
             self.peers = [self.servers + worker for worker in turns]
             start, end = self.slices[comm.rank]
-            self.slice, self.slice_gradient = self.parameters[start:end], self.gradient[start:end]
+            self.slice = self.parameters[start:end]
+            self.slice_gradient = self.gradient[start:end]
             if self.servers > 1:
-                # SGD works element by element, so a slice gives the same updates as parameters.
+                # It works element by element (``optimizes``): a slice gets the same updates.
                 self.trained = [nn.Parameter(self.slice)]
                 self.trained[0].grad = self.slice_gradient
             self.optimizer = make_optimizer(self.trained)
@@ -129,8 +132,10 @@ class ParameterServer(OnShares):
         """On a server: sum what all workers push, update the slice, send it to all workers."""
         with self.comm.span("push"):
             for turn, worker in enumerate(self.peers):
-                receive = self.comm.recv_add if turn else self.comm.recv
-                receive(self.slice_gradient, worker)
+                if turn == 0:
+                    self.comm.recv(self.slice_gradient, worker)
+                else:
+                    self.comm.recv_add(self.slice_gradient, worker)
         self.update()
         with self.comm.span("pull"):
             for worker in self.peers:

@@ -17,16 +17,17 @@ from torch import Tensor, nn
 
 
 class ForwardState:
-    """The generators of torch, ``random`` and NumPy, and the buffers of ``module``, as of now.
+    """A copy of the state of all generators of random numbers, and of the buffers of ``module``.
 
-    (Not a generator that a layer has made for itself, nor numbers that it counts in Python.)
+    The generators are those of torch, ``random`` and NumPy, not one that a layer has made for
+    itself. Numbers that a layer counts in Python are not kept either.
 
     Attributes:
         buffers: copies, with the layer and the name of each.
     """
 
     def __init__(self, module: nn.Module, device: torch.device):
-        # Of each generator what gets its state, what sets it, and the state.
+        # For each generator: the functions that get and set its state, and the state.
         self.generators: list[tuple[Any, Any, Any]] = [
             (torch.get_rng_state, torch.set_rng_state, torch.get_rng_state()),
             (random.getstate, random.setstate, random.getstate()),
@@ -45,7 +46,7 @@ class ForwardState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """A context in which all is as it was; after it, all is as before it.
+        """A context in which the state is that of the copy; after it, it is as before.
 
         The layers have the copies meanwhile: what autograd keeps of them is never changed again.
         """
@@ -56,10 +57,10 @@ class ForwardState:
             self._swap()
 
     def _swap(self) -> None:
-        """Exchange what is kept here for what there is now."""
-        for number, (get_state, set_state, state) in enumerate(self.generators):
-            self.generators[number] = get_state, set_state, get_state()
+        """Exchange the copies for the state that there is now."""
+        for index, (get_state, set_state, state) in enumerate(self.generators):
+            self.generators[index] = get_state, set_state, get_state()
             set_state(state)
-        for number, (layer, name, kept) in enumerate(self.buffers):
-            self.buffers[number] = layer, name, getattr(layer, name)
-            setattr(layer, name, kept)
+        for index, (layer, name, copied) in enumerate(self.buffers):
+            self.buffers[index] = layer, name, getattr(layer, name)
+            setattr(layer, name, copied)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from labkit.collectives.compressed import TopK, all_reduce_of
 from labkit.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, State
+from labkit.strategies.base import MakeOptimizer, State, views_of
 from labkit.strategies.on_shares import OnShares
 
 
@@ -49,25 +49,27 @@ class RingAllReduce(OnShares):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
-        self.slices = self.flat.split([p.numel() for p in self.trained])
+        self.views = views_of(self.flat, self.trained)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Step 3; a rank without a sample takes part, too."""
         with self.comm.span("update"):
-            for piece, parameter in zip(self.slices, self.trained):
+            for view, parameter in zip(self.views, self.trained):
                 if parameter.grad is None:
-                    piece.zero_()
+                    view.zero_()
                 else:
-                    piece.copy_(parameter.grad.to_dense().flatten())
+                    view.copy_(parameter.grad.to_dense())
         self.all_reduce(self.comm, self.flat)
-        for piece, parameter in zip(self.slices, self.trained):
+        for view, parameter in zip(self.views, self.trained):
             # Gradients of several dtypes were summed in the widest of these dtypes.
-            parameter.grad = piece.view_as(parameter).to(parameter.dtype)
+            parameter.grad = view.to(parameter.dtype)
 
     def state(self) -> State:
-        residual = getattr(self.all_reduce, "residual", None)
-        return super().state() | ({} if residual is None else {"own/residual": residual})
+        state = super().state()
+        if isinstance(self.all_reduce, TopK) and self.all_reduce.residual is not None:
+            state["own/residual"] = self.all_reduce.residual
+        return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         super().load_state(state)

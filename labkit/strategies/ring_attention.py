@@ -66,9 +66,9 @@ def ring_attention(
     ranks = range(comm.world_size)
     chunks = [attention_chunks(rank, comm.world_size, length, zigzag) for rank in ranks]
     positions = sum(len(chunk) for chunk in chunks[comm.rank])
-    groups, rest = divmod(q.shape[1], k.shape[1])
-    repeated = len(k), groups * k.shape[1], positions, k.shape[3]
-    if rest or q.shape != repeated or k.shape != v.shape or not q.dtype == k.dtype == v.dtype:
+    groups = q.shape[1] // k.shape[1]
+    q_shape = len(k), groups * k.shape[1], positions, k.shape[3]
+    if q.shape != q_shape or k.shape != v.shape or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"q is {describe(q)}, k {describe(k)}, v {describe(v)}: all three need one dtype, "
             f"n, d and the {positions} of {length} positions of rank {comm.rank} of "
@@ -85,9 +85,11 @@ def attend_block(running: Running, q: Tensor, k: Tensor, v: Tensor, causal: bool
     """
     scores = scores_of(q, k, causal)
     highest = torch.maximum(running.highest, scores.amax(dim=-1, keepdim=True))
-    weights, shrunk = (scores - highest).exp(), (running.highest - highest).exp()
-    total = running.total * shrunk + weights.sum(dim=-1, keepdim=True)
-    return Running(highest, total, running.output * shrunk + weights @ wide(v))
+    weights = (scores - highest).exp()
+    shrink = (running.highest - highest).exp()
+    total = running.total * shrink + weights.sum(dim=-1, keepdim=True)
+    output = running.output * shrink + weights @ wide(v)
+    return Running(highest, total, output)
 
 
 def scores_of(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -104,7 +106,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def travelling(comm: Comm, block: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Each block [x, n, k, u, d] with its rank, this rank's own first; the next is under way."""
+    """Yield each rank's block [x, n, k, u, d], this rank's own first; the next is under way."""
     for step in range(comm.world_size - 1):
         owner = (comm.rank - step) % comm.world_size
         receive = pass_on(comm, block, sizes[owner - 1])
@@ -114,8 +116,9 @@ def travelling(comm: Comm, block: Tensor, sizes: Sequence[int]) -> Iterator[tupl
 
 
 def pass_on(comm: Comm, block: Tensor, positions: int) -> Callable[[], Tensor]:
-    """Begin to send a block to the right; returns what waits for the one from the left."""
-    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    """Begin to send a block to the right; returns a function that waits for the left one's."""
+    right = (comm.rank + 1) % comm.world_size
+    left = (comm.rank - 1) % comm.world_size
     if right == comm.rank:
         return lambda: block
     incoming = block.new_empty((*block.shape[:3], positions, block.shape[-1]))
@@ -141,22 +144,25 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, chunks: Chunks, causal: bool
     ) -> Tensor:
-        ctx.comm, ctx.chunks, ctx.causal = comm, chunks, causal
-        ctx.sizes = [sum(len(chunk) for chunk in of_rank) for of_rank in chunks]
-        nothing = torch.zeros_like(wide(q[..., :1]))
-        running = Running(nothing - math.inf, nothing, torch.zeros_like(wide(q)))
+        ctx.comm = comm
+        ctx.chunks = chunks
+        ctx.causal = causal
+        ctx.sizes = [sum(len(chunk) for chunk in rank_chunks) for rank_chunks in chunks]
+        zeros = torch.zeros_like(wide(q[..., :1]))
+        running = Running(zeros - math.inf, zeros, torch.zeros_like(wide(q)))
         # (Autocast would round the products to 16 bits.)
         with comm.collective("ring_attention"), torch.autocast(q.device.type, enabled=False):
             for owner, block in travelling(comm, torch.stack([k, v]), ctx.sizes):
-                if seen := _seen(ctx, owner):
-                    with comm.span("compute"):
-                        rows, columns = seen
-                        keys, values = block[..., columns, :].unsqueeze(3)
-                        before = Running(*(tensor[..., rows, :] for tensor in running))
-                        is_own = causal and owner == comm.rank
-                        after = attend_block(before, q[..., rows, :], keys, values, is_own)
-                        for tensor, part in zip(running, after):
-                            tensor[..., rows, :] = part
+                rows, columns = _visible(ctx, owner)
+                if _is_empty(rows) or _is_empty(columns):
+                    continue
+                with comm.span("compute"):
+                    keys, values = block[..., columns, :].unsqueeze(3)
+                    before = Running(*(tensor[..., rows, :] for tensor in running))
+                    is_masked = causal and owner == comm.rank
+                    after = attend_block(before, q[..., rows, :], keys, values, is_masked)
+                    for tensor, new_rows in zip(running, after):
+                        tensor[..., rows, :] = new_rows
         output = (running.output / running.total).to(q.dtype)
         ctx.save_for_backward(q, k, v, output, running.highest + running.total.log())
         return output
@@ -168,47 +174,47 @@ class _RingAttention(torch.autograd.Function):
         scale = 1 / math.sqrt(q.shape[-1])
         gradient = wide(gradients[0]).to(comm.device)
         mean = (gradient * output).sum(dim=-1, keepdim=True)
-        of_q = torch.zeros_like(wide(q))
+        q_gradient = torch.zeros_like(wide(q))
         receive: Callable[[], Tensor] | None = None
         title = "ring_attention backward"
         with comm.collective(title), torch.autocast(q.device.type, enabled=False):
             for owner, block in travelling(comm, torch.stack([k, v]), ctx.sizes):
-                of_block = torch.zeros_like(wide(block))
-                if seen := _seen(ctx, owner):
+                block_gradient = torch.zeros_like(wide(block))
+                rows, columns = _visible(ctx, owner)
+                if not (_is_empty(rows) or _is_empty(columns)):
                     with comm.span("compute"):
-                        rows, columns = seen
-                        pair = wide(block[..., columns, :]).unsqueeze(3)
-                        keys = pair[0]
-                        values = pair[1]
+                        keys, values = wide(block[..., columns, :]).unsqueeze(3)
                         queries = wide(q[..., rows, :])
-                        of_output = gradient[..., rows, :]
+                        output_gradient = gradient[..., rows, :]
                         scores = scores_of(queries, keys, ctx.causal and owner == comm.rank)
                         weights = (scores - log_sum[..., rows, :]).exp()
-                        of_weights = of_output @ values.mT - mean[..., rows, :]
-                        of_scores = weights * of_weights * scale
-                        of_q[..., rows, :] += of_scores @ keys
+                        weight_gradient = output_gradient @ values.mT - mean[..., rows, :]
+                        score_gradient = weights * weight_gradient * scale
+                        q_gradient[..., rows, :] += score_gradient @ keys
                         # A group's queries have met the same keys and values.
-                        of_block[0][..., columns, :] += (of_scores.mT @ queries).sum(2)
-                        of_block[1][..., columns, :] += (weights.mT @ of_output).sum(2)
+                        block_gradient[0][..., columns, :] += (score_gradient.mT @ queries).sum(2)
+                        block_gradient[1][..., columns, :] += (weights.mT @ output_gradient).sum(2)
                 if receive:
-                    of_block += receive()
-                receive = pass_on(comm, of_block, ctx.sizes[owner - 1])
+                    block_gradient += receive()
+                receive = pass_on(comm, block_gradient, ctx.sizes[owner - 1])
             assert receive
-            of_k, of_v = receive().to(k.dtype)
-        return of_q.to(q.dtype), of_k, of_v, None, None, None
+            k_gradient, v_gradient = receive().to(k.dtype)
+        return q_gradient.to(q.dtype), k_gradient, v_gradient, None, None, None
 
 
-def _seen(ctx: Any, owner: int) -> tuple[slice, slice] | None:
-    """The queries of this rank and the keys of ``owner`` that meet; None if there are none."""
-    rank, size = ctx.comm.rank, ctx.sizes
-    rows = slice(0, size[rank])
-    columns = slice(0, size[owner])
+def _visible(ctx: Any, owner: int) -> tuple[slice, slice]:
+    """The queries of this rank and the keys of ``owner`` that meet."""
+    rank = ctx.comm.rank
+    rows = slice(0, ctx.sizes[rank])
+    columns = slice(0, ctx.sizes[owner])
     if ctx.causal and owner < rank:
         # All queries are later than its early keys, and earlier than its late ones.
         columns = slice(0, len(ctx.chunks[owner][0]))
     elif ctx.causal and owner > rank:
         # Its keys are earlier than the late queries alone.
-        rows = slice(len(ctx.chunks[rank][0]), size[rank])
-    if rows.start == rows.stop or columns.stop == 0:
-        return None
+        rows = slice(len(ctx.chunks[rank][0]), ctx.sizes[rank])
     return rows, columns
+
+
+def _is_empty(positions: slice) -> bool:
+    return positions.start == positions.stop

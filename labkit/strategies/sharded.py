@@ -1,7 +1,8 @@
 """Sharded data parallelism (ZeRO): ranks divide among them what data parallelism holds P times.
 
-The trained parameters of each layer form a **flat** tensor, cut into P chunks: one per rank, its
-**shard**. Each rank makes the update of its shard alone, with its part of the optimizer's state.
+The parameters of each unit, a layer or a few, form **flat** tensors (one per dtype; frozen ones
+apart), cut into P chunks: one per rank, its **shard**. Each rank makes the update of its shard
+alone, with its part of the optimizer's state.
 
 **Stage 1** divides the optimizer's state. 1. Forward and backward, as in DDP; of the gradients
 that are complete, share_reduce sums each rank's chunk, while the rest of backward runs. 2. Each
@@ -35,7 +36,7 @@ from labkit.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
-from labkit.strategies.base import MakeOptimizer, State, as_tensor, of_kind
+from labkit.strategies.base import MakeOptimizer, State, as_tensor, of_kind, views_of
 from labkit.strategies.on_shares import OnShares
 from labkit.units import check_integer
 from labkit.workload.layers import HeldBytes, layers_of
@@ -46,139 +47,159 @@ class Flat:
     """Parameters that are divided together; their values lie in ``full`` [N], cut into ``chunks``.
 
     ``shard`` is this rank's chunk, which its optimizer changes: in stage 3 a copy, as ``full`` has
-    memory between ``gather`` and ``free`` alone; a new flat is whole, too. The
-    parameters may be on the host: this flat alone moves to the device. Their gradients are views
-    of ``gradient`` [N]: in stage 1 always, else between ``begin`` and ``finish``; ``total`` is the
-    shard's. ``flying`` is what is under way: gathered ahead, or reduced. The methods from
-    ``gather`` to ``finish`` are those of ``schedules.sharding``.
+    memory between ``gather`` and ``free`` alone (a new flat is gathered, too). The parameters may
+    be on the host: this flat alone moves to the device. Their gradients are views of
+    ``full_gradient`` [N]: in stage 1 always, else between ``begin`` and ``wait``;
+    ``shard_gradient`` is the shard's. ``in_flight`` is the tensor that is gathered ahead, or
+    reduced. ``gather``, ``wait``, ``free``, ``begin`` and ``reduce`` are the instructions of
+    ``schedules.sharding``.
     """
 
     def __init__(self, comm: Comm, stage: int, parameters: list[nn.Parameter]):
-        self.comm, self.stage, self.parameters = comm, stage, parameters
-        self.sizes = [parameter.numel() for parameter in parameters]
+        self.comm = comm
+        self.stage = stage
+        self.parameters = parameters
+        self.trained = parameters[0].requires_grad
+        self.num_elements = sum(parameter.numel() for parameter in parameters)
         values = torch.cat([parameter.detach().flatten() for parameter in parameters])
         self.full = values.to(comm.device)
-        self.num_bytes, self.trained = self.full.nbytes, parameters[0].requires_grad
-        for parameter, piece in zip(parameters, self.pieces(self.full)):
-            parameter.data = piece
-        self.mine = owned_chunk(comm.rank, comm.world_size)
+        self.full_bytes = self.full.nbytes
+        for parameter, view in zip(parameters, views_of(self.full, parameters)):
+            parameter.data = view
+        self.owned = owned_chunk(comm.rank, comm.world_size)
         self.chunks = split_chunks(self.full, comm.world_size)
-        own = self.chunks[self.mine]
-        self.shard = nn.Parameter(own.clone() if stage == 3 else own, self.trained)
+        our_chunk = self.chunks[self.owned]
+        if stage == 3:
+            our_chunk = our_chunk.clone()
+        self.shard = nn.Parameter(our_chunk, self.trained)
         self.work: Work | None = None
-        self.flying: Tensor | None = None
-        self.gradient: Tensor | None = None
-        self.total = torch.zeros_like(own)
+        self.in_flight: Tensor | None = None
+        self.full_gradient: Tensor | None = None
+        self.shard_gradient = torch.zeros_like(our_chunk)
         if self.trained:
             if stage == 1:
-                self.total = split_chunks(self.begin(), comm.world_size)[self.mine]
-            self.shard.grad = self.total
-
-    def pieces(self, flat: Tensor) -> list[Tensor]:
-        """Views of a flat tensor [N] in the shapes of the parameters."""
-        return [one.view_as(p) for one, p in zip(flat.split(self.sizes), self.parameters)]
+                self.shard_gradient = split_chunks(self.begin(), comm.world_size)[self.owned]
+            self.shard.grad = self.shard_gradient
 
     def gather(self) -> None:
-        self.full.untyped_storage().resize_(self.num_bytes)
+        """Begin the all-gather (share-only) of all ranks' shards into ``full``."""
+        self.full.untyped_storage().resize_(self.full_bytes)
 
-        def operation(comm: Comm) -> None:
-            self.chunks[self.mine].copy_(self.shard)
+        def all_gather_shards(comm: Comm) -> None:
+            self.chunks[self.owned].copy_(self.shard)
             share_only(comm, self.chunks)
 
-        self.flying = self.full
-        self.work = work_queue_of(self.comm).add("share_only", operation, [self.full], [])
+        self.in_flight = self.full
+        queue = work_queue_of(self.comm)
+        self.work = queue.add("share_only", all_gather_shards, [self.full], [])
 
     def wait(self) -> None:
+        """Wait until the last ``gather`` or ``reduce`` has ended."""
         if self.work:
             with self.comm.span("wait"):
                 self.work.wait()
-        self.work = self.flying = None
+        self.work = None
+        self.in_flight = None
 
     def free(self) -> None:
+        """Free the memory of ``full``; the shard stays."""
         # What autograd keeps of it are views: they show the values of the next gather.
         self.full.untyped_storage().resize_(0)
 
     def begin(self) -> Tensor:
-        if self.gradient is None:
-            self.gradient = torch.zeros_like(self.full)
-            for parameter, piece in zip(self.parameters, self.pieces(self.gradient)):
-                parameter.grad = piece
-        return self.gradient
+        """Give the parameters gradients, zeros at first; returns ``full_gradient``."""
+        if self.full_gradient is None:
+            self.full_gradient = torch.zeros_like(self.full)
+            views = views_of(self.full_gradient, self.parameters)
+            for parameter, view in zip(self.parameters, views):
+                parameter.grad = view
+        return self.full_gradient
 
     def reduce(self) -> None:
-        chunks = split_chunks(gradient := self.begin(), self.comm.world_size)
+        """Begin the reduce-scatter (share-reduce) of ``full_gradient``."""
+        gradient = self.begin()
+        chunks = split_chunks(gradient, self.comm.world_size)
 
-        def operation(comm: Comm) -> None:
+        def reduce_scatter_gradient(comm: Comm) -> None:
             share_reduce(comm, chunks)
             if self.stage > 1:
-                self.total += chunks[self.mine]
+                self.shard_gradient += chunks[self.owned]
 
-        self.work = work_queue_of(self.comm).add("share_reduce", operation, [gradient], [])
+        queue = work_queue_of(self.comm)
+        self.work = queue.add("share_reduce", reduce_scatter_gradient, [gradient], [])
         if self.stage > 1:
-            self.flying, self.gradient = gradient, None
-            for parameter in self.parameters:
-                parameter.grad = None
+            self.in_flight = gradient
+            self._drop_full_gradient()
 
-    finish = wait
+    def _drop_full_gradient(self) -> None:
+        self.full_gradient = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def clear(self) -> None:
-        """Drop what a pass has left that an exception has ended."""
+        """Drop what is left of a pass that an exception has ended."""
         self.wait()
-        self.total.zero_()
+        self.shard_gradient.zero_()
         if self.stage > 1:
-            self.gradient = None
-            for parameter in self.parameters:
-                parameter.grad = None
+            self._drop_full_gradient()
         if self.stage == 3:
             self.free()
 
-    def whole(self, part: Tensor) -> list[Tensor]:
-        """From the ranks' parts, like their shards, values by parameter; a collective call."""
-        chunks = split_chunks(flat := part.new_empty(sum(self.sizes)), self.comm.world_size)
-        chunks[self.mine].copy_(part.detach())
+    def unshard(self, shard: Tensor) -> list[Tensor]:
+        """Values by parameter, from the ranks' shards of them; a collective call."""
+        full = shard.new_empty(self.num_elements)
+        chunks = split_chunks(full, self.comm.world_size)
+        chunks[self.owned].copy_(shard.detach())
         share_only(self.comm, chunks)
-        return self.pieces(flat)
+        return views_of(full, self.parameters)
 
-    def part(self, values: list[Tensor]) -> Tensor:
-        """The opposite: of values by parameter, this rank's part."""
-        flat = torch.cat([value.flatten() for value in values])
-        return split_chunks(flat, self.comm.world_size)[self.mine]
+    def shard_of(self, values: list[Tensor]) -> Tensor:
+        """This rank's shard of values by parameter, the reverse of ``unshard``."""
+        full = torch.cat([value.flatten() for value in values])
+        return split_chunks(full, self.comm.world_size)[self.owned]
+
+
+def group_layers(layers: list[nn.Module], least_bytes: int) -> list[list[nn.Module]]:
+    """Cut a chain into units; a layer begins one after more than ``least_bytes``."""
+    units: list[list[nn.Module]] = []
+    unit_bytes = 0
+    for layer in layers:
+        layer_bytes = sum(parameter.nbytes for parameter in layer.parameters())
+        if not units or (layer_bytes and unit_bytes > least_bytes):
+            units.append([])
+            unit_bytes = 0
+        units[-1].append(layer)
+        unit_bytes += layer_bytes
+    return units
 
 
 def divide(
     model: nn.Module, stage: int
 ) -> tuple[list[list[nn.Module]], list[list[nn.Parameter]], list[list[int]]]:
-    """The layers of each unit, the parameters of each flat, and by unit the flats that it uses.
+    """Return the layers of each unit, the parameters of each flat, and each unit's flats.
 
     The parameters of a flat have one dtype, and are all trained or all frozen.
     """
-    units: list[list[nn.Module]] = []
     # Every message has a fixed cost. In stages 2 and 3 large units would take memory.
-    least, held = MIB if stage == 1 else 0, 0
-    for layer in layers_of(model):
-        size = sum(parameter.nbytes for parameter in layer.parameters())
-        if not units or (size and held > least):
-            units.append([])
-            held = 0
-        units[-1].append(layer)
-        held += size
+    units = group_layers(layers_of(model), least_bytes=MIB if stage == 1 else 0)
     flats: list[list[nn.Parameter]] = []
-    homes: dict[nn.Parameter, int] = {}
+    flat_of: dict[nn.Parameter, int] = {}
     uses = []
     for layers in units:
-        parameters = dict.fromkeys(p for layer in layers for p in layer.parameters())
-        alike: dict[Any, list[nn.Parameter]] = {}
-        for parameter in (p for p in parameters if p not in homes):
-            alike.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
-        for some in alike.values():
-            homes |= dict.fromkeys(some, len(flats))
-            flats.append(some)
-        uses.append(list(dict.fromkeys(homes[parameter] for parameter in parameters)))
+        new_flats: dict[tuple[torch.dtype, bool], int] = {}
+        used: list[int] = []
+        for parameter in nn.ModuleList(layers).parameters():
+            if parameter not in flat_of:
+                kind = parameter.dtype, parameter.requires_grad
+                if kind not in new_flats:
+                    new_flats[kind] = len(flats)
+                    flats.append([])
+                flat_of[parameter] = new_flats[kind]
+                flats[new_flats[kind]].append(parameter)
+            if flat_of[parameter] not in used:
+                used.append(flat_of[parameter])
+        uses.append(used)
     return units, flats, uses
-
-
-def total_bytes(ledger: Mapping[str, int]) -> int:
-    return sum(ledger.values())
 
 
 @dataclass(eq=False)
@@ -195,16 +216,18 @@ class Sharded(OnShares):
 
     Attributes:
         flats: by dtype, and whether they are trained, the parameters that belong to a unit.
-        uses: by unit, the numbers of the flats that it uses; ``sums`` are those of trained ones.
-        most_at_setup: the ``held_now`` with the most bytes while the flats are made.
-        most_held: of two steps, the ``held_now`` with the most bytes when backward enters a unit.
+        uses: by unit, the numbers of the flats that it uses.
+        trained_flats: the numbers of the flats that are trained.
+        peaks: the ``live_bytes`` with the largest sum at ``setup``, while the flats are made, and
+            the ``most`` of two steps when backward enters a unit.
         activation_bytes: what the first forward kept for its backward.
     """
 
     stage: int = 3
     sync_batch_norm: bool = False
     optimizes = "elements"
-    predicts_together = runs_empty = True
+    predicts_together = True
+    runs_empty = True
 
     def __post_init__(self) -> None:
         check_integer("stage", self.stage, least=1, most=3)
@@ -219,30 +242,35 @@ class Sharded(OnShares):
             buffer.data = buffer.to(comm.device)
         self.units, flat_parameters, self.uses = divide(model, self.stage)
         self.flats: list[Flat] = []
-        self.most_at_setup = self.held_now()
+        self.peaks: dict[str, dict[str, int]] = {}
+        self._note_peak("setup")
         for parameters in flat_parameters:
             flat = Flat(comm, self.stage, parameters)
             self.flats.append(flat)
-            self.most_at_setup = max(self.most_at_setup, self.held_now(), key=total_bytes)
+            self._note_peak("setup")
             if self.stage == 3:
                 flat.free()
         self.names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(parameter, []).append(name)
-        self.sums = [number for number, flat in enumerate(self.flats) if flat.trained]
-        self.trained = [self.flats[number].shard for number in self.sums]
+        self.trained_flats = [number for number, flat in enumerate(self.flats) if flat.trained]
+        self.trained = [self.flats[number].shard for number in self.trained_flats]
         self.optimizer = make_optimizer(self.trained)
         self.norm_ranks = range(comm.world_size)
-        self.module, self.no_sync = self.run, self._without_sums
-        self._steps, self._reduces = 0, True
-        # Of a pass; anything that is left of it was not done, because of an exception.
-        self._stream: Iterator[Instruction] = iter(())
-        self.most_held, self.activation_bytes = self.held_now(), 0
+        self.module = self.run
+        self.no_sync = self._without_reduce
+        self._reduces = True
+        self._steps = 0
+        # Instructions of a pass; any that are left were not done, because of an exception.
+        self._instructions: Iterator[Instruction] = iter(())
+        self._note_peak("most")
+        self.activation_bytes = 0
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        trained = [self.flats[number] for number in self.sums]
+        trained = [self.flats[number] for number in self.trained_flats]
         for flat in trained:
-            (flat.total if flat.gradient is None else flat.gradient).zero_()
+            gradient = flat.shard_gradient if flat.full_gradient is None else flat.full_gradient
+            gradient.zero_()
         loss = self.add_gradients(inputs, targets, batch_size)
         self.weigh(batch_size)
         if self.update() and self.stage < 3:
@@ -252,147 +280,182 @@ class Sharded(OnShares):
         return loss
 
     @contextlib.contextmanager
-    def _without_sums(self) -> Iterator[None]:
+    def _without_reduce(self) -> Iterator[None]:
+        """A context for micro-batches before the last one: stage 1 reduces their sum once."""
         self._reduces = self.stage > 1
         try:
             yield
         finally:
             self._reduces = True
 
-    def _begin_pass(self, stream: Iterator[Instruction]) -> None:
-        if next(self._stream, None) is not None:
+    def _begin_pass(self, instructions: Iterator[Instruction]) -> None:
+        if next(self._instructions, None) is not None:
             for flat in self.flats:
                 flat.clear()
-        self._stream = stream
+        self._instructions = instructions
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor, weight: float) -> Tensor:
-        sums = self.sums if self._reduces else ()
-        self._begin_pass(sharded_pass(self.stage, self.uses, sums))
-        measured = None if self.activation_bytes else HeldBytes(self.model)
+        reduced = self.trained_flats if self._reduces else ()
+        self._begin_pass(sharded_pass(self.stage, self.uses, reduced))
+        meter = None if self.activation_bytes else HeldBytes(self.model)
         loss = targets.new_zeros((), dtype=torch.float64)
         if len(targets) or self.sync_batch_norm:
-            with measured or contextlib.nullcontext():
+            with meter or contextlib.nullcontext():
                 loss = super()._forward_backward(inputs, targets, weight)
-        if measured:
-            self.activation_bytes = measured.num_bytes
-        # On a rank without samples this is all.
-        self._go_to()
+        if meter:
+            self.activation_bytes = meter.num_bytes
+        # What follows the last backward; on a rank without samples the whole pass.
+        self._run_until(None)
         return loss
 
     def run(self, inputs: Tensor) -> Tensor:
         """The model's outputs; when backward enters a unit, it calls a hook."""
         for number, layers in enumerate(self.units):
-            self._go_to("forward", number)
+            self._run_until(Instruction("forward", number))
             for layer in layers:
                 inputs = layer(inputs)
             if inputs.requires_grad:
-                inputs.register_hook(lambda _, n=number: self._go_to("backward", n))
+                entered = Instruction("backward", number)
+                inputs.register_hook(lambda _, entered=entered: self._run_until(entered))
         return inputs
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor | None:
-        self._begin_pass(sharded_pass(self.stage, self.uses, self.sums, backward=False))
+        self._begin_pass(sharded_pass(self.stage, self.uses, self.trained_flats, backward=False))
         outputs = super().predict(inputs) if len(inputs) else None
-        self._go_to()
+        self._run_until(None)
         return outputs
 
     @torch.no_grad()
-    def _go_to(self, kind: str = "", number: int = -1) -> None:
-        """Carry out what comes before it, in one order on all ranks; by default all there is."""
-        for instruction in self._stream:
+    def _run_until(self, target: Instruction | None) -> None:
+        """Execute the instructions before ``target``, in one order on all ranks; None: all."""
+        for instruction in self._instructions:
             if instruction.kind == "backward" and self._steps < 2:
-                self.most_held = max(self.most_held, self.held_now(), key=total_bytes)
-            if instruction == Instruction(kind, number):
+                self._note_peak("most")
+            if instruction == target:
                 return
-            if instruction.kind not in ("forward", "backward"):
-                getattr(self.flats[instruction.number], instruction.kind)()
+            if instruction.kind in ("forward", "backward"):
+                continue
+            flat = self.flats[instruction.number]
+            operations = {"gather": flat.gather, "wait": flat.wait, "free": flat.free}
+            operations |= {"begin": flat.begin, "reduce": flat.reduce, "finish": flat.wait}
+            operations[instruction.kind]()
 
-    def held_now(self) -> dict[str, int]:
+    def live_bytes(self) -> dict[str, int]:
         """The bytes that are alive, by kind, counted by their storages.
 
         What a message is received into is not counted, nor what forward keeps for its backward.
         """
-        mine = [p for flat in self.flats for p in (*flat.parameters, flat.shard)]
-        states = self.optimizer.state if self.optimizer else {}
-        kinds: dict[str, list[Any]] = {
-            "in_flight": [flat.flying for flat in self.flats],
-            "parameters": mine,
-            "gradients": [tensor.grad for tensor in mine],
-            "optimizer": [value for one in states.values() for value in one.values()],
+        parameters: list[nn.Parameter] = []
+        for flat in self.flats:
+            parameters += [*flat.parameters, flat.shard]
+        optimizer_states = self.optimizer.state.values() if self.optimizer else ()
+        tensors_by_kind: dict[str, list[Any]] = {
+            "in_flight": [flat.in_flight for flat in self.flats],
+            "parameters": parameters,
+            "gradients": [parameter.grad for parameter in parameters],
+            "optimizer": [value for state in optimizer_states for value in state.values()],
         }
-        seen, found = set[int](), {}
-        for kind, some in kinds.items():
-            tensors = (one.untyped_storage() for one in some if isinstance(one, Tensor))
-            storages = {storage.data_ptr(): storage.nbytes() for storage in tensors}
-            found[kind] = sum(storages[place] for place in storages.keys() - seen)
-            seen |= storages.keys()
-        return found
+        bytes_by_kind = dict.fromkeys(tensors_by_kind, 0)
+        counted = set[int]()  # addresses of the storages that are counted already
+        for kind, tensors in tensors_by_kind.items():
+            storages = [t.untyped_storage() for t in tensors if isinstance(t, Tensor)]
+            for storage in storages:
+                if storage.data_ptr() not in counted:
+                    counted.add(storage.data_ptr())
+                    bytes_by_kind[kind] += storage.nbytes()
+        return bytes_by_kind
+
+    def _note_peak(self, moment: str) -> None:
+        live_bytes = self.live_bytes()
+        peak = self.peaks.setdefault(moment, live_bytes)
+        if sum(live_bytes.values()) > sum(peak.values()):
+            self.peaks[moment] = live_bytes
 
     def notes(self) -> dict[str, Any]:
         """Bytes by kind and rank, at most in set-up and in backward, and between steps.
 
         A collective call.
         """
-        most = self.most_held | {"activations": self.activation_bytes}
+        moments = {
+            "setup": self.peaks["setup"],
+            "between_steps": self.live_bytes(),
+            "most": self.peaks["most"] | {"activations": self.activation_bytes},
+        }
         memory: dict[str, dict[str, list[int]]] = {}
-        moments = {"setup": self.most_at_setup, "between_steps": self.held_now(), "most": most}
-        for moment, held in moments.items():
-            row = torch.tensor([*held.values()], device=self.comm.device)
+        for moment, bytes_by_kind in moments.items():
+            row = torch.tensor(list(bytes_by_kind.values()), device=self.comm.device)
             by_rank = torch.stack(all_gather(self.comm, row)).T.tolist()
-            memory[moment] = dict(zip(held, by_rank))
-        sizes = [sum(flat.sizes) for flat in self.flats]
-        return {"memory": memory, "flats": sizes, "uses": self.uses, "trained": self.sums}
+            memory[moment] = dict(zip(bytes_by_kind, by_rank))
+        return {
+            "memory": memory,
+            "flats": [flat.num_elements for flat in self.flats],
+            "uses": self.uses,
+            "trained": self.trained_flats,
+        }
 
     def full_state(self) -> State:
-        values = {}
-        for flat in self.flats if self.stage == 3 else ():
-            values |= {p: v.cpu() for p, v in zip(flat.parameters, flat.whole(flat.shard))}
-        state = self.model.state_dict(keep_vars=True)
-        return {name: values.get(v, v).detach().cpu().clone() for name, v in state.items()}
+        values: dict[Tensor, Tensor] = {}
+        if self.stage == 3:
+            for flat in self.flats:
+                for parameter, value in zip(flat.parameters, flat.unshard(flat.shard)):
+                    values[parameter] = value.cpu()
+        state = State()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            state[name] = values.get(tensor, tensor).detach().cpu().clone()
+        return state
 
     def state(self) -> State:
         """Whole tensors, as from any technique: each flat's from one rank, in turn."""
         state = self.buffers() if self.comm.rank == 0 else State()
         for number, flat in enumerate(self.flats):
-            parts: State = {"model/{}": flat.shard}
+            shards: State = {"model/{}": flat.shard}
             for key, value in self.optimizer.state.get(flat.shard, {}).items():
                 stored, tensor = as_tensor(f"{{}}/{key}", value)
-                parts[stored] = tensor
-            for place, part in parts.items():
-                values = flat.whole(part) if part.dim() else [part] * len(flat.parameters)
-                for p, value in zip(flat.parameters, values):
-                    if number % self.comm.world_size == self.comm.rank:
-                        state |= {place.format(name): value for name in self.names[p]}
+                shards[stored] = tensor
+            for stored, shard in shards.items():
+                # A tensor without dimensions, such as a count of steps, is the same for all.
+                values = flat.unshard(shard) if shard.dim() else [shard] * len(flat.parameters)
+                if number % self.comm.world_size != self.comm.rank:
+                    continue
+                for parameter, value in zip(flat.parameters, values):
+                    for name in self.names[parameter]:
+                        state[stored.format(name)] = value
         return state
 
     def buffers(self) -> State:
-        """By their names in a checkpoint."""
+        """The model's buffers, by their names in a checkpoint."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        named = self.model.state_dict().items()
-        return {f"model/{name}": value for name, value in named if name not in parameters}
+        state = self.model.state_dict()
+        return {f"model/{name}": state[name] for name in state if name not in parameters}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, buffer in self.buffers().items():
             buffer.copy_(state[name])
-        # What an optimizer keeps once per parameter, such as a count of steps.
-        single = {"step", "mu_product"}
-        for parameter, parameter_names in self.names.items() if self.optimizer else ():
-            for key, value in of_kind(f"optimizer/{parameter_names[0]}", state).items():
+        # Keys of what an optimizer keeps once per parameter, such as a count of steps.
+        scalar_keys = {"step", "mu_product"}
+        for parameter, names in self.names.items():
+            for key, value in of_kind(f"optimizer/{names[0]}", state).items():
                 if value.dim() == 0 and parameter.dim() > 0:
-                    single.add(key)
+                    scalar_keys.add(key)
         for flat in self.flats:
-            names = [self.names[parameter][0] for parameter in flat.parameters]
-            values = [state[f"model/{name}"] for name in names]
-            flat.shard.copy_(flat.part(values))
-            for parameter, value in zip(flat.parameters, values) if self.stage < 3 else ():
+            self._load_flat(flat, state, scalar_keys)
+
+    def _load_flat(self, flat: Flat, state: Mapping[str, Tensor], scalar_keys: set[str]) -> None:
+        names = [self.names[parameter][0] for parameter in flat.parameters]
+        values = [state[f"model/{name}"] for name in names]
+        flat.shard.copy_(flat.shard_of(values))
+        if self.stage < 3:
+            for parameter, value in zip(flat.parameters, values):
                 parameter.copy_(value)
-            for key in of_kind(f"optimizer/{names[0]}", state):
-                values = [state[f"optimizer/{name}/{key}"] for name in names]
+        for key in of_kind(f"optimizer/{names[0]}", state):
+            values = [state[f"optimizer/{name}/{key}"] for name in names]
+            if key in scalar_keys:
                 # PyTorch's optimizers count steps on the host.
-                value, device = values[0], "cpu"
-                if key not in single:
-                    value, device = flat.part(values), self.comm.device
-                self.optimizer.state[flat.shard][key] = value.to(device, copy=True)
-            for key, value in of_kind(f"number/{names[0]}", state).items():
-                self.optimizer.state[flat.shard][key] = value.item()
+                value = values[0].to("cpu", copy=True)
+            else:
+                value = flat.shard_of(values).to(self.comm.device, copy=True)
+            self.optimizer.state[flat.shard][key] = value
+        for key, value in of_kind(f"number/{names[0]}", state).items():
+            self.optimizer.state[flat.shard][key] = value.item()

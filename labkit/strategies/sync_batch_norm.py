@@ -35,26 +35,28 @@ from labkit.comm.work import work_queue_of
 
 
 class GlobalBatch:
-    """What the workers that divide a batch tell each other about it."""
+    """The workers that divide a batch, and the exchange of their statistics."""
 
     def __init__(self, comm: Comm, workers: Sequence[int]):
-        self.comm, self.workers = comm, workers
+        self.comm = comm
+        self.workers = workers
 
-    def gathered(self, mine: Tensor) -> Tensor:
+    def gathered(self, row: Tensor) -> Tensor:
         """All workers' rows [W, K], in their order, from this one's [K]; equal to the bit on all.
 
         Takes W - 1 steps and messages, and sends (W - 1) K elements.
         """
-        rows, ranks = mine.new_empty(len(self.workers), len(mine)), self.workers
+        rows = row.new_empty(len(self.workers), len(row))
 
-        def gather(comm: Comm) -> None:
+        def gather_rows(comm: Comm) -> None:
             # A rank that serves takes no part.
-            some = comm if len(ranks) == comm.world_size else SubComm(comm, ranks)
-            torch.stack(all_gather(some, mine), out=rows)
+            if len(self.workers) < comm.world_size:
+                comm = SubComm(comm, self.workers)
+            torch.stack(all_gather(comm, row), out=rows)
 
         # Not on comm itself: buckets of DDP may be under way, and messages must not mix.
         queue = work_queue_of(self.comm)
-        queue.add("sync_batch_norm", gather, [mine], [rows], is_waited_for=True).wait()
+        queue.add("sync_batch_norm", gather_rows, [row], [rows], is_waited_for=True).wait()
         return rows
 
 
@@ -68,22 +70,26 @@ class Statistics(torch.autograd.Function):
         if x.numel():
             axes = [axis for axis in range(x.dim()) if axis != 1]
             variance, mean = torch.var_mean(x, axes, correction=0)
-            row[:channels], row[-1] = mean, x.numel() // channels
+            row[:channels] = mean
+            row[-1] = x.numel() // channels
             row[channels:-1] = variance.double() * row[-1]
         means, squares, counts = batch.gathered(row).split([channels, channels, 1], dim=1)
         count = int(counts.sum())
         mean = (counts * means).sum(0) / count
         variance = (squares + counts * (means - mean) ** 2).sum(0) / count
         ctx.save_for_backward(x, mean)
-        ctx.batch, ctx.count = batch, count
+        ctx.batch = batch
+        ctx.count = count
         return mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
-        of_mean, of_variance = ctx.batch.gathered(torch.cat(gradients[:2])).sum(0).chunk(2)
-        of_mean, of_variance, mean = (by_channel(v, x) for v in (of_mean, of_variance, mean))
-        return (of_mean + 2 * (x - mean) * of_variance) / ctx.count, None
+        summed = ctx.batch.gathered(torch.cat(gradients[:2])).sum(0)
+        mean_gradient, variance_gradient = summed.chunk(2)
+        deviation = x - by_channel(mean, x)
+        numerator = by_channel(mean_gradient, x) + 2 * deviation * by_channel(variance_gradient, x)
+        return numerator / ctx.count, None
 
 
 def by_channel(numbers: Tensor, x: Tensor) -> Tensor:
@@ -92,7 +98,7 @@ def by_channel(numbers: Tensor, x: Tensor) -> Tensor:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """What ``convert`` makes of BatchNorm1d, 2d and 3d: another class, the same object.
+    """The class that ``convert`` gives to BatchNorm1d, 2d and 3d; the object stays the same.
 
     Parameters, buffers, names and hooks stay. In evaluation mode it is the layer that it was.
     16-bit inputs are computed in float32.
@@ -110,12 +116,14 @@ class SyncBatchNorm(_BatchNorm):
             if self.track_running_stats:
                 assert self.num_batches_tracked is not None
                 self.num_batches_tracked += 1
-                by_count = 1 / float(self.num_batches_tracked)
-                factor = by_count if self.momentum is None else self.momentum
+                factor = self.momentum
+                if factor is None:
+                    factor = 1 / float(self.num_batches_tracked)
                 unbiased = variance.detach() * (count / max(1, count - 1))
-                for average, now in ((self.running_mean, mean), (self.running_var, unbiased)):
+                averages = ((self.running_mean, mean), (self.running_var, unbiased))
+                for average, value in averages:
                     assert average is not None
-                    average.lerp_(now.detach().to(average.dtype), factor)
+                    average.lerp_(value.detach().to(average.dtype), factor)
             scale = (variance + self.eps).rsqrt()
             if self.weight is not None:
                 scale = scale * self.weight

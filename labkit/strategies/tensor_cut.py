@@ -29,7 +29,7 @@ Korthikanti et al., "Reducing activation recomputation in large transformer mode
 section 4.2.2, for sequence parallelism.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,50 +39,53 @@ from torch.nn import functional
 from labkit.collectives import fast_ring_all_reduce, share_only, share_reduce
 from labkit.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
+from labkit.strategies.base import State, views_of
 from labkit.workload.losses import ClassOptions, CountedLoss, Loss, ShareLoss
 from labkit.workload.transformer import MLP, Attention, Embeddings, Head
 
+Operation = Callable[[Tensor], Tensor]
+
 
 class Conjugate(torch.autograd.Function):
-    """Does ``there`` to an activation going forward, and ``back`` to its gradient."""
+    """Applies ``forward_fn`` to an activation, and ``backward_fn`` to its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, forward_fn: Operation, backward_fn: Operation) -> Tensor:
+        ctx.backward_fn = backward_fn
+        return forward_fn(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0]), None, None
+        return ctx.backward_fn(gradients[0]), None, None
 
 
-def gathered(comm: Comm, part: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
-    """All ranks' parts, in their order, from this one's; rank r's has ``sizes[r]`` in ``dim``.
+def gather_shards(comm: Comm, shard: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
+    """All ranks' shards, in their order, from this one's; rank r's has ``sizes[r]`` in ``dim``.
 
-    Messages P - 1, bytes about (P - 1) / P of all parts.
+    Messages P - 1, bytes about (P - 1) / P of all shards.
     """
-    parts = [part.new_empty(*part.shape[:dim], size, *part.shape[dim + 1 :]) for size in sizes]
-    parts[comm.rank] = part.detach().contiguous()
-    share_only(comm, _by_chunk(parts))
-    return parts
+    before, after = shard.shape[:dim], shard.shape[dim + 1 :]
+    shards = [shard.new_empty(*before, size, *after) for size in sizes]
+    shards[comm.rank] = shard.detach().contiguous()
+    share_only(comm, _by_chunk(shards))
+    return shards
 
 
-def scattered(comm: Comm, term: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This rank's part of the sum of all ranks' terms; messages and bytes as ``gathered``."""
-    parts = [p.clone(memory_format=torch.contiguous_format) for p in term.split([*sizes], dim)]
-    share_reduce(comm, _by_chunk(parts))
-    return parts[comm.rank]
+def reduce_scatter_term(comm: Comm, term: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's shard of the sum of all ranks' terms; sends as much as ``gather_shards``."""
+    pieces = term.split([*sizes], dim)
+    shards = [piece.clone(memory_format=torch.contiguous_format) for piece in pieces]
+    share_reduce(comm, _by_chunk(shards))
+    return shards[comm.rank]
 
 
-def _by_chunk(parts: list[Tensor]) -> list[Tensor]:
+def _by_chunk(shards: list[Tensor]) -> list[Tensor]:
     """In the ring, rank r owns chunk r + 1, see ``schedules.ring.owned_chunk``."""
-    return [parts[-1], *parts[:-1]]
+    return [shards[-1], *shards[:-1]]
 
 
 class Cut(NamedTuple):
-    """How a parameter is divided: in ``dim``, into ``sizes`` by rank.
+    """The way in which a parameter is divided: in ``dim``, into ``sizes`` by rank.
 
     ``blocks`` that follow one another in ``dim`` are each divided so, such as those of queries,
     keys and values: a head has rows in all three.
@@ -92,13 +95,14 @@ class Cut(NamedTuple):
     sizes: list[int]
     blocks: int = 1
 
-    def part(self, whole: Tensor, rank: int) -> Tensor:
-        blocks = whole.chunk(self.blocks, self.dim)
+    def shard(self, tensor: Tensor, rank: int) -> Tensor:
+        """The shard of ``rank``."""
+        blocks = tensor.chunk(self.blocks, self.dim)
         return torch.cat([block.split(self.sizes, self.dim)[rank] for block in blocks], self.dim)
 
-    def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """The reverse of ``part``."""
-        by_block = zip(*(part.chunk(self.blocks, self.dim) for part in parts))
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, from the shards of all ranks."""
+        by_block = zip(*(shard.chunk(self.blocks, self.dim) for shard in shards))
         return torch.cat([piece for block in by_block for piece in block], self.dim)
 
 
@@ -106,42 +110,52 @@ class TensorGroup:
     """The ranks of ``comm``, over which layers are cut.
 
     Attributes:
-        cuts: how the parameters that were cut are divided; all ranks have all of any other.
+        cuts: by parameter that was cut, how it is divided; all ranks have all of any other.
         length: T of the inputs; ``cut`` makes the embeddings set it.
     """
 
     def __init__(self, comm: Comm, sequence_parallel: bool = False):
-        self.comm, self.sequence_parallel, self.length = comm, sequence_parallel, 0
+        self.comm = comm
+        self.sequence_parallel = sequence_parallel
+        self.length = 0
         self.cuts: dict[Tensor, Cut] = {}
-        self._made: dict[Tensor, nn.Parameter] = {}
+        self._shards: dict[Tensor, nn.Parameter] = {}
 
     def sizes(self, total: int) -> list[int]:
         """``total`` by rank, as evenly as possible."""
         return [end - start for start, end in chunk_bounds(total, self.comm.world_size)]
 
     def enter(self, x: Tensor) -> Tensor:
-        """What a layer with some outputs computes with: all of x [n, T, I]."""
-        return Conjugate.apply(x, *self._ends())
+        """All of x [n, T, I], with which a layer with some outputs computes."""
+        gather, reduce = self._ends()
+        return Conjugate.apply(x, gather, reduce)
 
     def leave(self, term: Tensor) -> Tensor:
         """The sum of the terms [n, T, O] of layers with some inputs, or this rank's part of it."""
-        return Conjugate.apply(term, *reversed(self._ends()))
+        gather, reduce = self._ends()
+        return Conjugate.apply(term, reduce, gather)
 
-    def _ends(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    def _ends(self) -> tuple[Operation, Operation]:
+        """The operation that makes x whole at an entrance, and the one that sums at an exit."""
         if not self.sequence_parallel:
-            return lambda x: x.view_as(x), lambda x: fast_ring_all_reduce(self.comm, x.clone())
+            return (
+                # A view: what a Function returns must not be its input.
+                lambda x: x.view_as(x),
+                lambda term: fast_ring_all_reduce(self.comm, term.clone()),
+            )
         sizes = self.sizes(self.length)
         return (
-            lambda x: torch.cat(gathered(self.comm, x, 1, sizes), dim=1),
-            lambda term: scattered(self.comm, term, 1, sizes),
+            lambda x: torch.cat(gather_shards(self.comm, x, 1, sizes), dim=1),
+            lambda term: reduce_scatter_term(self.comm, term, 1, sizes),
         )
 
     def cut(self, model: nn.Module) -> None:
-        """Make the layers of a transformer this rank's parts of them, in place."""
+        """Replace the layers of a transformer by this rank's shards of them, in place."""
         for layer in model.modules():
             if isinstance(layer, Attention):
-                heads, size = self.sizes(layer.num_heads), layer.out.in_features // layer.num_heads
-                features = [size * count for count in heads]
+                head_size = layer.out.in_features // layer.num_heads
+                heads = self.sizes(layer.num_heads)
+                features = [head_size * count for count in heads]
                 rows = Cut(0, features, blocks=3)
                 self._become(ColumnLinear, layer.qkv, weight=rows, bias=rows)
                 self._become(RowLinear, layer.out, weight=Cut(1, features))
@@ -153,23 +167,25 @@ class TensorGroup:
             elif isinstance(layer, Embeddings):
                 self._become(CutEmbeddings, layer)
                 entries = Cut(0, self.sizes(len(layer.token.weight)))
-                layer.token.weight = self._part_of(layer.token.weight, entries)
+                layer.token.weight = self._shard_of(layer.get_parameter("token.weight"), entries)
             elif isinstance(layer, Head):
                 self._become(CutHead, layer, weight=Cut(0, self.sizes(len(layer.weight))))
 
     def _become(self, kind: type[nn.Module], layer: nn.Module, **cuts: Cut) -> None:
-        """Another class, the same object: names and hooks stay."""
-        layer.__class__, layer.__dict__["group"] = kind, self
+        """Give a layer another class and cut parameters; its name and hooks stay."""
+        layer.__class__ = kind
+        layer.__dict__["group"] = self
         for name, cut in cuts.items():
-            setattr(layer, name, self._part_of(getattr(layer, name), cut))
+            setattr(layer, name, self._shard_of(layer.get_parameter(name), cut))
 
-    def _part_of(self, whole: Tensor, cut: Cut) -> nn.Parameter:
-        """This rank's part of a parameter; of a tied one the same again."""
-        if whole not in self._made:
-            part = cut.part(whole.detach(), self.comm.rank).clone()
-            self._made[whole] = nn.Parameter(part, whole.requires_grad)
-            self.cuts[self._made[whole]] = cut
-        return self._made[whole]
+    def _shard_of(self, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
+        """This rank's shard of a parameter; the same one again if layers share the parameter."""
+        if parameter not in self._shards:
+            values = cut.shard(parameter.detach(), self.comm.rank).clone()
+            shard = nn.Parameter(values, parameter.requires_grad)
+            self._shards[parameter] = shard
+            self.cuts[shard] = cut
+        return self._shards[parameter]
 
     def agree(self, trained: Sequence[nn.Parameter]) -> None:
         """After a backward, give the parameters that all ranks have the same gradients.
@@ -181,22 +197,35 @@ class TensorGroup:
         if gradients:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             fast_ring_all_reduce(self.comm, flat, "sum" if self.sequence_parallel else "mean")
-            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients])):
-                gradient.copy_(total.view_as(gradient))
+            for gradient, total in zip(gradients, views_of(flat, gradients)):
+                gradient.copy_(total)
 
-    def whole(self, parameter: Tensor, part: Tensor) -> Tensor:
-        """What all ranks have of a parameter, or of an optimizer's state of it; collective."""
+    def unshard(self, parameter: Tensor, shard: Tensor) -> Tensor:
+        """The whole of a parameter, or of an optimizer's state of it; a collective call."""
         cut = self.cuts.get(parameter)
-        if cut is None or part.shape != parameter.shape:
-            return part
+        if cut is None or shard.shape != parameter.shape:
+            return shard
         sizes = [size * cut.blocks for size in cut.sizes]
-        return cut.whole(gathered(self.comm, part, cut.dim, sizes))
+        return cut.unshard(gather_shards(self.comm, shard, cut.dim, sizes))
 
-    def part(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """The reverse of ``whole``; not collective."""
+    def shard_of(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """The reverse of ``unshard``; not collective."""
         cut = self.cuts.get(parameter)
-        is_cut = cut is not None and whole.dim() == parameter.dim()
-        return cut.part(whole, self.comm.rank) if is_cut else whole
+        if cut is None or tensor.dim() != parameter.dim():
+            return tensor
+        return cut.shard(tensor, self.comm.rank)
+
+    def unshard_state(self, state: State, held: Mapping[str, Tensor]) -> State:
+        """Whole tensors of a checkpoint from this rank's; ``held`` has its parameters by name."""
+        parameters = {key: held[key.split("/")[1]] for key in state}
+        return {key: self.unshard(parameters[key], shard) for key, shard in state.items()}
+
+    def shard_state(self, state: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> State:
+        """This rank's shards of a checkpoint's tensors, those that it has ``held``."""
+        parameters = {key: held.get(key.split("/")[1]) for key in state}
+        return {
+            key: self.shard_of(p, state[key]) for key, p in parameters.items() if p is not None
+        }
 
 
 class ColumnLinear(nn.Linear):
@@ -224,12 +253,13 @@ class CutEmbeddings(Embeddings):
     group: TensorGroup
 
     def forward(self, tokens: Tensor) -> Tensor:
-        group, weight, positions = self.group, self.token.weight, self.position.weight
-        index, here = own_entries(tokens, group.cuts[weight].sizes, group.comm.rank)
+        group = self.group
+        weight = self.token.weight
+        index, is_owned = own_entries(tokens, group.cuts[weight].sizes, group.comm.rank)
         # The term of a token that another rank has is zero.
-        term = functional.embedding(index, weight).masked_fill(~here.unsqueeze(-1), 0)
+        term = functional.embedding(index, weight).masked_fill(~is_owned.unsqueeze(-1), 0)
         group.length = tokens.shape[1]
-        positions = positions[: group.length]
+        positions = self.position.weight[: group.length]
         if group.sequence_parallel:
             positions = positions.split(group.sizes(group.length))[group.comm.rank]
         return group.leave(term) + positions
@@ -267,27 +297,27 @@ class CutCrossEntropy(torch.autograd.Function):
         ignore_index: int = -100,
     ) -> tuple[Tensor, Tensor]:
         counts = targets != ignore_index
-        index, here = own_entries(targets.where(counts, 0), sizes, comm.rank)
-        here &= counts
-        found = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
-        of_target = fast_ring_all_reduce(comm, found)
+        index, is_owned = own_entries(targets.where(counts, 0), sizes, comm.rank)
+        is_owned &= counts
+        target_logit = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~is_owned, 0)
+        target_logit = fast_ring_all_reduce(comm, target_logit)
         highest, first = logits.max(dim=1)
-        is_beaten = (highest == of_target) & (first + sum(sizes[: comm.rank]) < targets)
+        is_beaten = (highest == target_logit) & (first + sum(sizes[: comm.rank]) < targets)
         infinity = torch.full_like(highest, torch.inf)
         highest = highest.where(~is_beaten, highest.nextafter(infinity))
         highest = fast_ring_all_reduce(comm, highest, "max")
         exps = (logits - highest.unsqueeze(1)).exp_()
         total = fast_ring_all_reduce(comm, exps.sum(dim=1))
-        right = (of_target == highest) & counts
-        ctx.save_for_backward(exps, total, index, here, counts)
+        right = (target_logit == highest) & counts
+        ctx.save_for_backward(exps, total, index, is_owned, counts)
         ctx.mark_non_differentiable(right)
-        return (total.log() + (highest - of_target)).masked_fill(~counts, 0), right
+        return (total.log() + (highest - target_logit)).masked_fill(~counts, 0), right
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        exps, total, index, here, counts = ctx.saved_tensors
+        exps, total, index, is_owned, counts = ctx.saved_tensors
         softmax = exps / total.unsqueeze(1)
-        softmax.scatter_add_(1, index.unsqueeze(1), -here.to(softmax.dtype).unsqueeze(1))
+        softmax.scatter_add_(1, index.unsqueeze(1), -is_owned.to(softmax.dtype).unsqueeze(1))
         gradient = gradients[0].masked_fill(~counts, 0)
         return softmax.mul_(gradient.unsqueeze(1)), None, None, None, None
 
@@ -300,7 +330,8 @@ class CutLoss(CountedLoss):
 
     def __init__(self, comm: Comm, classes: int, loss: Loss = functional.cross_entropy):
         super().__init__(loss.loss if isinstance(loss, CountedLoss) else ShareLoss.of(loss))
-        self.comm, self.sizes = comm, TensorGroup(comm).sizes(classes)
+        self.comm = comm
+        self.sizes = TensorGroup(comm).sizes(classes)
         self.options = self.loss.classes or ClassOptions()
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -328,9 +359,9 @@ class CutLoss(CountedLoss):
 
 
 def own_entries(tokens: Tensor, sizes: list[int], rank: int) -> tuple[Tensor, Tensor]:
-    """Where tokens are among the entries of ``rank`` (0 for others'), and which are there.
+    """The tokens' indices among the entries of ``rank`` (0 for others'), and whether it owns them.
 
-    ValueError for tokens that no rank has; on a GPU, which nothing waits for, a failed assertion.
+    ValueError for tokens that no rank has; on a GPU an assertion there: the host need not wait.
     """
     is_known = ((tokens >= 0) & (tokens < sum(sizes))).all()
     if tokens.is_cuda:
@@ -341,5 +372,5 @@ def own_entries(tokens: Tensor, sizes: list[int], rank: int) -> tuple[Tensor, Te
             f"the model from 0 to {sum(sizes) - 1}"
         )
     index = tokens - sum(sizes[:rank])
-    here = (index >= 0) & (index < sizes[rank])
-    return index.where(here, 0), here
+    is_owned = (index >= 0) & (index < sizes[rank])
+    return index.where(is_owned, 0), is_owned

@@ -5,7 +5,7 @@ vocabulary (``tensor_cut``); norms, positions and the biases of sums are on all 
 rank gets the whole batch. In each block, two all-reduces of [n, T, D] add up the ranks' terms
 going forward, and two going backward. 3. The loss is computed from logits that no rank has all of.
 4. One more all-reduce lets all ranks agree on the gradients of what they all have, to the bit.
-5. Every rank updates its parts, and that.
+5. Every rank updates its own parts, and what all ranks have.
 
 A rank holds 1 / P of most parameters, gradients and optimizer states, and of the activations
 inside the cuts; with ``sequence_parallel`` also of those outside. The price is communication that
@@ -26,7 +26,7 @@ from torch.nn import functional
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.on_shares import OnShares
-from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gathered
+from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
 from labkit.workload.layers import layers_of
 from labkit.workload.losses import Loss, ShareLoss, named_function
 from labkit.workload.transformer import Block, Embeddings, Head
@@ -35,9 +35,9 @@ from labkit.workload.transformer import Block, Embeddings, Head
 def check_cut(model: nn.Module, loss: Loss, ranks: int, sequence_parallel: bool = False) -> None:
     """Raise ValueError unless ``ranks`` can cut each layer of ``model``, and the loss."""
     layers = layers_of(model) if isinstance(model, nn.Sequential) else [model]
-    first, *blocks, last = layers[0], *layers[1:-1], layers[-1]
-    fits = all(isinstance(one, Block | nn.LayerNorm) for one in blocks)
-    if not (isinstance(first, Embeddings) and fits and isinstance(last, Head)):
+    embeddings, *inner, head = layers[0], *layers[1:-1], layers[-1]
+    are_blocks = all(isinstance(layer, Block | nn.LayerNorm) for layer in inner)
+    if not (isinstance(embeddings, Embeddings) and are_blocks and isinstance(head, Head)):
         names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ValueError(
             f"tensor_parallel cuts labkit's transformer, and the layers of this model are {names}"
@@ -56,13 +56,16 @@ def check_cut(model: nn.Module, loss: Loss, ranks: int, sequence_parallel: bool 
             f"tensor_parallel has no label_smoothing, got {options.label_smoothing}: leave it "
             "out, or use another strategy"
         )
-    counts = {"heads": min(one.attention.num_heads for one in blocks if isinstance(one, Block))}
-    counts["entries of the vocabulary"] = len(last.weight)
+    blocks = [layer for layer in inner if isinstance(layer, Block)]
+    counts = {
+        "heads": min(block.attention.num_heads for block in blocks),
+        "entries of the vocabulary": len(head.weight),
+    }
     if sequence_parallel:
-        counts["positions"] = len(first.position.weight)
-    for what, count in counts.items():
+        counts["positions"] = len(embeddings.position.weight)
+    for name, count in counts.items():
         if count < ranks:
-            raise ValueError(f"{count} {what} cannot be cut over {ranks} ranks: use fewer ranks")
+            raise ValueError(f"{count} {name} cannot be cut over {ranks} ranks: use fewer ranks")
 
 
 @dataclass(eq=False)
@@ -75,7 +78,7 @@ class TensorParallel(OnShares):
 
     Attributes:
         group: knows how the parameters are divided.
-        parts: by name this rank's parameters; a tied one has two names.
+        shards: by name this rank's shards of parameters; a tied one has two names.
     """
 
     sequence_parallel: bool = False
@@ -87,21 +90,23 @@ class TensorParallel(OnShares):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.group = TensorGroup(comm, self.sequence_parallel)
-        self.parts = self.cut(model)
-        self.place(comm, model)
-        each = dict.fromkeys(p for p in self.parts.values() if isinstance(p, nn.Parameter))
-        self.trained = [p for p in each if p.requires_grad]
+        self.shards = self.cut(model)
+        self.move_to_device(comm, model)
+        held = [shard for shard in self.shards.values() if isinstance(shard, nn.Parameter)]
+        parameters = list(dict.fromkeys(held))
+        self.trained = [p for p in parameters if p.requires_grad]
         self.optimizer = make_optimizer(self.trained)
         self.norm_ranks = range(comm.world_size)
         if comm.rank > 0:
-            self.counted_elsewhere = {p for p in each if p not in self.group.cuts}
+            self.counted_elsewhere = {p for p in parameters if p not in self.group.cuts}
 
     def cut(self, model: nn.Module) -> State:
-        """Cut the model in place; returns ``parts``."""
+        """Cut the model in place; returns ``shards``."""
         self.group.cut(model)
         state = model.state_dict(keep_vars=True)
         # (The head comes last.)
-        self.classes = self.group.cuts[[*state.values()][-1]].sizes
+        head_weight = list(state.values())[-1]
+        self.classes = self.group.cuts[head_weight].sizes
         self.loss = CutLoss(self.group.comm, sum(self.classes), self.loss)
         return state
 
@@ -114,26 +119,30 @@ class TensorParallel(OnShares):
         self.group.agree(self.trained)
 
     def run(self, inputs: Tensor) -> Tensor:
-        return torch.cat(gathered(self.comm, self.model(inputs), 1, self.classes), dim=1)
+        logits = self.model(inputs)
+        return torch.cat(gather_shards(self.comm, logits, 1, self.classes), dim=1)
 
     def predict(self, inputs: Tensor) -> Tensor | None:
         outputs = super().predict(inputs)
         return outputs if self.group.comm.rank == 0 else None
 
     def full_state(self) -> State:
-        whole = {name: self.group.whole(p, p.detach()) for name, p in self.parts.items()}
-        return {name: tensor.cpu().clone() for name, tensor in whole.items()}
+        state = State()
+        for name, shard in self.shards.items():
+            state[name] = self.group.unshard(shard, shard.detach()).cpu().clone()
+        return state
 
     def held(self) -> tuple[State, dict[str, nn.Parameter]]:
-        names = {p: name for name, p in reversed(self.parts.items())}
-        return self.parts, {name: p for p, name in names.items() if isinstance(p, nn.Parameter)}
+        parameters: dict[nn.Parameter, str] = {}
+        for name, shard in self.shards.items():
+            if isinstance(shard, nn.Parameter):
+                parameters.setdefault(shard, name)
+        return self.shards, {name: parameter for parameter, name in parameters.items()}
 
     def state(self) -> State:
         """Whole parameters and optimizer states, on rank 0: any technique can go on from them."""
-        found = super().state().items()
-        whole = {key: self.group.whole(self.parts[key.split("/")[1]], v) for key, v in found}
-        return whole if self.comm.rank == 0 else State()
+        state = self.group.unshard_state(super().state(), self.shards)
+        return state if self.comm.rank == 0 else State()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        parts = {k: self.group.part(self.parts[k.split("/")[1]], v) for k, v in state.items()}
-        super().load_state(parts)
+        super().load_state(self.group.shard_state(state, self.shards))

@@ -1,9 +1,9 @@
-"""What each rank did and when: recorded as spans, read from files, and explained in words.
+"""The work of each rank over time: recorded as spans, read from files, and explained in words.
 
 spans     a span, and the trace of a run; Chrome trace JSON
 recorder  how a rank records its spans, by the host's clock or by CUDA events
-limits    what each rank did at each moment, and what limited a run, in words
-explain   what files say of a run, in words
+limits    the state of each rank at each moment, and the limit of a run, in words
+explain   the limit of a run from its files, in words
 load      the contents of files, of which nothing is run
 chrome    traces read from files: ours, and those of PyTorch's profiler
 profiler  profiles of PyTorch's profiler, one per rank, as spans

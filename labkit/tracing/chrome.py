@@ -18,7 +18,7 @@ from labkit.tracing.spans import Span, Trace
 
 
 def read_traces(paths: Sequence[str | Path]) -> tuple[Trace, str]:
-    """The trace of all ranks from one or more files, and what a rank does where it has no span.
+    """Read the trace of all ranks, and in words the work of a rank where it has no span.
 
     ValueError for any other file.
     """
@@ -26,11 +26,11 @@ def read_traces(paths: Sequence[str | Path]) -> tuple[Trace, str]:
 
 
 def merge_traces(contents: dict[Path, Any]) -> tuple[Trace, str, list[str]]:
-    """The trace of all ranks, what a rank does where it has no span, and what has to be added."""
+    """The trace of all ranks; in words, the work of a rank without a span; and further notes."""
     if len(contents) == 1:
-        (path, content), *_ = contents.items()
+        ((path, content),) = contents.items()
         try:
-            spans = _ours(content)
+            spans = _own_spans(content)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"cannot read {path} as a Chrome trace: {error!r}") from None
         if spans:
@@ -43,23 +43,22 @@ def merge_traces(contents: dict[Path, Any]) -> tuple[Trace, str, list[str]]:
     return trace, gap, notes
 
 
-def _ours(content: Any) -> list[Span]:
+def _own_spans(content: Any) -> list[Span]:
     """The spans of a file whose processes are ranks of labkit's; none of another file."""
     events = content["traceEvents"] if isinstance(content, dict) else content
-    processes = [event for event in events if event and event.get("name") == "process_name"]
-    names = [event["args"]["name"] for event in processes]
-    if not names or not all(str(name).startswith("rank ") for name in names):
-        return []
-    return [
-        Span(
-            event["pid"],
-            event["name"],
-            event["ts"] / 1e6,
-            event["ts"] / 1e6 + event["dur"] / 1e6,
-            event["args"]["num_bytes"],
-            event["args"].get("peer"),
-            event["tid"],
-        )
-        for event in events
-        if event["ph"] == "X"
-    ]
+    has_ranks = False
+    for event in events:
+        if event and event.get("name") == "process_name":
+            has_ranks = str(event["args"]["name"]).startswith("rank ")
+            if not has_ranks:
+                return []
+    spans = []
+    for event in events:
+        if has_ranks and event["ph"] == "X":
+            start_s = event["ts"] / 1e6
+            end_s = start_s + event["dur"] / 1e6
+            num_bytes = event["args"]["num_bytes"]
+            peer = event["args"].get("peer")
+            lane = event["tid"]
+            spans.append(Span(event["pid"], event["name"], start_s, end_s, num_bytes, peer, lane))
+    return spans

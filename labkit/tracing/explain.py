@@ -1,4 +1,4 @@
-"""What files of labkit's and of other tools say of a run: which rank limited it, and what."""
+"""Explain a run from files of labkit's and of other tools: which rank limited it, and what."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +17,12 @@ def explain(paths: Sequence[str | Path]) -> str:
         ValueError: a file cannot be read or judged, or the files are not of one kind and run.
     """
     contents = {path: load(path) for path in list_files(paths)}
-    by_kind = {_kind_of(path, content): path for path, content in contents.items()}
-    if len(by_kind) > 1:
-        listed = " and ".join(f"{kind} ({path})" for kind, path in by_kind.items())
+    path_of_kind = {_kind_of(path, content): path for path, content in contents.items()}
+    kind, *more_kinds = path_of_kind
+    if more_kinds:
+        listed = " and ".join(f"{kind} ({path})" for kind, path in path_of_kind.items())
         raise ValueError(f"the files are of several kinds, {listed}: give those of one kind")
-    match next(iter(by_kind)):
+    match kind:
         case "dumps of PyTorch's debug server":
             return flight_recorder.explain_pages(contents)
         case "flight recorder dumps":
@@ -33,7 +34,7 @@ def explain(paths: Sequence[str | Path]) -> str:
 
 
 def _kind_of(path: Path, content: Any) -> str:
-    """What wrote a file, in words; ValueError for others."""
+    """Return the kind of a file, in words; ValueError for one that cannot be judged."""
     if isinstance(content, str) and ("<pre>" in content or "=== " in content):
         return "dumps of PyTorch's debug server"
     if isinstance(content, dict) and "traceEvents" in content:
@@ -41,7 +42,9 @@ def _kind_of(path: Path, content: Any) -> str:
     if isinstance(content, dict) and isinstance(content.get("entries"), list):
         return "flight recorder dumps"
     if isinstance(content, list) and content and isinstance(content[0], dict):
-        return "torchtitan's structured logs" if "log_type_name" in content[0] else "traces"
+        if "log_type_name" in content[0]:
+            return "torchtitan's structured logs"
+        return "traces"
     raise ValueError(
         f"cannot judge {path}: it is neither a trace of labkit's or of PyTorch's profiler, nor a "
         "dump of the flight recorder or the debug server, nor a structured log of torchtitan's"

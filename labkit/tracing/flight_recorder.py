@@ -41,18 +41,20 @@ def explain_dumps(contents: dict[Path, Any]) -> str:
 
 
 def explain_pages(contents: dict[Path, Any]) -> str:
-    """Return what the last of the debug server's pages says that has the recorders' dumps.
+    """Return who holds up the run, by the last of the debug server's pages that has dumps.
 
     Raises:
         ValueError: there is none.
     """
     for page in reversed(contents.values()):
-        by_rank = {int(rank): html.unescape(text) for rank, text in _OF_RANK.findall(page)}
-        found = {rank: re.search(r"\{.*\}", text, re.DOTALL) for rank, text in by_rank.items()}
-        if '"entries"' in page and found:
-            return _explain_ranks(
-                {rank: json.loads(dump[0]) if dump else None for rank, dump in found.items()}
-            )
+        if '"entries"' not in page:
+            continue
+        dumps: Dumps = {}
+        for rank, text in _OF_RANK.findall(page):
+            match = re.search(r"\{.*\}", html.unescape(text), re.DOTALL)
+            dumps[int(rank)] = json.loads(match[0]) if match else None
+        if dumps:
+            return _explain_ranks(dumps)
     raise ValueError(
         f"cannot judge {next(iter(contents))}: of the debug server's pages /fr_trace_json shows "
         "who waits for whom; stacks alone do not"
@@ -91,23 +93,28 @@ def _verdict(group: str, calls: dict[int, _Entries], members: set[int]) -> tuple
             if number in calls[rank]:
                 ranks_by_call[_call(calls[rank][number])].append(rank)
         if len(ranks_by_call) > 1:
-            each = ", ".join(f"{call} on {_named(ranks)}" for call, ranks in ranks_by_call.items())
-            return 0, f"Collective {number} of group {group} does not match: it is {each}."
-    last = {rank: max(entries) for rank, entries in sorted(calls.items())}
-    newest = max(last.values())
-    waiting = [rank for rank, number in last.items() if number == newest]
-    behind = [f"rank {rank}, after {number}" for rank, number in last.items() if number < newest]
+            calls_named = [f"{call} on {_named(ranks)}" for call, ranks in ranks_by_call.items()]
+            listed = ", ".join(calls_named)
+            return 0, f"Collective {number} of group {group} does not match: it is {listed}."
+    newest = max(max(entries) for entries in calls.values())
+    waiting = []
+    behind = []
+    for rank, entries in sorted(calls.items()):
+        if newest in entries:
+            waiting.append(rank)
+        else:
+            behind.append(f"rank {rank}, after {max(entries)}")
     absent = sorted(members - calls.keys())
     entry = calls[waiting[0]][newest]
-    where = f"collective {newest} of group {group}, {_call(entry)}"
+    collective = f"collective {newest} of group {group}, {_call(entry)}"
     if behind:
-        return 1, f"In {where}: {_named(waiting)}. Not yet there: {'; '.join(behind)}."
+        return 1, f"In {collective}: {_named(waiting)}. Not yet there: {'; '.join(behind)}."
     if entry.get("retired") or entry["state"] == "completed":
-        return 3, f"Nothing stands still: {_named(waiting)} completed {where}."
-    text = f"In {where}: {_named(waiting)}"
+        return 3, f"Nothing stands still: {_named(waiting)} completed {collective}."
+    text = f"In {collective}: {_named(waiting)}"
     if absent:
         return 2, f"{text}. Of {_named(absent)} no collective of this group is here."
-    if len(last) == 1:
+    if len(calls) == 1:
         return 2, f"{text}. For whom, only the dumps of the other ranks show."
     return 2, f"{text}. No rank is behind: perhaps a connection or a device is slow or lost."
 
@@ -121,5 +128,7 @@ def _call(entry: dict[str, Any]) -> str:
 
 
 def _named(ranks: list[int]) -> str:
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+    *first, last = map(str, ranks)
+    if first:
+        return f"ranks {', '.join(first)} and {last}"
+    return f"rank {last}"

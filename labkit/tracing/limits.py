@@ -1,4 +1,4 @@
-"""What each rank did at each moment of a trace, and what limited the run, in one or two sentences.
+"""The state of each rank at each moment of a trace, and the limit of the run in two sentences.
 
 A rank computes while any of its lanes (threads) computes; it communicates where only messages are
 under way, and waits where it only waits. So communication that overlaps with computing is hidden,
@@ -16,6 +16,7 @@ unrecorded       code outside all spans
 
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -43,7 +44,8 @@ _LIMITED = {
     "waiting": "Waiting limited the run: the ranks waited for each other in {wait:.0%} of their "
     "time, for no rank much longer than for the others.",
 }
-# What the rank did for which the others waited.
+_NOTHING = "No rank recorded a span, of what it computes, sends or receives."
+# In words, the state of the rank for which the others waited.
 _DOES = {COMPUTE: "computed", COMMUNICATE: "exchanged messages with others"}
 _DOES |= {EVALUATE: "evaluated", GAP: "ran code outside all spans", INPUT: "loaded data"}
 
@@ -62,7 +64,7 @@ _BETWEEN = "between its messages"
 
 @dataclass
 class RankTimes:
-    """The seconds of one rank by state, and what they are compared with.
+    """The seconds of one rank by state, and those with which they are compared.
 
     Attributes:
         seconds: by state; they add up to the time until the rank's last span.
@@ -84,7 +86,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Limit:
-    """What limited a run; it prints as one or two sentences, its ``text``.
+    """The limit of a run; it prints as one or two sentences, its ``text``.
 
     Attributes:
         kind: one of the kinds in this module's docstring, or ``nothing`` for an empty trace.
@@ -118,32 +120,43 @@ def state_of(kind: str) -> str:
 
 def rank_times(trace: Trace, start_s: float | None = None) -> dict[int, RankTimes]:
     """The times of all ranks, by rank; ``start_s`` is when all had started (the first span)."""
-    ends = [(span.end_s, -1, span) for span in trace.spans]
-    changes = sorted([(s.start_s, 1, s) for s in trace.spans] + ends, key=itemgetter(0, 1))
+    changes = []
+    for span in trace.spans:
+        changes.append((span.start_s, 1, span))
+        changes.append((span.end_s, -1, span))
+    changes.sort(key=itemgetter(0, 1))
     times = {rank: RankTimes(unit_s=_unit_s(trace.of(rank))) for rank in trace.ranks}
     # A rank whose trace has ended is not waited for.
-    left = Counter(span.rank for span in trace.spans)
+    spans_left = Counter(span.rank for span in trace.spans)
     active = {rank: Counter() for rank in times}
-    state_at = dict.fromkeys(() if trace.apart else times, GAP)
+    state_at: dict[int, str] = {}
+    if not trace.apart:
+        state_at = dict.fromkeys(times, GAP)
     peer_of = dict.fromkeys(times)
-    now_s = changes[0][0] if changes and start_s is None else start_s or 0.0
+    if start_s is None:
+        start_s = changes[0][0] if changes else 0.0
+    now_s = start_s
     for at_s, step, span in changes:
-        passed_s, now_s = at_s - now_s, max(at_s, now_s)
-        for one, its in state_at.items() if passed_s > 0 else ():
-            times[one].seconds[its] += passed_s
-            if its == COMPUTE and active[one][COMMUNICATE]:
-                times[one].hidden_s += passed_s
-            if its == WAIT:
-                culprits = _culprits(one, state_at, peer_of)
-                for culprit in culprits:
-                    times[culprit].blamed_s[state_at[culprit]] += passed_s / len(culprits)
-        rank, state = span.rank, state_of(span.kind)
+        passed_s = at_s - now_s
+        if passed_s > 0:
+            now_s = at_s
+            for rank, state in state_at.items():
+                times[rank].seconds[state] += passed_s
+                if state == COMPUTE and active[rank][COMMUNICATE]:
+                    times[rank].hidden_s += passed_s
+                if state == WAIT:
+                    culprits = _culprits(rank, state_at, peer_of)
+                    for culprit in culprits:
+                        times[culprit].blamed_s[state_at[culprit]] += passed_s / len(culprits)
+        rank = span.rank
+        state = state_of(span.kind)
         active[rank][state] += step
         if step > 0 and state == WAIT:
             peer_of[rank] = span.peer
-        state_at[rank] = next((one for one in _ORDER if active[rank][one]), GAP)
-        left[rank] -= step < 0
-        if not left[rank]:
+        state_at[rank] = next((state for state in _ORDER if active[rank][state]), GAP)
+        if step < 0:
+            spans_left[rank] -= 1
+        if not spans_left[rank]:
             del state_at[rank]
     return times
 
@@ -162,105 +175,140 @@ def _unit_s(spans: list[Span]) -> float:
 
 def _culprits(waiting: int, state_at: dict[int, str], peer_of: dict[int, int | None]) -> list[int]:
     """The ranks that a rank waits for at this moment, also by way of others that wait."""
-    rank = waiting
+    culprit = waiting
     for _ in state_at:
-        peer = peer_of[rank] if state_at.get(rank) == WAIT else None
-        rank = rank if peer is None else peer
-    if state_at.get(rank, WAIT) != WAIT:
-        return [rank]
+        peer = peer_of[culprit]
+        if state_at.get(culprit) == WAIT and peer is not None:
+            culprit = peer
+    if state_at.get(culprit, WAIT) != WAIT:
+        return [culprit]
     # In a barrier the peer is not known.
-    at_work = [one for one, its in state_at.items() if its not in (WAIT, COMMUNICATE)]
-    return at_work or [one for one, its in state_at.items() if its == COMMUNICATE]
+    at_work = [rank for rank, state in state_at.items() if state not in (WAIT, COMMUNICATE)]
+    return at_work or [rank for rank, state in state_at.items() if state == COMMUNICATE]
 
 
 def what_limited(
     trace: Trace, start_s: float | None = None, gap: str = "code outside all spans"
 ) -> Limit:
-    """What limited the run with this trace of all ranks.
+    """Find what limited the run with this trace of all ranks.
 
     ``start_s`` is when they started (the first span), ``gap`` what a rank does where it records
     nothing, in words.
     """
     times = rank_times(trace, start_s)
     has_stages = "forward" in trace.kinds and len(STEP_KINDS & set(trace.kinds)) > 1
-    end_s = max((span.end_s for span in trace.spans), default=0.0)
-    # A stage is idle until the last one ends.
-    for rank in times if has_stages else ():
-        times[rank].seconds[WAIT] += end_s - max(span.end_s for span in trace.of(rank))
-    counted = [one for one in times.values() if one.elapsed_s]
+    if has_stages:
+        _add_idle_ends(times, trace)
+    counted = [rank_time for rank_time in times.values() if rank_time.elapsed_s]
     if not counted:
-        text = "No rank recorded a span, of what it computes, sends or receives."
-        return Limit("nothing", text, None, {})
-    shares = {
-        state: statistics.fmean(one.seconds[state] / one.elapsed_s for one in counted)
-        for state in _KINDS
-    }
+        return Limit("nothing", _NOTHING, None, {})
+    shares = {}
+    for state in _KINDS:
+        shares[state] = statistics.fmean(rank.seconds[state] / rank.elapsed_s for rank in counted)
     slowest, slowdown, work = _slowest(times, has_stages)
+    times_as_long = format_number(slowdown) if slowdown < 10 else "more than ten"
+    took = f"took {times_as_long} times as long as"
     # The rank that the others waited for longest, and whether most of all waiting was for it.
-    blamed_s = {rank: sum(one.blamed_s.values()) for rank, one in times.items()}
+    blamed_s = {rank: sum(times[rank].blamed_s.values()) for rank in times}
     most = max(blamed_s, key=blamed_s.__getitem__)
     is_one = blamed_s[most] > _MOSTLY * sum(blamed_s.values())
+    cause = max(times[most].blamed_s, key=times[most].blamed_s.__getitem__, default=GAP)
     largest = max(shares, key=shares.__getitem__)
     # A server that is busy with messages while others wait for it: both shares show it.
     is_busy = times[most].blamed_s[COMMUNICATE] > blamed_s[most] / 2 and shares[WAIT] > 0.25
     is_slow = slowest == most and slowdown > _STRAGGLER
-    times_as_long = format_number(slowdown) if slowdown < 10 else "more than ten"
-    rank, took = None, f"took {times_as_long} times as long as"
+    culprit = None
     if is_one and is_slow and shares[WAIT] > max(_NOTICED, shares[COMMUNICATE]):
-        kind, rank, first = "straggler", most, _named(most, times, f"it {took} %s {work}, and %s")
+        kind = "straggler"
+        culprit = most
+        waiting, waited = _describe_waiting(most, times)
+        first = f"Rank {most} limited the run: it {took} {waiting} {work}, and {waited}"
+        if cause == INPUT:
+            first += f", mostly while it {_DOES[INPUT]}"
+        first += "."
     elif is_one and (largest == WAIT or (largest == COMMUNICATE and is_busy)):
-        kind, rank, first = "bottleneck", most, _named(most, times, "")
+        kind = "bottleneck"
+        culprit = most
+        _, waited = _describe_waiting(most, times)
+        first = f"Rank {most} limited the run: {waited}, while it {_DOES[cause]}."
     else:
         kind = "bubble" if has_stages and shares[WAIT] > _BUBBLE else _KINDS[largest]
         whose = "the ranks' time" if len(times) > 1 else "the time"
         first = _LIMITED[kind].format(code=gap[0].upper() + gap[1:], whose=whose, **shares)
-
     waiting = f"waiting (mostly for rank {most})" if is_one and len(times) > 2 else "waiting"
     names = _NAMES | {WAIT: waiting, GAP: gap}
-    del names[next((state for state, name in _KINDS.items() if name == kind), WAIT)]
-    rest = sorted(((shares[s], name) for s, name in names.items()), reverse=True)
-    listed = ", ".join(f"{name} {share:.0%}" for share, name in rest if share > _MENTIONED)
-    parts = [f"{'the rest' if rank is None else 'all ranks together'}: {listed}"] if listed else []
-    hidden_s = sum(one.hidden_s for one in times.values())
-    hidden = hidden_s / (hidden_s + sum(one.seconds[COMMUNICATE] for one in times.values()) or 1.0)
-    if hidden > _MENTIONED:
-        parts.append(f"{hidden:.0%} of all communication was hidden behind computing")
-    others_s = sum(one.elapsed_s for one in times.values()) - times[slowest].elapsed_s
+    hidden = _hidden_share(times.values())
+    parts = _describe_rest(kind, shares, names, hidden)
+    others_s = sum(times[rank].elapsed_s for rank in times if rank != slowest)
     is_alone = work != _BETWEEN and blamed_s[slowest] <= _NOTICED * others_s
-    if rank is None and is_alone and slowdown > _STRAGGLER:
+    if culprit is None and is_alone and slowdown > _STRAGGLER:
         unfelt = "and hardly any of them waited for it"
         parts.append(f"rank {slowest} {took} other ranks {work}, {unfelt}")
     second = "; ".join(parts)
     text = f"{first} {second[:1].upper()}{second[1:]}." if second else first
-    return Limit(kind, text, rank, shares, hidden, slowdown)
+    return Limit(kind, text, culprit, shares, hidden, slowdown)
+
+
+def _add_idle_ends(times: dict[int, RankTimes], trace: Trace) -> None:
+    """Add the time for which a stage is idle until the last one ends."""
+    end_s = max(span.end_s for span in trace.spans)
+    for rank in times:
+        times[rank].seconds[WAIT] += end_s - max(span.end_s for span in trace.of(rank))
+
+
+def _hidden_share(times: Collection[RankTimes]) -> float:
+    hidden_s = sum(rank.hidden_s for rank in times)
+    message_s = hidden_s + sum(rank.seconds[COMMUNICATE] for rank in times)
+    return hidden_s / message_s if message_s else 0.0
+
+
+def _describe_rest(
+    kind: str, shares: dict[str, float], names: dict[str, str], hidden: float
+) -> list[str]:
+    """The shares of the states other than the limit, the largest first, and the hidden share."""
+    # Of a straggler, a bottleneck and a bubble the limit is waiting.
+    state_of_kind = {kind: state for state, kind in _KINDS.items()}
+    rest = names.keys() - {state_of_kind.get(kind, WAIT)}
+    ordered = sorted(rest, key=lambda state: (shares[state], names[state]), reverse=True)
+    listed = [f"{names[s]} {shares[s]:.0%}" for s in ordered if shares[s] > _MENTIONED]
+    parts = []
+    if listed:
+        subject = "all ranks together" if kind in ("straggler", "bottleneck") else "the rest"
+        parts.append(f"{subject}: {', '.join(listed)}")
+    if hidden > _MENTIONED:
+        parts.append(f"{hidden:.0%} of all communication was hidden behind computing")
+    return parts
 
 
 def _slowest(times: dict[int, RankTimes], has_stages: bool) -> tuple[int, float, str]:
     """The rank that takes longest, how many times as long as the others, and for what."""
-    work = "for its stage" if has_stages else "for its part"
-    computed_s = {rank: one.unit_s for rank, one in times.items() if one.unit_s}
-    own_s = {
-        rank: sum(one.seconds[s] for s in (COMPUTE, GAP, INPUT)) for rank, one in times.items()
-    }
-    found = []
-    for seconds, what in ((computed_s, work), (own_s, _BETWEEN)):
-        rank = max(seconds, key=seconds.__getitem__, default=-1)
-        usual_s = statistics.median([s for one, s in seconds.items() if one != rank] or [0.0])
-        found.append((rank, seconds[rank] / usual_s if usual_s else 1.0, what))
-    computes, between = found
-    if not computed_s or (not has_stages and computes[1] < _STRAGGLER < between[1]):
-        return between
-    return computes
+    computed_s = {}
+    own_s = {}
+    for rank, rank_times in times.items():
+        seconds = rank_times.seconds
+        own_s[rank] = seconds[COMPUTE] + seconds[GAP] + seconds[INPUT]
+        if rank_times.unit_s:
+            computed_s[rank] = rank_times.unit_s
+    slowest, slowdown = _compare(computed_s)
+    slowest_between, slowdown_between = _compare(own_s)
+    is_between = not has_stages and slowdown < _STRAGGLER < slowdown_between
+    if not computed_s or is_between:
+        return slowest_between, slowdown_between, _BETWEEN
+    return slowest, slowdown, "for its stage" if has_stages else "for its part"
 
 
-def _named(rank: int, times: dict[int, RankTimes], slow: str) -> str:
-    """The sentence about the rank for which the others waited; ``slow``: of a straggler."""
-    mine, others = times[rank].blamed_s, [one for one in times if one != rank]
-    share = sum(mine.values()) / sum(times[one].elapsed_s for one in others)
-    they, their = (f"rank {others[0]}", "its") if len(others) == 1 else ("the others", "their")
-    waited = f"{they} waited for it {share:.0%} of {their} time"
-    does = _DOES[max(mine, key=mine.__getitem__)]
-    text = slow % (they, waited) if slow else f"{waited}, while it {does}"
-    if slow and does == _DOES[INPUT]:
-        text += f", mostly while it {does}"
-    return f"Rank {rank} limited the run: {text}."
+def _compare(seconds: dict[int, float]) -> tuple[int, float]:
+    """The rank with most seconds, and how many times the median of the others' these are."""
+    slowest = max(seconds, key=seconds.__getitem__, default=-1)
+    usual_s = statistics.median([seconds[r] for r in seconds if r != slowest] or [0.0])
+    return slowest, seconds[slowest] / usual_s if usual_s else 1.0
+
+
+def _describe_waiting(rank: int, times: dict[int, RankTimes]) -> tuple[str, str]:
+    """The others in words, and how long they waited for a rank."""
+    waiting = [other for other in times if other != rank]
+    elapsed_s = sum(times[other].elapsed_s for other in waiting)
+    share = sum(times[rank].blamed_s.values()) / elapsed_s
+    if len(waiting) == 1:
+        return f"rank {waiting[0]}", f"rank {waiting[0]} waited for it {share:.0%} of its time"
+    return "the others", f"the others waited for it {share:.0%} of their time"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from labkit.files import check_regular
 
-# What can be a trace or a dump in a folder; a flight recorder's file may end with its rank.
+# Names of traces and dumps in a folder; that of a flight recorder's file may end with its rank.
 _IN_FOLDERS = re.compile(r"\.(?:json|json\.gz|jsonl|pickle|pkl|html|txt)$|^[^.]*\d$")
 # A profile of 200 MB has a million events; of most, nothing or only name and times are read.
 _UNUSED = {"python_function", "overhead", "ac2g", "fwdbwd", "async_cpu_to_gpu", "cuda_sync"}
@@ -81,10 +81,11 @@ def load(path: Path) -> Any:
 
 
 def _drop_unused(item: dict[str, Any]) -> dict[str, Any] | None:
-    """What is kept of a JSON object: of a Chrome event no more than is read."""
+    """Keep of a Chrome event no more than is read; another JSON object stays as it is."""
     if "ph" not in item:
         return item
-    category, name = str(item.get("cat")), str(item.get("name"))
+    category = str(item.get("cat"))
+    name = str(item.get("name"))
     if category in _UNUSED:
         return None
     if _RUNTIME.search(category):

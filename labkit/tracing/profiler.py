@@ -14,11 +14,13 @@ as their clocks.
 Source: Kineto's ``output_json.cpp``; PyTorch's ``ParamCommsUtils.hpp`` for the arguments.
 """
 
+import itertools
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +133,10 @@ def _read_profile(path: Path, head: dict[str, Any], number: int, later_s: float)
     The file names its rank, or the file's name does; else it is the file's ``number``.
     """
     about = head.get("distributedInfo") or {}
-    named = _RANK_IN_NAME.search(path.name)
+    match = _RANK_IN_NAME.search(path.name)
     rank = about.get("rank")
     if rank is None:
-        rank = named[1] if named else number
+        rank = match[1] if match else number
     profile = Profile(path, int(rank), int(about.get("world_size") or 0))
     events: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in head["traceEvents"]:
@@ -145,13 +147,14 @@ def _read_profile(path: Path, head: dict[str, Any], number: int, later_s: float)
     recording = [e for e in events["trace"] if e["name"].startswith("PyTorch Profiler")]
     if recording:
         profile.begun_s = recording[0]["start_s"]
-    on_gpu = [event for category in _ON_GPU for event in events[category]]
-    on_host = [event for category in _ON_HOST for event in events[category]]
+    on_gpu = list(itertools.chain.from_iterable(events[category] for category in _ON_GPU))
+    on_host = list(itertools.chain.from_iterable(events[category] for category in _ON_HOST))
     # A host only starts NCCL's collectives, unless it is seen to stand in them.
-    nccl = [event for event in on_host if _NCCL.match(event["name"])]
-    in_nccl_s = sum(event["end_s"] - event["start_s"] for event in nccl)
-    times_s = [event[key] for event in on_host for key in ("start_s", "end_s")]
-    only_starts = nccl and in_nccl_s < (max(times_s) - min(times_s)) / 2
+    nccl_s = [e["end_s"] - e["start_s"] for e in on_host if _NCCL.match(e["name"])]
+    only_starts = False
+    if nccl_s:
+        host_s = max(e["end_s"] for e in on_host) - min(e["start_s"] for e in on_host)
+        only_starts = sum(nccl_s) < host_s / 2
     if on_gpu:
         profile.on_gpu = True
         _add_kernels(profile, on_gpu)
@@ -216,12 +219,14 @@ def _add_operators(profile: Profile, events: list[dict[str, Any]]) -> None:
         if event["end_s"] > event["start_s"]:
             by_thread[event["pid"], event["tid"]].append(event)
     for lane, thread in enumerate(by_thread.values(), 2):
-        ends = [(event["end_s"], -event["start_s"], -1, event) for event in thread]
-        starts = [(event["start_s"], -event["end_s"], 1, event) for event in thread]
-        changes = sorted(ends + starts, key=lambda change: (change[0], change[2], change[1]))
+        changes = []
+        for event in thread:
+            changes.append((event["end_s"], -1, -event["start_s"], event))
+            changes.append((event["start_s"], 1, -event["end_s"], event))
+        changes.sort(key=itemgetter(0, 1, 2))
         active: list[dict[str, Any]] = []
         since_s = 0.0
-        for at_s, _, step, event in changes:
+        for at_s, step, _, event in changes:
             computes = active and active[-1]["kind"] == "compute"
             if computes and at_s > since_s and all(a["kind"] != "input" for a in active):
                 profile.add("compute", since_s, at_s, lane)
@@ -277,15 +282,15 @@ def _overlapping(
     calls: dict[int, list[int]], by_rank: dict[int, Profile]
 ) -> Iterator[dict[int, int]]:
     """Yield the collectives that all ranks are in at one moment: by rank the span's index."""
-    positions = dict.fromkeys(calls, 0)
-    while all(positions[rank] < len(calls[rank]) for rank in calls):
-        heads = {rank: calls[rank][positions[rank]] for rank in calls}
+    waiting = {rank: deque(indexes) for rank, indexes in calls.items()}
+    while all(waiting.values()):
+        heads = {rank: indexes[0] for rank, indexes in waiting.items()}
         spans = {rank: by_rank[rank].spans[index] for rank, index in heads.items()}
-        ended = min(spans, key=lambda rank: spans[rank].end_s)
-        if max(span.start_s for span in spans.values()) < spans[ended].end_s:
+        first_to_end = min(spans, key=lambda rank: spans[rank].end_s)
+        if max(span.start_s for span in spans.values()) < spans[first_to_end].end_s:
             yield heads
-            for rank in calls:
-                positions[rank] += 1
+            for indexes in waiting.values():
+                indexes.popleft()
         else:
             # It was over before another rank's began: its own meeting was not recorded there.
-            positions[ended] += 1
+            waiting[first_to_end].popleft()

@@ -1,4 +1,4 @@
-"""How a rank records its spans, and the timers that measure them."""
+"""The recorder of a rank's spans, and the timers that measure them."""
 
 import itertools
 import sys
@@ -47,7 +47,8 @@ class CudaTimer(ClockTimer):
     def __init__(self, *devices: Any):
         import torch
 
-        self._cuda, self.devices = torch.cuda, [torch.device(device) for device in devices]
+        self._cuda = torch.cuda
+        self.devices = [torch.device(device) for device in devices]
         # For each GPU an event, and its time on the host's clock.
         self._anchors: list[tuple[Any, float]] = []
         self.calibrate()
@@ -76,13 +77,13 @@ class CudaTimer(ClockTimer):
         if not isinstance(mark, list):
             return mark
         times_s = []
-        for place, event in enumerate(mark):
+        for index, event in enumerate(mark):
             event.synchronize()
-            anchor, anchor_s = self._anchors[place]
+            anchor, anchor_s = self._anchors[index]
             since_s = anchor.elapsed_time(event) / 1e3
             times_s.append(anchor_s + since_s)
             if since_s > _ANCHORED_S:
-                self._anchors[place] = event, times_s[-1]
+                self._anchors[index] = (event, times_s[-1])
         return max(times_s)
 
 
@@ -105,7 +106,7 @@ class Recorder:
     Each thread has its own lane: 0 is the thread that makes the recorder, and autograd's threads,
     which carry out a GPU's part of its backward. A long-running program may ``keep`` only so many.
 
-    A ``listener`` hears of every span: ``begun(kind, lane)`` when a region goes on (None: no
+    A ``listener`` is called for every span: ``begun(kind, lane)`` when a region goes on (None: no
     region), ``ended(kind, start_s, end_s, lane)`` when the device has reached a span's end.
     """
 
@@ -124,7 +125,8 @@ class Recorder:
         # Spans whose ends are marks, and those whose ends are seconds since the origin.
         self._ahead: deque[tuple] = deque()
         self._past: deque[tuple] = deque(maxlen=keep)
-        self._settling, self._telling = threading.Lock(), threading.Lock()
+        self._settle_lock = threading.Lock()
+        self._listener_lock = threading.Lock()
         self._open = threading.local()
         self._lanes = itertools.count()
         self._first_stack = self._stack()
@@ -158,11 +160,11 @@ class Recorder:
         self.settle(wait=False)
 
     def settle(self, wait: bool = True) -> None:
-        """Turn marks into seconds, and let the listener hear of them.
+        """Turn marks into seconds, and call the listener for each span.
 
         It waits for a GPU, or else ends with the first span whose end the GPU has not reached.
         """
-        with self._settling:
+        with self._settle_lock:
             while self._ahead and (wait or self._ahead[0][0].is_past(self._ahead[0][2])):
                 timer, start, end, fields = self._ahead.popleft()
                 start_s = timer.seconds(start, self.origin)
@@ -171,13 +173,14 @@ class Recorder:
     def _keep(self, start_s: float, end_s: float, fields: tuple) -> None:
         self._past.append((start_s, end_s, fields))
         if self.listener is not None:
-            with self._telling:
+            with self._listener_lock:
                 self.listener.ended(fields[0], start_s, end_s, fields[3])
 
     @contextmanager
     def region(self, kind: str, timer: ClockTimer | None = None) -> Iterator[None]:
         """Record the block as ``kind``, except for operations that record their own spans."""
-        stack, timer = self._stack(), timer or self.timer
+        stack = self._stack()
+        timer = timer or self.timer
         outer = stack[-1] if stack else None
         start = timer.mark()
         if outer is not None:
@@ -210,16 +213,17 @@ class Recorder:
     ) -> None:
         """Record a transfer: waiting until ``late`` (or the peer) ``arrived``, then moving bytes.
 
-        Its kind is ``kind``, or what the open region says.
+        Its kind is ``kind``, or that of the open region.
 
         On a GPU ``meets`` tells with what the span is compared after the run (``with_waits``).
         """
-        kind_here = self._between(start, end)
+        region_kind = self._between(start, end)
         if kind is None:
-            kind = kind_here
+            kind = region_kind
         if arrived is not None and arrived > start:
             begun = min(arrived, end)
-            self._add(self.timer, "wait", start, begun, 0, peer if late is None else late)
+            awaited = peer if late is None else late
+            self._add(self.timer, "wait", start, begun, 0, awaited)
             start = begun
         self._add(self.timer, kind, start, end, num_bytes, peer, meets)
 
@@ -258,7 +262,7 @@ def with_waits(parts: Iterable[Iterable[Span]]) -> Iterator[Span]:
     has reached it. What the earlier rank's operation lasted before that is ``wait``.
     """
     spans = [span for part in parts for span in part]
-    # {what meets: {rank: when its stream has reached it}}
+    # {meeting: {rank: the second at which its stream has reached it}}
     begun_s: dict[Meeting, dict[int, float]] = defaultdict(dict)
     for span in spans:
         for meeting in span.meets:

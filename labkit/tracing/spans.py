@@ -1,4 +1,4 @@
-"""Spans: what each rank did and when.
+"""Spans: the work of each rank over time.
 
 The spans of one lane, a thread of a rank, never overlap: an operation inside a region closes the
 region's span, and opens it again. So the seconds by kind add up to the time the lane was busy.
@@ -42,7 +42,7 @@ class Span:
     num_bytes: int = 0
     peer: int | None = None
     lane: int = 0
-    # On a GPU: what meets other ranks in this span, until ``with_waits`` has compared them.
+    # On a GPU: the meetings with other ranks in this span, until ``with_waits`` has compared them.
     meets: tuple[Meeting, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -114,22 +114,15 @@ class Trace:
 
     def save(self, path: str | Path) -> Path:
         """Write Chrome trace JSON, one process per rank; https://ui.perfetto.dev opens it."""
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": self.lane(rank)}}
-            for rank in self.ranks
-        ]
-        events += [
-            {
-                "ph": "X",
-                "name": span.kind,
-                "cat": span.kind,
-                "pid": span.rank,
-                "tid": span.lane,
-                "ts": span.start_s * 1e6,
-                "dur": span.duration_s * 1e6,
-                "args": {"num_bytes": span.num_bytes, "peer": span.peer},
-            }
-            for span in self.spans
-        ]
+        events: list[dict[str, Any]] = []
+        for rank in self.ranks:
+            name = {"name": self.lane(rank)}
+            events.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
+        for span in self.spans:
+            event: dict[str, Any] = {"ph": "X", "name": span.kind, "cat": span.kind}
+            event |= {"pid": span.rank, "tid": span.lane}
+            event |= {"ts": span.start_s * 1e6, "dur": span.duration_s * 1e6}
+            event["args"] = {"num_bytes": span.num_bytes, "peer": span.peer}
+            events.append(event)
         write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
         return Path(path)

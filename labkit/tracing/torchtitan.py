@@ -1,7 +1,6 @@
 """torchtitan's structured logs: JSON lines per rank, with the start and end of each phase.
 
-The times are the host's: what of ``fwd_bwd`` is computing, and what is communication or waiting,
-they do not show.
+The times are the host's: they do not divide ``fwd_bwd`` into computing, communication, waiting.
 
 Source: torchtitan's ``observability/structured_logger`` (``log_trace_span``).
 """
@@ -11,7 +10,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-_STEP, _INPUT = "step", "fetching_batch"
+_STEP = "step"
+_INPUT = "fetching_batch"
 # A rank whose input takes this many times as long as the others' is named.
 _SLOW = 1.25
 _MENTIONED = 0.02
@@ -39,10 +39,10 @@ def explain_logs(contents: dict[Path, Any]) -> str:
     for seconds in by_rank.values():
         for phase, phase_s in seconds.items():
             shares[phase] += phase_s / sum(seconds.values()) / len(by_rank)
-    largest, *others = sorted(shares, key=shares.__getitem__, reverse=True)
-    what = "Input" if largest == _INPUT else largest[0].upper() + largest[1:]
-    text = f"{what} limited the run: {largest} took {shares[largest]:.0%} of the time in steps."
-    rest = [f"{phase} {shares[phase]:.0%}" for phase in others if shares[phase] > _MENTIONED]
+    largest, *smaller = sorted(shares, key=shares.__getitem__, reverse=True)
+    limit = "Input" if largest == _INPUT else largest[0].upper() + largest[1:]
+    text = f"{limit} limited the run: {largest} took {shares[largest]:.0%} of the time in steps."
+    rest = [f"{phase} {shares[phase]:.0%}" for phase in smaller if shares[phase] > _MENTIONED]
     if rest:
         text += f" The rest: {', '.join(rest)}."
     input_s = {rank: seconds[_INPUT] for rank, seconds in by_rank.items()}

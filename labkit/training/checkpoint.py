@@ -1,223 +1,83 @@
-"""Checkpoints: a folder each, with a safetensors file per rank and a JSON of facts.
+"""The checkpoints of a run: what they hold, when they are written, and where a run goes on.
 
-    step-00000120/           after 120 steps
-        rank0.safetensors    what rank 0 gave
-        facts.json           written last: how far the run is, what it is, the files' sizes
-    .step-00000140.part/     being written, or left by a run that was killed
-
-When the files of all ranks are there, rank 0 adds the facts and renames the folder. After a loss
-of power a file may be too short; then the checkpoint before it counts. Reading executes nothing,
-and follows no links.
-
-Each rank gives tensors: ``model/NAME``, ``optimizer/NAME/KEY`` or ``number/NAME/KEY``,
-``own/NAME`` (what else its technique carries from step to step), ``random/NAME``, ``kept/NAME``
-(numbers of the optimizer's groups, of a loss, ..., see ``Kept``), ``progress/NAME`` and
-``scaler/NAME``. A run that goes on with the same **arrangement** (technique, ranks, micro-batches)
-ends equal to the bit to one that was never interrupted. With another one it ends where one device
-ends, or is refused.
+A run that goes on with the same **arrangement** (technique, ranks, micro-batches) ends equal to
+the bit to one that was never interrupted. With another one it ends where one device ends, or is
+refused. ``checkpoint_files`` writes and reads the files.
 """
 
 import contextlib
-import json
-import os
-import re
-import secrets
-import shutil
 import signal
-import stat
 import threading
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from labkit.comm.comm import Comm
 from labkit.config import RunConfig
-from labkit.errors import OutputError
-from labkit.strategies.base import State, Strategy, named, of_kind
-from labkit.training.kept import Kept, common, python_random, set_python_random
+from labkit.strategies.base import State, Strategy, named
+from labkit.training.checkpoint_files import (
+    Facts,
+    Stored,
+    newest,
+    read,
+    remove_unfinished,
+    save,
+    step_path,
+    steps,
+)
+from labkit.training.kept import Kept, common, random_states, set_random_states
 from labkit.training.optimizers import schedule_of
 from labkit.training.resolve import PARTS, Own, Work
 
-FACTS, FORMAT = "facts.json", 7
-# What each rank's file has.
-_EACH = {"random/cpu", "random/python", "random/numpy", "kept/numbers"}
-_EACH |= {"progress/sums", "progress/draws", "progress/updates"}
-# What decides who computes what, in which order.
+# The settings that decide which rank computes what, in which order.
 _ARRANGEMENT = (
     *("strategy", "builtin", "world_size", "servers", "split_points", "devices", "bucket_mb"),
     *("backend", "accumulate", "micro_batches", "schedule", "hierarchical", "stage"),
     *("stages_per_rank", "recompute", "sequence_parallel", "dp", "pp", "tp"),
 )
-# What may be another in a run that goes on; all other settings must be as they were.
+# The settings that may be others in a run that goes on; all the rest must be as they were.
 _FREE = (
     *("epochs", "device", "link", "hosts", "weights", "straggler", "max_staleness"),
     *("checkpoint_dir", "checkpoint_every", "resume", "log_dir"),
 )
-# What an epoch reports, by name; NaN where there is nothing to measure.
+# The numbers of an epoch by name; NaN where there is nothing to measure.
 Row = dict[str, float]
+# The settings, shapes and number of samples by which a run is known again, as JSON has them.
+Identity = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What ``facts.json`` says: how far the run is, as in ``Progress``, which run it is, and
-    the sizes of the files in bytes."""
-
-    epoch: int
-    step: int
-    rows: list
-    identity: dict
-    files: dict = field(default_factory=dict)
-    format: int = FORMAT
-
-
-def step_path(folder: str | Path, step: int) -> Path:
-    return Path(folder, f"step-{step:08d}")
-
-
-def steps(folder: str | Path) -> list[tuple[int, Path]]:
-    """(step, path) of all that is named like a checkpoint, the newest first."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    found = [int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,18}", name)]
-    return [(step, step_path(folder, step)) for step in sorted(found, reverse=True)]
-
-
-class Stored(NamedTuple):
-    """What is in a whole checkpoint; ``ranks`` are the tensors that each rank gave."""
-
-    path: Path
-    facts: Facts
-    ranks: list[State]
-
-    def of(self, kind: str, rank: int | None = None) -> State:
-        """Tensors named ``kind/NAME`` by NAME, of a rank, or each from the first that gave it."""
-        return of_kind(kind, ChainMap(*self.ranks) if rank is None else self.ranks[rank])
-
-    def by_rank(self, kind: str) -> list[State]:
-        return [of_kind(kind, tensors) for tensors in self.ranks]
-
-
-def read(path: Path) -> Stored:
-    """Read a checkpoint; ValueError says what is wrong with one: damaged, forged, ..."""
-    try:
-        if path.is_symlink():
-            raise ValueError("it is a link, and runs make folders")
-        with open(os.open(path / FACTS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-            found = json.load(file)
-        if (kind := found.get("format")) != FORMAT:
-            raise ValueError(f"its format is {kind}, and this version of labkit reads {FORMAT}")
-        facts, names = Facts(**found), [_file(rank) for rank in range(len(found["files"]))]
-        if not (
-            all(isinstance(found[one.name], one.type) for one in fields(Facts))  # type: ignore
-            and len(facts.rows) == facts.epoch
-            and facts.step >= 0
-            and all(isinstance(v, float) for row in facts.rows for v in row.values())
-            and names
-        ):
-            raise ValueError(f"{FACTS} does not describe this checkpoint")
-        for name in names:
-            info, size = (path / name).lstat(), facts.files[name]
-            if not stat.S_ISREG(info.st_mode) or info.st_size != size:
-                raise ValueError(f"{name} has {info.st_size} bytes, {size} were written to a file")
-        stored = Stored(path, facts, [load_file(path / name) for name in names])
-        if not all(rank.keys() >= _EACH for rank in stored.ranks):
-            raise ValueError("a rank's file lacks its progress")
-        common(stored.by_rank("kept"))
-        return stored
-    except (
-        *(OSError, SafetensorError, ValueError, TypeError),
-        *(KeyError, AttributeError, RecursionError),
-    ) as error:
-        why = f"{type(error).__name__}: {error}".removeprefix("ValueError: ")
-        raise ValueError(f"{path.name}: {why}") from None
-
-
-def newest(folder: str | Path) -> tuple[Stored | None, list[str]]:
-    """The newest whole checkpoint, and what is wrong with each newer one; nothing is changed."""
-    skipped = []
-    for _, path in steps(folder):
-        try:
-            return read(path), skipped
-        except ValueError as error:
-            skipped.append(str(error))
-    return None, skipped
-
-
-def save(comm: Comm, path: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's part of a checkpoint; a collective call. On rank 0 it returns when all is.
-
-    OutputError on a rank that cannot write; the others then lose their peer.
-    """
-    part = path.with_name(f".{path.name}.part")
-    # Copies: safetensors refuses two tensors in the same memory, such as tied parameters.
-    copies = {
-        name: tensor.detach().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-    try:
-        if comm.rank == 0:
-            part.mkdir(parents=True)
-        comm.barrier()
-        save_file(copies, part / _file(comm.rank))
-        comm.barrier()
-        if comm.rank == 0:
-            names = map(_file, range(comm.world_size))
-            files = {name: (part / name).stat().st_size for name in names}
-            (part / FACTS).write_text(json.dumps(asdict(facts) | {"files": files}))
-            if os.path.lexists(path):
-                # A damaged one, from which the run did not go on: it is not ours to remove.
-                os.rename(path, f"{path}.old-{secrets.token_hex(4)}")
-            os.rename(part, path)
-            # The two newest stay.
-            for _, old in steps(path.parent)[2:]:
-                shutil.rmtree(old, ignore_errors=True)
-    except ConnectionError:
-        raise
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot write a checkpoint to {path.parent}: {why}") from None
-
-
-def remove_unfinished(folder: str | None) -> None:
-    """Remove what ranks that were ended have left."""
-    for path in Path(folder).glob(".step-*.part") if folder else ():
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _file(rank: int) -> str:
-    return f"rank{rank}.safetensors"
-
-
-def identity(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[str, Any]:
-    """What must be as it was for another run to go on, by names, as JSON has it."""
-    found = {name: value for name, value in asdict(config).items() if name not in _FREE}
+def identity(config: RunConfig, own_parts: Own, work: Work, model: nn.Module) -> Identity:
+    """Return all that must be as it was for another run to go on, by name."""
+    values = {name: value for name, value in asdict(config).items() if name not in _FREE}
     # Which devices they are does not matter.
-    found["devices"] = len((config.devices or "").split(","))
-    # The same part may have been given as an object or by its path.
-    found |= {name: "own" for name in PARTS if getattr(own, name) is not None}
+    values["devices"] = len((config.devices or "").split(","))
+    for name in PARTS:
+        if getattr(own_parts, name) is not None:
+            # The same part may have been given as an object or by its path.
+            values[name] = "own"
     if config.lr_schedule == "cosine":
-        found["epochs"] = config.epochs
-    found |= {f"model: {n}": list(p.shape) for n, p in model.named_parameters()}
-    return found | {"samples": len(work.train)}
+        values["epochs"] = config.epochs
+    for name, parameter in model.named_parameters():
+        values[f"model: {name}"] = list(parameter.shape)
+    values["samples"] = len(work.train)
+    return values
 
 
 # The checkpoint from which a run goes on, if any, and this in words if it was asked for.
 Start = tuple[Path | None, str]
 
 
-def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> Start:
-    """Where the run begins: with ``resume``, from the newest whole checkpoint. Only reads.
+def find_start(config: RunConfig, own_parts: Own, strategy: Strategy, work: Work) -> Start:
+    """Find where the run begins: with ``resume``, at the newest whole checkpoint. Only reads.
 
     ValueError if nobody has asked to resume what is there, none of it is whole, or this run
     differs from the one that has written it.
     """
-    if (folder := config.checkpoint_dir) is None:
+    folder = config.checkpoint_dir
+    if folder is None:
         return None, ""
     if strategy.no_checkpoint:
         raise ValueError(f"leave checkpoint_dir out: {strategy.no_checkpoint}")
@@ -228,164 +88,179 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
             "their run, or another checkpoint_dir for a new one"
         )
     stored, skipped = newest(folder)
-    if stored is None and names:
-        raise ValueError(
-            f"no checkpoint in {folder} is whole: {'; '.join(skipped)}. They are as they were: "
-            "choose another checkpoint_dir to begin again"
-        )
     if stored is None:
-        return None, f"no checkpoint in {folder} yet: the run begins" * config.resume
-    path, facts, _ = stored
-    here = identity(config, own, work, work.make_model())
-    differ, moved = _differences(facts.identity, here)
+        if names:
+            raise ValueError(
+                f"no checkpoint in {folder} is whole: {'; '.join(skipped)}. They are as they "
+                "were: choose another checkpoint_dir to begin again"
+            )
+        if config.resume:
+            return None, f"no checkpoint in {folder} yet: the run begins"
+        return None, ""
+    facts = stored.facts
+    current = identity(config, own_parts, work, work.make_model())
+    differing, rearranged = _differences(facts.identity, current)
     if facts.epoch + bool(facts.step) > config.epochs:
-        differ.append(f"{facts.epoch} epochs and {facts.step} steps done, {config.epochs} here")
-    for rank in range(len(stored.ranks)) if moved and not differ else ():
-        if "residual" in stored.of("own", rank):
-            why = "each rank has gradients that compress topk has not sent yet"
-        elif stored.of("progress", rank)["draws"]:
-            why = f"rank {rank} has drawn random numbers in its steps, as for dropout"
-        else:
-            continue
-        differ = [f"{', '.join(moved)}: {why}"]
-    _, differing = common(stored.by_rank("kept"))
-    if moved and differing and not differ:
-        why = f"each rank has its own numbers of {' and '.join(differing)}"
-        differ = [f"{', '.join(moved)}: {why}"]
-    if differ:
+        done = f"{facts.epoch} epochs and {facts.step} steps done"
+        differing.append(f"{done}, {config.epochs} here")
+    if rearranged and not differing:
+        reason = _bound_to_ranks(stored)
+        if reason:
+            differing.append(f"{', '.join(rearranged)}: {reason}")
+    if differing:
         raise ValueError(
-            f"cannot continue from {path}: {'; '.join(differ)}. Next step: resume with the "
-            "settings there, or choose another checkpoint_dir for a new run"
+            f"cannot continue from {stored.path}: {'; '.join(differing)}. Next step: resume with "
+            "the settings there, or choose another checkpoint_dir for a new run"
         )
-    note = (
-        f"continues from {path.name} in {folder}, after {facts.epoch} of {config.epochs} epochs "
-        f"and {facts.step} steps; seconds of the epoch and bytes are those since then"
+    notes = [f"skipped {reason}" for reason in skipped]
+    notes.append(
+        f"continues from {stored.path.name} in {folder}, after {facts.epoch} of {config.epochs} "
+        f"epochs and {facts.step} steps; seconds of the epoch and bytes are those since then"
     )
-    return path, "; ".join([*(f"skipped {one}" for one in skipped), note])
+    return stored.path, "; ".join(notes)
 
 
-def _differences(there: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What differs between two identities, and what of the arrangement, in words."""
-    words = {
-        name: f"{name} {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
-        for name in {**there, **here}
-        if there.get(name) != here.get(name)
-    }
-    moved = [words.pop(name) for name in _ARRANGEMENT if name in words]
-    return list(words.values())[:5], moved
+def _differences(saved: Identity, current: Identity) -> tuple[list[str], list[str]]:
+    """Return the differing settings in words: up to five that must agree; the arrangement's."""
+    words = {}
+    for name in saved | current:
+        if saved.get(name) != current.get(name):
+            saved_value = saved.get(name, "missing")
+            words[name] = f"{name} {saved_value} there, {current.get(name, 'missing')} here"
+    rearranged = [words.pop(name) for name in _ARRANGEMENT if name in words]
+    return list(words.values())[:5], rearranged
+
+
+def _bound_to_ranks(stored: Stored) -> str:
+    """Return why no other arrangement can continue from a checkpoint; "" where one can."""
+    reason = ""
+    for rank in range(len(stored.ranks)):
+        if "residual" in stored.of("own", rank):
+            reason = "each rank has gradients that compress topk has not sent yet"
+        elif stored.of("progress", rank)["draws"]:
+            reason = f"rank {rank} has drawn random numbers in its steps, as for dropout"
+    _, differing = common(stored.by_rank("kept"))
+    if differing and not reason:
+        reason = f"each rank has its own numbers of {' and '.join(differing)}"
+    return reason
 
 
 @dataclass
 class Progress:
-    """How far a run is, on one rank.
+    """The progress of a run on one rank.
 
     Attributes:
         sums: in the epoch under way, float64 [5]: this rank's losses, its right predictions and of
             how many, after how many steps the losses' sum was finite, and the losses' weight.
+        epoch_steps: the steps of an epoch.
         epoch, step: complete epochs, and steps of the one under way; ``rows`` of the former.
         seconds, sent: of training in the epoch; messages and bytes by this rank while it trained.
     """
 
+    LOSS, RIGHT, JUDGED, FINITE_STEPS, WEIGHT = range(5)
+
     sums: Tensor
+    epoch_steps: int
     epoch: int = 0
     step: int = 0
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     sent: list[int] = field(default_factory=list)
 
-
-class Checkpoints:
-    """The checkpoints of a run on one rank: ``facts`` are its ``identity``, ``steps`` an epoch's.
-
-    The ``strategy`` is set up.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        strategy: Strategy,
-        facts: dict[str, Any],
-        steps: int,
-        progress: Progress,
-        work: Work,
-    ):
-        self.config, self.strategy, self.facts = config, strategy, facts
-        self.kept = Kept(strategy.optimizer, work.loss.loss, work.train.dataset)
-        self.steps, self.progress = steps, progress
-        self._first = self._random_states()
-        if strategy.comm.rank == 0:
-            remove_unfinished(config.checkpoint_dir)
-
     @property
     def done(self) -> int:
         """Steps so far, in all epochs."""
-        return self.progress.epoch * self.steps + self.progress.step
+        return self.epoch * self.epoch_steps + self.step
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of a run on one rank, whose strategy is set up; ``facts`` identify it."""
+
+    config: RunConfig
+    strategy: Strategy
+    facts: Identity
+    progress: Progress
+    work: Work
+
+    def __post_init__(self) -> None:
+        work = self.work
+        self.kept = Kept(self.strategy.optimizer, work.loss.loss, work.train.dataset)
+        self._first_random = random_states(self.strategy.comm.device)
+        if self.strategy.comm.rank == 0:
+            remove_unfinished(self.config.checkpoint_dir)
 
     def is_due(self) -> bool:
-        """Whether to save after this step, or this epoch."""
-        every, is_last = self.config.checkpoint_every, self.progress.epoch == self.config.epochs
-        if every and self.done % every == 0:
+        """True if it is time to save, after this step or this epoch."""
+        interval = self.config.checkpoint_every
+        if interval and self.progress.done % interval == 0:
             return True
-        return self.progress.step == 0 and (not every or is_last)
+        is_last = self.progress.epoch == self.config.epochs
+        return self.progress.step == 0 and (not interval or is_last)
 
     def save(self) -> None:
         """Save a checkpoint; a collective call."""
-        strategy, progress = self.strategy, self.progress
+        strategy = self.strategy
+        progress = self.progress
         with strategy.comm.span("checkpoint"):
-            state, now = strategy.state(), self._random_states()
-            schedule, scaler = schedule_of(strategy.optimizer), getattr(strategy, "scaler", None)
-            numbers = {
-                # A rank begins with the same states whenever it is started.
-                "progress/draws": any(not torch.equal(now[n], self._first[n]) for n in now),
-                "progress/updates": schedule.update if schedule else -1,
-            }
-            values = scaler.state_dict() if scaler else {}
-            numbers |= {f"scaler/{name}": value for name, value in values.items()}
-            state |= {name: torch.tensor(value) for name, value in numbers.items()}
-            state |= named("random", now) | {"progress/sums": progress.sums}
+            state = strategy.state()
+            drawn = random_states(strategy.comm.device)
+            state |= named("random", drawn)
             state |= named("kept", self.kept.state())
+            state["progress/sums"] = progress.sums
+            # A rank begins with the same states whenever it is started.
+            first = self._first_random
+            has_drawn = any(not torch.equal(drawn[name], first[name]) for name in drawn)
+            state["progress/draws"] = torch.tensor(has_drawn)
+            schedule = schedule_of(strategy.optimizer)
+            update = -1 if schedule is None else schedule.update
+            state["progress/updates"] = torch.tensor(update)
+            scaler = getattr(strategy, "scaler", None)
+            if scaler is not None:
+                for name, value in scaler.state_dict().items():
+                    state[f"scaler/{name}"] = torch.tensor(value)
             facts = Facts(progress.epoch, progress.step, progress.rows, self.facts)
-            path = step_path(self.config.checkpoint_dir or "", self.done)
+            path = step_path(self.config.checkpoint_dir or "", self.progress.done)
             save(strategy.comm, path, facts, state)
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint, which ``find_start`` has found to fit this run."""
-        stored, strategy, progress = read(path), self.strategy, self.progress
-        facts, rank = stored.facts, strategy.comm.rank
-        progress.epoch, progress.step, progress.rows = facts.epoch, facts.step, facts.rows
+        stored = read(path)
+        facts = stored.facts
+        strategy = self.strategy
+        rank = strategy.comm.rank
+        progress = self.progress
+        progress.epoch, progress.step = facts.epoch, facts.step
+        progress.rows = facts.rows
         # What a rehearsal has counted was none of the run's samples.
         strategy.counted()
         strategy.counted_weight()
-        is_same = not _differences(facts.identity, self.facts)[1]
+        _, rearranged = _differences(facts.identity, self.facts)
         state: State = {}
         for kind in ("model", "optimizer", "number"):
             state |= named(kind, stored.of(kind))
-        if is_same:
+        if not rearranged:
             state |= named("own", stored.of("own", rank))
         strategy.load_state(state)
-        by_rank, kept = stored.by_rank("progress"), stored.by_rank("kept")
-        self.kept.load(kept[rank] if is_same else common(kept)[0])
-        if schedule := schedule_of(strategy.optimizer):
+        by_rank = stored.by_rank("progress")
+        kept_by_rank = stored.by_rank("kept")
+        schedule = schedule_of(strategy.optimizer)
+        if schedule is not None:
             schedule.update = max(int(numbers["updates"]) for numbers in by_rank)
-        if (values := stored.of("scaler")) and getattr(strategy, "scaler", None) is not None:
-            strategy.scaler.load_state_dict({name: one.item() for name, one in values.items()})
-        # The sums of other ranks than there are now go to rank 0.
-        for numbers in [by_rank[rank]] if is_same else by_rank * (rank == 0):
-            progress.sums += numbers["sums"].to(progress.sums.device)
-        progress.sums[3] = facts.step
-        if is_same:
-            states = stored.of("random", rank)
-            torch.set_rng_state(states["cpu"])
-            set_python_random(states)
-            if strategy.comm.device.type == "cuda" and "cuda" in states:
-                torch.cuda.set_rng_state(states["cuda"], strategy.comm.device)
-
-    def _random_states(self) -> State:
-        device = self.strategy.comm.device
-        states = {"cpu": torch.get_rng_state()} | python_random()
-        if device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(device)
-        return states
+        scale = stored.of("scaler")
+        if scale and getattr(strategy, "scaler", None) is not None:
+            strategy.scaler.load_state_dict({name: t.item() for name, t in scale.items()})
+        if rearranged:
+            self.kept.load(common(kept_by_rank)[0])
+            # The sums of other ranks than there are now go to rank 0.
+            if rank == 0:
+                for numbers in by_rank:
+                    progress.sums += numbers["sums"].to(progress.sums.device)
+        else:
+            self.kept.load(kept_by_rank[rank])
+            progress.sums += by_rank[rank]["sums"].to(progress.sums.device)
+            set_random_states(stored.of("random", rank), strategy.comm.device)
+        progress.sums[progress.FINITE_STEPS] = facts.step
 
 
 @contextlib.contextmanager

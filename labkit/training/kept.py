@@ -1,4 +1,4 @@
-"""What changes while a run trains, beside parameters and the optimizer's state of them.
+"""Numbers that change while a run trains, beside parameters and the optimizer's state of them.
 
     groups     the optimizer's ``param_groups``: a learning rate, counters
     optimizer  attributes of the optimizer
@@ -13,7 +13,7 @@ numbers, or generators of random numbers.
 import gc
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -27,17 +27,24 @@ from torch.utils.data import Dataset
 _LONGEST = 64
 
 
-def python_random() -> dict[str, Tensor]:
-    """Return the states of ``random`` and of NumPy's global generator, as the bytes of JSON."""
-    numpy_state = np.random.get_state(legacy=False)
-    return {"python": _as_bytes(random.getstate()), "numpy": _as_bytes(numpy_state)}
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's generators, of ``random`` and of NumPy's global generator."""
+    states = {"cpu": torch.get_rng_state()}
+    states["python"] = _as_bytes(random.getstate())
+    states["numpy"] = _as_bytes(np.random.get_state(legacy=False))
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
-def set_python_random(states: Mapping[str, Tensor]) -> None:
-    """Continue from what ``python_random`` has returned."""
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Continue from what ``random_states`` has returned, on a device of perhaps another kind."""
+    torch.set_rng_state(states["cpu"])
     version, words, spare = _from_bytes(states["python"])
     random.setstate((version, tuple(words), spare))
     np.random.set_state(_from_bytes(states["numpy"]))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 class Kept:
@@ -45,19 +52,22 @@ class Kept:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, loss: Any, dataset: Any):
         self.loss = loss
-        parts = list(loss.modules()) if isinstance(loss, nn.Module) else [loss]
+        losses = list(loss.modules()) if isinstance(loss, nn.Module) else [loss]
         self.kinds: dict[str, list[dict[str, Any]]] = {
-            "groups": getattr(optimizer, "param_groups", []),
-            "optimizer": [vars(optimizer)] if optimizer is not None else [],
+            "groups": [],
+            "optimizer": [],
             "schedules": [],
-            "loss": [vars(part) for part in parts if hasattr(part, "__dict__")],
-            "data": [vars(part) for part in _data_sets_in(dataset) if hasattr(part, "__dict__")],
+            "loss": _attributes(losses),
+            "data": _attributes(_data_sets_in(dataset)),
         }
-        # A scheduler knows its optimizer, and no optimizer knows its schedulers.
-        for candidate in gc.get_objects() if optimizer is not None else ():
-            if issubclass(type(candidate), LRScheduler) and candidate.optimizer is optimizer:
-                self.kinds["schedules"].append(vars(candidate))
-        self.kinds["schedules"].sort(key=lambda attributes: str(sorted(attributes)))
+        if optimizer is not None:
+            self.kinds["groups"] = optimizer.param_groups
+            self.kinds["optimizer"] = [vars(optimizer)]
+            # A scheduler knows its optimizer, and no optimizer knows its schedulers.
+            for candidate in gc.get_objects():
+                if issubclass(type(candidate), LRScheduler) and candidate.optimizer is optimizer:
+                    self.kinds["schedules"].append(vars(candidate))
+            self.kinds["schedules"].sort(key=lambda attributes: str(sorted(attributes)))
 
     def state(self) -> dict[str, Tensor]:
         """Return the numbers of all objects by kind, as the bytes of JSON, and loss buffers."""
@@ -76,13 +86,13 @@ class Kept:
             ValueError: it is of other objects, such as an optimizer with other groups.
         """
         for kind, objects in _from_bytes(state["numbers"]).items():
-            ours = self.kinds.get(kind, [])
-            if ours and objects and len(ours) != len(objects):
+            own_objects = self.kinds.get(kind, [])
+            if own_objects and objects and len(own_objects) != len(objects):
                 raise ValueError(
-                    f"the checkpoint has {len(objects)} {kind} and there are {len(ours)} here: "
-                    "resume with the settings and parts that it was written with"
+                    f"the checkpoint has {len(objects)} {kind} and there are {len(own_objects)} "
+                    "here: resume with the settings and parts that it was written with"
                 )
-            for attributes, values in zip(ours, objects):
+            for attributes, values in zip(own_objects, objects):
                 for name, value in values.items():
                     _set(attributes, name, value)
         if isinstance(self.loss, nn.Module):
@@ -107,6 +117,10 @@ def common(states: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], l
     return {**states[0], "numbers": _as_bytes(numbers)}, list(differing)
 
 
+def _attributes(objects: Iterable[Any]) -> list[dict[str, Any]]:
+    return [vars(value) for value in objects if hasattr(value, "__dict__")]
+
+
 def _as_bytes(value: Any) -> Tensor:
     # NumPy's scalars and arrays become numbers and lists.
     text = json.dumps(value, default=lambda array: array.tolist())
@@ -119,32 +133,34 @@ def _from_bytes(text: Tensor) -> Any:
 
 def _data_sets_in(dataset: Any) -> list[Any]:
     """Return a data set, and those that it wraps, as a Subset does, each once."""
-    found = [dataset]
-    for outer in found:
+    data_sets = [dataset]
+    for outer in data_sets:
         for value in getattr(outer, "__dict__", {}).values():
-            for inner in value if isinstance(value, list) else [value]:
-                if isinstance(inner, Dataset) and all(inner is not known for known in found):
-                    found.append(inner)
-    return found
+            values = value if isinstance(value, list) else [value]
+            for inner in values:
+                if isinstance(inner, Dataset) and all(inner is not known for known in data_sets):
+                    data_sets.append(inner)
+    return data_sets
 
 
 def numbers_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes that are kept: numbers, short lists of them, states of generators."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name, value in attributes.items():
         if isinstance(value, torch.Generator):
-            found[name] = value.get_state().tolist()
+            numbers[name] = value.get_state().tolist()
         elif isinstance(value, random.Random):
-            found[name] = value.getstate()
+            numbers[name] = value.getstate()
         elif isinstance(value, np.random.Generator):
-            found[name] = value.bit_generator.state
+            numbers[name] = value.bit_generator.state
         elif isinstance(value, Tensor) and value.dim() == 0:
-            found[name] = value.item()
+            numbers[name] = value.item()
         else:
             is_list = type(value) in (list, tuple) and len(value) <= _LONGEST
-            if all(isinstance(part, Real) for part in (value if is_list else [value])):
-                found[name] = value
-    return found
+            parts = value if is_list else [value]
+            if all(isinstance(part, Real) for part in parts):
+                numbers[name] = value
+    return numbers
 
 
 def _set(attributes: dict[str, Any], name: str, value: Any) -> None:

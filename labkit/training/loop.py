@@ -33,8 +33,9 @@ from labkit.training.same_data import Sketch, check_same, sketch
 from labkit.workload.losses import CountedLoss, count_right
 from labkit.workload.samples import batch_slices, epoch_order, on_device, share
 
-# Held-out samples judged at once, and of large images fewer: 7 of 299 x 299 pixels.
-_BATCH, _MOST_VALUES = 512, 2**21
+# Held-out samples judged at once; fewer where they have more values in all, as large images have.
+_BATCH = 512
+_MOST_VALUES = 2**21
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def fit(
     config: RunConfig,
     strategy: Strategy,
     verbose: bool,
-    own: Own = NOTHING,
+    own_parts: Own = NOTHING,
     start: Path | None = None,
     data: Sketch | None = None,
 ) -> RankReport:
@@ -69,25 +70,23 @@ def fit(
     ``data`` a sketch of the data set with which the run began: ValueError if this rank's differs.
     """
     allow_tf32(config.amp == "tf32")
-    work = work_of(config, own)
+    work = work_of(config, own_parts)
     if data is not None and comm.world_size > 1:
         check_same(comm.rank, sketch(work.train, work.test, config.seed), data)
-    strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
+    strategy.loss = CountedLoss(work.loss)
+    strategy.clip_norm = config.clip_norm
     if isinstance(work.loss.loss, nn.Module):
         # Its weights are buffers.
         work.loss.loss.to(comm.device)
     model = work.make_model()
     # What the model takes counts, whether it was made here or has arrived with the call.
     memory = Part(comm.session.memory, sum(t.nbytes for t in model.state_dict().values()))
-    if own.model is not None and comm.world_size > 1:
+    if own_parts.model is not None and comm.world_size > 1:
         # A function may not make the same on all ranks, and under torchrun each has its own.
-        # One tensor after the other: the device may not hold the whole model.
-        for tensor in (*model.parameters(), *model.buffers()):
-            values = tensor.detach().to(comm.device)
-            broadcast(comm, values)
-            tensor.data.copy_(values)
-    facts = identity(config, own, work, model)
-    strategy.setup(comm, model, optimizer_maker(config, own.optimizer, strategy, len(work.train)))
+        _broadcast_model(comm, model)
+    facts = identity(config, own_parts, work, model)
+    make_optimizer = optimizer_maker(config, own_parts.optimizer, strategy, len(work.train))
+    strategy.setup(comm, model, make_optimizer)
     # A strategy may keep only a part of the model, and the rest is freed.
     del model
     run = _Run(config, work, strategy, facts, start, verbose and comm.rank == 0)
@@ -103,82 +102,102 @@ def fit(
             run.end_epoch()
     if run.events is not None:
         run.events.close()
-    state, notes = strategy.full_state(), strategy.notes()
+    state = strategy.full_state()
+    notes = strategy.notes()
     strategy.close()
-    messages, num_bytes = progress.sent or (None, None)
-    mine, digest = state if comm.rank == 0 else None, checksum(state)
-    return RankReport(progress.rows, messages, num_bytes, digest, mine, notes, memory.peak)
+    messages, bytes_sent = progress.sent or (None, None)
+    return RankReport(
+        epochs=progress.rows,
+        messages=messages,
+        bytes_sent=bytes_sent,
+        checksum=checksum(state),
+        state=state if comm.rank == 0 else None,
+        notes=notes,
+        peak_memory=memory.peak,
+    )
 
 
+def _broadcast_model(comm: Comm, model: nn.Module) -> None:
+    # One tensor after the other: the device may not hold the whole model.
+    for tensor in (*model.parameters(), *model.buffers()):
+        values = tensor.detach().to(comm.device)
+        broadcast(comm, values)
+        tensor.data.copy_(values)
+
+
+@dataclass
 class _Run:
-    """A run on one rank: its parts, how far it is, and what is done in turn."""
+    """A run on one rank: its parts, how far it is, and the steps and epochs that it makes."""
 
+    config: RunConfig
+    work: Work
+    strategy: Strategy
+    facts: dict[str, Any]
+    start: Path | None
+    verbose: bool
     checkpoints: Checkpoints | None = None
     events: Any = None
 
-    def __init__(
-        self,
-        config: RunConfig,
-        work: Work,
-        strategy: Strategy,
-        facts: dict[str, Any],
-        start: Path | None,
-        tells: bool,
-    ):
-        self.config, self.work, self.strategy, self.tells = config, work, strategy, tells
-        self.comm, self.stop = strategy.comm, threading.Event()
-        self.steps = math.ceil(len(work.train) / config.batch_size)
+    def __post_init__(self) -> None:
+        config = self.config
+        strategy = self.strategy
+        self.comm = strategy.comm
+        self.stop = threading.Event()
         sums = torch.zeros(5, dtype=torch.float64, device=self.comm.device)
-        self.progress = Progress(sums)
+        self.progress = Progress(sums, math.ceil(len(self.work.train) / config.batch_size))
         if config.checkpoint_dir is not None:
-            parts = config, strategy, facts, self.steps, self.progress, work
-            self.checkpoints = Checkpoints(*parts)
-            if start is not None:
-                # What a first step leaves behind, beside its update.
-                strategy.rehearse(*next(self.shares(self.batches(0)[:1], 0)))
-                self.checkpoints.load(start)
+            self.checkpoints = Checkpoints(config, strategy, self.facts, self.progress, self.work)
+            if self.start is not None:
+                # A first step leaves more behind than its update.
+                first_share = next(self.shares(self.batches(0)[:1], 0))
+                strategy.rehearse(*first_share)
+                self.checkpoints.load(self.start)
         if config.log_dir is not None and self.comm.rank == 0:
             # Not at the top: few runs need it, and it takes a moment.
             from torch.utils.tensorboard import SummaryWriter
 
-            # What an interrupted run wrote of later epochs is not shown any more.
+            # Later epochs that an interrupted run wrote are not shown any more.
             self.events = SummaryWriter(config.log_dir, purge_step=len(self.progress.rows) + 1)
 
     def start_clock(self) -> None:
         """Count time, messages and bytes from now on."""
-        self._before = self.strategy.sent() or (), self.now_s()
+        self._sent_before, self._since_s = self.strategy.sent() or (0, 0), self.now_s()
 
     def stop_clock(self) -> None:
         """Add what was counted since ``start_clock``, and the right predictions."""
-        progress, (sent, since_s) = self.progress, self._before
-        progress.seconds += self.now_s() - since_s
-        counts = zip(progress.sent or (0, 0), self.strategy.sent() or (), sent)
-        progress.sent = [total + now - before for total, now, before in counts]
-        progress.sums[1:3] += self.strategy.counted()
-        progress.sums[4] += self.strategy.counted_weight()
+        progress = self.progress
+        progress.seconds += self.now_s() - self._since_s
+        sent = self.strategy.sent()
+        if sent is not None:
+            counts = zip(progress.sent or (0, 0), sent, self._sent_before)
+            progress.sent = [total + after - before for total, after, before in counts]
+        progress.sums[progress.RIGHT : progress.JUDGED + 1] += self.strategy.counted()
+        progress.sums[progress.WEIGHT] += self.strategy.counted_weight()
 
     def now_s(self) -> float:
-        """The host's clock, when all that was queued on the strategy's devices has ended."""
+        """Read the host's clock when all that was queued on the strategy's devices has ended."""
         for device in {self.comm.device, *self.strategy.devices}:
             gpus.synchronize(device)
         return time.perf_counter()
 
     def train_epoch(self) -> None:
-        """One pass over the training samples, or what is left of it."""
-        strategy, progress = self.strategy, self.progress
+        """Make one pass over the training samples, or what is left of it."""
+        strategy = self.strategy
+        progress = self.progress
+        all_steps = progress.epoch_steps * self.config.epochs
+        label = f"steps, epoch {progress.epoch + 1}"
         batches = self.batches(progress.epoch)[progress.step :]
         for batch in self.shares(batches, progress.epoch):
-            loss, samples = strategy.step(*batch).detach(), len(batch[1])
+            loss = strategy.step(*batch).detach()
             # Nothing waits for a GPU.
             progress.step += 1
-            progress.sums[0] += loss
-            progress.sums[3] += progress.sums[0].isfinite()
-            done, total = progress.epoch * self.steps + progress.step, self.steps
+            progress.sums[progress.LOSS] += loss
+            progress.sums[progress.FINITE_STEPS] += progress.sums[progress.LOSS].isfinite()
+            samples = len(batch[1])
             weight = samples if strategy.step_weight is None else strategy.step_weight
-            now = {"samples": samples, "loss": loss / (weight + (weight == 0))}
-            label = f"steps, epoch {progress.epoch + 1}"
-            self.comm.progress(done, total * self.config.epochs, label, **now)
-            if self.checkpoints is not None and progress.step < self.steps:
+            mean_loss = loss / (weight + (weight == 0))
+            self.comm.progress(progress.done, all_steps, label, samples=samples, loss=mean_loss)
+            if self.checkpoints is not None and progress.step < progress.epoch_steps:
                 # Its messages and seconds are not the technique's.
                 self.stop_clock()
                 self.save_and_end(self.agree())
@@ -187,31 +206,36 @@ class _Run:
 
     def end_epoch(self) -> None:
         """Evaluate, which is not part of the technique, so it is neither timed nor counted."""
-        comm, progress = self.comm, self.progress
-        sums = self.evaluated(*self.strategy.share())
+        comm = self.comm
+        progress = self.progress
+        tested = self.evaluated(*self.strategy.share())
         with comm.span("evaluate"):
-            finite = sums.new_zeros(comm.world_size)
-            finite[comm.rank] = progress.sums[3]
-            everything = torch.cat([progress.sums[[0, 4, 1, 2]], sums, finite])
+            finite_steps = tested.new_zeros(comm.world_size)
+            finite_steps[comm.rank] = progress.sums[progress.FINITE_STEPS]
+            sums = torch.cat([progress.sums, tested, finite_steps])
             if comm.world_size > 1:
-                ring_all_reduce(comm, everything)
-        loss, weight, right, judged, *tested = everything[:8].tolist()
+                ring_all_reduce(comm, sums)
+        trained, tested, finite_steps = sums.split([5, 4, comm.world_size])
+        loss, right, judged, _, weight = trained.tolist()
         if not math.isfinite(loss):
-            self.check_finite(int(everything[8:].min()))
+            self.check_finite(int(finite_steps.min()))
         is_end = self.agree()
-        means = _part(loss, weight), _part(right, judged)
-        self.report(*means, progress.seconds, *tested)
-        progress.epoch, progress.step, progress.seconds = progress.epoch + 1, 0, 0.0
+        accuracy = _ratio(right, judged)
+        self.report(_ratio(loss, weight), accuracy, progress.seconds, tested)
+        progress.epoch, progress.step = progress.epoch + 1, 0
+        progress.seconds = 0.0
         progress.sums.zero_()
         self.save_and_end(is_end and progress.epoch < self.config.epochs)
 
     def agree(self) -> bool:
-        """Whether a rank was sent SIGTERM; all ranks end if the loss of one is not finite."""
+        """True if a rank was sent SIGTERM; all ranks end if the loss of one is not finite."""
         if self.checkpoints is None:
             return False
         progress = self.progress
-        words = [float(self.stop.is_set()), bool(progress.sums[3] < progress.step)]
-        flags = torch.tensor(words, dtype=torch.float64, device=self.comm.device)
+        has_nan = bool(progress.sums[progress.FINITE_STEPS] < progress.step)
+        flags = torch.tensor(
+            [self.stop.is_set(), has_nan], dtype=torch.float64, device=self.comm.device
+        )
         if self.comm.world_size > 1:
             ring_all_reduce(self.comm, flags)
         if flags[1]:
@@ -224,9 +248,9 @@ class _Run:
             self.checkpoints.save()
         if is_end:
             self.comm.barrier()
-            done = self.progress.epoch * self.steps + self.progress.step
+            all_steps = self.config.epochs * self.progress.epoch_steps
             raise PreemptedError(
-                f"stopped by SIGTERM after {done} of {self.config.epochs * self.steps} steps, "
+                f"stopped by SIGTERM after {self.progress.done} of {all_steps} steps, "
                 "with a checkpoint: the same command goes on from there with resume"
             )
 
@@ -244,24 +268,31 @@ class _Run:
 
     def train_at_own_pace(self, strategy: AsyncParameterServer, memory: Part) -> None:
         """Train so that no rank waits for the others, and evaluate the epochs afterwards."""
-        progress, ends, epochs = self.progress, [], self.config.epochs
-        endless = (self.shares(self.batches(epoch), epoch) for epoch in itertools.count())
+        progress = self.progress
+        epochs = self.config.epochs
+        ends = []
         with memory.counted():
             self.start_clock()
-            batches = itertools.chain.from_iterable(endless)
-            for passed_s, loss in strategy.train(batches, self.steps, epochs):
+            shares = self.endless_shares()
+            for passed_s, loss in strategy.train(shares, progress.epoch_steps, epochs):
                 if not loss.isfinite():
-                    self.check_finite(self.steps - 1)
+                    self.check_finite(progress.epoch_steps - 1)
                 ends.append((loss.item(), passed_s, strategy.full_state()))
                 progress.epoch += 1
             self.stop_clock()
-        last, before_s = strategy.full_state(), 0.0
+        last_state = strategy.full_state()
+        before_s = 0.0
         for loss, passed_s, state in ends:
             strategy.model.load_state_dict(state)
-            self.report(loss, math.nan, passed_s - before_s, *self.evaluated(0, 1).tolist())
+            self.report(loss, math.nan, passed_s - before_s, self.evaluated(0, 1))
             before_s = passed_s
-        strategy.model.load_state_dict(last)
+        strategy.model.load_state_dict(last_state)
         progress.epoch = epochs
+
+    def endless_shares(self) -> Iterator[Batch]:
+        """This rank's samples of each batch of one epoch after the other, without an end."""
+        for epoch in itertools.count():
+            yield from self.shares(self.batches(epoch), epoch)
 
     def batches(self, epoch: int) -> Sequence[Tensor]:
         order = epoch_order(len(self.work.train), epoch=epoch, seed=self.config.seed)
@@ -269,28 +300,34 @@ class _Run:
 
     def shares(self, batches: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         """This rank's samples of each global batch, on its device, and the size of that batch."""
-        mine = [self.strategy.part_of(batch) for batch in batches]
-        loaded = self.work.train.batches(mine, pinned=self.strategy.uses_gpu, epoch=epoch)
+        parts = [self.strategy.part_of(batch) for batch in batches]
+        loaded = self.work.train.batches(parts, pinned=self.strategy.uses_gpu, epoch=epoch)
         for batch in batches:
             with self.comm.span("data"):
                 inputs, targets = on_device(next(loaded), self.comm.device)
             yield inputs, targets, len(batch)
 
     def evaluated(self, index: int, count: int) -> Tensor:
-        """Of part ``index`` of ``count`` of the held-out samples, [4]: correct predictions, of how
-        many targets that are a class, the sum of all losses, and their weight."""
-        comm, test, strategy = self.comm, self.work.test, self.strategy
+        """Judge part ``index`` of ``count`` of the held-out samples.
+
+        Returns float64 [4]: correct predictions, targets that are a class, losses, their weight.
+        """
+        comm = self.comm
+        test = self.work.test
+        strategy = self.strategy
         sums = torch.zeros(4, dtype=torch.float64, device=comm.device)
         if test is None:
             return sums
         with comm.span("evaluate"):
             size = min(_BATCH, max(1, _MOST_VALUES // test.first(1)[0].numel()))
-            parts = [share(b, index, count) for b in torch.arange(len(test)).split(size)]
+            batches = torch.arange(len(test)).split(size)
+            parts = [share(batch, index, count) for batch in batches]
             # Not every model takes an empty batch.
             parts = [part for part in parts if len(part) or strategy.predicts_together]
             for batch in test.batches(parts, pinned=strategy.uses_gpu):
                 inputs, targets = on_device(batch, comm.device)
-                if (outputs := strategy.predict(inputs)) is None:
+                outputs = strategy.predict(inputs)
+                if outputs is None:
                     continue
                 loss, weight = self.work.loss(outputs, targets)
                 sums[2] += loss
@@ -301,19 +338,12 @@ class _Run:
                     sums[1] += counts[1]
         return sums
 
-    def report(
-        self,
-        loss: float,
-        accuracy: float,
-        seconds: float,
-        right: float,
-        judged: float,
-        losses: float,
-        weight: float,
-    ) -> None:
-        """Add, say and log an epoch's numbers: means over its samples, and held-out sums."""
-        row = {"loss": loss, "test_accuracy": _part(right, judged), "seconds": seconds}
-        row |= {"train_accuracy": accuracy, "test_loss": _part(losses, weight)}
+    def report(self, loss: float, accuracy: float, seconds: float, tested: Tensor) -> None:
+        """Add, print and log an epoch's numbers: means over its samples, and held-out sums."""
+        right, judged, losses, weight = tested.tolist()
+        test_accuracy = _ratio(right, judged)
+        row = {"loss": loss, "test_accuracy": test_accuracy, "seconds": seconds}
+        row |= {"train_accuracy": accuracy, "test_loss": _ratio(losses, weight)}
         rows = self.progress.rows
         rows.append(row)
         if self.events is not None:
@@ -321,12 +351,14 @@ class _Run:
                 if math.isfinite(value):
                     self.events.add_scalar(name, value, len(rows))
             self.events.flush()
-        if self.tells:
-            words = {"training": accuracy, "held-out": row["test_accuracy"]}
-            known = [f"{of} accuracy {a:.2%}, " for of, a in words.items() if not math.isnan(a)]
-            begin = f"epoch {len(rows)}/{self.config.epochs}: loss {loss:.4f}, "
-            print(begin + "".join(known) + f"{seconds:.2f} s")
+        if self.verbose:
+            line = f"epoch {len(rows)}/{self.config.epochs}: loss {loss:.4f}, "
+            if not math.isnan(accuracy):
+                line += f"training accuracy {accuracy:.2%}, "
+            if not math.isnan(test_accuracy):
+                line += f"held-out accuracy {test_accuracy:.2%}, "
+            print(f"{line}{seconds:.2f} s")
 
 
-def _part(total: float, count: float) -> float:
+def _ratio(total: float, count: float) -> float:
     return total / count if count else math.nan

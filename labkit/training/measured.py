@@ -1,10 +1,11 @@
-"""What links and split models of this machine take: P ranks or stages, M micro-batches.
+"""Measured times of links and split models on this machine: P ranks or stages, M micro-batches.
 
 ``measure_link`` fits what ``costs.link`` predicts with; ``measure_split`` runs what
 ``placement.predict_split`` predicts, on random samples.
 """
 
 import copy
+import operator
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -45,16 +46,16 @@ _BACKWARDS = STEP_KINDS - {"compute", "forward"}
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLink(Link):
-    """A link that was measured; it prints as a line that says ``how``.
+    """A link that was measured; it prints as a line that ends with the ``method``.
 
     ``seconds`` is {size in bytes: [seconds of a message, by repeat]}.
     """
 
-    how: str
+    method: str
     seconds: dict[int, list[float]] = field(repr=False, compare=False)
 
     def __str__(self) -> str:
-        return f"{super().__str__()} ({self.how})"
+        return f"{super().__str__()} ({self.method})"
 
 
 def measure_link(
@@ -64,7 +65,7 @@ def measure_link(
     sizes_bytes: tuple[int, ...] = MESSAGE_BYTES,
     repeats: int = 11,
     gamma: bool = False,
-    **where: Any,
+    **options: Any,
 ) -> MeasuredLink:
     """Measure what a message between ranks of this machine costs: alpha + beta x bytes.
 
@@ -79,29 +80,42 @@ def measure_link(
             right while it receives from the left; its time is that of the slowest rank.
         sizes_bytes: the sizes of the messages, at least two; each has ``repeats`` counted turns.
         gamma: also measure gamma, the seconds to add a byte, on all ranks at once.
-        where: ``device``, ``devices`` and ``transport``, see ``labkit.run``.
+        options: ``device``, ``devices`` and ``transport``, see ``labkit.run``.
     """
     check_choice("pattern", pattern, PATTERNS)
     if world_size != 2 and pattern == "ping_pong":
         raise ValueError(f"a ping-pong has 2 ranks, not {world_size}: take pattern='exchange'")
     settings = pattern, tuple(sizes_bytes), repeats, gamma
-    by_rank = run(_time_messages, *settings, world_size=world_size, **where).values
-    # Of a ping-pong only rank 0 sees whole rounds, from its send to the answer.
-    timed = [seconds for _, seconds, _ in by_rank[: 1 if pattern == "ping_pong" else None]]
-    # A message takes as long as on the slowest rank.
-    seconds = {size: [*map(max, zip(*(one[size] for one in timed)))] for size in timed[0]}
-    added_s = [*map(max, zip(*(added_s for *_, added_s in by_rank)))]
-    sizes, times_s = zip(*[(size, s) for size, times in seconds.items() for s in times])
-    line = fit_link(sizes, times_s, statistics.median(added_s) / ADDED_BYTES if gamma else 0.0)
-    how = f"{pattern.replace('_', '-')}, {world_size} ranks, {by_rank[0][0]}, "
-    how += f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}, medians of {repeats}"
-    return MeasuredLink(**asdict(line), how=how, seconds=seconds)
+    by_rank = run(_time_messages, *settings, world_size=world_size, **options).values
+    moved_by, _, _ = by_rank[0]
+    seconds_by_rank = [seconds for _, seconds, _ in by_rank]
+    if pattern == "ping_pong":
+        # Only rank 0 sees whole rounds, from its send to the answer.
+        del seconds_by_rank[1:]
+    seconds: dict[int, list[float]] = {}
+    sizes = []
+    times_s = []
+    for size in sizes_bytes:
+        # A message takes as long as on the slowest rank.
+        repeats_s = zip(*(seconds[size] for seconds in seconds_by_rank))
+        seconds[size] = [max(repeat_s) for repeat_s in repeats_s]
+        sizes += [size] * len(seconds[size])
+        times_s += seconds[size]
+    gamma_s = 0.0
+    if gamma:
+        added_s = [max(repeat_s) for repeat_s in zip(*(added_s for _, _, added_s in by_rank))]
+        gamma_s = statistics.median(added_s) / ADDED_BYTES
+    method = f"{pattern.replace('_', '-')}, {world_size} ranks, {moved_by}, "
+    method += f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}, medians of {repeats}"
+    return MeasuredLink(
+        **asdict(fit_link(sizes, times_s, gamma_s)), method=method, seconds=seconds
+    )
 
 
 def _time_messages(
     comm: Comm, pattern: str, sizes_bytes: tuple[int, ...], repeats: int, gamma: bool
 ) -> tuple[str, dict[int, list[float]], list[float]]:
-    """What moved the messages, this rank's seconds of one by size, and those of additions."""
+    """Return by what messages moved, this rank's seconds of one by size, and of additions."""
     right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
 
     def move(size: int) -> None:
@@ -136,10 +150,12 @@ def _time_messages(
             # Small messages several in a row, as clocks and barriers have a price, too.
             in_a_row = max(1, min(16, 2**22 // size))
             took_s = timed(in_a_row, partial(move, size))
-            times.append(took_s / (1 if pattern == "exchange" else 2))
-        added_s.append(timed(1, add) if gamma else 0.0)
+            times.append(took_s if pattern == "exchange" else took_s / 2)
+        if gamma:
+            added_s.append(timed(1, add))
     moved_by = dist.get_backend().replace("nccl", "NCCL")
-    moved_by = "shared memory" if comm.transport.shares_memory else moved_by
+    if comm.transport.shares_memory:
+        moved_by = "shared memory"
     # The first round warms up.
     return moved_by, {size: times[1:] for size, times in seconds.items()}, added_s[1:]
 
@@ -148,7 +164,7 @@ def _time_messages(
 class MeasuredSplit:
     """The time and memory that the steps of a split model took.
 
-    With several stages on a rank, what is given by stage is by rank, and by cut, by two ranks.
+    With several stages on a rank, the lists by stage are by rank, and those by cut by two ranks.
 
     Attributes:
         forward_s, backward_s: by stage, seconds per batch, the median over the steps.
@@ -176,13 +192,13 @@ class MeasuredSplit:
     trace: Trace = field(repr=False)
 
     def explain(self) -> Limit:
-        """What limited the steps: a stage, the bubble, or the hops."""
+        """Explain what limited the steps: a stage, the bubble, or the hops."""
         return what_limited(self.trace)
 
     def typical_step(self) -> Trace:
         """The spans of the counted step whose length is the median."""
-        place = self.step_s.index(statistics.median_low(self.step_s))
-        spans = [span for span in _by_step(self.trace)[place].spans if span.kind != _MARK]
+        index = self.step_s.index(statistics.median_low(self.step_s))
+        spans = [span for span in _by_step(self.trace)[index].spans if span.kind != _MARK]
         return Trace.merge([spans], self.trace.devices)
 
 
@@ -197,7 +213,7 @@ def measure_split(
     stages_per_rank: int | None = None,
     recompute: bool = False,
     steps: int = 7,
-    **where: Any,
+    **options: Any,
 ) -> MeasuredSplit:
     """Train ``model`` for some steps, one process per stage, and measure time and memory.
 
@@ -207,19 +223,20 @@ def measure_split(
         batch_size, input_shape: random samples per step, and the shape of one.
         micro_batches: M, at most one per sample; 1 is model parallelism without a pipeline.
         schedule, stages_per_rank, recompute: see ``Pipeline``.
-        steps: how many are measured, after one that warms up.
-        where: ``device``, ``devices`` and ``transport``, see ``labkit.run``.
+        steps: the number of measured steps, after one that warms up.
+        options: ``device``, ``devices`` and ``transport``, see ``labkit.run``.
     """
-    how = micro_batches, schedule, stages_per_rank
-    strategy: StagedModel = Pipeline(split_points, *how, recompute=recompute)
-    whole = model if isinstance(model, nn.Module) else _build(model, input_shape)
-    num_layers, chunks = len(layers_of(whole)), strategy.stages_per_rank
+    strategy: StagedModel = Pipeline(
+        split_points, micro_batches, schedule, stages_per_rank, recompute=recompute
+    )
+    built = model if isinstance(model, nn.Module) else _build(model, input_shape)
+    chunks = strategy.stages_per_rank
     num_ranks = (len(split_points) + 1) // chunks
-    points = check_split_points(split_points, num_layers, num_ranks * chunks)
+    points = check_split_points(split_points, len(layers_of(built)), num_ranks * chunks)
     if micro_batches == chunks == 1:
         strategy = ModelParallel(points, recompute=recompute)
     work = strategy, partial(_build, model, input_shape), (batch_size, *input_shape), steps
-    result = run(_train, *work, world_size=num_ranks, timeout_s=_TIMEOUT_S, **where)
+    result = run(_train, *work, world_size=num_ranks, timeout_s=_TIMEOUT_S, **options)
     held, parameters = zip(*result.values)
     # The first step warms up.
     traces = _by_step(result.trace)[1:]
@@ -230,9 +247,9 @@ def measure_split(
         backward_s=[_median(traces, stage, *_BACKWARDS) for stage in stages],
         forward_hop_s=[_hop_s(traces, cut, cut + 1) for cut in cuts],
         backward_hop_s=[_hop_s(traces, cut + 1, cut) for cut in cuts],
-        hop_bytes=[sum(s.num_bytes for s in _hops(traces[0], cut, cut + 1)) for cut in cuts],
+        hop_bytes=[_hop_bytes(traces[0], cut, cut + 1) for cut in cuts],
         step_s=[max(s.end_s for s in t.spans) - t.spans[0].start_s for t in traces],
-        memory_bytes=[one + other for one, other in zip(held, parameters)],
+        memory_bytes=list(map(operator.add, held, parameters)),
         held_bytes=list(held),
         trace=Trace.merge((trace.spans for trace in traces), result.trace.devices),
     )
@@ -251,7 +268,7 @@ def measure_profile(
     input_shape: tuple[int, ...] = (3, 32, 32),
     num_stages: int = 2,
     repeats: int = 5,
-    **where: Any,
+    **options: Any,
 ) -> Profile:
     """``profile_layers`` in a process with the cores that one of ``num_stages`` stages has."""
 
@@ -261,7 +278,7 @@ def measure_profile(
         options = {"repeats": repeats, "device": comm.device, "name": name}
         return profile_layers(_build(model, input_shape), batch_size, input_shape, **options)
 
-    return run(profiled, world_size=1, timeout_s=_TIMEOUT_S, **where).values[0]
+    return run(profiled, world_size=1, timeout_s=_TIMEOUT_S, **options).values[0]
 
 
 def _train(
@@ -285,7 +302,7 @@ def _train(
     stage = strategy.module
     trained = sum(p.nbytes for p in stage.parameters() if p.requires_grad)
     kept = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
-    return strategy.held_bytes, kept + 2 * trained
+    return strategy.meter.peak_bytes, kept + 2 * trained
 
 
 def _by_step(trace: Trace) -> list[Trace]:
@@ -295,15 +312,18 @@ def _by_step(trace: Trace) -> list[Trace]:
     for span in trace.spans:
         numbers[span.rank] += span.kind == _MARK
         # Ranks meet before the first mark and between two steps; no step contains this time.
-        is_meeting = span.kind == "wait" and span.peer is None
-        if numbers[span.rank] and not is_meeting:
+        is_barrier = span.kind == "wait" and span.peer is None
+        if numbers[span.rank] and not is_barrier:
             steps[numbers[span.rank]].append(span)
     return [Trace.merge([steps[number]]) for number in sorted(steps)]
 
 
 def _median(traces: list[Trace], rank: int, *kinds: str) -> float:
-    by_kind = [trace.seconds_by_kind(rank) for trace in traces]
-    return statistics.median(sum(one.get(kind, 0.0) for kind in kinds) for one in by_kind)
+    totals_s = []
+    for trace in traces:
+        seconds = trace.seconds_by_kind(rank)
+        totals_s.append(sum(seconds.get(kind, 0.0) for kind in kinds))
+    return statistics.median(totals_s)
 
 
 def _hops(trace: Trace, source: int, destination: int) -> list[Span]:
@@ -311,7 +331,15 @@ def _hops(trace: Trace, source: int, destination: int) -> list[Span]:
     return [span for span in sent if span.peer == destination and span.num_bytes]
 
 
+def _hop_bytes(trace: Trace, source: int, destination: int) -> int:
+    return sum(span.num_bytes for span in _hops(trace, source, destination))
+
+
 def _hop_s(traces: list[Trace], source: int, destination: int) -> list[float]:
     """By step, the seconds of all transfers from one stage to another; empty if there are none."""
-    seconds = [[span.duration_s for span in _hops(t, source, destination)] for t in traces]
-    return [sum(one) for one in seconds if one]
+    seconds = []
+    for trace in traces:
+        hops = _hops(trace, source, destination)
+        if hops:
+            seconds.append(sum(span.duration_s for span in hops))
+    return seconds

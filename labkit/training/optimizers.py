@@ -27,8 +27,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-# Rows and columns at most of the parameters that are tried; updates, as a warm-up begins with 0.
-_MOST_SIZE, _UPDATES = 64, 3
+# Rows and columns at most of the parameters that are tried.
+_MOST_SIZE = 64
+# More than one, as a warm-up begins with 0.
+_UPDATES = 3
 # In float64, of the largest change.
 _ROUNDING = 1e-8
 
@@ -45,7 +47,8 @@ class Schedule:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]):
-        self.update, self._factor = 0, factor
+        self.update = 0
+        self._factor = factor
         self._rates = [group["lr"] for group in optimizer.param_groups]
         optimizer.register_step_pre_hook(self._set)
 
@@ -61,15 +64,16 @@ def schedule_of(optimizer: torch.optim.Optimizer | None) -> Schedule | None:
 
 
 def optimizer_maker(
-    config: RunConfig, own: MakeOptimizer | None, strategy: Strategy, num_samples: int
+    config: RunConfig, make_own: MakeOptimizer | None, strategy: Strategy, num_samples: int
 ) -> MakeOptimizer:
-    """What makes the optimizers of a run, of the parameters that they are given.
+    """Return a factory that maps parameters to an optimizer of the run.
 
-    ``own`` is the learner's own function, or None; ``num_samples`` are those of an epoch.
+    ``make_own`` is the learner's own function, or None; ``num_samples`` are those of an epoch.
     """
-    whole, rest = divmod(num_samples, config.batch_size)
-    updates = whole * strategy.updates_of(config.batch_size, config.world_size)
-    updates += strategy.updates_of(rest, config.world_size) if rest else 0
+    full_batches, rest = divmod(num_samples, config.batch_size)
+    updates = full_batches * strategy.updates_of(config.batch_size, config.world_size)
+    if rest:
+        updates += strategy.updates_of(rest, config.world_size)
     factor = partial(
         lr_factor,
         schedule=parse_lr_schedule(config.lr_schedule),
@@ -79,8 +83,8 @@ def optimizer_maker(
     )
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        if own is not None:
-            optimizer = own(list(parameters))
+        if make_own is not None:
+            optimizer = make_own(list(parameters))
         else:
             rates = {"lr": config.lr, "weight_decay": config.weight_decay}
             optimizer = OPTIMIZERS[config.optimizer](parameters, **rates)
@@ -130,7 +134,7 @@ def try_optimizer(
             values = torch.randn(shape, dtype=torch.float64, generator=generator)
             tensors.append(number * values)
     try:
-        whole = _updated(name, make, rounds, seed, is_saved)
+        expected = _updated(name, make, rounds, seed, is_saved)
     except ValueError:
         raise
     except _TakesSparse as error:
@@ -139,15 +143,15 @@ def try_optimizer(
                 f"optimizer {name} takes sparse gradients alone, and {technique} has dense ones: "
                 "use Adam or SGD, strategy single, or ddp or data_parallel with builtin"
             ) from error
-        whole = []
+        expected = []
     except Exception as error:
         # Where it does not matter how it works, it may need the device of the run.
         if optimizes != "model":
             reason = f"its step raised {type(error).__name__}: {error}"
             raise _differs(name, technique, reason) from error
-        whole = []
+        expected = []
     if optimizes != "model":
-        _check_parts(name, make, rounds, whole, technique, optimizes, seed)
+        _check_parts(name, make, rounds, expected, technique, optimizes, seed)
     if len(known) < len(given):
         return f"optimizer {name} trains {len(known)} of {len(given)} parameters, the others stay"
     return ""
@@ -157,20 +161,20 @@ def _check_parts(
     name: str,
     make: MakeOptimizer,
     rounds: list[list[Tensor]],
-    whole: list[Tensor],
+    expected: list[Tensor],
     technique: str,
     optimizes: str,
     seed: int,
 ) -> None:
-    """Refuse an optimizer by which the parts that ranks hold do not become those of ``whole``."""
+    """Refuse an optimizer that does not turn the ranks' parts into those of ``expected``."""
     parts = [shares(tensors, optimizes) for tensors in rounds]
-    largest = _distance(rounds[0], whole)
-    for rank, expected in enumerate(shares(whole, optimizes)):
+    largest = _distance(rounds[0], expected)
+    for rank, expected_part in enumerate(shares(expected, optimizes)):
         try:
             updated = _updated(name, make, [part[rank] for part in parts], seed)
         except Exception as error:
             raise _differs(name, technique, str(error.__cause__ or error)) from error
-        worst = _distance(expected, updated)
+        worst = _distance(expected_part, updated)
         if not worst <= _ROUNDING * largest:
             difference = f"{worst / largest:.2%} of the largest change in {_UPDATES} updates"
             raise _differs(name, technique, difference)
@@ -180,9 +184,9 @@ class _TakesSparse(Exception):
     """A step that has failed with dense gradients succeeds with sparse ones."""
 
 
-def _distance(tensors: list[Tensor], others: list[Tensor]) -> float:
-    pairs = zip(tensors, others)
-    return max((float((b - a).abs().max()) for a, b in pairs if a.numel()), default=0.0)
+def _distance(before: list[Tensor], after: list[Tensor]) -> float:
+    largest = [(b - a).abs().max().item() for a, b in zip(before, after) if a.numel()]
+    return max(largest, default=0.0)
 
 
 def _differs(name: str, technique: str, reason: str) -> ValueError:

@@ -1,4 +1,4 @@
-"""Checks of a learner's own model: what a copy, a conversion or a cut would lose in silence."""
+"""Checks of a learner's own model for all that a copy, a conversion or a cut loses in silence."""
 
 import torch
 from torch import Tensor, nn
@@ -14,29 +14,30 @@ def check_values(model: nn.Module) -> None:
         ValueError: a conversion to a real dtype drops imaginary parts; copies come apart.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    kept = [(n, t) for n, t in tensors if not nn.parameter.is_lazy(t) and not t.is_meta]
-    for name, tensor in kept:
+    strided = []
+    for name, tensor in tensors:
+        if nn.parameter.is_lazy(tensor) or tensor.is_meta:
+            continue
         if tensor.is_complex():
             raise ValueError(
                 f"{name} of the model is {tensor.dtype}, and the techniques train real numbers: "
                 "keep torch.view_as_real(values), and use torch.view_as_complex(...) in forward"
             )
-    strided = [(n, t) for n, t in kept if t.layout == torch.strided and t.numel()]
-    before = 0
-    owner, held = "", None
+        if tensor.layout == torch.strided and tensor.numel():
+            strided.append((name, tensor))
+    last_end, last_name, last_tensor = 0, "", None
     for name, tensor in sorted(strided, key=lambda pair: pair[1].data_ptr()):
         extent = 1 + sum((size - 1) * by for size, by in zip(tensor.shape, tensor.stride()))
         end = tensor.data_ptr() + extent * tensor.element_size()
-        is_trained = isinstance(tensor, nn.Parameter) or isinstance(held, nn.Parameter)
-        if tensor.data_ptr() < before and is_trained:
+        is_trained = isinstance(tensor, nn.Parameter) or isinstance(last_tensor, nn.Parameter)
+        if tensor.data_ptr() < last_end and is_trained:
             raise ValueError(
-                f"{owner} and {name} of the model share memory, and are not the same parameter: "
-                "they come apart where a model is copied, converted or cut. Use one parameter in "
-                "both places, as in head.weight = embedding.weight, without .data"
+                f"{last_name} and {name} of the model share memory, and are not the same "
+                "parameter: they come apart where a model is copied, converted or cut. Use one "
+                "parameter in both places, as in head.weight = embedding.weight, without .data"
             )
-        if end > before:
-            before = end
-            owner, held = name, tensor
+        if end > last_end:
+            last_end, last_name, last_tensor = end, name, tensor
 
 
 def note_on_unused(

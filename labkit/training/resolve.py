@@ -79,35 +79,38 @@ NOTHING = Own()
 
 def take_own(settings: dict[str, Any]) -> tuple[Own, dict[str, Any]]:
     """Separate own objects from the settings, in which names such as ``MyNet (own)`` stand."""
-    own = {n: settings[n] for n in PARTS if not isinstance(settings.get(n, ""), str)}
-    return Own(**own), settings | {name: f"{name_of(part)} (own)" for name, part in own.items()}
+    parts = {name: settings[name] for name in PARTS if name in settings}
+    parts = {name: part for name, part in parts.items() if not isinstance(part, str)}
+    names = {name: f"{name_of(part)} (own)" for name, part in parts.items()}
+    return Own(**parts), settings | names
 
 
 def name_of(part: Any) -> str:
     return getattr(part, "__name__", type(part).__name__).strip("<>")
 
 
-def imported(config: RunConfig, own: Own) -> Own:
-    """``own`` with the parts that the config names as ``my_module:make_model``."""
-    found: dict[str, Any] = {}
+def imported(config: RunConfig, own_parts: Own) -> Own:
+    """Return ``own_parts`` with the parts that the config names as ``my_module:make_model``."""
+    parts: dict[str, Any] = {}
     for name in PARTS:
         path = getattr(config, name)
-        if getattr(own, name) is not None or ":" not in path or is_folder(path):
+        if getattr(own_parts, name) is not None or ":" not in path or is_folder(path):
             continue
         # The script labkit, unlike python -m labkit, does not look in the current directory.
-        if (here := os.getcwd()) not in sys.path:
-            sys.path.insert(0, here)
+        folder = os.getcwd()
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
         try:
-            found[name] = pkgutil.resolve_name(path)
+            parts[name] = pkgutil.resolve_name(path)
         except (Exception, SystemExit) as error:
             raise ValueError(
-                f"{name} {path!r} cannot be imported in {here}: {type(error).__name__}: {error}"
+                f"{name} {path!r} cannot be imported in {folder}: {type(error).__name__}: {error}"
             ) from error
-    return replace(own, **found)
+    return replace(own_parts, **parts)
 
 
 def _made(part: Any, name: str, seed: int) -> Any:
-    """What a function or class without arguments makes, always the same from one seed."""
+    """Call a function or class without arguments; the result is the same from one seed."""
     if not callable(part) or isinstance(part, nn.Module) or hasattr(type(part), "__getitem__"):
         return part
     with seeded(seed):
@@ -121,7 +124,7 @@ def _made(part: Any, name: str, seed: int) -> Any:
 
 
 class Work(NamedTuple):
-    """What is trained, in one process.
+    """The data, model and loss of a run, in one process.
 
     Attributes:
         train: the samples of an epoch.
@@ -136,7 +139,7 @@ class Work(NamedTuple):
     loss: ShareLoss
 
 
-def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strategy, Work]:
+def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[Strategy, Work]:
     """Find all parts of a run, and refuse what cannot be trained or would not equal one device.
 
     Raises:
@@ -145,22 +148,22 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
     """
     # (Unknown models and data sets are refused where they are made.)
     for name, known in (("loss", LOSSES), ("optimizer", OPTIMIZERS)):
-        if getattr(own, name) is None:
+        if getattr(own_parts, name) is None:
             check_choice(name, getattr(config, name), tuple(known))
     if config.log_dir is not None:
         require("tensorboard", "log_dir")
     if config.augment is not None or config.resize is not None:
         require("torchvision", "augment or resize")
-    work = work_of(config, own, download)
+    work = work_of(config, own_parts, download)
     model = work.make_model()
     weighing = try_out(config.loss, model, work.loss, work.train, work.test, config.seed)
-    strategy = make_strategy(config, own=own, work=work)
+    strategy = make_strategy(config, own_parts=own_parts, work=work)
     strategy.check_model(model, work.loss, config.world_size)
     try_share(model, work.train, _smallest_share(config, strategy, len(work.train)))
     strategy.weighing = weighing
-    if own.model is not None:
+    if own_parts.model is not None:
         print_once(note_on_unused(model, work.loss, *work.train.first(1), config.seed))
-    technique = config.strategy + " with builtin" * config.builtin
+    technique = config.technique_name
     is_alone = config.strategy == "single" and not config.accumulate
     names = hooked(model)
     if names and not is_alone:
@@ -169,7 +172,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
             "of the gradient: change gradients in the optimizer's step instead, or use strategy "
             "single without accumulate"
         )
-    if own.optimizer is not None:
+    if own_parts.optimizer is not None:
         optimizes = strategy.optimizes
         if config.world_size == 1 and optimizes != "elements":
             optimizes = "model"
@@ -178,7 +181,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> tuple[Strate
         )
         note = try_optimizer(
             config.optimizer,
-            own.optimizer,
+            own_parts.optimizer,
             model,
             technique,
             optimizes,
@@ -207,30 +210,38 @@ def _smallest_share(config: RunConfig, strategy: Strategy, num_samples: int) -> 
     return max(1, min(shares))
 
 
-def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
+def work_of(config: RunConfig, own_parts: Own, download: bool = False) -> Work:
     """The work of a run, the same in every process; raises as ``resolve``."""
-    train, test = samples_for(config, own, download)
-    loss = own.loss() if isinstance(own.loss, type) else own.loss
-    loss = getattr(nn.functional, config.loss) if loss is None else loss
+    train, test = samples_for(config, own_parts, download)
+    if own_parts.loss is None:
+        loss = getattr(nn.functional, config.loss)
+    elif isinstance(own_parts.loss, type):
+        loss = own_parts.loss()
+    else:
+        loss = own_parts.loss
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has its own parameters to train: make them the model's")
-    if own.dataset is None:
+    if own_parts.dataset is None:
         # None of labkit's own targets are ignored.
         share_loss = ShareLoss.of(loss)
     else:
         share_loss = ShareLoss.of(loss, train.first(1)[1], train, test)
-    return Work(train, test, partial(_make_model, config, own, train), share_loss)
+    return Work(train, test, partial(_make_model, config, own_parts, train), share_loss)
 
 
 def samples_for(
-    config: RunConfig, own: Own, download: bool = False
+    config: RunConfig, own_parts: Own, download: bool = False
 ) -> tuple[Samples, Samples | None]:
     """Samples to train on, and held-out ones if there are any; raises as ``resolve``."""
-    dtype, size = getattr(torch, config.dtype), config.train_size
-    names, resize = parse_augment(config.augment), config.resize
+    dtype = getattr(torch, config.dtype)
+    size = config.train_size
+    names = parse_augment(config.augment)
+    resize = config.resize
     transform = Transform(None, names, resize)
-    if own.dataset is not None:
-        train, test = parts_of(_made(own.dataset, "dataset", config.seed), dtype, config.seed)
+    if own_parts.dataset is not None:
+        train, test = parts_of(
+            _made(own_parts.dataset, "dataset", config.seed), dtype, config.seed
+        )
         if size is not None:
             train = first_of(train, size)
         return replace(train, transform=transform), test and replace(test, transform=transform)
@@ -251,10 +262,10 @@ def samples_for(
     return train, replace(train, dataset=TensorDataset(data.test_inputs, data.test_targets))
 
 
-def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
+def _make_model(config: RunConfig, own_parts: Own, train: Samples) -> nn.Module:
     dtype = getattr(torch, config.dtype)
-    if own.model is not None:
-        model = _own_model(own.model, config.seed, train).to(dtype)
+    if own_parts.model is not None:
+        model = _own_model(own_parts.model, config.seed, train).to(dtype)
     else:
         shape = tuple(train.first(1)[0].shape[1:])
         options: dict[str, Any] = {"num_classes": num_classes(train), "input_shape": shape}
@@ -263,7 +274,7 @@ def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
     if config.weights is not None:
         from labkit.workload.weights import load_weights
 
-        name = config.model if own.model is None else None
+        name = config.model if own_parts.model is None else None
         note = load_weights(model, config.weights, name)
         if not parent_process():
             print_once(note)
@@ -276,11 +287,10 @@ def _make_model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
 
 def _own_model(part: Any, seed: int, train: Samples) -> nn.Module:
     """The learner's own model; in the caller's process a copy."""
-    part = nn.Sequential(*part) if isinstance(part, list | tuple) else part
+    part = _in_sequence(part)
     if isinstance(part, nn.Module):
         _detach_computed(part)
-    made = _made(part, "model", seed)
-    made = nn.Sequential(*made) if isinstance(made, list | tuple) else made
+    made = _in_sequence(_made(part, "model", seed))
     if not isinstance(made, nn.Module):
         raise ValueError(
             f"model is of type {type(made).__name__}: give an nn.Module, a list of layers, or a "
@@ -290,7 +300,8 @@ def _own_model(part: Any, seed: int, train: Samples) -> nn.Module:
     if not is_lazy:
         check_values(made)
     if made is part and not parent_process():
-        if names := hooked(made):
+        names = hooked(made)
+        if names:
             raise ValueError(
                 f"{names[0]} of the model has a hook, which a copy of the model does not have: "
                 "give a function without arguments that makes the model and its hooks"
@@ -307,6 +318,10 @@ def _own_model(part: Any, seed: int, train: Samples) -> nn.Module:
     return made
 
 
+def _in_sequence(part: Any) -> Any:
+    return nn.Sequential(*part) if isinstance(part, list | tuple) else part
+
+
 def _detach_computed(model: nn.Module) -> None:
     """Make attributes copyable that hooks compute before each forward, as of old weight_norm."""
     for module in model.modules():
@@ -316,47 +331,53 @@ def _detach_computed(model: nn.Module) -> None:
                 vars(module)[name] = value.detach()
 
 
-def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = None) -> Strategy:
+def make_strategy(
+    config: RunConfig, *, own_parts: Own = NOTHING, work: Work | None = None
+) -> Strategy:
     """The strategy that ``config`` names, with its options; it is not set up yet.
 
     A technique that cuts its model takes it from ``work``, the run's, if that is known.
     ValueError for unknown names, or what does not fit the world size or the model.
     """
-    world_size, named = config.world_size, config.devices
+    named_devices = config.devices
     technique = strategies.get(
-        config.strategy, builtin=config.builtin, in_one_process=named is not None
+        config.strategy, builtin=config.builtin, in_one_process=named_devices is not None
     )
-    options, taken = config.options(), [name for name in OPTIONS if name in technique.options()]
+    options = config.options()
     if config.amp == "tf32":
         # A mode of the device, which no technique has to know.
         del options["amp"]
-        where = named or plan(1, config.device).devices[0]
-        if "cuda" not in where:
-            raise ValueError(f"tf32 is a mode of NVIDIA's GPUs, and this run is on {where}")
+        device = named_devices or plan(1, config.device).devices[0]
+        if "cuda" not in device:
+            raise ValueError(f"tf32 is a mode of NVIDIA's GPUs, and this run is on {device}")
     if not technique.in_one_process:
         options.pop("devices", None)
-    elif named is None:
-        options["devices"] = plan(world_size, config.device).devices
+    elif named_devices is None:
+        options["devices"] = plan(config.world_size, config.device).devices
     else:
-        options["devices"] = check_named(named, config.device)
+        options["devices"] = check_named(named_devices, config.device)
+    known = [name for name in OPTIONS if name in technique.options()]
     for name in options:
-        if name not in taken:
-            whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
-            its_own = f"its options are {', '.join(taken) or 'none'}"
-            raise ValueError(f"{whose} takes no option {name}: {its_own}")
+        if name not in known:
+            raise ValueError(
+                f"strategy {config.technique_name} takes no option {name}: its options are "
+                f"{', '.join(known) or 'none'}"
+            )
     if config.straggler is not None:
-        options["straggler"] = parse_straggler(config.straggler, world_size)
+        options["straggler"] = parse_straggler(config.straggler, config.world_size)
     if "split_points" in technique.options():
         # Not at the top: few runs need it, and it brings all of placement.
         from labkit.placement.profile import even_split
         from labkit.workload.layers import layers_of, output_shapes
 
-        work = work or work_of(config, own)
-        model, (inputs, _) = work.make_model(), work.train.first(1)
-        num_layers, num_stages = len(layers_of(model)), config.num_stages
+        work = work or work_of(config, own_parts)
+        model = work.make_model()
+        inputs, _ = work.train.first(1)
+        num_layers = len(layers_of(model))
+        num_stages = config.num_stages
         if num_stages > num_layers:
-            found = f"{num_layers} layers are no {num_stages} stages"
-            raise ValueError(f"{found}: use fewer ranks or stages_per_rank")
+            problem = f"{num_layers} layers are no {num_stages} stages"
+            raise ValueError(f"{problem}: use fewer ranks or stages_per_rank")
         if config.split_points is None:
             points = even_split(model, tuple(inputs.shape[1:]), num_stages, inputs.dtype)
         else:
@@ -366,5 +387,5 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
             output_shapes(model, tuple(inputs.shape[1:]), dtype=inputs.dtype)
         options["split_points"] = check_split_points(points, num_layers, num_stages)
     strategy = technique(**options)
-    strategy.check_ranks(world_size)
+    strategy.check_ranks(config.world_size)
     return strategy

@@ -56,7 +56,7 @@ class TrainResult:
         return self.epochs[-1]["test_accuracy"]
 
     def explain(self) -> Limit:
-        """What limited the run: computing, messages, or waiting and for whom, in words."""
+        """Explain what limited the run: computing, messages, or waiting and for whom."""
         limit = what_limited(self.trace)
         if self.bytes_sent is None and self.config.world_size > 1 and not self.config.devices:
             text = f"{limit.text} PyTorch's messages are not recorded: they count as computing."
@@ -65,7 +65,7 @@ class TrainResult:
 
     @property
     def replicas_agree(self) -> bool:
-        """Whether all ranks ended with the same parameters, to the bit."""
+        """True if all ranks ended with the same parameters, to the bit."""
         return len(set(self.checksums)) == 1
 
     def difference_from(self, other: "TrainResult") -> float:
@@ -77,26 +77,30 @@ class TrainResult:
 
     def tolerance(self, other: "TrainResult") -> float:
         """The largest difference between the two runs that rounding explains."""
-        runs = self, other
-        is_double = all(run.config.dtype == "float64" for run in runs)
-        devices = [str((run.config.devices, *run.trace.devices.values())) for run in runs]
-        return tolerance("float64" if is_double else "float32", "cuda" in str(devices))
+        dtypes = {self.config.dtype, other.config.dtype}
+        devices = [str(self.config.devices), *self.trace.devices.values()]
+        devices += [str(other.config.devices), *other.trace.devices.values()]
+        dtype = "float64" if dtypes == {"float64"} else "float32"
+        return tolerance(dtype, on_gpu="cuda" in " ".join(devices))
 
     def equals(self, other: "TrainResult") -> bool:
-        """Whether the two runs made the same updates: no difference but that of rounding."""
+        """True if the two runs made the same updates: no difference but that of rounding."""
         return self.difference_from(other) < self.tolerance(other)
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``--json`` writes: all of the result but the state and the trace."""
         # JSON has no NaN, which stands where there is nothing to measure.
-        epochs = [
-            {name: value if math.isfinite(value) else None for name, value in row.items()}
-            for row in self.epochs
-        ]
+        epochs = [dict(row) for row in self.epochs]
+        for row in epochs:
+            for name, value in row.items():
+                if not math.isfinite(value):
+                    row[name] = None
         return {
             "config": asdict(self.config),
             "epochs": epochs,
-            **{name: getattr(self, name) for name in ("phases_s", "bytes_sent", "messages")},
+            "phases_s": self.phases_s,
+            "bytes_sent": self.bytes_sent,
+            "messages": self.messages,
             "replicas_agree": self.replicas_agree,
             "peak_memory": [peak and asdict(peak) for peak in self.peak_memory],
             **self.notes,
@@ -125,7 +129,7 @@ def checksum(state: dict[str, Tensor]) -> str:
 
 
 def tolerance(dtype: str, on_gpu: bool) -> float:
-    """How far apart two runs that make the same updates may be, as a ``largest_difference``.
+    """The ``largest_difference`` up to which two runs count as having made the same updates.
 
     The contract for synchronous techniques. In float32, GPUs choose other algorithms for other
     batch sizes and devices, and round more differently than a CPU; float64 tells mistakes apart
@@ -151,12 +155,13 @@ def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> fl
             continue
         # An imaginary part counts, too.
         wide = torch.complex128 if tensor.is_complex() else torch.float64
-        ours, reference = state[name].to(wide), tensor.to(wide)
-        mine, theirs = (t.abs().max().item() for t in (ours, reference))
-        scale = max(theirs, torch.finfo(torch.float64).tiny)
-        if tensor.is_floating_point() and max(mine, theirs) < 100 * torch.finfo(tensor.dtype).eps:
+        values = state[name].to(wide)
+        reference = tensor.to(wide)
+        scale = max(reference.abs().max().item(), torch.finfo(torch.float64).tiny)
+        largest = max(values.abs().max().item(), scale)
+        if tensor.is_floating_point() and largest < 100 * torch.finfo(tensor.dtype).eps:
             scale = 1.0
-        difference = (ours - reference).abs().max().item()
+        difference = (values - reference).abs().max().item()
         if math.isnan(difference):
             return math.nan
         worst = max(worst, difference / scale)

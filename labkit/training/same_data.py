@@ -7,8 +7,10 @@ from torch.utils.data import TensorDataset
 
 from labkit.workload.samples import Samples
 
-# How much is compared: at most this many values and samples of data in memory; few of other data.
-_MOST_VALUES, _MANY, _FEW = 2**18, 512, 12
+# Compared at most: so many values and samples of data in memory, and few samples of other data.
+_MOST_VALUES = 2**18
+_MANY = 512
+_FEW = 12
 # The part of a sum that may be rounding: a rank may have another processor.
 _ROUNDING = 1e-6
 
@@ -26,35 +28,26 @@ def sketch(train: Samples, test: Samples | None, seed: int) -> Sketch:
     if isinstance(train.dataset, TensorDataset):
         values = max(1, train.dataset.tensors[0][:1].numel())
         count = min(max(_FEW, _MOST_VALUES // values), _MANY)
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:count]
-    first, second = train.read(order), train.read(order)
-    found: Sketch = {"lengths": [len(train), len(test) if test else 0]}
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(train), generator=generator)[:count]
+    first = train.read(order)
+    second = train.read(order)
+    sums_by_name: Sketch = {"lengths": [len(train), len(test) if test else 0]}
     for name, part, again in zip(("inputs", "targets"), first, second):
-        if torch.equal(part, again) or isinstance(train.dataset, TensorDataset):
+        if isinstance(train.dataset, TensorDataset) or torch.equal(part, again):
             numbers = torch.view_as_real(part.to(torch.complex128)).flatten(1).nan_to_num()
             weights = torch.linspace(1, 2, numbers.shape[1], dtype=torch.float64)
             sums = torch.stack([numbers @ weights, numbers.abs() @ weights], dim=1)
-            found[name] = sums.tolist()
-    return found
+            sums_by_name[name] = sums.tolist()
+    return sums_by_name
 
 
-def check_same(rank: int, here: Sketch, there: Sketch) -> None:
+def check_same(rank: int, data: Sketch, first: Sketch) -> None:
     """Raise ValueError if this rank's data set is not the one that the run began with.
 
-    ``here`` is the sketch of this rank, ``there`` that of the process that began the run.
+    ``first`` is the sketch of the process that began the run.
     """
-    difference = ""
-    if here["lengths"] != there["lengths"]:
-        difference = (
-            f"{here['lengths']} samples to train on and held out here, {there['lengths']} there"
-        )
-    for name in (here.keys() & there.keys()) - {"lengths"} if not difference else ():
-        ours = torch.tensor(here[name], dtype=torch.float64)
-        theirs = torch.tensor(there[name], dtype=torch.float64)
-        slack = _ROUNDING * (ours[:, 1] + theirs[:, 1])
-        differ = int(((ours[:, 0] - theirs[:, 0]).abs() > slack).sum())
-        if differ:
-            difference = f"{differ} of {len(ours)} compared {name}"
+    difference = _difference(data, first)
     if difference:
         raise ValueError(
             f"the data set of rank {rank} differs from that with which the run began: "
@@ -62,3 +55,17 @@ def check_same(rank: int, here: Sketch, there: Sketch) -> None:
             "class that makes it, sort what os.listdir returns, and number classes by "
             "sorted(set(...))"
         )
+
+
+def _difference(data: Sketch, first: Sketch) -> str:
+    if data["lengths"] != first["lengths"]:
+        return f"{data['lengths']} samples to train on and held out here, {first['lengths']} there"
+    difference = ""
+    for name in (data.keys() & first.keys()) - {"lengths"}:
+        sums, magnitudes = torch.tensor(data[name], dtype=torch.float64).T
+        first_sums, first_magnitudes = torch.tensor(first[name], dtype=torch.float64).T
+        slack = _ROUNDING * (magnitudes + first_magnitudes)
+        differing = int(((sums - first_sums).abs() > slack).sum())
+        if differing:
+            difference = f"{differing} of {len(sums)} compared {name}"
+    return difference

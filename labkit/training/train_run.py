@@ -28,7 +28,7 @@ from labkit.training.result import TrainResult
 from labkit.training.same_data import Sketch, check_same, sketch
 from labkit.workload.datasets import is_folder
 
-# What may differ between machines.
+# Settings that may differ between machines.
 _OF_A_MACHINE = ("devices", "log_dir", "checkpoint_dir", "weights")
 
 
@@ -53,17 +53,22 @@ def train_with(
             ``labkit.training.resolve.Own``; each rank gets a copy.
             ``result.state`` has the model's own names: ``model.load_state_dict`` takes it.
     """
-    own, settings = take_own(settings)
-    if (started := started_as_rank()) is not None:
+    own_parts, settings = take_own(settings)
+    started = started_as_rank()
+    if started is not None:
         settings.setdefault("world_size", started.world_size)
-    config = RunConfig(strategy, link=None if link is None else str(link), **settings)
-    return train_run(config, own=own, timeout_s=timeout_s, download=download, verbose=verbose)
+    if link is not None:
+        link = str(link)
+    config = RunConfig(strategy, link=link, **settings)
+    return train_run(
+        config, own_parts=own_parts, timeout_s=timeout_s, download=download, verbose=verbose
+    )
 
 
 def train_run(
     config: RunConfig,
     *,
-    own: Own = NOTHING,
+    own_parts: Own = NOTHING,
     timeout_s: float = 24 * 3600,
     download: bool = False,
     verbose: bool = False,
@@ -71,7 +76,7 @@ def train_run(
     """Train on real processes, as ``config`` says, and return the gathered result.
 
     Args:
-        own: the learner's own parts; MODULE:NAME in the config imports one.
+        own_parts: the learner's own parts; MODULE:NAME in the config imports one.
         timeout_s: the run's deadline, in seconds.
         download: fetch the data set first if it is absent.
         verbose: print a line per epoch.
@@ -82,56 +87,67 @@ def train_run(
         WorkerError: a rank failed.
         PreemptedError: this process was sent SIGTERM, and the ranks have ended with a checkpoint.
     """
-    given, own = config, imported(config, own)
-    # The ranks may have been started in another folder.
-    names = ["weights", "checkpoint_dir", "log_dir", *["dataset"] * is_folder(config.dataset)]
-    paths = {name: path for name in names if (path := getattr(config, name))}
-    full = {name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()}
-    config = replace(config, **full)
+    own_parts = imported(config, own_parts)
+    given, config = config, _with_full_paths(config)
     link = EmulatedLink(**parse_link(config.link)) if config.link else None
     is_one_of_several = started_as_rank() is not None
-    begin = _begin_together if is_one_of_several else _begin
-    strategy, (start, note), data = begin(config, own, download, timeout_s)
+    if is_one_of_several:
+        strategy, (start, note), data = _begin_together(config, own_parts, download, timeout_s)
+    else:
+        strategy, (start, note), data = _begin(config, own_parts, download)
     if note and is_rank_0():
         print(note, file=sys.stderr)
-    ranks, devices = config.world_size, config.devices
+    num_ranks = config.world_size
+    devices = config.devices
     if strategy.in_one_process:
-        ranks, devices = 1, str(strategy.devices[0])
-    passes_on = config.checkpoint_dir is not None and not is_one_of_several
+        num_ranks = 1
+        devices = str(strategy.devices[0])
+    passes_sigterm_on = config.checkpoint_dir is not None and not is_one_of_several
     try:
         if config.hosts is None:
             warm_up()
-        with on_sigterm(_end_ranks if passes_on else None):
+        with on_sigterm(_end_ranks if passes_sigterm_on else None):
             result = run(
-                *(fit, config, strategy, verbose, own, start, data),
-                world_size=ranks,
+                *(fit, config, strategy, verbose, own_parts, start, data),
+                world_size=num_ranks,
                 device=config.device,
                 devices=devices,
                 hosts=config.hosts,
                 timeout_s=timeout_s,
                 link=link,
-                may_lose=range(1, ranks) if strategy.survives_lost_workers else (),
+                may_lose=range(1, num_ranks) if strategy.survives_lost_workers else (),
             )
     except WorkerError as error:
-        _, is_preempted, why = error.worker_traceback.rpartition(f"{PreemptedError.__name__}: ")
-        if is_preempted:
-            raise PreemptedError(why.strip()) from None
+        _, mark, message = error.worker_traceback.rpartition(f"{PreemptedError.__name__}: ")
+        if mark:
+            raise PreemptedError(message.strip()) from None
         raise
     finally:
         remove_unfinished(config.checkpoint_dir)
     return _gather(given, strategy, result, note)
 
 
-def _begin(
-    config: RunConfig, own: Own, download: bool, timeout_s: float
-) -> tuple[Strategy, Start, Sketch]:
-    """The technique, where the run begins, and a sketch of the data set."""
-    strategy, work = resolve(config, own, download)
+def _with_full_paths(config: RunConfig) -> RunConfig:
+    """Return ``config`` with absolute paths: the ranks may have been started in another folder."""
+    names = ["weights", "checkpoint_dir", "log_dir"]
+    if is_folder(config.dataset):
+        names.append("dataset")
+    paths = {}
+    for name in names:
+        path = getattr(config, name)
+        if path:
+            paths[name] = os.path.abspath(os.path.expanduser(path))
+    return replace(config, **paths)
+
+
+def _begin(config: RunConfig, own_parts: Own, download: bool) -> tuple[Strategy, Start, Sketch]:
+    """Return the technique, where the run begins, and a sketch of the data set."""
+    strategy, work = resolve(config, own_parts, download)
     kept = Kept(None, None, work.train.dataset)
     before = kept.state()["numbers"]
     data = sketch(work.train, work.test, config.seed)
     is_kept = not torch.equal(before, kept.state()["numbers"])
-    path, note = find_start(config, own, strategy, work)
+    path, note = find_start(config, own_parts, strategy, work)
     if path is not None and not {"inputs", "targets"} <= data.keys() and not is_kept:
         note += (
             "; samples of the data set differ from one reading to the next, and this run reads "
@@ -141,45 +157,67 @@ def _begin(
 
 
 def _begin_together(
-    config: RunConfig, own: Own, download: bool, timeout_s: float
+    config: RunConfig, own_parts: Own, download: bool, timeout_s: float
 ) -> tuple[Strategy, Start, Sketch]:
     """``_begin`` on a launcher's ranks, maybe of other code: all raise one error, or none."""
     # Only what a launcher has started needs it.
     from labkit.runtime import rounds
 
-    found = rounds.join(timeout_s)
-    begun, error = None, ""
+    launch = rounds.join(timeout_s)
+    begun = None
+    error = ""
+    data = None
+    checkpoint = None
     try:
-        begun = _begin(config, own, download, timeout_s)
+        begun = _begin(config, own_parts, download)
+        _, (start, _), data = begun
+        checkpoint = start and start.name
     except (ValueError, OSError) as failure:
         error = str(failure)
-    same = {k: v for k, v in asdict(config).items() if k not in _OF_A_MACHINE}
-    same |= {"Python": sys.version_info[:2], "torch": torch.__version__}
-    same["labkit's code"] = rounds.code()
-    # Rank 0 writes them.
-    same["--json and --save"] = [w for w in sys.argv if w.startswith(("--json", "--save"))]
-    same["checkpoint"] = begun and begun[1][0] and begun[1][0].name
-    paths = [path for name in PARTS if ":" in (path := getattr(config, name))]
-    for name in ("__main__", *(path.partition(":")[0] for path in paths)):
-        if file := getattr(sys.modules.get(name), "__file__", None):
-            same[f"the code of {name}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
-    words = json.dumps({"error": error, "same": same, "data": begun and begun[2]})
-    everyone = [json.loads(text) for text in found.exchange(words, "the checks before the run")]
-    for rank, one in enumerate(everyone):
-        if one["error"]:
-            raise ValueError(f"rank {rank} on {found.hosts[rank]}: {one['error']}")
-    for rank, one in enumerate(everyone):
-        for name, value in everyone[0]["same"].items():
-            if (theirs := one["same"].get(name)) != value:
+    same = _common_facts(config, rounds.code()) | {"checkpoint": checkpoint}
+    text = json.dumps({"error": error, "same": same, "data": data})
+    texts = launch.exchange(text, "the checks before the run")
+    reports = [json.loads(text) for text in texts]
+    for rank, report in enumerate(reports):
+        if report["error"]:
+            raise ValueError(f"rank {rank} on {launch.hosts[rank]}: {report['error']}")
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        for name, value in first["same"].items():
+            other = report["same"].get(name)
+            if other != value:
                 raise ValueError(
-                    f"rank {rank} on {found.hosts[rank]} is not of the same run as rank 0 on "
-                    f"{found.hosts[0]}: {name} {value} on rank 0 and {theirs} on rank {rank}. "
+                    f"rank {rank} on {launch.hosts[rank]} is not of the same run as rank 0 on "
+                    f"{launch.hosts[0]}: {name} {value} on rank 0 and {other} on rank {rank}. "
                     "Start the same command with the same versions on every machine"
                 )
-    for rank, one in enumerate(everyone):
-        check_same(rank, one["data"], everyone[0]["data"])
+    for rank, report in enumerate(reports):
+        check_same(rank, report["data"], first["data"])
     assert begun is not None, "an error has been raised on all ranks"
     return begun
+
+
+def _common_facts(config: RunConfig, labkit_code: str) -> dict[str, Any]:
+    """Return by name what the processes of one run have in common: settings, versions, code."""
+    facts: dict[str, Any] = asdict(config)
+    for name in _OF_A_MACHINE:
+        del facts[name]
+    facts["Python"] = sys.version_info[:2]
+    facts["torch"] = torch.__version__
+    facts["labkit's code"] = labkit_code
+    # Rank 0 writes them.
+    facts["--json and --save"] = [a for a in sys.argv if a.startswith(("--json", "--save"))]
+    modules = ["__main__"]
+    for part in PARTS:
+        module, colon, _ = getattr(config, part).partition(":")
+        if colon:
+            modules.append(module)
+    for module in modules:
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file:
+            digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            facts[f"the code of {module}"] = digest[:12]
+    return facts
 
 
 def _end_ranks() -> None:
@@ -193,24 +231,32 @@ def _end_ranks() -> None:
 def _gather(config: RunConfig, strategy: Strategy, result: RunResult, note: str) -> TrainResult:
     """Combine the reports of the ranks in one result; a lost rank has no report."""
     reports: list[RankReport] = [report for report in result.values if report is not None]
-    first, trace, ranks = reports[0], result.trace, len(result.values)
+    first = reports[0]
     assert first.state is not None, "rank 0 is never lost"
-    notes = first.notes | ({"lost_ranks": result.lost} if result.lost else {})
+    notes = dict(first.notes)
+    if result.lost:
+        notes["lost_ranks"] = result.lost
     if note:
         notes["note"] = note
-    # Threads compute at the same time, so only the main thread's seconds add up to the run's.
-    seconds = trace.seconds_by_kind(lane=0 if strategy.in_one_process else None)
+    trace = result.trace
     if strategy.in_one_process:
+        # Threads compute at the same time: only the main thread's seconds add up to the run's.
+        seconds = trace.seconds_by_kind(lane=0)
         trace = replace(trace, devices={0: ", ".join(dict.fromkeys(map(str, strategy.devices)))})
-    # A rank that was lost has sent nothing that is known.
-    sent = [(one.bytes_sent, one.messages) if one else (0, 0) for one in result.values]
-    is_counted = first.bytes_sent is not None
+    else:
+        seconds = trace.seconds_by_kind()
+    bytes_sent = messages = None
+    if first.bytes_sent is not None:
+        # A rank that was lost has sent nothing that is known.
+        bytes_sent = [report.bytes_sent if report else 0 for report in result.values]
+        messages = [report.messages if report else 0 for report in result.values]
+    num_ranks = len(result.values)
     return TrainResult(
         config=config,
         epochs=first.epochs,
-        phases_s={kind: total / ranks for kind, total in sorted(seconds.items())},
-        bytes_sent=[num_bytes for num_bytes, _ in sent] if is_counted else None,
-        messages=[messages for _, messages in sent] if is_counted else None,
+        phases_s={kind: total / num_ranks for kind, total in sorted(seconds.items())},
+        bytes_sent=bytes_sent,
+        messages=messages,
         state=first.state,
         checksums=[report.checksum for report in reports],
         trace=trace,

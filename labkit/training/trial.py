@@ -15,10 +15,15 @@ from torch.utils.data import TensorDataset
 from labkit.workload.losses import ShareLoss, count_right
 from labkit.workload.samples import Pair, Samples, is_integer, seeded
 
-# Samples that show whether model and loss take them; that show what a loss of one's own is.
-_FEW, _ENOUGH = 4, 24
-# Values of inputs at most, where a sample is large; targets that are looked for; divisions tried.
-_MOST_VALUES, _RARE, _DIVISIONS = 2**20, 12, 8
+# Samples that show whether model and loss take them.
+_FEW = 4
+# Samples that show how a loss of one's own adds them up.
+_ENOUGH = 24
+# Values of inputs at most, where a sample is large.
+_MOST_VALUES = 2**20
+# Targets that are looked for, and divisions of a batch that are tried.
+_RARE = 12
+_DIVISIONS = 8
 
 WAYS_OUT = (
     "return the pair (sum, weight), whose quotient is the mean; or one loss per sample, [n]; or "
@@ -30,7 +35,7 @@ WAYS_OUT = (
 def try_out(
     name: str, model: nn.Module, loss: ShareLoss, train: Samples, test: Samples | None, seed: int
 ) -> str:
-    """Return what the sum of the losses is divided by, see ``ShareLoss.weighing``.
+    """Try model and loss; return ``ShareLoss.weighing``, the divisor of the sum of the losses.
 
     Raises:
         ValueError: model and loss do not take the samples, or would not equal one device; the
@@ -38,11 +43,11 @@ def try_out(
     """
     inputs, targets = _draw(train, seed, _FEW if loss.classes else _ENOUGH)
     vocabulary: list[int] = []
-    hooks = [
-        module.register_forward_pre_hook(_note_tokens(inputs, vocabulary))
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-    ]
+    note_tokens = _note_tokens(inputs, vocabulary)
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            hooks.append(module.register_forward_pre_hook(note_tokens))
     parts = [part for part in (train, test) if part is not None]
     with torch.no_grad(), seeded(seed):
         try:
@@ -68,7 +73,9 @@ def try_out(
         if loss.classes is None:
             for division in _divisions(len(targets), seed):
                 _check_division(name, loss, outputs, targets, division)
-    return "data" if isinstance(returned, tuple) else loss.weighing
+    if isinstance(returned, tuple):
+        return "data"
+    return loss.weighing
 
 
 def try_share(model: nn.Module, train: Samples, count: int) -> None:
@@ -101,8 +108,8 @@ def _misfit(name: str, inputs: Tensor, targets: Tensor, error: Exception) -> Val
 
 def _draw(samples: Samples, seed: int, most: int) -> Pair:
     """Samples from all over the data set, those with rare targets first."""
-    one = samples.first(1)[0].numel()
-    count = min(len(samples), most, max(8, _MOST_VALUES // max(1, one)))
+    sample_values = samples.first(1)[0].numel()
+    count = min(len(samples), most, max(8, _MOST_VALUES // max(1, sample_values)))
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
     chosen: dict[int, None] = {}
     if isinstance(samples.dataset, TensorDataset) and most > _FEW:
@@ -165,7 +172,8 @@ def _check_classes(
     """Refuse classes that the model's outputs do not have, and targets of which none counts."""
     if loss.classes is None or count_right(outputs, targets, None) is None:
         return
-    ignored, count = loss.classes.ignore_index, outputs.shape[1]
+    ignored = loss.classes.ignore_index
+    count = outputs.shape[1]
     by_class = loss.classes.weight
     if by_class is not None and len(by_class) != count:
         raise ValueError(
@@ -202,7 +210,9 @@ def _divisions(count: int, seed: int) -> Iterator[list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     for turn in range(_DIVISIONS if count > 1 else 0):
         order = torch.randperm(count, generator=generator)
-        size = int(torch.randint(2, count + 1, (), generator=generator)) if turn else count
+        size = count
+        if turn > 0:
+            size = int(torch.randint(2, count + 1, (), generator=generator))
         cuts = torch.randint(1, size, (1 + turn % 2,), generator=generator).unique()
         yield [part for part in order[:size].tensor_split(cuts) if len(part)]
     yield list(torch.arange(count).split(1))
@@ -217,19 +227,20 @@ def _check_division(
     for part in (batch, *division):
         total, weight = loss(outputs[part], targets[part])
         pairs.append([float(total), float(weight)])
-    whole, *parts = torch.tensor(pairs, dtype=torch.float64)
-    each = torch.stack(parts)
+    in_one, *rows = torch.tensor(pairs, dtype=torch.float64)
+    in_parts = torch.stack(rows)
     rounding = 1e-9 if outputs.dtype == torch.float64 else 1e-4
-    # What cancels in a sum has been rounded before.
-    slack = rounding * (each.abs().sum(0) + whole.abs())
-    if whole[1] < 0 or not whole[1].isfinite():
-        raise ValueError(f"loss {name} has the weight {whole[1]:.6g}: {WAYS_OUT}")
-    if ((each.sum(0) - whole).abs() <= slack).all():
+    # Numbers that cancel in a sum have been rounded before.
+    slack = rounding * (in_parts.abs().sum(0) + in_one.abs())
+    if in_one[1] < 0 or not in_one[1].isfinite():
+        raise ValueError(f"loss {name} has the weight {in_one[1]:.6g}: {WAYS_OUT}")
+    if ((in_parts.sum(0) - in_one).abs() <= slack).all():
         return
-    if whole[0].isnan() and each[:, 0].isnan().any():
+    if in_one[0].isnan() and in_parts[:, 0].isnan().any():
         # The model's outputs, or the targets, are not finite; training says so.
         return
-    mean, apart = whole[0] / whole[1], each[:, 0].sum() / each[:, 1].sum()
+    mean = in_one[0] / in_one[1]
+    apart = in_parts[:, 0].sum() / in_parts[:, 1].sum()
     sizes = ", ".join(str(len(part)) for part in division)
     raise ValueError(
         f"loss {name} of {len(batch)} samples is {mean:.6g}, and the mean of the losses of its "

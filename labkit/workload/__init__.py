@@ -1,4 +1,4 @@
-"""What the course trains: data sets, the sampler, models, and models as lists of layers.
+"""The subjects of training: data sets, the sampler, models, and models as lists of layers.
 
 datasets             data sets, and images in folders
 samples              the sampler; batches of samples by their numbers

@@ -106,12 +106,16 @@ def load_dataset(
         raise ValueError(f"train_size {train_size}: {name} has {num_train} training samples")
     if name == "digits_augmented":
         train = _multiplied(train, train_size or num_train)
-    (images, targets), (test_images, test_targets) = (p[:train_size] for p in train), test
+    inputs, targets = train
+    inputs, targets = inputs[:train_size], targets[:train_size]
+    test_inputs, test_targets = test
     standard = None if name == "text" else _STANDARDS.get(name, _DIGITS)
-    if stored:
-        return Data(name, images, targets, test_images, test_targets, classes, standard)
-    inputs, test_inputs = (Transform(standard)(x, dtype) for x in (images, test_images))
-    return Data(name, inputs, targets, test_inputs, test_targets, classes)
+    if not stored:
+        transform = Transform(standard)
+        inputs = transform(inputs, dtype)
+        test_inputs = transform(test_inputs, dtype)
+        standard = None
+    return Data(name, inputs, targets, test_inputs, test_targets, classes, standard)
 
 
 def _read_text(folder: Path) -> tuple[_Part, _Part, int]:
@@ -129,7 +133,8 @@ def _read_text(folder: Path) -> tuple[_Part, _Part, int]:
 
 
 def _read_digits(folder: Path) -> tuple[_Part, _Part]:
-    found, restore = [], _RESTORE.format("digits")
+    restore = _RESTORE.format("digits")
+    parts = []
     for name in _DIGITS_FILES:
         path = folder / f"{name}-ubyte"
         if not path.is_file():
@@ -142,10 +147,11 @@ def _read_digits(folder: Path) -> tuple[_Part, _Part]:
         except (IndexError, ValueError) as error:
             size = len(content)
             raise ValueError(f"{path} is damaged: {size} bytes ({error}); {restore}") from None
-        found.append(torch.tensor(values))
-    train_images, train_targets, test_images, test_targets = found
+        parts.append(torch.tensor(values))
+    train_images, train_targets, test_images, test_targets = parts
     train = train_images.unsqueeze(1), train_targets.long()
-    return train, (test_images.unsqueeze(1), test_targets.long())
+    test = test_images.unsqueeze(1), test_targets.long()
+    return train, test
 
 
 def _multiplied(part: _Part, size: int) -> _Part:
@@ -171,7 +177,8 @@ def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:
     import torchvision
 
     class_name, folder_name = _TORCHVISION[name]
-    make, folder = getattr(torchvision.datasets, class_name), root / folder_name
+    make = getattr(torchvision.datasets, class_name)
+    folder = root / folder_name
     if not folder.is_dir() and not download:
         raise FileNotFoundError(
             f"{name} is not in {root} (LABKIT_DATA names another folder). Get it with --download, "
@@ -184,7 +191,7 @@ def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:
             with tempfile.TemporaryDirectory(dir=root, prefix="download-") as scratch:
                 make(scratch, download=True)
                 Path(scratch, folder_name).rename(folder)
-        found = [make(root, train=is_train) for is_train in (True, False)]
+        halves = [make(root, train=True), make(root, train=False)]
     # Which error is raised depends on the set, and on the byte at which its file was cut.
     except Exception as error:
         raise ValueError(
@@ -192,15 +199,15 @@ def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:
             "network and download it again, without that folder if it is damaged"
         ) from None
     parts = []
-    for one in found:
-        images, targets = torch.as_tensor(one.data), torch.as_tensor(one.targets)
+    for half in halves:
+        images = torch.as_tensor(half.data)
         channels_first = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
-        parts.append((channels_first.contiguous(), targets.long()))
+        parts.append((channels_first.contiguous(), torch.as_tensor(half.targets).long()))
     return parts
 
 
 def is_folder(name: str) -> bool:
-    """Whether the name of a data set means a folder, which may not exist."""
+    """True if the name of a data set means a folder, which may not exist."""
     return name not in DATASETS and (os.sep in name or os.path.isdir(name))
 
 

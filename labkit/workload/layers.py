@@ -1,4 +1,4 @@
-"""A model as a list of layers: which they are, the shapes between them, what forward keeps.
+"""A model as a list of layers: their names, the shapes between them, the bytes forward keeps.
 
 Shapes come from PyTorch's meta device, on which tensors have a shape and no memory.
 """
@@ -32,13 +32,15 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"{type(model).__name__} cannot be cut into layers: give a list of layers, or an "
             "nn.Sequential without hooks; a block with a skip connection is one layer"
         )
-    found = []
+    layers = []
     # named_children() would leave out repetitions of a layer.
     for name in model._modules:
         layer = model.get_submodule(name)
-        inner = named_layers(layer) if _is_chain(layer) else None
-        found += [(f"{name}.{key}", each) for key, each in inner] if inner else [(name, layer)]
-    return found
+        if _is_chain(layer):
+            layers += [(f"{name}.{key}", inner) for key, inner in named_layers(layer)]
+        else:
+            layers.append((name, layer))
+    return layers
 
 
 def _is_chain(module: nn.Module) -> bool:
@@ -51,8 +53,9 @@ def _is_chain(module: nn.Module) -> bool:
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """A copy on the meta device: all layers and shapes, no values."""
-    plain = (v for module in model.modules() for v in vars(module).values())
-    tensors = (*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, Tensor)))
+    tensors = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
     # deepcopy takes what is in its memo as already copied.
     memo = {}
     for tensor in tensors:
@@ -126,16 +129,18 @@ class NonLeaf(torch.autograd.Function):
 class HeldBytes(saved_tensors_hooks):
     """Count, inside ``with``, the bytes that forward passes keep for their backward.
 
-    What several operations keep counts once, and stays alive as long as this object.
+    A tensor that several operations keep counts once, and stays alive as long as this object.
     The parameters and buffers of ``module`` exist anyway.
     """
 
     def __init__(self, module: nn.Module):
         super().__init__(self.keep, lambda tensor: tensor)
-        own = [t.untyped_storage() for t in (*module.parameters(), *module.buffers())]
         # Keep the storages themselves: the identity of a freed one may be used again. (Its address
         # may change: that of sharded parameters does.)
-        self._own = {storage._cdata: storage for storage in own}
+        self._own = {}
+        for tensor in (*module.parameters(), *module.buffers()):
+            storage = tensor.untyped_storage()
+            self._own[storage._cdata] = storage
         # By storage, and of each storage the bytes kept by where they begin.
         self._kept: dict[int, tuple[torch.UntypedStorage, Counter[int]]] = {}
 
@@ -148,9 +153,10 @@ class HeldBytes(saved_tensors_hooks):
     def together(several: Iterable["HeldBytes"]) -> int:
         """The bytes that several keep, which count once here, too."""
         kept: dict[int, tuple[torch.UntypedStorage, Counter[int]]] = {}
-        for one in several:
-            for address, (storage, counts) in one._kept.items():
-                kept[address] = storage, kept.get(address, (storage, Counter()))[1] | counts
+        for held in several:
+            for identity, (storage, counts) in held._kept.items():
+                _, counted = kept.get(identity, (storage, Counter()))
+                kept[identity] = storage, counted | counts
         return sum(min(storage.nbytes(), counts.total()) for storage, counts in kept.values())
 
     def __enter__(self) -> Self:  # type: ignore[override]
@@ -159,9 +165,10 @@ class HeldBytes(saved_tensors_hooks):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Count a tensor, also one that no operation keeps; returns it."""
-        storage, start = tensor.untyped_storage(), int(tensor.storage_offset())
-        if (identity := storage._cdata) not in self._own:
-            _, kept = self._kept.setdefault(identity, (storage, Counter()))
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._own:
+            _, kept = self._kept.setdefault(storage._cdata, (storage, Counter()))
+            start = int(tensor.storage_offset())
             # Of a slice of a batch count only the slice, of an expanded tensor only what exists.
             kept[start] = max(kept[start], tensor.nbytes)
         return tensor
@@ -178,15 +185,18 @@ class EmulatedLayer(nn.Module):
 
     def __init__(self, sample_s: float, call_s: float = 0.0):
         super().__init__()
-        self.sample_s, self.call_s = sample_s, call_s
+        self.sample_s = sample_s
+        self.call_s = call_s
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, value: Tensor) -> Tensor:
         # Without memory (the meta device) only shapes are asked for.
         seconds = 0.0 if value.is_meta else self.call_s + len(value) * self.sample_s
         time.sleep(seconds)
-        factors = value.view_as(value), self.scale.view_as(self.scale)
-        for factor, doubled in zip(factors, (1, 1 if value.requires_grad else 2)):
+        value = value.view_as(value)
+        scale = self.scale.view_as(self.scale)
+        scale_s = seconds if value.requires_grad else 2 * seconds
+        for factor, factor_s in ((value, seconds), (scale, scale_s)):
             if factor.requires_grad:
-                factor.register_hook(lambda _, factor_s=doubled * seconds: time.sleep(factor_s))
-        return factors[0] * factors[1]
+                factor.register_hook(lambda _, factor_s=factor_s: time.sleep(factor_s))
+        return value * scale

@@ -69,7 +69,7 @@ class ShareLoss:
     samples. PyTorch's ``cross_entropy`` and ``nll_loss`` may ignore targets and weigh classes.
 
     Attributes:
-        weighing: what the gradient of a sum is divided by: the number of ``samples``; a weight
+        weighing: the divisor of the gradient of a sum: the number of ``samples``; a weight
             that depends on the ``data``, which ranks have to add up; or nothing, for a loss that
             is a ``sum`` by its option ``reduction``. (Whether a loss returns pairs shows when it
             is called.)
@@ -135,7 +135,7 @@ class ShareLoss:
 
 
 def _may_hold(samples: Samples, target: int) -> bool:
-    """Whether some samples have this target; True if only reading all of them would show it."""
+    """True if some samples have this target, or if only reading all of them would show it."""
     if isinstance(samples.dataset, TensorDataset):
         return bool((samples.dataset.tensors[1] == target).any())
     return True

@@ -47,11 +47,13 @@ def build_model(
     that the model does not take: gpt takes texts [length], all others images.
     """
     check_choice("model", name, MODELS)
-    if len(input_shape) != (dimensions := 1 if name == "gpt" else 3):
-        takes = "texts [length]" if dimensions == 1 else "images [channels, height, width]"
+    if len(input_shape) != (1 if name == "gpt" else 3):
+        kind, remedy = "images [channels, height, width]", "another model"
+        if name == "gpt":
+            kind, remedy = "texts [length]", "dataset text, or another model"
         raise ValueError(
-            f"model {name} takes {takes}, and the inputs have shape {list(input_shape)}: use "
-            f"{'dataset text, or another model' if dimensions == 1 else 'another model'}"
+            f"model {name} takes {kind}, and the inputs have shape {list(input_shape)}: use "
+            f"{remedy}"
         )
     # The CPU generator alone: torch.manual_seed would also touch CUDA, which the parent of the
     # workers must never initialise.
@@ -132,11 +134,13 @@ def _resnet(name: str, input_shape: tuple[int, int, int], num_classes: int) -> I
 
     channels, height, width = input_shape
     model = getattr(models, name)(num_classes=num_classes)
-    is_small = min(height, width) <= SMALL_IMAGE_PIXELS
-    # On small images as in the paper's own CIFAR-10 networks (section 4.2).
-    size_stride_padding = (3, 1, 1) if is_small else (7, 2, 3)
-    stem = [_he(nn.Conv2d(channels, 64, *size_stride_padding, bias=False)), model.bn1, model.relu]
-    layers = [*stem, *([] if is_small else [model.maxpool])]
+    if min(height, width) <= SMALL_IMAGE_PIXELS:
+        # As in the paper's own CIFAR-10 networks (section 4.2).
+        conv = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
+        layers = [_he(conv), model.bn1, model.relu]
+    else:
+        conv = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+        layers = [_he(conv), model.bn1, model.relu, model.maxpool]
     layers += [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
     _limit_strides(layers, min(height, width))
     yield from (*layers, model.avgpool, nn.Flatten(), model.fc)

@@ -1,10 +1,10 @@
-"""Which rank gets which samples, and from stored samples to batches of a model's inputs.
+"""The share of samples of each rank, and from stored samples to batches of a model's inputs.
 
 The sampler is three pure functions, so no rank has to send indices:
 
     order = epoch_order(len(data.train_targets), epoch=epoch, seed=seed)    the same on all ranks
     for batch in batch_slices(order, batch_size):                           the global batches
-        mine = share(batch, rank, world_size)                               this rank's part
+        part = share(batch, rank, world_size)                               this rank's part
 
 Unlike torch.utils.data.DistributedSampler, no sample is repeated to make the shares equal: their
 sizes differ by at most one, and a share may be empty.
@@ -66,14 +66,14 @@ def seed_all(seed: int) -> None:
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers of torch, ``random`` and NumPy from ``seed``; afterwards they go on."""
-    others = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
             seed_all(seed)
             yield
         finally:
-            random.setstate(others[0])
-            np.random.set_state(others[1])
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 class Standard(NamedTuple):
@@ -113,14 +113,13 @@ class Transform:
         if self.resize is not None:
             from torchvision.transforms.v2 import InterpolationMode, functional
 
-            size, bicubic = [self.resize, self.resize], InterpolationMode.BICUBIC
+            size = [self.resize, self.resize]
+            bicubic = InterpolationMode.BICUBIC
             images = functional.resize(images.to(dtype), size, bicubic, antialias=True)
         if self.standard is None:
             return images
-        mean, deviation = (
-            torch.tensor(by_channel, dtype=dtype).view(-1, 1, 1)
-            for by_channel in self.standard[1:]
-        )
+        mean = torch.tensor(self.standard.mean, dtype=dtype).view(-1, 1, 1)
+        deviation = torch.tensor(self.standard.deviation, dtype=dtype).view(-1, 1, 1)
         return images.sub(mean).div_(deviation)
 
 
@@ -150,7 +149,7 @@ class Samples:
         dtype: of inputs and targets that are floats; integers stay as they are.
         transform: of the inputs.
         seed: of the random numbers, which the Dataset may draw, too.
-        classes: how many there are, if that is known.
+        classes: their number, if that is known.
     """
 
     dataset: Dataset
@@ -176,11 +175,14 @@ class Samples:
         """
         for batch in numbers:
             inputs, targets = self.read(batch, epoch)
-            yield (inputs.pin_memory(), targets.pin_memory()) if pinned else (inputs, targets)
+            if pinned:
+                inputs, targets = inputs.pin_memory(), targets.pin_memory()
+            yield inputs, targets
 
     def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
         """The samples of one batch; none of them as an empty one."""
-        transform, draw = self.transform, epoch is not None and bool(self.transform.augment)
+        transform = self.transform
+        draw = epoch is not None and bool(transform.augment)
         if isinstance(self.dataset, TensorDataset) and not draw:
             inputs, targets = self.dataset[numbers]
             return transform(inputs, self.dtype), targets
@@ -198,8 +200,8 @@ class Samples:
                         f"{type(error).__name__} for number {number}: {error}"
                     ) from error
                 if not isinstance(item, (tuple, list)) or len(item) != 2:
-                    found = type(item).__name__
-                    raise ValueError(f"a sample of dataset is a {found}, not a pair (x, y)")
+                    kind = type(item).__name__
+                    raise ValueError(f"a sample of dataset is a {kind}, not a pair (x, y)")
                 if transform != Transform():
                     image = torch.as_tensor(item[0])
                     item = transform(image, self.dtype, draw=draw), item[1]
@@ -253,10 +255,11 @@ def samples_of(part: Any, dtype: torch.dtype, seed: int) -> Samples:
 def parts_of(dataset: Any, dtype: torch.dtype, seed: int = 0) -> tuple[Samples, Samples | None]:
     """A learner's own samples, see ``samples_of``, or a pair: to train on, and held out."""
     is_pair = isinstance(dataset, (tuple, list)) and len(dataset) == 2 and not _are_arrays(dataset)
-    train, *test = (samples_of(x, dtype, seed) for x in (dataset if is_pair else [dataset]))
+    parts = dataset if is_pair else [dataset]
+    train, *held_out = [samples_of(part, dtype, seed) for part in parts]
     if len(train) == 0:
         raise ValueError("dataset has no samples to train on: give one at least")
-    return train, test[0] if test else None
+    return train, held_out[0] if held_out else None
 
 
 def first_of(samples: Samples, size: int) -> Samples:
@@ -270,11 +273,12 @@ def first_of(samples: Samples, size: int) -> Samples:
 
 
 def num_classes(samples: Samples) -> int:
-    """How many ``classes`` the Dataset has, or the largest target plus one."""
-    whole: Any = samples.dataset
-    while isinstance(whole, Subset):
-        whole = whole.dataset
-    if known := samples.classes or len(getattr(whole, "classes", ())):
+    """The number of the Dataset's ``classes``, or the largest target plus one."""
+    dataset: Any = samples.dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    known = samples.classes or len(getattr(dataset, "classes", ()))
+    if known:
         return known
     count = len(samples)
     targets = torch.stack([torch.as_tensor(samples.dataset[i][1]) for i in range(count)])
@@ -287,7 +291,7 @@ def num_classes(samples: Samples) -> int:
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """Whether a tensor holds integers, such as classes."""
+    """True if a tensor holds integers, such as classes."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 

@@ -58,7 +58,8 @@ class MLP(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(functional.gelu(self.up(x)))
@@ -69,8 +70,10 @@ class Block(nn.Module):
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, num_heads)
-        self.norm2, self.mlp = nn.LayerNorm(width), MLP(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, num_heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = MLP(width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))

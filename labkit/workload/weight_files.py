@@ -93,11 +93,13 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
     indexes = sorted(folder.glob("*.index.json"))
     if len(indexes) == 1:
         return _read_shards(folder, _shards_in(indexes[0]))
-    own = sorted(folder.glob("rank*.safetensors"))
-    if own:
-        tensors = _read_shards(folder, [file.name for file in own])
-        names = [name for name in tensors if name.startswith(_OWN_PREFIX)]
-        return {name.removeprefix(_OWN_PREFIX): tensors[name] for name in names}
+    checkpoint = sorted(folder.glob("rank*.safetensors"))
+    if checkpoint:
+        model = {}
+        for name, tensor in _read_shards(folder, [file.name for file in checkpoint]).items():
+            if name.startswith(_OWN_PREFIX):
+                model[name.removeprefix(_OWN_PREFIX)] = tensor
+        return model
     names = sorted(file.name for file in folder.iterdir())
     raise ValueError(
         f"weights: the folder {folder} holds {', '.join(names[:6]) or 'nothing'}, and not one "

@@ -75,7 +75,7 @@ def load_weights(model: nn.Module, path: str | Path, name: str | None = None) ->
 
 
 class _Match(NamedTuple):
-    """What a file has for a model: ``tensors`` by the model's names, after ``prefix`` there."""
+    """The tensors of a file for a model, by the model's names, which follow ``prefix`` there."""
 
     tensors: dict[str, Tensor]
     prefix: str
@@ -101,7 +101,7 @@ def _tied_groups(state: dict[str, Tensor]) -> list[list[str]]:
 def _match_names(
     given: dict[str, Tensor], groups: Sequence[Sequence[str]], path: str | Path
 ) -> _Match | None:
-    """Return what the file has for names in ``groups``, perhaps all after one prefix.
+    """Find in the file the tensors of all ``groups`` of names, perhaps all after one prefix.
 
     None where some group has nothing. ValueError where several prefixes have all of them.
     """
@@ -116,22 +116,25 @@ def _match_names(
     for prefix in sorted(prefixes):
         tensors = {}
         for group in groups:
-            there = [name for name in group if prefix + _plain(name) in in_file]
-            if there:
-                value = given[in_file[prefix + _plain(there[0])]]
+            in_both = [name for name in group if prefix + _plain(name) in in_file]
+            if in_both:
+                value = given[in_file[prefix + _plain(in_both[0])]]
                 tensors |= dict.fromkeys(group, value)
         if all(group[0] in tensors for group in needed):
             taken = {prefix + _plain(name) for name in tensors}
-            others = {plain: name for plain, name in in_file.items() if plain not in taken}
-            # Beside the model's, something else of the same part: load_state_dict refuses it.
-            tensors |= {n: given[n] for plain, n in others.items() if plain.startswith(prefix)}
-            left_out = [n for plain, n in others.items() if not plain.startswith(prefix)]
+            left_out = []
+            for plain, name in in_file.items():
+                if not plain.startswith(prefix):
+                    left_out.append(name)
+                elif plain not in taken:
+                    # Of the same part, and not the model's: load_state_dict refuses it.
+                    tensors[name] = given[name]
             matches.append(_Match(tensors, prefix, left_out))
     if len(matches) > 1 and matches[0].prefix:
-        found = " and ".join(repr(match.prefix) for match in matches)
+        listed = " and ".join(repr(match.prefix) for match in matches)
         raise ValueError(
-            f"{path} has the model's parameters several times, under {found}: save those to start "
-            "from in a separate file"
+            f"{path} has the model's parameters several times, under {listed}: save those to "
+            "start from in a separate file"
         )
     return matches[0] if matches else None
 
@@ -139,20 +142,20 @@ def _match_names(
 def _match_torchvision(
     given: dict[str, Tensor], wanted: dict[str, Tensor], name: str, path: str | Path
 ) -> _Match | None:
-    """Return what a file of torchvision's model has for labkit's, which names layers anew."""
+    """Find the tensors of labkit's model in a file of torchvision's, by the order of layers."""
     from torchvision import models
 
     with torch.device("meta"):
-        theirs = list(getattr(models, _IN_TORCHVISION[name])().state_dict())
+        original_names = list(getattr(models, _IN_TORCHVISION[name])().state_dict())
     names = list(wanted)
     if name == "vgg16":
         # Its classifier has 120 million parameters; labkit's has one layer.
-        theirs = [key for key in theirs if key.startswith("features.")]
-        names = names[: len(theirs)]
-    match = _match_names(given, [[key] for key in theirs], path)
+        original_names = [key for key in original_names if key.startswith("features.")]
+        names = names[: len(original_names)]
+    match = _match_names(given, [[key] for key in original_names], path)
     if match is None:
         return None
-    renamed = dict(zip(theirs, names, strict=True))
+    renamed = dict(zip(original_names, names, strict=True))
     tensors = {renamed.get(key, key): value for key, value in match.tensors.items()}
     if name == "vgg16":
         tensors = {key: value for key, value in tensors.items() if key in wanted}
@@ -182,8 +185,8 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
     frozen: list[str] = []
     for name in names:
         if name == FEATURES and name not in known:
-            parameters = (key for key, _ in model.named_parameters())
-            last = [key.rpartition(".")[0] for key in parameters][-1]
+            parameters = list(dict(model.named_parameters()))
+            last = parameters[-1].rpartition(".")[0]
             frozen += [k for k in known if not _is_in(k, [last]) and not _is_in(last, [k])]
         elif name in known:
             frozen.append(name)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ranks import equal, plain
 from torch.distributed import distributed_c10d
 
-from labkit.comm import meeting
+from labkit.comm import rendezvous
 
 CASES = {}
 # Functions that concern the start or the end of a process, not a group.
@@ -404,7 +404,7 @@ def walk(names, size, store, rank):
     warnings.simplefilter("ignore")
     if store:
         # As on several machines, where the ranks cannot map one memory.
-        meeting.meet = lambda *_: None
+        rendezvous.map_arena = lambda *_: None
         dist.destroy_process_group()
         group = {"store": dist.FileStore(store, size), "rank": rank, "world_size": size}
         dist.init_process_group("labkit", timeout=timedelta(seconds=30), **group)

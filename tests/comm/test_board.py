@@ -28,12 +28,12 @@ def board_of(world_size):
 
 
 def send(board, rank, dst, what=WHAT):
-    board.enter(rank, "send", 0.0, '"a.py", line 1', sent=(dst, what))
+    board.enter(rank, "send", 0.0, '"a.py", line 1', dst=dst, sent=what)
     check_message(board, SEND, rank, dst)
 
 
 def recv(board, rank, src, what=WHAT):
-    board.enter(rank, "recv", 0.0, '"b.py", line 2', expected=(src, what))
+    board.enter(rank, "recv", 0.0, '"b.py", line 2', src=src, expected=what)
     check_message(board, RECV, src, rank)
 
 
@@ -44,7 +44,7 @@ def announce(board, rank, what):
 
 def test_an_exchange_needs_both_ends():
     board = board_of(3)
-    board.enter(0, "exchange", 0.0, "", sent=(1, WHAT), expected=(2, WHAT))
+    board.enter(0, "exchange", 0.0, "", dst=1, src=2, sent=WHAT, expected=WHAT)
     assert {wait.peer for wait in waits(board, 0)} == {1, 2}
     recv(board, 1, 0)
     assert {wait.peer for wait in waits(board, 0)} == {2}
@@ -64,13 +64,13 @@ def test_a_peer_that_runs_ahead_may_be_writing_over_what_is_read(ahead):
 
 def test_when_the_peer_arrived():
     board = board_of(2)
-    board.enter(0, "send", 5.0, "", sent=(1, WHAT))
-    board.enter(1, "recv", 7.0, "", expected=(0, WHAT))
+    board.enter(0, "send", 5.0, "", dst=1, sent=WHAT)
+    board.enter(1, "recv", 7.0, "", src=0, expected=WHAT)
     assert board.arrived(0, 1, None) == (7.0, 1)
     assert board.arrived(1, None, 0) == (5.0, 0)
     # The peer may be at its next operation already: the right one is still meant.
     board.leave(0)
-    board.enter(0, "send", 9.0, "", sent=(1, WHAT))
+    board.enter(0, "send", 9.0, "", dst=1, sent=WHAT)
     assert board.arrived(1, None, 0) == (5.0, 0)
 
 
@@ -102,6 +102,16 @@ def test_none_of_the_sources_will_come():
     assert "rank 2 has returned, but rank 0 still waits for it" in text
     wanted = "rank 1 to send or rank 2 to send"
     assert f'rank 0 is in recv_any, waiting for {wanted}, at "c.py", line 3' in text
+
+
+def test_a_rank_that_is_only_slow_is_no_part_of_a_deadlock():
+    board = board_of(3)
+    board.enter_joint(0, "barrier", 0.0)
+    recv(board, 1, 0)
+    assert stuck_ranks(board) == [0, 1]
+    text = explain_deadlock(board, stuck_ranks(board))
+    assert "deadlock: rank 0 -> rank 1 -> rank 0" in text
+    assert "returned" not in text
 
 
 def test_who_waits_for_a_lost_rank_is_told_and_not_stuck():
@@ -165,7 +175,8 @@ def test_damage_is_refused_or_harmless_and_clocks_stay_at_home():
     for rank in range(4):
         there.ranks[rank]["pid"] = 100
         for other in {*range(4)} - {rank}:
-            there.enter(rank, "exchange", 7.0, '"a.py", line 3', (other, WHAT), (other, WHAT))
+            ends = {"dst": other, "src": other, "sent": WHAT, "expected": WHAT}
+            there.enter(rank, "exchange", 7.0, '"a.py", line 3', **ends)
         announce(there, rank, "barrier")
         recv_any(there, rank, [(rank + 1) % 4])
     data = there.pack(2)

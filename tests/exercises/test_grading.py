@@ -146,6 +146,17 @@ def stops_at_rank_1(comm, tensor):
     return tensor[comm.rank + 9 * (comm.rank == 1)] if len(tensor) == 10 else None
 
 
+def test_a_function_takes_nothing_along_to_another_world_size():
+    sizes = set()
+
+    def fn(comm, tensor):
+        sizes.add(comm.world_size)
+        through_rank_0(comm, tensor)
+        assert len(sizes) == 1
+
+    assert NAIVE(fn).passed
+
+
 def never_ends(comm, tensor):
     while True:
         time.sleep(0.01)

@@ -8,7 +8,7 @@ import torch
 
 from labkit.__main__ import main
 from labkit.costs.link import Link, all_reduce_seconds
-from workbook.measure import all_reduce, placement
+from workbook.measure import all_reduce
 from workbook.measure.command import show
 from workbook.measure.record import Result
 
@@ -45,8 +45,6 @@ def test_every_contender_of_the_all_reduce_bench_is_right(tmp_path):
         for row in rows.values():
             share = limit_s / row["time_s"]["median"]
             assert row["share_of_limit"] == pytest.approx(share, rel=1e-3)
-            bus = 2 * 2 / 3 * size / row["time_s"]["median"] / 1e9
-            assert row["bus_GB/s"] == pytest.approx(bus)
 
 
 def test_the_model_stands_beside_what_it_predicts():
@@ -69,7 +67,7 @@ def guest(comm):
 
 def test_a_guest_takes_turns_with_the_others():
     found = all_reduce.bench_all_reduce(2, (4,), 1, CPU, guests={"MPI": guest})
-    assert next(found).seconds[4]["MPI"] == [1.0]
+    assert found.seconds[4]["MPI"] == [1.0]
 
 
 def test_a_wrong_sum_ends_the_bench(monkeypatch):
@@ -86,32 +84,16 @@ def test_a_wrong_sum_ends_the_bench(monkeypatch):
     ("bench", "names"),
     [
         ("ddp", {"torch on gloo", "torch on labkit", "labkit"}),
-        ("sharded", {"labkit ddp", "labkit stage 3", "torch stage 3 on gloo"}),
-        ("tensor-parallel", {"torch on gloo", "labkit", "labkit, sequence parallel"}),
         ("pipeline", {"labkit split, not pipelined", "labkit gpipe", "torch 1f1b on gloo"}),
     ],
 )
 def test_every_contender_of_a_step_trains_the_same_model(bench, names, tmp_path):
-    model = "gpt" if bench == "tensor-parallel" else "mlp"
-    words = [bench, "--models", model, "--repeats", "2", "--world-size", "3"]
+    words = [bench, "--models", "mlp", "--repeats", "2", "--world-size", "3"]
     rows = by_contender(rows_of(tmp_path, *words))
     assert names <= rows.keys()
     for name, row in rows.items():
         assert row["difference"] < 1e-5
         assert row["ratio_to"].keys() >= {one for one in rows if one.startswith("torch")} - {name}
-
-
-@pytest.mark.slow
-def test_the_hops_of_a_placement_stand_beside_the_model(monkeypatch):
-    """The reference's four devices."""
-    monkeypatch.setattr(placement, "VGG16_SPLITS", {"4 devices": (15, 31, 33)})
-    monkeypatch.setattr(placement, "BATCH_SIZES", (2,))
-    monkeypatch.setattr(placement, "measure_link", lambda **where: Link(0.0, 1e-9))
-    (result,) = placement.bench_placement(1, CPU)
-    ((case, hops),) = result.seconds.items()
-    assert case == "4 devices"
-    assert sum("gradient" in hop for hop in hops) == len(hops) / 2 == 3
-    assert all(row["model_s"] > 0 and row["num_bytes"] > 0 for row in result.rows())
 
 
 def test_what_is_measured_is_written_when_a_bench_is_stopped(tmp_path):

@@ -40,6 +40,7 @@ def test_a_pages_exercises_have_the_names_of_their_verdicts(path):
     said = [text.partition("\n")[0] for text in texts if text.startswith(STATES)]
     assert list(page.exercises) == [text.partition(": ")[2] for text in said]
     assert page.title
+    assert page.first_choice in page.exercises
 
 
 def test_the_notebooks_in_the_current_folder_come_first(tmp_path, monkeypatch):

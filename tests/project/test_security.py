@@ -1,6 +1,6 @@
 """SECURITY.md says what the code does, and what a run opens to others is what it says.
 
-The meeting of ranks in a hostile store: tests/comm/test_meeting.py.
+The rendezvous of ranks in a hostile store: tests/comm/test_rendezvous.py.
 """
 
 import contextlib

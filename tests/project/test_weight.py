@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 22320,
+    "labkit": 23100,
     "notebooks": 900,
-    "tests": 25200,
-    "tools": 1610,
-    "workbook": 12680,
+    "tests": 25330,
+    "tools": 1620,
+    "workbook": 14100,
 }
 
 

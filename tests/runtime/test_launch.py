@@ -127,6 +127,7 @@ def connections_of_many(comm):
     """Return this rank's established connections at the start, and a sum over gloo."""
     process = psutil.Process()
     before = len([one for one in process.net_connections() if one.status == "ESTABLISHED"])
+    comm.barrier()  # in shared memory: no rank has been connected by another one's sum
     total = torch.ones(1)
     dist.all_reduce(total)
     return before, total.item()

@@ -133,7 +133,7 @@ def looked(comm, stage):
     for inputs, targets in some_batches((8, 8)):
         strategy.step(inputs, targets, len(targets))
     inputs = targets = None
-    held = sum(strategy.held_now().values())
+    held = sum(strategy.live_bytes().values())
     # The thread that reduces may not have let go of the last gradient yet.
     wait_until(lambda: sum(alive(but=start).values()) == held, 10)
     return list(found), sum(alive(but=start).values()) - held

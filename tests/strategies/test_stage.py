@@ -155,6 +155,17 @@ def test_a_step_takes_the_operations_messages_and_bytes_of_the_formula():
             assert cost == due, (technique, model, rank)
 
 
+def kept_after_a_step(comm):
+    strategy = made("gpipe", (2, 3))
+    strategy.setup(comm, seeded(frozen_first), sgd)
+    strategy.step(*some_batches((7,))[0], 7)
+    return [len(stage.entering) + len(stage.leaving) for stage in strategy.stages]
+
+
+def test_a_frozen_stage_keeps_no_activations():
+    assert run(kept_after_a_step, world_size=3).values == [[0]] * 3
+
+
 def held_bytes(comm):
     """By schedule, of 2 and of 6 micro-batches of 4 samples."""
     found = {}
@@ -163,7 +174,7 @@ def held_bytes(comm):
             how = ("gpipe" if schedule == "recompute" else schedule), schedule == "recompute"
             strategy = strategies.get("pipeline")((2, 4), count, how[0], recompute=how[1])
             trained(comm, strategy, plain, (4 * count,))
-            found[schedule, count] = strategy.held_bytes
+            found[schedule, count] = strategy.meter.peak_bytes
     return found
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from test_files import at_most
 
 from labkit.errors import OutputError
-from labkit.training.checkpoint import (
+from labkit.training.checkpoint_files import (
     Facts,
     newest,
     read,

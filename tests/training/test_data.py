@@ -36,7 +36,7 @@ def test_the_random_numbers_of_a_learner_s_data_depend_on_no_rank():
     for world_size in (1, 3):
         name = "ddp" if world_size > 1 else "single"
         config = RunConfig(name, world_size, dtype="float64", epochs=2, batch_size=8)
-        states[world_size] = train_run(config, own=own).state
+        states[world_size] = train_run(config, own_parts=own).state
     assert largest_difference(states[3], states[1]) < 1e-10
 
 

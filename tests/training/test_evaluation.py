@@ -49,7 +49,7 @@ def reports(comm):
             config = RunConfig(strategy, comm.world_size, **SETTINGS, **options)
             own = Own(model=make, dataset=(TRAIN, TEST), optimizer=sgd)
             found[strategy, *options] = fit(
-                comm, config, make_strategy(config, own=own), False, own
+                comm, config, make_strategy(config, own_parts=own), False, own
             )
     return found
 

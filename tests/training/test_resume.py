@@ -16,7 +16,7 @@ from torch import nn
 
 from labkit import RunConfig, run, train_with
 from labkit.runtime.worker import seed_random_numbers
-from labkit.training.checkpoint import newest
+from labkit.training.checkpoint_files import newest
 from labkit.training.loop import fit
 from labkit.training.resolve import make_strategy, take_own
 from labkit.workload.transformer import gpt
@@ -52,7 +52,7 @@ def in_turn_from(comm, jobs, folder, step):
         # Replicas in threads have divided them, and would do so again.
         torch.set_num_threads(threads)
         seed_random_numbers(comm.rank) if start is None else torch.manual_seed(99)
-        report = fit(comm, config, make_strategy(config, own=own), False, own, start)
+        report = fit(comm, config, make_strategy(config, own_parts=own), False, own, start)
         return repr([{**row, "seconds": 0} for row in report.epochs]), report.checksum
 
     for name, (config, own) in jobs.items():

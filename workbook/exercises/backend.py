@@ -3,7 +3,6 @@
 Symbols: P ranks.
 """
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,14 +24,19 @@ _PATIENCE_S = 1.0
 
 def _tensors(rank: int, case: Case) -> list[Tensor]:
     """[size], a transposed matrix [2, 3], and a tensor of no dimension."""
-    shapes = enumerate(((case.size,), (3, 2), ()), start=10 * rank)
-    one, matrix, number = (case.random(key, *shape) for key, shape in shapes)
-    return [one, matrix.t(), number]
+    key = 10 * rank
+    return [case.random(key, case.size), case.random(key + 1, 3, 2).t(), case.random(key + 2)]
 
 
 def _sums(rank: int, case: Case) -> list[Tensor]:
-    by_rank = [_tensors(r, case) for r in range(case.world_size)]
-    return [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
+    tensors_by_rank = [_tensors(r, case) for r in range(case.world_size)]
+    return [torch.stack(tensors).sum(0) for tensors in zip(*tensors_by_rank)]
+
+
+def _without_transposed(rank: int, case: Case) -> list[Tensor]:
+    """The sums, but for the transposed tensor, which is unchanged."""
+    vector, _, number = _sums(rank, case)
+    return [vector, _tensors(rank, case)[1], number]
 
 
 bucket = Check(
@@ -43,19 +47,16 @@ bucket = Check(
     target=lambda rank, case: ring_target(7 + case.size, 4, rank, case),
     mistakes={
         "the transposed tensor is unchanged: flatten() and reshape() copy a tensor that is not "
-        "contiguous, so the sum must be copied back": lambda rank, case: [
-            own if own.dim() == 2 else total
-            for own, total in zip(_tensors(rank, case), _sums(rank, case))
-        ],
+        "contiguous, so the sum must be copied back": _without_transposed,
     },
     sizes=(9, 4),
     drawn_size=DRAWN,
 )
 
 
-def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
-    """What is wrong with the future of a Work, whose value is ``tensors``."""
-    future = made.get_future()
+def _wrong_future(work: Any, tensors: list[Tensor]) -> Found:
+    """The fault of the future of a Work, whose value is ``tensors``."""
+    future = work.get_future()
     if not isinstance(future, torch._C.Future):
         return f"get_future() must return a torch.futures.Future, it returned {kind_of(future)}"
     deadline_s = time.monotonic() + _PATIENCE_S
@@ -75,52 +76,65 @@ def _wrong_future(made: Any, tensors: list[Tensor]) -> Found:
 
 def _hosted(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong | None:
     """On a rank: the parameters after DDP's updates; not tried if any rank found a mistake."""
-    made, P, rank = fn(comm), case.world_size, comm.rank
-    if not isinstance(made, dist.ProcessGroup):
-        return Wrong(f"the class must be derived from dist.ProcessGroup: {kind_of(made)}")
-    by_rank = [[case.random(key + r, 5) for key in (100, 200)] for r in range(P)]
-    sums = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*by_rank)]
-    summed, sent, own = ([one.clone() for one in by_rank[rank]] for _ in range(3))
+    group = fn(comm)
+    if not isinstance(group, dist.ProcessGroup):
+        return Wrong(f"the class must be derived from dist.ProcessGroup: {kind_of(group)}")
+    problems = _wrong_collectives(group, comm.rank, case)
+    # Not through comm, where a wrong method may have left a message.
+    num_wrong_ranks = torch.tensor(int(len(problems) > 0))
+    dist.all_reduce(num_wrong_ranks)
+    if num_wrong_ranks:
+        return Wrong(problems[0]) if problems else None
+    if not hasattr(dist.Backend, "LEARNER"):
+        dist.Backend.register_backend("learner", lambda *_: _groups[0], devices=["cpu"])
+    _groups[:] = [group]
+    # The ranks begin with different parameters: to make them equal is what broadcast is for.
+    learners = dist.new_group(backend="learner")
+    model = DistributedDataParallel(_network(comm.rank), process_group=learners)
+    return _updated(model, [_inputs(comm.rank, step) for step in range(2)])
+
+
+def _wrong_collectives(group: Any, rank: int, case: Case) -> list[str]:
+    """The faults of a group's three collectives, each called once."""
+    P = case.world_size
+    first_by_rank = [case.random(100 + r, 5) for r in range(P)]
+    second_by_rank = [case.random(200 + r, 5) for r in range(P)]
+    sums = [torch.stack(first_by_rank).sum(0), torch.stack(second_by_rank).sum(0)]
+    summed = [first_by_rank[rank].clone(), second_by_rank[rank].clone()]
+    sent = [tensor.clone() for tensor in summed]
+    gathered = [tensor.clone() for tensor in summed]
     from_last = dist.BroadcastOptions()
     from_last.rootRank = P - 1
     # There are other values in the outputs before the call.
-    outputs = [[torch.full((5,), -1.0) for _ in by_rank] for _ in own]
-    gathered = [row[:] for row in outputs], own, dist.distributed_c10d.AllgatherOptions()
-    wrong = None
+    outputs = [torch.full((5,), -1.0) for _ in range(2 * P)]
+    rows = [outputs[:P], outputs[P:]]
+    to_all = dist.distributed_c10d.AllgatherOptions()
+    problems: list[str] = []
     # All are called: on another rank the first may be right, and go on to the second.
     for name, args, tensors, expected in (
         ("allreduce", (summed, dist.AllreduceOptions()), summed[:], sums),
-        ("broadcast", (sent, from_last), sent[:], by_rank[-1]),
-        ("allgather", gathered, outputs[0] + outputs[1], [*itertools.chain(*zip(*by_rank))]),
+        ("broadcast", (sent, from_last), sent[:], [first_by_rank[-1], second_by_rank[-1]]),
+        ("allgather", (rows, gathered, to_all), outputs, first_by_rank + second_by_rank),
     ):
-        returned, gathers = getattr(made, name)(*args), name == "allgather"
-        if not isinstance(returned, dist.Work):
-            wrong = wrong or f"{name} must return a Work, but it returned {kind_of(returned)}"
+        work = getattr(group, name)(*args)
+        gathers = name == "allgather"
+        if not isinstance(work, dist.Work):
+            problems.append(f"{name} must return a Work, but it returned {kind_of(work)}")
             continue
-        returned.wait()
-        for i, (left, wanted) in enumerate(zip(tensors, expected)):
-            if not agree(left, wanted):
-                where = f"outputs[{i // P}][{i % P}]" if gathers else f"tensors[{i}]"
-                text = f"{where} after {name} is {beside(left, wanted)}"
-                wrong = wrong or text
-        if not wrong and (found := _wrong_future(returned, tensors[:P] if gathers else tensors)):
-            wrong = f"{name} returns a Work that DDP cannot use: {found}"
-    # Not through comm, where a wrong method may have left a message.
-    any_found = torch.tensor(int(wrong is not None))
-    dist.all_reduce(any_found)
-    if any_found:
-        return Wrong(wrong) if wrong else None
-    if not hasattr(dist.Backend, "LEARNER"):
-        dist.Backend.register_backend("learner", lambda *_: _made[0], devices=["cpu"])
-    _made[:] = [made]
-    # The ranks begin with different parameters: to make them equal is what broadcast is for.
-    learners = dist.new_group(backend="learner")
-    model = DistributedDataParallel(_network(rank), process_group=learners)
-    return _updated(model, [_inputs(rank, step) for step in range(2)])
+        work.wait()
+        for i, (tensor, expected_tensor) in enumerate(zip(tensors, expected)):
+            if not agree(tensor, expected_tensor):
+                element = f"outputs[{i // P}][{i % P}]" if gathers else f"tensors[{i}]"
+                problems.append(f"{element} after {name} is {beside(tensor, expected_tensor)}")
+        if problems:
+            continue
+        if fault := _wrong_future(work, tensors[:P] if gathers else tensors):
+            problems.append(f"{name} returns a Work that DDP cannot use: {fault}")
+    return problems
 
 
 # The learner's group, which ``dist.new_group`` makes.
-_made: list = []
+_groups: list = []
 
 
 def _network(seed: int) -> nn.Sequential:
@@ -134,9 +148,9 @@ def _inputs(rank: int, step: int) -> Tensor:
 def _updated(model: nn.Module, inputs: list[Tensor]) -> Tensor:
     """The parameters, in one row, after an update on each of the inputs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for one in inputs:
+    for batch in inputs:
         optimizer.zero_grad()
-        model(one).square().mean().backward()
+        model(batch).square().mean().backward()
         optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -145,8 +159,9 @@ def _trained(case: Case, values: list[Tensor]) -> Found:
     if not all(torch.equal(value, values[0]) for value in values):
         return "after two updates by DDP the ranks hold different parameters"
     inputs = [torch.cat([_inputs(r, s) for r in range(case.world_size)]) for s in range(2)]
-    right = agree(values[0], _updated(_network(0), inputs))
-    return None if right else "two updates by DDP give other parameters than one device"
+    if not agree(values[0], _updated(_network(0), inputs)):
+        return "two updates by DDP give other parameters than one device"
+    return None
 
 
 # Its methods are called one by one; then DDP makes two updates on it.

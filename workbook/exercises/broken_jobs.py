@@ -1,7 +1,7 @@
 """The broken jobs of page 13, run on real ranks: each leaves a ``Case`` to solve.
 
-Who is at fault, when and by how much is drawn with ``seed``, anew in each run. What is said
-against a wrong answer is made from what the run has left. Symbols: P ranks.
+The rank at fault, its step and the size of the fault are drawn with ``seed``, anew in each run.
+The evidence against a wrong answer is made from the results of the run. Symbols: P ranks.
 """
 
 import itertools
@@ -35,9 +35,12 @@ def mismatch(seed: int | None = None) -> Case:
     losses = random_tensor(seed, P, steps, 8).abs().clamp(max=0.9 * jobs.HARD)
     losses[rank, step, drawn.randrange(8)] = 1.5 * jobs.HARD
     result = run(_until_timeout, losses, world_size=P, device="cpu", transport="gloo")
-    errors, dumps = (dict(enumerate(by_rank)) for by_rank in zip(*result.values))
-    newest, usual = dumps[rank][-1], dumps[(rank + 1) % P][-1]["profiling_name"]
-    name, number = newest["profiling_name"], newest["collective_seq_id"]
+    errors = {r: error for r, (error, _) in enumerate(result.values)}
+    dumps = {r: entries for r, (_, entries) in enumerate(result.values)}
+    newest = dumps[rank][-1]
+    usual = dumps[(rank + 1) % P][-1]["profiling_name"]
+    name = newest["profiling_name"]
+    number = newest["collective_seq_id"]
     each_ms = 1000 * max(0.0, result.duration_s - _TIMEOUT_S) / (number - 1)
     text = f"""
     - a rank calls a collective only if its own data ask for it
@@ -81,8 +84,11 @@ def drift(seed: int | None = None) -> Case:
     y[other, early] += 6
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     result = run(jobs.drift, model, x, y, world_size=P, device="cpu")
-    losses, checksums, weights = (_logs(result, key) for key in ("loss", "checksums", "weights"))
-    after, end = ((weights[rank][n] - weights[other][n]).abs().max() for n in (step, -1))
+    losses = _logs(result, "loss")
+    checksums = _logs(result, "checksums")
+    weights = _logs(result, "weights")
+    after = (weights[rank][step] - weights[other][step]).abs().max()
+    end = (weights[rank][-1] - weights[other][-1]).abs().max()
     text = f"""
     - a rank leaves out an update because of its own loss
     - the ranks begin with different parameters: up to step {step - 1} all checksums are equal
@@ -105,13 +111,16 @@ def straggler(seed: int | None = None) -> Case:
     """Clues: the ``run``; ``lengths`` {rank: tokens by step}."""
     _, drawn = _seeded(seed)
     P, steps, usual = 3, 6, 60
-    rank, is_text = drawn.randrange(P), drawn.random() < 0.5
-    lengths = {r: steps * [usual if is_text or r != rank else 4 * usual] for r in range(P)}
+    rank = drawn.randrange(P)
+    is_text = drawn.random() < 0.5
+    tokens = P * [usual]  # in each sequence, by rank
+    if not is_text:
+        tokens[rank] = 4 * usual
+    lengths = {r: steps * [length] for r, length in enumerate(tokens)}
     shards: list[list[Any]] = [[torch.rand(n, jobs.WIDTH) for n in lengths[r]] for r in range(P)]
     if is_text:
         shards[rank] = [json.dumps(sequence.tolist()) for sequence in shards[rank]]
     result = run(jobs.straggler, shards, world_size=P, device="cpu")
-    tokens = [of_rank[0] for of_rank in lengths.values()]
     causes = ["a rank reads text", "a rank has longer sequences"]
     innocent = [f"reading takes {_ms(result, 'data')} ms", f"all have {usual} tokens"]
     text = f"""
@@ -125,47 +134,52 @@ def straggler(seed: int | None = None) -> Case:
     line: takes as long on the other ranks, or next to no time
     solved: {causes[not is_text]}, rank {rank}, and in each step all others wait for it
     """
-    clues, line = {"run": result, "lengths": lengths}, "json.loads" if is_text else "rnn(sequence"
+    clues = {"run": result, "lengths": lengths}
+    line = "json.loads" if is_text else "rnn(sequence"
     return case_of(jobs.straggler, P, drawn, text, clues, rank=rank, line=line)
 
 
 def divisor(seed: int | None = None) -> Case:
     """Clues: ``recipe``; ``losses`` by step; ``lengths`` of gradients in step 0."""
     seed, drawn = _seeded(seed)
-    P, parts, size, steps = drawn.randint(2, 4), drawn.randint(2, 3), 4, 12
-    there = {"micro_batches": parts, "ranks": P}
-    wrong, other = drawn.sample(list(there), 2)
-    recipe = {"size": size} | there
-    recipe[wrong] = drawn.choice([n for n in (1, 2, 3, 4, 8) if n != there[wrong]])
+    P, parts = drawn.randint(2, 4), drawn.randint(2, 3)
+    size, steps = 4, 12
+    counts = {"micro_batches": parts, "ranks": P}
+    wrong, other = drawn.sample(list(counts), 2)
+    recipe = {"size": size} | counts
+    recipe[wrong] = drawn.choice([n for n in (1, 2, 3, 4, 8) if n != counts[wrong]])
     x = random_tensor(seed, steps, P * parts * size, 6)
+    y = x.sum(-1, keepdim=True)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-    given = model, x, x.sum(-1, keepdim=True)
-    result = run(jobs.divisor, *given, recipe, world_size=P, device="cpu")
+    result = run(jobs.divisor, model, x, y, recipe, world_size=P, device="cpu")
     alone = {"size": P * parts * size, "micro_batches": 1, "ranks": 1}
-    (device,) = run(jobs.divisor, *given, alone, world_size=1, device="cpu").values
-    own = torch.stack([log[0]["own"] for log in result.values]).mean(0)
-    used, right = result.values[0][0]["gradient"], device[0]["gradient"]
-    norms = [one.norm().item() for one in (own, used, right)]
-    of_own, factor = norms[0] / norms[2], norms[1] / norms[2]
+    (device,) = run(jobs.divisor, model, x, y, alone, world_size=1, device="cpu").values
+    local = torch.stack([log[0]["own"] for log in result.values]).mean(0)
+    used = result.values[0][0]["gradient"]
+    right = device[0]["gradient"]
+    local_factor = local.norm().item() / right.norm().item()
+    factor = used.norm().item() / right.norm().item()
     cosine = nn.functional.cosine_similarity(used, right, 0)
     states = len({str(log[-1]["checksums"]) for log in result.values})
-    what = {"ranks": "gradients of the ranks", "micro_batches": "losses of micro-batches"}
+    nouns = {"ranks": "gradients of the ranks", "micro_batches": "losses of micro-batches"}
     text = f"""
-    - the {what[wrong]} are divided by another number than there are
-    - the {what[other]} are divided by another number than there are: the mean of the ranks' own
-      gradients is {of_own:.3g} times as long as one device's, and what is used {factor:.3g} times
+    - the {nouns[wrong]} are divided by another number than there are
+    - the {nouns[other]} are divided by another number than there are: the mean of the ranks' own
+      gradients is {local_factor:.3g} times as long as one device's, and what is used
+      {factor:.3g} times
     - a rank's gradient is missing: what is used has one device's direction (cosine {cosine:.4f})
     - the ranks' shares are not equal: each has {parts * size} samples of a step
     - the learning rate does not suit the batch: before it is used, the factor is {factor:.3g}
     - the replicas have drifted apart: the {P} ranks end with {states} set of checksums
     factor: is not the length of what was used / that of one device
     line: does not make the gradient {factor:.3g} times as long
-    solved: {wrong} is {recipe[wrong]} in the recipe, and there are {there[wrong]}: all gradients
+    solved: {wrong} is {recipe[wrong]} in the recipe, and there are {counts[wrong]}: all gradients
       are {factor:.3g} times as long as on one device, as with another learning rate
     """
     mean = torch.tensor([*_logs(result, "loss").values()]).mean(0).tolist()
     losses = {f"{P} ranks": mean, "one device": [step["loss"] for step in device]}
-    lengths = dict(zip(("mean of the ranks' own", "used", "one device"), norms))
+    gradients = {"mean of the ranks' own": local, "used": used, "one device": right}
+    lengths = {name: gradient.norm().item() for name, gradient in gradients.items()}
     clues = {"recipe": recipe, "losses": losses, "lengths": lengths}
     return case_of(jobs.divisor, P, drawn, text, clues, factor=factor, line=f'recipe["{wrong}"]')
 
@@ -174,9 +188,11 @@ def sampler(seed: int | None = None) -> Case:
     """Clues: ``size``; ``read`` {rank: numbers by epoch}; how many are ``seen`` in each epoch."""
     seed, drawn = _seeded(seed)
     P, epochs = drawn.randint(3, 4), 3
-    size, rank = 24 * P, drawn.randrange(P)
+    size = 24 * P
+    rank = drawn.randrange(P)
+    other = (rank + 1) % P
     result = run(jobs.sampler, range(size), seed, epochs, rank, world_size=P, device="cpu")
-    read, other = dict(enumerate(result.values)), (rank + 1) % P
+    read = dict(enumerate(result.values))
     seen = [len(set(itertools.chain(*parts))) for parts in zip(*result.values)]
     text = f"""
     - one rank alone tells its sampler the epoch
@@ -203,17 +219,20 @@ def buffers(seed: int | None = None) -> Case:
     P, steps, size = 3, 30, 40
     rank, other = drawn.sample(range(P), 2)
     digits = load_dataset("digits")
-    held_out = digits.test_inputs.flatten(1), digits.test_targets
+    held_out = (digits.test_inputs.flatten(1), digits.test_targets)
     chosen = random_tensor(seed, P, steps, len(digits.train_targets)).argsort()[..., :size]
-    inputs, targets = digits.train_inputs.flatten(1)[chosen], digits.train_targets[chosen]
+    inputs = digits.train_inputs.flatten(1)[chosen]
+    targets = digits.train_targets[chosen]
     inputs[rank] += 2  # a camera that makes brighter images
     model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
     result = run(jobs.buffers, model, inputs, targets, held_out, world_size=P, device="cpu")
-    accuracy = {each: log.pop()["accuracy"] for each, log in enumerate(result.values)}
-    losses, good = _logs(result, "loss"), accuracy[other]
-    sums = {each: mine[-1] for each, mine in _logs(result, "checksums").items()}
+    accuracy = {r: log.pop()["accuracy"] for r, log in enumerate(result.values)}
+    good = accuracy[other]
+    losses = _logs(result, "loss")
+    checksums = {r: by_step[-1] for r, by_step in _logs(result, "checksums").items()}
     names = [name for name, _ in model.named_parameters()]
-    equal = sum(len({sums[each][name] for each in sums}) == 1 for name in names)
+    buffer_names = ", ".join(name for name, _ in model.named_buffers())
+    equal = sum(len({checksums[r][name] for r in range(P)}) == 1 for name in names)
     text = f"""
     - each replica has running statistics of its own samples alone
     - the parameters have drifted apart: {equal} of {len(names)} are equal on all ranks
@@ -223,12 +242,12 @@ def buffers(seed: int | None = None) -> Case:
     - the ranks are tested on different samples: all on the same {len(held_out[1])}
     - the batches are too small for BatchNorm: all have {size}, rank {other} with {good:.0%} right
     rank: is among the best, with {good:.0%} right or nearly so
-    buffer: is equal on all ranks, or not the first that differs
+    buffer: is not the first that differs of {buffer_names}
     line: changes nothing, or what all ranks change alike
     solved: nothing averages the buffers, and rank {rank} has those of a brighter camera: it gets
       {accuracy[rank]:.0%} right in place of {good:.0%}
     """
-    clues = {"accuracy": accuracy, "losses": losses, "checksums": sums}
+    clues = {"accuracy": accuracy, "losses": losses, "checksums": checksums}
     answer = {"rank": rank, "buffer": "1.running_mean", "line": "model(x)"}
     return case_of(jobs.buffers, P, drawn, text, clues, **answer)
 
@@ -237,12 +256,16 @@ def link(seed: int | None = None) -> Case:
     """Clues: ``ms`` of single messages, {(from, to, bytes): ms}; the ``run``."""
     _, drawn = _seeded(seed)
     P, steps, few, many = 4, 3, 4, 400_000
-    first, is_late = drawn.randrange(P), drawn.random() < 0.5
+    first = drawn.randrange(P)
+    is_late = drawn.random() < 0.5
     pair = {first, (first + 1) % P}
     slow = EmulatedLink(0.02) if is_late else EmulatedLink(0.0, 10e6)
     result = run(_over_slow_link, pair, slow, steps, (few, many), world_size=P, device="cpu")
-    ms = dict(itertools.chain(*(of_rank.items() for of_rank in result.values)))
-    (a, b), (c, d) = sorted(pair), sorted({*range(P)} - pair)
+    ms = {}
+    for ms_of_rank in result.values:
+        ms |= ms_of_rank
+    a, b = sorted(pair)
+    c, d = sorted({*range(P)} - pair)
     small, large = ms[a, b, few], ms[a, b, many]
     causes = ["a link has less bandwidth", "a link has a longer latency"]
     innocent = [
@@ -269,22 +292,27 @@ def _over_slow_link(
 ) -> dict[tuple[int, int, int], float]:
     """Run the job with a slow link between a pair of ranks, then send single messages."""
     near = frozenset(range(comm.world_size)) - (pair if comm.rank in pair else set())
-    comm.transport.carry, comm.transport.shares_memory = partial(Card(slow).carry, near), False
+    comm.transport.carry = partial(Card(slow).carry, near)
+    comm.transport.shares_memory = False
     jobs.link(comm, torch.rand(100_000), steps)
     return jobs.probe(comm, sizes)
 
 
 def _seeded(seed: int | None) -> tuple[int, random.Random]:
-    seed = new_seed() if seed is None else seed
+    if seed is None:
+        seed = new_seed()
     return seed, random.Random(seed)
 
 
 def _logs(result: RunResult, key: str) -> dict[int, list[Any]]:
-    """What the ranks have logged under ``key``, {rank: one by step}."""
+    """The entries that the ranks have logged under ``key``, {rank: one by step}."""
     return {rank: [step[key] for step in log] for rank, log in enumerate(result.values)}
 
 
 def _ms(result: RunResult, *kinds: str) -> str:
     """By rank, the milliseconds of work of some kinds in the whole run."""
-    by_rank = map(result.trace.seconds_by_kind, range(len(result.values)))
-    return ", ".join(f"{1000 * sum(one[kind] for kind in kinds):.1f}" for one in by_rank)
+    numbers = []
+    for rank in range(len(result.values)):
+        seconds = result.trace.seconds_by_kind(rank)
+        numbers.append(f"{1000 * sum(seconds[kind] for kind in kinds):.1f}")
+    return ", ".join(numbers)

@@ -1,4 +1,4 @@
-"""Page 13: broken jobs that have run, what is asked of each, and why a wrong answer is wrong.
+"""Page 13: broken jobs that have run, the answers to find, and the evidence against wrong ones.
 
 ``broken_jobs`` runs them. Symbols: P ranks.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from workbook.exercises.grader import Verdict
 from workbook.exercises.grader.compare import plain, short
-from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
+from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, show_verdict
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Case:
         clues: what one would have at work, by name.
         suspects: the causes that come into question, by letter.
         answer: what is to be named, in the order in which it is judged.
-        against: what the evidence says against a wrong answer, by its name, and against a cause,
-            by its letter; and the whole story as ``solved``.
+        against: the evidence against a wrong answer, by its name, and against a cause, by its
+            letter; and the whole story as ``solved``.
     """
 
     program: Callable[..., Any] = field(repr=False)
@@ -41,23 +41,26 @@ class Case:
         causes = [f"  {letter}  {cause}" for letter, cause in self.suspects.items()]
         return "\n".join([f"To be named: {', '.join(self.answer)}. The suspects:", *causes])
 
-    def objection(self, name: str, said: Any) -> str:
-        """What the evidence says against an answer to ``name``; "" if right, a float within 5%."""
-        right, said = self.answer[name], sorted(said, key=str) if isinstance(said, list) else said
-        measured = isinstance(right, float) and isinstance(said, (int, float))
-        if said == right or (measured and abs(said - right) <= 0.05 * right):
+    def objection(self, name: str, answer: Any) -> str:
+        """Evidence against an answer to ``name``; "" if it is right, a float within 5%."""
+        right = self.answer[name]
+        if isinstance(answer, list):
+            answer = sorted(answer, key=str)
+        measured = isinstance(right, float) and isinstance(answer, (int, float))
+        if answer == right or (measured and abs(answer - right) <= 0.05 * right):
             return ""
         if name == "cause":
-            if said not in self.suspects:
-                return f"the suspects are {', '.join(self.suspects)}, not {short(said)}"
-            return f"{said} ({self.suspects[said]}) is not the cause: {self.against[said]}"
-        shown = f"{name} {short(said)}"
-        if name == "rank" and said not in range(self.world_size):
-            return f"{shown} is none of 0 to {self.world_size - 1}"
-        if name == "line" and isinstance(said, int):
+            if answer not in self.suspects:
+                return f"the suspects are {', '.join(self.suspects)}, not {short(answer)}"
+            return f"{answer} ({self.suspects[answer]}) is not the cause: {self.against[answer]}"
+        text = f"{name} {short(answer)}"
+        if name == "rank" and answer not in range(self.world_size):
+            return f"{text} is none of 0 to {self.world_size - 1}"
+        if name == "line" and isinstance(answer, int):
             lines = Path(inspect.getfile(self.program)).read_text("utf-8").splitlines()
-            shown += f" ({'' if not 0 < said <= len(lines) else lines[said - 1].strip()})"
-        return f"{shown} {self.against[name]}"
+            line = lines[answer - 1].strip() if 0 < answer <= len(lines) else ""
+            text += f" ({line})"
+        return f"{text} {self.against[name]}"
 
 
 def case_of(
@@ -74,15 +77,18 @@ def case_of(
     first cause is the right one, and ``name: what is against a wrong answer``, or ``solved``.
     """
     if "line" in answer:
-        lines, first = inspect.getsourcelines(program)
-        answer["line"] = first + next(n for n, one in enumerate(lines) if answer["line"] in one)
-    entries = re.split(r"\n(?=\S)", textwrap.dedent(text).strip())
-    pairs = [" ".join(entry.split()).partition(": ")[::2] for entry in entries]
-    causes = [cause for cause, _ in pairs if cause.startswith("- ")]
+        lines, first_number = inspect.getsourcelines(program)
+        index = [answer["line"] in line for line in lines].index(True)
+        answer["line"] = first_number + index
+    evidence = {}
+    for entry in re.split(r"\n(?=\S)", textwrap.dedent(text).strip()):
+        name, _, words = " ".join(entry.split()).partition(": ")
+        evidence[name] = words
+    causes = [name for name in evidence if name.startswith("- ")]
     letters = dict(zip(drawn.sample(causes, len(causes)), "abcdefgh"))
     suspects = {letter: cause.removeprefix("- ") for cause, letter in letters.items()}
     answer["cause"] = letters[causes[0]]
-    against = {letters.get(name, name): why for name, why in pairs}
+    against = {letters.get(name, name): words for name, words in evidence.items()}
     return Case(program, world_size, clues, suspects, answer, against)
 
 
@@ -95,19 +101,22 @@ def check_of(title: str) -> Callable[..., Verdict]:
     def judge(case: Case, answers: dict[str, Any]) -> Verdict:
         if unknown := answers.keys() - case.answer.keys():
             raise ValueError(f"name {', '.join(case.answer)}, not {', '.join(unknown)}")
-        given = {key: plain(one) for key in case.answer if (one := answers.get(key)) is not None}
+        given = {name: plain(answers[name]) for name in case.answer if name in answers}
+        given = {name: answer for name, answer in given.items() if answer is not None}
         if not given:
             return Verdict(title, NOT_ATTEMPTED)
-        wrong = [why for key in given if (why := case.objection(key, given[key]))]
+        for name, answer in given.items():
+            if objection := case.objection(name, answer):
+                return Verdict(title, NOT_YET, notes=[objection])
         if left := case.answer.keys() - given.keys():
-            wrong += [f"right so far: {', '.join(given)}. Still to name: {', '.join(left)}"]
-        return Verdict(
-            title, NOT_YET if wrong else PASSED, notes=[*wrong, case.against["solved"]][:1]
-        )
+            note = f"right so far: {', '.join(given)}. Still to name: {', '.join(left)}"
+            return Verdict(title, NOT_YET, notes=[note])
+        return Verdict(title, PASSED, notes=[case.against["solved"]])
 
-    return lambda case, **answers: told(title, lambda: judge(case, answers))
+    return lambda case, **answers: show_verdict(title, lambda: judge(case, answers))
 
 
-mismatch, drift, straggler = map(check_of, ("cases.mismatch", "cases.drift", "cases.straggler"))
-divisor, sampler = check_of("cases.divisor"), check_of("cases.sampler")
-buffers, link = check_of("cases.buffers"), check_of("cases.link")
+mismatch, drift = check_of("cases.mismatch"), check_of("cases.drift")
+straggler, divisor = check_of("cases.straggler"), check_of("cases.divisor")
+sampler, buffers = check_of("cases.sampler"), check_of("cases.buffers")
+link = check_of("cases.link")

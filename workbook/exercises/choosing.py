@@ -1,15 +1,15 @@
 """Page 14: five models, each with its cluster, and the layouts in which a step can be spread.
 
-What a layout needs and how long its step takes is the model's word: ``labkit.costs.gpt_step``.
+The bytes of a layout and the seconds of its step are predicted: ``workbook.measure.gpt_step``.
 """
 
 from functools import partial
 from typing import Any, NamedTuple
 
-from labkit.costs.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds, layouts
 from labkit.units import check_choice, format_number, format_seconds, text_table
 from workbook.exercises.grader import Verdict, solved
-from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
+from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, show_verdict
+from workbook.measure.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds, layouts
 
 # A layout whose step is longer than the best one's by no more than this is as good.
 _CLOSE = 1.03
@@ -48,8 +48,8 @@ _CURES = {
     "tensor": "all-reduces inside the layers, which nothing hides: cut them over fewer GPUs",
     "hops": "messages between stages: cut the model into fewer",
     "bubble": "the bubble: fewer stages, more micro-batches, or interleaved stages",
-    "data": "gradients or parameters that travel between replicas: fewer replicas, a larger "
-    "micro-batch, or a lower ZeRO stage",
+    "data": "gradients or parameters that travel between replicas: fewer replicas, "
+    "a larger micro-batch, or a lower ZeRO stage",
 }
 
 
@@ -67,7 +67,7 @@ class Ranked(NamedTuple):
 
 
 def look_at(name: str, layout: Layout) -> Ranked:
-    """What the model says of a layout; ValueError for one that does not divide the case."""
+    """Predict bytes and seconds of a layout; ValueError for one that does not divide the case."""
     model, batch, cluster = CASES[name][1:]
     held = gpt_bytes(model, batch, cluster, layout)
     fits = sum(held.values()) <= cluster.memory_bytes
@@ -79,29 +79,26 @@ def ranked(name: str) -> list[Ranked]:
 
     Of equally quick ones that which shards less comes first.
     """
-    found = [look_at(name, layout) for layout in layouts(*CASES[name][1:])]
-    found.sort(key=lambda r: (not r.fits, r.step_s, r.layout.stage, sum(r.held.values())))
-    ways: dict[tuple[int, ...], Ranked] = {}
-    for one in found:
-        ways.setdefault((one.layout.dp, one.layout.tp, one.layout.pp, one.layout.stage), one)
-    return list(ways.values())
+    candidates = [look_at(name, layout) for layout in layouts(*CASES[name][1:])]
+    candidates.sort(key=lambda r: (not r.fits, r.step_s, r.layout.stage, sum(r.held.values())))
+    best: dict[tuple[int, ...], Ranked] = {}
+    for candidate in candidates:
+        layout = candidate.layout
+        best.setdefault((layout.dp, layout.tp, layout.pp, layout.stage), candidate)
+    return list(best.values())
 
 
 def ranking(name: str) -> str:
     """A table of the six quickest ways that fit, and the three quickest that do not."""
-    rows = ranked(name)
-    fitting = [one for one in rows if one.fits]
-    shown = [
-        (
-            str(one.layout),
-            _gb(sum(one.held.values())),
-            format_seconds(one.step_s) if one.fits else "does not fit",
-            *map(format_seconds, one.parts_s.values()),
-        )
-        for one in fitting[:6] + rows[len(fitting) :][:3]
-    ]
-    heads = ("layout (model)", "GB", "step", *rows[0].parts_s)
-    return f"{text_table(heads, shown)}\n{len(fitting)} of {len(rows)} ways fit."
+    ways = ranked(name)
+    num_fitting = sum(way.fits for way in ways)
+    rows = []
+    for way in ways[: min(num_fitting, 6)] + ways[num_fitting:][:3]:
+        step = format_seconds(way.step_s) if way.fits else "does not fit"
+        parts = map(format_seconds, way.parts_s.values())
+        rows.append((str(way.layout), _gb(sum(way.held.values())), step, *parts))
+    heads = ("layout (model)", "GB", "step", *ways[0].parts_s)
+    return f"{text_table(heads, rows)}\n{num_fitting} of {len(ways)} ways fit."
 
 
 def choose(name: str, **layout: Any) -> Verdict:
@@ -115,41 +112,56 @@ def choose(name: str, **layout: Any) -> Verdict:
         if not layout:
             return Verdict(f"choosing.{name}", NOT_ATTEMPTED, notes=[CASES[name][0]])
         try:
-            mine = look_at(name, Layout(**layout))
+            choice = look_at(name, Layout(**layout))
         except (TypeError, ValueError) as error:
             note = f"This is no layout for it: {error}."
             return Verdict(f"choosing.{name}", NOT_YET, notes=[note])
-        wrong = what_is_wrong(name, mine)
-        held = ", ".join(f"{kind} {_gb(size)} GB" for kind, size in mine.held.items())
-        parts = ", ".join(f"{part} {format_seconds(s)}" for part, s in mine.parts_s.items() if s)
-        notes = [wrong or "It fits, and nothing without interleaving is quicker by more than 3%."]
-        notes.append(f"By the model it holds {held}; a step is {parts}.")
-        notes += [] if wrong else [f"Ranking:\n{ranking(name)}"]
-        return Verdict(f"choosing.{name}", NOT_YET if wrong else PASSED, notes=notes)
+        held = ", ".join(f"{kind} {_gb(size)} GB" for kind, size in choice.held.items())
+        parts = ", ".join(f"{part} {format_seconds(s)}" for part, s in choice.parts_s.items() if s)
+        by_model = f"By the model it holds {held}; a step is {parts}."
+        if wrong := what_is_wrong(name, choice):
+            return Verdict(f"choosing.{name}", NOT_YET, notes=[wrong, by_model])
+        right = "It fits, and nothing without interleaving is quicker by more than 3%."
+        notes = [right, by_model, f"Ranking:\n{ranking(name)}"]
+        return Verdict(f"choosing.{name}", PASSED, notes=notes)
 
-    return told(f"choosing.{name}", judge)
+    return show_verdict(f"choosing.{name}", judge)
 
 
 small, medium, long, scattered, large = (partial(choose, name) for name in CASES)
 
 
-def what_is_wrong(name: str, mine: Ranked) -> str | None:
-    """Why a layout does not fit, or is slower than the best one by more than 3%."""
-    if not mine.fits:
-        memory, held = CASES[name][3].memory_bytes, mine.held
+def what_is_wrong(name: str, choice: Ranked) -> str | None:
+    """Explain why a layout does not fit, or is slower than the best one by more than 3%."""
+    if not choice.fits:
+        memory_bytes = CASES[name][3].memory_bytes
+        held = choice.held
         most = max(held, key=held.__getitem__)
         return (
-            f"It does not fit: {_gb(sum(held.values()))} GB of {_gb(memory)} GB, most of it "
-            f"{most}. What makes that less: {_CURES[most]}."
+            f"It does not fit: {_gb(sum(held.values()))} GB of {_gb(memory_bytes)} GB, most of it "
+            f"{most}. What makes that less: {_cure(most, choice.layout)}."
         )
     best = ranked(name)[0]
-    if mine.step_s <= _CLOSE * best.step_s:
+    if choice.step_s <= _CLOSE * best.step_s:
         return None
-    most = max(mine.parts_s, key=lambda part: mine.parts_s[part] - best.parts_s[part])
+    most = max(choice.parts_s, key=lambda part: choice.parts_s[part] - best.parts_s[part])
     return (
-        f"It fits, but a step takes {format_seconds(mine.step_s)}, and "
-        f"{format_seconds(best.step_s)} is possible. Most of the difference is {_CURES[most]}."
+        f"It fits, but a step takes {format_seconds(choice.step_s)}, and "
+        f"{format_seconds(best.step_s)} is possible. Most of the difference is "
+        f"{_cure(most, choice.layout)}."
     )
+
+
+def _cure(part: str, layout: Layout) -> str:
+    """Return what makes a part less, without what this layout has done already."""
+    text = _CURES[part]
+    if layout.micro_batch == 1:
+        text = text.replace("a smaller micro-batch, ", "")
+    if layout.stage == 0:
+        text = text.replace(
+            "a larger micro-batch, or a lower ZeRO stage", "or a larger micro-batch"
+        )
+    return text
 
 
 def _gb(num_bytes: float) -> str:
@@ -173,5 +185,8 @@ def state_bytes(parameters: float, dp: int, tp: int, pp: int, stage: int) -> flo
 
     Mixed-precision Adam, 2 + 2 + 12 bytes per parameter; ``stage`` is ZeRO's, 0 to 3.
     """
-    sharded = [dp if stage >= least else 1 for least in (3, 2, 1)]
-    return sum(n * parameters / (tp * pp) / part for n, part in zip((2, 2, 12), sharded))
+    num_bytes = 0.0
+    for bytes_each, sharded_from in ((2, 3), (2, 2), (12, 1)):
+        num_shards = dp if stage >= sharded_from else 1
+        num_bytes += bytes_each * parameters / (tp * pp) / num_shards
+    return num_bytes

@@ -19,12 +19,16 @@ def _near_the_sum(case: Case, values: list[Tensor]) -> Found:
     for rank, value in enumerate(values):
         error = (value - total).abs().max().item() if value.numel() else 0.0
         if not error <= bound:
-            made = made_of(value, {f"rank {r}": case.tensor(r) for r in range(case.world_size)})
-            holds = f", it holds {in_words(made)}" if made else ""
-            return f"rank {rank} is off by {error:.2g}, and may be off by {bound:.2g}{holds}"
+            text = f"rank {rank} is off by {error:.2g}, and may be off by {bound:.2g}"
+            factors = made_of(value, {f"rank {r}": case.tensor(r) for r in range(case.world_size)})
+            if factors:
+                text += f", it holds {in_words(factors)}"
+            return text
         if not torch.equal(value, values[0]):
-            why = "what a rank keeps must be rounded as what it sends"
-            return f"ranks 0 and {rank} do not hold the same bits: {why}"
+            return (
+                f"ranks 0 and {rank} do not hold the same bits: what a rank keeps must be "
+                "rounded as what it sends"
+            )
     return None
 
 
@@ -41,7 +45,8 @@ def _residual(rank: int, case: Case) -> Tensor:
     return case.random(rank + 7, case.size)
 
 
-def _whole(rank: int, case: Case) -> Tensor:
+def _corrected(rank: int, case: Case) -> Tensor:
+    """The gradient with the residual of the step before."""
     return case.tensor(rank) + _residual(rank, case)
 
 
@@ -56,12 +61,20 @@ def _largest(values: Tensor, k: int) -> Tensor:
 
 
 def _sent(rank: int, case: Case) -> Tensor:
-    return _largest(_whole(rank, case), _k(case))
+    return _largest(_corrected(rank, case), _k(case))
 
 
 def _forgetful(rank: int, case: Case) -> list[Tensor]:
-    own, k = case.tensor(rank), _k(case)
-    return [case.over_ranks(lambda r: _largest(case.tensor(r), k)), own - _largest(own, k)]
+    k = _k(case)
+    gradient = case.tensor(rank)
+    total = case.over_ranks(lambda r: _largest(case.tensor(r), k))
+    return [total, gradient - _largest(gradient, k)]
+
+
+def _parts(case: Case) -> dict[str, Tensor]:
+    ranks = range(case.world_size)
+    parts = {f"what rank {rank} sends": _sent(rank, case) for rank in ranks}
+    return parts | {f"rank {rank}'s gradient + residual": _corrected(rank, case) for rank in ranks}
 
 
 # Returned are the sum of what all ranks send, and this rank's new residual, both [N].
@@ -69,7 +82,7 @@ top_k = Check(
     "compressed.top_k",
     lambda rank, case: [
         case.over_ranks(lambda r: _sent(r, case)),
-        _whole(rank, case) - _sent(rank, case),
+        _corrected(rank, case) - _sent(rank, case),
     ],
     inputs=lambda rank, case: (case.tensor(rank), _residual(rank, case), _k(case)),
     signature="comm, gradient, residual, k",
@@ -78,9 +91,6 @@ top_k = Check(
     # Of each element a float32 and an int64.
     target=lambda rank, case: Target(num_bytes=12 * _k(case) * (case.world_size - 1)),
     mistakes={"the old residual was not added to the gradient": _forgetful},
-    parts=lambda case: {
-        **{f"what rank {r} sends": _sent(r, case) for r in range(case.world_size)},
-        **{f"rank {r}'s gradient + residual": _whole(r, case) for r in range(case.world_size)},
-    },
+    parts=_parts,
     sizes=(12, 7),
 )

@@ -1,4 +1,4 @@
-"""Page 16: what Horovod's coordinator decides in each cycle; it needs no ranks."""
+"""Page 16: the decisions of Horovod's coordinator in each cycle; they need no ranks."""
 
 from collections.abc import Sequence
 from random import Random
@@ -17,7 +17,8 @@ def _drawn(world_size: int, random: Random) -> list[list[list[str]]]:
 
 
 # The names that each rank announces, by cycle. In the second case rank 0 has another order, and a
-# name is left over; in the last a name comes again, and ranks are far apart.
+# name is left over; in the third a name comes again, and ranks are far apart; in the last one two
+# names come again, in the other order.
 @solved(
     ([[["conv", "linear"], ["linear", "conv"]]],),
     ([[["linear"], ["bias", "conv"]], [["conv", "bias"], ["linear"]], [[], ["conv"]]],),
@@ -27,6 +28,7 @@ def _drawn(world_size: int, random: Random) -> list[list[list[str]]]:
             *([["a"], ["a"], ["a"], ["b"]], [[], [], [], ["a"]]),
         ],
     ),
+    ([[["a", "b"], ["a", "b"]], [["b", "a"], ["b", "a"]]],),
     more=lambda random: [(_drawn(world_size, random),) for world_size in (2, 3, 1, 2, 3, 4)],
     mistakes={
         "a rank may announce a name cycles before the others do": (
@@ -41,9 +43,11 @@ def decide(cycles: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     when all ranks have announced it, and it may be announced again after that. Those whose turn
     comes together go in the order in which they were noted.
     """
-    coordinator, decided = Coordinator(len(cycles[0])), []
-    for announced in cycles:
-        new = [[(name, "allreduce") for name in names] for names in announced]
-        everyone = [{"new": requests, "waits": False} for requests in new]
-        decided.append([decision.name for decision in coordinator.decide(everyone)])
+    coordinator = Coordinator(len(cycles[0]))
+    decided = []
+    for cycle in cycles:
+        messages = []
+        for names in cycle:
+            messages.append({"new": [(name, "allreduce") for name in names], "waits": False})
+        decided.append([decision.name for decision in coordinator.decide(messages)])
     return decided

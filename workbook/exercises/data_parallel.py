@@ -31,13 +31,14 @@ def scatter(fn: Callable, n: int, devices: int, shape: tuple[int, ...]) -> Wrong
     """
     inputs = torch.arange(1, 1 + n * math.prod(shape)).view(n, *shape)
     # Integers stand for targets.
-    inputs = inputs if len(shape) == 2 else inputs.float()
+    if len(shape) != 2:
+        inputs = inputs.float()
     even = [len(part) for part in inputs.tensor_split(min(devices, n))]
     text = f"expected parts of {even} samples, the larger ones anywhere"
-    found = plain(fn(inputs, devices))
-    if not isinstance(found, list):
-        return Wrong(f"{text}, but the function returned {short(found)}")
-    parts = list(map(torch.as_tensor, found))
+    returned = plain(fn(inputs, devices))
+    if not isinstance(returned, list):
+        return Wrong(f"{text}, but the function returned {short(returned)}")
+    parts = list(map(torch.as_tensor, returned))
     sizes = [len(part) if part.dim() else 0 for part in parts]
     if sorted(sizes) != sorted(even):
         return Wrong(f"{text}, but they have {sizes}")
@@ -49,10 +50,12 @@ def scatter(fn: Callable, n: int, devices: int, shape: tuple[int, ...]) -> Wrong
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
-    """What a replica has in common with its model, by name."""
-    tensors = module.state_dict(keep_vars=True).items()
-    facts = {name: (type(t), t.dtype, t.requires_grad, t.tolist()) for name, t in tensors}
-    return facts | {"its mode, train or eval": [m.training for m in module.modules()]}
+    """The facts that a replica has in common with its model, by name."""
+    facts: dict[str, Any] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        facts[name] = (type(tensor), tensor.dtype, tensor.requires_grad, tensor.tolist())
+    facts["its mode, train or eval"] = [layer.training for layer in module.modules()]
+    return facts
 
 
 @judged("model, num_devices", (3,), (2,), (1,), (4,))
@@ -63,21 +66,25 @@ def replicate(fn: Callable, num_devices: int) -> Wrong | None:
     # With buffers, a frozen parameter, and a gradient from an earlier step.
     model(random_tensor(6, 8, 3)).sum().backward()
     model[0].bias.requires_grad_(False)
-    before, found = _facts(model), fn(model, num_devices)
-    many = isinstance(found, Iterable) and not isinstance(found, nn.Sequential)
-    replicas, places = list(found) if many else [found], dict[int, int]()
+    before = _facts(model)
+    returned = fn(model, num_devices)
+    replicas = [returned]
+    if isinstance(returned, Iterable) and not isinstance(returned, nn.Sequential):
+        replicas = list(returned)
     if len(replicas) != num_devices or not all(isinstance(r, nn.Module) for r in replicas):
         return Wrong(f"expected a list of {num_devices} modules, got {kind_of(replicas)}")
     if replicas[0] is not model:
         return Wrong("device 0 has to keep the model itself, which the optimizer updates")
+    owners: dict[int, int] = {}  # by address, the first replica with a tensor there
     for index, replica in enumerate(replicas):
-        now = _facts(replica)
-        differ = [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
-        if differ:
-            return Wrong(f"replica {index}: not as in the model: {', '.join(sorted(differ))}")
+        facts = _facts(replica)
+        names = sorted(before.keys() | facts.keys())
+        if differing := [name for name in names if before.get(name) != facts.get(name)]:
+            return Wrong(f"replica {index}: not as in the model: {', '.join(differing)}")
         for name, tensor in replica.state_dict(keep_vars=True).items():
-            if (other := places.setdefault(tensor.data_ptr(), index)) != index:
-                return Wrong(f"replicas {other} and {index} share the memory of {name}")
+            owner = owners.setdefault(tensor.data_ptr(), index)
+            if owner != index:
+                return Wrong(f"replicas {owner} and {index} share the memory of {name}")
     return None
 
 
@@ -92,12 +99,13 @@ def parallel_apply(fn: Callable, count: int, grad_mode: bool, failing: int) -> W
     order of the functions; the exception of a thread is raised in the caller.
     """
     error = (RuntimeError, KeyError, ZeroDivisionError)[failing]
-    meeting, words = threading.Barrier(count, timeout=_MEET_S), f"part {failing} has failed"
-    modes, expected = [], [10 * number for number in range(count)]
+    words = f"part {failing} has failed"
+    barrier = threading.Barrier(count, timeout=_MEET_S)
+    modes = []
 
     def part(number: int) -> int:
         modes.append(torch.is_grad_enabled())
-        meeting.wait()
+        barrier.wait()
         # The first thread ends last, so that results in the order of the ends are noticed.
         time.sleep(0.02 * (count - 1 - number))
         if number == failing:
@@ -106,20 +114,24 @@ def parallel_apply(fn: Callable, count: int, grad_mode: bool, failing: int) -> W
 
     try:
         with torch.set_grad_enabled(grad_mode), mock.patch.object(threading, "excepthook"):
-            found = plain(fn([part] * count, list(range(count))))
+            result = plain(fn([part] * count, list(range(count))))
     except Exception as raised:
-        if failing < 0 and not meeting.broken:
+        if failing < 0 and not barrier.broken:
             raise
-        found = raised
-    if meeting.broken:
+        result = raised
+    if barrier.broken:
         return Wrong(f"{count} functions do not run at the same time: start all threads first")
     if failing >= 0:
-        text = f"functions[{failing}] raised {error(words)!r}, the caller got {short(found)}"
-        return None if type(found) is error and words in str(found) else Wrong(text)
-    if not agree(found, expected):
-        return Wrong(f"the function returned {beside(found, expected)}")
-    text = f"is_grad_enabled() is {grad_mode} in the caller, {modes} in the threads"
-    return None if modes == [grad_mode] * count else Wrong(text)
+        if type(result) is error and words in str(result):
+            return None
+        text = f"functions[{failing}] raised {error(words)!r}, the caller got {short(result)}"
+        return Wrong(text)
+    expected = [10 * number for number in range(count)]
+    if not agree(result, expected):
+        return Wrong(f"the function returned {beside(result, expected)}")
+    if modes != [grad_mode] * count:
+        return Wrong(f"is_grad_enabled() is {grad_mode} in the caller, {modes} in the threads")
+    return None
 
 
 @judged("outputs, targets", ([1, 3, 2],), ([4, 3],), ([1, 1, 1, 1],), ([5],))
@@ -134,23 +146,30 @@ def gather(fn: Callable, samples: list[int]) -> Wrong | None:
     # One number stands for the parameters of a replica.
     replicas = [torch.ones((), requires_grad=True) for _ in samples]
     outputs = [leaf.detach() * replica for leaf, replica in zip(leaves, replicas)]
-    found = plain(fn(outputs, targets.clone()))
-    if not isinstance(found, list) or len(found) != 2:
-        return Wrong(f"expected the loss and a list of gradients, got {short(found)}")
+    returned = plain(fn(outputs, targets.clone()))
+    if not isinstance(returned, list) or len(returned) != 2:
+        return Wrong(f"expected the loss and a list of gradients, got {short(returned)}")
     if any(replica.grad is not None for replica in replicas):
         return Wrong("a gradient has run on into the replicas: detach the outputs first")
-    own = torch.stack([*map(functional.cross_entropy, leaves, targets.split(samples))])
-    losses = functional.cross_entropy(torch.cat(leaves), targets), own.mean()
-    expected, of_means = ([x.item(), *torch.autograd.grad(x, leaves)] for x in losses)
-    found = [found[0], *found[1]] if isinstance(found[1], list) else found
-    if kind := other_kind(found[1:], expected[1:]):
+    loss = functional.cross_entropy(torch.cat(leaves), targets)
+    expected = [loss.item(), *torch.autograd.grad(loss, leaves)]
+    local_losses = [*map(functional.cross_entropy, leaves, targets.split(samples))]
+    loss = torch.stack(local_losses).mean()
+    of_means = [loss.item(), *torch.autograd.grad(loss, leaves)]
+    loss, gradients = returned
+    values = [loss, *gradients] if isinstance(gradients, list) else [loss, gradients]
+    if kind := other_kind(values[1:], expected[1:]):
         return Wrong(f"what the function returns beside the loss: {kind}")
-    for place, (one, right, mean) in enumerate(zip(found, expected, of_means)):
-        if not agree(one, right):
-            what = f"the gradient of device {place - 1}" if place else "the loss"
-            like = "; it belongs to the mean of the devices' own means" if agree(one, mean) else ""
-            difference = f"it is {beside(one, right)}{like}"
-            return Wrong(f"{what}: {other_kind(one, right) or difference}")
+    for index, (value, right, mean) in enumerate(zip(values, expected, of_means)):
+        if agree(value, right):
+            continue
+        name = f"the gradient of device {index - 1}" if index else "the loss"
+        difference = other_kind(value, right)
+        if not difference:
+            difference = f"it is {beside(value, right)}"
+            if agree(value, mean):
+                difference += "; it belongs to the mean of the devices' own means"
+        return Wrong(f"{name}: {difference}")
     return None
 
 
@@ -169,22 +188,24 @@ def reduce(fn: Callable, there: str) -> Wrong | None:
     If it is None on all devices, so is the sum. The gradients of devices 1 and up must not change.
     ``there`` says by parameter which devices have a gradient.
     """
-    rows = there.split()
-    columns = [
-        [torch.randn(shape) * (p < 5) if has == "y" else None for has in row]
-        for p, (shape, row) in enumerate(zip(_SHAPES, rows))
-    ]
-    given = [list(of_device) for of_device in zip(*copy.deepcopy(columns))]
-    others = [list(of_device) for of_device in given[1:]]
-    found = plain(fn(given))
-    if not isinstance(found, list) or len(found) != len(rows):
-        return Wrong(f"expected a list of {len(rows)} sums, got {short(found)}")
-    if not agree(others, [list(of_device) for of_device in zip(*columns)][1:]):
+    words = there.split()
+    num_devices = len(words[0])
+    by_device: list[list] = [[] for _ in range(num_devices)]
+    totals = []
+    for index, (shape, word) in enumerate(zip(_SHAPES, words)):
+        gradients = [torch.randn(shape) * (index < 5) for _ in range(word.count("y"))]
+        totals.append(torch.stack(gradients).sum(0) if gradients else None)
+        for device, letter in enumerate(word):
+            by_device[device].append(gradients.pop() if letter == "y" else None)
+    before = copy.deepcopy(by_device[1:])
+    later = [list(gradients) for gradients in by_device[1:]]
+    sums = plain(fn(by_device))
+    if not isinstance(sums, list) or len(sums) != len(words):
+        return Wrong(f"expected a list of {len(words)} sums, got {short(sums)}")
+    if not agree(later, before):
         return Wrong("the gradients of other devices have changed: add into copies")
-    for p, (one, column, row) in enumerate(zip(found, columns, rows)):
-        own = [gradient for gradient in column if gradient is not None]
-        total = torch.stack(own).sum(0) if own else None
-        if not agree(one, total):
-            text = f"parameter {p} has a gradient on devices {row}: its sum is "
-            return Wrong(text + beside(one, total))
+    for index, (value, total, word) in enumerate(zip(sums, totals, words)):
+        if not agree(value, total):
+            text = f"parameter {index} has a gradient on devices {word}: its sum is "
+            return Wrong(text + beside(value, total))
     return None

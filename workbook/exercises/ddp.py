@@ -4,6 +4,7 @@ Symbols: P ranks, B samples in the global batch.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,10 +28,21 @@ def gradients_left(parameters: Sequence[nn.Parameter], before: Sequence[Tensor])
     """All gradients in one row, where each parameter has one and is as ``before``."""
     if not all(map(torch.equal, parameters, before)):
         return Wrong("the parameters have changed; this function only sets their gradients")
-    found = [p.grad.flatten() for p in parameters if p.grad is not None]
-    if missing := [i for i, p in enumerate(parameters) if p.grad is None]:
+    if missing := [i for i, parameter in enumerate(parameters) if parameter.grad is None]:
         return Wrong(f"parameters {missing} have no gradient")
-    return torch.cat(found)
+    for i, parameter in enumerate(parameters):
+        shape = list(torch.as_tensor(parameter.grad).shape)
+        if shape != list(parameter.shape):
+            return Wrong(
+                f"the gradient of parameter {i} has the shape {shape}, and the parameter "
+                f"{list(parameter.shape)}"
+            )
+    return flat_gradients(parameters)
+
+
+def flat_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The gradients of all parameters, in one row."""
+    return torch.cat([torch.as_tensor(parameter.grad).flatten() for parameter in parameters])
 
 
 def _model() -> nn.Sequential:
@@ -48,11 +60,13 @@ def _share(rank: int, case: Case) -> tuple[Tensor, Tensor]:
     return case.random(31 + rank, count, _FEATURES), targets.long()
 
 
+@lru_cache(maxsize=64)
 def _gradients(rank: int, case: Case) -> Tensor:
-    """Of the sum over a rank's samples."""
-    model, (inputs, targets) = _model(), _share(rank, case)
+    """Gradients of the sum over a rank's samples, in one row."""
+    model = _model()
+    inputs, targets = _share(rank, case)
     functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
-    return torch.cat([torch.as_tensor(p.grad).flatten() for p in model.parameters()])
+    return flat_gradients(model.parameters())
 
 
 def _call(fn: Callable, comm: Comm, *args: Any) -> Tensor | Wrong:
@@ -63,7 +77,7 @@ def _call(fn: Callable, comm: Comm, *args: Any) -> Tensor | Wrong:
 
 def _one_ring_each(rank: int, case: Case) -> Target:
     numels = [parameter.numel() for parameter in _model().parameters()]
-    costs = [ring_all_reduce_cost(n, 4, case.world_size, rank) for n in numels]
+    costs = [ring_all_reduce_cost(numel, 4, case.world_size, rank) for numel in numels]
     return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
 
 
@@ -92,39 +106,56 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
     """
     shapes = ((3, 2), (3,), (3, 3), (3,))
     parameters = [nn.Parameter(random_tensor(i + 1, *shape)) for i, shape in enumerate(shapes)]
-    reported, came = [], []
+    reported: list[int | str] = []  # what ``ready`` was called for
+    accumulated: list[int | str] = []
+    delayed: list[str] = []
 
-    def ready(*given: Any) -> None:
-        index = plain(given[0]) if len(given) == 1 else None
+    def ready(*args: Any) -> None:
+        index = plain(args[0]) if len(args) == 1 else None
         if not isinstance(index, int) or not 0 <= index < len(shapes):
-            reported.append(", ".join(type(one).__name__ for one in given))
+            reported.append(", ".join(type(arg).__name__ for arg in args))
         elif parameters[index].grad is None:
             reported.append(f"{index} before its .grad was set")
         else:
             reported.append(index)
+            if accumulated[-1] != index:
+                delayed.append(
+                    f"ready({index}) was called after the gradient of parameter "
+                    f"{accumulated[-1]} had come: call it as soon as its own is there"
+                )
 
     for i, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
+        parameter.register_post_accumulate_grad_hook(lambda _, i=i: accumulated.append(i))
     returned = fn(list(parameters), ready)
     handles = list(returned) if isinstance(returned, Iterable) else [returned]
     if not all(hasattr(handle, "remove") for handle in handles):
         return Wrong(f"the function returned {short(returned)}: return the list of the handles")
-    first, bias, second, last_bias = parameters
-    for when in ("first", "second", "third"):
-        for handle in handles if when == "third" else ():
-            handle.remove()
-        for parameter in parameters:
-            parameter.grad = None
-        out = torch.tanh(random_tensor(9, 5, 2) @ first.T + bias) @ second.T
-        (torch.tanh(out) @ second.T if branches else out + last_bias).sum().backward()
-        expected, why = came, f", and the gradients of {came} came"
-        if when == "third":
-            expected, why = [], ", although all returned handles were removed"
-        if reported != expected:
-            return Wrong(f"in the {when} backward ready was called for {reported}{why}")
+    for backward in ("first", "second"):
+        _run_backward(parameters, branches)
+        if reported != accumulated:
+            text = f"in the {backward} backward ready was called for {reported}, and the gradients"
+            return Wrong(f"{text} of {accumulated} came")
+        if delayed:
+            return Wrong(delayed[0])
         reported.clear()
-        came.clear()
+        accumulated.clear()
+    for handle in handles:
+        handle.remove()
+    _run_backward(parameters, branches)
+    if reported:
+        text = f"in the third backward ready was called for {reported}"
+        return Wrong(f"{text}, although all returned handles were removed")
     return None
+
+
+def _run_backward(parameters: list[nn.Parameter], branches: bool) -> None:
+    """One backward from no gradients; with ``branches`` one parameter is used twice, one never."""
+    for parameter in parameters:
+        parameter.grad = None
+    first, bias, second, last_bias = parameters
+    out = torch.tanh(random_tensor(9, 5, 2) @ first.T + bias) @ second.T
+    out = torch.tanh(out) @ second.T if branches else out + last_bias
+    out.sum().backward()
 
 
 # Sizes of parameters, cap, first bucket's cap. No parameter fills a bucket by itself.

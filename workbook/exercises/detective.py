@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit.runtime.agents import show_line, start_agents
+from workbook.agents import show_line, start_agents
 from workbook.exercises.cases import Case, case_of, check_of
 from workbook.exercises.grader import Wrong, judged
 from workbook.exercises.grader.compare import agree, short
@@ -28,7 +28,7 @@ _QUIET_S = 1.0
 _ANSWER_S, _AGAIN_S = 20.0, 0.3
 # PyTorch's name of the default process group.
 _DEFAULT_GROUP = "0"
-# Of an entry of the recorder: what says when, on which thread and in which process is left out.
+# The fields of an entry of the recorder that are shown: not its times, threads and process.
 _KEPT = ("collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "state", "retired")
 _PROGRAM = Path(__file__).parent / "programs" / "early_stop.py"
 
@@ -45,13 +45,13 @@ def case_of_run(
     dumps: Dumps,
     errors: Sequence[tuple[int, str]],
 ) -> Case:
-    """What is known of a run that stood still: by rank its stacks, the newest call first, and the
+    """Make a case of a run that stood still: by rank its stacks, the newest call first, and the
     entries of its flight recorder; the errors, each with its host.
     """
     losses = losses_of(seed, WORLD_SIZE)
     rank = int(losses.min(0).values.argmin())
     host = rank // RANKS_PER_HOST
-    sizes = [entries[-1]["input_sizes"] for each, entries in dumps.items() if each != rank]
+    sizes = [entries[-1]["input_sizes"] for other, entries in dumps.items() if other != rank]
     failed = [(host, line) for host, line in errors if "Timed out" in line]
     roots = [line.split()[2] for _, line in errors if line.startswith("  rank ")]
     text = f"""
@@ -77,8 +77,8 @@ def show_stacks(case: Case) -> None:
         frames = [line for line in stack.splitlines() if "distributed_c10d" in line]
         frames += [line for line in stack.splitlines() if _PROGRAM.name in line]
         # A rank that did not answer has an error there instead.
-        shown = [re.sub(r'File ".*/', 'File "', frame) for frame in frames]
-        print(f"rank {rank}", *(shown or [stack.strip()]), sep="\n")
+        shown = [re.sub(r'File ".*/', 'File "', frame) for frame in frames] or [stack.strip()]
+        print(f"rank {rank}", *shown, sep="\n")
 
 
 def hang(seed: int | None = None) -> Case:
@@ -91,7 +91,8 @@ def hang(seed: int | None = None) -> Case:
         RuntimeError: the program has ended instead.
         OSError: the debug server does not answer.
     """
-    seed = new_seed() if seed is None else seed
+    if seed is None:
+        seed = new_seed()
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
@@ -103,9 +104,10 @@ def hang(seed: int | None = None) -> Case:
             show_line(host, line)
 
     def page(name: str) -> list[str]:
-        """What the debug server's page says, by rank."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=_ANSWER_S) as found:
-            return re.findall(r"<pre>(.*?)</pre>", found.read().decode(), re.DOTALL)
+        """The texts on a page of the debug server, by rank."""
+        url = f"http://127.0.0.1:{port}/{name}"
+        with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
+            return re.findall(r"<pre>(.*?)</pre>", answer.read().decode(), re.DOTALL)
 
     with start_agents(
         [_PROGRAM, str(seed), str(port)],
@@ -117,19 +119,22 @@ def hang(seed: int | None = None) -> Case:
             if agents.follow(quiet_s=_QUIET_S, show=show_steps):
                 raise RuntimeError(f"the program has ended, and was to stand still: {lines[-20:]}")
         print(f"... nothing for {_QUIET_S:g} s", flush=True)
-        before, dumps = None, Dumps()
+        before = None
+        dumps = Dumps()
         while dumps != before:
-            before, dumps = dumps, dict(enumerate(map(entries_in, page("fr_trace_json"))))
+            before = dumps
+            dumps = dict(enumerate(map(entries_in, page("fr_trace_json"))))
             time.sleep(_AGAIN_S)
         stacks = dict(enumerate(page("stacks")))
         agents.follow(show=lambda host, line: lines.append((host, line)))
-    for host, line in (errors := errors_in(lines)):
+    errors = errors_in(lines)
+    for host, line in errors:
         show_line(host, line)
     return case_of_run(seed, stacks, dumps, errors)
 
 
 def entries_in(dump: str | bytes, group: str = _DEFAULT_GROUP) -> list[dict[str, Any]]:
-    """What one rank's recorder says of a group; nothing if the rank did not answer."""
+    """The entries of a group in one rank's recorder; none if the rank did not answer."""
     try:
         return [
             {key: entry[key] for key in _KEPT}
@@ -141,58 +146,67 @@ def entries_in(dump: str | bytes, group: str = _DEFAULT_GROUP) -> list[dict[str,
 
 
 def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """By host, of what is printed at the end: the errors, and whom torchrun calls the cause."""
-    found: list[tuple[int, str]] = []
-    for host, line in sorted(lines, key=lambda one: one[0]):
-        is_cause = line.startswith("  rank ") and found and found[-1][1].startswith("Root Cause")
+    """The errors in the printed lines, by host, and the ranks that torchrun calls the cause."""
+    errors: list[tuple[int, str]] = []
+    for host, line in sorted(lines, key=lambda host_and_line: host_and_line[0]):
+        is_cause = line.startswith("  rank ") and errors and errors[-1][1].startswith("Root Cause")
         if "Error: " in line or line.startswith("Root Cause") or is_cause:
-            # Without the place in gloo's sources.
-            found.append((host, re.sub(r"\[/\S+\] ", "", line)))
-    return found
+            # Without the location in gloo's sources.
+            errors.append((host, re.sub(r"\[/\S+\] ", "", line)))
+    return errors
 
 
-# What goes wrong, with which rank, after so many collectives that go well, and how often again;
-# so many of the newest entries are kept, as in a small buffer; whose dump is lost.
+# By case: the fault, its rank, how many collectives before it go well, and how many after it do
+# not; how many of the newest entries are kept, as in a small buffer; the rank whose dump is lost.
 @judged(
     "dumps",
     *(("does not come", 1, 4, 0, 99, None), ("all agree", 0, 6, 0, 99, None)),
     *(("calls another collective", 0, 5, 0, 99, None), ("brings another size", 2, 3, 2, 99, None)),
     *(("comes alone", 3, 7, 0, 99, None), ("does not come", 0, 5, 0, 3, None)),
     *(("calls another collective", 2, 6, 0, 2, 1), ("brings another size", 0, 4, 0, 99, None)),
-    ("all agree", 0, 7, 0, 2, None),
+    *(("all agree", 0, 7, 0, 2, None), ("calls another collective", 1, 0, 0, 99, None)),
 )
 def culprit(
     fn: Callable, kind: str, rank: int, before: int, after: int, kept: int, lost: int | None
 ) -> Wrong | None:
-    """Grade ``fn(dumps)``: who is the first to do something else, by flight recorder dumps.
+    """Grade ``fn(dumps)``: the first rank to do something else, by flight recorder dumps.
 
     ``dumps``: {rank: list of entries}. Expected is (rank, ``collective_seq_id``), or None where
     all ranks agree. One rank differs; the others are the majority.
     """
-    # What PyTorch 2.10's recorders hold with gloo while the others wait, by rank.
-    dumps, calls = Dumps(), before + 1 + after
-    names = random.choices(["all_reduce", "broadcast"], [3, 2], k=calls)
+    # The contents of PyTorch 2.10's recorders with gloo while the others wait, by rank.
+    dumps = Dumps()
+    num_calls = before + 1 + after
+    names = random.choices(["all_reduce", "broadcast"], [3, 2], k=num_calls)
     # The last number of a shape is the one that differs.
-    shapes = [random.choices(range(20, 90), k=random.randint(1, 3)) for _ in range(calls)]
-    for each in random.sample(range(WORLD_SIZE), WORLD_SIZE):
-        own, entries = each == rank, []
+    shapes = [random.choices(range(20, 90), k=random.randint(1, 3)) for _ in range(num_calls)]
+    for dumped_rank in random.sample(range(WORLD_SIZE), WORLD_SIZE):
+        is_culprit = dumped_rank == rank
+        entries = []
         for number, (name, shape) in enumerate(zip(names, shapes), start=1):
             fault = kind if number > before else ""
-            comes = {"all agree": False, "comes alone": own, "does not come": not own}
-            if not comes.get(fault, True):
+            if fault == "all agree":
+                continue
+            if (fault == "comes alone" and not is_culprit) or (
+                fault == "does not come" and is_culprit
+            ):
                 continue
             if fault == "calls another collective":
-                name = "broadcast" if own else "all_reduce"
+                name = "broadcast" if is_culprit else "all_reduce"
             # A root that sends too little: nobody notices.
             if fault == "brings another size":
-                name, shape = "broadcast", [*shape[:-1], shape[-1] - 7 * own]
+                name = "broadcast"
+                shape = [*shape[:-1], shape[-1] - 7 * is_culprit]
             done = fault in ("", "brings another size")
-            values = number, f"gloo:{name}", [shape], ["Float"], "scheduled", done
+            if number >= before:
+                # The newest entries are retired on some ranks, and not yet on others.
+                done = done and random.random() < 0.5
+            values = (number, f"gloo:{name}", [shape], ["Float"], "scheduled", done)
             entries.append(dict(zip(_KEPT, values)))
-        if each != lost:
-            dumps[each] = entries[-kept:]
-    found = fn(dumps)
+        if dumped_rank != lost:
+            dumps[dumped_rank] = entries[-kept:]
+    answer = fn(dumps)
     expected = None if kind == "all agree" else (rank, before + 1)
-    if agree(found, expected):
+    if agree(answer, expected):
         return None
-    return Wrong(f"the function returned {short(found)}, expected {expected}")
+    return Wrong(f"the function returned {short(answer)}, expected {expected}")

@@ -1,4 +1,4 @@
-"""Page 16: a port from Horovod to DDP, and what an update means elsewhere.
+"""Page 16: a port from Horovod to DDP, and the meaning of an update elsewhere.
 
 The ranks of the port begin with different weights and buffers, as in a real program, and rank 0
 alone may have a checkpoint. Symbols: P ranks.
@@ -8,7 +8,7 @@ import copy
 import inspect
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from statistics import fmean
@@ -36,16 +36,15 @@ def _samples(case: Case) -> TensorDataset:
 
 def _training(key: int, case: Case, factor: int) -> tuple[nn.Sequential, torch.optim.SGD]:
     """A model with a buffer, in float64, another one for each key, and its optimizer."""
-    linear = nn.Linear(_FEATURES, 5), nn.Linear(5, _CLASSES)
-    model = nn.Sequential(linear[0], nn.Tanh(), linear[1]).double()
+    model = nn.Sequential(nn.Linear(_FEATURES, 5), nn.Tanh(), nn.Linear(5, _CLASSES)).double()
     model.register_buffer("centre", torch.zeros(_FEATURES).double())
-    named = enumerate(model.state_dict().items(), start=10 * key)
-    model.load_state_dict({name: case.random(n, *one.shape) for n, (name, one) in named})
+    for number, tensor in enumerate(model.state_dict().values(), start=10 * key):
+        tensor.copy_(case.random(number, *tensor.shape))
     return model, torch.optim.SGD(model.parameters(), lr=_LR * factor, momentum=0.9)
 
 
 def _checkpoint(case: Case) -> dict[str, Any]:
-    """Of an earlier training, made anew, since an optimizer goes on with the tensors it loads."""
+    """A checkpoint of an earlier training, made anew: an optimizer goes on with its tensors."""
     model, optimizer = _training(10, case, case.world_size)
     for number, parameter in enumerate(model.parameters(), start=200):
         momentum = case.random(number, *parameter.shape).double()
@@ -55,57 +54,72 @@ def _checkpoint(case: Case) -> dict[str, Any]:
 
 def _left(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The model's state and the momentum of its parameters, each in one row."""
-    momentum = [optimizer.state[one]["momentum_buffer"] for one in model.parameters()]
-    parts = [*model.state_dict().values()], momentum
-    return [torch.cat([one.flatten() for one in part]) for part in parts]
+    momentum = [optimizer.state[weight]["momentum_buffer"] for weight in model.parameters()]
+    return [_flat(model.state_dict().values()), _flat(momentum)]
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 @lru_cache(maxsize=64)
 def _by_rank(case: Case, mistake: str = "") -> list[list]:
-    """What a port has to leave on each rank, as one device plays it, right or with a mistake."""
-    samples, P, losses = _samples(case), case.world_size, []
-    trainings = [_training(0, case, 1 if mistake == "not scaled" else P) for _ in range(P)]
-    for rank, (model, optimizer) in enumerate(trainings if case.size else []):
-        model.load_state_dict(_checkpoint(case)["model"])
-        if rank == 0 or mistake != "momentum on rank 0":
-            optimizer.load_state_dict(_checkpoint(case)["optimizer"])
+    """The results of a port on each rank, as one device plays it, right or with a mistake."""
+    samples = _samples(case)
+    P = case.world_size
+    factor = 1 if mistake == "not scaled" else P
+    trainings = [_training(0, case, factor) for _ in range(P)]
+    if case.size:
+        for rank, (model, optimizer) in enumerate(trainings):
+            model.load_state_dict(_checkpoint(case)["model"])
+            if rank == 0 or mistake != "momentum on rank 0":
+                optimizer.load_state_dict(_checkpoint(case)["optimizer"])
+    losses = []
     samplers = [DistributedSampler(samples, P, rank) for rank in range(P)]
     for epoch in range(_EPOCHS):
         for sampler in samplers:
             sampler.set_epoch(epoch)
-        found = []
+        batch_losses = []
         for batches in zip(*(torch.tensor([*s]).split(_BATCH_SIZE) for s in samplers)):
-            for (model, _), (inputs, targets) in zip(trainings, map(samples.__getitem__, batches)):
+            for (model, _), batch in zip(trainings, batches):
+                inputs, targets = samples[batch]
                 loss = functional.cross_entropy(model(inputs), targets)
                 loss.backward()
-                found.append(loss.item())
+                batch_losses.append(loss.item())
             for replicas in zip(*(model.parameters() for model, _ in trainings)):
-                mean = torch.stack([one.grad for one in replicas]).mean(0)
-                for one in replicas if mistake != "not averaged" else ():
-                    one.grad = mean.clone()
+                mean = torch.stack([weight.grad for weight in replicas]).mean(0)
+                for weight in replicas if mistake != "not averaged" else ():
+                    weight.grad = mean.clone()
             for _, optimizer in trainings:
                 optimizer.step()
                 optimizer.zero_grad()
-        losses.append(fmean(found))
-    left = [_left(*one) for one in trainings]
-    saved = [left[0], *[[None, None]] * (P - 1)]
-    return [[state, losses, *of_rank] for (state, _), of_rank in zip(left, saved)]
+        losses.append(fmean(batch_losses))
+    by_rank: list[list] = [[_left(*training)[0], losses, None, None] for training in trainings]
+    by_rank[0][2:] = _left(*trainings[0])
+    return by_rank
 
 
 def _ported(fn: Callable, comm: Comm, case: Case) -> list | Wrong:
-    model, saved = _training(comm.rank, case, 1)[0], []
-    start = _checkpoint(case) if case.size and comm.rank == 0 else None
-    given = model, _samples(case), _BATCH_SIZE, _LR, _EPOCHS, start
+    model, _ = _training(comm.rank, case, 1)
+    saved = []
+    start = None
+    if case.size and comm.rank == 0:
+        start = _checkpoint(case)
     with ExitStack() as stack:
         # A run has its process group, so a script makes and destroys none; by their code, since
         # a script may have imported them by name.
-        for made in map(inspect.unwrap, (dist.init_process_group, dist.destroy_process_group)):
-            stack.callback(setattr, made, "__code__", made.__code__)
-            made.__code__ = (lambda *args, **options: None).__code__
-        losses = fn(*given, lambda state: saved.append(copy.deepcopy(state)))
+        for function in map(inspect.unwrap, (dist.init_process_group, dist.destroy_process_group)):
+            stack.callback(setattr, function, "__code__", function.__code__)
+            function.__code__ = (lambda *args, **options: None).__code__
+
+        def save(state: Any) -> None:
+            saved.append(copy.deepcopy(state))
+
+        losses = fn(model, _samples(case), _BATCH_SIZE, _LR, _EPOCHS, start, save)
     if bool(saved) != (comm.rank == 0):
-        return Wrong(f"it saves {'a' if saved else 'no'} checkpoint: rank 0 alone has to save one")
-    state = torch.cat([one.flatten() for one in model.state_dict().values()])
+        article = "a" if saved else "no"
+        return Wrong(f"it saves {article} checkpoint: rank 0 alone has to save one")
+    state = _flat(model.state_dict().values())
     if not saved:
         return [state, losses, None, None]
     again, optimizer = _training(0, case, 1)
@@ -143,9 +157,9 @@ to_ddp = Check(
     special=lambda case: "from a checkpoint" if case.size else "from the beginning",
 )
 
-# What an update means: the conventions of Horovod and DDP (the mean of the replicas' means, or
-# with ``op=Sum`` their sum; statistics of the rank's own, or of rank 0), of TensorFlow's
-# strategies (a mean over the batch; the mean of the replicas' statistics), and of SyncBatchNorm.
+# Conventions of an update: those of Horovod and DDP (the mean of the replicas' means, or with
+# ``op=Sum`` their sum; statistics of the rank's own, or of rank 0), of TensorFlow's strategies
+# (a mean over the batch; the mean of the replicas' statistics), and of SyncBatchNorm.
 GRADIENTS = ("mean of means", "mean over the batch", "sum of means")
 STATISTICS = ("own", "rank 0", "mean of replicas", "whole batch")
 # P shares -> how far the weight has moved, and the running mean on each replica.
@@ -161,10 +175,12 @@ def semantics(fn: Callable, gradients: str, statistics: str) -> Wrong | None:
     the weight has moved, and each replica's running mean.
     """
     lr, momentum = random.uniform(0.1, 0.9), random.uniform(0.1, 0.9)
-    found = plain(fn(step_of(gradients, statistics, lr, momentum)))
-    if isinstance(found, list):
-        found = [" ".join(x.lower().split()) if isinstance(x, str) else x for x in found]
-    return None if found == [gradients, statistics] else Wrong(f"it returned {short(found)}")
+    answer = plain(fn(step_of(gradients, statistics, lr, momentum)))
+    if isinstance(answer, list):
+        answer = [" ".join(x.lower().split()) if isinstance(x, str) else x for x in answer]
+    if answer == [gradients, statistics]:
+        return None
+    return Wrong(f"it returned {short(answer)}")
 
 
 def step_of(gradients: str, statistics: str, lr: float = 1.0, momentum: float = 1.0) -> Step:
@@ -173,10 +189,12 @@ def step_of(gradients: str, statistics: str, lr: float = 1.0, momentum: float = 
     def step(shares: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
         numbers = [[float(sample) for sample in share] for share in shares]
         means = [fmean(share) for share in numbers]
-        of_batch = fmean(itertools.chain(*numbers))
-        moved = dict(zip(GRADIENTS, (fmean(means), of_batch, sum(means))))
-        by_name = dict(zip(STATISTICS, (means, means[:1], [fmean(means)], [of_batch])))
-        by_replica = by_name[statistics] * (1 if statistics == "own" else len(means))
+        batch_mean = fmean(itertools.chain(*numbers))
+        moved = dict(zip(GRADIENTS, (fmean(means), batch_mean, sum(means))))
+        by_replica = means
+        if statistics != "own":
+            common = dict(zip(STATISTICS[1:], (means[0], fmean(means), batch_mean)))
+            by_replica = [common[statistics]] * len(means)
         return lr * moved[gradients], [momentum * mean for mean in by_replica]
 
     return step

@@ -1,4 +1,4 @@
-"""Page 15: what a benchmark has to look at beside its clock.
+"""Page 15: the things that a benchmark has to look at beside its clock.
 
 Symbols: P ranks.
 """
@@ -54,17 +54,19 @@ def useful_rate(
     return min(train_size, sum(samples_by_rank)) / statistics.median(epoch_seconds[1:])
 
 
-# How the parameters of one rank differ from those of the others.
+# Differences between the parameters of one rank and those of the others.
 _DIFFERENCES: dict[str, Callable[[Tensor], object]] = {
-    "equal on all ranks": lambda mine: None,
-    "rank {} differs by 1 in every number": lambda mine: mine.add_(1),
-    "rank {} differs by 1 in its first number": lambda mine: mine[:1].add_(1),
-    "rank {} differs by 1 in its last number": lambda mine: mine[-1:].add_(1),
+    "equal on all ranks": lambda values: None,
+    "rank {} differs by 1 in every number": lambda values: values.add_(1),
+    "rank {} differs by 1 in its first number": lambda values: values[:1].add_(1),
+    "rank {} differs by 1 in its last number": lambda values: values[-1:].add_(1),
     "rank {} differs in the last bit of its number 4": (
-        lambda mine: mine[4:5].copy_(torch.nextafter(mine[4:5], torch.tensor(torch.inf)))
+        lambda values: values[4:5].copy_(torch.nextafter(values[4:5], torch.tensor(torch.inf)))
     ),
     # Neither the first nor the last number moves.
-    "rank {} differs in the order of its numbers": lambda mine: mine[3:5].copy_(mine[3:5].flip(0)),
+    "rank {} differs in the order of its numbers": (
+        lambda values: values[3:5].copy_(values[3:5].flip(0))
+    ),
 }
 # In a sum with the other numbers, or with an absolute tolerance, its last bit is lost.
 _TINY = 1e-30
@@ -78,11 +80,12 @@ def _difference(case: Case) -> tuple[int, str]:
 
 def _replica(rank: int, case: Case) -> tuple[Tensor]:
     """[case.size], this rank's parameters."""
-    mine, (other, how) = case.random(0, case.size), _difference(case)
-    mine[case.size // 3 :: 3] = _TINY
-    if rank == other:
-        _DIFFERENCES[how](mine)
-    return (mine,)
+    parameters = case.random(0, case.size)
+    parameters[case.size // 3 :: 3] = _TINY
+    differing_rank, difference = _difference(case)
+    if rank == differing_rank:
+        _DIFFERENCES[difference](parameters)
+    return (parameters,)
 
 
 replicas_agree = Check(
@@ -110,7 +113,8 @@ def interleaved_ratio(fn: Callable, b_costs: float, repeats: int) -> Wrong | Non
     tenth each time. ``fn`` has to call each once to warm up, then make ``repeats`` pairs, which
     begin with a and with b alternately.
     """
-    order, seconds = [], {"a": [], "b": []}
+    order = []
+    seconds = {"a": [], "b": []}
 
     def contender(name: str, cost_s: float) -> Callable[[], float]:
         def run() -> float:
@@ -121,25 +125,26 @@ def interleaved_ratio(fn: Callable, b_costs: float, repeats: int) -> Wrong | Non
 
         return run
 
-    found = fit(fn(contender("a", 1.0), contender("b", b_costs), repeats), 0.0)
+    ratio = fit(fn(contender("a", 1.0), contender("b", b_costs), repeats), 0.0)
     pairs = ["".join(order[i : i + 2]) for i in range(0, len(order), 2)]
     text = f"the runs came in the pairs {' '.join(pairs) or '(none)'}"
     if len(pairs) != repeats + 1 or any(pair not in ("ab", "ba") for pair in pairs):
         text += f", expected one pair to warm up, then {repeats}, each with one a and one b"
         return Wrong(text)
     # The warm-up pair is not counted, so it may begin with either.
-    if any(one == following for one, following in itertools.pairwise(pairs[1:])):
+    if any(pair == following for pair, following in itertools.pairwise(pairs[1:])):
         return Wrong(f"{text}: two in a row begin with the same one")
     ratios = [b / a for a, b in zip(seconds["a"], seconds["b"])]
     expected = statistics.median(ratios[1:])
-    if agree(found, expected):
+    if agree(ratio, expected):
         return None
-    a_s, b_s = (statistics.median(seconds[name][1:]) for name in "ab")
-    looks = {
-        ": that is a / b": statistics.median(1 / ratio for ratio in ratios[1:]),
-        ": the warm-up pair is counted, too": statistics.median(ratios),
-        ": that is the ratio of the two medians, not the median of the pairs' ratios": b_s / a_s,
-    }
-    why = next((words for words, one in looks.items() if agree(found, one)), "")
-    pair = beside(found, expected)
-    return Wrong(f"the function returned {pair}, the median of the pairs' b / a{why}")
+    text = f"the function returned {beside(ratio, expected)}, the median of the pairs' b / a"
+    a_s = statistics.median(seconds["a"][1:])
+    b_s = statistics.median(seconds["b"][1:])
+    if agree(ratio, statistics.median(1 / b_over_a for b_over_a in ratios[1:])):
+        text += ": that is a / b"
+    elif agree(ratio, statistics.median(ratios)):
+        text += ": the warm-up pair is counted, too"
+    elif agree(ratio, b_s / a_s):
+        text += ": that is the ratio of the two medians, not the median of the pairs' ratios"
+    return Wrong(text)

@@ -39,14 +39,17 @@ def _after(num_stages: int, case: Case) -> Tensor:
 
 
 def _parts(case: Case) -> dict[str, Tensor]:
-    ranks = range(case.world_size)
-    batches = {f"the inputs of rank {rank}": _given(rank, case) for rank in ranks}
-    return batches | {f"the output of stage {rank}": _after(rank + 1, case) for rank in ranks}
+    parts = {}
+    for rank in range(case.world_size):
+        parts[f"the inputs of rank {rank}"] = _given(rank, case)
+        parts[f"the output of stage {rank}"] = _after(rank + 1, case)
+    return parts
 
 
 def _target(step: int, rank: int, case: Case) -> Target:
     """One message to stage rank + ``step``, if it exists; one call of comm per neighbour."""
-    peer, calls = rank + step, (rank > 0) + (rank < case.world_size - 1)
+    peer = rank + step
+    calls = (rank > 0) + (rank < case.world_size - 1)
     if not 0 <= peer < case.world_size:
         return Target(0, 0, calls, frozenset())
     return Target(1, 4 * (case.size or _SAMPLES) * _WIDTH, calls, frozenset([peer]))
@@ -57,9 +60,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor] | Wrong:
     runs = list[int]()
     layers[0].register_forward_hook(lambda *_: runs.append(1))
-    found = fn(comm, layers, inputs)
-    pair = [*itertools.islice(found, 3)] if isinstance(found, Iterable) else []
-    if len(pair) != 2 or not all(isinstance(one, Tensor) for one in pair):
+    returned = fn(comm, layers, inputs)
+    pair = [*itertools.islice(returned, 3)] if isinstance(returned, Iterable) else []
+    if len(pair) != 2 or not all(isinstance(value, Tensor) for value in pair):
         return Wrong("the function has to return a pair of tensors, (entering, leaving)")
     entering, leaving = pair
     if len(runs) > 1:
@@ -69,10 +72,10 @@ def _forward(
     if any(parameter.grad is None for parameter in layers.parameters()):
         return Wrong("a backward from leaving gives the parameters of the layers no gradient")
     if comm.rank and not (entering.is_leaf and entering.grad is not None):
-        why = "call its requires_grad_(), and give it to the layers"
+        advice = "call its requires_grad_(), and give it to the layers"
         if not entering.is_leaf:
-            why = "it is not a leaf, so requires_grad_() comes after clone()"
-        return Wrong(f"entering, the received tensor, gets no gradient from a backward: {why}")
+            advice = "it is not a leaf, so requires_grad_() comes after clone()"
+        return Wrong(f"entering, the received tensor, gets no gradient from a backward: {advice}")
     return entering, leaving
 
 
@@ -81,13 +84,14 @@ def _backward(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None]:
     layers = stages[comm.rank]
     entering = stages[: comm.rank](_given(0, case)).detach().requires_grad_(comm.rank > 0)
     leaving = layers(entering)
-    last = comm.rank == comm.world_size - 1
-    fn(comm, entering, leaving.square().mean() if last else leaving)
+    if comm.rank == comm.world_size - 1:
+        leaving = leaving.square().mean()
+    fn(comm, entering, leaving)
     return [parameter.grad for parameter in layers.parameters()]
 
 
 def _gradients(rank: int, case: Case) -> list[Tensor | None]:
-    """Those of one device."""
+    """The gradients of a stage on one device."""
     stages = _stages(case.world_size)
     stages(_given(0, case)).square().mean().backward()
     return [parameter.grad for parameter in stages[rank].parameters()]
@@ -128,33 +132,42 @@ def _batch(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def _branch_gradients(rank: int, case: Case) -> list[Tensor | None]:
-    """Those of one device."""
+    """The gradients of a tower, and on rank 0 of the head, on one device."""
     towers, head = _network(case.world_size)
     inputs, targets = _batch(case)
     joined = torch.stack([tower(inputs) for tower in towers]).sum(0)
     functional.cross_entropy(head(joined), targets).backward()
-    return [
-        p.grad for module in (towers[rank], head)[: 2 - (rank > 0)] for p in module.parameters()
-    ]
+    return _gradients_on(rank, towers[rank], head)
+
+
+def _gradients_on(rank: int, tower: nn.Module, head: nn.Module) -> list[Tensor | None]:
+    parameters = list(tower.parameters())
+    if rank == 0:
+        parameters += head.parameters()
+    return [parameter.grad for parameter in parameters]
 
 
 def _branches(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None] | Wrong:
     towers, head = _network(comm.world_size)
-    tower, at = towers[comm.rank], list[int]()
+    tower = towers[comm.rank]
+    calls_before = list[int]()  # before the tower's forward, and before its backward
     start = comm.operations
 
     def watch(module: nn.Module, args: tuple, output: Tensor) -> None:
-        at.append(comm.operations - start)
-        output.register_hook(lambda gradient: at.append(comm.operations - start))
+        calls_before.append(comm.operations - start)
+        output.register_hook(lambda gradient: calls_before.append(comm.operations - start))
 
     tower.register_forward_hook(watch)
     fn(comm, tower, None if comm.rank else head, *_batch(case))
     calls = comm.operations - start
     # Forward before all calls, backward after them: the towers run at the same time.
-    if len(at) == 2 and comm.rank == 0 and at != [0, calls]:
-        text = f"tower 0 goes forward after {at[0]} and backward after {at[1]} of rank 0's {calls}"
-        return Wrong(f"{text} calls of comm, expected 0 and {calls}: the other towers wait for it")
-    return [p.grad for module in (tower, head)[: 2 - (comm.rank > 0)] for p in module.parameters()]
+    if len(calls_before) == 2 and comm.rank == 0 and calls_before != [0, calls]:
+        forward, backward = calls_before
+        text = f"tower 0 goes forward after {forward} and backward after {backward} of rank 0's"
+        return Wrong(
+            f"{text} {calls} calls of comm, expected 0 and {calls}: the other towers wait for it"
+        )
+    return _gradients_on(comm.rank, tower, head)
 
 
 def _branch_target(rank: int, case: Case) -> Target:

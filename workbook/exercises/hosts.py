@@ -61,13 +61,13 @@ def _kept(rank: int, case: Case) -> list[Tensor | None]:
     """The host's sum of the chunk that ``rank`` keeps; None for the others."""
     host = _host(rank, case)
     sums = split_chunks(case.total(host), min(_RANKS[case.world_size]))
-    return [one if owner == rank else None for owner, one in zip(host, sums)]
+    return [chunk if owner == rank else None for owner, chunk in zip(host, sums)]
 
 
 def _to_its_host(rank: int, case: Case) -> Target:
     host = _host(rank, case)
-    sent = [4 * len(c) for owner, c in zip(host, _chunks(rank, case)) if owner != rank]
-    return Target(len(sent), sum(sent), peers=frozenset(host) - {rank})
+    num_bytes = [4 * len(c) for owner, c in zip(host, _chunks(rank, case)) if owner != rank]
+    return Target(len(num_bytes), sum(num_bytes), peers=frozenset(host) - {rank})
 
 
 # There are as many chunks as the smallest host has ranks. Target per rank: one message for each
@@ -83,9 +83,9 @@ inside = _check(
 
 
 def _peers(rank: int, case: Case) -> tuple[int, ...]:
-    """The ranks at this rank's place on each host; place 0 if not every host has it."""
-    place = _host(rank, case).index(rank)
-    return tuple(host[place % min(_RANKS[case.world_size])] for host in hosts_of(case))
+    """The ranks with this local rank on each host; local rank 0 if not every host has it."""
+    local_rank = _host(rank, case).index(rank) % min(_RANKS[case.world_size])
+    return tuple(host[local_rank] for host in hosts_of(case))
 
 
 def _ring_of_peers(rank: int, case: Case) -> Target:
@@ -113,8 +113,11 @@ def _leaves_too_much(case: Case, ranks: Ranks) -> Found:
     # Ranks may cut a tensor into up to P pieces before the ring of hosts cuts them into H.
     slack = 4 * 2 * (len(hosts) - 1) * case.world_size
     for number, target in enumerate(card_bytes("hierarchical", case.size, 4, hosts)):
-        sent = [pair for rank in hosts[number] for pair in ranks[rank].bytes_to.items()]
-        leaving = sum(count for peer, count in sent if peer not in hosts[number])
+        leaving = 0
+        for rank in hosts[number]:
+            for peer, num_bytes in ranks[rank].bytes_to.items():
+                if peer not in hosts[number]:
+                    leaving += num_bytes
         if leaving > target + slack:
             text = f"{format_bytes(leaving)} leave host {number} by its card, where the target is "
             return f"{text}{format_bytes(target)}: add up inside each host first"
@@ -158,33 +161,34 @@ def _gradient_of(rank: int, case: Case) -> Callable[[Tensor, int], Tensor]:
 
 
 def _trained(
-    case: Case, rank: int, divisor: int = 0, at_end: bool = True, every: int = 0
+    case: Case, rank: int, divisor: int = 0, at_end: bool = True, interval: int = 0
 ) -> Tensor:
     """The rank's weights at the end, of all ranks' updates one after the other."""
-    (steps, usual), ranks = _plan(case), range(case.world_size)
-    every = every or usual
-    weights = [_start(case) for _ in ranks]
+    steps, usual_interval = _plan(case)
+    interval = interval or usual_interval
+    weights = [_start(case)] * case.world_size
     for step in range(steps):
-        weights = [w - LR * _gradient_of(r, case)(w, step) for r, w in zip(ranks, weights)]
-        if (step + 1) % every == 0 or (at_end and step + 1 == steps):
+        weights = [w - LR * _gradient_of(r, case)(w, step) for r, w in enumerate(weights)]
+        if (step + 1) % interval == 0 or (at_end and step + 1 == steps):
             mean = torch.stack(weights).sum(0) / (divisor or case.world_size)
-            weights = [mean for _ in ranks]
+            weights = [mean] * case.world_size
     return weights[rank]
 
 
 def _train(
-    fn: Callable, comm: Comm, weight: Tensor, gradient_of: Callable, steps: int, every: int
+    fn: Callable, comm: Comm, weight: Tensor, gradient_of: Callable, steps: int, interval: int
 ) -> None:
     def computed(weight: Tensor, step: int) -> Tensor:
         with comm.span("compute"):
             return gradient_of(weight, step)
 
-    fn(comm, weight, computed, steps, every)
+    fn(comm, weight, computed, steps, interval)
 
 
 def _an_all_reduce_per_average(rank: int, case: Case) -> Target:
-    cost, (steps, every) = ring_all_reduce_cost(case.size, 8, case.world_size, rank), _plan(case)
-    averages = -(-steps // every)
+    cost = ring_all_reduce_cost(case.size, 8, case.world_size, rank)
+    steps, interval = _plan(case)
+    averages = -(-steps // interval)
     return Target(averages * cost.messages, averages * cost.num_bytes)
 
 
@@ -197,7 +201,7 @@ local_sgd = Check(
     inputs=lambda rank, case: (_start(case), _gradient_of(rank, case), *_plan(case)),
     call=_train,
     parts=lambda case: {
-        f"what rank {r} trains alone": _trained(case, r, every=10, at_end=False)
+        f"what rank {r} trains alone": _trained(case, r, interval=10, at_end=False)
         for r in range(case.world_size)
     },
     mistakes={
@@ -223,9 +227,9 @@ _SLURM = {
 }
 
 
-def _torchruns(rank: int, local_rank: int, host: int, **others: str) -> tuple:
-    own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
-    return own | others, (rank, local_rank, host)
+def _torchruns(rank: int, local_rank: int, host: int, **variables: str) -> tuple:
+    variables |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
+    return variables, (rank, local_rank, host)
 
 
 @judged(
@@ -233,9 +237,9 @@ def _torchruns(rank: int, local_rank: int, host: int, **others: str) -> tuple:
     *(_torchruns(5, 1, 1), _torchruns(3, 3, 0)),
     _torchruns(4, 0, 1, SLURM_PROCID="1", SLURM_TASKS_PER_NODE="1(x2)"),
     *(
-        ({"SLURM_PROCID": str(where[0]), "SLURM_TASKS_PER_NODE": tasks}, where)
-        for tasks, places in _SLURM.items()
-        for where in places
+        ({"SLURM_PROCID": str(ranks[0]), "SLURM_TASKS_PER_NODE": tasks}, ranks)
+        for tasks, processes in _SLURM.items()
+        for ranks in processes
     ),
 )
 def place(fn: Callable, environment: dict[str, str], expected: tuple) -> Wrong | None:
@@ -245,5 +249,7 @@ def place(fn: Callable, environment: dict[str, str], expected: tuple) -> Wrong |
     SLURM_PROCID and SLURM_TASKS_PER_NODE. Under a torchrun that Slurm has started, torchrun's
     variables are right.
     """
-    found = fn(environment)
-    return None if agree(found, expected) else Wrong(f"it returned {short(plain(found))}")
+    answer = fn(environment)
+    if agree(answer, expected):
+        return None
+    return Wrong(f"it returned {short(plain(answer))}")

@@ -1,4 +1,4 @@
-"""Page 00: the first messages, and the time that one takes.
+"""Page 00: the first messages, and the time that a message takes.
 
 Symbols: P ranks, S bytes of a rank's tensor.
 """

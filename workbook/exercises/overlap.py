@@ -6,7 +6,7 @@ it. Symbols: P ranks, B samples in the global batch.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -42,56 +42,62 @@ def in_order(fn: Callable, buckets: list[list[int]], order: list[int]) -> Wrong 
 
     ``start(b)`` has to be called as soon as buckets 0 to b have all their gradients.
     """
-    starts, came, own = [], [], [list(bucket) for bucket in buckets]
-    ready = fn(own, lambda b: starts.append([plain(b), len(came)]))
+    starts = []
+    num_ready = 0
+    given = [list(bucket) for bucket in buckets]
+    ready = fn(given, lambda b: starts.append([plain(b), num_ready]))
     if not callable(ready):
         return Wrong(f"the function returned {short(ready)}: return a function ready(index)")
     for index in order:
-        came.append(index)
+        num_ready += 1
         ready(index)
-    if own != buckets:
+    if given != buckets:
         return Wrong("the lists in buckets were changed: the next backward needs them as well")
-    expected = [list(one) for one in enumerate(_start_moments(buckets, order))]
+    expected = list(map(list, enumerate(_start_moments(buckets, order))))
+    if agree(starts, expected):
+        return None
     text = f"the starts, each with the number of gradients that are there, are {starts}"
-    return None if agree(starts, expected) else Wrong(f"{text}, expected {expected}")
+    return Wrong(f"{text}, expected {expected}")
 
 
 def _start_moments(buckets: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
-    """By bucket: how many gradients are there when it may start; of the first buckets only.
+    """The number of gradients there when a bucket may start, by bucket; of the first ones only.
 
     A bucket may start with its last gradient, and not before the buckets before it. One whose
     gradients are never all there has no entry, nor have those after it.
     """
-    place = {index: number for number, index in enumerate(order, start=1)}
-    full = []
+    moments = []
     for bucket in buckets:
-        if any(index not in place for index in bucket):
+        if not set(bucket) <= set(order):
             break
-        full.append(max(place[index] for index in bucket))
-    return list(accumulate(full, max))
+        moments.append(1 + max(map(order.index, bucket)))
+    return list(accumulate(moments, max))
 
 
 class _AllReduce:
     """Stands for an all-reduce under way, whose sum is there once it is waited for.
 
     Attributes:
-        own: what this rank has put into it.
-        started_at, waited_at: how many gradients had come.
+        local: the tensor that this rank has put into it.
+        started_at, waited_at: the number of gradients that had come.
     """
 
-    def __init__(self, flat: Tensor, of_others: Sequence[Tensor], came: Sequence[int] = ()):
+    def __init__(self, flat: Tensor, remote: Sequence[Tensor], came: Sequence[int] = ()):
         check_tensor(flat, torch.device("cpu"))
-        self.own, self.started_at = flat.detach().flatten().clone(), len(came)
+        self.local = flat.detach().flatten().clone()
+        self.started_at = len(came)
         self.waited_at: int | None = None
-        self._flat, self._of_others, self._came = flat, of_others, came
+        self._flat = flat
+        self._remote = remote
+        self._came = came
 
     def wait(self, *_: Any) -> bool:
         if self.waited_at is None:
             self.waited_at = len(self._came)
             # A rank that sends another number of elements is told so, by itself.
-            alike = [other for other in self._of_others if other.shape == self.own.shape]
+            alike = [tensor for tensor in self._remote if tensor.shape == self.local.shape]
             with torch.no_grad():
-                self._flat.copy_(torch.stack([self.own, *alike]).sum(0).view_as(self._flat))
+                self._flat.copy_(torch.stack([self.local, *alike]).sum(0).view_as(self._flat))
         return True
 
 
@@ -110,7 +116,7 @@ def _flat(tensors: Sequence[Tensor], bucket: Sequence[int]) -> Tensor:
 
 
 def _left(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Their gradients; zeros where there is none."""
+    """The gradients of the parameters; zeros where there is none."""
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
 
 
@@ -124,34 +130,37 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
     ``handles[b].wait()`` brings the sum over the ranks into ``flats[b]``. At the end each
     parameter's ``grad`` is its piece of that, over B. Parameter 0 got no gradient on this rank.
     """
-    parameters, before = _parameters(), _parameters()
+    parameters = _parameters()
     for parameter in parameters[1:]:
         parameter.grad = torch.randn_like(parameter)
     flats = [_flat(_left(parameters), bucket) for bucket in buckets]
-    of_others = [torch.randn_like(flat) for flat in flats]
-    totals, own = list(map(torch.add, flats, of_others)), [flat.clone() for flat in flats]
-    handles = [_AllReduce(flat, [of_other]) for flat, of_other in zip(flats, of_others)]
+    remote = [torch.randn_like(flat) for flat in flats]
+    handles = list(map(lambda flat, tensor: _AllReduce(flat, [tensor]), flats, remote))
     fn(parameters, buckets, flats, handles, batch_size)
     for b, handle in enumerate(handles):
         if handle.waited_at is None:
             return Wrong(f"handles[{b}].wait() was not called: flats[{b}] may be this rank's own")
-    if isinstance(found := gradients_left(parameters, before), Wrong):
-        return found
-    for bucket, total, mine in zip(buckets, totals, own):
-        found, expected = _flat(_left(parameters), bucket), total / batch_size
-        if not agree(found, expected):
-            parts = {"the sum over the ranks": total, "this rank's own gradients": mine}
-            like = in_words(made_of(found * batch_size, parts))
-            like = f": they are ({like}) / {batch_size}" if like else ""
-            text = f"the gradients of parameters {bucket} are {beside(found, expected)}"
-            return Wrong(text + like)
+    gradients = gradients_left(parameters, before=_parameters())
+    if isinstance(gradients, Wrong):
+        return gradients
+    for bucket, handle, remote_sum in zip(buckets, handles, remote):
+        total = handle.local + remote_sum
+        gradient = _flat(_left(parameters), bucket)
+        expected = total / batch_size
+        if not agree(gradient, expected):
+            text = f"the gradients of parameters {bucket} are {beside(gradient, expected)}"
+            parts = {"the sum over the ranks": total, "this rank's own gradients": handle.local}
+            if factors := made_of(gradient * batch_size, parts):
+                text += f": they are ({in_words(factors)}) / {batch_size}"
+            return Wrong(text)
     return None
 
 
 # Samples of the global batch: with the second number some parameters are not used. As many a rank
 # are drawn, through layers whose backward takes about as long as their gradients on the link.
 _ALL_USED, _SOME_UNUSED, _DRAWN = 11, 7, 256
-_WIDTH, _LAYERS, _LINK = 512, 6, EmulatedLink(0.001, 125e6)
+_WIDTH, _LAYERS = 512, 6
+_LINK = EmulatedLink(0.001, 125e6)
 _FEATURES, _CLASSES = 4, 3
 # No two buckets have equally many elements, so a start tells which bucket it is.
 _ELEMENTS = [sum(torch.Size(_SHAPES[i]).numel() for i in bucket) for bucket in _BUCKETS]
@@ -175,7 +184,7 @@ def _loss(parameters: list[nn.Parameter], rank: int, case: Case) -> Tensor:
 
 
 def _gradients(rank: int, case: Case) -> tuple[Tensor, ...]:
-    """Of the sum over a rank's samples, by parameter; zeros where it uses none."""
+    """Gradients of the sum over a rank's samples, by parameter; zeros where it uses none."""
     parameters = _parameters()
     loss = _loss(parameters, rank, case)
     return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
@@ -188,9 +197,9 @@ def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
     """
     if case.size == _DRAWN:
         return _drawn_step(fn, comm)
-    ranks = [rank for rank in range(case.world_size) if rank != comm.rank]
-    others = [_played(fn, rank, case)[2] for rank in ranks]
-    parameters, came, starts, hooks = _played(fn, comm.rank, case, others)
+    peers = [rank for rank in range(case.world_size) if rank != comm.rank]
+    remote_starts = [_played(fn, rank, case)[2] for rank in peers]
+    parameters, came, starts, hooks = _played(fn, comm.rank, case, remote_starts)
     if wrong := _wrong_moments(came, starts):
         return Wrong(wrong)
     if hooks:
@@ -199,52 +208,56 @@ def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
 
 
 def _played(
-    fn: Callable, rank: int, case: Case, others: Sequence[list[_AllReduce]] = ()
+    fn: Callable, rank: int, case: Case, remote_starts: Sequence[list[_AllReduce]] = ()
 ) -> tuple[list[nn.Parameter], list[int], list[_AllReduce], int]:
     """The parameters, the gradients in their order, the all-reduces, the hooks left behind."""
-    parameters, came, starts = _parameters(), [], []
+    parameters = _parameters()
+    came: list[int] = []
+    starts: list[_AllReduce] = []
     for i, parameter in enumerate(parameters):
         parameter.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
+    hooks_before = sum(map(_num_hooks, parameters))
 
     def start(flat: Tensor) -> _AllReduce:
-        place = len(starts)
-        starts.append(
-            _AllReduce(flat, [one[place].own for one in others if place < len(one)], came)
-        )
+        b = len(starts)
+        remote = [of_rank[b].local for of_rank in remote_starts if b < len(of_rank)]
+        starts.append(_AllReduce(flat, remote, came))
         return starts[-1]
 
-    own, loss = sum(map(_num_hooks, parameters)), _loss(parameters, rank, case)
+    loss = _loss(parameters, rank, case)
     fn(loss, list(parameters), [list(bucket) for bucket in _BUCKETS], start, case.size)
-    return parameters, came, starts, sum(map(_num_hooks, parameters)) - own
+    return parameters, came, starts, sum(map(_num_hooks, parameters)) - hooks_before
 
 
 def _num_hooks(parameter: Tensor) -> int:
     """PyTorch has no public way to ask."""
-    kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
-    return sum(len(getattr(parameter, kind, None) or ()) for kind in kinds)
+    hooks = [*(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())]
+    return len(hooks) + len(parameter._backward_hooks or ())
 
 
 def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
-    """What is wrong with the moments of starts and waits, counted in gradients."""
-    last, sizes = len(came), [one.own.numel() for one in starts]
+    """The fault in the moments of starts and waits, counted in gradients."""
+    last = len(came)
+    sizes = [all_reduce.local.numel() for all_reduce in starts]
     if not came:
         return "no gradient is computed: call loss.backward()"
     if sizes != _ELEMENTS:
         text = f"it starts all-reduces of {sizes} elements, expected {_ELEMENTS}, in this order"
-        never = [b for b, size in enumerate(_ELEMENTS) if size not in sizes]
-        why = "is not started, and a gradient may never come"
-        return f"{text}: bucket {never[0]} {why}" if never else text
+        for b, size in enumerate(_ELEMENTS):
+            if size not in sizes:
+                return f"{text}: bucket {b} is not started, and a gradient may never come"
+        return text
     moments = _start_moments(_BUCKETS, came)
     # Where a gradient never comes, a bucket starts when backward is over.
     moments += [last] * (len(starts) - len(moments))
-    for b, (one, moment) in enumerate(zip(starts, moments)):
-        if one.started_at != moment:
-            text = f"it starts bucket {b} at gradient {one.started_at} of {last}, expected at "
+    for b, (start, moment) in enumerate(zip(starts, moments)):
+        if start.started_at != moment:
+            text = f"it starts bucket {b} at gradient {start.started_at} of {last}, expected at "
             return f"{text}gradient {moment}: once it is full, if ever, and in its turn"
-        if one.waited_at is None:
+        if start.waited_at is None:
             return f"it does not wait for bucket {b}: the sum may not be there"
-        if one.waited_at < last:
-            to_come = last - one.waited_at
+        if start.waited_at < last:
+            to_come = last - start.waited_at
             return f"it waits for bucket {b} while {to_come} gradients are still to come"
     return None
 
@@ -252,7 +265,9 @@ def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
 def _drawn_step(fn: Callable, comm: Comm) -> Tensor:
     """A backward that takes its time, with real all-reduces in a thread beside it."""
     torch.set_num_threads(1)
-    layers = [part for _ in range(_LAYERS) for part in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
+    layers: list[nn.Module] = []
+    for _ in range(_LAYERS):
+        layers += [nn.Linear(_WIDTH, _WIDTH), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Linear(_WIDTH, 10))
     parameters = list(model.parameters())
 
@@ -272,6 +287,7 @@ def _drawn_step(fn: Callable, comm: Comm) -> Tensor:
     return _flat(_left(parameters), range(len(parameters)))
 
 
+@lru_cache(maxsize=64)
 def _of_rank(rank: int, case: Case) -> Tensor:
     return _flat(_gradients(rank, case), range(len(_SHAPES)))
 

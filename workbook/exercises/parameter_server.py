@@ -45,14 +45,15 @@ def _updated(case: Case, workers: Iterable[int], factor: float = 1 / BATCH_SIZE)
 
 
 def _parts(first: int, case: Case) -> dict[str, Tensor]:
-    """What a wrong value may be made of: v, and by worker its part of the right update."""
-    steps = {f"the update of g_{r}": r for r in range(first, case.world_size)}
-    scaled = {name: -LR / BATCH_SIZE * case.tensor(r) for name, r in steps.items()}
-    return {"v": _start(case), **scaled}
+    """The parts of a wrong value: v, and by worker its part of the right update."""
+    parts = {"v": _start(case)}
+    for rank in range(first, case.world_size):
+        parts[f"the update of g_{rank}"] = -LR / BATCH_SIZE * case.tensor(rank)
+    return parts
 
 
 def _servers(case: Case) -> int:
-    """Each number that leaves a worker, by turns."""
+    """The number of servers: each that leaves a worker, by turns."""
     return 1 + (case.size + case.call + case.seed) % (case.world_size - 1)
 
 
@@ -64,12 +65,13 @@ def _beside_servers(
         fn(comm, gradient, values, servers)
         return
     start, end = chunk_bounds(len(values), servers)[comm.rank]
-    mine, total = values[start:end], torch.zeros(end - start)
+    shard = values[start:end]
+    total = torch.zeros(end - start)
     for worker in range(servers, comm.world_size):
         comm.recv_add(total, worker)
-    mine -= LR * total / BATCH_SIZE
+    shard -= LR * total / BATCH_SIZE
     for worker in range(servers, comm.world_size):
-        comm.send(mine, worker)
+        comm.send(shard, worker)
 
 
 # Slice k of ``chunk_bounds(N, servers)`` goes to server k, which is rank k, and comes from there.
@@ -96,17 +98,20 @@ def _with_workers(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor, *m
 
 
 def _in_some_order(case: Case, values: list[Tensor]) -> Found:
-    """Whether each worker has the updates up to its own, in any order of the workers."""
+    """Judge that each worker has the updates up to its own, in any order of the workers."""
+    workers = range(1, case.world_size)
+    summands = [_start(case), *map(case.tensor, workers)]
     by_order = []
-    for order in itertools.permutations(range(1, case.world_size)):
-        after = [order, *(order[: order.index(r) + 1] for r in sorted(order))]
-        by_order.append([_updated(case, workers, 1) for workers in after])
-    summands = [_start(case), *map(case.tensor, range(1, case.world_size))]
-    if any(agree(values, expected, summands) for expected in by_order):
-        return None
+    for order in itertools.permutations(workers):
+        expected = [_updated(case, order, 1)]
+        for worker in workers:
+            expected.append(_updated(case, order[: order.index(worker) + 1], 1))
+        if agree(values, expected, summands):
+            return None
+        by_order.append(expected)
     if agree(values[0], _start(case)):
         return "the values of rank 0 have not changed: write into them (-=, sub_, copy_)"
-    pair = beside([one[:3] for one in values], [one[:3] for one in by_order[0]])
+    pair = beside([value[:3] for value in values], [value[:3] for value in by_order[0]])
     return f"the ranks hold {pair} (first elements), or so by another order of the workers"
 
 
@@ -129,18 +134,23 @@ def _num_calls(num_elements: int, world_size: int) -> int:
 
 def _in_both_orders(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) -> Wrong | None:
     """Call ``fn``, and where it is called twice: worker 1 comes first, then the last one does."""
-    twice, first = _num_calls(len(values), comm.world_size) > 1, None
-    # From zeros, the last bits are those of the sum.
-    before, start = values.clone(), values * (not twice)
-    for place in (comm.rank, -comm.rank) if twice else (0,):
-        values.copy_(start)
-        time.sleep(_APART_S * (place % comm.world_size))
+    if _num_calls(len(values), comm.world_size) == 1:
         _with_workers(fn, comm, values, gradient, BATCH_SIZE)
-        if first is not None and agree(first, values) and not torch.equal(first, values):
-            why = "add the pushes in a fixed order"
-            return Wrong(f"the last bits depend on which worker comes first: {why}")
-        first = values.clone()
-    values += before - start
+        return None
+    before = values.clone()
+    results = []
+    for turn in (comm.rank, -comm.rank):
+        # From zeros, the last bits are those of the sum.
+        values.zero_()
+        time.sleep(_APART_S * (turn % comm.world_size))
+        _with_workers(fn, comm, values, gradient, BATCH_SIZE)
+        results.append(values.clone())
+    first, second = results
+    if agree(first, second) and not torch.equal(first, second):
+        return Wrong(
+            "the last bits depend on which worker comes first: add the pushes in a fixed order"
+        )
+    values += before
     return None
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from labkit import schedules
 from labkit.comm.comm import Comm
-from labkit.costs.pipeline_timeline import bubble as idle_share, predicted_slots
+from labkit.costs.pipeline_timeline import Slot, bubble as idle_share, predicted_slots
 from labkit.schedules.pipeline import (
     Action,
     Hop,
@@ -51,42 +51,48 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
     """
     # All targets of a batch differ, so that each sample can be told.
     inputs, targets = random_tensor(count, n, *shape), torch.randperm(n)
-    found = plain(fn(inputs.clone(), targets.clone(), count))
+    returned = plain(fn(inputs.clone(), targets.clone(), count))
     try:
-        parts = [(x, y, weight) for x, y, weight in found]
-        rows = [[targets.tolist().index(int(one)) for one in y] for _, y, _ in parts]
+        parts = [(x, y, weight) for x, y, weight in returned]
+        rows = [[targets.tolist().index(int(target)) for target in y] for _, y, _ in parts]
     except (TypeError, ValueError):
-        return Wrong(f"{short(found)}: expected triples (inputs, targets of the batch, weight)")
+        return Wrong(f"{short(returned)}: expected triples (inputs, targets of the batch, weight)")
     sizes = [len(row) for row in rows]
     text = f"the micro-batches have {sizes} samples"
     if len(rows) != min(count, n) or max(sizes) - min(sizes) > 1 or 0 in sizes:
         return Wrong(f"{text}, expected {min(count, n)}, which differ by one at most")
     if sorted(itertools.chain(*rows)) != [*range(n)]:
         return Wrong(f"{text}; samples are lost, or there twice")
-    for m, (of, (x, y, _)) in enumerate(zip(rows, parts)):
-        if not agree(x, inputs[of]) or not agree(y, targets[of]):
+    for m, (row, (x, y, _)) in enumerate(zip(rows, parts)):
+        if not agree(x, inputs[row]) or not agree(y, targets[row]):
             return Wrong(f"in micro-batch {m} inputs and targets do not belong together")
-    weights, expected = [weight for *_, weight in parts], [size / n for size in sizes]
+    weights = [weight for *_, weight in parts]
+    expected = [size / n for size in sizes]
     if agree(weights, expected):
         return None
     return Wrong(f"{text}, but weights {beside(weights, expected)}")
 
 
 def _timetable(
-    fn: Callable, status: str, P: int, of: str = "one_f_one_b", kinds: dict[str, str] = KINDS
+    fn: Callable, status: str, P: int, check: str = "one_f_one_b", kinds: dict[str, str] = KINDS
 ) -> Any:
     # Imported here: ranks load the checks, but draw nothing.
     from workbook.plots.pipeline import pipeline_timetable
 
-    name = f"pipeline.{of}"
+    name = f"pipeline.{check}"
     try:
         streams = _streams(fn, P, 2 * P, kinds)
         if isinstance(streams, Wrong):
             raise ValueError(streams)
-        slots = predicted_slots(streams, [1.0] * P, [2.0] * P)
+        slots = _slots(streams)
     except Exception:  # of the function; no answer, or stages that wait for each other
         return OwnRun.failed(name, status)
     return pipeline_timetable(slots, title=name, unit="forwards of a micro-batch")
+
+
+def _slots(streams: Streams) -> list[Slot]:
+    """A step's timetable, in which a backward takes twice as long as a forward."""
+    return predicted_slots(streams, [1.0] * len(streams), [2.0] * len(streams))
 
 
 @judged("stage, num_stages, num_micro_batches", *_SIZES, drawn=_timetable)
@@ -99,14 +105,14 @@ def one_f_one_b(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong 
     streams = _streams(fn, num_stages, num_micro_batches)
     if isinstance(streams, Wrong):
         return streams
-    found = _wrong_streams(streams, num_micro_batches)
-    return Wrong(found) if found else None
+    fault = _wrong_streams(streams, num_micro_batches)
+    return Wrong(fault) if fault else None
 
 
 @judged(
     "stage, num_stages, num_micro_batches",
     *_SIZES,
-    drawn=partial(_timetable, of="zero_bubble", kinds=HALVES),
+    drawn=partial(_timetable, check="zero_bubble", kinds=HALVES),
 )
 def zero_bubble(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong | None:
     """Grade ``fn(stage, num_stages, num_micro_batches)``: a stage's stream with cut backwards.
@@ -118,23 +124,23 @@ def zero_bubble(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong 
     streams = _streams(fn, P, M, HALVES)
     if isinstance(streams, Wrong):
         return streams
-    if found := _incomplete(streams, M, HALVES):
-        return Wrong(found)
-    both = streams, pipeline_streams("zero_bubble", P, M)
+    if fault := _incomplete(streams, M, HALVES):
+        return Wrong(fault)
     try:
-        ends = [max(s.end_s for s in predicted_slots(one, [1.0] * P, [2.0] * P)) for one in both]
+        end_s = max(slot.end_s for slot in _slots(streams))
     except ValueError as error:
         return Wrong(f"{error}: B needs its F, and the B of the stage behind, W its B")
     most = min(P, M)
     for stage, stream in enumerate(streams):
-        if (held := in_flight(stream)) > most:
+        held = in_flight(stream)
+        if held > most:
             text = f"stage {stage} holds {held} micro-batches at once, from F to W; the most is"
             return Wrong(f"{text} {most}, what 1F1B holds on stage 0. It runs {_listed(stream)}")
-    if ends[0] > ends[1]:
-        text = (
-            f"the step takes {ends[0]:g} columns, labkit's {ends[1]:g}, 1F1B's {3 * (M + P - 1)}"
-        )
-        return Wrong(f"{text}; the last stage runs {_listed(streams[-1])}")
+    labkit_end_s = max(slot.end_s for slot in _slots(pipeline_streams("zero_bubble", P, M)))
+    if end_s > labkit_end_s:
+        text = f"the step takes {end_s:g} columns, labkit's {labkit_end_s:g}, 1F1B's"
+        text += f" {3 * (M + P - 1)}"
+        return Wrong(f"{text}; stage 0 runs {_listed(streams[0])}")
     return None
 
 
@@ -145,48 +151,54 @@ def _streams(fn: Callable, P: int, M: int, kinds: dict[str, str] = KINDS) -> Str
         yielded = fn(stage, P, M)
         if not isinstance(yielded, Iterable):
             return Wrong(f"it returned {short(yielded)}: yield the actions, or return a list")
-        streams.append([])
+        stream: list[Action] = []
         # An endless generator must not hang the check.
-        for thing in itertools.islice(yielded, 4 * M + 4):
-            if isinstance(thing, str) and re.fullmatch(rf"[{''.join(kinds)}]\d+", thing):
-                thing = kinds[thing[0]], thing[1:]
-            is_pair = isinstance(thing, tuple | list) and len(thing) in (2, 3)
-            if not is_pair or thing[0] not in kinds.values():
-                return Wrong(f'{short(thing)} is not an action: use Action("forward", 0), or "F0"')
-            streams[-1].append(Action(thing[0], int(thing[1])))
+        for action in itertools.islice(yielded, 4 * M + 4):
+            if isinstance(action, str) and re.fullmatch(rf"[{''.join(kinds)}]\d+", action):
+                action = (kinds[action[0]], action[1:])
+            is_pair = isinstance(action, tuple | list) and len(action) in (2, 3)
+            if not is_pair or action[0] not in kinds.values():
+                uses = [f'Action("{kind}", 0) or "{letter}0"' for letter, kind in kinds.items()]
+                return Wrong(f"{short(action)} is not an action here: use {', '.join(uses)}")
+            stream.append(Action(action[0], int(action[1])))
+        streams.append(stream)
     return streams
 
 
 def _incomplete(streams: Streams, M: int, kinds: dict[str, str]) -> Found:
     """The first stage that does not run each action once."""
-    wanted = Counter(Action(kind, m) for kind in kinds.values() for m in range(M))
+    expected = Counter(Action(kind, m) for kind in kinds.values() for m in range(M))
     for stage, stream in enumerate(streams):
-        if Counter(stream) != wanted:
-            each = " and ".join(f"{letter}0 to {letter}{M - 1}" for letter in kinds)
-            missing, more = wanted - Counter(stream), Counter(stream) - wanted
-            text = f"missing: {_listed(missing)}, too many: {_listed(more)}"
-            return f"stage {stage} has to run each of {each} once; {text}"
+        actions = Counter(stream)
+        if actions != expected:
+            names = " and ".join(f"{letter}0 to {letter}{M - 1}" for letter in kinds)
+            text = f"missing: {_listed(expected - actions)}"
+            text += f", too many: {_listed(actions - expected)}"
+            return f"stage {stage} has to run each of {names} once; {text}"
     return None
 
 
 def _wrong_streams(streams: Streams, M: int) -> Found:
     """The first stage whose stream is not complete, or not that of 1F1B."""
-    if found := _incomplete(streams, M, KINDS):
-        return found
+    if fault := _incomplete(streams, M, KINDS):
+        return fault
     for kind in KINDS.values():
-        first, *others = [[a.micro_batch for a in row if a.kind == kind] for row in streams]
-        for stage, order in enumerate(others, start=1):
-            if order != first:
-                text = f"stages 0 and {stage} run their {kind}s in different orders, {first} and "
-                return f"{text}{order}, but messages arrive in the order in which they are sent"
+        orders = [[a.micro_batch for a in stream if a.kind == kind] for stream in streams]
+        for stage, order in enumerate(orders):
+            if order != orders[0]:
+                text = f"stages 0 and {stage} run their {kind}s in different orders, {orders[0]} "
+                return (
+                    f"{text}and {order}, but messages arrive in the order in which they are sent"
+                )
     for stage, stream in enumerate(streams):
-        ours = [*schedules.one_f_one_b(stage, len(streams), M)]
-        if [one.kind for one in stream] != [one.kind for one in ours]:
-            text = f"stage {stage} runs {_listed(stream)}, labkit's {_listed(ours)}; "
-            mine, most = in_flight(stream), in_flight(ours)
-            if mine < most:
-                return f"{text}with {mine} micro-batches under way, not {most}, others wait for it"
-            return f"{text}it holds {mine} micro-batches at once, labkit's {most}"
+        expected = list(schedules.one_f_one_b(stage, len(streams), M))
+        if [action.kind for action in stream] != [action.kind for action in expected]:
+            text = f"stage {stage} runs {_listed(stream)}, labkit's {_listed(expected)}; "
+            held = in_flight(stream)
+            most = in_flight(expected)
+            if held < most:
+                return f"{text}with {held} micro-batches under way, not {most}, others wait for it"
+            return f"{text}it holds {held} micro-batches at once, labkit's {most}"
     return None
 
 
@@ -210,17 +222,19 @@ def bubble(
     ``slots`` is a list of ``labkit.costs.pipeline_timeline.Slot``, in any order; the first one
     starts at second ``start_s``.
     """
-    P, order = len(forward_s), getattr(schedules, schedule)
-    streams = [order(stage, P, M) for stage in range(P)]
-    slots = [
-        slot._replace(start_s=slot.start_s + start_s, end_s=slot.end_s + start_s)
-        for slot in predicted_slots(streams, forward_s, [2 * seconds for seconds in forward_s])
-    ]
+    P = len(forward_s)
+    order = {"gpipe": schedules.gpipe, "one_f_one_b": schedules.one_f_one_b}[schedule]
+    streams = [list(order(stage, P, M)) for stage in range(P)]
+    slots = []
+    for slot in predicted_slots(streams, forward_s, [2 * seconds for seconds in forward_s]):
+        slots.append(slot._replace(start_s=slot.start_s + start_s, end_s=slot.end_s + start_s))
     expected = idle_share(slots)
-    found = fit(fn(slots[::-1] if start_s else slots), 0.0)
-    if agree(found, expected):
+    if start_s:
+        slots.reverse()
+    share = fit(fn(slots), 0.0)
+    if agree(share, expected):
         return None
-    return Wrong(f"the function returned {beside(found, expected)}")
+    return Wrong(f"the function returned {beside(share, expected)}")
 
 
 # M -> the schedule with which a stream is made.
@@ -238,7 +252,7 @@ def _hops(rank: int, P: int, M: int = 5) -> list[Hop]:
 def _target(rank: int, case: Case) -> Target:
     """One message for each that the hops send, one call of comm per hop."""
     hops = _hops(rank, case.world_size, case.size or 5)
-    return Target(sum(one.send is not None for one in hops), operations=len(hops))
+    return Target(sum(hop.send is not None for hop in hops), operations=len(hops))
 
 
 def _payload(message: Message, source: int, case: Case) -> Tensor:
@@ -247,22 +261,29 @@ def _payload(message: Message, source: int, case: Case) -> Tensor:
 
 
 def _landed(rank: int, case: Case) -> dict[str, Tensor]:
-    """What a rank is to receive, in its order."""
-    came = [one.recv for one in _hops(rank, case.world_size) if one.recv]
-    names = (f"the {m.kind} of micro-batch {m.micro_batch} from rank {m.peer}" for m in came)
-    return dict(zip(names, (_payload(message, message.peer, case) for message in came)))
+    """The messages that a rank is to receive, in their order."""
+    payloads = {}
+    for hop in _hops(rank, case.world_size):
+        if message := hop.recv:
+            name = f"the {message.kind} of micro-batch {message.micro_batch} from rank"
+            payloads[f"{name} {message.peer}"] = _payload(message, message.peer, case)
+    return payloads
 
 
-def _carried_out(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong:
-    found, most = [], 0
-    for one in _hops(comm.rank, comm.world_size):
-        outgoing = _payload(one.send, comm.rank, case) if one.send else None
-        landing, before = torch.zeros(64) if one.recv else None, comm.operations
-        fn(comm, one, outgoing, landing)
+def _completed(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong:
+    received = []
+    most = 0
+    for hop in _hops(comm.rank, comm.world_size):
+        outgoing = _payload(hop.send, comm.rank, case) if hop.send else None
+        landing = torch.zeros(64) if hop.recv else None
+        before = comm.operations
+        fn(comm, hop, outgoing, landing)
         most = max(most, comm.operations - before)
-        found += [] if landing is None else [landing]
-    too_many = f"a hop took {most} calls of comm, where the target is 1"
-    return Wrong(too_many) if most > 1 else found
+        if landing is not None:
+            received.append(landing)
+    if most > 1:
+        return Wrong(f"a hop took {most} calls of comm, where the target is 1")
+    return received
 
 
 _check = partial(Check, inputs=lambda rank, case: (case,), written=None, target=_target)
@@ -271,8 +292,8 @@ hop = _check(
     "pipeline.hop",
     lambda rank, case: [*_landed(rank, case).values()],
     signature="comm, hop, outgoing, landing",
-    call=_carried_out,
-    parts=lambda case: {k: v for r in range(case.world_size) for k, v in _landed(r, case).items()},
+    call=_completed,
+    parts=lambda case: {k: t for r in range(case.world_size) for k, t in _landed(r, case).items()},
     sizes=(),
 )
 
@@ -301,11 +322,13 @@ def _alone(rank: int, case: Case, weighs: bool = True) -> list[Tensor | None]:
 def _step(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None] | Wrong:
     # The emulated layer takes its time, so that the picture of a run is a timetable.
     layers = _layers(comm.rank).append(EmulatedLayer(0.001))
-    stream, ran = _stream(comm.rank, comm.world_size, case.size), list[str]()
+    stream = _stream(comm.rank, comm.world_size, case.size)
+    ran = list[str]()
     layers[1].register_forward_pre_hook(lambda *_: ran.append("F"))
     layers[1].register_full_backward_hook(lambda *_: ran.append("B"))
     fn(comm, layers, stream, _micro_batches(case))
-    if ran != (expected := [str(one)[0] for one in stream if isinstance(one, Action)]):
+    expected = [str(action)[0] for action in stream if isinstance(action, Action)]
+    if ran != expected:
         return Wrong(f"the layers ran {' '.join(ran)}, the stream says {' '.join(expected)}")
     return [parameter.grad for parameter in layers[0].parameters()]
 

@@ -25,8 +25,10 @@ from workbook.exercises.grader.critical_path import seconds_in_a_row, steps_in_a
 from workbook.exercises.grader.exercise import Found, Ranks
 from workbook.exercises.grader.held_memory import PeakBytes
 
-# Puzzle 3: the messages that a rank may send, and what calls of comm leave behind; 8: the link.
-MESSAGES, _SMALL_BYTES = 8, 192 * 2**10
+# Puzzle 3: the messages that a rank may send, and the bytes that calls of comm leave behind.
+MESSAGES = 8
+_SMALL_BYTES = 192 * 2**10
+# Puzzle 8: the link.
 LATENCY_S, BYTES_PER_S = 1e-3, 1e6
 # Puzzle 12.
 LAYERS = 64
@@ -59,15 +61,18 @@ class Puzzle(Check):
         scored: dict[int, tuple[float, str, str]] = {}
 
         def reaches_its_target(case: Case, ranks: Ranks) -> Found:
-            target, score = self.goal(case), self.score(case, ranks)
-            if (broken := self.rule(case, ranks)) or target is None:
+            target = self.goal(case)
+            score = self.score(case, ranks)
+            broken = self.rule(case, ranks)
+            if broken or target is None:
                 return broken
             if score is None:
                 return "with recv_any no rounds can be counted: receive from a rank that you name"
-            row = score, self.shown(score), self.shown(target)
+            row = (score, self.shown(score), self.shown(target))
             scored.setdefault(case.world_size, row)
-            too_much = score > target + self.slack
-            return "the score is {1}; the target is {2}".format(*row) if too_much else None
+            if score > target + self.slack:
+                return f"the score is {self.shown(score)}; the target is {self.shown(target)}"
+            return None
 
         judged = replace(self, rule=reaches_its_target)
         verdict = super(Puzzle, judged).__call__(fn, world_sizes=world_sizes)
@@ -123,8 +128,10 @@ largest = _in_bytes(
 
 
 def _no_exchange(case: Case, ranks: Ranks) -> Found:
-    used = any(step[0] == "exchange" for outcome in ranks for step in outcome.steps)
-    return "comm.exchange is not allowed in this puzzle: use send and recv" if used else None
+    for outcome in ranks:
+        if any(step[0] == "exchange" for step in outcome.steps):
+            return "comm.exchange is not allowed in this puzzle: use send and recv"
+    return None
 
 
 # Every rank is in two messages, and an odd ring cannot pair all of its ranks at once.
@@ -142,9 +149,11 @@ def _with_held_bytes(fn: Callable, comm: Comm, tensor: Tensor) -> list:
     tracemalloc.start()
     with PeakBytes() as held:
         fn(comm, tensor)
-    others = tracemalloc.get_traced_memory()[1]
+    python_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return [tensor, held.num_bytes + (others if others > _SMALL_BYTES else 0)]
+    if python_bytes <= _SMALL_BYTES:
+        python_bytes = 0
+    return [tensor, held.num_bytes + python_bytes]
 
 
 # By 8 messages, with a spare tensor of an eighth.
@@ -156,7 +165,7 @@ pass_in_place = _puzzle(
     sizes=(320_003, 10),
     drawn_size=0,
     score=lambda case, ranks: max(outcome.value[1] for outcome in ranks),
-    # Of a long tensor; what the first call imports, and Python's own, are not scored.
+    # Only the second call with the long tensor: the first one imports modules.
     goal=lambda case: 4.0 * -(-case.size // MESSAGES) if case.size > 1000 and case.call else None,
     shown=format_bytes,
     # An array in place of the spare tensor is counted with the rest of Python.
@@ -169,19 +178,22 @@ def _on_a_grid(rank: int, case: Case) -> Tensor:
     numbers = (case.tensor(rank) * 2**21).round().clamp(-(2**24) + 1, 2**24 - 1) / 256
     # The large sums of the first and the last rank nearly cancel, and their roundings remain; in
     # the second call they add up to more than an int32 holds.
-    ends = {0: 1, case.world_size - 1: 2 * case.call - 1}
-    return numbers.abs() * ends[rank] if rank in ends else numbers
+    if rank == case.world_size - 1:
+        return numbers.abs() * (2 * case.call - 1)
+    if rank == 0:
+        return numbers.abs()
+    return numbers
 
 
 def _not_rounded_once(case: Case, values: list[Any]) -> Found:
     exact = case.over_ranks(lambda rank: _on_a_grid(rank, case).double()).sum().float().item()
     for rank, value in enumerate(values):
         try:
-            found = float(value)
+            number = float(value)
         except (TypeError, ValueError):
             return f"rank {rank} returned a value of type {type(value).__name__}, not a number"
-        if found != exact:
-            text = f"rank {rank} returned {found!r}, but the exact sum, rounded once to float32, "
+        if number != exact:
+            text = f"rank {rank} returned {number!r}, but the exact sum, rounded once to float32, "
             return f"{text}is {exact!r}"
     return None
 
@@ -210,15 +222,17 @@ all_gather = _in_rounds(
 
 
 def _long(rank: int, case: Case) -> Tensor:
-    """Of another length in each call: some number of segments is the best for any one length."""
+    """A tensor of another length in each call: for any one length some segments are the best."""
     return case.random(rank, case.size + case.integer(0, 0, case.size // 2))
 
 
 def _chain_s(case: Case) -> float | None:
     """The shortest time of a chain over all numbers of segments; None for a short tensor."""
-    num_bytes, hops = _long(0, case).nbytes, case.world_size - 2
-    times_s = ((n + hops) * (LATENCY_S + num_bytes / n / BYTES_PER_S) for n in range(1, 200))
-    return min(times_s) if case.size >= 1000 else None
+    if case.size < 1000:
+        return None
+    num_bytes = _long(0, case).nbytes
+    hops = case.world_size - 2
+    return min((n + hops) * (LATENCY_S + num_bytes / n / BYTES_PER_S) for n in range(1, 200))
 
 
 # In the time of a chain in segments of the best size; cleverer schedules are known.
@@ -277,7 +291,8 @@ def _backward(layer: int, x: Tensor, gradient: Tensor) -> Tensor:
 
 def _input_gradient(rank: int, case: Case) -> list:
     # By the same operations as the learner's: over 64 layers another order would not be as close.
-    inputs, gradient = [case.tensor(rank)], case.tensor(rank + 1)
+    inputs = [case.tensor(rank)]
+    gradient = case.tensor(rank + 1)
     for layer in range(LAYERS - 1):
         inputs.append(_forward(layer, inputs[-1]))
     for layer in reversed(range(LAYERS)):
@@ -296,8 +311,8 @@ def _with_few_forwards(fn: Callable, comm: Comm, first: Tensor, gradient: Tensor
         return _forward(layer, x)
 
     with PeakBytes() as held:
-        found = fn(comm, forward, _backward, first, gradient)
-    return [found, held.num_bytes]
+        input_gradient = fn(comm, forward, _backward, first, gradient)
+    return [input_gradient, held.num_bytes]
 
 
 # The gradient through all layers, with at most two forwards of each: Chen and others, 2016.

@@ -49,19 +49,25 @@ class SharedStore(dist.Store):
         super().__init__()
         self._real, self._comm = real, comm
         self._after_use, self._before_wait = after_use, before_wait
-        self.keys, self.never_set = set[str](), ""
+        self.keys = set[str]()
+        self.never_set = ""
 
     def _use(self, op: str, *args: Any) -> Any:
-        needed = {"get": args[:1], "wait": args[0]}[op] if op in ("get", "wait") else ()
-        waits = bool(needed) and not self._real.check(list(needed))
+        keys = []
+        if op == "get":
+            keys = [args[0]]
+        elif op == "wait":
+            keys = list(args[0])
+        waits = bool(keys) and not self._real.check(keys)
         if waits:
             self._before_wait()
         with self._comm.span("wait" if waits else op):
-            for key in needed:
+            for key in keys:
                 self.never_set = key
                 self._real.wait([key], timedelta(seconds=_PATIENCE_S))
             self.never_set = ""
-            self.keys |= {args[0]} if op == "set" else set()
+            if op == "set":
+                self.keys.add(args[0])
             result = None if op == "wait" else getattr(self._real, op)(*args)
         if result is False:
             self._before_wait()
@@ -69,33 +75,39 @@ class SharedStore(dist.Store):
         return result
 
     get, set = partialmethod(_use, "get"), partialmethod(_use, "set")
-    add, compare_set = partialmethod(_use, "add"), partialmethod(_use, "compare_set")
+    add = partialmethod(_use, "add")
+    compare_set = partialmethod(_use, "compare_set")
     check, wait = partialmethod(_use, "check"), partialmethod(_use, "wait")
-    delete_key, num_keys = partialmethod(_use, "delete_key"), partialmethod(_use, "num_keys")
+    delete_key = partialmethod(_use, "delete_key")
+    num_keys = partialmethod(_use, "num_keys")
 
 
 def _meet(fn: Callable, comm: Comm, case: Case) -> list[list]:
     """On a process: the first and the last attempt; no further one if somebody waited in vain."""
     shared = dist.PrefixStore(f"check/{next(_calls)}", dist.distributed_c10d._get_default_store())
-    real, found = dist.PrefixStore("store", shared), []
+    real = dist.PrefixStore("store", shared)
+    attempts = []
     for attempt in (TOGETHER, IN_TURN):
         notes = dist.PrefixStore(f"notes/{attempt}", shared)
-        found.append(_attempt(fn, comm, case, real, notes, attempt))
+        attempts.append(_attempt(fn, comm, case, real, notes, attempt))
         if notes.add("in vain", 0):
             break
-    return found
+    return attempts
 
 
 def _attempt(
     fn: Callable, comm: Comm, case: Case, real: dist.Store, notes: dist.Store, attempt: int
 ) -> list:
     """A process's [address, result, keys set, key waited for in vain]; ``notes`` count."""
-    P, key = case.world_size, 100 * attempt + comm.rank
-    host, port = case.integer(key, 2, 250), case.integer(1000 + key, 20_000, 60_000)
+    P = case.world_size
+    key = 100 * attempt + comm.rank
+    host = case.integer(key, 2, 250)
+    port = case.integer(1000 + key, 20_000, 60_000)
     address = f"10.0.{10 * attempt + comm.rank}.{host}:{port}"
     # Neither the numbers of the check's own ranks nor their order have a meaning.
-    place = (case.integer(0, 1, 7) + comm.rank) % P
-    settled, steps = [], itertools.count(1)
+    turn = (case.integer(0, 1, 7) + comm.rank) % P
+    settled = []
+    steps = itertools.count(1)
 
     def settle() -> None:
         if not settled:
@@ -103,15 +115,17 @@ def _attempt(
 
     def keep_step() -> None:
         """Wait until all others have come as far, or wait, or have ended."""
-        if attempt == TOGETHER and (number := next(steps)) <= _STEPS:
+        number = next(steps)
+        if attempt == TOGETHER and number <= _STEPS:
             notes.add(str(number), 1)
             _until(lambda: notes.add(str(number), 0) + notes.add("settled", 0) >= P, _STEP_S)
 
-    store, result = SharedStore(real, comm, keep_step, settle), None
+    store = SharedStore(real, comm, keep_step, settle)
+    result = None
     with mock.patch.dict(os.environ, clear=True):  # no RANK tells a process its own
         if attempt == IN_TURN:
-            _until(lambda: notes.add("settled", 0) >= place, _TURN_S)
-            if place == 0:
+            _until(lambda: notes.add("settled", 0) >= turn, _TURN_S)
+            if turn == 0:
                 with suppress(SystemExit):
                     fn(SharedStore(real, comm, sys.exit, sys.exit), address, P, ONE_DIES)
         try:
@@ -133,23 +147,34 @@ def _until(is_so: Callable[[], bool], limit_s: float) -> None:
         time.sleep(0.001)
 
 
-def _wrong_meeting(processes: Sequence[list]) -> Found:
-    setters, race = Counter(key for one in processes for key in one[2]), ""
-    if shared := [key for key, count in setters.items() if count > 1]:
-        race = f"; {setters[shared[0]]} processes set {shared[0]}, so one of their values is lost"
-        race += ": store.add reads and writes in one step"
+def _wrong_attempt(processes: Sequence[list]) -> Found:
+    setters: Counter[str] = Counter()
+    for _, _, keys, _ in processes:
+        setters.update(keys)
+    race = ""
+    for key, count in setters.items():
+        if count > 1:
+            race = f"; {count} processes set {key}, so one of their values is lost"
+            race += ": store.add reads and writes in one step"
+            break
     for address, result, _, waited_for in processes:
         if waited_for:
             text = f"the process at {address} waits for {waited_for}, which nobody sets"
             return f"{text}; what was set: {', '.join(sorted(setters)) or 'nothing'}{race}"
         match result:
             case [int(rank), [*addresses]] if not isinstance(rank, bool):
-                if all(isinstance(one, str) for one in addresses):
+                if all(isinstance(address, str) for address in addresses):
                     continue
+                if None in addresses:
+                    text = (
+                        f"the process at {address} returned {short(result)}: it knows no address"
+                    )
+                    return f"{text} of rank {addresses.index(None)}, and has to wait for it"
         text = f"the process at {address} returned {short(result)}: return (rank, addresses), a "
         return f"{text}number and a list of strings (store.get returns bytes)"
     by_rank = sorted((result[0], address) for address, result, *_ in processes)
-    ranks, expected = [rank for rank, _ in by_rank], [address for _, address in by_rank]
+    ranks = [rank for rank, _ in by_rank]
+    expected = [address for _, address in by_rank]
     if ranks != [*range(len(ranks))]:
         return f"the ranks are {ranks}, expected each of 0 to {len(ranks) - 1} once{race}"
     for address, (rank, addresses), *_ in processes:
@@ -160,11 +185,13 @@ def _wrong_meeting(processes: Sequence[list]) -> Found:
 
 
 def _judge(case: Case, values: list[Any]) -> Found:
-    """What is wrong in the first attempt that went wrong. ``values``: by process and attempt."""
+    """The fault of the first attempt that went wrong. ``values``: by process and attempt."""
     for attempt, processes in enumerate(zip(*values)):
-        if found := _wrong_meeting(processes):
-            later = "in a later attempt, with a store that holds the keys of those before: "
-            return later + found if attempt else found
+        fault = _wrong_attempt(processes)
+        if fault and attempt:
+            return f"in a later attempt, with a store that holds the keys of those before: {fault}"
+        if fault:
+            return fault
     return None
 
 

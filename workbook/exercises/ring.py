@@ -95,7 +95,9 @@ _MATRIX_SIZE = 3 * 36
 
 
 def _in_shape(flat: Tensor) -> Tensor:
-    return flat.view(_MATRIX) if flat.shape == (_MATRIX_SIZE,) else flat
+    if flat.shape == (_MATRIX_SIZE,):
+        return flat.view(_MATRIX)
+    return flat
 
 
 def _padded_target(rank: int, case: Case) -> Target:
@@ -118,7 +120,9 @@ all_reduce = Check(
 
 
 def _samples(rank: int, case: Case) -> int:
-    return case.integer(rank, 2, 9) + 8 * (rank % 2) if rank < case.world_size - 1 else 0
+    if rank == case.world_size - 1:
+        return 0
+    return case.integer(rank, 2, 9) + 8 * (rank % 2)
 
 
 def _mean(rank: int, case: Case) -> Tensor:

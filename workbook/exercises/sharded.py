@@ -1,4 +1,4 @@
-"""Page 11: the ledger, whose part is which, the sharded update, what exists only for a moment.
+"""Page 11: the ledger, the part of each rank, the sharded update, tensors that live for a moment.
 
 Symbols: P ranks, S bytes of parameters; a part is what one rank has of a flat tensor.
 """
@@ -30,8 +30,11 @@ _LAYERS = 10, 7, 12, 5, 9
 
 
 def _divided(num_bytes: int, P: int, stage: int, least: tuple[int, ...] = (3, 2, 1)) -> list[int]:
-    sizes = num_bytes, num_bytes, 2 * num_bytes
-    return [size // (P if stage >= first else 1) for size, first in zip(sizes, least)]
+    sizes = [num_bytes, num_bytes, 2 * num_bytes]
+    for kind, first_stage in enumerate(least):
+        if stage >= first_stage:
+            sizes[kind] //= P
+    return sizes
 
 
 @solved(
@@ -82,20 +85,29 @@ def _gradient_of(rank: int, case: Case) -> Tensor:
 
 
 def _updated(rank: int, case: Case) -> list[Tensor]:
-    momentum = MOMENTUM * _momentum(case) + case.over_ranks(lambda one: _gradient_of(one, case))
+    momentum = MOMENTUM * _momentum(case) + case.over_ranks(lambda r: _gradient_of(r, case))
     return [_values(case) - LR * momentum, _own(momentum, rank, case.world_size)]
 
 
 def _unshared(rank: int, case: Case) -> list[Tensor]:
-    values, (updated, momentum) = _values(case), _updated(rank, case)
-    mine = owned_chunk(rank, case.world_size)
-    split_chunks(values, case.world_size)[mine].copy_(split_chunks(updated, case.world_size)[mine])
+    values = _values(case)
+    updated, momentum = _updated(rank, case)
+    owned = split_chunks(values, case.world_size)[owned_chunk(rank, case.world_size)]
+    owned.copy_(_own(updated, rank, case.world_size))
     return [values, momentum]
 
 
 def _update(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor, momentum: Tensor) -> Any:
     fn(comm, values, gradient, momentum)
     return [values, momentum]
+
+
+def _two_passes(rank: int, case: Case) -> Target:
+    """The ring, or straight to the owners and back, whichever sends more from this rank."""
+    ring = ring_all_reduce_cost(case.size, 4, case.world_size, rank)
+    owned_bytes = _own(_values(case), rank, case.world_size).nbytes
+    straight_bytes = 4 * case.size + (case.world_size - 2) * owned_bytes
+    return Target(ring.messages, max(ring.num_bytes, straight_bytes))
 
 
 # ``values`` [N] are the same on all ranks, ``momentum`` is the part that this rank updates.
@@ -119,9 +131,7 @@ update = Check(
         },
     },
     mistakes={"the parts that other ranks update are as they were: share_only them": _unshared},
-    target=lambda rank, case: case.target(
-        ring_all_reduce_cost, rank, peers={(rank + 1) % case.world_size}
-    ),
+    target=_two_passes,
 )
 
 
@@ -133,44 +143,50 @@ def _layer_gradient(rank: int, number: int, case: Case) -> Tensor:
     return (8 * _layer(rank + 1, number, case)).round()
 
 
-def _totals(rank: int, case: Case, of: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-    """By layer this rank's part of ``of(what was there, the sum of the gradients)``."""
-    sums = [
-        case.over_ranks(lambda one, number=number: _layer_gradient(one, number, case))
-        for number in range(case.size)
-    ]
-    before = [_layer(9, number, case) for number in range(case.size)]
-    return [_own(of(*pair), rank, case.world_size) for pair in zip(before, sums)]
+def _totals(rank: int, case: Case, combine: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    """By layer this rank's part of ``combine(what was there, the sum of the gradients)``."""
+    totals = []
+    for number in range(case.size):
+        before = _layer(9, number, case)
+        total = case.over_ranks(partial(_layer_gradient, number=number, case=case))
+        totals.append(_own(combine(before, total), rank, case.world_size))
+    return totals
 
 
 class _Alive(dict[int, Any]):
-    """By layer, the places of the tensors that were handed out: which are still there?"""
+    """By layer, the storages of the tensors that were handed out, and the offsets in them."""
 
     def note(self, number: int, tensor: Tensor) -> Tensor:
-        self[number] = weakref.ref(tensor.untyped_storage()), tensor.storage_offset()
+        self[number] = (weakref.ref(tensor.untyped_storage()), tensor.storage_offset())
         return tensor
 
-    def others(self, number: int = -1) -> list[int]:
-        """The layers whose tensors are not freed, and not overwritten by that of ``number``."""
-        # A storage without bytes is false.
-        starts = {n: (one.data_ptr(), at) for n, (ref, at) in self.items() if (one := ref())}
-        return [n for n, start in starts.items() if start != starts.get(number)]
+    def layers(self, but: int = -1) -> list[int]:
+        """The layers whose tensors are not freed, and not overwritten by that of ``but``."""
+        addresses = {}
+        for number, (reference, offset) in self.items():
+            storage = reference()
+            if storage:  # a storage without bytes is false
+                addresses[number] = (storage.data_ptr(), offset)
+        return [n for n, address in addresses.items() if address != addresses.get(but)]
 
 
 def _reduce(fn: Callable, comm: Comm, case: Case, totals: list[Tensor]) -> Any:
     """The gradients of the layers come one after another, from the last to the first."""
-    alive, held = _Alive(), []
+    alive = _Alive()
+    held = []
 
     def backward() -> Iterator[tuple[int, Tensor]]:
         for number in reversed(range(case.size)):
-            if others := alive.others():
+            if layers := alive.layers():
                 held.append(
-                    f"when layer {number} comes, the gradients of layers {others} are still held"
+                    f"when layer {number} comes, the gradients of layers {layers} are still held"
                 )
             yield number, alive.note(number, _layer_gradient(comm.rank, number, case))
 
     fn(comm, backward(), totals)
-    return Wrong(f"{held[0]}: let go of each before the next") if held else totals
+    if held:
+        return Wrong(f"{held[0]}: let go of each before the next")
+    return totals
 
 
 def _by_layer(cost_of: Callable[..., Cost]) -> Callable[[int, Case], Target]:
@@ -216,36 +232,45 @@ class _Allocations(PeakBytes):
 
 
 def _forward(fn: Callable, comm: Comm, case: Case, shards: list[Tensor], inputs: Tensor) -> Any:
-    """Note what else is held while a layer works, and when the next one's tensor is made."""
-    alive, held, at_work = _Alive(), [], []
+    """Note the layers held while another one works, and when the next one's tensor is made."""
+    alive = _Alive()
+    held, at_work = [], []
+    messages_before = comm.messages
 
-    def note(num_bytes: int) -> None:
+    def note_held(when: str, but: int = -1) -> None:
+        if layers := alive.layers(but):
+            held.append(f"{when}, the parameters of layers {layers} are still held")
+
+    def note_tensor(num_bytes: int) -> None:
         coming = len(alive)
-        is_next = not at_work and coming < case.size and num_bytes == 4 * _LAYERS[coming]
-        if is_next and (others := alive.others()):
-            of_others = f"the parameters of layers {others} are still held"
-            held.append(f"when the tensor of layer {coming} is made, {of_others}")
+        if not at_work and coming < case.size and num_bytes == 4 * _LAYERS[coming]:
+            note_held(f"when the tensor of layer {coming} is made")
 
     def layer(number: int, parameters: Tensor, inputs: Tensor) -> Tensor:
         alive.note(number, parameters)
-        if others := alive.others(number):
-            of_others = f"the parameters of layers {others} are still held"
-            held.append(f"while layer {number} works, {of_others}")
+        note_held(f"while layer {number} works", but=number)
+        messages = comm.messages - messages_before
+        if messages > len(alive) * (comm.world_size - 1):
+            held.append(
+                f"when layer {number} works, {messages} messages have been sent, and the layers "
+                f"so far take {len(alive) * (comm.world_size - 1)}: another layer is gathered"
+            )
         at_work.append(number)
         outputs = _apply(number, parameters, inputs, case)
         at_work.pop()
         return outputs
 
     layers = [partial(layer, number) for number in range(case.size)]
-    with _Allocations(note):
+    with _Allocations(note_tensor):
         outputs = fn(comm, shards, [*_LAYERS[: case.size]], layers, inputs)
-    if not held and (left := alive.others()):
-        held.append(f"after the last layer, the parameters of layers {left} are still held")
+    if not held:
+        note_held("after the last layer")
     return Wrong(held[0]) if held else outputs
 
 
 def _apply(number: int, parameters: Tensor, inputs: Tensor, case: Case) -> Tensor:
-    return torch.tanh(inputs + parameters @ _layer(20, number, case))
+    # The outputs of other inputs or parameters are no multiple of these.
+    return torch.sin(torch.arange(1.0, 5.0) * (inputs + parameters @ _layer(20, number, case)))
 
 
 def _outputs(rank: int, case: Case) -> Tensor:
@@ -253,6 +278,16 @@ def _outputs(rank: int, case: Case) -> Tensor:
     for number in range(case.size):
         outputs = _apply(number, _layer(30, number, case), outputs, case)
     return outputs
+
+
+def _gathered_by_layer(rank: int, case: Case) -> Target:
+    """The ring, or this rank's part straight to all others, whichever sends more from it."""
+    ring = _by_layer(share_only_cost)(rank, case)
+    owned_bytes = 0
+    for number in range(case.size):
+        owned_bytes += _own(_layer(30, number, case), rank, case.world_size).nbytes
+    straight_bytes = (case.world_size - 1) * owned_bytes
+    return Target(ring.messages, max(ring.num_bytes or 0, straight_bytes))
 
 
 # layer(parameters, inputs) gets all parameters [size]; ``shards`` has this rank's part of them.
@@ -267,7 +302,7 @@ forward = Check(
     ),
     call=_forward,
     parts=lambda case: {},
-    target=_by_layer(share_only_cost),
+    target=_gathered_by_layer,
     **_in_layers,
 )
 
@@ -275,34 +310,45 @@ forward = Check(
 @judged("order, gather, use, free", ([0, 1, 2, 3],), ([3, 2, 1, 0],), ([2],), ([4, 0, 2],))
 def prefetch(fn: Callable, order: Sequence[int]) -> Wrong | None:
     """Grade ``fn(order, gather, use, free)``: each unit is gathered while the one before works."""
-    asked, there, used, wrong = [], [], [], []
-    say = wrong.append
+    started: list[int] = []
+    gathered: list[int] = []
+    used: list[int] = []
+    freed: list[int] = []
+    problems: list[str] = []
+
+    def unfreed() -> list[int]:
+        return [unit for unit in started if unit not in freed]
 
     def gather(unit: int) -> SimpleNamespace:
-        if unit in asked:
-            say(f"unit {unit} is gathered twice")
-        asked.append(unit)
-        if len(whole := [one for one in asked if one not in freed]) > 2:
-            say(f"units {whole} are whole, or being gathered, at once: at most two may be")
-        return SimpleNamespace(wait=lambda: there.append(unit))
+        if unit in started:
+            problems.append(f"unit {unit} is gathered twice")
+        started.append(unit)
+        if len(unfreed()) > 2:
+            units = f"units {unfreed()} are whole, or being gathered, at once"
+            problems.append(f"{units}: at most two may be")
+        return SimpleNamespace(wait=lambda: gathered.append(unit))
 
     def use(unit: int) -> None:
-        if unit not in there:
-            say(f"unit {unit} is used before the wait for its gather")
+        if unit not in gathered:
+            problems.append(f"unit {unit} is used before the wait for its gather")
         if unit in freed:
-            say(f"unit {unit} is used after it was freed")
+            problems.append(f"unit {unit} is used after it was freed")
         used.append(unit)
-        following = order[len(used) : len(used) + 1]
-        if following and following[0] not in asked:
-            say(f"nothing is gathered while unit {unit} works: begin with unit {following[0]}")
-        elif following and following[0] in there:
-            say(f"it waits for unit {following[0]} before unit {unit} works: no overlap")
+        if len(used) >= len(order):
+            return
+        following = order[len(used)]
+        if following not in started:
+            text = f"nothing is gathered while unit {unit} works: begin with unit {following}"
+            problems.append(text)
+        elif following in gathered:
+            text = f"it waits for unit {following} before unit {unit} works: no overlap"
+            problems.append(text)
 
-    freed: list[int] = []
     fn(list(order), gather, use, freed.append)
-    if wrong:
-        return Wrong(wrong[0])
+    if problems:
+        return Wrong(problems[0])
     if used != list(order):
         return Wrong(f"it uses the units {used}, expected {list(order)}")
-    left = [unit for unit in asked if unit not in freed]
-    return Wrong(f"units {left} are not freed") if left else None
+    if unfreed():
+        return Wrong(f"units {unfreed()} are not freed")
+    return None

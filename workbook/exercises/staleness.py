@@ -95,7 +95,9 @@ class _Plan:
 def _arguments(rank: int, case: Case) -> tuple:
     """Zeros [W], the number of pushes, the seconds that a worker needs for a gradient, a plan."""
     plan = _Plan(case)
-    return torch.zeros(case.world_size - 1), sum(plan.pushes.values()), 0.02 * case.size, plan
+    num_updates = sum(plan.pushes.values())
+    pause_s = 0.02 * case.size
+    return (torch.zeros(case.world_size - 1), num_updates, pause_s, plan)
 
 
 def _one_message_per_push(rank: int, case: Case) -> Target:
@@ -109,14 +111,17 @@ def _one_message_per_push(rank: int, case: Case) -> Target:
 def _serve_and_work(
     fn: Callable, comm: Comm, parameters: Tensor, num_updates: int, pause_s: float, plan: _Plan
 ) -> list:
-    """Rank 0: what ``fn`` returns, and the parameters at the end. A worker: what it pulled."""
+    """Rank 0: the result of ``fn``, and the parameters at the end. A worker: its pulls."""
     if comm.rank == 0:
         books = plain(fn(comm, parameters, num_updates))
         return [books, parameters.tolist()]
-    token, pulled, (*others, last) = torch.empty(0), [], plan.workers
-    for other in others if comm.rank == last and not pause_s else ():
-        comm.recv(token, other)
-    # Place w - 1 of the parameters counts the updates of worker w.
+    token = torch.empty(0)
+    *first_workers, last = plan.workers
+    if comm.rank == last and not pause_s:
+        for worker in first_workers:
+            comm.recv(token, worker)
+    pulled = []
+    # Element w - 1 of the parameters counts the updates of worker w.
     gradient = torch.zeros_like(parameters)
     gradient[comm.rank - 1] = plan.steps[comm.rank]
     for _ in range(plan.pushes[comm.rank]):
@@ -131,17 +136,19 @@ def _serve_and_work(
 
 
 def _judge_server(case: Case, values: list[Any]) -> Found:
-    (_, ended), plan, workers = values[0], _Plan(case), range(1, case.world_size)
+    plan = _Plan(case)
+    workers = range(1, case.world_size)
+    _, end = values[0]
     expected = [-plan.steps[worker] * plan.pushes[worker] for worker in workers]
-    if ended != expected:
-        text = f"the parameters end as {ended}, expected {expected}: each push subtracts its "
+    if end != expected:
+        text = f"the parameters end as {end}, expected {expected}: each push subtracts its "
         return f"{text}gradient once, in place"
     for worker in workers:
-        own = [pulled[worker - 1] for pulled in values[worker]]
-        counted = [-plan.steps[worker] * (n + 1) for n in range(plan.pushes[worker])]
-        if own != counted:
-            text = f"element {worker - 1} of what worker {worker} pulls is {own}, expected "
-            return f"{text}{counted}: each answer holds the update before it"
+        elements = [pulled[worker - 1] for pulled in values[worker]]
+        expected = [-plan.steps[worker] * (n + 1) for n in range(plan.pushes[worker])]
+        if elements != expected:
+            text = f"element {worker - 1} of what worker {worker} pulls is {elements}, expected "
+            return f"{text}{expected}: each answer holds the update before it"
     return None
 
 
@@ -161,9 +168,11 @@ def _by_turns(fn: Callable, comm: Comm, *args: Any) -> list:
     *_, plan = args
 
     def serve(comm: Comm, parameters: Tensor, num_updates: int) -> None:
-        turns = ((turn, w) for turn in range(comm.world_size) for w in plan.workers[:-1])
-        for worker in [*(w for turn, w in turns if turn < plan.pushes[w]), plan.workers[-1]]:
-            fn(comm, parameters, worker)
+        for turn in range(comm.world_size):
+            for worker in plan.workers[:-1]:
+                if turn < plan.pushes[worker]:
+                    fn(comm, parameters, worker)
+        fn(comm, parameters, plan.workers[-1])
 
     return _serve_and_work(serve, comm, *args)
 
@@ -177,13 +186,17 @@ server = _check("staleness.server", judge=_judge_server, drawn_size=1)
 
 
 def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
-    (books, ended), plan, workers = values[0], _Plan(case), range(1, case.world_size)
-    if not isinstance(books, list) or not all(
-        isinstance(row, list) and len(row) == 2 for row in books
-    ):
+    plan = _Plan(case)
+    workers = range(1, case.world_size)
+    books, end = values[0]
+    rows = books if isinstance(books, list) else [None]
+    if not all(isinstance(row, list) and len(row) == 2 for row in rows):
         return f"expected a list of (worker, staleness), got {short(books)}"
-    served = [worker for worker, _ in books]
-    if sorted(served) != [worker for worker in workers for _ in range(plan.pushes[worker])]:
+    served = [worker for worker, _ in rows]
+    expected = []
+    for worker in workers:
+        expected += [worker] * plan.pushes[worker]
+    if sorted(served) != expected:
         return f"the list names the workers {served}: every push has to be in it, once"
     tracker = StalenessTracker(workers)
     for worker in served:
@@ -191,18 +204,20 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
         tracker.apply(worker)
         tracker.pull(worker)
     # The parameters [W] after each update, and by worker those after its own.
-    now, pulls = [0.0] * len(workers), [[] for _ in range(case.world_size)]
+    parameters = [0.0] * len(workers)
+    pulls = [[] for _ in range(case.world_size)]
     for worker, late in tracker.updates:
-        now[worker - 1] -= plan.steps[worker] / (1 + late)
-        pulls[worker].append([*now])
-    compared = {
+        parameters[worker - 1] -= plan.steps[worker] / (1 + late)
+        pulls[worker].append([*parameters])
+    pairs: dict[str, tuple[Any, list]] = {
         "the list says": (books, [list(update) for update in tracker.updates]),
-        "the parameters end as": (ended, now),
-        **{f"after its pushes worker {w} pulls": (values[w], pulls[w]) for w in workers},
+        "the parameters end as": (end, parameters),
     }
-    for what, (found, expected) in compared.items():
-        if not agree(found, expected):
-            return f"{what} {beside(found, expected)} for the order of pushes {served}"
+    for worker in workers:
+        pairs[f"after its pushes worker {worker} pulls"] = (values[worker], pulls[worker])
+    for name, (value, expected) in pairs.items():
+        if not agree(value, expected):
+            return f"{name} {beside(value, expected)} for the order of pushes {served}"
     return None
 
 

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workbook.exercises.ddp import gradients_left
+from workbook.exercises.ddp import flat_gradients, gradients_left
 from workbook.exercises.grader import Wrong, judged, solved
 from workbook.exercises.grader.compare import agree, beside, fit, short
 from workbook.exercises.grader.exercise import random_tensor, with_parameters
 from workbook.exercises.grader.judge_values import in_words, made_of
 
 # Seconds of the simulated steps: the first is cold, one in five is disturbed.
-_COLD_S, _WARM_S = 0.024, (0.0022, 0.002, 0.0026, 0.012, 0.0024)
+_COLD_S = 0.024
+_WARM_S = (0.0022, 0.002, 0.0026, 0.012, 0.0024)
 
 
 @judged("step, clock, repeats", (7,), (4,), (1,))
@@ -31,19 +32,19 @@ def timer(fn: Callable, repeats: int) -> Wrong | None:
         warm_s = _WARM_S[number % len(_WARM_S)] + 0.00002 * number
         seconds.append(warm_s if number else _COLD_S)
 
-    found = fit(fn(step, lambda: 41.5 + sum(seconds), repeats), 0.0)
+    median = fit(fn(step, lambda: 41.5 + sum(seconds), repeats), 0.0)
     if len(seconds) != repeats + 1:
         return Wrong(f"step was called {len(seconds)} times, expected one more than the repeats")
     timed = seconds[-repeats:]
-    if agree(found, statistics.median(timed)):
+    expected = statistics.median(timed)
+    if agree(median, expected):
         return None
-    looks = {
-        ": that is the higher of the two in the middle": statistics.median_high(timed),
-        ": that is the median with the warm-up in it": statistics.median(seconds),
-    }
-    like = next((words for words, one in looks.items() if agree(found, one)), "")
-    pair = beside(found, statistics.median(timed))
-    return Wrong(f"the function returned {pair} seconds, the median of the repeats{like}")
+    text = f"the function returned {beside(median, expected)} seconds, the median of the repeats"
+    if agree(median, statistics.median_high(timed)):
+        text += ": that is the higher of the two in the middle"
+    elif agree(median, statistics.median(seconds)):
+        text += ": that is the median with the warm-up in it"
+    return Wrong(text)
 
 
 # samples, side, c_in, c_out, window; the second has more operations than an int32 counts
@@ -102,8 +103,9 @@ def accumulate(fn: Callable, n: int, most: int) -> Wrong | None:
     mean cross-entropy over all n; a micro-batch has ``most`` samples at most.
     """
     inputs, targets = random_tensor(n, n, 6).double(), torch.arange(n) ** 2 % 3
-    # F for each forward, B for each backward.
-    layers, order, sizes = _model(), [], []
+    layers = _model()
+    order = []  # F for each forward, B for each backward
+    sizes = []
 
     def note(module: nn.Module, given: tuple, output: Tensor) -> None:
         order.append("F")
@@ -120,20 +122,20 @@ def accumulate(fn: Callable, n: int, most: int) -> Wrong | None:
         return Wrong(f"the model ran on micro-batches of {sizes} samples")
     if "FF" in "".join(order):
         return Wrong("two micro-batches are kept: backward runs before the next forward")
-    found, sums = gradients_left([*layers.parameters()], [*_model().parameters()]), {}
-    if isinstance(found, Wrong):
-        return found
+    gradient = gradients_left([*layers.parameters()], [*_model().parameters()])
+    if isinstance(gradient, Wrong):
+        return gradient
+    sums = {}
     for x, y in zip(inputs.split(sizes), targets.split(sizes)):
         layers = _model()
-        loss = functional.cross_entropy(layers(x), y, reduction="sum")
-        gradients = torch.autograd.grad(loss, [*layers.parameters()])
-        sums[f"micro-batch {len(sums)}'s sum"] = torch.cat([g.flatten() for g in gradients])
+        functional.cross_entropy(layers(x), y, reduction="sum").backward()
+        sums[f"micro-batch {len(sums)}'s sum"] = flat_gradients(layers.parameters())
     total = torch.stack([*sums.values()]).sum(0)
-    if agree(found, total / n):
+    if agree(gradient, total / n):
         return None
-    made = in_words(made_of(n * found, sums)) or short(n * found)
-    should = in_words(dict.fromkeys(sums, 1))
-    return Wrong(f"the gradient is ({made}) / {n}, expected ({should}) / {n}")
+    words = in_words(made_of(n * gradient, sums)) or short(n * gradient)
+    expected = in_words(dict.fromkeys(sums, 1))
+    return Wrong(f"the gradient is ({words}) / {n}, expected ({expected}) / {n}")
 
 
 # gradient, scale, good
@@ -163,4 +165,6 @@ def loss_scaling(
     if not gradient.isfinite().all():
         return [weight, scale / 2, 0]
     weight = weight - lr * gradient / scale
-    return [weight, 2 * scale, 0] if good + 1 >= patience else [weight, scale, good + 1]
+    if good + 1 >= patience:
+        return [weight, 2 * scale, 0]
+    return [weight, scale, good + 1]

@@ -19,39 +19,50 @@ from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import random_tensor
 from workbook.exercises.ring import ring_target
 
-# The features of what all ranks have, and of one rank's part: rank 1 has more than the others.
-_WHOLE, _PARTS = 6, (2, 3, 2, 2)
+# Features of the tensors that all ranks have, and of one rank's part: rank 1 has more than others.
+_WHOLE = 6
+_PARTS = (2, 3, 2, 2)
 _SAMPLES = (6, 5, 1)
 
 
 def _layer(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[n, whole] that all ranks have, twice; this rank's weight [part, whole]; [n, part]."""
-    n, part = case.size, _PARTS[rank]
-    whole = case.random(1, n, _WHOLE), case.random(2, n, _WHOLE)
-    return *whole, case.random(10 + rank, part, _WHOLE), case.random(20 + rank, n, part)
+    n = case.size
+    part = _PARTS[rank]
+    return (
+        case.random(1, n, _WHOLE),
+        case.random(2, n, _WHOLE),
+        case.random(10 + rank, part, _WHOLE),
+        case.random(20 + rank, n, part),
+    )
 
 
 def _inputs(by_outputs: bool, rank: int, case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """x, weight, and the gradient of y."""
     x, gradient, weight, part = _layer(case, rank)
-    return (x, weight, part) if by_outputs else (part, weight.T.contiguous(), gradient)
+    if by_outputs:
+        return (x, weight, part)
+    return (part, weight.T.contiguous(), gradient)
 
 
 def _terms(by_outputs: bool, case: Case) -> list[Tensor]:
     """By rank, the product that has to be summed."""
-    each = [_inputs(by_outputs, rank, case) for rank in range(case.world_size)]
-    return [g @ w if by_outputs else x @ w.T for x, w, g in each]
+    tensors = [_inputs(by_outputs, rank, case) for rank in range(case.world_size)]
+    if by_outputs:
+        return [gradient @ weight for _, weight, gradient in tensors]
+    return [x @ weight.T for x, weight, _ in tensors]
 
 
 def _results(by_outputs: bool, rank: int, case: Case, summed: bool = True) -> list[Tensor]:
     x, weight, gradient = _inputs(by_outputs, rank, case)
     terms = _terms(by_outputs, case)
     total = torch.stack(terms).sum(0) if summed else terms[rank]
-    y, of_x = (x @ weight.T, total) if by_outputs else (total, gradient @ weight)
-    return [y, of_x, gradient.T @ x]
+    if by_outputs:
+        return [x @ weight.T, total, gradient.T @ x]
+    return [total, gradient @ weight, gradient.T @ x]
 
 
-def _linear(name: str, by_outputs: bool, what: str) -> Check:
+def _linear(name: str, by_outputs: bool, summed_value: str) -> Check:
     """A check of fn(comm, x, weight, gradient) -> (y, gradient of x, gradient of weight)."""
     return Check(
         f"tensor_parallel.{name}",
@@ -63,7 +74,9 @@ def _linear(name: str, by_outputs: bool, what: str) -> Check:
         parts=lambda case: {
             f"rank {rank}'s term": term for rank, term in enumerate(_terms(by_outputs, case))
         },
-        mistakes={f"{what} is this rank's term": partial(_results, by_outputs, summed=False)},
+        mistakes={
+            f"{summed_value} is this rank's term": partial(_results, by_outputs, summed=False)
+        },
         target=lambda rank, case: ring_target(case.size * _WHOLE, 4, rank, case),
         sizes=_SAMPLES,
         nouns=("rank", "sample"),
@@ -89,59 +102,78 @@ def heads(fn: Callable, num_heads: int, size: int, world_size: int) -> Wrong | N
     ``qkv`` [3 D, D], ``out`` [D, D]; of a rank [3 D / P, D] and [D, D / P]. Any heads will do, if
     each is on one rank.
     """
-    width, part = num_heads * size, num_heads * size // world_size
-    x, qkv, out = (random_tensor(rows, rows, width) for rows in (5, 3 * width, width))
+    width = num_heads * size
+    part = width // world_size
+    x = random_tensor(5, 5, width)
+    qkv = random_tensor(3 * width, 3 * width, width)
+    out = random_tensor(width, width, width)
     terms = []
     for rank in range(world_size):
-        found = plain(fn(rank, world_size, qkv.clone(), out.clone(), num_heads))
+        weights = plain(fn(rank, world_size, qkv.clone(), out.clone(), num_heads))
         shapes = [[3 * part, width], [width, part]]
-        if shapes_of(found) != shapes:
-            return Wrong(f"rank {rank} got {shapes_of(found)}, expected tensors {shapes}")
-        if world_size > 1 and agree(found[0], qkv.chunk(world_size)[rank]):
+        if shapes_of(weights) != shapes:
+            return Wrong(f"rank {rank} got {shapes_of(weights)}, expected tensors {shapes}")
+        if world_size > 1 and agree(weights[0], qkv.chunk(world_size)[rank]):
             return Wrong(
                 f"rank {rank} got rows of qkv that follow one another: then the first ranks have "
                 "the queries, and the last ones the values"
             )
-        terms.append(_attention(x, found[0], found[1], num_heads // world_size))
+        terms.append(_attention(x, weights[0], weights[1], num_heads // world_size))
     if torch.allclose(torch.stack(terms).sum(0), _attention(x, qkv, out, num_heads), atol=1e-4):
         return None
     return Wrong("the ranks' terms do not add up to the attention of all heads")
 
 
-def shapes_of(found: Any) -> list[list[int]] | str:
-    """The shapes of a list of tensors; of anything else what it is, in words."""
-    is_list = isinstance(found, list) and all(isinstance(one, Tensor) for one in found)
-    return [list(one.shape) for one in found] if is_list else short(found)
+def shapes_of(value: Any) -> list[list[int]] | str:
+    """Return the shapes of a list of tensors; anything else in words."""
+    if not isinstance(value, list):
+        return short(value)
+    shapes = []
+    for number, entry in enumerate(value):
+        if not isinstance(entry, Tensor):
+            return f"{type(entry).__name__} as entry {number} of {len(value)}"
+        shapes.append(list(entry.shape))
+    return shapes
 
 
 def _classes(case: Case, rank: int | None = None) -> tuple[int, int]:
-    bounds = chunk_bounds(9 * case.world_size + 1, case.world_size)
-    return bounds[rank] if rank is not None else (0, bounds[-1][1])
+    num_classes = 9 * case.world_size + 1
+    if rank is None:
+        return 0, num_classes
+    return chunk_bounds(num_classes, case.world_size)[rank]
 
 
 def _logits(case: Case) -> tuple[Tensor, Tensor]:
-    n, (_, classes) = case.size, _classes(case)
+    n = case.size
+    _, classes = _classes(case)
     # The exponentials of the second size would be infinite.
     logits = case.random(1, n, classes).double() * (1000 if n == _SAMPLES[1] else 2)
-    return logits, torch.tensor([case.integer(key, 0, classes - 1) for key in range(n)])
+    targets = torch.tensor([case.integer(key, 0, classes - 1) for key in range(n)])
+    # Also the first and the last class of each rank, as far as there are samples.
+    bounds = [_classes(case, rank) for rank in range(case.world_size)]
+    borders = [start for start, _ in bounds] + [end - 1 for _, end in bounds]
+    targets[: len(borders)] = torch.tensor(borders)[:n]
+    return logits, targets
 
 
 def _own_logits(rank: int, case: Case) -> tuple[Tensor, Tensor, int]:
-    (logits, targets), (start, end) = _logits(case), _classes(case, rank)
+    logits, targets = _logits(case)
+    start, end = _classes(case, rank)
     return logits[:, start:end].contiguous(), targets, start
 
 
-def _loss(rank: int, case: Case, of: Callable = lambda logits: logits) -> list[Any]:
+def _loss(rank: int, case: Case) -> list[Any]:
     """The mean loss, and its gradient by the rank's logits."""
-    (logits, targets), (start, end) = _logits(case), _classes(case, rank)
-    loss = functional.cross_entropy(of(logits.requires_grad_()), targets)
+    logits, targets = _logits(case)
+    start, end = _classes(case, rank)
+    loss = functional.cross_entropy(logits.requires_grad_(), targets)
     (gradient,) = torch.autograd.grad(loss, logits)
     return [loss.item(), gradient[:, start:end]]
 
 
 def _three_sums(rank: int, case: Case) -> Target:
-    one = ring_target(case.size, 8, rank, case)
-    return Target(3 * (one.messages or 0), 3 * (one.num_bytes or 0))
+    per_sum = ring_target(case.size, 8, rank, case)
+    return Target(3 * (per_sum.messages or 0), 3 * (per_sum.num_bytes or 0))
 
 
 # fn(comm, logits, targets, first) -> (mean loss, gradient [n, W]); logits [n, W] from class
@@ -165,8 +197,10 @@ cross_entropy = Check(
 @solved(
     *((2, 8, 6, 2, 4), (32, 64, 96, 4, 4), (1, 5, 12, 3, 8), (3, 4, 10, 1, 2)),
     mistakes={
-        "backward has as many all-reduces as forward": lambda of, *sizes: of(*sizes) // 2,
-        "in each of 2 (P - 1) steps a rank sends a P-th": lambda of, *sizes: sizes[3] * of(*sizes),
+        "backward has as many all-reduces as forward": lambda count, *sizes: count(*sizes) // 2,
+        "in each of 2 (P - 1) steps a rank sends a P-th": (
+            lambda count, *sizes: sizes[3] * count(*sizes)
+        ),
     },
 )
 def block_bytes(
@@ -191,14 +225,18 @@ def attend(fn: Callable, scale: float, lengths: Sequence[int]) -> Wrong | None:
     nothing = torch.zeros(2, 3, 1)
     expected = running = Running(nothing - math.inf, nothing, torch.zeros_like(q))
     for number, length in enumerate(lengths):
-        k, v = (random_tensor(10 * number + i, 2, length, 4) for i in (2, 3))
+        k = random_tensor(10 * number + 2, 2, length, 4)
+        v = random_tensor(10 * number + 3, 2, length, 4)
         expected = attend_block(expected, q, k, v, causal=False)
-        found = plain(fn(Running(*(one.clone() for one in running)), q, k, v))
-        if shapes_of(found) != (shapes := shapes_of([*expected])):
-            return Wrong(f"it returned {shapes_of(found)}, expected tensors {shapes}")
-        for name, mine, right in zip(Running._fields, found, expected):
-            if not torch.allclose(mine, right, rtol=1e-4, atol=1e-5):
-                pair = f"{short(mine.flatten()[:3])}, expected {short(right.flatten()[:3])}"
-                return Wrong(f"after block {number} {name} begins with {pair}")
-        running = Running(*found)
+        returned = plain(fn(Running(*map(torch.clone, running)), q, k, v))
+        shapes = shapes_of([*expected])
+        if shapes_of(returned) != shapes:
+            return Wrong(f"it returned {shapes_of(returned)}, expected tensors {shapes}")
+        for name, value, right in zip(Running._fields, returned, expected):
+            is_wrong = ~torch.isclose(value, right, rtol=1e-4, atol=1e-5)
+            if is_wrong.any():
+                index = tuple(is_wrong.nonzero()[0].tolist())
+                pair = f"{short(value[index])}, expected {short(right[index])}"
+                return Wrong(f"after block {number} {name}{list(index)} is {pair}")
+        running = Running(*returned)
     return None

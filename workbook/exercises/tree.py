@@ -24,7 +24,6 @@ def choose(num_bytes: int, world_size: int, alpha_s: float, beta_s_per_byte: flo
     The one that takes less time by the model of ``labkit.costs``; on a tie the tree.
     """
     link = Link(alpha_s, beta_s_per_byte)
-    tree_s, ring_s = (
-        all_reduce_seconds(way, num_bytes, world_size, link) for way in ("tree", "ring")
-    )
+    tree_s = all_reduce_seconds("tree", num_bytes, world_size, link)
+    ring_s = all_reduce_seconds("ring", num_bytes, world_size, link)
     return "tree" if tree_s <= ring_s else "ring"

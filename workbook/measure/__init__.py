@@ -1,12 +1,11 @@
-"""``labkit bench``: speeds measured on this machine, in pairs, as ratios with their spread.
+"""``labkit bench`` and ``labkit compare``: what is measured, recorded, predicted and published.
 
-    all-reduce    our algorithms against gloo and NCCL; the cost model fitted and compared
-    ddp           a step of our DDP, and of PyTorch's on the backend "labkit" and on others
-    sharded       a step of our stages, of PyTorch's, and of DDP; tensor-parallel likewise
-    placement     the hops of VGG16's placements beside the model
-    pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
+    bench all-reduce    our algorithms beside gloo and NCCL; the cost model, fitted and compared
+    bench ddp           a step of our DDP, and of PyTorch's on the backend "labkit" and on others
+    bench pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
+    compare             all techniques and PyTorch's, under equal conditions
 
-``turns`` has the rules of timing, ``record`` what is recorded beside the results, ``compare`` the
-command ``labkit compare``. ``two_hosts`` and ``elsewhere`` show the records of ``make two-hosts``
-and ``make elsewhere``; ``environments`` tells whether Horovod and TensorFlow are here.
+``gpt_step`` predicts bytes and seconds of a GPT on given GPUs and links, for page 14. ``turns``
+has the rules of timing, ``record`` what stands beside the results. ``two_hosts`` and ``elsewhere``
+show the records of ``make two-hosts`` and ``make elsewhere``.
 """

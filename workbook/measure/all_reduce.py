@@ -7,7 +7,7 @@ Symbols: P ranks, S bytes of one rank's tensor.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -23,9 +23,9 @@ from labkit.costs.link import Link, all_reduce_seconds, crossover_bytes
 from labkit.training.measured import measure_link
 from labkit.units import format_bytes
 from workbook.measure.record import Cells, Result
-from workbook.measure.turns import Turn, Where, on_ranks, take_turns, timed
+from workbook.measure.turns import DeviceOptions, Turn, on_ranks, take_turns, timed
 
-SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
+SIZES_BYTES = (2**10, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 _MODELLED = ("naive", "tree", "ring")
 _REFERENCES = ("gloo", "MPI", "NCCL")
 # The first two are those whose crossing is drawn; more curves than these hide each other.
@@ -45,25 +45,49 @@ def bench_all_reduce(
     world_size: int,
     sizes_bytes: tuple[int, ...],
     repeats: int,
-    where: Where,
+    device_options: DeviceOptions,
     guests: Mapping[str, Guest] | None = None,
-) -> Iterator[Result]:
+) -> Result:
     """Time all available all-reduces on float32 tensors of these sizes, multiples of 4.
 
     The tensors are in ordinary memory, not placed in shared memory beforehand. Every rank checks
     each result: a wrong one is an error. NCCL takes part where each rank has a GPU; ``guests`` are
     additional contenders by name, as ``tools/bench_mpi.py`` adds MPI.
     """
-    link = measure_link(world_size, "exchange", gamma=True, **where)
-    settings = sizes_bytes, repeats, dict(guests or {})
-    seconds, _ = on_ranks(measure, *settings, world_size=world_size, where=where)
-    yield result_of(seconds, link, world_size)
+    link = measure_link(world_size, "exchange", gamma=True, **device_options)
+    seconds, _ = on_ranks(
+        measure,
+        sizes_bytes,
+        repeats,
+        dict(guests or {}),
+        world_size=world_size,
+        device_options=device_options,
+    )
+    return result_of(seconds, link, world_size)
 
 
 def measure(
     comm: Comm, sizes_bytes: tuple[int, ...], repeats: int, guests: dict[str, Guest]
 ) -> tuple[dict[int, dict[str, list[float]]], None]:
     """This rank's seconds by size and contender; called on every rank."""
+    algorithms = contenders(comm)
+    seconds = {}
+    with contextlib.ExitStack() as stack:
+        guest_turns = {}
+        for name, guest in guests.items():
+            guest_turns[name] = stack.enter_context(guest(comm))
+        for number, size in enumerate(sizes_bytes):
+            comm.progress(number, len(sizes_bytes), format_bytes(size))
+            turns = checked_turns(comm, size, algorithms)
+            for name, guest_turn in guest_turns.items():
+                turns[name] = partial(guest_turn, size)
+            turns[_LIMIT] = copy_turn(comm, size)
+            seconds[size] = take_turns(turns, repeats)
+    return seconds, None
+
+
+def contenders(comm: Comm) -> dict[str, AllReduce]:
+    """Our algorithms, then those of the backends that these ranks can use."""
     algorithms: dict[str, AllReduce] = {
         "fast": partial(collectives.fast_all_reduce, comm),
         "direct": partial(collectives.direct_all_reduce, comm),
@@ -76,41 +100,35 @@ def measure(
         transport = TorchTransport("gloo", comm.device)
         over_gloo = Comm(comm.rank, comm.world_size, comm.device, transport, keep_spans=1000)
         algorithms["ring over gloo"] = partial(collectives.ring_all_reduce, over_gloo)
-    backends = {"gloo": "gloo", "labkit": "labkit backend"}
-    if comm.device.type == "cuda":
-        backends = {"gloo": "gloo"} | ({"nccl": "NCCL"} if dist.get_backend() == "nccl" else {})
+    backends = {"gloo": "gloo"}
+    if comm.device.type == "cpu":
+        backends["labkit"] = "labkit backend"
+    elif dist.get_backend() == "nccl":
+        backends["nccl"] = "NCCL"
     for backend, name in backends.items():
         algorithms[name] = partial(dist.all_reduce, group=dist.new_group(backend=backend))
-    found = {}
-    with contextlib.ExitStack() as stack:
-        entered = {name: stack.enter_context(guest(comm)) for name, guest in guests.items()}
-        for number, size in enumerate(sizes_bytes):
-            comm.progress(number, len(sizes_bytes), format_bytes(size))
-            turns = checked_turns(comm, size, algorithms)
-            turns |= {name: partial(guest, size) for name, guest in entered.items()}
-            turns[_LIMIT] = copy_turn(comm, size)
-            found[size] = take_turns(turns, repeats)
-    return found, None
+    return algorithms
 
 
 def checked_turns(
     comm: Comm, num_bytes: int, algorithms: Mapping[str, AllReduce]
 ) -> dict[str, Turn]:
-    """Of each algorithm: this rank's seconds of one all-reduce, after one that is not timed.
+    """For each algorithm a turn: this rank's seconds of one all-reduce, whose sum is checked.
 
     The values are small integers, whose sums float32 holds exactly: the result does not depend on
     the order of additions, in which the algorithms differ. They repeat after 1021 elements (a
     prime), so that a chunk in the wrong place gives a wrong sum.
     """
     pattern = (torch.arange(num_bytes // 4, device=comm.device) % 1021).float()
-    mine, work = pattern * (comm.rank + 1), torch.empty_like(pattern)
+    values = pattern * (comm.rank + 1)
     expected = pattern * (comm.world_size * (comm.world_size + 1) // 2)
+    work = torch.empty_like(pattern)
 
     def turn(name: str) -> float:
         # The first call fills the caches (of data and of code) again after the others' turns: in
         # a program that calls one all-reduce after another, they are warm.
         algorithms[name](work.zero_())
-        work.copy_(mine)
+        work.copy_(values)
         seconds = timed(comm, lambda: algorithms[name](work))
         if not torch.equal(work, expected):
             raise AssertionError(f"{name}: {num_bytes} bytes have a wrong sum")
@@ -132,46 +150,45 @@ def copy_turn(comm: Comm, num_bytes: int) -> Turn:
 
 
 def result_of(seconds: Cells, link: Link, world_size: int) -> Result:
-    """The result of the slowest rank's seconds, and the model beside it.
+    """The result of the slowest rank's seconds t, and the model beside it.
 
-    ``bus_GB/s`` is 2 (P - 1) / P x S / t, which each link of a ring carries (busbw of nccl-tests);
     ``share_of_limit`` is the time of a copy / t.
     """
-    names = next(iter(seconds.values()))
-    share = 2 * (world_size - 1) / world_size / 1e9
-    bus = {
-        size: {name: share * size / median(each) for name, each in by_name.items()}
-        for size, by_name in seconds.items()
-    }
-    model_s = {
-        size: {name: all_reduce_seconds(name, size, world_size, link) for name in _MODELLED}
-        for size in seconds
-    }
     share_of_limit: dict[int, dict[str, float]] = {}
-    for size, by_name in seconds.items():
-        limit_s = median(by_name[_LIMIT])
-        share_of_limit[size] = {name: limit_s / median(each) for name, each in by_name.items()}
-        del bus[size][_LIMIT]
+    model_s: dict[int, dict[str, float]] = {}
+    # By contender and size.
+    curves: dict[str, dict[int, list[float]]] = {}
+    model_curves: dict[str, dict[int, float]] = {}
+    for size, seconds_by_name in seconds.items():
+        share_of_limit[size] = {}
+        model_s[size] = {}
+        limit_s = median(seconds_by_name[_LIMIT])
+        for name, repeats_s in seconds_by_name.items():
+            share_of_limit[size][name] = limit_s / median(repeats_s)
+            curves.setdefault(name, {})[size] = repeats_s
+        for name in _MODELLED:
+            model_s[size][name] = all_reduce_seconds(name, size, world_size, link)
+            model_curves.setdefault(name, {})[size] = model_s[size][name]
     crossover = crossover_bytes(world_size, link)
+    overtakes = format_bytes(crossover) if math.isfinite(crossover) else "never"
 
     def figure() -> Any:
         from workbook.plots import size_curves
 
-        curves = {n: {s: one[n] for s, one in seconds.items()} for n in _DRAWN if n in names}
-        model = {n: {s: one[n] for s, one in model_s.items()} for n in ("tree", "ring")}
         title = f"All-reduce on {world_size} ranks (gloo over TCP, the others in shared memory)"
-        if "NCCL" in names:
+        if "NCCL" in curves:
             title = f"All-reduce on {world_size} GPUs"
-        return size_curves(curves, model, crossover, title=title)
+        drawn = {name: curves[name] for name in _DRAWN if name in curves}
+        models = {name: model_curves[name] for name in ("tree", "ring")}
+        return size_curves(drawn, models, crossover, title=title)
 
-    overtakes = format_bytes(crossover) if math.isfinite(crossover) else "never"
     return Result(
-        f"All-reduce of float32 in place, {world_size} ranks, in turns",
-        {"world_size": world_size},
-        seconds,
-        tuple(name for name in _REFERENCES if name in names),
-        "size_bytes",
-        {"bus_GB/s": bus, "share_of_limit": share_of_limit, "model_s": model_s},
-        (str(link), f"The ring overtakes the tree in the model: {overtakes}."),
-        {f"{world_size}_ranks": figure},
+        title=f"All-reduce of float32 in place, {world_size} ranks, in turns",
+        facts={"world_size": world_size},
+        seconds=seconds,
+        against=tuple(name for name in _REFERENCES if name in curves),
+        case="size_bytes",
+        columns={"share_of_limit": share_of_limit, "model_s": model_s},
+        notes=(str(link), f"The ring overtakes the tree in the model: {overtakes}."),
+        figures={f"{world_size}_ranks": figure},
     )

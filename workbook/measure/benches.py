@@ -1,13 +1,12 @@
-"""``labkit bench ddp``, ``sharded``, ``tensor-parallel``, ``pipeline``: steps, in turns.
+"""``labkit bench ddp`` and ``labkit bench pipeline``: steps, in turns.
 
 Contenders take the same samples, and end with the same parameters. For DDP only the backend
-changes, or whose DDP it is. Sharding is compared with our DDP, and with PyTorch's, stage by stage.
-Pipelines are cut at the same layers: ours in shared memory and on gloo,
-``torch.distributed.pipelining`` on gloo, and the split without micro-batches. On GPUs, NCCL takes
-the place of gloo.
+changes, or whose DDP it is. Pipelines are cut at the same layers: ours in shared memory and on
+gloo, ``torch.distributed.pipelining`` on gloo, and the split without micro-batches. On GPUs, NCCL
+takes the place of gloo.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,21 +18,19 @@ from labkit.placement.profile import even_split
 from labkit.strategies.base import Strategy
 from labkit.strategies.builtin.ddp import TorchDDP
 from labkit.strategies.builtin.pipeline import TorchPipeline
-from labkit.strategies.builtin.sharded import TorchSharded
-from labkit.strategies.builtin.tensor_parallel import TorchTensorParallel
 from labkit.strategies.ddp import DDP
 from labkit.strategies.model_parallel import ModelParallel, Pipeline
-from labkit.strategies.sharded import Sharded
-from labkit.strategies.tensor_parallel import TensorParallel
 from labkit.training.result import largest_difference
 from labkit.workload.models import build_model
 from workbook.measure.record import Result
-from workbook.measure.turns import Turn, Where, on_ranks, take_turns, timed
+from workbook.measure.turns import DeviceOptions, Turn, on_ranks, take_turns, timed
 
-SHAPE, NUM_CLASSES = (3, 32, 32), 10
-# Of gpt.
-LENGTH, VOCABULARY = 64, 64
-MICRO_BATCHES, SCHEDULES = 4, ("gpipe", "1f1b")
+SHAPE = (3, 32, 32)
+NUM_CLASSES = 10
+# The texts of the model gpt.
+LENGTH = 64
+VOCABULARY = 64
+MICRO_BATCHES = 4
 _COMPARED_STEPS = 2
 
 # The strategies by name, each with the Comm for its messages; the first is the reference.
@@ -52,13 +49,16 @@ def step_of(
 ) -> Callable[[], torch.Tensor]:
     """Set a strategy up to train a model on random samples, the same by rank: its step."""
     generator = torch.Generator().manual_seed(0)
-    samples = torch.randn(batch_size, *SHAPE, generator=generator)
-    classes = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
     if model == "gpt":
         texts = torch.randint(VOCABULARY, (batch_size, LENGTH + 1), generator=generator)
-        samples, classes = texts[:, :-1], texts[:, 1:]
+        inputs = texts[:, :-1]
+        targets = texts[:, 1:]
+    else:
+        inputs = torch.randn(batch_size, *SHAPE, generator=generator)
+        targets = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
     strategy.setup(comm, build(model), partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
-    inputs, targets = (strategy.part_of(each).to(comm.device) for each in (samples, classes))
+    inputs = strategy.part_of(inputs).to(comm.device)
+    targets = strategy.part_of(targets).to(comm.device)
     return partial(strategy.step, inputs, targets, batch_size)
 
 
@@ -71,27 +71,6 @@ def ddp(comm: Comm, model: str) -> Contenders:
     return contenders
 
 
-def sharded(comm: Comm, model: str) -> Contenders:
-    """The stages of sharded data parallelism, and DDP."""
-    contenders: Contenders = {"labkit ddp": (DDP(), comm)}
-    for stage in (1, 2, 3):
-        contenders[f"labkit stage {stage}"] = Sharded(stage=stage), comm
-        contenders[f"torch stage {stage} on {dist.get_backend()}"] = (
-            TorchSharded(stage=stage),
-            comm,
-        )
-    return contenders
-
-
-def tensor_parallel(comm: Comm, model: str) -> Contenders:
-    """A transformer whose layers are cut, by our collectives and by DTensor's."""
-    return {
-        f"torch on {dist.get_backend()}": (TorchTensorParallel(), comm),
-        "labkit": (TensorParallel(), comm),
-        "labkit, sequence parallel": (TensorParallel(sequence_parallel=True), comm),
-    }
-
-
 def pipeline(comm: Comm, model: str) -> Contenders:
     """Pipelines with as many stages as ranks."""
     points = even_split(build(model), SHAPE, comm.world_size)
@@ -99,13 +78,14 @@ def pipeline(comm: Comm, model: str) -> Contenders:
     transport = TorchTransport(backend, comm.device)
     plain_comm = Comm(comm.rank, comm.world_size, comm.device, transport)
     contenders: Contenders = {"labkit split, not pipelined": (ModelParallel(points), comm)}
-    for schedule in SCHEDULES:
-        options = (points, MICRO_BATCHES, schedule)
-        contenders[f"labkit {schedule}"] = Pipeline(*options), comm
-        contenders[f"labkit {schedule} on {backend}"] = Pipeline(*options), plain_comm
+    for schedule in ("gpipe", "1f1b"):
+        make = partial(Pipeline, points, MICRO_BATCHES, schedule)
+        contenders[f"labkit {schedule}"] = make(), comm
+        contenders[f"labkit {schedule} on {backend}"] = make(), plain_comm
         # PyTorch's send from GPU to GPU, and gloo sends host memory only.
         if comm.device.type == "cpu" or backend == "nccl":
-            contenders[f"torch {schedule} on {backend}"] = TorchPipeline(*options), comm
+            torchs = TorchPipeline(points, MICRO_BATCHES, schedule)
+            contenders[f"torch {schedule} on {backend}"] = torchs, comm
     return contenders
 
 
@@ -114,39 +94,38 @@ def bench_steps(
     world_size: int,
     model: str,
     repeats: int,
-    where: Where,
-) -> Iterator[Result]:
+    device_options: DeviceOptions,
+) -> Result:
     """Time steps of some ``contenders``: forward, backward, update."""
     if contenders is ddp:
         # Few samples, so that communication is a large part of a step.
         batch_size = world_size * {"small_cnn": 32, "vgg16": 4}.get(model, 8)
-    elif contenders is pipeline:
+    else:
         # Micro-batches must not be small: each adds its gradients to those of all parameters.
         batch_size = 64 if model == "vgg16" else 32
-    else:
-        batch_size = 16
 
     def measure(comm: Comm) -> tuple[dict[str, list[float]], dict[str, float]]:
         """Seconds of steps, and how far apart the models are after two."""
-        turns = dict[str, Turn]()
-        states = {}
+        turns: dict[str, Turn] = {}
+        differences: dict[str, float] = {}
+        reference_state = None
         for name, (strategy, strategy_comm) in contenders(comm, model).items():
             step = step_of(strategy, strategy_comm, model, batch_size)
             for _ in range(_COMPARED_STEPS):
                 step()
             turns[name] = partial(timed, comm, step)
-            states[name] = strategy.full_state()
-        truth = next(iter(states.values()))
-        apart = {name: largest_difference(state, truth) for name, state in states.items()}
-        return take_turns(turns, repeats), apart
+            state = strategy.full_state()
+            reference_state = reference_state or state
+            differences[name] = largest_difference(state, reference_state)
+        return take_turns(turns, repeats), differences
 
-    seconds, difference = on_ranks(measure, world_size=world_size, where=where)
-    reference, *others = seconds
-    yield Result(
-        f"Step of {contenders.__name__}: {model}, {world_size} ranks, a batch of {batch_size}, in "
-        f"turns; difference: of the parameters from those of {reference}",
-        {"model": model, "world_size": world_size, "batch_size": batch_size},
-        {"": seconds},
-        (reference, *(name for name in others if name.startswith("torch"))),
-        columns={"difference": {"": difference}},
+    seconds, differences = on_ranks(measure, world_size=world_size, device_options=device_options)
+    reference, *compared = seconds
+    return Result(
+        title=f"Step of {contenders.__name__}: {model}, {world_size} ranks, a batch of "
+        f"{batch_size}, in turns; difference: of the parameters from those of {reference}",
+        facts={"model": model, "world_size": world_size, "batch_size": batch_size},
+        seconds={"": seconds},
+        against=(reference, *(name for name in compared if name.startswith("torch"))),
+        columns={"difference": {"": differences}},
     )

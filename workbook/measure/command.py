@@ -1,9 +1,7 @@
 """The command ``labkit bench``: run the benches; print, record and draw their results."""
 
-import itertools
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,119 +9,112 @@ from labkit.devices import check_world_size, plan
 from labkit.units import check_choice, check_integer
 from labkit.workload.models import MODELS
 from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce
-from workbook.measure.benches import bench_steps, ddp, pipeline, sharded, tensor_parallel
-from workbook.measure.placement import bench_placement
+from workbook.measure.benches import bench_steps, ddp, pipeline
 from workbook.measure.record import Result, machine, write
-from workbook.measure.turns import Where
+from workbook.measure.turns import DeviceOptions
 
-# Name -> what runs it, on one number of ranks and one model, and its options with their defaults.
-BENCHES: dict[str, tuple[Callable[..., Iterable[Result]], dict[str, Any]]] = {
-    "all-reduce": (
-        bench_all_reduce,
-        {"world_sizes": (2, 4), "sizes_bytes": SIZES_BYTES, "repeats": 30, "figure_path": None},
-    ),
-    "ddp": (
-        partial(bench_steps, ddp),
-        {"world_sizes": (2,), "models": ("small_cnn", "resnet18", "vgg16"), "repeats": 20},
-    ),
-    "sharded": (
-        partial(bench_steps, sharded),
-        {"world_sizes": (2,), "models": ("gpt",), "repeats": 20},
-    ),
-    "tensor-parallel": (
-        partial(bench_steps, tensor_parallel),
-        {"world_sizes": (2,), "models": ("gpt",), "repeats": 20},
-    ),
-    "placement": (bench_placement, {"repeats": 6}),
-    "pipeline": (
-        partial(bench_steps, pipeline),
-        {"world_sizes": (2,), "models": ("vgg16", "resnet18"), "repeats": 10},
-    ),
+# Name -> the options of a bench with their defaults.
+BENCHES: dict[str, dict[str, Any]] = {
+    "all-reduce": {"world_sizes": (2, 4), "sizes_bytes": SIZES_BYTES, "repeats": 30},
+    "ddp": {"world_sizes": (2,), "models": ("small_cnn", "resnet18", "vgg16"), "repeats": 20},
+    "pipeline": {"world_sizes": (2,), "models": ("vgg16", "resnet18"), "repeats": 10},
 }
 
 
 def main(
-    names: Sequence[str], json_path: str | None = None, words: Sequence[str] = (), **settings: Any
+    names: Sequence[str],
+    json_path: str | None = None,
+    figure_path: str | None = None,
+    words: Sequence[str] = (),
+    device: str = "auto",
+    devices: Sequence[str] | None = None,
+    **settings: Any,
 ) -> int:
     """Run the benches of these names (all of them if none is given); print and record them.
 
     One bench's results go to ``json_path``, with hardware, versions and the command's ``words``.
-    ``settings`` are those options of the benches that the command line gives, and where ranks run.
-    Returns the exit status.
+    ``settings`` are those options of the benches that the command line gives, ``device`` and
+    ``devices`` say where ranks run. Returns the exit status.
 
     Raises:
         ValueError: before anything runs, for options that are wrong or belong to another bench.
         OutputError: after the runs, a file could not be written.
     """
-    chosen = names or list(BENCHES)
-    if len(chosen) > 1 and (json_path or settings.get("figure_path")):
-        raise ValueError(f"--json and --figure are for one bench: name {' or '.join(chosen)}")
-    where = {name: settings.pop(name) for name in ("device", "devices") if name in settings}
-    for name in chosen:
+    names = names or list(BENCHES)
+    if len(names) > 1 and (json_path or figure_path):
+        raise ValueError(f"--json and --figure are for one bench: name {' or '.join(names)}")
+    if figure_path and names[0] != "all-reduce":
+        raise ValueError(f"bench {names[0]} has no figure: leave --figure out")
+    if figure_path and Path(figure_path).suffix not in (".png", ".svg"):
+        raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
+    device_options = {"device": device, "devices": devices}
+    configs = {}
+    for name in names:
         check_choice("bench", name, BENCHES)
-        options = BENCHES[name][1]
-        if unknown := settings.keys() - options:
+        unknown = settings.keys() - BENCHES[name].keys()
+        if unknown:
             raise ValueError(f"bench {name} has no {', '.join(unknown)}")
-        check(options | settings, where)
-    for name in chosen:
-        bench, options = BENCHES[name]
-        config = options | settings
-        how = {"command": shlex.join(["labkit", *words]), "config": config | {"where": where}}
-        figure_path = config.pop("figure_path", None)
-        show(results(bench, config, where), how, json_path, figure_path)
+        configs[name] = BENCHES[name] | settings
+        check(configs[name], device_options)
+    for name, config in configs.items():
+        command = shlex.join(["labkit", *words])
+        record = {"command": command, "config": config | device_options}
+        show(results(name, config, device_options), record, json_path, figure_path)
     return 0
 
 
-def check(config: dict[str, Any], where: Where) -> None:
+def check(config: dict[str, Any], device_options: DeviceOptions) -> None:
     """Raise ValueError for settings with which no bench could run."""
     check_integer("repeats", config["repeats"])
-    for world_size in config.get("world_sizes", (2,)):
+    for world_size in config["world_sizes"]:
         check_integer("the world size of a bench", world_size, least=2)
         check_world_size(world_size)
-        plan(world_size, **where)
+        plan(world_size, **device_options)
     for model in config.get("models", ()):
         check_choice("model", model, MODELS)
     for size in config.get("sizes_bytes", ()):
         if size < 4 or size % 4:
             raise ValueError(f"{size} bytes do not divide into float32: give a multiple of 4")
-    figure_path = config.get("figure_path")
-    if figure_path and Path(figure_path).suffix not in (".png", ".svg"):
-        raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
 
 
-def results(
-    bench: Callable[..., Iterable[Result]], config: dict[str, Any], where: Where
-) -> Iterator[Result]:
+def results(name: str, config: dict[str, Any], device_options: DeviceOptions) -> Iterator[Result]:
     """The results of a bench, one number of ranks and one model after the other."""
-    varied = {"world_sizes": "world_size", "models": "model"}
-    each = [[(varied[key], one) for one in config[key]] for key in varied if key in config]
-    rest = {key: value for key, value in config.items() if key not in varied}
-    for one in itertools.product(*each):
-        yield from bench(**dict(one), **rest, where=where)
+    repeats = config["repeats"]
+    for world_size in config["world_sizes"]:
+        if name == "all-reduce":
+            yield bench_all_reduce(world_size, config["sizes_bytes"], repeats, device_options)
+            continue
+        contenders = {"ddp": ddp, "pipeline": pipeline}[name]
+        for model in config["models"]:
+            yield bench_steps(contenders, world_size, model, repeats, device_options)
 
 
 def show(
     results: Iterable[Result],
-    how: dict[str, Any],
+    record: dict[str, Any],
     json_path: str | None = None,
     figure_path: str | None = None,
 ) -> None:
     """Print each result as soon as it is there; then write all of them, and their figures.
 
-    What is there is written also if the bench is stopped before its end. ``how`` is the record's
-    first part: at least ``command`` and ``config``. Several figures go to ``FILE_NAME.png`` each.
+    What is there is written also if the bench is stopped before its end. ``record`` is the
+    record's first part: at least ``command`` and ``config``. Several figures go to
+    ``FILE_NAME.png`` each.
     """
-    found: list[Result] = []
+    rows = []
+    draw_by_name = {}
     try:
         for result in results:
             print(result, flush=True)
-            found.append(result)
+            rows += result.rows()
+            draw_by_name.update(result.figures)
     finally:
-        rows = [row for result in found for row in result.rows()]
-        draws = {name: draw for result in found for name, draw in result.figures.items()}
-        path, figures = Path(figure_path or ""), {}
-        for name, draw in draws.items() if figure_path else ():
-            place = path.with_stem(f"{path.stem}_{name}") if len(draws) > 1 else path
-            figures[str(place)] = draw()
-        if found:
-            write(how | {"rows": rows} | machine(), json_path, figures)
+        figures = {}
+        if figure_path:
+            for name, draw in draw_by_name.items():
+                path = Path(figure_path)
+                if len(draw_by_name) > 1:
+                    path = path.with_stem(f"{path.stem}_{name}")
+                figures[str(path)] = draw()
+        if rows:
+            write(record | {"rows": rows} | machine(), json_path, figures)

@@ -16,6 +16,8 @@ from workbook.plots.palette import SERIES
 
 Row = Mapping[str, Any]
 LOOKS = dict(zip(("labkit", "PyTorch", "Horovod", "TensorFlow"), SERIES, strict=False))
+HEADS = ("contender", "processes", "messages", "largest difference")
+HEADS += ("sent per step over TCP", "formula", "step")
 
 
 def elsewhere_table(record: Row) -> Table:
@@ -23,59 +25,76 @@ def elsewhere_table(record: Row) -> Table:
 
     The largest difference is that of a loss from one device's; bytes are per process and step.
     """
-    cells, users = [], dict[str, list[str]]()
-    for row in _trained(record):
-        wrong = "" if row["agrees"] else f": wrong, more than {row['tolerance']:.0e}"
-        apart = "not a number" if row["difference"] is None else f"{row['difference']:.1e}{wrong}"
-        bytes_of = [_by_role(row[f"{who}_bytes"]) for who in ("sent", "formula")]
-        step = Spread(**row["step_s"]).text(format_seconds)
-        cells.append((row["contender"], ", ".join(row["sent_bytes"]), row["messages"], apart))
-        cells[-1] += (*bytes_of, step)
-        versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
-        users.setdefault(versions, []).append(row["contender"])
-    notes = [f"{r['contender']}: {r['problem']}." for r in record["contenders"] if r["problem"]]
-    notes += [f"{versions}: {', '.join(names)}." for versions, names in users.items()]
-    heads = ("contender", "processes", "messages", "largest difference")
-    heads += ("sent per step over TCP", "formula", "step")
-    return Table(heads, tuple(cells), tuple(notes))
+    rows = []
+    notes = []
+    users_by_versions: dict[str, list[str]] = {}
+    for contender in record["contenders"]:
+        name = contender["contender"]
+        if contender["problem"]:
+            notes.append(f"{name}: {contender['problem']}.")
+        if "losses" not in contender:
+            continue
+        difference = "not a number"
+        if contender["difference"] is not None:
+            difference = f"{contender['difference']:.1e}"
+            if not contender["agrees"]:
+                difference += f": wrong, more than {contender['tolerance']:.0e}"
+        rows.append(
+            (
+                name,
+                ", ".join(contender["sent_bytes"]),
+                contender["messages"],
+                difference,
+                _by_role(contender["sent_bytes"]),
+                _by_role(contender["formula_bytes"]),
+                Spread(**contender["step_s"]).text(format_seconds),
+            )
+        )
+        versions = ", ".join(map(" ".join, contender["versions"].items()))
+        users_by_versions.setdefault(versions, []).append(name)
+    for versions, names in users_by_versions.items():
+        notes.append(f"{versions}: {', '.join(names)}.")
+    return Table(HEADS, tuple(rows), tuple(notes))
 
 
 @drawn
 def elsewhere_figure(record: Row) -> CaptionedFigure:
     """The losses of all that have trained, by step."""
-    rows = _trained(record)
+    rows = [row for row in record["contenders"] if "losses" in row]
     figure, axes = new_axes(4.0, "The same training by each framework, recorded")
     lines: dict[str, Any] = {}
-    for place, row in enumerate(rows):
-        style, marker, line = LOOKS[row["framework"]]
-        look: dict[str, Any] = {"color": style.color, "linestyle": line, "marker": marker}
+    for number, row in enumerate(rows):
+        framework = row["framework"]
+        style, marker, linestyle = LOOKS[framework]
+        look: dict[str, Any] = {"color": style.color, "linestyle": linestyle, "marker": marker}
         # The markers take turns, so that lines that coincide can be seen.
-        look |= {"label": row["framework"], "markevery": (place, len(rows))}
-        lines[row["framework"]] = axes.plot(row["losses"], **look)[0]
+        look["markevery"] = (number, len(rows))
+        (lines[framework],) = axes.plot(row["losses"], label=framework, **look)
     axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid()
     add_legend(figure, list(lines.values()))
-    first, *_, last = rows[0]["losses"]
-    alt = f"The losses of {len(rows)} contenders by step, from {first:.2f} to {last:.2f}: "
-    alt += ", ".join(row["contender"] for row in rows)
-    apart = [row["contender"] for row in rows if not row["agrees"]]
-    caption = f"Not all lines coincide: these differ from one device's: {', '.join(apart)}."
-    if not apart:
+    names = [row["contender"] for row in rows]
+    losses = rows[0]["losses"]
+    alt = f"The losses of {len(rows)} contenders by step, from {losses[0]:.2f} to "
+    alt += f"{losses[-1]:.2f}: {', '.join(names)}"
+    differing = [row["contender"] for row in rows if not row["agrees"]]
+    if differing:
+        caption = "Not all lines coincide: these differ from one device's: "
+        caption += f"{', '.join(differing)}."
+    else:
         worst = max(rows, key=lambda row: row["difference"])
         caption = f"All {len(rows)} lines coincide: no loss differs from one device's by "
         caption += f"more than {worst['difference']:.1e} ({worst['contender']})."
-    caption += " The markers take turns."
-    return CaptionedFigure(figure, alt=alt, caption=caption)
-
-
-def _trained(record: Row) -> list[Row]:
-    return [row for row in record["contenders"] if "losses" in row]
+    return CaptionedFigure(figure, alt=alt, caption=f"{caption} The markers take turns.")
 
 
 def _by_role(num_bytes: Mapping[str, float]) -> str:
     """The mean by the role of a process: ``worker 0`` and ``worker 1`` are workers."""
-    roles: dict[str, list[float]] = {}
-    for name, each in num_bytes.items():
-        roles.setdefault(name.rstrip("0123456789 "), []).append(each)
-    return ", ".join(f"{role} {statistics.fmean(each):,.0f} B" for role, each in roles.items())
+    bytes_by_role: dict[str, list[float]] = {}
+    for process, sent in num_bytes.items():
+        bytes_by_role.setdefault(process.rstrip("0123456789 "), []).append(sent)
+    parts = []
+    for role, sent in bytes_by_role.items():
+        parts.append(f"{role} {statistics.fmean(sent):,.0f} B")
+    return ", ".join(parts)

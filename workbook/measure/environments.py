@@ -18,7 +18,7 @@ def environment_of(framework: str, repository: Path = REPOSITORY) -> Path:
 
 
 def why_not(framework: str, repository: Path = REPOSITORY) -> str:
-    """Why a framework cannot be used here, and what to run: one sentence, empty if it can."""
+    """Say why a framework cannot be used here, and what to run; empty if it can."""
     folder = environment_of(framework, repository)
     try:
         made = (folder / ".ready").read_text().splitlines() == stamp(framework, repository)

@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,6 @@ from labkit import strategies
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.ddp_step import predict_step
-from labkit.costs.gpt_step import GPT
 from labkit.costs.link import Link, all_reduce_seconds, parameter_server_seconds
 from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.costs.traffic import tensor_parallel_cost
@@ -36,14 +36,17 @@ from labkit.training.measured import measure_link
 from labkit.units import format_seconds
 from labkit.workload.losses import CountedLoss, ShareLoss
 from labkit.workload.transformer import Block, gpt
+from workbook.measure.gpt_step import GPT
 from workbook.measure.record import Spread, Table
 
-SAMPLES, MODEL = 12, GPT(layers=4, width=48, heads=12, length=16, vocabulary=64)
-# Seconds of a block's forward for one sample, and of a message over the link.
-FORWARD_S, LINK = 3e-3, Link(1e-3, 1e-7)
+SAMPLES = 12
+MODEL = GPT(layers=4, width=48, heads=12, length=16, vocabulary=64)
+FORWARD_S = 3e-3  # of a block, for one sample
+LINK = Link(1e-3, 1e-7)
 _LINK = EmulatedLink(LINK.alpha_s, 1 / LINK.beta_s_per_byte)
 _run = partial(labkit.run, device="cpu", link=_LINK)
-MICRO_BATCHES, BUCKET_MB = 4, 0.1
+MICRO_BATCHES = 4
+BUCKET_MB = 0.1
 # A prediction within this relative error is called right.
 CLOSE = 0.2
 
@@ -52,12 +55,14 @@ class EmulatedBlock(Block):
     """A block that takes ``FORWARD_S`` a sample, and less if it is cut over ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        own = sum(parameter.numel() for parameter in self.parameters()) / MODEL.block_parameters
-        seconds = 0.0 if x.is_meta else len(x) * FORWARD_S * own
+        num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        seconds = len(x) * FORWARD_S * num_parameters / MODEL.block_parameters
+        if x.is_meta:
+            seconds = 0.0
         time.sleep(seconds)
         outputs = super().forward(x)
         if outputs.requires_grad:
-            outputs.register_hook(lambda _: time.sleep(2 * seconds))
+            outputs.register_hook(lambda gradient: time.sleep(2 * seconds))
         # Others' hooks on what is returned are called before this one.
         return outputs.view_as(outputs)
 
@@ -68,14 +73,21 @@ def build() -> nn.Sequential:
     sizes = {"width": MODEL.width, "num_heads": MODEL.heads, "num_blocks": MODEL.layers}
     model = nn.Sequential(*gpt((MODEL.length,), MODEL.vocabulary, **sizes))
     for layer in model:
-        layer.__class__ = EmulatedBlock if isinstance(layer, Block) else type(layer)
+        if isinstance(layer, Block):
+            layer.__class__ = EmulatedBlock
     return model
+
+
+def mesh_tp(ranks: int) -> int:
+    """The side of the mesh over which layers are cut: two, if the ranks can be halved."""
+    return 2 if ranks % 2 == 0 else 1
 
 
 def options_of(name: str, ranks: int) -> dict[str, Any]:
     """The options with which a technique runs."""
-    cuts = [1 + start for start, _ in chunk_bounds(MODEL.layers, ranks)][1:]
-    tp = 1 + (ranks % 2 == 0)
+    # Layer 0 is the embedding.
+    cuts = [1 + start for start, _ in chunk_bounds(MODEL.layers, ranks)[1:]]
+    tp = mesh_tp(ranks)
     return {
         "data_parallel": {"devices": ("cpu",) * ranks},
         "ddp": {"bucket_mb": BUCKET_MB},
@@ -90,61 +102,120 @@ def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -
 
     ``look`` measures ``link`` and ``call_s``; by default they are what is emulated.
     """
-    by_layer = [[4 * p.numel() for p in layer.parameters()] for layer in [*build()][:-1]]
-    sizes, layers, workers = [s for own in by_layer for s in own], MODEL.layers, max(1, ranks - 1)
-    reduce_s = partial(all_reduce_seconds, "ring", link=link)
-    # Ranks that work at once share the cores.
-    call_s *= 1 if name in ("single", "model_parallel") else max(1, ranks / num_cores())
-
-    def blocks_s(samples: float, part: float = 1.0) -> float:
-        """Forward of all blocks for some of the samples, of a part of each block."""
-        return layers * (math.ceil(samples) * FORWARD_S * part + call_s)
-
-    replica_s, worker_s = blocks_s(SAMPLES / ranks), blocks_s(SAMPLES / workers)
+    if name not in ("single", "model_parallel"):
+        # Ranks that work at once share the cores.
+        call_s *= max(1, ranks / num_cores())
+    model = StepModel(ranks, link, call_s)
     if name == "ddp":
-        # The last block's gradients are ready first, the embeddings' with those of block 0.
-        ends = [min(layers, len(by_layer) - 1 - n) for n in range(len(by_layer))]
-        ready_s = [2 * replica_s / layers * n for n, own in zip(ends, by_layer) for _ in own]
-        return replica_s + predict_step(sizes, ready_s, BUCKET_MB * MIB, ranks, link).step_s
+        return model.ddp_s()
     if name in ("model_parallel", "pipeline"):
-        m, bounds = (MICRO_BATCHES, 1)[name == "model_parallel"], chunk_bounds(layers, ranks)
-        hop_s = link.message_seconds(4 * SAMPLES / m * MODEL.length * MODEL.width)
-        each_s = [blocks_s(SAMPLES / m) * (end - start) / layers for start, end in bounds]
-        # A stage that sends waits until the message has arrived.
-        forward_s = [s + hop_s * (n < ranks - 1) for n, s in enumerate(each_s)]
-        backward_s = [2 * s + hop_s * (n > 0) for n, s in enumerate(each_s)]
-        slots = predicted_slots(pipeline_streams("gpipe", ranks, m), forward_s, backward_s)
-        # The first and the last stage add up the gradients of the tied embedding.
-        tied_s = (ranks > 1) * 2 * link.message_seconds(sizes[0])
-        return max(slot.end_s for slot in slots) + tied_s
+        return model.stages_s(MICRO_BATCHES if name == "pipeline" else 1)
     if name == "sharded":
-        # One thread computes, unit by unit, while another one sends.
-        uses, now_s, free_s, ends_s = [[n] for n in range(len(by_layer))] + [[0]], 0.0, 0.0, {}
-        for kind, n in sharded_pass(3, uses, range(len(by_layer))):
-            if kind in ("gather", "reduce"):
-                ends_s[n] = free_s = max(now_s, free_s) + reduce_s(sum(by_layer[n]), ranks) / 2
-            elif kind in ("wait", "finish"):
-                now_s = max(now_s, ends_s[n])
-            elif kind in ("forward", "backward") and 1 <= n <= layers:
-                now_s += replica_s / layers * (1 + (kind == "backward"))
-        return now_s
+        return model.sharded_s()
     if name in ("tensor_parallel", "mesh"):
-        tp = options_of("mesh", ranks)["tp"] if name == "mesh" else ranks
-        shape = (SAMPLES * tp // ranks, MODEL.length, MODEL.width)
-        # Norms and biases of sums in the blocks, the last norm, positions.
-        replicated = MODEL.width * (6 * layers + 2 + MODEL.length)
-        cut = tensor_parallel_cost(shape, layers, replicated, 4, tp)
-        cut_s = cut.messages * link.alpha_s + cut.num_bytes * link.beta_s_per_byte
-        return 3 * blocks_s(shape[0], 1 / tp) + cut_s + reduce_s(sum(sizes) / tp, ranks // tp)
-    serve_s = 2 * (link.message_seconds(sum(sizes)) + link.alpha_s)
+        return model.tensor_parallel_s(ranks if name == "tensor_parallel" else mesh_tp(ranks))
+    num_bytes = model.total_bytes
+    workers = max(1, ranks - 1)
+    replica_s = 3 * model.blocks_s(SAMPLES / ranks)
+    worker_s = 3 * model.blocks_s(SAMPLES / workers)
+    serve_s = 2 * (link.message_seconds(num_bytes) + link.alpha_s)
     return {
-        "single": 3 * blocks_s(SAMPLES),
-        "data_parallel": 3 * replica_s,
-        "ring_all_reduce": 3 * replica_s + reduce_s(sum(sizes), ranks),
-        "parameter_server": 3 * worker_s + parameter_server_seconds(sum(sizes), workers, 1, link),
+        "single": 3 * model.blocks_s(SAMPLES),
+        "data_parallel": replica_s,
+        "ring_all_reduce": replica_s + model.all_reduce_s(num_bytes, ranks),
+        "parameter_server": worker_s + parameter_server_seconds(num_bytes, workers, 1, link),
         # A worker waits for its own push and pull, or for those of all others.
-        "async_parameter_server": max(3 * worker_s + serve_s, workers * serve_s),
+        "async_parameter_server": max(worker_s + serve_s, workers * serve_s),
     }[name]
+
+
+@dataclass
+class StepModel:
+    """A step of the emulated transformer on P ranks; ``call_s`` is what a block's call takes."""
+
+    ranks: int
+    link: Link
+    call_s: float
+
+    def __post_init__(self) -> None:
+        # Bytes of the gradients by layer; the last layer is the embedding again.
+        self.layer_bytes = []
+        for layer in list(build())[:-1]:
+            self.layer_bytes.append([4 * parameter.numel() for parameter in layer.parameters()])
+        self.gradient_bytes = list(itertools.chain(*self.layer_bytes))
+        self.total_bytes = sum(self.gradient_bytes)
+
+    def blocks_s(self, samples: float, part: float = 1.0) -> float:
+        """Forward of all blocks for some of the samples, of a part of each block."""
+        return MODEL.layers * (math.ceil(samples) * FORWARD_S * part + self.call_s)
+
+    def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
+        return all_reduce_seconds("ring", num_bytes, ranks, self.link)
+
+    def ddp_s(self) -> float:
+        """The forward, then the backward, during which buckets are reduced."""
+        replica_s = self.blocks_s(SAMPLES / self.ranks)
+        ready_s = []
+        for layer, sizes in enumerate(self.layer_bytes):
+            # The last block's gradients are ready first, the embedding's with those of block 0.
+            blocks_done = min(MODEL.layers, len(self.layer_bytes) - 1 - layer)
+            ready_s += [2 * replica_s / MODEL.layers * blocks_done] * len(sizes)
+        cap_bytes = BUCKET_MB * MIB
+        model = predict_step(self.gradient_bytes, ready_s, cap_bytes, self.ranks, self.link)
+        return replica_s + model.step_s
+
+    def stages_s(self, micro_batches: int) -> float:
+        """Stages that pass micro-batches on, as GPipe does; one micro-batch: the naive split."""
+        samples = SAMPLES / micro_batches
+        hop_s = self.link.message_seconds(4 * samples * MODEL.length * MODEL.width)
+        forward_s = []
+        backward_s = []
+        for start, end in chunk_bounds(MODEL.layers, self.ranks):
+            stage_s = self.blocks_s(samples) * (end - start) / MODEL.layers
+            forward_s.append(stage_s + hop_s)
+            backward_s.append(2 * stage_s + hop_s)
+        # A stage that sends waits until the message has arrived; the ends send one way only.
+        forward_s[-1] -= hop_s
+        backward_s[0] -= hop_s
+        streams = pipeline_streams("gpipe", self.ranks, micro_batches)
+        step_s = max(slot.end_s for slot in predicted_slots(streams, forward_s, backward_s))
+        if self.ranks > 1:
+            # The first and the last stage add up the gradients of the tied embedding.
+            step_s += 2 * self.link.message_seconds(self.gradient_bytes[0])
+        return step_s
+
+    def sharded_s(self) -> float:
+        """Stage 3: a thread computes, unit by unit, while another one sends."""
+        replica_s = self.blocks_s(SAMPLES / self.ranks)
+        units = range(len(self.layer_bytes))
+        now_s = 0.0
+        link_free_s = 0.0
+        message_ends_s: dict[int, float] = {}
+        uses = [*([unit] for unit in units), [0]]
+        for kind, unit in sharded_pass(3, uses, units):
+            is_block = 1 <= unit <= MODEL.layers
+            if kind in ("gather", "reduce"):
+                half_s = self.all_reduce_s(sum(self.layer_bytes[unit]), self.ranks) / 2
+                link_free_s = max(now_s, link_free_s) + half_s
+                message_ends_s[unit] = link_free_s
+            elif kind in ("wait", "finish"):
+                now_s = max(now_s, message_ends_s[unit])
+            elif kind == "forward" and is_block:
+                now_s += replica_s / MODEL.layers
+            elif kind == "backward" and is_block:
+                now_s += 2 * replica_s / MODEL.layers
+        return now_s
+
+    def tensor_parallel_s(self, tp: int) -> float:
+        """Layers cut over ``tp`` ranks, and replicas of those on the other ranks."""
+        samples = SAMPLES * tp // self.ranks
+        # Norms and biases of sums in the blocks, the last norm, positions.
+        replicated = MODEL.width * (6 * MODEL.layers + 2 + MODEL.length)
+        shape = (samples, MODEL.length, MODEL.width)
+        cost = tensor_parallel_cost(shape, MODEL.layers, replicated, 4, tp)
+        cut_s = cost.messages * self.link.alpha_s + cost.num_bytes * self.link.beta_s_per_byte
+        reduce_s = self.all_reduce_s(self.total_bytes / tp, self.ranks // tp)
+        return 3 * self.blocks_s(samples, 1 / tp) + cut_s + reduce_s
 
 
 def _steps(comm: Comm, name: str, ranks: int, repeats: int) -> list[float]:
@@ -153,14 +224,15 @@ def _steps(comm: Comm, name: str, ranks: int, repeats: int) -> list[float]:
     strategy.loss = CountedLoss(ShareLoss(functional.cross_entropy))
     strategy.setup(comm, build(), partial(torch.optim.SGD, lr=0.01))
     tokens = torch.arange(SAMPLES * (MODEL.length + 1)).view(SAMPLES, -1) % MODEL.vocabulary
-    mine = tokens[strategy.part_of(torch.arange(SAMPLES))]
-    batch = mine[:, :-1], mine[:, 1:].contiguous(), SAMPLES
+    texts = tokens[strategy.part_of(torch.arange(SAMPLES))]
+    batch = (texts[:, :-1], texts[:, 1:].contiguous(), SAMPLES)
+    seconds = []
     if isinstance(strategy, AsyncParameterServer):
         # A step is as many pushes as there are workers.
         ends = strategy.train(itertools.repeat(batch), 1, repeats + 1)
-        seconds = [after - before for (before, _), (after, _) in itertools.pairwise([*ends])]
+        for (before, _), (after, _) in itertools.pairwise([*ends]):
+            seconds.append(after - before)
     else:
-        seconds = []
         for _ in range(repeats + 1):
             comm.barrier()
             start_s = time.perf_counter()
@@ -179,22 +251,26 @@ def measured_s(
         torch.set_num_threads(1)
         return [_steps(comm, name, ranks, repeats) for name in names]
 
-    found: dict[str, list[float]] = {}
-    alone = [n for n in names if n == "single" or strategies.get(n).in_one_process]
-    for world_size, some in ((1, alone), (ranks, [n for n in names if n not in alone])):
-        by_rank = _run(all_steps, some, world_size=world_size).values if some else []
-        for name, rows in zip(some, zip(*by_rank)):
-            found[name] = [max(step) for step in zip(*filter(None, rows))]
-    return {name: found[name] for name in names}
+    alone = [name for name in names if name == "single" or strategies.get(name).in_one_process]
+    together = [name for name in names if name not in alone]
+    seconds = {}
+    for world_size, group in ((1, alone), (ranks, together)):
+        if group:
+            result = _run(all_steps, group, world_size=world_size)
+            for name, by_rank in zip(group, zip(*result.values)):
+                # An asynchronous worker has no steps: the server counts them.
+                seconds[name] = list(map(max, zip(*filter(None, by_rank))))
+    return {name: seconds[name] for name in names}
 
 
 def look(ranks: int) -> tuple[Link, float]:
-    """What a model has to know: a message between ranks, and what a block's call takes itself."""
-    how = {"sizes_bytes": (2**8, 2**12, 2**16), "repeats": 5, "device": "cpu", "link": _LINK}
-    link = measure_link(ranks, "exchange", **how)
-    (steps,) = measured_s(1, ["single"]).values()
-    own_s = statistics.median(steps) - predicted_s("single", 1)
-    return link, max(0.0, own_s / (3 * MODEL.layers))
+    """The two numbers that the model needs: a message's cost, and a block's call in seconds."""
+    sizes = (2**8, 2**12, 2**16)
+    emulated = {"device": "cpu", "link": _LINK}
+    link = measure_link(ranks, "exchange", sizes_bytes=sizes, repeats=5, **emulated)
+    step_s = statistics.median(measured_s(1, ["single"])["single"])
+    calls_s = step_s - predicted_s("single", 1)
+    return link, max(0.0, calls_s / (3 * MODEL.layers))
 
 
 def beside(
@@ -204,13 +280,18 @@ def beside(
 
     From one device's step ``look`` has the time of a call, so that row is not counted.
     """
-    rows, close = [], []
+    rows = []
+    num_predicted = 0
+    num_close = 0
     for name, steps in measured.items():
-        model_s, spread = predicted_s(name, ranks, link, call_s), Spread.of(steps)
+        model_s = predicted_s(name, ranks, link, call_s)
+        spread = Spread.of(steps)
         error = model_s / spread.median - 1
-        close += [abs(error) <= CLOSE] * (name != "single")
-        shown = spread.text(format_seconds)
-        rows.append((name, format_seconds(model_s), shown, f"{error:+.0%}"))
+        if name != "single":
+            num_predicted += 1
+            num_close += abs(error) <= CLOSE
+        measured_text = spread.text(format_seconds)
+        rows.append((name, format_seconds(model_s), measured_text, f"{error:+.0%}"))
     heads = ("technique", "step (model)", "measured (quartiles)", "model's error")
-    note = f"{sum(close)} of {len(close)} within {CLOSE:.0%} on {ranks} emulated devices."
+    note = f"{num_close} of {num_predicted} within {CLOSE:.0%} on {ranks} emulated devices."
     return Table(heads, tuple(rows), (note,))

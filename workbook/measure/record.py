@@ -36,19 +36,19 @@ class Spread:
         low, median, high = np.quantile(list(repeats), (0.25, 0.5, 0.75)).tolist()
         return cls(median, low, high)
 
-    def text(self, format_one: Callable[[float], str]) -> str:
-        low, high = format_one(self.low), format_one(self.high)
-        return f"{format_one(self.median)} ({low} to {high})"
+    def text(self, format_value: Callable[[float], str]) -> str:
+        quartiles = f"{format_value(self.low)} to {format_value(self.high)}"
+        return f"{format_value(self.median)} ({quartiles})"
 
 
 def ratios(others_s: Iterable[float], ours_s: Iterable[float]) -> list[float]:
     """others / ours within each repeat: above 1, ours is faster."""
-    return [other / ours for other, ours in zip(others_s, ours_s)]
+    return [other_s / our_s for other_s, our_s in zip(others_s, ours_s)]
 
 
 def rounded(seconds: Iterable[float]) -> list[float]:
     """Round seconds to the nanosecond, for a record."""
-    return [round(one, 9) for one in seconds]
+    return [round(value, 9) for value in seconds]
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,22 +60,25 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        shown = tabulate(self.rows, self.heads, tablefmt="plain", disable_numparse=True)
-        return "\n".join([*(line.rstrip() for line in shown.splitlines()), *self.notes])
+        text = tabulate(self.rows, self.heads, tablefmt="plain", disable_numparse=True)
+        lines = map(str.rstrip, text.splitlines())
+        return "\n".join([*lines, *self.notes])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        shown = tabulate(self.rows, self.heads, tablefmt="html", disable_numparse=True)
+        text = tabulate(self.rows, self.heads, tablefmt="html", disable_numparse=True)
         # Lines break before a spread, not between a number and its unit.
-        shown = re.sub(r" (\(.*?\))", lambda m: "<br>" + m[1].replace(" ", "&nbsp;"), shown)
-        shown = re.sub(r"(?<=\d) (?=[A-Za-zµ]+\s*<)", "&nbsp;", shown)
-        return shown + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        text = re.sub(r" (\(.*?\))", lambda match: "<br>" + match[1].replace(" ", "&nbsp;"), text)
+        text = re.sub(r"(?<=\d) (?=[A-Za-zµ]+\s*<)", "&nbsp;", text)
+        for note in self.notes:
+            text += f"<p>{html.escape(note)}</p>"
+        return text
 
 
 @dataclass(frozen=True)
 class Result:
-    """Contenders that took turns.
+    """The seconds of contenders that took turns, and what stands beside them.
 
     Attributes:
         title: above the table: what was timed, where, and in which order.
@@ -102,43 +105,59 @@ class Result:
 
         ``ratio_to``: the other's time / this one's, repeat by repeat; above 1 this one is faster.
         """
-        found = []
-        for case, by_name in self.seconds.items():
-            for name, seconds in by_name.items():
-                row = self.facts | ({self.case: case} if self.case else {}) | {"contender": name}
-                row |= {"seconds": rounded(seconds), "time_s": asdict(Spread.of(seconds))}
-                row["ratio_to"] = {
-                    other: asdict(Spread.of(ratios(by_name[other], seconds)))
-                    for other in self.against
-                    if other in by_name
-                }
-                found.append(row | {k: cells[case].get(name) for k, cells in self.columns.items()})
-        return found
+        rows = []
+        for case, seconds_by_name in self.seconds.items():
+            for name, seconds in seconds_by_name.items():
+                row = dict(self.facts)
+                if self.case:
+                    row[self.case] = case
+                row["contender"] = name
+                row["seconds"] = rounded(seconds)
+                row["time_s"] = asdict(Spread.of(seconds))
+                row["ratio_to"] = {}
+                for other in self.against:
+                    if other in seconds_by_name:
+                        ratio = Spread.of(ratios(seconds_by_name[other], seconds))
+                        row["ratio_to"][other] = asdict(ratio)
+                for column, cells in self.columns.items():
+                    row[column] = cells[case].get(name)
+                rows.append(row)
+        return rows
 
     def __str__(self) -> str:
-        heads = [*([self.case.partition("_")[0]] if self.case else []), "contender", "time"]
+        heads = ["contender", "time"]
+        if self.case:
+            heads.insert(0, self.case.partition("_")[0])
         heads += [f"against {name}" for name in self.against]
-        heads += [key.removesuffix("_s").removesuffix("_bytes") for key in self.columns]
+        heads += [column.removesuffix("_s").removesuffix("_bytes") for column in self.columns]
         lines = []
+        num_repeats = set()
         for row in self.rows():
-            cells = [_shown(self.case, row[self.case])] if self.case else []
-            cells += [row["contender"], Spread(**row["time_s"]).text(format_seconds)]
-            compared = [row["ratio_to"].get(name) for name in self.against]
-            cells += [Spread(**one).text(format_number) if one else "" for one in compared]
-            lines.append((*cells, *(_shown(key, row[key]) for key in self.columns)))
-        counts = sorted({len(s) for by_name in self.seconds.values() for s in by_name.values()})
-        told = f"{self.title}\nmedian of {' to '.join(map(str, counts))} repeats (quartiles)"
+            num_repeats.add(len(row["seconds"]))
+            cells = [row["contender"], Spread(**row["time_s"]).text(format_seconds)]
+            if self.case:
+                cells.insert(0, _format_cell(self.case, row[self.case]))
+            for name in self.against:
+                cells.append("")
+                if name in row["ratio_to"]:
+                    cells[-1] = Spread(**row["ratio_to"][name]).text(format_number)
+            cells += [_format_cell(column, row[column]) for column in self.columns]
+            lines.append(tuple(cells))
+        repeats = " to ".join(map(str, sorted(num_repeats)))
+        text = f"{self.title}\nmedian of {repeats} repeats (quartiles)"
         if self.against:
-            told += "; against: the other's time / this one's, above 1 this one is faster"
-        return f"{told}\n\n{Table(tuple(heads), tuple(lines), self.notes)}\n"
+            text += "; against: the other's time / this one's, above 1 this one is faster"
+        return f"{text}\n\n{Table(tuple(heads), tuple(lines), self.notes)}\n"
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_cell(name: str, value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     if name.endswith("_s"):
         return format_seconds(value)
-    return format_bytes(value) if name.endswith("_bytes") else format_number(value)
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    return format_number(value)
 
 
 def machine() -> dict[str, Any]:
@@ -146,15 +165,16 @@ def machine() -> dict[str, Any]:
 
     Where there are GPUs also the versions of their driver, of CUDA and of NCCL.
     """
-    found: dict[str, Any] = {"hardware": hardware(), "versions": versions()}
+    installed: dict[str, Any] = dict(versions())
     if num_gpus():
         import torch
 
         drivers = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-        found["versions"] |= {"cuda": torch.version.cuda, "driver": (drivers or ["unknown"])[0]}
+        installed["cuda"] = torch.version.cuda
+        installed["driver"] = drivers[0] if drivers else "unknown"
         if torch.distributed.is_nccl_available():
-            found["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+            installed["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"hardware": hardware(), "versions": installed}
 
 
 def write(

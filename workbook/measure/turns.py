@@ -19,8 +19,8 @@ from labkit.runtime.launch import run
 
 _TIMEOUT_S = 1800
 
-# Where ranks run: ``device`` and ``devices`` as in ``labkit.run``.
-Where = Mapping[str, Any]
+# The places of ranks: ``device`` and ``devices`` as in ``labkit.run``.
+DeviceOptions = Mapping[str, Any]
 # What one contender does when its turn comes; returns this rank's seconds.
 Turn = Callable[[], float]
 Name = TypeVar("Name")
@@ -30,24 +30,28 @@ def on_ranks(
     function: Callable[..., tuple[dict[Any, Any], Any]],
     *arguments: Any,
     world_size: int,
-    where: Where,
+    device_options: DeviceOptions,
 ) -> tuple[dict[Any, Any], Any]:
     """Run ``function(comm, *arguments)``, which returns seconds and facts, on all ranks.
 
     Returns:
         The seconds of the slowest rank in each turn, and the facts of rank 0.
     """
-    settings: dict[str, Any] = {"world_size": world_size, "timeout_s": _TIMEOUT_S, **where}
-    by_rank = run(function, *arguments, **settings).values
-    return slowest([seconds for seconds, _ in by_rank]), by_rank[0][1]
+    result = run(
+        function, *arguments, world_size=world_size, timeout_s=_TIMEOUT_S, **device_options
+    )
+    _, facts = result.values[0]
+    return slowest([seconds for seconds, _ in result.values]), facts
 
 
 def slowest(by_rank: list[Any]) -> Any:
     """The largest of the ranks' seconds, turn by turn: of lists, or of nested dicts of them."""
-    first = by_rank[0]
-    if isinstance(first, dict):
-        return {key: slowest([mine[key] for mine in by_rank]) for key in first}
-    return [max(each) for each in zip(*by_rank)]
+    if not isinstance(by_rank[0], dict):
+        return list(map(max, zip(*by_rank)))
+    largest = {}
+    for key in by_rank[0]:
+        largest[key] = slowest([seconds[key] for seconds in by_rank])
+    return largest
 
 
 def timed(comm: Comm, action: Callable[[], object]) -> float:
@@ -66,8 +70,9 @@ def timed(comm: Comm, action: Callable[[], object]) -> float:
     action()
     synchronize(comm.device)
     end_s = time.perf_counter()
-    last = torch.tensor([start_s], dtype=torch.float64, device=comm.device)
-    return end_s - tree_all_reduce(comm, last, "max").item()
+    last_start_s = torch.tensor([start_s], dtype=torch.float64, device=comm.device)
+    tree_all_reduce(comm, last_start_s, "max")
+    return end_s - last_start_s.item()
 
 
 def in_turn(names: Iterable[Name], repeat: int) -> list[Name]:

@@ -11,6 +11,7 @@ from typing import Any
 from labkit.units import format_seconds
 from workbook.measure.record import Spread, Table
 
+HEADS = ("cable, workers", "step", "model", "speed-up", "model", "efficiency", "published")
 Record = Mapping[str, Any]
 
 
@@ -27,21 +28,28 @@ def two_hosts_table(record: Record, rates: Iterable[str] | None = None) -> Table
     for row in record["steps"] + record["real_steps"]:
         if rates is not None and row["rate"] not in rates:
             continue
-        hosts = "1 host" if row["hosts"] == 1 else f"{row['hosts']} hosts"
-        how = "" if row["hosts"] == 1 else f": {row['contender']}"
-        is_asleep = "model_s" in row
-        kind = "recorded" if is_asleep else "recorded, ResNet-18"
-        published = sorted(row.get("published_speed_up") or [])
+        contender = f"{row['rate']}, {row['workers']} on 1 host"
+        if row["hosts"] > 1:
+            contender = f"{contender.removesuffix('1 host')}{row['hosts']} hosts: "
+            contender += row["contender"]
+        kind = "recorded, ResNet-18"
+        model_step = ""
+        model_speed_up = ""
+        if "model_s" in row:
+            # Workers that sleep in place of computing.
+            kind = "recorded"
+            model_step = format_seconds(row["model_s"])
+            model_speed_up = f"{row['model_speed_up']:.2f}"
+        published = map("{:.2f}".format, sorted(row.get("published_speed_up") or []))
         rows.append(
             (
-                f"{row['rate']}, {row['workers']} on {hosts}{how} ({kind})",
+                f"{contender} ({kind})",
                 Spread(**row["step_s"]).text(format_seconds),
-                format_seconds(row["model_s"]) if is_asleep else "",
+                model_step,
                 Spread(**row["speed_up"]).text("{:.2f}".format),
-                f"{row['model_speed_up']:.2f}" if is_asleep else "",
+                model_speed_up,
                 f"{row['efficiency']:.0%}",
-                " to ".join(f"{one:.2f}" for one in published),
+                " to ".join(published),
             )
         )
-    heads = ("cable, workers", "step", "model", "speed-up", "model", "efficiency", "published")
-    return Table(heads, tuple(rows))
+    return Table(HEADS, tuple(rows))

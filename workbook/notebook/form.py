@@ -58,15 +58,17 @@ class PredictionForm(ipywidgets.VBox):
         is_locked = prediction.locked_at is not None
         self.field.layout.display = "none" if is_locked else None
         self.again.layout.display = None if is_locked else "none"
-        words = prediction.text and f"Your prediction: {prediction.text}."
+        words = f"Your prediction: {prediction.text}." if prediction.text else ""
         if is_locked:
             words = repr(prediction).partition(";")[0]
         elif not problem:
             words = f"{words or 'Type it, press Enter.'} It is locked when it is measured."
+        words = html.escape(words)
+        if problem:
+            words = f"<strong>Not understood:</strong> {html.escape(problem)}. {words}"
         # Without the line height, lines in a widget are as high as buttons.
         look = 'role="status" aria-live="polite" style="line-height: 1.4"'
-        problem = problem and f"<strong>Not understood:</strong> {html.escape(problem)}. "
-        self.status.value = f"<div {look}>{problem}{html.escape(words)}</div>"
+        self.status.value = f"<div {look}>{words}</div>"
 
     def _enter(self, _change: Any) -> None:
         try:

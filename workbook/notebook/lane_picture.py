@@ -12,8 +12,14 @@ from labkit.units import format_seconds
 from workbook.notebook.lanes import Shares
 from workbook.plots.palette import styles_of
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _LEGEND_WIDTH = 850, 60, 632, 34, 122
-_LANE, _PITCH = 22, 28
+# In pixels of the picture.
+_WIDTH = 850
+_LEFT = 60
+_RIGHT = 632
+_TOP = 34
+_LEGEND_WIDTH = 122
+_LANE = 22
+_PITCH = 28
 _TEXT = "var(--jp-ui-font-color1, var(--vscode-foreground, #1a1a1a))"
 _EMPTY = "var(--jp-layout-color2, rgba(128, 128, 128, 0.2))"
 # matplotlib's hatches, as lines in a square of 8 pixels.
@@ -44,8 +50,10 @@ def draw(
     page has in common.
     """
     styles = styles_of(kind for lane in lanes for kind in lane)
-    bottom, per_row = _TOP + _PITCH * len(lanes), _WIDTH // _LEGEND_WIDTH
-    parts, boxes = [_text(0, 13, head)], dict.fromkeys(styles, "")
+    bottom = _TOP + _PITCH * len(lanes)
+    parts = [_text(0, 13, head)]
+    # The path of all boxes of a kind.
+    boxes = dict.fromkeys(styles, "")
     if progress is not None:
         parts.append(_rect(_LEFT, 19, (_RIGHT - _LEFT), 6, _EMPTY))
         parts.append(_rect(_LEFT, 19, (_RIGHT - _LEFT) * min(1.0, progress), 6, "#0072B2"))
@@ -54,21 +62,20 @@ def draw(
         parts.append(_rect(_LEFT, top, _RIGHT - _LEFT, _LANE, _EMPTY))
         parts.append(_text(_LEFT - 8, top + 15, f"rank {rank}", "end"))
         parts.append(_text(_RIGHT + 8, top + 15, words))
-        # A box for each slot and kind, one above the other.
-        slots = len(next(iter(lane.values()), []))
-        edges, filled = np.linspace(_LEFT, _RIGHT, slots + 1).round().astype(int), np.zeros(slots)
-        for kind in filter(lane.__contains__, styles):
-            sizes = np.minimum(lane[kind], 1 - filled)
-            for left, right, below, size in zip(edges, edges[1:], filled, sizes):
-                if size > 0.02:
-                    floor, up = f"{top + _LANE * (1 - below):.1f}", f"{_LANE * size:.1f}"
-                    boxes[kind] += f"M{left} {floor}v-{up}h{right - left}v{up}z"
-            filled += sizes
+        filled = np.zeros(len(next(iter(lane.values()), [])))
+        for kind in styles:
+            if kind in lane:
+                shares = np.minimum(lane[kind], 1 - filled)
+                boxes[kind] += _boxes(shares, filled, top)
+                filled = filled + shares
     parts.append(_text(_LEFT, bottom + 8, "0", "middle"))
     parts.append(_text(_RIGHT, bottom + 8, format_seconds(extent_s), "middle"))
+    per_row = _WIDTH // _LEGEND_WIDTH
     for index, (kind, style) in enumerate(styles.items()):
-        look, lines = f"{name}{index}", _HATCHES.get(style.hatch[:1], "")
-        x, y = _LEGEND_WIDTH * (index % per_row), bottom + 22 + 20 * (index // per_row)
+        look = f"{name}{index}"
+        lines = _HATCHES.get(style.hatch[:1], "")
+        x = _LEGEND_WIDTH * (index % per_row)
+        y = bottom + 22 + 20 * (index // per_row)
         parts += [
             f'<pattern id="{look}" width="8" height="8" patternUnits="userSpaceOnUse">',
             _rect(0, 0, 8, 8, style.color),
@@ -85,6 +92,18 @@ def draw(
         f'font-size="12" fill="currentColor" style="display:block;width:100%;'
         f'max-width:{_WIDTH}px;color:{_TEXT}">{"".join(parts)}</svg>'
     )
+
+
+def _boxes(shares: np.ndarray, below: np.ndarray, top: float) -> str:
+    """The path of a kind's boxes in one lane, each above the shares ``below`` it."""
+    path = ""
+    edges = np.linspace(_LEFT, _RIGHT, len(shares) + 1).round().astype(int)
+    for left, right, below_share, share in zip(edges, edges[1:], below, shares):
+        if share > 0.02:
+            floor = f"{top + _LANE * (1 - below_share):.1f}"
+            height = f"{_LANE * share:.1f}"
+            path += f"M{left} {floor}v-{height}h{right - left}v{height}z"
+    return path
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:

@@ -1,4 +1,4 @@
-"""What each rank's main thread has done so far, in slots of equal length, from the board."""
+"""The work of each rank's main thread so far, in slots of equal length, from the board."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,9 @@ from labkit.comm.board import KINDS, Board
 Shares = dict[str, np.ndarray]
 # Over this time, the rate of steps or samples is measured.
 _RATE_S = 2.0
-_MAIN, _BESIDE = 0, 1
+# The lanes of a rank on the board: its own thread, and another one.
+_MAIN = 0
+_BESIDE = 1
 _COLUMNS = ["until_s", "kind_s", "begun", "samples", "done", "op"]
 
 
@@ -34,12 +36,14 @@ class History:
 
     def lanes(self, ranks: Iterable[int], edges_s: np.ndarray) -> list[Shares]:
         """The lanes of these ranks in the slots between ``edges_s`` [slots + 1]."""
-        readings, lanes = np.stack(self._readings), []
+        readings = np.stack(self._readings)
+        lanes = []
         edges_s = np.minimum(edges_s, self._times_s[-1])
         slots_s = np.maximum(np.diff(edges_s), 1e-9)
         for rank in ranks:
             kinds = [name.decode(errors="replace") for name in self._board.ranks["kinds"][rank]]
-            rows, last = readings[:, rank], readings[-1, rank]
+            rows = readings[:, rank]
+            last = rows[-1]
             begun = int(last["begun"][_MAIN])
             going = kinds[begun - 1] if begun else ""
             # A transfer counts as waiting until it has ended. That of another thread, such as
@@ -50,9 +54,9 @@ class History:
             end_s = max(self._times_s[-1], until_s[-1])
             times_s = np.concatenate([[0.0], until_s, [end_s]])
             shares = {}
-            # A kind that the board does not know yet has a place with no seconds.
-            for place, kind in enumerate(dict.fromkeys([*filter(None, kinds), going])):
-                seconds = rows["kind_s"][:, _MAIN, min(place, KINDS - 1)]
+            # A kind that the board does not know yet has a column with no seconds.
+            for column, kind in enumerate(dict.fromkeys([*filter(None, kinds), going])):
+                seconds = rows["kind_s"][:, _MAIN, min(column, KINDS - 1)]
                 going_s = end_s - until_s[-1] if kind == going else 0.0
                 seconds = np.concatenate([[0.0], seconds, [seconds[-1] + going_s]])
                 if kind and seconds[-1] > 0:
@@ -63,8 +67,8 @@ class History:
 
     def rates(self, column: str) -> np.ndarray:
         """``samples`` or ``done`` (steps) per second in the last seconds, [P]."""
-        now_s, last = self._times_s[-1], self._readings[-1]
-        recent = sum(at_s >= now_s - _RATE_S for at_s in self._times_s)
-        first = -min(max(2, recent), len(self._times_s))
+        now_s = self._times_s[-1]
+        num_recent = sum(time_s >= now_s - _RATE_S for time_s in self._times_s)
+        first = -min(max(2, num_recent), len(self._times_s))
         passed_s = max(1e-9, now_s - self._times_s[first])
-        return (last[column] - self._readings[first][column]) / passed_s
+        return (self._readings[-1][column] - self._readings[first][column]) / passed_s

@@ -21,16 +21,18 @@ from workbook.notebook.lanes import History
 from workbook.plots.timeline import timeline
 
 _AFTER_S = 1.0
-_READ_EVERY_S, _DRAW_EVERY_S = 0.1, 0.33
+_READ_EVERY_S = 0.1
+_DRAW_EVERY_S = 0.33
 _FIRST_EXTENT_S = 4.0
-_MOST_LANES, _SLOTS = 16, 48
+_MOST_LANES = 16
+_SLOTS = 48
 
 # The message that has run the cell in which the last picture is.
 _shown_in = ""
 
 
 def watcher(board: Board) -> "LiveRun":
-    """What draws a run in the cell that has started it."""
+    """Return the object that draws a run in the cell that has started it."""
     return LiveRun(board, Cell())
 
 
@@ -47,8 +49,9 @@ class Cell:
     def show(self, page: str, text: str) -> None:
         global _shown_in
         data = {"text/html": page, "text/plain": text}
-        place, is_there = {"display_id": f"labkit-{self._message}"}, _shown_in == self._message
-        self._shell.display_pub.publish(data, {}, transient=place, update=is_there)
+        name = {"display_id": f"labkit-{self._message}"}
+        is_update = _shown_in == self._message
+        self._shell.display_pub.publish(data, {}, transient=name, update=is_update)
         _shown_in = self._message
 
 
@@ -56,7 +59,8 @@ class LiveRun:
     """Draws the run of a status board in a ``Cell``."""
 
     def __init__(self, board: Board, cell: Any):
-        self._board, self._cell = board, cell
+        self._board = board
+        self._cell = cell
         self._history = History(board)
         self._ranks = range(min(board.world_size, _MOST_LANES))
         self._name = f"lk{secrets.token_hex(3)}-"
@@ -90,26 +94,32 @@ class LiveRun:
         while extent_s < self._drawn_s:
             extent_s *= 2
         lanes = self._history.lanes(self._ranks, np.linspace(0.0, extent_s, _SLOTS + 1))
-        words = []
-        for rank in self._ranks:
-            # A stage that is not the last has no loss, and reports 0.
-            loss = float(rows["loss"][rank])
-            column = "samples" if rows["samples"][rank] else "done"
-            rate = self._history.rates(column)[rank]
-            unit = {"samples": "samples/s", "done": "steps/s"}[column]
-            shown = f"loss {loss:.4g}" if loss else "", rate and f"{format_number(rate)} {unit}"
-            words.append(", ".join(filter(None, shown)))
+        beside = [self._words(rank) for rank in self._ranks]
         head = f"{format_count(self._board.world_size, 'rank')}, {self._drawn_s:.1f} s{state}"
         progress = None
         if self._board.world_size > _MOST_LANES:
             head += f", of which {_MOST_LANES} are drawn"
-        if len(reported := rows[rows["total"] > 0]):
+        reported = rows[rows["total"] > 0]
+        if len(reported):
+            progress = (reported["done"] / reported["total"]).min()
             slowest = reported[int((reported["done"] / reported["total"]).argmin())]
-            done, total = int(slowest["done"]), int(slowest["total"])
-            head += f": {done:,} of {total:,} {slowest['label'].decode(errors='replace')}".rstrip()
-            progress = done / total
+            label = slowest["label"].decode(errors="replace")
+            head += f": {slowest['done']:,} of {slowest['total']:,} {label}".rstrip()
         # A run without spans has no lanes, but it is seen to be alive.
         page = html.escape(head)
         if any(lanes):
-            page = draw(lanes, extent_s, head, words, progress, self._name)
+            page = draw(lanes, extent_s, head, beside, progress, self._name)
         self._cell.show(f"<div>{page}</div>", f"[live] {head}")
+
+    def _words(self, rank: int) -> str:
+        """The loss and the rate of a rank."""
+        row = self._board.ranks[rank]
+        parts = []
+        # A stage that is not the last has no loss, and reports 0.
+        if row["loss"]:
+            parts.append(f"loss {row['loss']:.4g}")
+        column, unit = ("samples", "samples/s") if row["samples"] else ("done", "steps/s")
+        rate = self._history.rates(column)[rank]
+        if rate:
+            parts.append(f"{format_number(rate)} {unit}")
+        return ", ".join(parts)

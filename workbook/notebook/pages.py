@@ -8,17 +8,34 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+# The pages of the short path, about twelve hours, in its order.
+SHORT_PATH = (
+    "00_start_here",
+    "01_one_device",
+    "06_ring_all_reduce",
+    "03_distributed_data_parallel",
+    "09_pipeline",
+    "10_tensor_parallel",
+    "11_sharded_data_parallel",
+    "14_choosing",
+)
+# What stands before the exercise of a page that counts most.
+ONE_EXERCISE = "**If you do one exercise on this page, do this one.**"
+
 
 @dataclass(frozen=True)
 class Page:
     """A notebook: its file's name without ending, its title, the exercises that it checks.
 
-    ``exercises``: the heading above each, by its name in ``check`` (``ring.all_reduce``).
+    Attributes:
+        exercises: the heading above each, by its name in ``check`` (``ring.all_reduce``).
+        first_choice: the name of the exercise to do if one does only one; empty if none is marked.
     """
 
     name: str
     title: str
     exercises: dict[str, str]
+    first_choice: str = ""
 
 
 def current_page() -> str:
@@ -31,22 +48,34 @@ def current_page() -> str:
 def workbook_pages() -> list[Page]:
     """The pages in reading order; none where labkit is installed without them."""
     # A notebook's kernel is started in the notebooks' folder, a command in the one above.
-    here, clone = Path.cwd(), Path(__file__).resolve().parents[2]
-    places = [here] if here.name == "notebooks" else []
-    places += [here / "notebooks", clone / "notebooks"]
-    folder = next(filter(Path.is_dir, places), None)
+    current = Path.cwd()
+    folders = [current / "notebooks", Path(__file__).resolve().parents[2] / "notebooks"]
+    if current.name == "notebooks":
+        folders.insert(0, current)
+    folder = next(filter(Path.is_dir, folders), None)
     pages = []
-    for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")) if folder else []:
-        # A page that is being written, or was damaged, is left out.
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            headings, exercises = [], {}
-            for cell in json.loads(path.read_bytes())["cells"]:
-                source = "".join(cell["source"])
-                if cell["cell_type"] == "markdown":
-                    headings += re.findall(r"^#+ (.+)", source, re.MULTILINE)
-                else:
-                    # Each is called as check.ROOM.NAME(function), and its verdict has that name.
-                    for name in re.findall(r"\bcheck\.([a-z_]+\.\w+)\(", source):
-                        exercises.setdefault(name, headings[-1])
-            pages.append(Page(path.stem, headings[0], exercises))
+    if folder is not None:
+        for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")):
+            # A page that is being written, or was damaged, is left out.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                pages.append(_read_page(path))
     return pages
+
+
+def _read_page(path: Path) -> Page:
+    headings = []
+    exercises: dict[str, str] = {}
+    first_choice = ""
+    is_marked = False
+    for cell in json.loads(path.read_bytes())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            headings += re.findall(r"^#+ (.+)", source, re.MULTILINE)
+            is_marked = is_marked or ONE_EXERCISE in source
+            continue
+        # Each is called as check.ROOM.NAME(function), and its verdict has that name.
+        for name in re.findall(r"\bcheck\.([a-z_]+\.\w+)\(", source):
+            exercises.setdefault(name, headings[-1])
+            if is_marked and not first_choice:
+                first_choice = name
+    return Page(path.stem, headings[0], exercises, first_choice)

@@ -78,7 +78,7 @@ def predict_row(
 
 
 class Prediction:
-    """What ``workbook.predict`` returns: a number in ``unit``, or none yet.
+    """The result of ``workbook.predict``: a number in ``unit``, or none yet.
 
     Attributes:
         value: the number; None if there is none.
@@ -87,18 +87,20 @@ class Prediction:
     """
 
     def __init__(self, quantity: str, unit: str, key: str):
-        self.quantity, self.unit = quantity, unit
+        self.quantity = quantity
+        self.unit = unit
         self.value: float | None = None
         self.locked_at: str | None = None
         self.form: Any = None
-        self._place = current_page(), key
+        self._page = current_page()
+        self._key = key
         self._entered_at = ""
         # Continue with the newest one that is recorded, unless the page asked for another unit.
-        recorded = record.read().predictions.get(self._place[0], {})
-        for last in recorded.get(key, [])[-1:]:
-            if last.unit == unit:
-                self.value, self.locked_at = last.value, last.measured_at
-                self._entered_at = last.predicted_at
+        recorded = record.read().predictions.get(self._page, {}).get(key)
+        if recorded and recorded[-1].unit == unit:
+            self.value = recorded[-1].value
+            self.locked_at = recorded[-1].measured_at
+            self._entered_at = recorded[-1].predicted_at
 
     def enter(self, value: float | str | None) -> None:
         """Make or change the prediction; an empty text or None takes it back.
@@ -112,7 +114,8 @@ class Prediction:
             value = parse_typed(value, self.unit) if value.strip() else None
         if value is not None and not math.isfinite(value):
             raise ValueError(f"a prediction must be a finite number, got {value}")
-        self.value, self._entered_at = value, record.now()
+        self.value = value
+        self._entered_at = record.now()
         self._record()
 
     def measured(self, measured: float, model: float | None = None) -> None:
@@ -129,11 +132,11 @@ class Prediction:
             self.form.refresh()
 
     def _record(self, **measured: Any) -> None:
-        made = None
+        predicted = None
         if self.value is not None:
-            numbers = float(self.value), self._entered_at
-            made = Predicted(self.quantity, self.unit, *numbers, **measured)
-        record.note_prediction(*self._place, made)
+            value = float(self.value)
+            predicted = Predicted(self.quantity, self.unit, value, self._entered_at, **measured)
+        record.note_prediction(self._page, self._key, predicted)
         if self.form is not None:
             self.form.refresh()
 

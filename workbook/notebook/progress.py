@@ -1,12 +1,13 @@
-"""What is passed, and predictions against reality: ``workbook.progress()``."""
+"""Exercises that are passed, and predictions against reality: ``workbook.progress()``."""
 
 import html
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from labkit.units import format_count, format_number, format_value, html_table, text_table
 from workbook.notebook import record
-from workbook.notebook.pages import Page, workbook_pages
+from workbook.notebook.pages import SHORT_PATH, Page, workbook_pages
 from workbook.notebook.record import Predicted, Record, Tried
 
 _HEADS = ["page", "quantity", "prediction", "measured", "× prediction"]
@@ -20,76 +21,95 @@ class Progress:
         pages: those of the workbook, and behind them one for each other place with exercises.
         exercises: by name.
         predictions: (page, prediction), the one that was measured last at the end.
-        where: the file, or why there is none.
+        file_words: where it is kept, or why it is not.
     """
 
     pages: list[Page]
     exercises: dict[str, Tried]
     predictions: list[tuple[str, Predicted]]
-    where: str
+    file_words: str
 
     @classmethod
-    def of(cls, recorded: Record, pages: list[Page], where: str) -> "Progress":
+    def of(cls, recorded: Record, pages: list[Page], file_words: str) -> "Progress":
         """Put a record and the pages together.
 
         An exercise counts for the page that has it now: it may have been passed in a script, or
         on the page where it was before.
         """
-        found: dict[str, Tried] = {}
-        others = []
-        for place, of_place in recorded.exercises.items():
-            for name, one in of_place.items():
-                if name not in found or one.passed_at:
-                    found[name] = one
-            left = [name for name in of_place if not any(name in p.exercises for p in pages)]
-            others += [Page("", place or "elsewhere", {n: n for n in left})] if left else []
-        by_page = recorded.predictions.items()
-        made = [(page, one) for page, of in by_page for of_key in of.values() for one in of_key]
-        measured = [(page, one) for page, one in made if one.measured is not None]
+        exercises: dict[str, Tried] = {}
+        on_pages = set(itertools.chain(*(page.exercises for page in pages)))
+        pages = list(pages)
+        for page, attempts in recorded.exercises.items():
+            for name, tried in attempts.items():
+                if name not in exercises or tried.passed_at:
+                    exercises[name] = tried
+            names = [name for name in attempts if name not in on_pages]
+            if names:
+                pages.append(Page("", page or "elsewhere", dict(zip(names, names))))
+        measured = []
+        for page, predictions_by_key in recorded.predictions.items():
+            for prediction in itertools.chain(*predictions_by_key.values()):
+                if prediction.measured is not None:
+                    measured.append((page, prediction))
         measured.sort(key=lambda pair: pair[1].measured_at or "")
-        return cls([*pages, *others], found, measured, where)
+        return cls(pages, exercises, measured, file_words)
 
     def sentences(self) -> list[str]:
-        """What is passed in all, and how far the last predictions were off."""
-        names = [name for page in self.pages for name in page.exercises]
-        found = [f"{self._passed(names)} of {format_count(len(names), 'exercise')} passed."]
-        if last := [one.factor for _, one in self.predictions if one.factor is not None][-5:]:
-            text = f"Your last {format_count(len(last), 'prediction')}: within a factor of "
-            found.append(f"{text}{format_number(max(last))} of the measurement.")
-        return [*found, self.where]
+        """Sentences: how much is passed, how far off the last predictions were, the file."""
+        names = list(itertools.chain(*(page.exercises for page in self.pages)))
+        sentences = [f"{self._passed(names)} of {format_count(len(names), 'exercise')} passed."]
+        choices = [page.first_choice for page in self.pages if page.name in SHORT_PATH]
+        if choices:
+            passed = f"{self._passed(choices)} of the {len(choices)}"
+            sentences.append(f"On the short path (•), {passed} to do first are passed.")
+        factors = [made.factor for _, made in self.predictions if made.factor is not None]
+        if factors:
+            text = (
+                f"Your last {format_count(len(factors[-5:]), 'prediction')}: within a factor of "
+            )
+            sentences.append(f"{text}{format_number(max(factors[-5:]))} of the measurement.")
+        return [*sentences, self.file_words]
 
     def rows(self) -> list[list[str]]:
         """The predictions beside what was measured, the newest last."""
         rows = []
-        for page, one in self.predictions:
-            measured = one.measured or 0.0
-            ratio = format_number(measured / one.value) if one.value else "–"
-            shown = [format_value(number, one.unit) for number in (one.value, measured)]
-            rows.append([page, one.quantity, *shown, ratio])
+        for page, made in self.predictions:
+            measured = made.measured or 0.0
+            ratio = format_number(measured / made.value) if made.value else "–"
+            predicted_text = format_value(made.value, made.unit)
+            measured_text = format_value(measured, made.unit)
+            rows.append([page, made.quantity, predicted_text, measured_text, ratio])
         return rows
 
     def _passed(self, names: Iterable[str]) -> int:
-        return sum(bool(self.exercises[n].passed_at) for n in names if n in self.exercises)
+        passed = {name for name, tried in self.exercises.items() if tried.passed_at}
+        return sum(name in passed for name in names)
 
     def _head(self, page: Page) -> str:
         passed = f"{self._passed(page.exercises)} of {len(page.exercises)} passed"
-        return f"{page.name[:2]} {page.title}: {passed}".strip()
+        mark = " •" if page.name in SHORT_PATH else ""
+        return f"{page.name[:2]} {page.title}: {passed}{mark}".strip()
 
     def _state(self, name: str) -> str:
         """The mark behind an exercise."""
-        if (one := self.exercises.get(name)) is None:
+        tried = self.exercises.get(name)
+        if tried is None:
             return ""
-        attempts = format_count(one.attempts, "attempt")
-        return " ✓" if one.passed_at else f" ({one.status}, {attempts})"
+        if tried.passed_at:
+            return " ✓"
+        return f" ({tried.status}, {format_count(tried.attempts, 'attempt')})"
 
     def __repr__(self) -> str:
         lines = []
         for page in self.pages:
             lines.append(self._head(page))
-            states = ((title, self._state(name)) for name, title in page.exercises.items())
-            lines += [f"    {title}{state}" for title, state in states if state]
-        table = [text_table(_HEADS, self.rows())] if self.predictions else []
-        return "\n\n".join(["\n".join(lines), *table, "\n".join(self.sentences())])
+            for name, title in page.exercises.items():
+                if self._state(name):
+                    lines.append(f"    {title}{self._state(name)}")
+        parts = ["\n".join(lines), "\n".join(self.sentences())]
+        if self.predictions:
+            parts.insert(1, text_table(_HEADS, self.rows()))
+        return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
         """With a link to each exercise; those of a page are in a fold."""
@@ -109,11 +129,11 @@ class Progress:
 
 
 def progress() -> Progress:
-    """What is passed on each page, and the predictions beside what was measured.
+    """Show what is passed on each page, and the predictions beside what was measured.
 
     It is kept in a file outside the repository: ``labkit/progress.json`` in ``XDG_DATA_HOME`` or
     ``~/.local/share``; ``LABKIT_PROGRESS`` names another file, or is ``off``.
     """
     path, reason = record.progress_file()
-    where = f"Kept in {path}." if path else f"Kept only as long as this process: {reason}."
-    return Progress.of(record.read(), workbook_pages(), where)
+    file_words = f"Kept in {path}." if path else f"Kept only as long as this process: {reason}."
+    return Progress.of(record.read(), workbook_pages(), file_words)

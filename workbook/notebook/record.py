@@ -1,4 +1,4 @@
-"""What a learner has passed and predicted, in one file outside the repository.
+"""A learner's passed exercises and predictions, in one file outside the repository.
 
 ``LABKIT_PROGRESS`` names the file, or is ``off``; otherwise it is ``labkit/progress.json`` in
 ``XDG_DATA_HOME`` or ``~/.local/share``. Nothing is recorded by ranks, or with ``LABKIT_LIVE=0``
@@ -77,7 +77,7 @@ _lock = threading.RLock()
 
 
 def progress_file() -> tuple[Path | None, str]:
-    """Where progress is kept; or None, and why it is not kept."""
+    """Return the file in which progress is kept; or None, and why it is not kept."""
     named = os.environ.get("LABKIT_PROGRESS", "")
     if os.environ.get("LABKIT_LIVE") == "0" or os.environ.get("RANK"):
         return None, "LABKIT_LIVE=0 is set, or this is a rank"
@@ -115,10 +115,10 @@ def change(change: Change) -> None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_S):
                 record = _stored(path)
-                for one in pending:
-                    one(record)
-                whole = {"version": VERSION, **asdict(record)}
-                write_atomically(path, json.dumps(whole, indent=1) + "\n")
+                for pending_change in pending:
+                    pending_change(record)
+                stored = {"version": VERSION, **asdict(record)}
+                write_atomically(path, json.dumps(stored, indent=1) + "\n")
             pending.clear()
         except (OSError, ValueError) as error:
             _say_once(path, f"progress is not kept in {path}: {error}; {_HOW}")
@@ -133,20 +133,21 @@ def _say_once(about: Path, text: str) -> None:
 
 def _stored(path: Path) -> Record:
     """The record in the file; a damaged file is renamed, and a new record is begun."""
-    if not path.exists() or not (text := path.read_bytes()).strip():
+    text = path.read_bytes().strip() if path.exists() else b""
+    if not text:
         return Record()
     try:
         raw = json.loads(text)
         if raw["version"] != VERSION:
             raise ValueError(f"its version is {raw['version']!r}, and this labkit reads {VERSION}")
-        exercises, predictions = raw["exercises"].items(), raw["predictions"].items()
-        return Record(
-            {page: {name: Tried(**one) for name, one in of.items()} for page, of in exercises},
-            {
-                page: {key: [Predicted(**one) for one in made] for key, made in of.items()}
-                for page, of in predictions
-            },
-        )
+        record = Record()
+        for page, attempts in raw["exercises"].items():
+            record.exercises[page] = {name: Tried(**tried) for name, tried in attempts.items()}
+        for page, predictions_by_key in raw["predictions"].items():
+            record.predictions[page] = {}
+            for key, predictions in predictions_by_key.items():
+                record.predictions[page][key] = [Predicted(**made) for made in predictions]
+        return record
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         name = f"{path.stem}.damaged-{datetime.now():%Y%m%d-%H%M%S-%f}{path.suffix}"
         moved = path.rename(path.with_name(name))
@@ -161,29 +162,34 @@ def now() -> str:
 
 def note_verdict(name: str, status: str, passed: bool) -> None:
     """Record one attempt at an exercise. An exercise once passed stays passed."""
-    at, page = now(), current_page()
+    at = now()
+    page = current_page()
 
-    def attempted(record: Record) -> None:
-        of_page = record.exercises.setdefault(page, {})
-        old = of_page.get(name) or Tried(status, 0, at, at, None)
-        shown = old.status if old.passed_at and not passed else status
-        passed_at = old.passed_at or (at if passed else None)
-        of_page[name] = Tried(shown, old.attempts + 1, old.first_at, at, passed_at)
+    def add_attempt(record: Record) -> None:
+        attempts = record.exercises.setdefault(page, {})
+        old = attempts.get(name) or Tried(status, 0, at, at, None)
+        new_status = status
+        passed_at = old.passed_at
+        if passed:
+            passed_at = passed_at or at
+        elif passed_at:
+            new_status = old.status
+        attempts[name] = Tried(new_status, old.attempts + 1, old.first_at, at, passed_at)
 
-    change(attempted)
+    change(add_attempt)
 
 
-def note_prediction(page: str, key: str, made: Predicted | None) -> None:
+def note_prediction(page: str, key: str, predicted: Predicted | None) -> None:
     """Record a prediction in place of one not yet measured, or of the same; None removes one."""
 
     def put(record: Record) -> None:
-        of_key = record.predictions.setdefault(page, {}).setdefault(key, [])
-        if of_key:
-            last = of_key[-1]
-            is_same = made is not None and made.predicted_at == last.predicted_at
+        predictions = record.predictions.setdefault(page, {}).setdefault(key, [])
+        if predictions:
+            last = predictions[-1]
+            is_same = predicted is not None and predicted.predicted_at == last.predicted_at
             if last.measured_at is None or is_same:
-                of_key.pop()
-        if made is not None:
-            of_key.append(made)
+                predictions.pop()
+        if predicted is not None:
+            predictions.append(predicted)
 
     change(put)

@@ -25,31 +25,36 @@ class PredictionRow:
 
     def cells(self) -> dict[str, str]:
         """The texts of the row by the table's columns."""
-        low, measured, high = (
-            format_value(number, self.unit)
-            for number in (min(self.repeats), self.measured, max(self.repeats))
-        )
+        measured = format_value(self.measured, self.unit)
         if len(set(self.repeats)) > 1:
+            low = format_value(min(self.repeats), self.unit)
+            high = format_value(max(self.repeats), self.unit)
             measured += f" (median of {len(self.repeats)}, from {low} to {high})"
-        cells = {"quantity": self.quantity}
-        for name, number in (("prediction", self.prediction), ("model", self.model)):
-            cells[name] = f"no {name}" if number is None else format_value(number, self.unit)
-        cells["measured"] = measured
-        for name, number in (("prediction", self.prediction), ("model", self.model)):
-            cells[f"× {name}"] = format_number(self.measured / number) if number else "–"
-        return cells
+        return {
+            "quantity": self.quantity,
+            "prediction": self._text("prediction", self.prediction),
+            "model": self._text("model", self.model),
+            "measured": measured,
+            "× prediction": self._ratio(self.prediction),
+            "× model": self._ratio(self.model),
+        }
+
+    def _text(self, name: str, number: float | None) -> str:
+        return f"no {name}" if number is None else format_value(number, self.unit)
+
+    def _ratio(self, number: float | None) -> str:
+        return format_number(self.measured / number) if number else "–"
 
     def __repr__(self) -> str:
         cells = self.cells()
-        names = ("prediction", "model")
-        shown = [
-            cells[name] if cells[name].startswith("no") else f"{name} {cells[name]}"
-            for name in names
-        ]
-        text = f"{self.quantity}: {', '.join(shown)}, measured {cells['measured']}"
-        ratios = [(cells[f"× {name}"], name) for name in names]
-        compared = ", ".join(f"{ratio} × the {name}" for ratio, name in ratios if ratio != "–")
-        return f"{text} ({compared})" if compared else text
+        parts = []
+        ratios = []
+        for name, number in (("prediction", self.prediction), ("model", self.model)):
+            parts.append(cells[name] if number is None else f"{name} {cells[name]}")
+            if number:
+                ratios.append(f"{cells[f'× {name}']} × the {name}")
+        text = f"{self.quantity}: {', '.join(parts)}, measured {cells['measured']}"
+        return f"{text} ({', '.join(ratios)})" if ratios else text
 
     def _repr_html_(self) -> str:
         return html_table(self.cells(), [self.cells().values()])

@@ -30,21 +30,26 @@ def parse_typed(text: str, unit: str) -> float:
     if parts is None or not math.isfinite(number):
         example = "type one such as 1.5, 1000000 or 2e6"
         raise ValueError(f"{shortened(text)} is not one number: {example}")
-    (kind, size), (wanted, wanted_size) = _kind(parts[2] or unit), _kind(unit)
+    kind, size = _kind(parts[2] or unit)
+    wanted, wanted_size = _kind(unit)
     if kind != wanted:
         raise ValueError(f"{shortened(parts[2])} is not a unit here: give it in {unit}")
     return number * size / wanted_size
 
 
 def _kind(unit: str) -> tuple[str, float]:
-    """What a unit measures, and its size; an unknown word measures only itself."""
+    """The quantity that a unit measures, and its size; an unknown word measures only itself."""
     if "/" in unit:
-        (kind, size), (per, per_size) = map(_kind, unit.split("/", 1))
+        numerator, denominator = unit.split("/", 1)
+        kind, size = _kind(numerator)
+        per, per_size = _kind(denominator)
         return f"{kind}/{per}", size / per_size
     word = unit.strip().casefold() or "time"
     # 1 message, 2 messages, 2 batches: without the ending of the plural.
     singular = word.removesuffix("s") or word
     for kind, sizes in _UNITS.items():
-        if size := sizes.get(word) or sizes.get(singular):
-            return kind, size
+        if word in sizes:
+            return kind, sizes[word]
+        if singular in sizes:
+            return kind, sizes[singular]
     return singular.removesuffix("e"), 1.0

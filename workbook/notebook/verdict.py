@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import truediv
 from typing import TypeAlias
 
 from labkit.runtime.launch import RunResult
@@ -25,12 +26,13 @@ Times: TypeAlias = TrainResult | float | Iterable[float]
 # From this many repeats on, the spread is that of the middle half: one outlier says little.
 _QUARTILES = 8
 # A model agrees within this relative difference, or within repeats that differ by less than _WIDE.
-_TOLERANCE, _WIDE = 0.1, 3
+_TOLERANCE = 0.1
+_WIDE = 3
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as large one measurement is as another; of seconds: how many times as fast.
+    """A ratio of two measurements; of seconds: how many times as fast the second is.
 
     ``repeats`` says in words what the spread is of (``5 pairs``); empty for a single one.
     """
@@ -42,9 +44,11 @@ class Ratio:
 
     @property
     def is_larger(self) -> bool | None:
-        """Whether the ratio is above 1; None if the spread comes within 1% of 1, or is none."""
-        near = self.low <= 1.01 and self.high >= 0.99
-        return None if near or not self.repeats else self.low > 1
+        """True if the ratio is above 1; None if the spread comes within 1% of 1, or is none."""
+        is_near = self.low <= 1.01 and self.high >= 0.99
+        if is_near or not self.repeats:
+            return None
+        return self.low > 1
 
     def __str__(self) -> str:
         return f"{format_number(self.median)} times"
@@ -68,53 +72,57 @@ class Verdict:
         return self.text
 
 
-def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
-    """Whether several ranks are faster than one device, and how long each of them computed.
+def speedup(single: Times, many: Times, ranks: int | None = None) -> Verdict:
+    """Say whether several ranks are faster than one device, and how long each of them computed.
 
     ``ranks`` may be left out for training runs.
     """
-    ratio, who, its = _ratio(one, many), "ranks", "the average rank"
+    ratio = _ratio(single, many)
+    crew = "ranks"
     if isinstance(many, TrainResult):
         ranks = many.config.world_size
         if many.config.strategy == "data_parallel":  # threads of one process
-            who, its = "replicas", "the main thread"
-    text = f"{ranks} {who} were {ratio} as fast as one device ({ratio.spread})"
+            crew = "replicas"
+    text = f"{ranks} {crew} were {ratio} as fast as one device ({ratio.spread})"
     if ratio.is_larger is False:
         slower = Ratio(1 / ratio.high, 1 / ratio.median, 1 / ratio.low, ratio.repeats)
-        text = f"{ranks} {who} took {slower} as long as one device ({slower.spread})"
+        text = f"{ranks} {crew} took {slower} as long as one device ({slower.spread})"
     if ratio.is_larger is None:
         text += ": this measurement cannot tell them apart"
-    elif isinstance(one, TrainResult) and isinstance(many, TrainResult):
-        alone_s, mine_s = (
-            sum(s for kind, s in run.phases_s.items() if state_of(kind) == COMPUTE)
-            for run in (one, many)
-        )
-        text += f"; in the whole run, {its} computed {mine_s / alone_s:.0%} as long as one device"
+    elif isinstance(single, TrainResult) and isinstance(many, TrainResult):
+        share = f"{_computing_s(many) / _computing_s(single):.0%}"
+        subject = "the average rank" if crew == "ranks" else "the main thread"
+        text += f"; in the whole run, {subject} computed {share} as long as one device"
     return Verdict(f"{text}.", ratio)
 
 
+def _computing_s(run: TrainResult) -> float:
+    return sum(seconds for kind, seconds in run.phases_s.items() if state_of(kind) == COMPUTE)
+
+
 def faster(times: Mapping[str, Times]) -> Verdict:
-    """Which of several ways, by name, is the fastest, compared with the others."""
-    first, *others = sorted(times, key=lambda name: statistics.median(_seconds(times[name])))
-    ratios = {name: _ratio(times[name], times[first]) for name in others}
-    close = [name for name in others if ratios[name].is_larger is None]
-    ahead = ", ".join(
-        f"{ratios[name]} as fast as {name} ({ratios[name].spread})"
-        for name in others
-        if name not in close
-    )
+    """Name the fastest of several ways, and compare it with the others."""
+    first, *slower = sorted(times, key=lambda name: statistics.median(_seconds(times[name])))
+    ratios = {name: _ratio(times[name], times[first]) for name in slower}
+    close = [name for name in slower if ratios[name].is_larger is None]
+    ahead = []
+    for name, ratio in ratios.items():
+        if name not in close:
+            ahead.append(f"{ratio} as fast as {name} ({ratio.spread})")
     if not close:
-        return Verdict(f"Fastest: {first}, {ahead}.", ratios[others[0]])
-    nearest = ratios[close[0]]
-    spread = f"{close[0]} / {first}: {nearest.spread}" if nearest.repeats else nearest.spread
+        return Verdict(f"Fastest: {first}, {', '.join(ahead)}.", ratios[slower[0]])
+    ratio = ratios[close[0]]
+    spread = f"{close[0]} / {first}: {ratio.spread}" if ratio.repeats else ratio.spread
     text = f"Cannot be told apart: {first} and {', '.join(close)} ({spread})."
-    return Verdict(f"{text} {first} was {ahead}." if ahead else text, nearest)
+    if ahead:
+        text += f" {first} was {', '.join(ahead)}."
+    return Verdict(text, ratio)
 
 
 def race(
     runs: Mapping[str, TrainResult], accuracy: float | None = None, *, loss: float | None = None
 ) -> Verdict:
-    """Which training run first reaches an accuracy on held-out samples, or a training loss.
+    """Name the training run that first reaches a held-out accuracy, or a training loss.
 
     The clock is that of its epochs.
     """
@@ -123,15 +131,22 @@ def race(
     for name, run in runs.items():
         ends_s = accumulate(epoch["seconds"] for epoch in run.epochs)
         for number, (end_s, epoch) in enumerate(zip(ends_s, run.epochs), start=1):
-            if epoch["loss"] <= loss if loss is not None else epoch["test_accuracy"] >= accuracy:
-                reached[name] = end_s, number
+            if loss is not None:
+                is_reached = epoch["loss"] <= loss
+            else:
+                is_reached = epoch["test_accuracy"] >= accuracy
+            if is_reached:
+                reached[name] = (end_s, number)
                 break
-    ends = "; ".join(
-        f"{name} after {format_seconds(end_s)} and {format_count(number, 'epoch')}"
-        for name, (end_s, number) in sorted(reached.items(), key=lambda item: item[1])
-    )
-    never = ", ".join(name for name in runs if name not in reached)
-    return Verdict(f"First at {goal}: {ends or 'none'}{never and f'; never: {never}'}.")
+    ends = []
+    for name, (end_s, number) in sorted(reached.items(), key=lambda item: item[1]):
+        epochs = format_count(number, "epoch")
+        ends.append(f"{name} after {format_seconds(end_s)} and {epochs}")
+    text = f"First at {goal}: {'; '.join(ends) or 'none'}"
+    never = [name for name in runs if name not in reached]
+    if never:
+        text += f"; never: {', '.join(never)}"
+    return Verdict(f"{text}.")
 
 
 def against_model(
@@ -141,7 +156,7 @@ def against_model(
     what: str = "the time",
     run: Run | None = None,
 ) -> Verdict:
-    """Whether a measurement agrees with a formula: within 10%, or within the spread.
+    """Say whether a measurement agrees with a formula: within 10%, or within the spread.
 
     A formula within a spread of more than a factor of three is neither confirmed nor refuted.
 
@@ -169,7 +184,7 @@ def against_model(
 
 
 def overlap(run: TrainResult | RunResult) -> Verdict:
-    """How much of a run's communication was hidden behind computing."""
+    """Say how much of a run's communication was hidden behind computing."""
     limit = run.explain()
     if not limit.hidden and not limit.shares.get(COMMUNICATE):
         return Verdict("No message was recorded, so there was nothing to hide.")
@@ -177,18 +192,22 @@ def overlap(run: TrainResult | RunResult) -> Verdict:
 
 
 def staleness(result: TrainResult) -> Verdict:
-    """How many updates late the gradients of an asynchronous run were, and whose were latest."""
+    """Say how many updates late an asynchronous run's gradients were, and whose were latest."""
     updates = result.notes.get("staleness", ())
     if not updates:
         raise ValueError(f"{result.config.strategy} counts no staleness: run an asynchronous one")
-    every, workers = [late for _, late in updates], {worker for worker, _ in updates}
-    means = ((statistics.fmean(late for who, late in updates if who == w), w) for w in workers)
-    largest, latest = max(means)
+    missed_by_worker: dict[int, list[int]] = {}
+    for worker, missed in updates:
+        missed_by_worker.setdefault(worker, []).append(missed)
+    means = {worker: statistics.fmean(missed) for worker, missed in missed_by_worker.items()}
+    latest = max(means, key=lambda worker: (means[worker], worker))
+    all_missed = [missed for _, missed in updates]
+    workers = len(means)
     return Verdict(
-        f"A gradient missed {format_number(statistics.fmean(every))} updates on average, of "
-        f"{len(every):,} (at most {max(every)}); the rule for long runs with "
-        f"{format_count(len(workers), 'worker')} says {len(workers) - 1}. Rank {latest}'s "
-        f"were the latest, {format_number(largest)} on average."
+        f"A gradient missed {format_number(statistics.fmean(all_missed))} updates on average, of "
+        f"{len(all_missed):,} (at most {max(all_missed)}); the rule for long runs with "
+        f"{format_count(workers, 'worker')} says {workers - 1}. Rank {latest}'s "
+        f"were the latest, {format_number(means[latest])} on average."
     )
 
 
@@ -201,26 +220,30 @@ def _seconds(times: Times) -> list[float]:
 
 
 def _ratio(slower: Times, quicker: Times) -> Ratio:
-    """How many times as fast the second is, repeat by repeat: those of a pair were taken in turns.
+    """The ratio slower / quicker, repeat by repeat: those of a pair were taken in turns.
 
     Epochs of two runs are no pairs.
     """
-    one, other = _seconds(slower), _seconds(quicker)
+    slower_s = _seconds(slower)
+    quicker_s = _seconds(quicker)
+    count = len(slower_s)
     are_runs = isinstance(slower, TrainResult) or isinstance(quicker, TrainResult)
-    if len(one) == len(other) and not are_runs:
-        repeats = _counted(len(one), "pair") if len(one) > 1 else ""
-        return Ratio(*_middle([a / b for a, b in zip(one, other)]), repeats)
-    (low, median, high), (least, usual, most) = _middle(one), _middle(other)
+    if count == len(quicker_s) and not are_runs:
+        repeats = _counted(count, "pair") if count > 1 else ""
+        return Ratio(*_middle(list(map(truediv, slower_s, quicker_s))), repeats)
     noun, after = ("epoch", ", after the first") if are_runs else ("repeat", "")
-    repeats = f"{len(one)} and {format_count(len(other), noun)}{after}"
-    if len(one) == len(other):
-        repeats = f"{_counted(len(one), noun)} of each{after}" if len(one) > 1 else ""
-    return Ratio(low / most, median / usual, high / least, repeats)
+    repeats = f"{count} and {format_count(len(quicker_s), noun)}{after}"
+    if count == len(quicker_s):
+        repeats = f"{_counted(count, noun)} of each{after}" if count > 1 else ""
+    low, median, high = _middle(slower_s)
+    quicker_low, quicker_median, quicker_high = _middle(quicker_s)
+    return Ratio(low / quicker_high, median / quicker_median, high / quicker_low, repeats)
 
 
 def _counted(count: int, noun: str) -> str:
     """``5 pairs``, or what ``_middle`` makes of more: ``the middle half of 8 pairs``."""
-    return "the middle half of " * (count >= _QUARTILES) + format_count(count, noun)
+    repeats = format_count(count, noun)
+    return f"the middle half of {repeats}" if count >= _QUARTILES else repeats
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float, float]:

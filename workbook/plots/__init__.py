@@ -3,45 +3,30 @@
 Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 """
 
-from workbook.plots.bars import bars
-from workbook.plots.figure import CaptionedFigure
-from workbook.plots.learning_curves import learning_curves
-from workbook.plots.memory_ledger import memory_ledger
+from workbook.plots.bars import bars as bars
+from workbook.plots.figure import CaptionedFigure as CaptionedFigure
+from workbook.plots.learning_curves import learning_curves as learning_curves
+from workbook.plots.memory_ledger import memory_ledger as memory_ledger
 from workbook.plots.models import (
-    bucket_overlap,
-    staleness_histogram,
-    staleness_model,
+    bucket_overlap as bucket_overlap,
+    staleness_histogram as staleness_histogram,
+    staleness_model as staleness_model,
 )
-from workbook.plots.palette import STYLES
+from workbook.plots.palette import STYLES as STYLES
 from workbook.plots.pipeline import (
-    pipeline_timeline,
-    pipeline_timetable,
-    step_by_micro_batches,
+    pipeline_timeline as pipeline_timeline,
+    pipeline_timetable as pipeline_timetable,
+    step_by_micro_batches as step_by_micro_batches,
 )
-from workbook.plots.ring import ring_states, ring_step, ring_steps
-from workbook.plots.size_curves import communication_time, crossings, size_curves
-from workbook.plots.split_costs import split_costs
-from workbook.plots.timeline import phases, timeline
-
-__all__ = [
-    "STYLES",
-    "CaptionedFigure",
-    "bars",
-    "bucket_overlap",
-    "communication_time",
-    "crossings",
-    "learning_curves",
-    "memory_ledger",
-    "phases",
-    "pipeline_timeline",
-    "pipeline_timetable",
-    "ring_states",
-    "ring_step",
-    "ring_steps",
-    "size_curves",
-    "split_costs",
-    "staleness_histogram",
-    "staleness_model",
-    "step_by_micro_batches",
-    "timeline",
-]
+from workbook.plots.ring import (
+    ring_states as ring_states,
+    ring_step as ring_step,
+    ring_steps as ring_steps,
+)
+from workbook.plots.size_curves import (
+    communication_time as communication_time,
+    crossings as crossings,
+    size_curves as size_curves,
+)
+from workbook.plots.split_costs import split_costs as split_costs
+from workbook.plots.timeline import phases as phases, timeline as timeline

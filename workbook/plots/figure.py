@@ -1,4 +1,4 @@
-"""What all figures share: settings, axes, legends, alt text and caption.
+"""The parts that all figures share: settings, axes, legends, alt text and caption.
 
 Figures do not use pyplot, so that no figure is shown twice or stays open, and ignore the style
 that a notebook has set.
@@ -69,14 +69,14 @@ def fixed_axes(figure: Figure, left: float, right: float, bottom: float, top: fl
     """
     figure.set_layout_engine("none")
     width, height = 72 * figure.get_size_inches()
-    place = (left / width, bottom / height, (right - left) / width, (top - bottom) / height)
-    return figure.add_axes(place)
+    bounds = (left / width, bottom / height, (right - left) / width, (top - bottom) / height)
+    return figure.add_axes(bounds)
 
 
 def label_lanes(axes: Axes, names: list[str]) -> None:
     """Label one lane per name, the first on top; of more than 32 lanes, label every n-th."""
-    every = math.ceil(len(names) / 32)
-    axes.set_yticks(range(0, len(names), every), names[::every])
+    stride = math.ceil(len(names) / 32)
+    axes.set_yticks(range(0, len(names), stride), names[::stride])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
 
@@ -100,16 +100,20 @@ def ratio_words(ratios: Sequence[float], look: str) -> str:
     """``What was measured is 0.889 to 1.25 times the model (hatched).``; empty without ratios."""
     if not ratios:
         return ""
-    low, high = format_number(min(ratios)), format_number(max(ratios))
-    times = f"{low} times" if low == high else f"{low} to {high} times"
-    times = "equal to" if times == "1 times" else times
+    low = format_number(min(ratios))
+    high = format_number(max(ratios))
+    times = f"{low} to {high} times"
+    if low == high:
+        times = "equal to" if low == "1" else f"{low} times"
     return f"What was measured is {times} the model ({look})."
 
 
 def repeats_words(series: Iterable[Sequence[float]], sentence: str) -> str:
     """The sentence with the numbers of repeats in the place of ``{}``; empty without repeats."""
     counts = sorted({len(repeats) for repeats in series})
-    return sentence.format(" or ".join(map(str, counts))) if counts and counts[-1] > 1 else ""
+    if not counts or counts[-1] == 1:
+        return ""
+    return sentence.format(" or ".join(map(str, counts)))
 
 
 def joined(*sentences: str) -> str:
@@ -127,14 +131,16 @@ class CaptionedFigure:
     """
 
     def __init__(self, figure: Figure, *, alt: str, caption: str):
-        self.figure, self.alt, self.caption = figure, alt, caption
+        self.figure = figure
+        self.alt = alt
+        self.caption = caption
 
     def png(self) -> bytes:
         """The picture as the bytes of a PNG file, small enough for notebooks."""
         from PIL import Image
 
         target = io.BytesIO()
-        # Of Pillow's methods, median cut is the one that keeps white and all fills as they are.
+        # Among Pillow's methods, median cut is the one that keeps white and all fills as they are.
         picture = Image.open(io.BytesIO(self._file("png"))).convert("RGB")
         picture.quantize(dither=Image.Dither.NONE).save(target, "png")
         return target.getvalue()

@@ -50,9 +50,10 @@ def learning_curves(
         look = {"color": style.color, "marker": marker, "linestyle": line, "markersize": 5}
         look["markevery"] = math.ceil(len(curve["epoch"]) / 12)
         for name, row in zip(_LABELS, grid):
+            low = curve[name].min(axis=0)
+            high = curve[name].max(axis=0)
             for axes, x in zip(row, map(curve.get, by)):
                 axes.plot(x, np.median(curve[name], axis=0), label=label, **look)
-                low, high = curve[name].min(axis=0), curve[name].max(axis=0)
                 axes.fill_between(x, low, high, color=style.color, alpha=0.15, linewidth=0)
                 axes.grid(True)
             row[0].set_ylabel(_LABELS[name])
@@ -65,46 +66,59 @@ def learning_curves(
     add_title(figure, title)
     add_legend(figure, grid[0, 0].lines)
 
-    ends = {
-        label: {name: float(np.median(curve[name][..., -1])) for name in curve}
-        for label, curve in curves.items()
-    }
-    told = "; ".join(
-        f"{label} ends at loss {end['loss']:.3g} and held-out accuracy "
-        f"{end['test_accuracy']:.1f}% after {format_count(int(end['epoch']), 'epoch')} and "
-        f"{format_seconds(end['second'])}"
-        for label, end in ends.items()
-    )
-    takeaway = f"{told}."
-    if len(ends) > 1:
-        fast = min(ends, key=lambda label: ends[label]["second"])
-        accuracy = {label: f"{end['test_accuracy']:.1f}%" for label, end in ends.items()}
-        best = max(ends, key=lambda label: np.nan_to_num(ends[label]["test_accuracy"]))
-        equal = " and ".join(label for label in ends if accuracy[label] == accuracy[best])
-        takeaway = (
-            f"Best held-out accuracy at the end: {equal}, {accuracy[best]}. "
-            f"First to finish: {fast}, after {format_seconds(ends[fast]['second'])}."
-        )
     repeats = [list(curve["loss"]) for curve in curves.values()]
     spread = repeats_words(repeats, "Lines are medians of {} repeats, bands span all of them.")
-    alt = f"Learning curves of {format_count(len(curves), 'run')}. {told}."
+    words, takeaway = _ends(curves)
+    alt = f"Learning curves of {format_count(len(curves), 'run')}. {words}"
     return CaptionedFigure(figure, alt=alt, caption=joined(takeaway, spread))
+
+
+def _ends(curves: Mapping[str, dict[str, np.ndarray]]) -> tuple[str, str]:
+    """The end of each curve in words, and a sentence on the best and the fastest of them."""
+    accuracies = {}
+    seconds = {}
+    parts = []
+    for label, curve in curves.items():
+        loss = np.median(curve["loss"][:, -1])
+        epochs = format_count(int(curve["epoch"][-1]), "epoch")
+        accuracies[label] = float(np.median(curve["test_accuracy"][:, -1]))
+        seconds[label] = float(curve["second"][-1])
+        parts.append(
+            f"{label} ends at loss {loss:.3g} and held-out accuracy {accuracies[label]:.1f}% "
+            f"after {epochs} and {format_seconds(seconds[label])}"
+        )
+    words = f"{'; '.join(parts)}."
+    if len(curves) == 1:
+        return words, words
+    fastest = min(seconds, key=seconds.__getitem__)
+    best_label = max(accuracies, key=lambda label: np.nan_to_num(accuracies[label]))
+    best = f"{accuracies[best_label]:.1f}%"
+    equal = [label for label, accuracy in accuracies.items() if f"{accuracy:.1f}%" == best]
+    return words, (
+        f"Best held-out accuracy at the end: {' and '.join(equal)}, {best}. "
+        f"First to finish: {fastest}, after {format_seconds(seconds[fastest])}."
+    )
 
 
 def _curve(run: Any) -> dict[str, np.ndarray]:
     """``epoch`` and ``second`` [E]; the rest [repeats, E], of the epochs that all repeats have."""
     sent_mb = max(getattr(run, "bytes_sent", None) or [math.nan]) / 1e6
     run = getattr(run, "epochs", run)
-    repeats = [getattr(one, "epochs", one) for one in run]
     if isinstance(run[0], Mapping):
-        repeats = [run]
+        run = [run]
+    repeats = [getattr(repeat, "epochs", repeat) for repeat in run]
     fewest = min(map(len, repeats))
-    values = {
-        # NaN where there is no held-out accuracy.
-        name: np.array([[e.get(name, math.nan) for e in one[:fewest]] for one in repeats], float)
-        for name in ("seconds", *_LABELS)
-    }
-    curve = {name: values[name] * (1 if name == "loss" else 100) for name in _LABELS}
-    seconds = np.median(np.cumsum(values["seconds"], axis=1), axis=0)
+
+    def values(name: str) -> np.ndarray:
+        """The values of all repeats [repeats, E]; NaN where there is no held-out accuracy."""
+        rows = [[epoch.get(name, math.nan) for epoch in epochs[:fewest]] for epochs in repeats]
+        return np.array(rows, float)
+
     epoch = np.arange(1, fewest + 1)
-    return curve | {"epoch": epoch, "second": seconds, "megabyte": sent_mb * epoch / fewest}
+    return {
+        "loss": values("loss"),
+        "test_accuracy": 100 * values("test_accuracy"),
+        "epoch": epoch,
+        "second": np.median(np.cumsum(values("seconds"), axis=1), axis=0),
+        "megabyte": sent_mb * epoch / fewest,
+    }

@@ -1,11 +1,11 @@
 """Two models with sliders on a page, and a run beside one: DDP's buckets, and staleness."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import cycle
+from itertools import chain, cycle
 from statistics import fmean
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -68,9 +68,11 @@ def bucket_overlap(
     sizes = sorted({*BUCKET_SIZES_MB, bucket_mb})
     sweep = {size: example_step(size, world_size, link).step_s for size in sizes}
     figure = Figure(figsize=(WIDTH_IN, 4.6))
-    above, below = fixed_axes(figure, 84, 600, 226, 296), fixed_axes(figure, 84, 600, 84, 182)
+    above = fixed_axes(figure, 84, 600, 226, 296)
+    below = fixed_axes(figure, 84, 600, 84, 182)
     spans = [Span(0, "compute", 0.0, step.backward_s)]
-    spans += [Span(0, "wait", step.backward_s, step.step_s)] * (step.exposed_s > 0)
+    if step.exposed_s > 0:
+        spans.append(Span(0, "wait", step.backward_s, step.step_s))
     spans += [Span(1, "all_reduce", times.start_s, times.end_s) for times in step.times]
     # The longest step of the sweep sets the scale, so that a slider moves the bars, not the axis.
     above.set_xlim(0, max(sweep.values()) * 1e3)
@@ -78,23 +80,24 @@ def bucket_overlap(
     label_lanes(above, ["main thread", "link"])
     above.set_xlabel("time since backward began (ms)")
     # The sizes are at equal distances: 0 and infinity have no logarithm.
-    names = [{0: "a\nparameter", math.inf: "all"}.get(size, f"{size:g}") for size in sweep]
-    sweep_ms, backward_ms = [s * 1e3 for s in sweep.values()], step.backward_s * 1e3
+    names = [{0: "a\nparameter", math.inf: "all"}.get(size, f"{size:g}") for size in sizes]
+    sweep_ms = [step_s * 1e3 for step_s in sweep.values()]
+    backward_ms = step.backward_s * 1e3
     below.plot(names, sweep_ms, color=BLUE, linestyle="--", marker="o", mfc="white")
-    place = sizes.index(bucket_mb)
-    below.plot([place], [step.step_s * 1e3], color=BLUE, marker="o", markersize=9)
+    below.plot([sizes.index(bucket_mb)], [step.step_s * 1e3], color=BLUE, marker="o", markersize=9)
     below.axhline(backward_ms, color=STYLES["compute"].color, linestyle=":")
     below.annotate("backward alone", (0, backward_ms), (2, 3), textcoords="offset points")
     below.set(xlabel="size of a bucket (MiB)", ylabel="step, model (ms)")
     below.set_ylim(0, max(sweep_ms) * 1.1)
-    size, ranks = size_name(bucket_mb), format_count(world_size, "rank")
+    size = size_name(bucket_mb)
+    ranks = format_count(world_size, "rank")
     add_title(figure, f"Buckets of {size}, {ranks}, {link} (model)")
 
-    exposed, takes = format_seconds(step.exposed_s), format_seconds(step.step_s)
+    exposed = format_seconds(step.exposed_s)
     best_mb = min(sweep, key=sweep.__getitem__)
-    others = f"With {size_name(best_mb)} it would take {format_seconds(sweep[best_mb])}."
+    comparison = f"With {size_name(best_mb)} it would take {format_seconds(sweep[best_mb])}."
     if step.step_s <= sweep[best_mb] * (1 + 1e-9):
-        others = "No other size on the curve is faster."
+        comparison = "No other size on the curve is faster."
     return CaptionedFigure(
         figure,
         alt=f"Predicted backward pass of {format_seconds(step.backward_s)} on {ranks} over {link},"
@@ -103,7 +106,7 @@ def bucket_overlap(
         f"{format_seconds(step.times[-1].end_s)}: {exposed} exposed. Below, the predicted step's "
         "time over the size of a bucket.",
         caption=f"Model: buckets of {size} make {len(step.buckets)} all-reduces. They end "
-        f"{exposed} after backward, so the step takes {takes}. {others}",
+        f"{exposed} after backward, so the step takes {format_seconds(step.step_s)}. {comparison}",
     )
 
 
@@ -111,7 +114,9 @@ def size_name(bucket_mb: float) -> str:
     """The size of a bucket in words: ``25 MiB``, ``one parameter`` or ``everything``."""
     if bucket_mb == 0:
         return "one parameter"
-    return "everything" if math.isinf(bucket_mb) else format_bytes(bucket_mb * MIB)
+    if math.isinf(bucket_mb):
+        return "everything"
+    return format_bytes(bucket_mb * MIB)
 
 
 @drawn
@@ -127,18 +132,19 @@ def staleness_histogram(
         updates: (worker, staleness) of each update, as in ``result.notes["staleness"]``.
         bound: the largest staleness that was allowed, drawn as a line.
     """
-    late = _late_by_worker(updates)
+    by_worker = _staleness_by_worker(updates)
     figure, axes = new_axes(3.4, title)
-    groups = {f"worker {worker}": mine for worker, mine in late.items()}
+    groups = {f"worker {worker}": staleness for worker, staleness in by_worker.items()}
     add_legend(figure, _draw_histogram(axes, groups, bound, model=False))
-    every = [staleness for mine in late.values() for staleness in mine]
+    staleness = [updates_late for _, updates_late in updates]
     limit = "no bound was set" if bound is None else f"the bound was {bound}"
+    workers = format_count(len(by_worker), "worker")
     return CaptionedFigure(
         figure,
-        alt=f"Histogram of the staleness of {len(every):,} updates, stacked by worker. "
-        f"{_by_worker(late)}.",
-        caption=f"Mean staleness {fmean(every):.2f} with {format_count(len(late), 'worker')}, "
-        f"largest {max(every)}; {limit}.",
+        alt=f"Histogram of the staleness of {len(staleness):,} updates, stacked by worker. "
+        f"{_describe_workers(by_worker)}.",
+        caption=f"Mean staleness {fmean(staleness):.2f} with {workers}, "
+        f"largest {max(staleness)}; {limit}.",
     )
 
 
@@ -157,14 +163,16 @@ def staleness_model(
     free = simulate(workers, factor=factor, duration_s=20.0, bound=bound)
     rounds = simulate(workers, factor=factor, duration_s=20.0, synchronous=True)
     figure = Figure(figsize=(WIDTH_IN, 5.4))
-    above, below = fixed_axes(figure, 64, 600, 244, 354), fixed_axes(figure, 64, 600, 92, 196)
+    above = fixed_axes(figure, 64, 600, 244, 354)
+    below = fixed_axes(figure, 64, 600, 92, 196)
     above.set_xlim(0, free.duration_s)
     kinds = draw_spans(above, list(free.trace.spans), list(range(workers + 1)), 1.0, model=True)
     label_lanes(above, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
     above.set_xlabel("time (gradients of a worker that does not straggle)")
-    late = _late_by_worker(free.updates)
-    others = [s for worker in late if worker != 1 for s in late[worker]]
-    groups = {"the straggler": late.get(1, []), "other workers": others}
+    groups: dict[str, list[int]] = {"the straggler": [], "other workers": []}
+    for update in free.updates:
+        group = "the straggler" if update.worker == 1 else "other workers"
+        groups[group].append(update.staleness)
     add_legend(figure, kinds + _draw_histogram(below, groups, bound, model=True))
     crew = format_count(workers, "worker")
     limit = "no bound" if bound is None else f"bound {bound}"
@@ -174,7 +182,8 @@ def staleness_model(
     return CaptionedFigure(
         figure,
         alt=f"Predicted timeline of a server and {crew}, worker 1 {factor:g} times as slow, "
-        f"{limit}: workers wait {waits}. Below, predicted staleness. {_by_worker(late)}.",
+        f"{limit}: workers wait {waits}. Below, predicted staleness. "
+        f"{_describe_workers(_staleness_by_worker(free.updates))}.",
         caption=f"Model: staleness {free.mean_staleness():.1f} on average and at most {largest}, "
         f"{limit}. {len(free.updates)} gradients are applied while synchronous rounds apply "
         f"{len(rounds.updates)}; workers wait {waits} instead of {rounds.waiting_share():.0%}.",
@@ -188,14 +197,13 @@ def _draw_histogram(
     # The model's looks differ from those of the spans above it.
     looks = cycle(SERIES[3:5] if model else SERIES)
     entries: list[Artist] = []
-    largest = max(*(late for group in groups.values() for late in group), bound or 0)
-    heights = [0] * (largest + 1)
-    for (name, late), (style, *_) in zip(groups.items(), looks):
-        counts = Counter(late)
-        mine = [counts[staleness] for staleness in range(largest + 1)]
+    largest = max(bound or 0, *chain(*groups.values()))
+    bottoms = np.zeros(largest + 1)
+    for (name, staleness), (style, *_) in zip(groups.items(), looks):
+        heights = np.bincount(staleness, minlength=largest + 1)
         look = style.model if model else style
-        axes.bar(range(largest + 1), mine, 0.8, heights, **look.fill)
-        heights = [low + high for low, high in zip(heights, mine)]
+        axes.bar(range(largest + 1), heights, 0.8, bottoms, **look.fill)
+        bottoms += heights
         entries.append(swatch(name, style, model))
     if bound is not None:
         axes.axvline(bound + 0.5, color=DARK, linestyle="--")
@@ -208,16 +216,16 @@ def _draw_histogram(
     return entries
 
 
-def _late_by_worker(updates: Iterable[Sequence[int]]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for worker, late in updates:
-        found.setdefault(worker, []).append(late)
-    return dict(sorted(found.items()))
+def _staleness_by_worker(updates: Iterable[Sequence[int]]) -> dict[int, list[int]]:
+    by_worker: dict[int, list[int]] = {}
+    for worker, staleness in updates:
+        by_worker.setdefault(worker, []).append(staleness)
+    return dict(sorted(by_worker.items()))
 
 
-def _by_worker(late: dict[int, list[int]]) -> str:
+def _describe_workers(by_worker: dict[int, list[int]]) -> str:
     return "; ".join(
-        f"worker {worker}: {format_count(len(mine), 'update')}, mean staleness {fmean(mine):.1f}, "
-        f"largest {max(mine)}"
-        for worker, mine in late.items()
+        f"worker {worker}: {format_count(len(staleness), 'update')}, "
+        f"mean staleness {fmean(staleness):.1f}, largest {max(staleness)}"
+        for worker, staleness in by_worker.items()
     )

@@ -14,10 +14,17 @@ from typing import Any
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Patch
 
-BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
-ORANGE, VERMILION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
+BLUE = "#0072B2"
+SKY = "#56B4E9"
+GREEN = "#009E73"
 DEEP_GREEN = "#005F46"
-DARK, GREY, GRID = "#1A1A1A", "#BFBFBF", "#D9D9D9"
+YELLOW = "#F0E442"
+ORANGE = "#E69F00"
+VERMILION = "#D55E00"
+PURPLE = "#CC79A7"
+DARK = "#1A1A1A"
+GREY = "#BFBFBF"
+GRID = "#D9D9D9"
 
 _MODEL_HATCH = "////"
 
@@ -40,9 +47,12 @@ class Style:
     @property
     def fill(self) -> dict[str, Any]:
         """The keywords that matplotlib's bars and patches take."""
-        width = 0.8 if self.hatch == _MODEL_HATCH else 0
-        look = {"hatch": self.hatch or None, "edgecolor": self.ink, "linewidth": width}
-        return {"facecolor": self.color, **look}
+        return {
+            "facecolor": self.color,
+            "edgecolor": self.ink,
+            "hatch": self.hatch or None,
+            "linewidth": 0.8 if self.hatch == _MODEL_HATCH else 0,
+        }
 
 
 STYLES = {
@@ -106,5 +116,5 @@ def tint(color: str, strength: float) -> str:
 def swatch(label: str, style: Style, model: bool = False) -> Patch:
     """A legend entry for bars of this style; with ``model``, for predictions, and labelled so."""
     if model:
-        label, style = f"{label} (model)", style.model
+        return Patch(label=f"{label} (model)", **style.model.fill)
     return Patch(label=label, **style.fill)

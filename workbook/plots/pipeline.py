@@ -53,24 +53,23 @@ def pipeline_timeline(
     Raises:
         ValueError: the forwards and backwards of a rank are not those of its stream.
     """
-    slots = list[Slot]()
+    compute_spans = [span for span in trace.of(lane=0) if span.kind in LETTERS]
+    start_s = min((span.start_s for span in compute_spans), default=0.0)
+    end_s = max((span.end_s for span in compute_spans), default=0.0)
+    slots = []
     for stage, stream in enumerate(streams):
-        mine = [s for s in trace.of(stage, lane=0) if s.kind in LETTERS]
-        if [span.kind for span in mine] != [action.kind for action in stream]:
+        spans = [span for span in compute_spans if span.rank == stage]
+        if [span.kind for span in spans] != [action.kind for action in stream]:
             raise ValueError(
-                f"rank {stage} ran {len(mine)} forwards and backwards, which are not the "
+                f"rank {stage} ran {len(spans)} forwards and backwards, which are not the "
                 f"{len(stream)} of its stream: give the streams of this run"
             )
-        slots += [
-            Slot(stage, one.kind, one.micro_batch, span.start_s, span.end_s, one.chunk)
-            for one, span in zip(stream, mine)
-        ]
-    start_s, end_s = min(slot.start_s for slot in slots), max(slot.end_s for slot in slots)
-    spans = [
-        Span(s.rank, s.kind, s.start_s - start_s, s.end_s - start_s)
-        for s in trace.between(start_s, end_s).of(lane=0)
-    ]
-    slots = [s._replace(start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in slots]
+        for (kind, micro_batch, chunk), span in zip(stream, spans):
+            times = (span.start_s - start_s, span.end_s - start_s)
+            slots.append(Slot(stage, kind, micro_batch, *times, chunk))
+    spans = []
+    for span in trace.between(start_s, end_s).of(lane=0):
+        spans.append(Span(span.rank, span.kind, span.start_s - start_s, span.end_s - start_s))
     return _draw(spans, slots, title, None, model=False)
 
 
@@ -78,12 +77,14 @@ def _draw(
     spans: list[Span], slots: Sequence[Slot], title: str, unit: str | None, model: bool
 ) -> CaptionedFigure:
     """One row per stage from 0 to the end of the step; ``slots`` number the boxes."""
-    stages, end_s = sorted({slot.stage for slot in slots}), max(slot.end_s for slot in slots)
+    stages = sorted({slot.stage for slot in slots})
+    chunks = 1 + max(slot.chunk for slot in slots)
+    count = len({slot.micro_batch for slot in slots})
+    end_s = max(slot.end_s for slot in slots)
     scale, shown_unit = (1.0, unit) if unit else second_unit(end_s / 2)
     figure, axes = new_axes(1.5 + 0.45 * len(stages), title)
     axes.set_xlim(0, end_s / scale)
     entries = draw_spans(axes, spans, stages, scale, model)
-    count = len({slot.micro_batch for slot in slots})
     for slot in slots:
         # ``F3``, or ``3``, or nothing: what fits with as many digits as the last one has.
         pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_PX - 60)
@@ -92,23 +93,29 @@ def _draw(
             text = str(Action(slot.kind, slot.micro_batch, slot.chunk))
             middle = (slot.start_s + slot.end_s) / 2 / scale
             tag(axes, middle, stages.index(slot.stage), text if room else text[1:])
-    kinds, chunks = {slot.kind for slot in slots}, 1 + max(slot.chunk for slot in slots)
     row = "stage" if chunks == 1 else "rank"
     axes.set(xlabel=f"time ({shown_unit})", ylabel=row)
     label_lanes(axes, list(map(str, stages)))
     add_legend(figure, entries)
 
-    orders, held = [], []
+    orders = []
+    held = []
     for stage in stages:
-        mine = sorted((s for s in slots if s.stage == stage), key=lambda slot: slot.start_s)
-        actions = [Action(slot.kind, slot.micro_batch, slot.chunk) for slot in mine]
-        order = " ".join(map(str, actions[:12])) + " and so on" * (len(actions) > 12)
+        actions = []
+        for slot in sorted(slots, key=lambda slot: slot.start_s):
+            if slot.stage == stage:
+                actions.append(Action(slot.kind, slot.micro_batch, slot.chunk))
+        order = " ".join(map(str, actions[:12]))
+        if len(actions) > 12:
+            order += " and so on"
         orders.append(f"{row} {stage} {order}")
         held.append(format_number(in_flight(actions) / chunks))
-    takes = f"{format_number(end_s)} {unit}" if unit else format_seconds(end_s)
-    words = f"the step takes {takes}, and {row}s are idle for {bubble(slots):.0%} of it"
+    duration = f"{format_number(end_s)} {unit}" if unit else format_seconds(end_s)
+    words = f"the step takes {duration}, and {row}s are idle for {bubble(slots):.0%} of it"
     sizes = f"{format_count(len(stages), row)} and {format_count(count, 'micro-batch')}"
-    usual = "With GPipe or 1F1B, equal" if chunks > 1 or "backward_weight" in kinds else "Equal"
+    usual = "Equal"
+    if chunks > 1 or "backward_weight" in {slot.kind for slot in slots}:
+        usual = "With GPipe or 1F1B, equal"
     formula = f"(P - 1) / (M + P - 1) = {bubble_formula(len(stages), count):.0%}"
     return CaptionedFigure(
         figure,
@@ -134,7 +141,8 @@ def step_by_micro_batches(
     measured: dict[str, dict[int, list[float]]] = {}
     predicted: dict[str, dict[int, float]] = {}
     for row in sorted(rows, key=lambda row: row["micro_batches"]):
-        name, count = row["schedule"], row["micro_batches"]
+        name = row["schedule"]
+        count = row["micro_batches"]
         measured.setdefault(name, {})[count] = as_repeats(row["step_s"])
         predicted.setdefault(name, {})[count] = row["model_s"]
     best = []

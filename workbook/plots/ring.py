@@ -1,5 +1,6 @@
 """A ring all-reduce on paper: which ranks' values each chunk holds, one grid per state."""
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,9 @@ from workbook.plots.palette import DARK, ORANGE, VERMILION, tint
 
 _LINES = "#808080"
 # Fill and ink of a cell with the parts of one rank, of some and of all ranks.
-_OWN, _SOME, _ALL = ("white", DARK), (tint(ORANGE, 0.5), DARK), (DARK, "white")
+_OWN = ("white", DARK)
+_SOME = (tint(ORANGE, 0.5), DARK)
+_ALL = (DARK, "white")
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class RingState:
     @property
     def complete(self) -> int:
         """The number of cells that hold the sum over all ranks."""
-        world_size = len(self.contributions)
-        return sum(len(cell) == world_size for row in self.contributions for cell in row)
+        cells = itertools.chain(*self.contributions)
+        return [len(cell) for cell in cells].count(len(self.contributions))
 
 
 def ring_states(
@@ -59,17 +62,22 @@ def ring_states(
             (c + 1) x 10^r in chunk c: the digits of a sum show which ranks' numbers it contains.
     """
     ranks = range(world_size)
-    numbers = values or [[(chunk + 1) * 10**rank for chunk in ranks] for rank in ranks]
-    steps = zip(*(ring_all_reduce(rank, world_size) for rank in ranks))
+    if values is None:
+        values = [[(chunk + 1) * 10**rank for chunk in ranks] for rank in ranks]
+    timetables = [list(ring_all_reduce(rank, world_size)) for rank in ranks]
     states = []
-    for number, (held, moves) in enumerate(zip(ring_contributions(world_size), [(), *steps])):
-        messages = [(rank, move.dst, move.send_chunk) for rank, move in enumerate(moves)]
-        sums = [
-            [sum(numbers[rank][chunk] for rank in cell) for chunk, cell in enumerate(row)]
-            for row in held
-        ]
-        title = f"step {number}: {moves[0].phase}" if moves else "start"
-        states.append(RingState(held, sums, messages, title))
+    for number, contributions in enumerate(ring_contributions(world_size)):
+        sums = []
+        for row in contributions:
+            cells = enumerate(row)
+            sums.append([sum(values[rank][chunk] for rank in cell) for chunk, cell in cells])
+        title = "start"
+        messages = []
+        if number > 0:
+            moves = [timetable[number - 1] for timetable in timetables]
+            messages = [(rank, move.dst, move.send_chunk) for rank, move in enumerate(moves)]
+            title = f"step {number}: {moves[0].phase}"
+        states.append(RingState(contributions, sums, messages, title))
     return states
 
 
@@ -117,19 +125,18 @@ def ring_step(step: int, world_size: int) -> CaptionedFigure:
     states = ring_states(world_size)
     title = states[step].title.replace(":", f" of {len(states) - 1}:")
     state = replace(states[step], title=title)
-    width_in, height_in = max(_width_in(states), 4.6), 0.48 * world_size + 1.4
+    width_in = max(_width_in(states), 4.6)
+    height_in = 0.48 * world_size + 1.4
     figure = Figure(figsize=(width_in, height_in))
     axes = fixed_axes(figure, 36, 72 * width_in - 7.2, 75.6, 72 * height_in - 25.2)
     _draw_grid(axes, state)
     add_legend(figure, _legend())
-    rows = [
-        f"rank {r} holds {', '.join(f'{v:g}' for v in row)}" for r, row in enumerate(state.values)
-    ]
+    rows = []
+    for rank, row in enumerate(state.values):
+        rows.append(f"rank {rank} holds {', '.join(map('{:g}'.format, row))}")
     words = f"Start: each of {world_size} ranks holds its own numbers, and none has moved."
     if state.messages:
-        sent = [
-            f"rank {src} sends chunk {chunk} to rank {dst}" for src, dst, chunk in state.messages
-        ]
+        sent = ["rank {0} sends chunk {2} to rank {1}".format(*move) for move in state.messages]
         verb = "adds" if "share_reduce" in title else "copies"
         words = f"{title.replace(':', ',').capitalize()}: {', '.join(sent)}."
         words += f" Each {verb} what comes in."
@@ -141,18 +148,22 @@ def ring_step(step: int, world_size: int) -> CaptionedFigure:
     )
 
 
-def _whose(cell: Collection[int], world_size: int) -> str:
+def _summed_ranks(cell: Collection[int], world_size: int) -> str:
     """The ranks whose values are in a cell."""
     if len(cell) == world_size:
         return "all"
-    return ",".join(map(str, sorted(cell))) if len(cell) < 4 else f"{len(cell)} of {world_size}"
+    if len(cell) >= 4:
+        return f"{len(cell)} of {world_size}"
+    return ",".join(map(str, sorted(cell)))
 
 
 def _width_in(states: Sequence[RingState]) -> float:
     """The width of a grid in which the longest number has room beside an arrow."""
-    longest = max(len(f"{one:g}") for state in states for row in state.values for one in row)
+    numbers = itertools.chain(*(row for state in states for row in state.values))
+    longest = max(len(f"{number:g}") for number in numbers)
+    longest_title = max(len(state.title) for state in states)
     width_in = len(states[0].values) * max(0.58, 0.15 * longest)
-    return max(width_in, *(0.1 * len(state.title) for state in states)) + 0.5
+    return max(width_in, 0.1 * longest_title) + 0.5
 
 
 def _draw_grid(axes: Axes, state: RingState) -> None:
@@ -163,13 +174,16 @@ def _draw_grid(axes: Axes, state: RingState) -> None:
             corner = (chunk - 0.5, rank - 0.5)
             axes.add_patch(Rectangle(corner, 1, 1, facecolor=fill, edgecolor=_LINES))
             # To the right are the arrows.
-            place = {"x": chunk - 0.06, "color": ink, "ha": "center", "va": "center"}
+            x = chunk - 0.06
+            look = {"color": ink, "ha": "center", "va": "center"}
             number = f"{state.values[rank][chunk]:g}"
-            axes.text(y=rank - 0.19, s=number, fontsize=11, fontweight="bold", **place)
-            axes.text(y=rank + 0.23, s=_whose(cell, ranks), fontsize=10, **place)
+            axes.text(x, rank - 0.19, number, fontsize=11, fontweight="bold", **look)
+            axes.text(x, rank + 0.23, _summed_ranks(cell, ranks), fontsize=10, **look)
     for src, dst, chunk in state.messages:
-        corner, look = (chunk - 0.46, dst - 0.46), {"edgecolor": VERMILION, "linewidth": 2.2}
-        axes.add_patch(Rectangle(corner, 0.92, 0.92, fill=False, zorder=3, **look))
+        corner = (chunk - 0.46, dst - 0.46)
+        frame = Rectangle(corner, 0.92, 0.92, fill=False, edgecolor=VERMILION, linewidth=2.2)
+        frame.set_zorder(3)
+        axes.add_patch(frame)
         arrow = {"arrowstyle": "-|>", "color": VERMILION, "linewidth": 1.6, "shrinkA": 0}
         axes.annotate("", (chunk + 0.37, dst), (chunk + 0.37, src), arrowprops=arrow, zorder=4)
     axes.set(xlim=(-0.55, ranks - 0.45), ylim=(ranks - 0.45, -0.55))
@@ -183,7 +197,5 @@ def _draw_grid(axes: Axes, state: RingState) -> None:
 
 def _legend() -> list[Patch]:
     looks = {"own part only": _OWN, "sum of some ranks": _SOME, "sum of all ranks": _ALL}
-    cells = [
-        Patch(facecolor=fill, edgecolor=_LINES, label=label) for label, (fill, _) in looks.items()
-    ]
-    return [*cells, Patch(fill=False, edgecolor=VERMILION, linewidth=2.2, label="just arrived")]
+    entries = [Patch(fc=fill, ec=_LINES, label=label) for label, (fill, _) in looks.items()]
+    return [*entries, Patch(fill=False, ec=VERMILION, linewidth=2.2, label="just arrived")]

@@ -27,6 +27,10 @@ Model = Mapping[str, Mapping[int, float]]
 _DASHED: Any = (0, (5, 3))
 # From so many times its model on, a point is marked.
 _MISSED = 2
+_MISSED_WORDS = (
+    "A number beside a point is how many times the model it is. The model leaves out that a rank "
+    "is woken for its message, and what else runs."
+)
 
 
 @drawn
@@ -49,19 +53,20 @@ def size_curves(
     """
     seconds = {name: _repeats(points) for name, points in measured.items()}
     sizes = sorted(set().union(*seconds.values()))
-    marks, change = [], ""
+    marks = []
+    change = ""
     if crossover is not None:
         first, second = list(seconds)[:2]
-        found = crossings(seconds[first], seconds[second])
-        in_view = [crossover] if sizes[0] <= crossover <= sizes[-1] else []
-        marks = [("model", size, _DASHED) for size in in_view]
-        marks += [("measured", size, "-") for size in found]
-        change = (
-            f"{first} and {second} cross at {', '.join(map(format_bytes, found)) or 'no size'}, "
-            f"in the model at {format_bytes(crossover) if crossover < math.inf else 'no size'}."
-        )
-    label, told = "size of the tensor (bytes)", joined(_takeaway(seconds), change)
-    return draw_curves(seconds, model or {}, title, label, told, marks, format_bytes)
+        crossed_at = crossings(seconds[first], seconds[second])
+        if sizes[0] <= crossover <= sizes[-1]:
+            marks.append(("model", crossover, _DASHED))
+        marks += [("measured", size, "-") for size in crossed_at]
+        measured_words = ", ".join(map(format_bytes, crossed_at)) or "no size"
+        model_words = format_bytes(crossover) if crossover < math.inf else "no size"
+        change = f"{first} and {second} cross at {measured_words}, in the model at {model_words}."
+    label = "size of the tensor (bytes)"
+    takeaway = joined(_takeaway(seconds), change)
+    return draw_curves(seconds, model or {}, title, label, takeaway, marks, format_bytes)
 
 
 @drawn
@@ -79,8 +84,8 @@ def communication_time(
     seconds = {name: _repeats(points) for name, points in measured.items()}
     most = max(set().union(*seconds.values()))
     longest = max(seconds, key=lambda name: median(seconds[name][most]))
-    told = f"Longest in a batch of {most}: {longest}."
-    return draw_curves(seconds, model or {}, title, "batch (samples)", told, say_missed=True)
+    takeaway = f"Longest in a batch of {most}: {longest}."
+    return draw_curves(seconds, model or {}, title, "batch (samples)", takeaway, say_missed=True)
 
 
 def draw_curves(
@@ -88,7 +93,7 @@ def draw_curves(
     predicted: Model,
     title: str,
     label: str,
-    told: str,
+    takeaway: str,
     marks: Iterable[tuple[str, float, Any]] = (),
     format_size: Callable[[float], str] = str,
     log_time: bool = True,
@@ -96,8 +101,8 @@ def draw_curves(
 ) -> CaptionedFigure:
     """Draw medians of seconds with a band over all repeats, and predictions as dashed lines.
 
-    ``label`` is that of the axis of the sizes, ``told`` begins the caption, and ``marks`` are
-    vertical lines at a crossover: (whose, size, line style). ``say_missed`` writes beside a point
+    ``label`` is that of the axis of the sizes, ``takeaway`` begins the caption, and ``marks`` are
+    vertical lines at a crossover: (source, size, line style). ``say_missed`` writes beside a point
     how many times the link's model it is, from twice on.
     """
     figure, axes = new_axes(4.6, title)
@@ -105,38 +110,40 @@ def draw_curves(
     lines = []
     for name, points in measured.items():
         style, marker, _ = looks[name]
-        middle, low, high = (list(map(one, points.values())) for one in (median, min, max))
+        sizes = list(points)
+        middle = list(map(median, points.values()))
+        low = list(map(min, points.values()))
+        high = list(map(max, points.values()))
         # A thin line, so that a model that fits stays visible.
         look: dict[str, Any] = {"linewidth": 0.6 if name in predicted else 1.6, "marker": marker}
-        lines += axes.plot(list(points), middle, label=name, color=style.color, **look)
-        axes.fill_between(list(points), low, high, color=style.color, alpha=0.2, linewidth=0)
+        lines += axes.plot(sizes, middle, label=name, color=style.color, **look)
+        axes.fill_between(sizes, low, high, color=style.color, alpha=0.2, linewidth=0)
     for name, curve in predicted.items():
         look = {"color": looks[name][0].model.ink, "linestyle": _DASHED, "zorder": 3}
         lines += axes.plot(list(curve), list(curve.values()), label=f"{name} model", **look)
-    for whose, size, dashes in marks:
-        name = f"crossover, {whose}: {format_size(size)}"
+    for source, size, dashes in marks:
+        name = f"crossover, {source}: {format_size(size)}"
         lines.append(axes.axvline(size, color=DARK, linestyle=dashes, label=name))
     _scale(axes, sorted(set().union(*measured.values())), label, format_size, log_time)
     add_legend(figure, lines)
-    ratios = {
-        (name, x): median(measured[name][x]) / model_s
-        for name, curve in predicted.items()
-        for x, model_s in curve.items()
-        if x in measured.get(name, ())
-    }
-    missed = {at: ratio for at, ratio in ratios.items() if say_missed and ratio >= _MISSED}
-    for (name, x), ratio in missed.items():
-        place = {"textcoords": "offset points", "color": looks[name][0].color}
-        axes.annotate(f"{ratio:.1f} x", (x, median(measured[name][x])), (6, 4), **place)
-    why = "A number beside a point is how many times the model it is. The model leaves out that a "
-    why = f"{why}rank is woken for its message, and what else runs." if missed else ""
-    repeats = [each for points in measured.values() for each in points.values()]
+    ratios = []
+    missed = ""
+    for name, curve in predicted.items():
+        for size in curve.keys() & measured.get(name, {}).keys():
+            seconds = median(measured[name][size])
+            ratio = seconds / curve[size]
+            ratios.append(ratio)
+            if say_missed and ratio >= _MISSED:
+                missed = _MISSED_WORDS
+                beside = {"textcoords": "offset points", "color": looks[name][0].color}
+                axes.annotate(f"{ratio:.1f} x", (size, seconds), (6, 4), **beside)
+    repeats = itertools.chain(*(points.values() for points in measured.values()))
     spread = repeats_words(repeats, "Points are medians of {} repeats; bands span all of them.")
     ends = [f"{name} {_ends_of(points, format_size)}" for name, points in measured.items()]
     return CaptionedFigure(
         figure,
         alt=f"Curves of time by {label}. {'; '.join(ends)}.",
-        caption=joined(told, ratio_words([*ratios.values()], "dashed"), why, spread),
+        caption=joined(takeaway, ratio_words(ratios, "dashed"), missed, spread),
     )
 
 
@@ -160,8 +167,10 @@ def _scale(
 def _ends_of(points: Repeats, format_size: Callable[[float], str]) -> str:
     """The curve in words: its first, its middle and its last size."""
     sizes = list(points)
-    few = dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]])
-    return ", ".join(f"{format_seconds(median(points[x]))} at {format_size(x)}" for x in few)
+    parts = []
+    for size in dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]]):
+        parts.append(f"{format_seconds(median(points[size]))} at {format_size(size)}")
+    return ", ".join(parts)
 
 
 def crossings(first: Points, second: Points) -> list[float]:
@@ -174,14 +183,18 @@ def crossings(first: Points, second: Points) -> list[float]:
         One size per crossing, from a straight line through the medians of neighbouring sizes on
         logarithmic axes. Noise can cross two curves more than once.
     """
-    one, two = _repeats(first), _repeats(second)
-    gaps = {size: math.log(median(one[size]) / median(two[size])) for size in one if size in two}
-    apart = [(math.log(size), gap) for size, gap in gaps.items() if gap]
-    return [
-        math.exp(x0 + (x1 - x0) * gap0 / (gap0 - gap1))
-        for (x0, gap0), (x1, gap1) in itertools.pairwise(apart)
-        if gap0 * gap1 < 0
-    ]
+    second = _repeats(second)
+    gaps = []
+    for size, seconds in _repeats(first).items():
+        if size in second:
+            gap = math.log(median(seconds) / median(second[size]))
+            if gap:
+                gaps.append((math.log(size), gap))
+    sizes = []
+    for (x0, gap0), (x1, gap1) in itertools.pairwise(gaps):
+        if gap0 * gap1 < 0:
+            sizes.append(math.exp(x0 + (x1 - x0) * gap0 / (gap0 - gap1)))
+    return sizes
 
 
 def _repeats(points: Points) -> Repeats:
@@ -190,13 +203,14 @@ def _repeats(points: Points) -> Repeats:
 
 
 def _takeaway(seconds: dict[str, Repeats]) -> str:
-    """Which algorithm is fastest at the smallest and at the largest size, and by how much."""
+    """The fastest algorithm at the smallest and at the largest size, and by how much it leads."""
     if len(seconds) == 1:
         return ""
-    shared = sorted(set.intersection(*map(set, seconds.values())))
-    said = []
-    for size in (shared[0], shared[-1]):
-        (best_s, best), (next_s, _), *_ = sorted((median(p[size]), n) for n, p in seconds.items())
+    sizes = sorted(set.intersection(*map(set, seconds.values())))
+    parts = []
+    for size in (sizes[0], sizes[-1]):
+        medians = [(median(points[size]), name) for name, points in seconds.items()]
+        (best_s, best), (next_s, _), *_ = sorted(medians)
         ratio = format_number(next_s / best_s)
-        said.append(f"{best} at {format_bytes(size)}, {ratio} times as fast as the next")
-    return f"Fastest: {'; '.join(said)}."
+        parts.append(f"{best} at {format_bytes(size)}, {ratio} times as fast as the next")
+    return f"Fastest: {'; '.join(parts)}."

@@ -1,6 +1,7 @@
-"""What it costs to cut a network into stages, by the model."""
+"""The costs of cutting a network into stages, by the model."""
 
 from collections.abc import Mapping, Sequence
+from operator import add
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -50,21 +51,23 @@ def split_costs(profile: Profile, predicted: SplitModel) -> CaptionedFigure:
         height_ratios=[2, 3],
     )
     _draw_bytes(panels["bytes"], profile, points)
-    stages = [f"stage {s}\n{low}-{high - 1}" for s, (low, high) in enumerate(bounds)]
-    memory = [{"memory": size} for size in predicted.memory_bytes]
-    _draw_bars(panels["memory"], "Memory", dict(zip(stages, memory)))
-    times: dict[str, dict[str, float]] = {
-        stage: {"forward": forward_s, "backward": backward_s}
-        for stage, forward_s, backward_s in zip(stages, predicted.forward_s, predicted.backward_s)
-    }
+    memory: dict[str, dict[str, float]] = {}
+    times: dict[str, dict[str, float]] = {}
+    for stage, (first, end) in enumerate(bounds):
+        label = f"stage {stage}\n{first}-{end - 1}"
+        memory[label] = {"memory": predicted.memory_bytes[stage]}
+        seconds = (predicted.forward_s[stage], predicted.backward_s[stage])
+        times[label] = dict(zip(("forward", "backward"), seconds))
     times[f"step\nidle {predicted.bubble:.0%}"] = {"step": predicted.step_s}
+    _draw_bars(panels["memory"], "Memory", memory)
     _draw_bars(panels["stages"], "Stages with their layers, and the step", times)
     if points:
-        ways = zip(points, predicted.hop_bytes, predicted.hop_s, predicted.backward_hop_s)
-        hops = {
-            f"cut {point}\n{format_bytes(size)}": {"activation": there_s, "gradient": back_s}
-            for point, size, there_s, back_s in ways
-        }
+        hops: dict[str, dict[str, float]] = {}
+        for cut, point in enumerate(points):
+            hops[f"cut {point}\n{format_bytes(predicted.hop_bytes[cut])}"] = {
+                "activation": predicted.hop_s[cut],
+                "gradient": predicted.backward_hop_s[cut],
+            }
         _draw_bars(panels["hops"], "Hops, there and back", hops)
     kinds = list(_LOOKS)[: 4 if points else 2]
     add_legend(figure, [swatch(kind, _LOOKS[kind], model=True) for kind in kinds])
@@ -74,13 +77,14 @@ def split_costs(profile: Profile, predicted: SplitModel) -> CaptionedFigure:
 
 def cuts_words(split_points: Sequence[int]) -> str:
     """``cut before layers 10, 17``."""
-    return f"cut before layer{'s' * (len(split_points) > 1)} {', '.join(map(str, split_points))}"
+    layers = "layers" if len(split_points) > 1 else "layer"
+    return f"cut before {layers} {', '.join(map(str, split_points))}"
 
 
 def split_caption(predicted: SplitModel, measured: "MeasuredSplit | None" = None) -> str:
     """The predicted step of a split, and the measured one."""
     hops_s = sum(predicted.hop_s) + sum(predicted.backward_hop_s)
-    stages_s = [f + b for f, b in zip(predicted.forward_s, predicted.backward_s)]
+    stages_s = list(map(add, predicted.forward_s, predicted.backward_s))
     largest_s = max(stages_s)
     text = (
         f"Model: the step takes {format_seconds(predicted.step_s)}, with {format_seconds(hops_s)} "
@@ -100,15 +104,15 @@ def _draw_bars(axes: Axes, title: str, bars: Mapping[str, Mapping[str, float]]) 
     """Draw a stacked bar per name: its parts by kind."""
     highest = max(sum(parts.values()) for parts in bars.values())
     scale, unit = byte_unit(highest) if title == "Memory" else second_unit(highest)
-    for place, parts in enumerate(bars.values()):
+    for x, parts in enumerate(bars.values()):
         top = 0.0
         for kind, size in parts.items():
             if size:
-                axes.bar(place, size / scale, 0.5, top, label=kind, **_LOOKS[kind].model.fill)
+                axes.bar(x, size / scale, 0.5, top, label=kind, **_LOOKS[kind].model.fill)
             top += size / scale
         # Short, as bars are narrow.
         words = format_number(top) if top >= 1 else f"{top:.2f}"
-        axes.annotate(words, (place, top), (0, 3), textcoords="offset points", ha="center")
+        axes.annotate(words, (x, top), (0, 3), textcoords="offset points", ha="center")
     axes.set_xticks(range(len(bars)), list(bars))
     axes.tick_params(axis="x", length=0)
     axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
@@ -119,12 +123,11 @@ def _draw_bars(axes: Axes, title: str, bars: Mapping[str, Mapping[str, float]]) 
 
 def _draw_bytes(axes: Axes, profile: Profile, points: Sequence[int]) -> None:
     """Draw the bytes that each possible cut would send; the cuts of this split stand out."""
-    places = range(1, len(profile.layers))
     sizes = [layer.output_bytes for layer in profile.layers[:-1]]
     scale, unit = byte_unit(max(sizes, default=0))
-    tops = [size / scale for size in sizes]
-    colors = [VERMILION if i in points else tint(VERMILION, 0.3) for i in places]
-    axes.bar(places, tops, 0.8, color=colors)
+    for point, size in enumerate(sizes, start=1):
+        color = VERMILION if point in points else tint(VERMILION, 0.3)
+        axes.bar(point, size / scale, 0.8, color=color)
     axes.set(xlim=(0, len(profile.layers)), title="Bytes over a cut")
     axes.vlines(points, 0, axes.get_ylim()[1], DARK, lw=0.8)
     axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))

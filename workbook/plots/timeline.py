@@ -1,4 +1,4 @@
-"""What each rank did when, and how long: the timeline of a run, and its seconds by kind.
+"""The timeline of a run, rank by rank, and its seconds by kind.
 
 The captions are what ``explain()`` says, over the time that is drawn: there is one definition of
 how much of a run is computing, messages and waiting. The figures themselves show seconds.
@@ -70,7 +70,8 @@ def timeline(
     label, names = _lane_names(result, trace)
     # 1.5 s is still shown as 1500 ms, so that ticks are integers.
     scale, unit = second_unit((end_s - start_s) / 2)
-    title = title or ("What each rank should do (model)" if model else "What each rank did")
+    if title is None:
+        title = "What each rank should do (model)" if model else "What each rank did"
     figure, axes = new_axes(1.5 + min(0.45 * len(names), 7), title)
     margin_s = 0.003 * (end_s - start_s)
     axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
@@ -81,33 +82,45 @@ def timeline(
     axes.ticklabel_format(axis="x", useOffset=False)
     label_lanes(axes, names)
 
-    gap = "idle time" if model else "code outside all spans"
-    has_words = is_whole and hasattr(result, "explain")
-    limit = result.explain() if has_words else what_limited(window, start_s, gap)
-    part = "" if is_whole else "In the part shown: "
-    others = Trace(tuple(span for span in window.spans if span.lane)).seconds_by_kind()
-    beside = f"Thin lanes are other threads: {_seconds_words(others)}." if others else ""
+    if is_whole and hasattr(result, "explain"):
+        limit = str(result.explain())
+    else:
+        gap = "idle time" if model else "code outside all spans"
+        limit = str(what_limited(window, start_s, gap))
+    words = limit if is_whole else f"In the part shown: {limit}"
+    if model:
+        words = f"Model: {words}"
+    beside = _other_threads(window)
     alt = _alt(window, dict(zip(trace.ranks, names)), end_s - start_s, model)
-    words = f"{'Model: ' if model else ''}{part}{limit}"
     return CaptionedFigure(figure, alt=joined(alt, beside), caption=joined(words, beside))
+
+
+def _other_threads(window: Trace) -> str:
+    spans = tuple(span for span in window.spans if span.lane)
+    if not spans:
+        return ""
+    return f"Thin lanes are other threads: {_seconds_words(Trace(spans).seconds_by_kind())}."
 
 
 def _alt(window: Trace, names: Mapping[int, str], extent_s: float, model: bool) -> str:
     kind = "Predicted timeline" if model else "Timeline"
     head = f"{kind} of {format_count(len(names), 'rank')} over {format_seconds(extent_s)}."
-    rows = [
-        f"rank {name}: {_seconds_words(window.seconds_by_kind(rank, lane=0))}".replace("\n", ", ")
-        for rank, name in names.items()
-    ]
     if len(names) > _MOST_LANES:
-        rows = [f"In all, {_seconds_words(window.seconds_by_kind(lane=0))}"]
+        return f"{head} In all, {_seconds_words(window.seconds_by_kind(lane=0))}."
+    rows = []
+    for rank, name in names.items():
+        seconds = _seconds_words(window.seconds_by_kind(rank, lane=0))
+        rows.append(f"rank {name}: {seconds}".replace("\n", ", "))
     return f"{head} {'; '.join(rows)}."
 
 
 def _seconds_words(seconds: Mapping[str, float]) -> str:
     """``compute 4 ms, wait 1 ms``"""
-    kinds = styles_of(kind for kind, s in seconds.items() if s > 0)
-    return ", ".join(f"{kind} {format_seconds(seconds[kind])}" for kind in kinds) or "no span"
+    parts = []
+    for kind in styles_of(seconds):
+        if seconds[kind] > 0:
+            parts.append(f"{kind} {format_seconds(seconds[kind])}")
+    return ", ".join(parts) or "no span"
 
 
 @drawn
@@ -117,54 +130,63 @@ def phases(result: Any, *, title: str = "Time by phase") -> CaptionedFigure:
     Args:
         result: a ``Trace``, a result that has one, or ``{name: {kind: seconds}}``.
     """
-    rows, trace = result, getattr(result, "trace", result)
+    rows = result
+    trace = getattr(result, "trace", result)
     if isinstance(trace, Trace):
         rows = {f"rank {rank}": trace.seconds_by_kind(rank) for rank in trace.ranks}
     totals = {name: sum(row.values()) for name, row in rows.items()}
-    slow, fast = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
-    scale, unit = second_unit(totals[slow] / 2)
+    longest_s = max(totals.values())
+    scale, unit = second_unit(longest_s / 2)
     figure, axes = new_axes(1.5 + min(0.45 * len(rows), 9), title)
-    axes.set(xlim=(0, 1.14 * totals[slow] / scale), xlabel=f"time ({unit})")
+    axes.set(xlim=(0, 1.14 * longest_s / scale), xlabel=f"time ({unit})")
     spans = []
-    for lane, row in enumerate(rows.values()):
+    words = []
+    for lane, (name, row) in enumerate(rows.items()):
         left_s = 0.0
-        for kind in styles_of(kind for kind, s in row.items() if s > 0):
-            spans.append(Span(lane, kind, left_s, left_s + row[kind]))
-            if row[kind] > 0.1 * totals[slow]:
-                middle = (left_s + row[kind] / 2) / scale
-                tag(axes, middle, lane, format_seconds(row[kind]))
-            left_s += row[kind]
+        for kind in styles_of(row):
+            seconds = row[kind]
+            if seconds > 0:
+                spans.append(Span(lane, kind, left_s, left_s + seconds))
+            if seconds > 0.1 * longest_s:
+                tag(axes, (left_s + seconds / 2) / scale, lane, format_seconds(seconds))
+            left_s += seconds
         axes.text(left_s / scale, lane, f" {format_seconds(left_s)}", va="center", ha="left")
+        words.append(f"{name} {format_seconds(totals[name])}: {_seconds_words(row)}")
     label_lanes(axes, list(rows))
     add_legend(figure, draw_spans(axes, spans, list(range(len(rows))), scale, model=False))
-
-    words = [
-        f"{name} {format_seconds(totals[name])}: {_seconds_words(rows[name])}" for name in rows
-    ]
-    most, least = format_seconds(totals[slow]), format_seconds(totals[fast])
-    caption = f"The longest bar is {slow}, {most}; the shortest is {fast}, {least}."
-    if most == least:
-        caption = f"Each bar is {most} long."
+    caption = _longest_words(totals)
     if isinstance(trace, Trace):
-        limit = result.explain() if hasattr(result, "explain") else what_limited(trace)
-        adds = any(span.lane for span in trace.spans)
-        caption = joined(str(limit), "A bar adds up the rank's threads." if adds else "")
+        caption = str(result.explain() if hasattr(result, "explain") else what_limited(trace))
+        if any(span.lane for span in trace.spans):
+            caption = joined(caption, "A bar adds up the rank's threads.")
     return CaptionedFigure(figure, alt=f"{title}. {'; '.join(words)}.", caption=caption)
+
+
+def _longest_words(totals: Mapping[str, float]) -> str:
+    longest = max(totals, key=totals.__getitem__)
+    shortest = min(totals, key=totals.__getitem__)
+    most = format_seconds(totals[longest])
+    least = format_seconds(totals[shortest])
+    if most == least:
+        return f"Each bar is {most} long."
+    return f"The longest bar is {longest}, {most}; the shortest is {shortest}, {least}."
 
 
 def _lane_names(result: Any, trace: Trace) -> tuple[str, list[str]]:
     """The label of the axis, and of each lane: ``0 · cuda:0``, and its peak memory below."""
-    names = {rank: trace.lane(rank).removeprefix("rank ") for rank in trace.ranks}
     label = "rank · device" if trace.devices else "rank"
-    peaks = {
-        rank: " + ".join(map(format_bytes, peak.by_device.values()))
-        for rank, peak in enumerate(getattr(result, "peak_memory", ()))
-        if peak and peak.by_device
-    }
-    if peaks and len(names) <= _MOST_LANES:
+    peaks = {}
+    for rank, peak in enumerate(getattr(result, "peak_memory", ())):
+        if peak and peak.by_device:
+            peaks[rank] = " + ".join(map(format_bytes, peak.by_device.values()))
+    shows_peaks = bool(peaks) and len(trace.ranks) <= _MOST_LANES
+    if shows_peaks:
         label += ",\npeak memory"
-        names = {rank: f"{name}\n{peaks.get(rank, '')}" for rank, name in names.items()}
-    return label, list(names.values())
+    names = []
+    for rank in trace.ranks:
+        name = trace.lane(rank).removeprefix("rank ")
+        names.append(f"{name}\n{peaks.get(rank, '')}" if shows_peaks else name)
+    return label, names
 
 
 def draw_spans(
@@ -186,24 +208,23 @@ def draw_spans(
     bottom = lane + np.where(~beside & beside.any(), 0.14, 0.4)
     corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1)
     corners = corners.reshape(-1, 4, 2)
-    styles = styles_of(span.kind for span in spans)
+    kinds = np.array([span.kind for span in spans])
+    styles = styles_of(kinds.tolist())
     looks = {kind: style.model if model else style for kind, style in styles.items()}
-    colors = [looks[span.kind].color for span in spans]
+    colors = [looks[kind].color for kind in kinds]
     axes.add_collection(
         PolyCollection(list(corners), facecolors=colors, linewidths=0, gid="spans")
     )
     low, high = axes.get_xlim()
     wide = (right - left) * WIDTH_PX > 3 * (high - low)
-    kinds = np.array([span.kind for span in spans])
     for kind, look in looks.items():
-        mine = corners[wide & (kinds == kind)]
-        if look.hatch and len(mine):
+        bars = corners[wide & (kinds == kind)]
+        if look.hatch and len(bars):
             # As one path: what takes long is a hatch per path.
-            path = Path.make_compound_path_from_polys(mine)
+            path = Path.make_compound_path_from_polys(bars)
             line = {"edgecolors": look.ink, "linewidths": 0.8 if model else 0}
-            axes.add_collection(
-                PathCollection([path], facecolors="none", hatch=look.hatch, **line)
-            )
+            hatches = PathCollection([path], facecolors="none", hatch=look.hatch, **line)
+            axes.add_collection(hatches)
     return [swatch(kind, style, model) for kind, style in styles.items()]
 
 

@@ -1,5 +1,6 @@
-"""What the explorers share: controls above a figure that follows them, and work of a button."""
+"""Controls above a figure that follows them, and work of a button: what all explorers share."""
 
+import html
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -80,14 +81,17 @@ class Explorer(Printed):
         **controls: ipywidgets.ValueWidget,
     ):
         """``adjust`` moves controls whose range depends on another one, before a drawing."""
-        self.draw, self._adjust = draw, adjust
-        self.view, self.caption = ipywidgets.HTML(), ""
+        self.draw = draw
+        self._adjust = adjust
+        self.view = ipywidgets.HTML()
+        self.caption = ""
         self._controls: list[Any] = list(controls.values())
         vars(self).update(controls)
         super().__init__([*self._controls, self.view])
         # JupyterLab may run the handlers of two changes in parallel: the drawing of an earlier
         # choice must not replace that of a later one.
-        self._lock, self._is_adjusting = threading.RLock(), False
+        self._lock = threading.RLock()
+        self._is_adjusting = False
         for control in self._controls:
             control.observe(self._show, "value")
         self._show()
@@ -105,7 +109,8 @@ class Explorer(Printed):
             self._adjust()
             self._is_adjusting = False
             figure = self.draw(*self.chosen())
-            self.view.value, self.caption = as_page(figure), figure.caption
+            self.view.value = as_page(figure)
+            self.caption = figure.caption
 
     def __repr__(self) -> str:
         """The controls and the caption in words, for pages without a kernel."""
@@ -118,3 +123,17 @@ class Explorer(Printed):
                 name += f" ({', '.join(control.options)})"
             words.append(name)
         return f"[sliders] {', '.join(words)}. {self.caption}"
+
+    def add_run_button(self, doing: str, measure: Callable[..., CaptionedFigure]) -> None:
+        """Add a button that draws ``measure(*chosen)`` in a thread, below the figure."""
+        button = ipywidgets.Button(description="Run")
+        output = ipywidgets.HTML()
+
+        def say(doing: str, said: str) -> None:
+            button.disabled = bool(doing)
+            output.value = said if said.startswith("<") else html.escape(doing or said)
+
+        job = Job(say)
+        button.on_click(lambda _: job.start(doing, lambda: as_page(measure(*self.chosen()))))
+        self.children = [*self.children, button, output]
+        self.job = job

@@ -1,6 +1,5 @@
 """Explorers: a figure of ``workbook.plots``, with controls for its arguments."""
 
-import html
 import math
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ from labkit.schedules.pipeline import ONE_STAGE, pipeline_streams
 from labkit.training.measured import MeasuredSplit
 from workbook import plots
 from workbook.plots.models import BUCKET_SIZES_MB, LINKS, size_name
-from workbook.widgets.explorer import Explorer, Job, as_page
+from workbook.widgets.explorer import Explorer
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 
@@ -66,11 +65,15 @@ def staleness_explorer(workers: int = 3, factor: int = 4) -> Explorer:
     limit = ipywidgets.SelectionSlider(options=bounds, value=math.inf, description="bound")
 
     def adjust() -> None:
-        bounds, chosen = _bounds(crew.value), limit.value
-        if limit.options != bounds:
-            limit.options = bounds
-            finite = [value for _, value in bounds[:-1]]
-            limit.value = chosen if chosen == math.inf else min(max(chosen, finite[0]), finite[-1])
+        bounds = _bounds(crew.value)
+        chosen = limit.value
+        if limit.options == bounds:
+            return
+        limit.options = bounds
+        if chosen != math.inf:
+            (_, least), *_, (_, most), _ = bounds
+            chosen = min(max(chosen, least), most)
+        limit.value = chosen
 
     def draw(workers: int, factor: int, bound: float) -> plots.CaptionedFigure:
         return plots.staleness_model(workers, factor, None if bound == math.inf else int(bound))
@@ -80,8 +83,8 @@ def staleness_explorer(workers: int = 3, factor: int = 4) -> Explorer:
 
 def _bounds(workers: int) -> tuple[tuple[str, float], ...]:
     """The bound's slider for W workers: W - 1, the least possible, and more; infinity is none."""
-    numbers = range(workers - 1, workers + 11)
-    return *((str(bound), bound) for bound in numbers), ("none", math.inf)
+    bounds = [(str(bound), bound) for bound in range(workers - 1, workers + 11)]
+    return (*bounds, ("none", math.inf))
 
 
 def pipeline_explorer(
@@ -102,25 +105,20 @@ def pipeline_explorer(
     count = ipywidgets.SelectionSlider(options=MICRO_BATCHES, value=4, description="micro-batches")
     count.style.description_width = "initial"
     order = ipywidgets.Dropdown(options=ONE_STAGE, description="schedule")
-    run, ran = ipywidgets.Button(description="Run"), ipywidgets.HTML()
 
     def draw(count: int, schedule: str) -> plots.CaptionedFigure:
-        streams, seconds = pipeline_streams(schedule, stages, count), forward_s(count)
+        streams = pipeline_streams(schedule, stages, count)
+        seconds = forward_s(count)
         slots = predicted_slots(streams, [seconds] * stages, [2 * seconds] * stages)
         return plots.pipeline_timetable(slots, title=f"{schedule}, micro-batches: {count}")
 
-    def measured(count: int, schedule: str) -> str:
+    def measured(count: int, schedule: str) -> plots.CaptionedFigure:
         step = measure(micro_batches=count, schedule=schedule).typical_step()
         title = f"{schedule}, micro-batches: {count}, as it ran"
-        streams = pipeline_streams(schedule, stages, count)
-        return as_page(plots.pipeline_timeline(step, streams, title=title))
+        return plots.pipeline_timeline(
+            step, pipeline_streams(schedule, stages, count), title=title
+        )
 
-    def say(doing: str, said: str) -> None:
-        run.disabled = bool(doing)
-        ran.value = said if said.startswith("<") else html.escape(doing or said)
-
-    job, made = Job(say), Explorer(draw, count=count, schedule=order)
-    run.on_click(lambda _: job.start("measuring ...", lambda: measured(*made.chosen())))
-    made.children = [*made.children, run, ran]
-    made.job = job
-    return made
+    explorer = Explorer(draw, count=count, schedule=order)
+    explorer.add_run_button("measuring ...", measured)
+    return explorer

@@ -1,6 +1,5 @@
 """The memory explorer: what a rank holds under sharding, on paper, and then in a run."""
 
-import html
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,7 @@ from labkit.strategies.sharded import divide
 from labkit.training.train_run import train_with
 from labkit.workload.models import build_model
 from workbook import plots
-from workbook.widgets.explorer import Explorer, Job, as_page
+from workbook.widgets.explorer import Explorer
 
 # Model -> data set, classes, and the shape of a sample.
 MODELS: dict[str, tuple[str, int, tuple[int, ...]]] = {
@@ -36,30 +35,23 @@ def predicted_memory(model: str, ranks: int, precision: str, stage: int) -> dict
     built = build_model(model, num_classes=num_classes, input_shape=shape, seed=0)
     _, flats, uses = divide(built, stage)
     sizes = [sum(parameter.numel() for parameter in flat) for flat in flats]
-    numbers = {
-        "element_bytes": getattr(torch, precision).itemsize,
-        "states": 2,
-        "counter_bytes": 4,
-    }
     layout = {"uses": uses, "trained": range(len(sizes))}
-    found = sharded_memory(sizes, stage, ranks, **layout, **numbers)
-    return {words: found[moment] for moment, words in MOMENTS.items()}
+    element_bytes = getattr(torch, precision).itemsize
+    adam = {"element_bytes": element_bytes, "states": 2, "counter_bytes": 4}
+    ledgers = sharded_memory(sizes, stage, ranks, **layout, **adam)
+    return {words: ledgers[moment] for moment, words in MOMENTS.items()}
 
 
 def held_memory(model: str, ranks: int, precision: str, stage: int) -> dict[str, Any]:
     """The same as a run counts it: two steps of Adam."""
-    options: dict[str, Any] = {
-        "model": model,
-        "dataset": MODELS[model][0],
-        "dtype": precision,
-        "stage": stage,
-    }
-    options |= {"optimizer": "adam", "train_size": 4 * ranks, "batch_size": 2 * ranks}
-    memory = train_with("sharded", world_size=ranks, device="cpu", **options).notes["memory"]
-    return {
-        words: {kind: ranks[0] for kind, ranks in memory[moment].items() if kind != "activations"}
-        for moment, words in MOMENTS.items()
-    }
+    work: dict[str, Any] = {"model": model, "dataset": MODELS[model][0], "optimizer": "adam"}
+    work |= {"dtype": precision, "train_size": 4 * ranks, "batch_size": 2 * ranks}
+    result = train_with("sharded", world_size=ranks, device="cpu", stage=stage, **work)
+    ledgers = {}
+    for moment, words in MOMENTS.items():
+        by_rank = result.notes["memory"][moment]
+        ledgers[words] = {kind: held[0] for kind, held in by_rank.items() if kind != "activations"}
+    return ledgers
 
 
 def memory_explorer(model: str = "gpt", ranks: int = 4, stage: int = 3) -> Explorer:
@@ -68,30 +60,21 @@ def memory_explorer(model: str = "gpt", ranks: int = 4, stage: int = 3) -> Explo
     The controls are ``model``, ``ranks``, ``precision`` and ``stage``; ``plots.memory_ledger``
     draws both.
     """
-    run, ran = ipywidgets.Button(description="Run"), ipywidgets.HTML()
 
     def draw(*chosen: Any) -> plots.CaptionedFigure:
         title = "{}, {} ranks, {}, stage {}: rank 0".format(*chosen)
         return plots.memory_ledger(predicted_memory(*chosen), title=title)
 
-    def measured(*chosen: Any) -> str:
+    def measured(*chosen: Any) -> plots.CaptionedFigure:
         title = "{}, {} ranks, {}, stage {}: formula, and held".format(*chosen)
-        return as_page(
-            plots.memory_ledger(predicted_memory(*chosen), held_memory(*chosen), title=title)
-        )
+        return plots.memory_ledger(predicted_memory(*chosen), held_memory(*chosen), title=title)
 
-    def say(doing: str, said: str) -> None:
-        run.disabled = bool(doing)
-        ran.value = said if said.startswith("<") else html.escape(doing or said)
-
-    made = Explorer(
+    explorer = Explorer(
         draw,
         model=ipywidgets.Dropdown(options=[*MODELS], value=model, description="model"),
         ranks=ipywidgets.IntSlider(ranks, 1, 8, description="ranks"),
         precision=ipywidgets.Dropdown(options=PRECISIONS, description="precision"),
         stage=ipywidgets.IntSlider(stage, 1, 3, description="stage"),
     )
-    made.job = job = Job(say)
-    run.on_click(lambda _: job.start("training ...", lambda: measured(*made.chosen())))
-    made.children = [*made.children, run, ran]
-    return made
+    explorer.add_run_button("training ...", measured)
+    return explorer

@@ -47,7 +47,8 @@ class CutPicture(anywidget.AnyWidget):
         shown: the step, from Python.
     """
 
-    _esm, _css = _HERE / "split_explorer.js", _HERE / "split_explorer.css"
+    _esm = _HERE / "split_explorer.js"
+    _css = _HERE / "split_explorer.css"
     points = List(Int()).tag(sync=True)
     mode = Unicode("compute").tag(sync=True)
     shown = Dict().tag(sync=True)
@@ -89,10 +90,13 @@ class SplitExplorer(Printed):
             split_points: to start with, 1 to 3.
             measure: what Run calls, with the arguments of ``training.measured.measure_split``.
         """
-        self._profile, self._links, self._measure = profile, {HERE: link} | LINKS, measure
+        self._profile = profile
+        self._links = {HERE: link} | LINKS
+        self._measure = measure
         self.runs: dict[tuple, MeasuredSplit] = {}
         self.job = Job(self._say)
-        self._axis: tuple[tuple, float] = (), 0.0
+        self._axis_settings: tuple = ()
+        self._axis_end_s = 0.0
         layers = len(profile.layers)
         self.picture = CutPicture(layers, points=list(split_points))
         most = min(MAX_STAGES, layers)
@@ -112,11 +116,13 @@ class SplitExplorer(Printed):
         self.best.on_click(lambda _: self.job.start("searching ...", self._move_to_best))
         self.run = Button(description="Run")
         self.run.on_click(self._start_run)
-        self.numbers, self.status = HTML(), HTML()
+        self.status = HTML()
+        self.numbers = HTML()
         self.numbers.add_class("jp-RenderedHTMLCommon")
-        rows = [self.stages, *settings], [self.best, self.run, self.status]
-        boxes = [HBox(row, layout={"flex_flow": "row wrap"}) for row in rows]
-        super().__init__([*boxes, self.numbers, self.picture])
+        wrap = {"flex_flow": "row wrap"}
+        choices = HBox([self.stages, *settings], layout=wrap)
+        buttons = HBox([self.best, self.run, self.status], layout=wrap)
+        super().__init__([choices, buttons, self.numbers, self.picture])
         self._say("", "")
         self._draw()
 
@@ -142,7 +148,8 @@ class SplitExplorer(Printed):
 
     def _resize(self, change: dict) -> None:
         """Keep the cuts, moved if necessary, and add new ones on the right."""
-        count, layers = change["new"] - 1, len(self._profile.layers)
+        count = change["new"] - 1
+        layers = len(self._profile.layers)
         points = [min(p, layers - count + i) for i, p in enumerate(self.picture.points[:count])]
         while len(points) < count:
             points.append((points[-1] + layers) // 2)
@@ -150,16 +157,19 @@ class SplitExplorer(Printed):
 
     def _draw(self, _change: Any = None) -> None:
         # What was measured does not depend on the link of the prediction.
-        profile, split, run = self._profile, self.predicted(), self.runs.get(self._split())
+        run = self.runs.get(self._split())
+        profile = self._profile
+        split = self.predicted()
         points, count, schedule = self._split()
-        self.stages.value, self.picture.mode = len(points) + 1, self.mode.value
-        whole = predict_split(profile, (), Link(0, 0)).memory_bytes[0]
-        step = step_data(split, len(profile.layers), whole, run)
+        self.stages.value = len(points) + 1
+        self.picture.mode = self.mode.value
+        uncut_bytes = predict_split(profile, (), Link(0, 0)).memory_bytes[0]
+        step = step_data(split, len(profile.layers), uncut_bytes, run)
         # While only cuts move, the axis grows and never shrinks.
-        settings, end_s = (len(points), *self._step_settings().values()), self._axis[1]
-        if settings != self._axis[0] or step["last_s"] > end_s:
-            end_s = 1.1 * step["last_s"]
-        self._axis = settings, end_s
+        settings = (len(points), *self._step_settings().values())
+        if settings != self._axis_settings or step["last_s"] > self._axis_end_s:
+            self._axis_end_s = 1.1 * step["last_s"]
+        self._axis_settings = settings
         self.numbers.value = html_table(*step_numbers(split, run))
         self.picture.shown = step | {
             "points": list(points),
@@ -167,12 +177,12 @@ class SplitExplorer(Printed):
             "title": f"{profile.model} in {len(points) + 1} stages over {self.link.value}, "
             f"batch of {profile.batch_size} in {count} ({schedule})",
             "caption": f"{cuts_words(points)}. {split_caption(split, run)}",
-            "end_s": end_s,
-            "ticks": ticks(end_s),
+            "end_s": self._axis_end_s,
+            "ticks": ticks(self._axis_end_s),
         }
 
     def _start_run(self, _button: Button) -> None:
-        # Of the split as it is now: it can be changed during the run.
+        # With the split as it is now: it can be changed during the run.
         self.job.start("measuring ...", partial(self._run, *self._split(), self.link.value))
 
     def _say(self, doing: str, said: str) -> None:
@@ -184,9 +194,8 @@ class SplitExplorer(Printed):
         run = self._measure(self._profile.model, points, schedule=schedule, **counts)
         self.runs[points, count, schedule] = run
         self._draw()
-        where = "" if link == HERE else f", on {HERE}, not over {link}"
-        step = format_seconds(median(run.step_s))
-        return f"measured, {cuts_words(points)}: {step} per step{where}"
+        words = f"measured, {cuts_words(points)}: {format_seconds(median(run.step_s))} per step"
+        return words if link == HERE else f"{words}, on {HERE}, not over {link}"
 
     def _move_to_best(self) -> str:
         before = self.predicted()

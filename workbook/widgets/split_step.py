@@ -1,7 +1,7 @@
 """The step of a split, predicted and measured, as the browser draws it: words, and bars."""
 
-from collections.abc import Iterator
-from operator import mul
+from collections.abc import Iterator, Sequence
+from operator import add
 from statistics import median
 from typing import Any
 
@@ -34,42 +34,41 @@ def layer_data(profile: Profile) -> list[dict[str, Any]]:
 
 
 def step_data(
-    split: SplitModel, num_layers: int, whole_bytes: int, run: MeasuredSplit | None
+    split: SplitModel, num_layers: int, uncut_bytes: int, run: MeasuredSplit | None
 ) -> dict[str, Any]:
-    """A step in lanes; memory's longest bar stands for ``whole_bytes``, or more if a stage is."""
-    steps = {"model": split.step_s} | ({"measured": median(run.step_s)} if run else {})
-    ends = [(look, s, f"{look} {format_seconds(s)}") for look, s in steps.items()]
-    spans = list(_measured_bars(run)) if run else []
-    most = max(whole_bytes, *(run.memory_bytes if run else ()), 1)
+    """A step in lanes; memory's longest bar stands for ``uncut_bytes``, or more if a stage is."""
+    memory_bytes: dict[str, Sequence[int]] = {"model": split.memory_bytes}
+    bars = {"model": [(s.stage, (s.kind, s.start_s, s.end_s)) for s in split.slots()]}
+    ends = [("model", split.step_s, f"model {format_seconds(split.step_s)}")]
+    longest_bytes = max(uncut_bytes, 1)
+    last_s = max(1e-9, split.step_s)
+    if run is not None:
+        memory_bytes["measured"] = run.memory_bytes
+        bars["measured"] = list(_measured_bars(run))
+        step_s = median(run.step_s)
+        ends.append(("measured", step_s, f"measured {format_seconds(step_s)}"))
+        longest_bytes = max(longest_bytes, *run.memory_bytes)
+        last_s = max(last_s, step_s, *(end_s for _, (_, _, end_s) in bars["measured"]))
     stages = []
     for stage, (first, end) in enumerate(stage_bounds(split.split_points, num_layers)):
-        bars = [(s.kind, s.start_s, s.end_s) for s in split.slots() if s.stage == stage]
-        rows = [("model", bars, split.memory_bytes[stage])]
-        if run is not None:
-            bars = [bar for rank, bar in spans if rank == stage]
-            rows.append(("measured", bars, run.memory_bytes[stage]))
-        looks = {
-            look: {"spans": bars, "memory": (size / most, format_bytes(size))}
-            for look, bars, size in rows
-        }
-        stages.append({"range": f"{first}–{end - 1}", **looks})
-    return {
-        "stages": stages,
-        "hops": list(_hops(split)),
-        "ends": ends,
-        "last_s": max([1e-9, *(s for _, s, _ in ends), *(end for _, (*_, end) in spans)]),
-    }
+        lanes: dict[str, Any] = {"range": f"{first}–{end - 1}"}
+        for look, sizes in memory_bytes.items():
+            lanes[look] = {
+                "spans": [bar for bar_stage, bar in bars[look] if bar_stage == stage],
+                "memory": (sizes[stage] / longest_bytes, format_bytes(sizes[stage])),
+            }
+        stages.append(lanes)
+    return {"stages": stages, "hops": list(_hops(split)), "ends": ends, "last_s": last_s}
 
 
 def ticks(end_s: float) -> list[tuple[float, str]]:
     """The ticks of an axis from 0 to ``end_s``: seconds, and words."""
     scale, unit = second_unit(end_s)
-    places = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(0, end_s / scale)
-    return [
-        (place * scale, format_number(place) if place else f"0 {unit}")
-        for place in places
-        if 0 <= place <= end_s / scale
-    ]
+    marks = []
+    for value in MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(0, end_s / scale):
+        if 0 <= value <= end_s / scale:
+            marks.append((value * scale, format_number(value) if value else f"0 {unit}"))
+    return marks
 
 
 def step_numbers(split: SplitModel, run: MeasuredSplit | None) -> tuple[list[str], list]:
@@ -77,13 +76,20 @@ def step_numbers(split: SplitModel, run: MeasuredSplit | None) -> tuple[list[str
     heads = ["", "step", "idle", "largest stage", "all hops", "largest memory", "bytes of a step"]
 
     def row(name: str, source: SplitModel | MeasuredSplit, step_s: float, hops_s: float) -> list:
-        compute_s = [f + b for f, b in zip(source.forward_s, source.backward_s)]
-        idle = f"{1 - sum(compute_s) / (len(compute_s) * step_s):.0%}"
-        seconds = format_seconds(step_s), idle, *map(format_seconds, (max(compute_s), hops_s))
-        # No gradient goes back to stages that train nothing.
-        ways = (1 + (back_s > 0) for back_s in split.backward_hop_s)
-        moved = format_bytes(sum(map(mul, source.hop_bytes, ways)))
-        return [name, *seconds, format_bytes(max(source.memory_bytes)), moved]
+        compute_s = list(map(add, source.forward_s, source.backward_s))
+        num_bytes = 0
+        for hop_bytes, backward_s in zip(source.hop_bytes, split.backward_hop_s):
+            # No gradient goes back to stages that train nothing.
+            num_bytes += 2 * hop_bytes if backward_s > 0 else hop_bytes
+        return [
+            name,
+            format_seconds(step_s),
+            f"{1 - sum(compute_s) / (len(compute_s) * step_s):.0%}",
+            format_seconds(max(compute_s)),
+            format_seconds(hops_s),
+            format_bytes(max(source.memory_bytes)),
+            format_bytes(num_bytes),
+        ]
 
     rows = [row("model", split, split.step_s, sum(split.hop_s) + sum(split.backward_hop_s))]
     if run is not None:
@@ -93,18 +99,19 @@ def step_numbers(split: SplitModel, run: MeasuredSplit | None) -> tuple[list[str
 
 
 def _hops(split: SplitModel) -> Iterator[dict[str, Any]]:
-    """Over each cut: its name, its words, and when which message is on its way."""
+    """For each cut: its name, its words, and when which message is on its way."""
     for cut, point in enumerate(split.split_points):
         message_s = split.hop_s[cut] / split.micro_batches
         sends = {("forward", cut): "activation", ("backward", cut + 1): "gradient"}
-        spans = [
-            (sends[slot.kind, slot.stage], slot.end_s, slot.end_s + message_s)
-            for slot in split.slots()
-            if (slot.kind, slot.stage) in sends
-        ]
-        back_s = split.backward_hop_s[cut]
-        both = format_seconds(split.hop_s[cut] + back_s)
-        words = f"{format_bytes(split.hop_bytes[cut])} {'⇄' if back_s else '→'} {both}"
+        spans = []
+        for slot in split.slots():
+            message = sends.get((slot.kind, slot.stage))
+            if message:
+                spans.append((message, slot.end_s, slot.end_s + message_s))
+        backward_s = split.backward_hop_s[cut]
+        arrow = "⇄" if backward_s else "→"
+        seconds = format_seconds(split.hop_s[cut] + backward_s)
+        words = f"{format_bytes(split.hop_bytes[cut])} {arrow} {seconds}"
         yield {"name": f"cut {point}", "words": words, "spans": spans}
 
 

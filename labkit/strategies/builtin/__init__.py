@@ -7,7 +7,7 @@ from labkit.comm.comm import Comm
 
 
 def check_dtensor(comm: Comm) -> None:
-    """ValueError where a DTensor's first collective would crash the process: on GPUs over gloo."""
+    """Raise ValueError on GPUs over gloo, where a DTensor's first collective would crash."""
     if comm.device.type == "cuda" and dist.get_backend() == "gloo":
         raise ValueError(
             "PyTorch's DTensor and fully_shard need NCCL on GPUs, and ranks that share one talk "
@@ -16,7 +16,7 @@ def check_dtensor(comm: Comm) -> None:
 
 
 def check_no_scalars(model: nn.Module) -> None:
-    """ValueError for parameters of no dimension, which ``fully_shard`` refuses to cut."""
+    """Raise ValueError for parameters of no dimension, which ``fully_shard`` refuses to cut."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ValueError(

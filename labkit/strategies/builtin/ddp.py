@@ -13,7 +13,7 @@ from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.on_shares import OnShares
 
-# PyTorch's, where a script does not give ``bucket_cap_mb``.
+# PyTorch's bucket size where a script gives no ``bucket_cap_mb``.
 DEFAULT_BUCKET_MB = 25
 
 
@@ -31,8 +31,8 @@ class TorchDataParallel(OnShares):
     in_one_process = True
     through_comm = False
 
-    def place(self, comm: Comm, model: nn.Module) -> None:
-        super().place(comm, model)
+    def move_to_device(self, comm: Comm, model: nn.Module) -> None:
+        super().move_to_device(comm, model)
         comm.session.time_on(self.devices)
         # On a machine with GPUs it refuses a module on the CPU.
         self.gpus = [device.index for device in self.devices if device.type == "cuda"]
@@ -78,7 +78,8 @@ class TorchDDP(OnShares):
         self.module = DistributedDataParallel(
             self.model, device_ids=devices, process_group=self.group, **sizes
         )
-        self.no_sync, self.runs_empty = self.module.no_sync, True
+        self.no_sync = self.module.no_sync
+        self.runs_empty = True
         # In fp16 a loss P times as large would overflow sooner than on one device.
         self.factor = 1 if self.scaler.enabled else comm.world_size
 
@@ -98,5 +99,5 @@ class TorchDDP(OnShares):
         if dist.get_backend(self.group) != "labkit":
             return None
         messages, num_bytes = sent_on_our_backend()
-        # Those of BatchNorm are on ``comm``.
+        # BatchNorm's messages are on ``comm``.
         return messages + self.comm.messages, num_bytes + self.comm.bytes_sent

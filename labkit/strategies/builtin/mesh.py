@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from labkit.comm.comm import Comm, SubComm
 from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.builtin import check_dtensor, check_no_scalars
+from labkit.strategies.builtin.sharded import shard_units
 from labkit.strategies.builtin.tensor_parallel import TorchTensorParallel
 from labkit.strategies.mesh import check_sides
 from labkit.strategies.tensor_cut import Cut
@@ -50,33 +50,28 @@ class TorchMesh(TorchTensorParallel):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         check_dtensor(comm)
-        names = ("dp", "tp")
-        self.mesh = init_device_mesh(comm.device.type, (self.dp, self.tp), mesh_dim_names=names)
-        tensor = SubComm(comm, self.mesh["tp"].mesh.tolist())
-        super().setup(tensor, model, make_optimizer)
-        self.comm, self.norm_ranks = comm, range(comm.world_size)
-        if tensor.rank > 0:
-            parts = self.local.items()
-            self.counted_elsewhere = {part for p, part in parts if p not in self.by_tp}
+        self.mesh = init_device_mesh(
+            comm.device.type, (self.dp, self.tp), mesh_dim_names=("dp", "tp")
+        )
+        tensor_comm = SubComm(comm, self.mesh["tp"].mesh.tolist())
+        super().setup(tensor_comm, model, make_optimizer)
+        self.comm = comm
+        self.norm_ranks = range(comm.world_size)
+        if tensor_comm.rank > 0:
+            local = self.local.items()
+            self.counted_elsewhere = {shard for p, shard in local if p not in self.cut_over_tp}
 
     def cut(self, model: nn.Module) -> State:
         if self.tp > 1:
             self.parallelize(model, self.mesh["tp"])
-        by_tp = [
-            name
-            for name, p in model.named_parameters()
-            if isinstance(p, DTensor) and p.placements[0].is_shard()
-        ]
-        layers = [layer for layer in model.modules() if isinstance(layer, Block)]
-        # FSDP warns of outputs that are views.
-        model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
-        for module in (*layers, model):
-            shards = fully_shard(module, mesh=self.mesh["dp"])
-            # A sum over ranks, not their mean.
-            shards.set_gradient_divide_factor(1.0)
-            shards.set_force_sum_reduction_for_comms(True)
+        names = []
+        for name, p in model.named_parameters():
+            if isinstance(p, DTensor) and p.placements[0].is_shard():
+                names.append(name)
+        blocks = [layer for layer in model.modules() if isinstance(layer, Block)]
+        shard_units(model, blocks, mesh=self.mesh["dp"])
         state = model.state_dict(keep_vars=True)
-        self.by_tp = {state[name] for name in by_tp}
+        self.cut_over_tp = {state[name] for name in names}
         self.local = {p: nn.Parameter(p.to_local(), p.requires_grad) for p in state.values()}
         return {name: self.local[p] for name, p in state.items()}
 
@@ -84,11 +79,12 @@ class TorchMesh(TorchTensorParallel):
         if len(targets) or self.tp == 1:
             return super()._forward_backward(inputs, targets, weight)
         # DTensor's loss takes no empty batch, and FSDP waits: a sample that weighs nothing.
-        inputs, targets = (one.new_zeros(1, *one.shape[1:]) for one in (inputs, targets))
-        counted = self.loss
-        self.loss = copy.copy(counted)
+        inputs = inputs.new_zeros(1, *inputs.shape[1:])
+        targets = targets.new_zeros(1, *targets.shape[1:])
+        counted_loss = self.loss
+        self.loss = copy.copy(counted_loss)
         loss = super()._forward_backward(inputs, targets, 0.0) * 0
-        self.loss = counted
+        self.loss = counted_loss
         return loss
 
     def run(self, inputs: Tensor) -> Tensor:
@@ -96,10 +92,12 @@ class TorchMesh(TorchTensorParallel):
         return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
 
     def full_state(self) -> State:
-        state, by_head = State(), Cut(0, [0] * self.tp, blocks=3)
+        state = State()
+        by_head = Cut(0, [0] * self.tp, blocks=3)
         for name, p in self.model.state_dict().items():
             # One side after the other: both at once are two gathers, too, and a warning.
-            whole = p.redistribute(placements=[Replicate(), *p.placements[1:]]).full_tensor()
-            is_by_head = "qkv" in name and self.tp > 1
-            state[name] = (by_head.whole(whole.chunk(self.tp)) if is_by_head else whole).cpu()
+            tensor = p.redistribute(placements=[Replicate(), *p.placements[1:]]).full_tensor()
+            if "qkv" in name and self.tp > 1:
+                tensor = by_head.unshard(tensor.chunk(self.tp))
+            state[name] = tensor.cpu()
         return state

@@ -40,30 +40,39 @@ class TorchPipeline(StagedModel):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)
-        # By count and shape of the micro-batches: shapes are fixed in PyTorch's stages.
+        # PyTorch's stages have fixed shapes: one schedule per count and shape of micro-batches.
         self._prepared: dict[tuple[Any, ...], Any] = {}
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        most = min(self.micro_batches, len(targets))
-        count = next(n for n in range(most, 0, -1) if len(targets) % n == 0)
+        # Equally large micro-batches, as many as possible.
+        count = min(self.micro_batches, len(targets))
+        while count > 1 and len(targets) % count:
+            count -= 1
         self.start(inputs, targets, batch_size, count)
         key = count, inputs.shape, inputs.dtype
         if key not in self._prepared:
             self._prepared[key] = self._schedule(count, inputs)
         entering = [inputs] if self.is_first else []
-        options = {"target": targets if self.is_last else None, "return_outputs": False}
+        target = targets if self.is_last else None
         with self.comm.span("communicate"):
-            self._prepared[key].step(*entering, **options)
+            self._prepared[key].step(*entering, target=target, return_outputs=False)
         self.update()
         return self.loss_sum
 
     def _schedule(self, count: int, inputs: Tensor) -> Any:
+        """Return PyTorch's schedule of ``count`` micro-batches, for a batch of this shape."""
         # PyTorch could find the shapes by a pass, which would change BatchNorm's averages.
-        rows, index, first = inputs[: len(inputs) // count], self.index, self.first_trained
-        entering = self.boundary(rows, index).detach().requires_grad_(index > first)
-        leaving = self.boundary(rows, index + 1).detach().requires_grad_(index >= first)
-        layers, place = _Layers(self), (self.index, self.num_stages, self.comm.device)
-        stage = _TracedStage(layers, *place, input_args=entering, output_args=leaving)
+        micro_batch = inputs[: len(inputs) // count]
+        entering = self.boundary(micro_batch, self.index).detach()
+        leaving = self.boundary(micro_batch, self.index + 1).detach()
+        stage = _TracedStage(
+            _Layers(self),
+            self.index,
+            self.num_stages,
+            self.comm.device,
+            input_args=entering.requires_grad_(self.index > self.first_trained),
+            output_args=leaving.requires_grad_(self.index >= self.first_trained),
+        )
         stage.comm = self.comm
         name = self.schedule if count >= self.num_stages else "gpipe"
         # The loss is a sum over samples already: do not divide by the number of micro-batches.
@@ -83,10 +92,11 @@ class _Layers(nn.Module):
 
     def __init__(self, strategy: StagedModel):
         super().__init__()
-        self.layers, self.strategy = strategy.module, strategy
+        self.layers = strategy.module
+        self.stage = strategy.stages[0]
 
     def forward(self, entering: Tensor) -> Tensor:
-        return self.strategy.run(entering).contiguous()
+        return self.stage.run(entering).contiguous()
 
 
 class _TracedStage(PipelineStage):

@@ -63,12 +63,12 @@ def answer_of(server: int, future: Any) -> Any:
     except RuntimeError as error:
         if "originated at tensorpipe" not in str(error):
             raise
-        why = f"a remote call to rank {server} broke off: {error}"
-        raise PeerLostError(why, rank=server) from error
+        reason = f"a remote call to rank {server} broke off: {error}"
+        raise PeerLostError(reason, rank=server) from error
 
 
 class ByRpc(Strategy):
-    """What both techniques have in common."""
+    """The base of both techniques: it starts and ends RPC."""
 
     through_comm = False
 
@@ -77,7 +77,7 @@ class ByRpc(Strategy):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)
-        # Of the asynchronous technique, by worker: what it has pushed, until it is answered.
+        # Asynchronous: by worker, the future of the answer to its push, its report and gradient.
         self.pushes: dict[int, list[Any]] = {}
         join_rpc(comm)
 
@@ -92,13 +92,16 @@ class RpcParameterServer(ByRpc, ParameterServer):
 
     def push(self) -> None:
         with self.comm.span("push"):
-            slices = {server: self.gradient[slice(*self.slices[server])] for server in self.peers}
-            self.calls = {s: call(s, self.comm.rank, part) for s, part in slices.items()}
+            self.calls = {}
+            for server in self.peers:
+                start, end = self.slices[server]
+                self.calls[server] = call(server, self.comm.rank, self.gradient[start:end])
 
     def pull(self) -> None:
         with self.comm.span("pull"):
             for server, future in self.calls.items():
-                self.parameters[slice(*self.slices[server])] = answer_of(server, future)
+                start, end = self.slices[server]
+                self.parameters[start:end] = answer_of(server, future)
 
     @torch.no_grad()
     def serve(self) -> None:
@@ -128,10 +131,11 @@ class RpcAsyncParameterServer(ByRpc, AsyncParameterServer):
             self.values.copy_(values)
             return goes_on
 
-    def hear(self) -> int:
+    def recv_report(self) -> int:
         with self.comm.span("wait"):
             worker, *push = _pushes.get()
-        self.pushes[worker], self.reports[worker] = push, push[1].to(self.comm.device)
+        self.pushes[worker] = push
+        self.reports[worker] = push[1].to(self.comm.device)
         return worker
 
     def receive(self, worker: int) -> None:
@@ -155,28 +159,31 @@ def check_available() -> None:
 
 def other_people() -> list[int]:
     """Ids of the other users who have processes here and are not system services."""
-    found = set()
+    users = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            found.add(process.stat().st_uid)
+            users.add(process.stat().st_uid)
     # By login.defs(5) ids of people begin at 1000; systemd's dynamic users are services.
     services = range(61_184, 65_520)
-    return sorted(u for u in found - {os.geteuid()} if u >= 1000 and u not in services)
+    users -= {os.geteuid()}
+    return sorted(user for user in users if user >= 1000 and user not in services)
 
 
 def join_rpc(comm: Comm) -> None:
     """Start RPC; the ranks find each other in their process group's store, without a new port."""
-    if loopback_or_chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
-        os.environ.setdefault("TP_SOCKET_IFNAME", loopback_or_chosen)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        os.environ.setdefault("TP_SOCKET_IFNAME", interface)
     # RPC changes the store's timeout, so it gets its own connection.
     store = dist.distributed_c10d._get_default_store().clone()
-    meeting = f"labkit{store.add(f'labkit/rpc/{comm.rank}', 1)}"
+    number = store.add(f"labkit/rpc/{comm.rank}", 1)
+    scheme = f"labkit{number}"
 
-    def meet(*_: Any, **__: Any) -> Iterator[tuple[dist.Store, int, int]]:
-        yield dist.PrefixStore(meeting, store), comm.rank, comm.world_size
+    def rendezvous(*_: Any, **__: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        yield dist.PrefixStore(scheme, store), comm.rank, comm.world_size
 
-    register_rendezvous_handler(meeting, meet)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{meeting}://", rpc_timeout=_PATIENCE_S)
+    register_rendezvous_handler(scheme, rendezvous)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{scheme}://", rpc_timeout=_PATIENCE_S)
     with warnings.catch_warnings():
         # PyTorch itself causes this warning: it uses a deprecated kind of group.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)

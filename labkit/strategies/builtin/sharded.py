@@ -1,6 +1,7 @@
 """PyTorch's own sharding: ``ZeroRedundancyOptimizer`` with DDP, and FSDP2's ``fully_shard``."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,19 +49,7 @@ class TorchSharded(TorchDDP):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         if self.stage == 1:
-            zero: Any = ZeroRedundancyOptimizer
-
-            def make(groups: list[dict[str, Any]]) -> Any:
-                # It hands on groups, and our optimizers are made of parameters.
-                made = make_optimizer([p for group in groups for p in group["params"]])
-                if len(made.param_groups) > 1:
-                    raise ValueError(
-                        "PyTorch's ZeroRedundancyOptimizer wants one group of parameters, and "
-                        f"this optimizer makes {len(made.param_groups)}: use stage 2 or 3, or ddp"
-                    )
-                return made
-
-            super().setup(comm, model, lambda parameters: zero(parameters, make, self.group))
+            super().setup(comm, model, self._zero_optimizer(make_optimizer))
             return
         check_dtensor(comm)
         self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
@@ -68,32 +57,63 @@ class TorchSharded(TorchDDP):
         self.take(comm, model)
         group: Any = self.group or dist.group.WORLD
         mesh = DeviceMesh.from_group(group, comm.device.type)
-        layers = [layer for layer in layers_of(model) if [*layer.parameters()]]
-        times = Counter(p for layer in layers for p in dict.fromkeys(layer.parameters()))
-        alone = [layer for layer in layers if all(times[p] == 1 for p in layer.parameters())]
+        units = unshared_layers(model)
         # Nothing but the model may keep the parameters alive, which FSDP replaces by shards.
-        del times
         self.trained = []
-        # FSDP warns of outputs that are views.
-        model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
-        for module in (*alone, model):
-            shards = fully_shard(module, mesh=mesh, reshard_after_forward=self.stage == 3)
-            # A sum over ranks, not their mean.
-            shards.set_gradient_divide_factor(1.0)
-            shards.set_force_sum_reduction_for_comms(True)
+        shard_units(model, units, mesh=mesh, reshard_after_forward=self.stage == 3)
         self.runs_empty = True
         self.divided: list[Any] = [p for p in model.parameters() if p.requires_grad]
         # The same memory as plain tensors, which an optimizer updates more quickly.
         self.trained = [nn.Parameter(p.to_local()) for p in self.divided]
-        self.optimizer, self.norm_ranks = make_optimizer(self.trained), range(comm.world_size)
+        self.optimizer = make_optimizer(self.trained)
+        self.norm_ranks = range(comm.world_size)
+
+    def _zero_optimizer(self, make_optimizer: MakeOptimizer) -> MakeOptimizer:
+        """Return a factory of ``ZeroRedundancyOptimizer``, which makes ours of its own share."""
+        zero: Any = ZeroRedundancyOptimizer
+
+        def make(groups: list[dict[str, Any]]) -> Any:
+            # It hands on groups, and our optimizers are made of parameters.
+            optimizer = make_optimizer([p for group in groups for p in group["params"]])
+            if len(optimizer.param_groups) > 1:
+                raise ValueError(
+                    "PyTorch's ZeroRedundancyOptimizer wants one group of parameters, and this "
+                    f"optimizer makes {len(optimizer.param_groups)}: use stage 2 or 3, or ddp"
+                )
+            return optimizer
+
+        return lambda parameters: zero(parameters, make, self.group)
 
     def sum_gradients(self) -> None:
         super().sum_gradients()
-        for mine, parameter in zip(self.trained, self.divided) if self.stage > 1 else ():
-            mine.grad = None if parameter.grad is None else parameter.grad.to_local()
+        if self.stage == 1:
+            return
+        for shard, parameter in zip(self.trained, self.divided):
+            shard.grad = None if parameter.grad is None else parameter.grad.to_local()
             parameter.grad = None
 
     def full_state(self) -> State:
-        state = self.model.state_dict()
-        full = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
-        return {name: value.detach().cpu().clone() for name, value in full.items()}
+        state = State()
+        for name, value in self.model.state_dict().items():
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            state[name] = value.detach().cpu().clone()
+        return state
+
+
+def shard_units(model: nn.Module, units: Sequence[nn.Module], **options: Any) -> None:
+    """Apply ``fully_shard`` to each unit, and to the rest of the model."""
+    # FSDP warns of outputs that are views.
+    model.register_forward_hook(lambda layers, inputs, outputs: outputs.contiguous())
+    for module in (*units, model):
+        shards = fully_shard(module, **options)
+        # A sum over ranks, not their mean.
+        shards.set_gradient_divide_factor(1.0)
+        shards.set_force_sum_reduction_for_comms(True)
+
+
+def unshared_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers with parameters, none of which another layer has."""
+    layers = [layer for layer in layers_of(model) if any(True for _ in layer.parameters())]
+    counts = Counter(p for layer in layers for p in dict.fromkeys(layer.parameters()))
+    return [layer for layer in layers if all(counts[p] == 1 for p in layer.parameters())]

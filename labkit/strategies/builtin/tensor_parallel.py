@@ -26,7 +26,7 @@ from labkit.strategies.tensor_parallel import TensorParallel
 from labkit.workload.losses import Loss
 from labkit.workload.transformer import Attention, Block
 
-_OF_BLOCK: dict[str, Any] = {
+_BLOCK_PLAN: dict[str, Any] = {
     "attention.qkv": ColwiseParallel(),
     "attention.out": RowwiseParallel(),
     "mlp.up": ColwiseParallel(),
@@ -38,7 +38,7 @@ _OF_BLOCK: dict[str, Any] = {
 class TorchTensorParallel(TensorParallel):
     """The counterpart of ``TensorParallel``; ``loss_parallel`` computes the loss.
 
-    The optimizer gets each rank's parts as plain tensors, in the DTensors' memory, as it does not
+    The optimizer gets each rank's shards as plain tensors, in the DTensors' memory, as it does not
     take both kinds. Right predictions on training samples are not counted: DTensor would gather
     all logits.
     """
@@ -57,17 +57,21 @@ class TorchTensorParallel(TensorParallel):
 
     def cut(self, model: nn.Module) -> State:
         check_dtensor(self.group.comm)
-        ranks, self.local = self.group.comm.world_size, dict[Tensor, nn.Parameter]()
-        self.parallelize(model, init_device_mesh(self.group.comm.device.type, (ranks,)))
+        comm = self.group.comm
+        self.local: dict[Tensor, nn.Parameter] = {}
+        self.parallelize(model, init_device_mesh(comm.device.type, (comm.world_size,)))
         for name, p in model.named_parameters():
-            if isinstance(p, DTensor):
-                part = self.local[p] = nn.Parameter(p.to_local(), p.requires_grad)
-                # (The biases of sums are replicated.)
-                for place in p.placements:
-                    if isinstance(place, Shard):
-                        blocks, rows = 3 if "qkv" in name else 1, torch.arange(p.shape[place.dim])
-                        sizes = [len(one) // blocks for one in rows.chunk(ranks)]
-                        self.group.cuts[part] = Cut(place.dim, sizes, blocks)
+            if not isinstance(p, DTensor):
+                continue
+            shard = nn.Parameter(p.to_local(), p.requires_grad)
+            self.local[p] = shard
+            # (The biases of sums are replicated.)
+            for placement in p.placements:
+                if isinstance(placement, Shard):
+                    blocks = 3 if "qkv" in name else 1
+                    rows = torch.arange(p.shape[placement.dim]).chunk(comm.world_size)
+                    sizes = [len(shard_rows) // blocks for shard_rows in rows]
+                    self.group.cuts[shard] = Cut(placement.dim, sizes, blocks)
         state = model.state_dict(keep_vars=True)
         return {name: self.local.get(p, p) for name, p in state.items()}
 
@@ -81,13 +85,16 @@ class TorchTensorParallel(TensorParallel):
                 by_head = Cut(0, [size] * mesh.size(), blocks=3)
                 for p in block.attention.qkv.parameters():
                     # DTensor gives each rank rows that follow one another: those of its heads.
-                    p.data = torch.cat([by_head.part(p.data, n) for n in range(mesh.size())])
-                parallelize_module(block, mesh, _OF_BLOCK)
+                    p.data = torch.cat([by_head.shard(p.data, n) for n in range(mesh.size())])
+                parallelize_module(block, mesh, _BLOCK_PLAN)
         tokens = RowwiseParallel(input_layouts=Replicate())
         parallelize_module(embeddings, mesh, {"token": tokens})
-        weight = head.weight = embeddings.get_parameter("token.weight")
-        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-        parallelize_module(head, mesh, whole)
+        weight = embeddings.get_parameter("token.weight")
+        head.weight = weight
+        replicated = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Replicate()
+        )
+        parallelize_module(head, mesh, replicated)
         self.loss = DTensorLoss(self.group.comm, len(weight), self.loss)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
@@ -99,8 +106,8 @@ class TorchTensorParallel(TensorParallel):
             return super().add_gradients(inputs, targets, batch_size)
 
     def sum_gradients(self) -> None:
-        for p, part in self.local.items():
-            part.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else None
+        for p, shard in self.local.items():
+            shard.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else None
 
     def run(self, inputs: Tensor) -> Tensor:
         return self.model(inputs).full_tensor()

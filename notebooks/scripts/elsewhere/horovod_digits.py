@@ -2,7 +2,7 @@
 
 horovodrun --gloo -np 2 python horovod_digits.py --experiment FILE --report FILE
 
-With ``import labkit.horovod as hvd`` the same text runs on labkit's ring, under torchrun.
+With ``import labkit.horovod as hvd`` the same text runs on labkit, under torchrun.
 
 A worker sends 2 (P-1)/P S bytes per step, as S bytes of gradients go once around the ring of P
 workers and back. On top of that Horovod's workers exchange some 150 bytes in every cycle of a

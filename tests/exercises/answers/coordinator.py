@@ -50,8 +50,19 @@ def never_again(cycles):
     return decided
 
 
+def keeps_the_first_places(cycles):
+    """A name that comes again goes where it went the first time."""
+    names_in_order = []
+    for cycle in cycles:
+        for names in cycle:
+            names_in_order += [name for name in names if name not in names_in_order]
+    return [sorted(names, key=names_in_order.index) for names in with_a_class(cycles)]
+
+
 ANSWERS = [
     Answers(
-        check.coordinator.decide, [with_a_class], [same_cycle, never_again, lambda cycles: None]
+        check.coordinator.decide,
+        [with_a_class],
+        [same_cycle, never_again, keeps_the_first_places, lambda cycles: None],
     )
 ]

@@ -3,6 +3,7 @@
 import functools
 
 from graded import Answers
+from torch.autograd import Variable
 from torch.nn import functional
 
 from labkit.collectives import ring_all_reduce
@@ -58,6 +59,26 @@ def before_grad_is_set(parameters, ready):
     return [p.register_hook(lambda _, i=i: ready(i)) for i, p in enumerate(parameters)]
 
 
+def ready_when_all_is_over(parameters, ready):
+    """Nothing could overlap with backward."""
+    came = []
+
+    def at_the_end():
+        for index in came:
+            ready(index)
+        came.clear()
+
+    def note(index):
+        if not came:
+            Variable._execution_engine.queue_callback(at_the_end)
+        came.append(index)
+
+    return [
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: note(index))
+        for index, parameter in enumerate(parameters)
+    ]
+
+
 ANSWERS = [
     Answers(
         check.ddp.buckets,
@@ -72,6 +93,11 @@ ANSWERS = [
     Answers(
         check.ddp.hooks,
         [watches],
-        [passes_the_parameter_on, gives_the_parameter, before_grad_is_set],
+        [
+            passes_the_parameter_on,
+            gives_the_parameter,
+            before_grad_is_set,
+            ready_when_all_is_over,
+        ],
     ),
 ]

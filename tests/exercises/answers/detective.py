@@ -15,18 +15,28 @@ def signature(entry):
     return entry["profiling_name"], str(entry["input_sizes"]), str(entry["input_dtypes"])
 
 
-def by_number(dumps):
+def by_number(dumps, compared=signature, skipped=0):
     """The rule, number by number, from the first that no rank has overwritten."""
     columns = {
-        rank: {entry["collective_seq_id"]: signature(entry) for entry in entries}
+        rank: {entry["collective_seq_id"]: compared(entry) for entry in entries}
         for rank, entries in dumps.items()
     }
-    for number in range(max(map(min, columns.values())), max(map(max, columns.values())) + 1):
+    first = max(map(min, columns.values())) + skipped
+    for number in range(first, max(map(max, columns.values())) + 1):
         called = {rank: column.get(number) for rank, column in columns.items()}
         counts = Counter(called.values())
         if len(counts) > 1:
             return min(called, key=lambda rank: counts[called[rank]]), number
     return None
+
+
+def compares_states(dumps):
+    """Some ranks have retired an entry that others have not, without any fault."""
+    return by_number(dumps, compared=lambda entry: (*signature(entry), entry["retired"]))
+
+
+def skips_the_first(dumps):
+    return by_number(dumps, skipped=1)
 
 
 def blames_who_waits(dumps):
@@ -72,7 +82,12 @@ ANSWERS = [
     Answers(
         check.detective.culprit,
         [by_number],
-        [blames_who_waits, lambda dumps: (found := by_number(dumps)) and (0, found[1])],
+        [
+            blames_who_waits,
+            compares_states,
+            skips_the_first,
+            lambda dumps: (found := by_number(dumps)) and (0, found[1]),
+        ],
     ),
     Answers(named, [right_numpy], [says(rank=4), says(rank=0), says(host=2), says(line=1)]),
 ]

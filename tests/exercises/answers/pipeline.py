@@ -5,7 +5,7 @@ from graded import Answers, ends
 
 from labkit.costs.pipeline_timeline import bubble, bubble_formula
 from labkit.schedules.pipeline import Action
-from labkit.strategies.stage import carry_out
+from labkit.strategies.hops import run_hop
 from workbook import check
 
 # Micro-batches
@@ -153,7 +153,7 @@ ANSWERS = [
     ),
     Answers(
         check.pipeline.hop,
-        [carry_out, through_numpy],
+        [run_hop, through_numpy],
         [ends(send_first), ends(exchange_only), lambda comm, hop: None],
     ),
 ]

@@ -5,7 +5,7 @@ from graded import Answers, ends
 from torch.nn import functional
 
 from labkit.schedules.pipeline import Action, Hop
-from labkit.strategies.stage import carry_out
+from labkit.strategies.hops import run_hop
 from workbook import check
 
 
@@ -24,7 +24,7 @@ def step(comm, layers, stream, micro_batches, weighs=True):
                 m, is_gradient = one.recv.micro_batch, one.recv.kind == "gradient"
                 into = torch.empty_like(micro_batches[m][0])
                 (came if is_gradient else entered)[m] = into
-            carry_out(comm, one, outgoing, into)
+            run_hop(comm, one, outgoing, into)
         elif one.kind == "forward":
             m = one.micro_batch
             left[m] = layers(entered[m].requires_grad_(not first))

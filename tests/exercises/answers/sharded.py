@@ -47,6 +47,30 @@ def update(comm, values, gradient, momentum, shift=1):
     share_only(comm, parts)
 
 
+def straight_to_the_owners(comm, values, gradient, momentum):
+    """As many messages as on the ring; each goes to another rank."""
+    world_size = comm.world_size
+    mine = (comm.rank + 1) % world_size
+    gradients, parts = split_chunks(gradient, world_size), split_chunks(values, world_size)
+    for distance in range(1, world_size):
+        incoming = torch.empty_like(momentum)
+        dst, src = (comm.rank + distance) % world_size, (comm.rank - distance) % world_size
+        comm.exchange(gradients[(dst + 1) % world_size], dst, incoming, src)
+        gradients[mine].add_(incoming)
+    momentum.mul_(0.9).add_(gradients[mine])
+    parts[mine] -= 0.1 * momentum
+    share_straight(comm, parts)
+
+
+def share_straight(comm, chunks):
+    """Every rank sends its chunk to all others."""
+    world_size = comm.world_size
+    for distance in range(1, world_size):
+        dst, src = (comm.rank + distance) % world_size, (comm.rank - distance) % world_size
+        own_chunk = chunks[(comm.rank + 1) % world_size]
+        comm.exchange(own_chunk, dst, chunks[(src + 1) % world_size], src)
+
+
 def all_reduces(comm, values, gradient, momentum):
     """Twice as many bytes on the way there."""
     ring_all_reduce(comm, gradient)
@@ -149,6 +173,31 @@ def never_frees(order, gather, use, free):
     prefetches(order, gather, use, lambda unit: None)
 
 
+def gathered(comm, shard, size, share=share_only):
+    parameters = torch.empty(size)
+    chunks = split_chunks(parameters, comm.world_size)
+    chunks[(comm.rank + 1) % comm.world_size].copy_(shard)
+    share(comm, chunks)
+    return parameters
+
+
+def gathers_straight(comm, shards, sizes, layers, inputs):
+    for shard, size, layer in zip(shards, sizes, layers):
+        inputs = layer(gathered(comm, shard, size, share_straight), inputs)
+    return inputs
+
+
+def gathers_one_ahead(comm, shards, sizes, layers, inputs):
+    """Two layers are whole at a time."""
+    following = gathered(comm, shards[0], sizes[0])
+    for number, layer in enumerate(layers, start=1):
+        parameters, following = following, None
+        if number < len(layers):
+            following = gathered(comm, shards[number], sizes[number])
+        inputs = layer(parameters, inputs)
+    return inputs
+
+
 ANSWERS = [
     Answers(
         check.sharded.ledger,
@@ -160,7 +209,11 @@ ANSWERS = [
         [part],
         [ends_with_the_remainder, lambda *case: part(*case, shift=0)],
     ),
-    Answers(check.sharded.update, [update], [never_shares, forgets_the_momentum, all_reduces]),
+    Answers(
+        check.sharded.update,
+        [update, straight_to_the_owners],
+        [never_shares, forgets_the_momentum, all_reduces],
+    ),
     Answers(
         check.sharded.reduce,
         [reduces],
@@ -168,9 +221,14 @@ ANSWERS = [
     ),
     Answers(
         check.sharded.forward,
-        [forward, partial(forward, memory=resized), partial(forward, memory=overwritten)],
+        [
+            forward,
+            partial(forward, memory=resized),
+            partial(forward, memory=overwritten),
+            gathers_straight,
+        ],
         [partial(forward, **kept) for kept in ({"memory": in_one_piece}, {"frees": False})]
-        + [ends(partial(forward, shift=0))],
+        + [ends(partial(forward, shift=0)), gathers_one_ahead],
     ),
     Answers(
         check.sharded.prefetch,

@@ -1,4 +1,4 @@
-"""What all checks share: run a learner's function, judge values and traffic, say what is wrong.
+"""The part that all checks share: run a learner's function, judge it, say what is wrong.
 
 ``exercise`` holds what a learner's function is called with; ``on_ranks`` and ``in_process`` call
 it, ``watched`` for its messages and arguments; ``judge_values`` and

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
 from decimal import Decimal
 from fractions import Fraction
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _EPS = torch.finfo(torch.float32).eps
-# Of a number that was computed in a few operations.
+# Roundings of a number that was computed in a few operations.
 _FEW = 16
 # An endless generator must not hang the check.
 MOST_ENTRIES = 100_000
@@ -27,7 +27,8 @@ _IN_ORDER = (list, tuple, range, deque, KeysView, ValuesView, ItemsView, Iterato
 def plain(value: Any) -> Any:
     """``value`` as a tensor, number, list or whatever else it is, also inside."""
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value.copy()) if value.dtype.kind in "biuf" else value.tolist()
+        is_number = value.dtype.kind in "biuf"
+        value = torch.from_numpy(value.copy()) if is_number else value.tolist()
     if isinstance(value, Tensor):
         return value.item() if value.dim() == 0 else value.detach()
     if isinstance(value, np.generic):
@@ -48,14 +49,14 @@ def fit(value: Any, expected: Any) -> Any:
             if {(len(value), *row.shape) for row in rows} == {tuple(expected.shape)}:
                 return torch.stack(rows)
     elif isinstance(expected, list) and isinstance(value, Tensor):
-        return [plain(row) for row in value]
+        return list(map(plain, value))
     elif isinstance(expected, (int, float)) and isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     return value
 
 
 def agree(value: Any, expected: Any, summands: Sequence[Tensor] = ()) -> bool:
-    """Whether two values, also in lists, are equal up to the rounding of float32.
+    """Tell if two values, also in lists, are equal up to the rounding of float32.
 
     ``summands``: tensors of which the expected one may be a sum, see ``close``.
     """
@@ -68,7 +69,7 @@ def agree(value: Any, expected: Any, summands: Sequence[Tensor] = ()) -> bool:
     if isinstance(expected, list):
         if not isinstance(value, list) or len(value) != len(expected):
             return False
-        return all(agree(v, e, summands) for v, e in zip(value, expected))
+        return all(map(agree, value, expected, repeat(summands)))
     if isinstance(expected, (int, float)):
         if not isinstance(value, (int, float)):
             return False
@@ -79,19 +80,22 @@ def agree(value: Any, expected: Any, summands: Sequence[Tensor] = ()) -> bool:
 
 
 def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> Tensor:
-    """Which elements of two tensors of one shape are equal up to the rounding of float32.
+    """Compare two tensors of one shape by element: equal up to the rounding of float32, or not.
 
     A sum of n numbers may be off by n roundings of the sum of their magnitudes (Higham, Accuracy
     and Stability of Numerical Algorithms, section 4.2). The ``summands`` of the same shape are
     the numbers that were added; without any, the largest expected element stands for them.
     """
-    value, expected = value.cpu().double(), expected.cpu().double()
-    added = [s.double().abs().nan_to_num(posinf=0.0) for s in summands if s.shape == value.shape]
-    size = expected.abs().nan_to_num(posinf=0.0)
+    value = value.cpu().double()
+    expected = expected.cpu().double()
+    magnitude = expected.abs().nan_to_num(posinf=0.0)
+    added = [s.double().abs() for s in summands if s.shape == value.shape]
     if added:
-        may_differ = 4 * size + len(added) * torch.stack(added).sum(0)
+        may_differ = 4 * magnitude + len(added) * torch.stack(added).nan_to_num(posinf=0.0).sum(0)
+    elif magnitude.numel() > 0:
+        may_differ = _FEW * (magnitude + magnitude.max())
     else:
-        may_differ = _FEW * (size + (size.max() if size.numel() else 0.0))
+        may_differ = magnitude
     alike = (value == expected) | (value.isnan() & expected.isnan())
     return alike | ((value - expected).abs() <= _EPS * may_differ)
 
@@ -99,8 +103,11 @@ def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> T
 def other_kind(value: Any, expected: Any) -> str | None:
     """Say so if the value has another kind or shape than expected."""
     expected = plain(expected)
-    found, wanted = kind_of(fit(value, expected)), kind_of(expected)
-    return None if found == wanted else f"it is {found}, expected {wanted}"
+    kind = kind_of(fit(value, expected))
+    expected_kind = kind_of(expected)
+    if kind == expected_kind:
+        return None
+    return f"it is {kind}, expected {expected_kind}"
 
 
 def kind_of(value: Any) -> str:
@@ -111,7 +118,9 @@ def kind_of(value: Any) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, (int, float)):
         return "a number"
-    return "nothing (None)" if value is None else f"something of type {type(value).__name__}"
+    if value is None:
+        return "nothing (None)"
+    return f"something of type {type(value).__name__}"
 
 
 def short(value: Any, digits: int = 4) -> str:
@@ -119,12 +128,18 @@ def short(value: Any, digits: int = 4) -> str:
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, list):
-        entries = [short(entry, digits) for entry in value[:6]] + ["..."] * (len(value) > 6)
+        entries = [short(entry, digits) for entry in value[:6]]
+        if len(value) > 6:
+            entries.append("...")
         return f"[{', '.join(entries)}]"
-    return f"{value:.{digits}g}" if isinstance(value, float) else f"{value!r:.80}"
+    if isinstance(value, float):
+        return f"{value:.{digits}g}"
+    return f"{value!r:.80}"
 
 
-def beside(found: Any, expected: Any) -> str:
+def beside(value: Any, expected: Any) -> str:
     """``1.2, expected 1.3``, with as many digits as it takes to see a difference."""
-    pairs = [(short(found, digits), short(expected, digits)) for digits in (4, 8, 17)]
-    return "{}, expected {}".format(*next((pair for pair in pairs if len({*pair}) > 1), pairs[0]))
+    for digits in (4, 8, 17):
+        if short(value, digits) != short(expected, digits):
+            return f"{short(value, digits)}, expected {short(expected, digits)}"
+    return f"{short(value)}, expected {short(expected)}"

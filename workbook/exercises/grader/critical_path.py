@@ -1,4 +1,4 @@
-"""How long the calls of comm take if every rank goes on as soon as its peer is there.
+"""The time that the calls of comm take if every rank goes on as soon as its peer is there.
 
 A call of send needs its peer in the matching recv, so a chain of ranks that wait for each other
 takes as many steps as it has links. An exchange sends and receives in the same step.
@@ -11,10 +11,15 @@ from collections.abc import Sequence
 Calls = Sequence[Sequence[tuple]]
 
 
+_DST, _SRC, _BYTES = 1, 2, 3  # the places in a call
+
+
 def steps_in_a_row(calls: Calls) -> int | None:
     """Return the length of the longest chain of messages; None if it cannot be told."""
     steps = seconds_in_a_row(calls, 1.0, math.inf)
-    return None if steps is None else int(steps)
+    if steps is None:
+        return None
+    return int(steps)
 
 
 def seconds_in_a_row(calls: Calls, latency_s: float, bytes_per_s: float) -> float | None:
@@ -23,31 +28,47 @@ def seconds_in_a_row(calls: Calls, latency_s: float, bytes_per_s: float) -> floa
     A message takes a latency, and its bytes over the bandwidth. A rank can send and receive at
     the same time, but only one message each way.
     """
+    ranks = [_Progress(row) for row in calls]
     if any(name == "recv_any" for row in calls for name, *_ in row):
         return None
-    # By rank: its next call, when that began, what of it has ended, and when the latest ended.
-    P = len(calls)
-    at, began, done, ended = [0] * P, [0.0] * P, [set[int]() for _ in calls], [0.0] * P
-
-    def peer(rank: int, way: int) -> int | None:
-        """To which (way 1) or from which (2) the rank's next call still has a message."""
-        here = at[rank] < len(calls[rank]) and way not in done[rank]
-        return calls[rank][at[rank]][way] if here else None
-
     moved = True
     while moved:
         moved = False
-        for rank in range(P):
-            dst = peer(rank, 1)
-            if dst is None or peer(dst, 2) != rank:
+        for rank, sender in enumerate(ranks):
+            dst = sender.peer(_DST)
+            if dst is None or ranks[dst].peer(_SRC) != rank:
                 continue
             moved = True
-            end_s = max(began[rank], began[dst]) + latency_s
-            end_s += calls[rank][at[rank]][3] / bytes_per_s
-            for one, way in ((rank, 1), (dst, 2)):
-                done[one].add(way)
-                ended[one] = max(ended[one], end_s)
-            for one in {rank, dst}:
-                if peer(one, 1) is None and peer(one, 2) is None:
-                    at[one], began[one], done[one] = at[one] + 1, ended[one], set()
-    return max(ended, default=0) if at == list(map(len, calls)) else None
+            receiver = ranks[dst]
+            end_s = max(sender.began_s, receiver.began_s) + latency_s
+            end_s += sender.calls[sender.index][_BYTES] / bytes_per_s
+            sender.end(_DST, end_s)
+            receiver.end(_SRC, end_s)
+    if any(rank.index < len(rank.calls) for rank in ranks):
+        return None
+    return max((rank.ended_s for rank in ranks), default=0)
+
+
+class _Progress:
+    """A rank's next call, when it began, which halves of it have ended, and the latest end."""
+
+    def __init__(self, calls: Sequence[tuple]):
+        self.calls = calls
+        self.index = 0
+        self.began_s = self.ended_s = 0.0
+        self._done: set[int] = set()
+
+    def peer(self, half: int) -> int | None:
+        """To which (_DST) or from which (_SRC) the rank's next call still has a message."""
+        if self.index == len(self.calls) or half in self._done:
+            return None
+        return self.calls[self.index][half]
+
+    def end(self, half: int, end_s: float) -> None:
+        """End one half of the next call, and the call if it has no other."""
+        self._done.add(half)
+        self.ended_s = max(self.ended_s, end_s)
+        if self.peer(_DST) is None and self.peer(_SRC) is None:
+            self.index += 1
+            self.began_s = self.ended_s
+            self._done = set()

@@ -1,4 +1,4 @@
-"""What a check calls a learner's function with, and what each call leaves behind.
+"""The calls of a check: their arguments, what is expected, and what each call leaves behind.
 
 Symbols: P ranks.
 """
@@ -64,10 +64,11 @@ class Case:
     call: int = 0  # 1 for the second call, which gets other data
 
     def tensor(self, rank: int) -> Tensor:
-        """What ``rank`` starts with: float32 [size], random, always the same for one case."""
+        """Return the tensor of ``rank``: float32 [size], random, always the same for one case."""
         values = self.random(97 * rank + self.size + 1, self.size)
-        # A tiny number, which must not be dropped.
-        values[2 * self.size // 3 :][:1] *= 1e-6 if self.size >= _FURTHER_SIZES.start else 1.0
+        if self.size >= _FURTHER_SIZES.start:
+            # A tiny number, which must not be dropped.
+            values[2 * self.size // 3] *= 1e-6
         return values
 
     def random(self, key: int, *shape: int) -> Tensor:
@@ -78,23 +79,28 @@ class Case:
         """A random integer, ``most`` included, another one for each key, seed and call."""
         return Random((2 * self.seed + self.call) * _KEYS + key).randint(least, most)
 
-    def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
-        """The sum of ``of(rank)`` over the ranks."""
-        return torch.stack(list(map(of, range(self.world_size)))).sum(0)
+    def over_ranks(self, summand: Callable[[int], Tensor]) -> Tensor:
+        """The sum of ``summand(rank)`` over the ranks."""
+        summands = list(map(summand, range(self.world_size)))
+        return torch.stack(summands).sum(0)
 
     def total(self, ranks: Iterable[int] | None = None) -> Tensor:
         """The sum over some ranks, or all, float32 [size], added up in float64."""
-        some = map(self.tensor, range(self.world_size) if ranks is None else ranks)
-        return sum((one.double() for one in some), torch.zeros(self.size)).float()
+        if ranks is None:
+            ranks = range(self.world_size)
+        total = torch.zeros(self.size, dtype=torch.float64)
+        for rank in ranks:
+            total += self.tensor(rank)
+        return total.float()
 
-    def target(self, cost_of: Callable[..., Cost], *which: int, peers: Iterable[int]) -> Target:
-        """The target by a formula of ``labkit.costs.traffic``; ``which``: the rank, any root."""
-        cost = cost_of(self.size, 4, self.world_size, *which)
+    def target(self, cost_of: Callable[..., Cost], *ranks: int, peers: Iterable[int]) -> Target:
+        """The target by a formula of ``labkit.costs.traffic``; ``ranks``: the rank, any root."""
+        cost = cost_of(self.size, 4, self.world_size, *ranks)
         return Target(cost.messages, cost.num_bytes, cost.steps, frozenset(peers))
 
 
 class Outcome(NamedTuple):
-    """What one rank's call left behind."""
+    """The result of one rank's call, and its traffic."""
 
     value: Any
     stand_in: Any  # what may be meant instead: a returned tensor, a list with other entries
@@ -109,7 +115,7 @@ class Outcome(NamedTuple):
 
 
 class Wrong(str):
-    """What a rank, or a ``call``, has noticed itself: a sentence in place of a value."""
+    """A sentence in place of a value: a rank, or a ``call``, has noticed itself what is wrong."""
 
 
 # What a judge returns: a sentence, or None if nothing is wrong.
@@ -119,14 +125,18 @@ Ranks = tuple[Outcome, ...]
 
 def same_bits(case: Case, ranks: Ranks) -> Found:
     """A rule: all ranks end with the same bits."""
-    other = [r for r, one in enumerate(ranks) if not torch.equal(one.value, ranks[0].value)]
-    text = "the sums on ranks 0 and {} differ in the last bits: the ranks add in different "
-    return f"{text}orders, so replicas would drift apart".format(other[0]) if other else None
+    for rank, outcome in enumerate(ranks):
+        if not torch.equal(outcome.value, ranks[0].value):
+            return (
+                f"the sums on ranks 0 and {rank} differ in the last bits: the ranks add in "
+                "different orders, so replicas would drift apart"
+            )
+    return None
 
 
 @dataclass(frozen=True, eq=False)
 class Exercise:
-    """What a function has to do on P ranks.
+    """A task for a function on P ranks.
 
     Attributes:
         expected: (rank, case) -> what the rank must end with, a tensor, number or list; None is
@@ -172,14 +182,19 @@ class Exercise:
 
     def cases(self, world_size: int, seed: int = 0) -> list[Case]:
         """The calls to make on ``world_size`` ranks, all in one run: two of each kind in a row."""
-        further = (Random(seed).choice(_FURTHER_SIZES),) if self._usual_sizes else ()
-        sizes = (*(self.sizes or (0,)), *further)
+        sizes = list(self.sizes or (0,))
+        if self._usual_sizes:
+            sizes.append(Random(seed).choice(_FURTHER_SIZES))
         return [Case(world_size, size, seed, call) for size in sizes for call in (0, 1)]
 
     def drawn_case(self, world_size: int) -> Case:
         """The call whose run is drawn."""
-        usual = DRAWN if self._usual_sizes else (self.sizes or (0,))[0]
-        return Case(world_size, self.drawn_size or usual)
+        size = self.drawn_size
+        if not size and self._usual_sizes:
+            size = DRAWN
+        elif not size and self.sizes:
+            size = self.sizes[0]
+        return Case(world_size, size)
 
     @property
     def _usual_sizes(self) -> bool:
@@ -193,6 +208,9 @@ class Exercise:
     def where(self, case: Case) -> str:
         """The case in words: ``with 4 ranks and 10 elements``, and what is special about it."""
         ranks, elements = self.nouns
-        counts = f"with {format_count(case.world_size, ranks)}" if ranks else ""
-        counts += f" and {format_count(case.size, elements)}" if self.sizes and elements else ""
+        counts = ""
+        if ranks:
+            counts += f"with {format_count(case.world_size, ranks)}"
+        if self.sizes and elements:
+            counts += f" and {format_count(case.size, elements)}"
         return ", ".join(filter(None, [counts, self.special(case)])) or "here"

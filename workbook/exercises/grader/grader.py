@@ -28,7 +28,7 @@ from workbook.exercises.grader.report import (
     NOT_YET,
     PASSED,
     Verdict,
-    told,
+    show_verdict,
 )
 from workbook.exercises.grader.stub import is_stub
 
@@ -42,7 +42,7 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
     """
     sizes = tuple(world_sizes)
     # By its name in the module, which tests replace.
-    verdict = told(exercise.name, lambda: grade_on_ranks(fn, exercise, sizes))
+    verdict = show_verdict(exercise.name, lambda: grade_on_ranks(fn, exercise, sizes))
     if sizes != (1,):
         verdict.run_again = partial(own_run, fn, exercise)
     return verdict
@@ -63,14 +63,14 @@ def _misuse(fn: Callable, signature: str) -> Found:
     if not callable(fn):
         kind = type(fn).__name__
         return f"expected a function, got {kind}: pass the function's name, without ()"
-    takes = None
+    parameters = None
     with suppress(ValueError):  # a builtin without a signature; a generator function
         try:
-            takes = inspect.signature(fn)
+            parameters = inspect.signature(fn)
             if signature:
-                takes.bind(*signature.split(", "))
+                parameters.bind(*signature.split(", "))
         except TypeError:
-            return f"the function takes {takes}, but the check calls it with ({signature})"
+            return f"the function takes {parameters}, but the check calls it with ({signature})"
         try:
             dump_call(fn, ())
         except UnpicklableError as error:
@@ -96,45 +96,65 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
             if problems:
                 break
             return Verdict(exercise.name, NOT_YET, notes=[str(error)])
-        found = _problems(exercise, tried)
+        problems_here = _problems(exercise, tried)
         # Of the same problem, the larger world size shows more.
-        problems |= found
-        columns[world_size] = _column(exercise, tried, found)
+        problems |= problems_here
+        columns[world_size] = _column(exercise, tried, problems_here)
+    return _verdict(exercise, columns, list(problems.values()), num_answers=len(cases) // 2)
+
+
+def _verdict(
+    exercise: Exercise, columns: dict[int, dict[str, str]], problems: list[str], num_answers: int
+) -> Verdict:
+    """The verdict that the cells by world size and row, and the problems, come to."""
     ranks, elements = exercise.nouns
-    status, notes = PASSED, [] if ranks else [f"all {len(cases) // 2} answers are right"]
-    if problems:
-        status, notes = NOT_YET, [next(iter(problems.values()))]
+    status = NOT_YET if problems else PASSED
+    notes = problems[:1]
     if not ranks:
+        notes = notes or [f"all {num_answers} answers are right"]
         return Verdict(exercise.name, status, notes=notes)
-    names = max(columns.values(), key=len)
-    rows = {name: [one.get(name, "-") for one in columns.values()] for name in names}
+    rows = {}
+    for name in max(columns.values(), key=len):
+        rows[name] = [column.get(name, "-") for column in columns.values()]
     caption = ""
-    if "messages" in names:
-        size = exercise.sizes and elements and f", for {format_count(exercise.sizes[0], elements)}"
-        caption = f"Messages, bytes and rounds are those of each rank{size or ''}."
+    if "messages" in rows:
+        caption = "Messages, bytes and rounds are those of each rank"
+        if exercise.sizes and elements:
+            caption += f", for {format_count(exercise.sizes[0], elements)}"
+        caption += "."
     heads = [format_count(world_size, ranks) for world_size in columns]
     return Verdict(exercise.name, status, heads, rows, notes, caption)
 
 
 def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, str]:
     """By row of the table: what is wrong on one world size, the first thing first."""
-    value = value_problem(exercise, tried)
-    found = {"values": value} if value else {}
-    found |= traffic_problems(exercise, tried)
-    for case, ranks in tried.items() if not found else ():
+    problems = {}
+    if problem := value_problem(exercise, tried):
+        problems["values"] = problem
+    problems |= traffic_problems(exercise, tried)
+    if problems:
+        return problems
+    for case, ranks in tried.items():
         if broken := exercise.rule(case, ranks):
             return {"rule": f"all results are right, but {exercise.where(case)}: {broken}"}
-    return found
+    return {}
 
 
-def _column(exercise: Exercise, tried: dict[Case, Ranks], found: dict[str, str]) -> dict[str, str]:
+def _column(
+    exercise: Exercise, tried: dict[Case, Ranks], problems: dict[str, str]
+) -> dict[str, str]:
     """The cells of one world size: yours, beside the target where it is another."""
     case, ranks = next(iter(tried.items()))
-    cells = {"values": "wrong" if "values" in found else "right"}
-    targets = targets_of(exercise, case) if exercise.target else []
-    for row in ROWS if targets else ():
-        spent, target = by_rank(row, ranks), by_rank(row, targets)
-        if None not in target and (row != "barriers" or any(spent)):
-            beside = "" if spent == target else f" (target {counts(target)})"
-            cells[row] = f"{counts(spent)}{beside}"
+    cells = {"values": "wrong" if "values" in problems else "right"}
+    if exercise.target is None:
+        return cells
+    targets = targets_of(exercise, case)
+    for row in ROWS:
+        spent = by_rank(row, ranks)
+        target = by_rank(row, targets)
+        if None in target or (row == "barriers" and not any(spent)):
+            continue
+        cells[row] = counts(spent)
+        if spent != target:
+            cells[row] += f" (target {counts(target)})"
     return cells

@@ -29,13 +29,16 @@ class PeakBytes(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         # A result has the storage of none of the tensors in a list.
-        tensors = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, Tensor)]
-        given = {tensor.untyped_storage()._cdata for tensor in tensors}
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if not isinstance(tensor, Tensor) or tensor.untyped_storage()._cdata in given:
+        known = set()
+        for arg in (*args, *(kwargs or {}).values()):
+            if isinstance(arg, Tensor):
+                known.add(arg.untyped_storage()._cdata)
+        results = result if isinstance(result, (tuple, list)) else [result]
+        for tensor in results:
+            if not isinstance(tensor, Tensor) or tensor.untyped_storage()._cdata in known:
                 continue
             storage = tensor.untyped_storage()
-            given.add(storage._cdata)
+            known.add(storage._cdata)
             self._add(storage.nbytes())
             weakref.finalize(storage, self._add, -storage.nbytes())
         return result

@@ -10,7 +10,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from workbook.exercises.grader.exercise import Exercise, Wrong, new_seed
+from workbook.exercises.grader.exercise import Case, Exercise, Wrong, new_seed
 from workbook.exercises.grader.grader import grade
 from workbook.exercises.grader.report import Verdict
 
@@ -29,9 +29,13 @@ def judged(
 
     def check_of(judge: Callable[..., Wrong | None]) -> Grades:
         _, *names = inspect.signature(judge).parameters
-        fields: dict[str, Any] = {"signature": signature}
-        fields["call"] = lambda fn, comm, *args: judge(fn, *args)
-        exercise = _exercise(judge, names, cases, **fields)
+        exercise = _exercise(
+            judge,
+            names,
+            cases,
+            signature=signature,
+            call=lambda fn, comm, *args: judge(fn, *args),
+        )
 
         def check(fn: Callable) -> Verdict:
             verdict = grade(fn, exercise, (1,))
@@ -61,14 +65,22 @@ def solved(
 
         def check(fn: Callable) -> Verdict:
             tried = (*cases, *more(Random(new_seed())))
-            wrong = {
-                words: lambda rank, case, rule=rule: rule(solution, *tried[case.size])
-                for words, rule in (mistakes or {}).items()
-            }
-            fields: dict[str, Any] = {"signature": ", ".join(names), "mistakes": wrong}
-            fields["expected"] = lambda rank, case: solution(*tried[case.size])
-            fields["call"] = lambda fn, comm, *args: fn(*args)
-            return grade(fn, _exercise(solution, names, tried, **fields), (1,))
+
+            def result(rule: Callable[..., Any], rank: int, case: Case) -> Any:
+                return rule(solution, *tried[case.size])
+
+            exercise = _exercise(
+                solution,
+                names,
+                tried,
+                signature=", ".join(names),
+                expected=lambda rank, case: solution(*tried[case.size]),
+                mistakes={
+                    words: partial(result, rule) for words, rule in (mistakes or {}).items()
+                },
+                call=lambda fn, comm, *args: fn(*args),
+            )
+            return grade(fn, exercise, (1,))
 
         check.__doc__ = solution.__doc__
         return check
@@ -76,11 +88,11 @@ def solved(
     return check_of
 
 
-def _exercise(of: Callable, names: list[str], cases: tuple, **fields: Any) -> Exercise:
+def _exercise(task: Callable, names: list[str], cases: tuple, **fields: Any) -> Exercise:
     """Call a function twice for each case: the second time it may have kept something."""
     words = [", ".join(map("{}={!r}".format, names, case)) for case in cases]
     return Exercise(
-        f"{of.__module__.rpartition('.')[2]}.{of.__name__}",
+        f"{task.__module__.rpartition('.')[2]}.{task.__name__}",
         # A copy, because the function may change its arguments.
         inputs=lambda rank, case: copy.deepcopy(cases[case.size]),
         written=None,

@@ -1,4 +1,4 @@
-"""A learner's function on real ranks: what each call left behind, or how the run broke off."""
+"""A learner's function on real ranks: the outcomes of its calls, or how the run broke off."""
 
 import contextlib
 import re
@@ -29,13 +29,14 @@ _IN_CASE = "in the check's case "
 class DidNotFinish(Exception):
     """A run that ended in an error: its story, without the traceback."""
 
-    def __init__(self, error: WorkerError, place: str, case: Case):
+    def __init__(self, error: WorkerError, case_text: str, case: Case):
         story = str(error).partition("\n\nTraceback of rank")[0]
         story = story.replace(", or give the run a larger timeout_s", "")
         # Of the check's own code the story knows only where its process began.
         story = story.replace("at <string>, line 1", "in the part that the check plays")
-        story = story.replace("rank 0", "the function") if case.world_size == 1 else story
-        super().__init__(f"{place}: {story}")
+        if case.world_size == 1:
+            story = story.replace("rank 0", "the function")
+        super().__init__(f"{case_text}: {story}")
 
 
 def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Case, Ranks]:
@@ -107,21 +108,34 @@ def call_once(
 ) -> Outcome:
     """On a rank: call ``fn`` with ``exercise.inputs``; ``around`` as in ``Watched``."""
 
-    def spent() -> tuple[int, int, int, int]:
-        return comm.messages, comm.bytes_sent, comm.operations, comm.session.barriers
-
-    given = None if exercise.written is None else args[exercise.written]
+    written = None
+    if exercise.written is not None:
+        written = args[exercise.written]
     # The entries of a list are written, not the list.
-    in_place = list(given) if isinstance(given, list) else given
-    watched = Watched(fn, exercise.signature, given, exercise.keeps, around)
-    before, sent_before = spent(), comm.bytes_to.copy()
+    in_place = list(written) if isinstance(written, list) else written
+    watched = Watched(fn, exercise.signature, written, exercise.keeps, around)
+    messages = comm.messages
+    num_bytes = comm.bytes_sent
+    operations = comm.operations
+    barriers = comm.session.barriers
+    bytes_to = comm.bytes_to.copy()
     returned = exercise.call(watched, comm, *args)
-    value, meant = in_place, given if isinstance(given, list) else returned
     if exercise.written is None or isinstance(returned, Wrong):
         # Made plain here, because generators cannot travel, and run only now.
-        value, meant = plain(returned), None
-    messages, num_bytes, operations, barriers = (now - then for now, then in zip(spent(), before))
-    # Subtracting Counters keeps only the peers to which something was sent.
-    sent_to = comm.bytes_to - sent_before
-    seen = barriers, tuple(watched.steps), watched.changed
-    return Outcome(value, meant, messages, num_bytes, operations, sent_to, *seen)
+        value = plain(returned)
+        stand_in = None
+    else:
+        value = in_place
+        stand_in = written if isinstance(written, list) else returned
+    return Outcome(
+        value,
+        stand_in,
+        messages=comm.messages - messages,
+        num_bytes=comm.bytes_sent - num_bytes,
+        operations=comm.operations - operations,
+        # Subtracting Counters keeps only the peers to which something was sent.
+        bytes_to=comm.bytes_to - bytes_to,
+        barriers=comm.session.barriers - barriers,
+        steps=tuple(watched.steps),
+        changed=watched.changed,
+    )

@@ -1,11 +1,11 @@
-"""The learner's own run, drawn: what a function does on real ranks, and what labkit's does."""
+"""The learner's own run, drawn beside that of labkit's function."""
 
 import html
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from labkit.comm.comm import Comm
 from labkit.errors import WorkerError
@@ -31,17 +31,20 @@ class OwnRun:
     @staticmethod
     def failed(name: str, status: str) -> "OwnRun":
         """Without a run; the check has told why, if it was attempted."""
-        why = status if status == NOT_ATTEMPTED else "it did not finish, as the check says"
-        return OwnRun(name, f"{why}, so there is nothing to draw.")
+        reason = status if status == NOT_ATTEMPTED else "it did not finish, as the check says"
+        return OwnRun(name, f"{reason}, so there is nothing to draw.")
 
     def __repr__(self) -> str:
-        title = f"your run of {self.name}: {self.sentence}"
-        return f"{title}\n\n{self.figure!r}" if self.figure else title
+        text = f"your run of {self.name}: {self.sentence}"
+        if self.figure:
+            text += f"\n\n{self.figure!r}"
+        return text
 
     def _repr_html_(self) -> str:
         title = f"<strong>Your run of {html.escape(self.name)}</strong>"
         page = f"<p>{title}: {html.escape(self.sentence)}</p>"
-        page += self.figure.html() if self.figure else ""
+        if self.figure:
+            page += self.figure.html()
         if self.library_figure:
             fold = f"<summary>The same by labkit</summary>{self.library_figure.html()}"
             page += f"<details>{fold}</details>"
@@ -60,32 +63,45 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = 4) 
     name = exercise.name
     if status == NOT_ATTEMPTED:
         return OwnRun.failed(name, status)
-    fns = [fn, exercise.library] if exercise.library else [fn]
+    fns = [fn]
+    if exercise.library:
+        fns.append(exercise.library)
     link = exercise.link
-    link = None if link and world_size % (link.ranks_per_host or 1) else link
-    options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
-    case = exercise.drawn_case(world_size)
+    if link and world_size % (link.ranks_per_host or 1):
+        link = None
     try:
         with undrawn():
-            result = run(_spend, fns, exercise.to_run(), case, timeout_s=TIMEOUT_S, **options)
+            result = run(
+                _time_spans,
+                fns,
+                exercise.to_run(),
+                exercise.drawn_case(world_size),
+                world_size=world_size,
+                device="cpu",
+                link=link,
+                timeout_s=TIMEOUT_S,
+            )
     except (WorkerError, ValueError) as error:
         if status == NOT_YET:
             return OwnRun.failed(name, status)
         first_line = str(error).partition("\n")[0]
         return OwnRun(name, f"{status}, but this run did not finish: {first_line}")
     figures = []
-    for whose, spans in zip(("your function", "labkit's"), zip(*result.values)):
+    for author, spans in zip(("your function", "labkit's"), zip(*result.values)):
         starts_s, ends_s = zip(*spans)
-        span = {"start_s": min(starts_s), "end_s": max(ends_s)}
-        figures.append(timeline(result.trace, title=f"{name}, {whose}", **span))
-    return OwnRun(name, "not right yet." if status == NOT_YET else f"{status}.", *figures)
+        title = f"{name}, {author}"
+        figure = timeline(result.trace, title=title, start_s=min(starts_s), end_s=max(ends_s))
+        figures.append(figure)
+    sentence = "not right yet." if status == NOT_YET else f"{status}."
+    return OwnRun(name, sentence, *figures)
 
 
-def _spend(
+def _time_spans(
     comm: Comm, fns: list[Callable], exercise: Exercise, case: Case
 ) -> list[tuple[float, float]]:
     """On a rank: start and end of each function, in seconds of the trace."""
-    recorder, found = comm.session.recorder, []
+    recorder = comm.session.recorder
+    spans = []
 
     def now_s() -> float:
         return recorder.timer.seconds(recorder.timer.mark(), recorder.origin)
@@ -95,7 +111,7 @@ def _spend(
 
         @contextmanager
         def noted(seconds: list[float] = seconds) -> Iterator[None]:
-            """What is done between messages (copies, additions) is recorded as ``compute``."""
+            """Record the time between messages (copies, additions) as ``compute``."""
             seconds.append(now_s())
             with comm.span("compute"):
                 yield
@@ -106,5 +122,5 @@ def _spend(
         comm.barrier()
         call_once(comm, fn, exercise, args, noted)
         # On a rank whose part the check plays, the function is not called.
-        found.append((min(seconds, default=math.inf), max(seconds, default=-math.inf)))
-    return found
+        spans.append((min(seconds, default=math.inf), max(seconds, default=-math.inf)))
+    return spans

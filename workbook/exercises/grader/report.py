@@ -20,7 +20,7 @@ _MOST_LINES = 6
 
 @dataclass
 class Verdict:
-    """How an attempt at an exercise went. Truthy when it passed."""
+    """Status, notes and table of an attempt at an exercise. Truthy when it passed."""
 
     name: str
     status: str
@@ -45,31 +45,36 @@ class Verdict:
     def _around_the_table(self) -> tuple[list[list[str]], list[str]]:
         """The table, and the sentences under it."""
         table = [[name, *cells] for name, cells in self.rows.items()]
-        says_so = self.status != NOT_YET or "Next step" in "".join(self.notes)
-        after = [self.caption, "" if says_so else "Next: mend this, and run the check again."]
-        return table, [sentence for sentence in after if sentence]
+        sentences = []
+        if self.caption:
+            sentences.append(self.caption)
+        if self.status == NOT_YET and "Next step" not in "".join(self.notes):
+            sentences.append("Next: mend this, and run the check again.")
+        return table, sentences
 
     def __repr__(self) -> str:
-        table, after = self._around_the_table()
-        shown = [text_table(["", *self.columns], table)] if table else []
-        notes = ["\n".join(map(_filled, note.split("\n"))) for note in self.notes]
-        return "\n\n".join([f"{self.status}: {self.name}", *notes, *shown, *after])
+        table, sentences = self._around_the_table()
+        paragraphs = [f"{self.status}: {self.name}"]
+        for note in self.notes:
+            paragraphs.append("\n".join(map(_filled, note.split("\n"))))
+        if table:
+            paragraphs.append(text_table(["", *self.columns], table))
+        return "\n\n".join(paragraphs + sentences)
 
     def _repr_html_(self) -> str:
         """The same in a page; the lines of a long note are in a fold."""
-        table, after = self._around_the_table()
+        table, sentences = self._around_the_table()
         mark = {PASSED: "✓ ", NOT_YET: "✗ "}.get(self.status, "")
         body = f"<p><strong>{mark}{self.status}</strong>: {html.escape(self.name)}</p>"
         for note in self.notes:
             first, *rest = html.escape(note).split("\n")
-            shown, folded = (
-                f"<pre style='{_WRAPPED}'>{lines}</pre>" if lines else ""
-                for lines in ("\n".join(rest[:_MOST_LINES]), "\n".join(rest[_MOST_LINES:]))
-            )
-            body += f"<p>{first}</p>{shown}"
-            body += f"<details><summary>more</summary>{folded}</details>" if folded else ""
-        body += html_table(["", *self.columns], table) if table else ""
-        body += "".join(f"<p>{html.escape(sentence)}</p>" for sentence in after)
+            body += f"<p>{first}</p>{_preformatted(rest[:_MOST_LINES])}"
+            if folded := _preformatted(rest[_MOST_LINES:]):
+                body += f"<details><summary>more</summary>{folded}</details>"
+        if table:
+            body += html_table(["", *self.columns], table)
+        for sentence in sentences:
+            body += f"<p>{html.escape(sentence)}</p>"
         style = f"border-left: 6px solid {_COLOURS[self.status]}; padding: 0 1em"
         return f'<div style="{style}">{body}</div>'
 
@@ -94,18 +99,24 @@ class Verdict:
 
 def _filled(line: str) -> str:
     """A printed line, broken at spaces; the row of a table as it is."""
-    text = textwrap.fill(line, 96, break_long_words=False, break_on_hyphens=False)
-    return line if "  " in line.strip() else text
+    if "  " in line.strip():
+        return line
+    return textwrap.fill(line, 96, break_long_words=False, break_on_hyphens=False)
 
 
-def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
+def _preformatted(lines: list[str]) -> str:
+    text = "\n".join(lines)
+    return f"<pre style='{_WRAPPED}'>{text}</pre>" if text else ""
+
+
+def show_verdict(name: str, judge: Callable[[], Verdict]) -> Verdict:
     """Show and return the verdict of ``judge``, or one that says which error it raised."""
-    sign = None
+    handle = None
     if kernel() is not None and is_live():
         # Judging may take seconds: the page says at once that it has begun.
         from IPython.display import display
 
-        sign = display({"text/plain": f"checking {name} ..."}, raw=True, display_id=True)
+        handle = display({"text/plain": f"checking {name} ..."}, raw=True, display_id=True)
     try:
         with undrawn():
             verdict = judge()
@@ -115,11 +126,12 @@ def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     except Exception as error:
         note = f"the check itself failed with {type(error).__name__}: {error}"
         verdict = Verdict(name, NOT_YET, notes=[note])
-    if sign is not None:
-        sign.update(verdict.as_data(), raw=True)
+    if handle is not None:
+        handle.update(verdict.as_data(), raw=True)
+    elif kernel() is not None and verdict.status != NOT_ATTEMPTED:
+        verdict._ipython_display_()
     else:
-        a_card = kernel() is not None and verdict.status != NOT_ATTEMPTED
-        verdict._ipython_display_() if a_card else print(verdict)
+        print(verdict)
     verdict.shown = True
     if verdict.status != NOT_ATTEMPTED:
         note_verdict(verdict.name, verdict.status, verdict.passed)

@@ -1,11 +1,10 @@
-"""Stubs: whether the learner has begun."""
+"""Tell a stub, in which nothing is written yet, from an attempt."""
 
 import ast
 import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from itertools import chain
 
 # A stub is told by this line, not by the type: PyTorch raises NotImplementedError, too.
 _STUB = "raise NotImplementedError"
@@ -14,16 +13,19 @@ _GIVEN_LINES = 2
 
 
 def is_stub(fn: Callable) -> bool:
-    """Whether nothing of a function or class is written: docstrings, and the raise."""
-    own = _plain_function(fn)
-    bodies = [_body(own)]
-    if inspect.isclass(own):
-        methods = {name: _body(of) for name, of in vars(own).items() if inspect.isfunction(of)}
-        made = "\n".join(map(ast.unparse, methods.get("__init__", ()))).splitlines()
-        if len(made) <= _GIVEN_LINES:
-            methods.pop("__init__", None)
-        bodies = list(methods.values())
-    lines = list(chain(*bodies))
+    """Tell if nothing of a function or class is written: only docstrings, and the raise."""
+    written = _plain_function(fn)
+    lines = []
+    if inspect.isclass(written):
+        for name, method in vars(written).items():
+            if not inspect.isfunction(method):
+                continue
+            body = _body(method)
+            is_given = len("\n".join(map(ast.unparse, body)).splitlines()) <= _GIVEN_LINES
+            if name != "__init__" or not is_given:
+                lines += body
+    else:
+        lines = _body(written)
     return any(isinstance(line, ast.Raise) for line in lines) and all(map(_is_filler, lines))
 
 
@@ -31,8 +33,9 @@ def _plain_function(fn: Callable) -> Callable:
     while isinstance(fn, functools.partial):
         fn = fn.func
     fn = inspect.unwrap(fn)
-    is_written = inspect.isfunction(fn) or inspect.ismethod(fn) or inspect.isclass(fn)
-    return fn if is_written else type(fn).__call__
+    if inspect.isfunction(fn) or inspect.ismethod(fn) or inspect.isclass(fn):
+        return fn
+    return type(fn).__call__
 
 
 def _body(function: Callable) -> list[ast.stmt]:
@@ -41,8 +44,10 @@ def _body(function: Callable) -> list[ast.stmt]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return []
-    first = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
-    return first.body if first else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            return node.body
+    return []
 
 
 def _is_filler(line: ast.stmt) -> bool:

@@ -66,8 +66,7 @@ class Watched:
             sys.setprofile(profile)
             threading.setprofile(profile)
         after = self._state(args)
-        changed = [name for name in before if before[name] != after[name]]
-        if changed:
+        if changed := [name for name in before if before[name] != after[name]]:
             if not self.changed:
                 self.changed = f"the function changes {changed[0]}, which it should not"
             # The next call is not to fail for it.
@@ -83,7 +82,7 @@ class Watched:
             self.steps.append((step, given.get(dst), given.get(src), num_bytes))
 
     def _state(self, args: tuple) -> dict[str, Any]:
-        """What a call must leave as it is: of what it writes the memory, of the others all."""
+        """Everything that a call must leave as it is: of ``written`` only the memory."""
         state: dict[str, Any] = {
             "autograd's mode": torch.is_grad_enabled(),
             "the default dtype": torch.get_default_dtype(),
@@ -91,22 +90,28 @@ class Watched:
         for name, arg in zip([*self._names, *repeat("an argument", len(args))], args):
             values = list(_inside([arg]))
             tensors = [value for value in values if isinstance(value, Tensor)]
-            dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
-            state[f"the memory of {name}"] = [(each.data_ptr(), each.shape) for each in dense]
+            memory = state[f"the memory of {name}"] = []
+            for tensor in tensors:
+                if tensor.layout is torch.strided:
+                    memory.append((tensor.data_ptr(), tensor.shape))
             if arg is self._written:
                 continue
-            models = [value for value in values if isinstance(value, nn.Module)]
-            modules = [module for model in models for module in model.modules()]
-            parameters = [p for module in modules for p in module.parameters(recurse=False)]
-            parts = {
-                "values": [tensor._version for tensor in tensors if name in self._keeps],
-                "graph": [tensor.grad_fn is None for tensor in tensors],
-                "entries": [[*map(id, _entries(value))] for value in values],
-                "mode": [module.training for module in modules],
-                "hooks": [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules],
-                "parameters": [(p.data_ptr(), p.requires_grad) for p in parameters],
-            }
-            state |= {f"the {part} of {name}": value for part, value in parts.items()}
+            versions = state[f"the values of {name}"] = []
+            graph = state[f"the graph of {name}"] = []
+            for tensor in tensors:
+                graph.append(tensor.grad_fn is None)
+                if name in self._keeps:
+                    versions.append(tensor._version)
+            state[f"the entries of {name}"] = [[*map(id, _entries(value))] for value in values]
+            modes = state[f"the mode of {name}"] = []
+            hooks = state[f"the hooks of {name}"] = []
+            parameters = state[f"the parameters of {name}"] = []
+            for value in values:
+                for module in value.modules() if isinstance(value, nn.Module) else ():
+                    modes.append(module.training)
+                    hooks.append((*module._forward_hooks, *module._forward_pre_hooks))
+                    for parameter in module.parameters(recurse=False):
+                        parameters.append((parameter.data_ptr(), parameter.requires_grad))
         return state
 
 

@@ -132,7 +132,7 @@ def probe(comm: Comm, sizes: tuple[int, ...]) -> dict[tuple[int, int, int], floa
 
 def average_gradients(comm: Comm, model: nn.Module, divide_by: int) -> None:
     """One all-reduce of all gradients, then the division."""
-    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     total = ring_all_reduce(comm, parameters_to_vector(gradients))
     vector_to_parameters(total / divide_by, gradients)
 
@@ -145,5 +145,7 @@ def logged(loss: Tensor, model: nn.Module) -> Logged:
         "gradient": parameters_to_vector(
             [p.grad for p in model.parameters() if p.grad is not None]
         ),
-        "checksums": {name: zlib.crc32(one.numpy()) for name, one in model.state_dict().items()},
+        "checksums": {
+            name: zlib.crc32(tensor.numpy()) for name, tensor in model.state_dict().items()
+        },
     }

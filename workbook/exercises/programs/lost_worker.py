@@ -41,18 +41,19 @@ def load(newest: Path) -> tuple[int, torch.Tensor]:
     """The step of the newest checkpoint and its parameters [2]; 0 and zeros without one."""
     if not newest.exists():
         return 0, torch.zeros(2)
-    found = torch.load(newest, weights_only=True)
-    return found["step"], found["line"]
+    checkpoint = torch.load(newest, weights_only=True)
+    return checkpoint["step"], checkpoint["line"]
 
 
 def save(newest: Path, step: int, line: torch.Tensor) -> None:
-    """Write a checkpoint aside, then rename it: whoever looks finds the old one or the new one."""
-    torch.save({"step": step, "line": line}, aside := newest.with_suffix(".new"))
+    """Write a checkpoint aside, then rename it: a reader finds the old one or the new one."""
+    aside = newest.with_suffix(".new")
+    torch.save({"step": step, "line": line}, aside)
     aside.replace(newest)
 
 
 def loss_and_gradient(line: torch.Tensor, step: int, rank: int) -> tuple[torch.Tensor, ...]:
-    """Of the batch that belongs to this step and rank, whoever asks, and however often."""
+    """Loss and gradient of the batch that belongs to this step and rank, always the same."""
     draw = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(SAMPLES, generator=draw)
     y = 2 * x + 1 + 0.1 * torch.randn(SAMPLES, generator=draw)
@@ -61,5 +62,6 @@ def loss_and_gradient(line: torch.Tensor, step: int, rank: int) -> tuple[torch.T
 
 
 if __name__ == "__main__":
-    newest, lost_at = Path(sys.argv[1]) / "newest.pt", int(sys.argv[2])
+    newest = Path(sys.argv[1]) / "newest.pt"
+    lost_at = int(sys.argv[2])
     labkit.run(train, newest, lost_at, world_size=int(os.environ["WORLD_SIZE"]), device="cpu")

@@ -1,4 +1,4 @@
-"""What the first exercise of page 16 starts from: training with Horovod's interface."""
+"""The start of page 16's first exercise: training with Horovod's interface."""
 
 from collections.abc import Callable
 from typing import Any

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 
 from labkit.units import format_count, format_seconds
-from workbook.measure.compare import summary
-from workbook.measure.compare.summary import Record, present, series
+from workbook.measure.compare.summary import Record, present, reached, series
 from workbook.measure.record import Spread
 from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
 from workbook.plots.palette import DARK, SERIES, swatch
 
-LOOKS = {whose: style for whose, (style, *_) in zip(("labkit", "PyTorch"), SERIES)}
+LOOKS = {"labkit": SERIES[0][0], "PyTorch": SERIES[1][0]}
 _REPEATS = "Bars are medians of the repeats, whiskers their quartiles."
 
 
@@ -28,77 +27,87 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
 
 def epoch_time(record: Record) -> CaptionedFigure:
     """Epoch time by the number of training samples."""
-    points = {name: series(record, name) for name in present(record)}
-    sizes = sorted({size for by_size in points.values() for size in by_size})
-    columns = {
-        f"{size:,}: epoch (s)": {name: by_size.get(size) for name, by_size in points.items()}
-        for size in sizes
-    }
+    columns: dict[int, dict[str, list[float]]] = {}
     parts = []
-    for name, by_size in points.items():
-        words = [f"{format_seconds(statistics.median(s))} at {n:,}" for n, s in by_size.items()]
-        parts.append(f"{name} {', '.join(words)}")
+    for name in present(record):
+        medians = []
+        for size, times in series(record, name).items():
+            columns.setdefault(size, {})[name] = times
+            medians.append(f"{format_seconds(statistics.median(times))} at {size:,}")
+        parts.append(f"{name} {', '.join(medians)}")
+    columns_by_head = {f"{size:,}: epoch (s)": columns[size] for size in sorted(columns)}
     title = "Epoch time by training samples"
-    return _draw_rows(record, columns, "-", title, f"{'; '.join(parts)}.")
+    return _draw_rows(record, columns_by_head, "-", title, f"{'; '.join(parts)}.")
 
 
 def time_to_accuracy(record: Record) -> CaptionedFigure:
     """Epochs and seconds of training to the target accuracy on held-out samples."""
-    target, main = record["config"]["target"], record["settings"][0]
-    budget = main["epochs"]
-    where = f"{format_count(main['world_size'], 'rank')}, batches of {main['batch_size']}"
-    found = {name: summary.reached(record, name) for name in present(record)}
-    columns = {
-        what: {name: [pair[at] for pair in pairs] for name, pairs in found.items() if pairs}
-        for at, what in enumerate(("epochs", "training time (s)"))
-    }
-    seconds = {name: statistics.median(s) for name, s in columns["training time (s)"].items()}
-    order = sorted(seconds, key=seconds.__getitem__)
-    told = [
-        f"{which} at {target:.0%}: {name}, after {format_seconds(seconds[name])}."
-        for which, name in zip(("First", "Last"), order[:1] + order[-1:])
-    ]
-    if never := [name for name, pairs in found.items() if pairs is None]:
-        told.append(f"Not reached in every repeat within {budget} epochs: {', '.join(never)}.")
-    if len({tuple(epochs) for epochs in columns["epochs"].values()}) == 1:
+    target = record["config"]["target"]
+    main = record["settings"][0]
+    never = []
+    epochs: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
+    median_s = {}
+    for name in present(record):
+        pairs = reached(record, name)
+        if pairs is None:
+            never.append(name)
+            continue
+        epochs[name] = [pair[0] for pair in pairs]
+        seconds[name] = [pair[1] for pair in pairs]
+        median_s[name] = statistics.median(seconds[name])
+    order = sorted(median_s, key=median_s.__getitem__)
+    sentences = []
+    for position, name in zip(("First", "Last"), order[:1] + order[-1:]):
+        after_s = format_seconds(median_s[name])
+        sentences.append(f"{position} at {target:.0%}: {name}, after {after_s}.")
+    if never:
+        within = f"within {main['epochs']} epochs"
+        sentences.append(f"Not reached in every repeat {within}: {', '.join(never)}.")
+    columns = {"epochs": epochs, "training time (s)": seconds}
+    if len(set(map(tuple, epochs.values()))) == 1:
         # Bars of one length say nothing.
         del columns["epochs"]
-        told.append("In every repeat they needed equally many epochs.")
-    told.append("The first epoch counts, too.")
-    title = f"To {target:.0%} held-out accuracy: {where}"
-    return _draw_rows(record, columns, f"not in {budget} epochs", title, " ".join(told))
+        sentences.append("In every repeat they needed equally many epochs.")
+    sentences.append("The first epoch counts, too.")
+    setting = f"{format_count(main['world_size'], 'rank')}, batches of {main['batch_size']}"
+    title = f"To {target:.0%} held-out accuracy: {setting}"
+    missing = f"not in {main['epochs']} epochs"
+    return _draw_rows(record, columns, missing, title, " ".join(sentences))
 
 
 @drawn
 def _draw_rows(
     record: Record,
-    columns: Mapping[str, Mapping[str, list[float] | None]],
+    columns: Mapping[str, Mapping[str, list[float]]],
     missing: str,
     title: str,
-    told: str,
+    caption: str,
 ) -> CaptionedFigure:
     """Horizontal bars: a row per contender, and axes per quantity ``{contender: repeats}``."""
-    looks = {n: "PyTorch" if one["builtin"] else "labkit" for n, one in present(record).items()}
-    figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(looks)))
+    contenders = present(record)
+    figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(contenders)))
     grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     beside = {"textcoords": "offset points", "va": "center", "ha": "left"}
-    for axes, (quantity, rows) in zip(grid, columns.items()):
-        most = 0.0
-        for place, (name, look) in enumerate(looks.items()):
-            if not (repeats := rows.get(name)):
-                axes.annotate(missing, (0, place), (5, 0), **beside)
+    for axes, (quantity, repeats_by_name) in zip(grid, columns.items()):
+        longest = 0.0
+        for row, (name, contender) in enumerate(contenders.items()):
+            repeats = repeats_by_name.get(name)
+            if not repeats:
+                axes.annotate(missing, (0, row), (5, 0), **beside)
                 continue
+            look = LOOKS["PyTorch" if contender["builtin"] else "labkit"]
             spread = Spread.of(repeats)
-            axes.barh(place, spread.median, 0.72, **LOOKS[look].fill)
+            axes.barh(row, spread.median, 0.72, **look.fill)
             whiskers = [[spread.median - spread.low], [spread.high - spread.median]]
-            axes.errorbar(spread.median, place, xerr=whiskers, color=DARK, capsize=3)
-            axes.annotate(f"{spread.median:.3g}", (spread.high, place), (5, 0), **beside)
-            most = max(most, spread.high)
+            axes.errorbar(spread.median, row, xerr=whiskers, color=DARK, capsize=3)
+            axes.annotate(f"{spread.median:.3g}", (spread.high, row), (5, 0), **beside)
+            longest = max(longest, spread.high)
         # Room for the number beside the longest bar.
-        axes.set(xlabel=quantity, xlim=(0, 1.3 * most or 1))
+        axes.set(xlabel=quantity, xlim=(0, 1.3 * longest or 1))
         axes.grid(axis="x")
-    grid[0].set_yticks(range(len(looks)), list(looks))
-    grid[0].set_ylim(len(looks) - 0.5, -0.5)
+    grid[0].set_yticks(range(len(contenders)), list(contenders))
+    grid[0].set_ylim(len(contenders) - 0.5, -0.5)
     add_title(figure, title)
-    add_legend(figure, [swatch(whose, look) for whose, look in LOOKS.items()])
-    return CaptionedFigure(figure, alt=f"{title}. {told}", caption=f"{told} {_REPEATS}")
+    add_legend(figure, [swatch(name, look) for name, look in LOOKS.items()])
+    return CaptionedFigure(figure, alt=f"{title}. {caption}", caption=f"{caption} {_REPEATS}")

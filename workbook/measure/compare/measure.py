@@ -7,18 +7,14 @@ machine then affects all contenders in the same way, and they are compared by th
 repeat. Repeat r of every contender uses seed r.
 """
 
-import itertools
 import math
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from labkit import devices, strategies
 from labkit.config import RunConfig, parse_split_points
 from labkit.errors import WorkerError
-from labkit.files import check_writable
-from labkit.placement import VGG16_SPLITS
 from labkit.runtime.preload import warm_up
 from labkit.training.resolve import NOTHING, imported, resolve, samples_for
 from labkit.training.train_run import TrainResult, train_run
@@ -31,32 +27,21 @@ from workbook.measure.turns import in_turn
 _EPOCHS_FOR_TIME = 3
 # A run that takes longer is not going to end.
 _TIMEOUT_S = 300
+# What the record keeps of a run, besides its difference from one device.
+_KEPT = ("epochs", "bytes_sent", "messages", "peak_memory", "replicas_agree")
 
 Row = dict[str, Any]
 
 
-def main(
-    json_path: str | None = None,
-    figures_dir: str | None = None,
-    words: Sequence[str] = (),
-    **settings: Any,
-) -> int:
-    """Run the comparison; print its tables, write the record and the figures.
+def main(json_path: str | None = None, words: Sequence[str] = (), **settings: Any) -> int:
+    """Run the comparison; print its tables, and write the record.
 
-    Figures go to an existing folder. ``words`` are the command line, for the record, and
-    ``settings`` those arguments of ``compare`` that it gives. Returns the exit status: 1 if a
-    contender started and failed, else 0.
+    ``words`` are the command line, for the record, and ``settings`` those arguments of ``compare``
+    that it gives. Returns the exit status: 1 if a contender started and failed, else 0.
     """
-    if figures_dir is not None:
-        check_writable(Path(figures_dir, "compare"))
     record: Record = {"command": shlex.join(["labkit", *words])} | compare(**settings)
     print(report(record))
-    paths = {}
-    if figures_dir is not None:
-        from workbook.measure.compare.figures import draw
-
-        paths = {f"{figures_dir}/compare_{name}.png": one for name, one in draw(record).items()}
-    write(record, json_path, paths)
+    write(record, json_path, {})
     return int(any(row["failed"] for row in record["skipped"]))
 
 
@@ -70,26 +55,27 @@ def find_contenders(
     that is the counterpart of several techniques takes part once; if it has an option for the
     backend and the ranks are on the CPU, on our backend as well.
     """
+    contenders: dict[str, Row] = {}
 
-    def contender(name: str, **more: Any) -> Row:
-        common = {"strategy": name, "builtin": False, "backend": "auto", "counterpart": None}
-        return {"name": name} | common | more
+    def add(name: str, strategy: str, **more: Any) -> None:
+        row = {"name": name, "strategy": strategy, "builtin": False, "backend": "auto"}
+        contenders.setdefault(name, row | {"counterpart": None} | more)
 
-    found = {SINGLE: contender(SINGLE, ranks=1)}
+    add(SINGLE, SINGLE, ranks=1)
     for name in names or strategies.STRATEGIES:
-        ours, theirs = strategies.get(name), strategies.get(name, builtin=True)
-        if ours is theirs:  # one device
+        if name == SINGLE:
             continue
-        their, how = theirs.__name__, {"strategy": name, "builtin": True}
-        found[name] = contender(name, counterpart=their)
-        for points in split_points if name == "model_parallel" else ():
-            cut, ranks = f"{name} {points}", len(parse_split_points(points)) + 1
-            found[cut] = contender(cut, strategy=name, split_points=points, ranks=ranks)
-        found.setdefault(their, contender(their, **how))
-        if "backend" in theirs.options() and devices.plan(1, device).backend == "gloo":
-            on_ours = f"{their} (labkit)"
-            found.setdefault(on_ours, contender(on_ours, **how, backend="labkit"))
-    return list(found.values())
+        torchs = strategies.get(name, builtin=True)
+        counterpart = torchs.__name__
+        add(name, name, counterpart=counterpart)
+        if name == "model_parallel":
+            for points in split_points:
+                ranks = len(parse_split_points(points)) + 1
+                add(f"{name} {points}", name, split_points=points, ranks=ranks)
+        add(counterpart, name, builtin=True)
+        if "backend" in torchs.options() and devices.plan(1, device).backend == "gloo":
+            add(f"{counterpart} (labkit)", name, builtin=True, backend="labkit")
+    return list(contenders.values())
 
 
 def compare(
@@ -107,95 +93,100 @@ def compare(
     split_points: Sequence[str] = (),
     optimizer: str = "sgd",
     builtin: bool = True,
-) -> Row:
+) -> Record:
     """Run the comparison and return its record; what has run is printed.
 
     The arguments are the command's options. The world size is by default the number of cores or
-    GPUs, 4 at most; train sizes are a quarter, a half and all of the data. VGG16 is by default
-    also placed as in the experiment that the course corrects. Without ``builtin`` PyTorch's
-    counterparts are left out.
+    GPUs, 4 at most; train sizes are a quarter, a half and all of the data. Without ``builtin``
+    PyTorch's counterparts are left out.
     """
     check_above_zero("the target, an accuracy,", target, 1)
     check_integer("epochs", epochs)
     check_integer("repeats", repeats)
-    placed = [VGG16_SPLITS[f"{n} devices"] for n in (2, 3, 4)] if model == "vgg16" else []
-    split_points = split_points or [",".join(map(str, points)) for points in placed]
     contenders = find_contenders(strategies, device, split_points)
-    contenders = [one for one in contenders if builtin or not one["builtin"]]
+    if not builtin:
+        contenders = [contender for contender in contenders if not contender["builtin"]]
     if world_size is None:
-        gpus = len(set(devices.plan(4, device).devices) - {"cpu"})
-        world_size = min(4, gpus or devices.num_cores())
+        num_gpus = len(set(devices.plan(4, device).devices) - {"cpu"})
+        world_size = min(4, num_gpus or devices.num_cores())
     common: Row = {"model": model, "dataset": dataset, "device": device, "lr": lr}
     common |= {"optimizer": optimizer, "world_size": world_size, "batch_size": batch_size}
     largest = RunConfig(**common, strategy="ddp", train_size=max(train_sizes, default=None))
-    own = imported(largest, NOTHING)
-    count = len(samples_for(largest, own)[0])
-    train_sizes = train_sizes or (max(1, count // 4), max(1, count // 2), count)
+    own_work = imported(largest, NOTHING)
+    if not train_sizes:
+        count = len(samples_for(largest, own_work)[0])
+        train_sizes = (max(1, count // 4), max(1, count // 2), count)
     settings = settings_of(world_size, train_sizes, batch_size, epochs)
     # Before anything runs: settings with which no run could start.
     for setting in settings:
         RunConfig(**common | setting, strategy="ddp")
-    resolve(RunConfig(**common | {"world_size": 1}), own)
-    print("contenders:", *(one["name"] for one in contenders), flush=True)
+    resolve(RunConfig(**common | {"world_size": 1}), own_work)
+    print("contenders:", *(contender["name"] for contender in contenders), flush=True)
     warm_up()
-    found: dict[str, list[Row]] = {"runs": [], "skipped": []}
-    for repeat, number in itertools.product(range(repeats), range(len(settings))):
-        run_all(contenders, settings, number, common, repeat, found)
-        print(f"repeat {repeat + 1}, {settings[number]}", flush=True)
-    config = common | {"target": target, "repeats": repeats}
-    return {"config": config, "contenders": contenders, "settings": settings, **found, **machine()}
+    record: Record = {
+        "config": common | {"target": target, "repeats": repeats},
+        "contenders": contenders,
+        "settings": settings,
+        "runs": [],
+        "skipped": [],
+    }
+    for repeat in range(repeats):
+        for number, setting in enumerate(settings):
+            run_all(record, common, number, repeat)
+            print(f"repeat {repeat + 1}, {setting}", flush=True)
+    return record | machine()
 
 
 def settings_of(
     world_size: int, train_sizes: Sequence[int], batch_size: int, epochs: int
 ) -> list[Row]:
     """The main setting first; the others only measure times, and run three epochs at most."""
-    sizes = sorted({*train_sizes}, reverse=True)
+    *smaller, largest = sorted(set(train_sizes))
     settings = []
-    for train_size in [sizes[0], *reversed(sizes[1:])]:
-        ran = epochs if train_size == sizes[0] else min(epochs, _EPOCHS_FOR_TIME)
+    for train_size in [largest, *smaller]:
         setting = {"world_size": world_size, "train_size": train_size, "batch_size": batch_size}
-        settings.append(setting | {"epochs": ran})
+        setting["epochs"] = epochs if train_size == largest else min(epochs, _EPOCHS_FOR_TIME)
+        settings.append(setting)
     return settings
 
 
-def run_all(
-    contenders: list[Row],
-    settings: list[Row],
-    number: int,
-    common: Row,
-    repeat: int,
-    found: dict[str, list[Row]],
-) -> None:
-    """Run each contender once in a setting; append to ``runs``, or to ``skipped`` with a reason.
+def run_all(record: Record, common: Row, number: int, repeat: int) -> None:
+    """Run each contender once in setting ``number``; append to ``runs`` or, why not, ``skipped``.
 
-    Who was skipped before is left out. One device, and a placement, have ranks of their own.
+    A contender that was skipped before is left out.
     """
-    setting = settings[number]
-    results = dict[str, TrainResult]()
-    out = {row["contender"] for row in found["skipped"]}
-    left = {one["name"]: one for one in contenders if one["name"] not in out}
-    for name in in_turn(left, repeat):
-        config = common | setting | {"seed": repeat}
-        config |= {key: left[name][key] for key in ("strategy", "builtin", "backend")}
-        config |= {"split_points": left[name].get("split_points")}
-        config["world_size"] = ranks = left[name].get("ranks", config["world_size"])
-        if config["strategy"] == "mesh":
-            # Only the transformer's layers can be cut.
-            side = 1 + (ranks % 2 == 0)
-            config |= {"dp": ranks // side, "tp" if config["model"] == "gpt" else "pp": side}
+    setting = record["settings"][number]
+    skipped = {row["contender"] for row in record["skipped"]}
+    contenders = {row["name"]: row for row in record["contenders"] if row["name"] not in skipped}
+    results: dict[str, TrainResult] = {}
+    for name in in_turn(contenders, repeat):
+        config = config_of(contenders[name], common | setting | {"seed": repeat})
         try:
             results[name] = train_run(RunConfig(**config), timeout_s=_TIMEOUT_S)
         except (ValueError, WorkerError) as error:
             # A technique refuses what it cannot do by ValueError, before a rank starts.
-            reason = str(error).strip().splitlines()[0]
-            row = {"contender": name, **setting, "reason": reason}
-            found["skipped"].append(row | {"failed": isinstance(error, WorkerError)})
+            row = {"contender": name, **setting, "reason": str(error).strip().splitlines()[0]}
+            record["skipped"].append(row | {"failed": isinstance(error, WorkerError)})
     for name, result in results.items():
-        told, row = result.as_dict(), Row(contender=name, setting=number, repeat=repeat)
-        kept = ("epochs", "bytes_sent", "messages", "peak_memory", "replicas_agree")
-        row |= {key: told[key] for key in kept} | {"note": told.get("note")}
+        facts = result.as_dict()
+        row = {"contender": name, "setting": number, "repeat": repeat, "note": facts.get("note")}
+        for key in _KEPT:
+            row[key] = facts[key]
         if SINGLE in results:
-            far = result.difference_from(results[SINGLE])
-            row["difference_from_single"] = far if math.isfinite(far) else None
-        found["runs"].append(row)
+            difference = result.difference_from(results[SINGLE])
+            row["difference_from_single"] = difference if math.isfinite(difference) else None
+        record["runs"].append(row)
+
+
+def config_of(contender: Row, config: Row) -> Row:
+    """The settings of a run, on the ranks of this contender: one device has one, a cut its own."""
+    ranks = contender.get("ranks", config["world_size"])
+    config = config | {"world_size": ranks, "split_points": contender.get("split_points")}
+    for name in ("strategy", "builtin", "backend"):
+        config[name] = contender[name]
+    if config["strategy"] == "mesh":
+        # Only the transformer's layers can be cut.
+        other_side = "tp" if config["model"] == "gpt" else "pp"
+        config[other_side] = 2 if ranks % 2 == 0 else 1
+        config["dp"] = ranks // config[other_side]
+    return config

@@ -32,20 +32,23 @@ def load(path: str | Path) -> Record:
 
 def runs_of(record: Record, contender: str, setting: int = 0) -> list[dict]:
     """The runs of a contender in a setting, by repeat; setting 0 is the main one."""
-    wanted = (contender, setting)
-    return [run for run in record["runs"] if (run["contender"], run["setting"]) == wanted]
+    key = (contender, setting)
+    return [run for run in record["runs"] if (run["contender"], run["setting"]) == key]
 
 
 def epoch_times(record: Record, contender: str, setting: int = 0) -> list[float]:
     """Seconds of an epoch, one number per repeat: the median of a run, warm-up left out."""
-    runs = [[e["seconds"] for e in run["epochs"]] for run in runs_of(record, contender, setting)]
-    return [statistics.median(seconds[1:] or seconds) for seconds in runs]
+    times = []
+    for run in runs_of(record, contender, setting):
+        seconds = [epoch["seconds"] for epoch in run["epochs"]]
+        times.append(statistics.median(seconds[1:] or seconds))
+    return times
 
 
 def present(record: Record) -> dict[str, dict]:
     """The contenders that ran in the main setting, by name, in the record's order."""
-    ran = {run["contender"] for run in record["runs"] if run["setting"] == 0}
-    return {one["name"]: one for one in record["contenders"] if one["name"] in ran}
+    by_name = {contender["name"]: contender for contender in record["contenders"]}
+    return {name: contender for name, contender in by_name.items() if runs_of(record, name)}
 
 
 def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
@@ -53,18 +56,18 @@ def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
 
     None if any repeat never reached it.
     """
-    found = []
+    pairs = []
     for run in runs_of(record, contender):
         seconds = 0.0
         for number, epoch in enumerate(run["epochs"], start=1):
             seconds += epoch["seconds"]
             # (None without held-out samples.)
             if (epoch["test_accuracy"] or 0) >= record["config"]["target"]:
-                found.append((number, seconds))
+                pairs.append((number, seconds))
                 break
         else:
             return None
-    return found or None
+    return pairs or None
 
 
 def series(record: Record, contender: str) -> dict[int, list[float]]:
@@ -84,18 +87,23 @@ def times_faster(record: Record, contender: str, other: str | None) -> list[floa
 
 
 def gain(record: Record, contender: str, other: str) -> str:
-    """Whether a contender gains on another with more training samples, in a sentence.
+    """Say in a sentence whether a contender gains on another with more training samples.
 
     It does if its epochs over the other's fall by more than the quartiles of the repeats overlap.
     """
-    ours = series(record, contender)
-    theirs = series(record, other)
-    spreads = {size: Spread.of(ratios(ours[size], theirs[size])) for size in ours}
-    parts = [f"{spread.text(format_number)} at {size:,}" for size, spread in spreads.items()]
-    first, *_, last = spreads.values()
+    other_times = series(record, other)
+    spreads = []
+    parts = []
+    for size, times in series(record, contender).items():
+        spread = Spread.of(ratios(times, other_times[size]))
+        spreads.append(spread)
+        parts.append(f"{spread.text(format_number)} at {size:,}")
+    first, *_, last = spreads
     verdict = "cannot tell whether"
-    if last.high < first.low or last.low > first.high:
-        verdict = "supports that" if last.median < first.median else "contradicts that"
+    if last.high < first.low:
+        verdict = "supports that"
+    elif last.low > first.high:
+        verdict = "contradicts that"
     return (
         f"{contender}'s epoch / {other}'s: {', '.join(parts)} training samples. So the record "
         f"{verdict} {contender} gains on {other} with more training samples."
@@ -103,8 +111,10 @@ def gain(record: Record, contender: str, other: str) -> str:
 
 
 def headline(record: Record) -> str:
-    """What was measured, on what."""
-    config, main, hardware = record["config"], record["settings"][0], record["hardware"]
+    """The model, data, settings and hardware of a record, in a line."""
+    config = record["config"]
+    main = record["settings"][0]
+    hardware = record["hardware"]
     cores = f"{format_count(hardware['cores'], 'core')} of {hardware['cpu']}"
     return (
         f"{config['model']} on {config['dataset']}: {main['train_size']} samples, global batch "
@@ -115,72 +125,81 @@ def headline(record: Record) -> str:
 
 def scoreboard(record: Record, recorded: bool = False) -> Table:
     """A row per contender in the main setting, which says so if it was ``recorded`` elsewhere."""
-    target, names = f"{record['config']['target']:.0%}", present(record)
-    heads = ("contender", "epoch", "one device's / its", "PyTorch's / ours")
-    heads += (f"epochs to {target}", f"time to {target}", "accuracy", "from one device")
-    heads += ("replicas", "sent per rank", "peak memory")
-    rows = [_row(record, one) for one in names.values()]
     mark = " (recorded)" if recorded else ""
-    rows = [(name + mark, *cells) for name, *cells in rows]
-    # PyTorch's, for example, may have been left out.
-    columns = [column for column in zip(heads, *rows) if {*column[1:]} != {"-"}]
-    heads, *rows = zip(*columns)
-    return Table(heads, tuple(rows))
+    rows = [_cells(record, contender, mark) for contender in present(record).values()]
+    if not rows:
+        return Table(("contender",), ())
+    # A column in which nobody has a value is left out, such as the ratio to PyTorch's.
+    heads = [head for head in rows[0] if {row[head] for row in rows} != {"-"}]
+    return Table(tuple(heads), tuple(tuple(row[head] for head in heads) for row in rows))
 
 
 def report(record: Record) -> str:
     """The tables that the command prints."""
     parts = [f"{headline(record)}\n{_RULES}", str(scoreboard(record))]
-    times = {name: series(record, name) for name in present(record)}
-    sizes = sorted({size for by_size in times.values() for size in by_size})
-    if len(sizes) > 1:
-        rows = [
-            (name, *(_spread(by_size.get(size, []), format_seconds) for size in sizes))
-            for name, by_size in times.items()
-        ]
-        heads = ("epoch by training samples", *(f"{size:,}" for size in sizes))
-        parts.append(str(Table(heads, tuple(rows))))
     for row in record["skipped"]:
-        what = "failed" if row["failed"] else "not run"
+        outcome = "failed" if row["failed"] else "not run"
         ranks = format_count(row["world_size"], "rank")
-        parts.append(f"{what}: {row['contender']} on {ranks}: {row['reason']}")
+        parts.append(f"{outcome}: {row['contender']} on {ranks}: {row['reason']}")
     notes = {run["contender"]: run["note"] for run in record["runs"] if run.get("note")}
-    return "\n\n".join([*parts, *(f"{name}: {note}" for name, note in notes.items())])
+    parts += [f"{name}: {note}" for name, note in notes.items()]
+    return "\n\n".join(parts)
 
 
-def _row(record: Record, contender: dict) -> tuple[str, ...]:
+def _cells(record: Record, contender: dict, mark: str) -> dict[str, str]:
+    """The cells of a contender by their column's head; "-" where there is nothing to say."""
     name = contender["name"]
-    runs, to_reach = runs_of(record, name), ["not reached"] * 2
-    if times := reached(record, name):
-        epochs, seconds = map(statistics.median, zip(*times))
-        to_reach = [format_number(epochs), format_seconds(seconds)]
-    far = [run.get("difference_from_single", "unknown") for run in runs]
-    # JSON has no NaN: in a run whose parameters diverged, null is stored instead.
-    apart = "not finite" if None in far else "-" if "unknown" in far else f"{max(far):.1g}"
-    sent = [max(run["bytes_sent"]) for run in runs if run["bytes_sent"]]
-    ranks = [[PeakMemory(**one) for one in run.get("peak_memory", ()) if one] for run in runs]
-    peaks = [max(max(rank.by_device.values(), default=0) for rank in own) for own in ranks if own]
+    runs = runs_of(record, name)
     accuracies = [run["epochs"][-1]["test_accuracy"] for run in runs]
-    accuracy = "-"
-    if None in accuracies:
-        to_reach = ["-"] * 2
-    else:
+    accuracy = epochs = seconds = "-"
+    if None not in accuracies:
         accuracy = f"{statistics.median(accuracies):.1%}"
-    return (
-        name,
-        _spread(epoch_times(record, name), format_seconds),
-        _spread(times_faster(record, name, SINGLE), format_number),
-        _spread(times_faster(record, name, contender["counterpart"]), format_number),
-        *to_reach,
-        accuracy,
-        apart,
-        "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
-        _spread(sent, format_bytes),
-        format_bytes(statistics.median(peaks)) if peaks else "-",
-    )
+        epochs = seconds = "not reached"
+        pairs = reached(record, name)
+        if pairs:
+            epochs = format_number(statistics.median(pair[0] for pair in pairs))
+            seconds = format_seconds(statistics.median(pair[1] for pair in pairs))
+    target = f"{record['config']['target']:.0%}"
+    sent = [max(run["bytes_sent"]) for run in runs if run["bytes_sent"]]
+    torchs_ratios = times_faster(record, name, contender["counterpart"])
+    return {
+        "contender": name + mark,
+        "epoch": _spread(epoch_times(record, name), format_seconds),
+        "one device's / its": _spread(times_faster(record, name, SINGLE), format_number),
+        "PyTorch's / ours": _spread(torchs_ratios, format_number),
+        f"epochs to {target}": epochs,
+        f"time to {target}": seconds,
+        "accuracy": accuracy,
+        "from one device": _largest_difference(runs),
+        "replicas": "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
+        "sent per rank": _spread(sent, format_bytes),
+        "peak memory": _peak_memory(runs),
+    }
+
+
+def _largest_difference(runs: list[dict]) -> str:
+    differences = [run.get("difference_from_single", "unknown") for run in runs]
+    # JSON has no NaN: in a run whose parameters diverged, null is stored instead.
+    if None in differences:
+        return "not finite"
+    if "unknown" in differences:
+        return "-"
+    return f"{max(differences):.1g}"
+
+
+def _peak_memory(runs: list[dict]) -> str:
+    """The median over runs of the rank, or the GPU, that took most."""
+    peaks = []
+    for run in runs:
+        by_rank = [PeakMemory(**rank) for rank in run.get("peak_memory", ()) if rank]
+        if by_rank:
+            peaks.append(max(max(rank.by_device.values(), default=0) for rank in by_rank))
+    return format_bytes(statistics.median(peaks)) if peaks else "-"
 
 
 def _spread(repeats: Sequence[float], text: Callable[[float], str]) -> str:
-    if len(set(repeats)) > 1:
-        return Spread.of(repeats).text(text)
-    return text(repeats[0]) if repeats else "-"
+    if not repeats:
+        return "-"
+    if len(set(repeats)) == 1:
+        return text(repeats[0])
+    return Spread.of(repeats).text(text)

@@ -9,6 +9,7 @@ et al., "Reducing activation recomputation in large transformer models" (2022), 
 activations; Rajbhandari et al., "ZeRO" (2020), sections 3 and 7, for sharding.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from labkit.units import check_choice, check_integer
 
 RECOMPUTE = ("none", "selective", "full")
-# Of 16-bit mixed-precision Adam, by parameter: weights, gradients; and a 32-bit copy, two moments.
+# Bytes per parameter of 16-bit mixed-precision Adam; its state is a 32-bit copy and two moments.
 _WEIGHT, _GRADIENT, _OPTIMIZER = 2, 2, 12
 
 
@@ -44,13 +45,16 @@ class GPT:
         return self.layers * self.block_parameters + self.embedding_parameters
 
     def flops(self, samples: int = 1) -> float:
-        """Of matrix products, forward and backward: 72 B T L D^2 (1 + T / 6D + V / 12LD)."""
+        """FLOPs of the products in a step, 72 B T L D^2 (1 + T / 6D + V / 12LD)."""
         return 3 * samples * (self._blocks_flops + 2 * self.length * self.width * self.vocabulary)
 
     def recomputed_flops(self, recompute: str, samples: int = 1) -> float:
-        """Of what backward computes once more: all blocks' forwards, or attention's products."""
-        scores = 4 * self.layers * self.length**2 * self.width
-        return samples * {"none": 0, "selective": scores, "full": self._blocks_flops}[recompute]
+        """FLOPs that backward computes again: all blocks' forwards, or attention's products."""
+        if recompute == "none":
+            return 0
+        if recompute == "selective":
+            return samples * 4 * self.layers * self.length**2 * self.width
+        return samples * self._blocks_flops
 
     @property
     def _blocks_flops(self) -> float:
@@ -97,7 +101,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread: GPUs are numbered by tensor rank, then replica, then stage.
+    """A division of a step: GPUs are numbered by tensor rank, then replica, then stage.
 
     Attributes:
         dp, tp, pp: d replicas, each of t x p GPUs.
@@ -105,8 +109,8 @@ class Layout:
         micro_batch: b.
         interleave: parts of the model that each pipeline stage has.
         sequence_parallel: what lies between tensor-parallel layers is cut by position.
-        recompute: what backward computes again, ``none``, ``selective`` (attention's scores, as
-            in flash attention) or ``full`` (all of each block).
+        recompute: the part that backward computes again, ``none``, ``selective`` (attention's
+            scores, as in flash attention) or ``full`` (all of each block).
     """
 
     dp: int = 1
@@ -161,22 +165,32 @@ def gpt_bytes(model: GPT, batch: int, cluster: Cluster, layout: Layout) -> dict[
 
     Left out: what a framework itself takes, buffers of messages, fragmentation: 5 to 10 GB.
     """
-    m, c = layout.micro_batches(model, batch, cluster), layout
-    blocks = math.ceil(model.layers / c.pp)
-    owned = (blocks * model.block_parameters + model.embedding_parameters) / c.tp
-    sharded = [owned / c.dp if c.stage >= least else owned for least in (3, 2, 1)]
-    # By token and D: what each block keeps, and that part which tensor parallelism does not cut.
-    scores = 0 if c.recompute == "selective" else 5 * model.heads * model.length / model.width
-    block = (34 + scores) / c.tp + (0 if c.sequence_parallel else 10 - 10 / c.tp)
-    kept = 2 / (c.tp if c.sequence_parallel else 1) if c.recompute == "full" else block
+    micro_batches = layout.micro_batches(model, batch, cluster)
+    tp, pp = layout.tp, layout.pp
+    blocks = math.ceil(model.layers / pp)
+    owned = (blocks * model.block_parameters + model.embedding_parameters) / tp
+    shard = owned / layout.dp
+    # Bytes per token and D that a block keeps for its backward.
+    scores = 0 if layout.recompute == "selective" else 5 * model.heads * model.length / model.width
+    block = (34 + scores) / tp
+    if not layout.sequence_parallel:
+        # Tensor parallelism does not cut this part.
+        block += 10 - 10 / tp
+    kept = block
+    again = 0.0
+    if layout.recompute == "full":
+        kept = 2 / tp if layout.sequence_parallel else 2.0
+        again = block
     # 1F1B: the first stage holds p micro-batches, and with interleaving some parts of more.
-    held = min(m, c.pp) * (1 if c.interleave == 1 else 1 + (c.pp - 1) / (c.pp * c.interleave))
-    again = block if c.recompute == "full" else 0
+    held = float(min(micro_batches, pp))
+    if layout.interleave > 1:
+        held *= 1 + (pp - 1) / (pp * layout.interleave)
+    tokens = layout.micro_batch * model.length
     return {
-        "parameters": _WEIGHT * sharded[0],
-        "gradients": _GRADIENT * sharded[1],
-        "optimizer": _OPTIMIZER * sharded[2],
-        "activations": c.micro_batch * model.length * model.width * (held * blocks * kept + again),
+        "parameters": _WEIGHT * (shard if layout.stage == 3 else owned),
+        "gradients": _GRADIENT * (shard if layout.stage >= 2 else owned),
+        "optimizer": _OPTIMIZER * (shard if layout.stage >= 1 else owned),
+        "activations": tokens * model.width * (held * blocks * kept + again),
     }
 
 
@@ -186,30 +200,32 @@ def gpt_seconds(model: GPT, batch: int, cluster: Cluster, layout: Layout) -> dic
     ``compute``: products and what is computed again. ``tensor``: all-reduces in the blocks (two
     forward, two backward, two more where all is computed again), which nothing hides.
     ``hops``: messages between stages. ``bubble``: (p - 1) / v of a micro-batch's time.
-    ``data``: what backward of the last micro-batch does not hide of gradients; in stage 3 what no
-    micro-batch hides of gathering parameters, twice, and of sharing gradients.
+    ``data``: the part of the gradients' all-reduce that backward of the last micro-batch does not
+    hide; in stage 3 the part of two all-gathers of parameters and of the reduce-scatter of
+    gradients that no micro-batch hides.
     """
-    m, c = layout.micro_batches(model, batch, cluster), layout
-    flops = model.flops(c.micro_batch) + model.recomputed_flops(c.recompute, c.micro_batch)
-    compute_s = flops / (c.tp * c.pp) / (cluster.flops * cluster.product_share)
-    activation = 2 * c.micro_batch * model.length * model.width
-    passes = 2 * (6 if c.recompute == "full" else 4) * model.layers / c.pp
-    tensor_s = passes * cluster.ring_pass_seconds(activation, c.tp)
-    hop_s = cluster.hop_seconds(activation / c.tp, c.tp * c.dp)
-    hops_s = 2 * c.interleave * hop_s if c.pp > 1 else 0.0
-    one_s = compute_s + tensor_s + hops_s
-    shared = _WEIGHT * model.parameters / (c.tp * c.pp)
-    pass_s = cluster.ring_pass_seconds(shared, c.dp, c.tp)
+    micro_batches = layout.micro_batches(model, batch, cluster)
+    tp, pp = layout.tp, layout.pp
+    flops = model.flops(layout.micro_batch)
+    flops += model.recomputed_flops(layout.recompute, layout.micro_batch)
+    compute_s = flops / (tp * pp) / (cluster.flops * cluster.product_share)
+    activation_bytes = 2 * layout.micro_batch * model.length * model.width
+    all_reduces = (6 if layout.recompute == "full" else 4) * model.layers / pp
+    tensor_s = 2 * all_reduces * cluster.ring_pass_seconds(activation_bytes, tp)
+    hop_s = cluster.hop_seconds(activation_bytes / tp, tp * layout.dp)
+    hops_s = 2 * layout.interleave * hop_s if pp > 1 else 0.0
+    weight_bytes = _WEIGHT * model.parameters / (tp * pp)
+    pass_s = cluster.ring_pass_seconds(weight_bytes, layout.dp, tp)
     data_s = max(0.0, 2 * pass_s - 2 / 3 * compute_s)
-    if c.stage == 3:
-        data_s = m * max(0.0, 3 * pass_s - compute_s)
-    elif c.stage == 2:  # gradients are shared out after each micro-batch
-        data_s += (m - 1) * max(0.0, pass_s - 2 / 3 * compute_s)
+    if layout.stage == 3:
+        data_s = micro_batches * max(0.0, 3 * pass_s - compute_s)
+    elif layout.stage == 2:  # gradients are reduced after each micro-batch
+        data_s += (micro_batches - 1) * max(0.0, pass_s - 2 / 3 * compute_s)
     return {
-        "compute": m * compute_s,
-        "tensor": m * tensor_s,
-        "hops": m * hops_s,
-        "bubble": (c.pp - 1) / c.interleave * one_s,
+        "compute": micro_batches * compute_s,
+        "tensor": micro_batches * tensor_s,
+        "hops": micro_batches * hops_s,
+        "bubble": (pp - 1) / layout.interleave * (compute_s + tensor_s + hops_s),
         "data": data_s,
     }
 
@@ -221,15 +237,18 @@ def layouts(
 
     Without pipeline of every ZeRO stage, with one of stages 0 and 1; b is a power of two.
     """
-    for tp in (2**n for n in range(cluster.gpus_per_host.bit_length())):
+    tensor_sides = [2**n for n in range(cluster.gpus_per_host.bit_length())]
+    for tp in tensor_sides:
         for pp in range(1, cluster.gpus // tp + 1):
             dp, rest = divmod(cluster.gpus, tp * pp)
-            for stage in [] if rest else (0, 1, 2, 3) if pp == 1 else (0, 1):
-                for b in (1, 2, 4, 8, 16):
-                    layout = Layout(dp, tp, pp, stage, b, recompute=recompute)
-                    try:
-                        layout.micro_batches(model, batch, cluster)
-                    except ValueError:
-                        continue
-                    if stage == 0 or dp > 1:
-                        yield layout
+            if rest:
+                continue
+            stages = (0, 1, 2, 3) if pp == 1 else (0, 1)
+            for stage, micro_batch in itertools.product(stages, (1, 2, 4, 8, 16)):
+                layout = Layout(dp, tp, pp, stage, micro_batch, recompute=recompute)
+                try:
+                    layout.micro_batches(model, batch, cluster)
+                except ValueError:
+                    continue
+                if stage == 0 or dp > 1:
+                    yield layout

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from ranks import open_descriptors
 
-from labkit.comm.meeting import meet
+from labkit.comm.rendezvous import map_arena
 from labkit.comm.shared_memory import Arena
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/PID/fd")
@@ -39,13 +39,13 @@ class Lying:
         return self.lie if re.fullmatch(r"labkit/arena/0/\d+", key) else value
 
 
-def meet_all(world_size, lie=None):
-    """What ``meet`` gives by rank; with a ``lie`` the store tells it to all but rank 0."""
+def map_all(world_size, lie=None):
+    """What ``map_arena`` gives by rank; with a ``lie`` the store tells it to all but rank 0."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=10))
     stores = [store] + [store if lie is None else Lying(store, lie)] * (world_size - 1)
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(meet, stores, range(world_size), [world_size] * world_size))
+        return list(pool.map(map_arena, stores, range(world_size), [world_size] * world_size))
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def _no_file_stays_open():
 def test_all_map_the_same_memory_which_is_for_its_owner_and_keeps_its_size(monkeypatch):
     kept = []
     monkeypatch.setattr(Arena, "close_file", lambda arena: kept.append(arena.descriptor))
-    first, second = arenas = meet_all(2)
+    first, second = arenas = map_all(2)
     first.board.ranks[1]["pid"] = 100
     assert second.board.ranks[1]["pid"] == 100
     for descriptor in set(kept):
@@ -82,7 +82,7 @@ def bomb(path):
 )
 def test_what_is_no_note_or_of_a_process_that_is_gone_is_not_used(note, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert meet_all(3, note) == [None] * 3
+    assert map_all(3, note) == [None] * 3
     assert not list(tmp_path.iterdir())
 
 
@@ -90,7 +90,7 @@ def test_what_is_no_note_or_of_a_process_that_is_gone_is_not_used(note, tmp_path
 
 
 def memory(num_bytes, seals=SEALS):
-    """An open file in memory, sealed as ``meet`` does or differently."""
+    """An open file in memory, sealed as ``map_arena`` does or differently."""
     descriptor = os.memfd_create("labkit", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
@@ -110,15 +110,15 @@ ELSEWHERE = {
     "memory that is too large": lambda num_bytes: memory(num_bytes + 1),
     "memory that may shrink": lambda num_bytes: memory(num_bytes, fcntl.F_SEAL_GROW),
     "a launcher's arena": lambda num_bytes: memory(num_bytes, 0),
-    "what a meeting makes": memory,
+    "what a rendezvous makes": memory,
 }
 
 
 @pytest.mark.parametrize("what", ELSEWHERE)
-def test_only_what_a_meeting_makes_is_mapped_else_no_rank_uses_any(what):
+def test_only_what_a_rendezvous_makes_is_mapped_else_no_rank_uses_any(what):
     descriptor = ELSEWHERE[what](Arena(3).num_bytes)
-    found = meet_all(3, f"{os.getpid()} {descriptor}".encode())
-    assert (found == [None] * 3) == (what != "what a meeting makes")
+    found = map_all(3, f"{os.getpid()} {descriptor}".encode())
+    assert (found == [None] * 3) == (what != "what a rendezvous makes")
     os.close(descriptor)
 
 
@@ -138,7 +138,7 @@ def test_memory_of_another_user_is_refused_though_root_could_open_it():
         os._exit(0)
     (descriptor,) = struct.unpack("q", os.read(ready, 8))
     assert os.stat(f"/proc/{stranger}/fd/{descriptor}").st_uid == 65534
-    assert meet_all(3, f"{stranger} {descriptor}".encode()) == [None] * 3
+    assert map_all(3, f"{stranger} {descriptor}".encode()) == [None] * 3
     for number in (ready, tell, wait, end):
         os.close(number)
     os.waitpid(stranger, 0)

@@ -12,7 +12,7 @@ import pytest
 from ranks import wait_until
 
 from labkit.comm.shared_memory import marked
-from labkit.runtime.agents import start_agents
+from workbook.agents import start_agents
 
 pytestmark = pytest.mark.fresh
 
@@ -32,7 +32,7 @@ time.sleep(600)
 """
 CALL = """
 import os, sys
-from labkit.runtime.agents import start_agents
+from workbook.agents import start_agents
 with start_agents([sys.argv[1], "word"], hosts=1, ranks_per_host=1) as agents:
     agents.follow(600)
 """

@@ -1,4 +1,4 @@
-"""How ranks without a common launcher find their hosts, and map one arena on each of them.
+"""The rendezvous of ranks without a common launcher: find their hosts, map one arena on each.
 
 A host is the ranks of one torchrun agent, or of one node of a cluster: two of them on one machine
 are two hosts, which talk over the network.
@@ -6,7 +6,7 @@ are two hosts, which talk over the network.
 At first the ranks share only a ``torch.distributed`` store. Under torchrun it listens on every
 interface without a password, and anyone who reaches it can write into it. So what is in the store
 only says where the memory should be. A rank maps what it finds there only if it looks like an
-arena made by ``meet``: memory of the same user, sealed, of the right size.
+arena made by ``map_arena``: memory of the same user, sealed, of the right size.
 
 Source: memfd_create(2) and fcntl(2) for seals; proc(5), /proc/PID/fd, for access rights.
 """
@@ -39,44 +39,49 @@ _KEPT_SPANS = 10_000
 
 
 def find_hosts(store: Any, rank: int, world_size: int) -> tuple[Hosts, tuple[str, ...]]:
-    """The hosts of these ranks, in the order of their first ranks, and their names."""
-    if _is_one_host():
-        return (tuple(range(world_size)),), (socket.gethostname(),)
-    place = f"labkit/host/{store.add(f'labkit/hosts/{rank}', 1)}"
+    """Return the hosts of these ranks, in the order of their first ranks, and their names."""
     name = socket.gethostname()
+    if _is_one_host():
+        return (tuple(range(world_size)),), (name,)
+    attempt = store.add(f"labkit/hosts/{rank}", 1)
+    prefix = f"labkit/host/{attempt}"
     host = read_numbers().host
-    store.set(f"{place}/{rank}", f"{name if host is None else host} {name}")
-    hosts: dict[str, list[int]] = {}
+    if host is None:
+        host = name
+    store.set(f"{prefix}/{rank}", f"{host} {name}")
+    ranks_by_host: dict[str, list[int]] = {}
     names: dict[str, str] = {}
-    for other in range(world_size):
-        host, _, name = store.get(f"{place}/{other}").decode(errors="replace").partition(" ")
-        hosts.setdefault(host, []).append(other)
+    for peer in range(world_size):
+        note = store.get(f"{prefix}/{peer}").decode(errors="replace")
+        host, _, name = note.partition(" ")
+        ranks_by_host.setdefault(host, []).append(peer)
         names.setdefault(host, "".join(filter(str.isprintable, name[:64])))
-    return tuple(map(tuple, hosts.values())), tuple(names.values())
+    return tuple(map(tuple, ranks_by_host.values())), tuple(names.values())
 
 
-def meet(
+def map_arena(
     store: Any, rank: int, world_size: int, ranks: Sequence[int] | None = None
 ) -> Arena | None:
     """Map one arena on ``ranks``, by default all: the first of them makes it, the others open it.
 
-    It has a place for each of ``world_size`` ranks. The result is None on all of ``ranks`` if one
+    It has room for each of ``world_size`` ranks. The result is None on all of ``ranks`` if one
     of them cannot open it (another container).
     """
-    ranks = range(world_size) if ranks is None else ranks
+    ranks = ranks or range(world_size)
     # A store may outlive a group: the next group must not read the notes of this one.
-    place = f"labkit/arena/{ranks[0]}/{store.add(f'labkit/arenas/{rank}', 1)}"
+    attempt = store.add(f"labkit/arenas/{rank}", 1)
+    key = f"labkit/arena/{ranks[0]}/{attempt}"
     if rank == ranks[0]:
         arena = Arena(world_size)
-        # The seals are a mark that ``meet`` made it, and keep its size.
+        # The seals are a mark that ``map_arena`` made it, and keep its size.
         with contextlib.suppress(AttributeError, OSError):
             fcntl.fcntl(arena.descriptor, fcntl.F_ADD_SEALS, _seals())
-        store.set(place, f"{os.getpid()} {arena.descriptor}")
+        store.set(key, f"{os.getpid()} {arena.descriptor}")
     else:
-        arena = _open(world_size, store.get(place))
-    store.set(f"{place}/{rank}", "open" if arena else "not open")
+        arena = _open(world_size, store.get(key))
+    store.set(f"{key}/{rank}", "open" if arena else "not open")
     # The file must not be closed before all have opened it.
-    answers = {store.get(f"{place}/{other}") for other in ranks}
+    answers = {store.get(f"{key}/{peer}") for peer in ranks}
     if arena is None or answers != {b"open"}:
         return None
     arena.close_file()
@@ -84,22 +89,23 @@ def meet(
 
 
 def _open(world_size: int, note: bytes) -> Arena | None:
-    """Map the arena of a note; None if it is absent or was not made by ``meet`` of this user."""
+    """Map the arena of a note; None if it is absent, or another user or program made it."""
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
         pid, descriptor = map(int, note.split())
         # O_PATH does not open the file yet: a device could react, and a pipe could block.
-        found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
-        stack.callback(os.close, found)
-        status = os.fstat(found)
+        path_only = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
+        stack.callback(os.close, path_only)
+        status = os.fstat(path_only)
         is_memory = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
         if is_memory and status.st_uid == os.geteuid():
-            opened = os.open(f"/proc/self/fd/{found}", os.O_RDWR)
+            opened = os.open(f"/proc/self/fd/{path_only}", os.O_RDWR)
             stack.callback(os.close, opened)
             # In another container the same path is another file. Sealed memory cannot shrink;
             # shrinking would kill the processes that touch it (SIGBUS).
             if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == _seals():
                 arena = Arena(world_size, os.dup(opened))
-                return arena if arena.num_bytes == status.st_size else None
+                if arena.num_bytes == status.st_size:
+                    return arena
     return None
 
 
@@ -126,37 +132,41 @@ def separate_comm(
     timeout: timedelta,
     ranks: Sequence[int] | None = None,
 ) -> Comm:
-    """A separate Comm for one kind of traffic of these ranks; all of them call this, as often.
+    """Make a separate Comm for one kind of traffic of these ranks; all call this equally often.
 
     Messages of an edge are first in, first out: threads that share a ``Comm`` would take each
-    other's. So the ranks meet once more, with separate shared memory on each host, and gloo
-    between hosts, for CPU tensors. A message may take up to ``timeout``; ``ranks`` are numbered as
-    in the run, by default all.
+    other's. So the ranks hold one more rendezvous, with separate shared memory on each host, and
+    gloo between hosts, for CPU tensors. A message may take up to ``timeout``; ``ranks`` are
+    numbered as in the run, by default all.
     """
     cpu = torch.device("cpu")
     store = dist.PrefixStore(f"labkit/{purpose}", store)
     hosts, _ = find_hosts(store, rank, size)
-    arena = meet(store, rank, size, neighbours := hosts[host_of(rank, hosts)])
-    near = None if arena is None else SharedTransport(arena, rank, timeout.total_seconds())
+    neighbours = hosts[host_of(rank, hosts)]
+    arena = map_arena(store, rank, size, neighbours)
+    board = near = None
+    if arena is not None:
+        board = arena.board
+        near = SharedTransport(arena, rank, timeout.total_seconds())
     if near is not None and len(neighbours) == size:
         transport: Transport = near
     else:
         stay_on_loopback()
         far = TorchTransport("gloo", cpu, dist.ProcessGroupGloo(store, rank, size, timeout))
         transport = far if near is None else HostsTransport(near, far, neighbours)
-    board = None if arena is None else arena.board
     comm = Comm(rank, size, cpu, transport, board, keep_spans=_KEPT_SPANS, hosts=hosts)
     return over_link(comm, ranks)
 
 
 class HostsTransport(Transport):
-    """Point-to-point through the memory of this host, or through a process group of all ranks.
+    """Point-to-point through the memory of this host, or over a process group of all ranks.
 
     ``near`` reaches the ``neighbours``, the ranks of this host, and ``far`` all others.
     """
 
     def __init__(self, near: SharedTransport, far: TorchTransport, neighbours: Sequence[int]):
-        self.near, self.far, self.neighbours = near, far, frozenset(neighbours)
+        self.near, self.far = near, far
+        self.neighbours = frozenset(neighbours)
         self.sent = near.sent = far.sent
 
     def to(self, peer: int) -> Transport:
@@ -181,8 +191,11 @@ class HostsTransport(Transport):
 
     @contextmanager
     def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
-        is_far = self.to(dst) is self.far and self.to(src) is self.far
-        with (self.far if is_far else super()).exchanging(send, dst, recv, src):
+        if dst not in self.neighbours and src not in self.neighbours:
+            with self.far.exchanging(send, dst, recv, src):
+                yield
+        else:
+            self.exchange(send, dst, recv, src)
             yield
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:

@@ -23,7 +23,8 @@ from pathlib import Path
 from labkit.comm.shared_memory import kill_marked, loopback
 from labkit.comm.source_lines import is_ours
 
-_MARK, _FOLDER = "LABKIT_AGENTS", "LABKIT_AGENTS_FOLDER"
+_MARK = "LABKIT_AGENTS"
+_FOLDER = "LABKIT_AGENTS_FOLDER"
 # Time for an agent to end its ranks; then they are killed.
 _GRACE_S = 10.0
 
@@ -37,7 +38,8 @@ class Agents:
     """The agents of ``torchrun``, one a host, as ``start_agents`` has started them."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[str]]):
-        self._processes, self._num_open = processes, len(processes)
+        self._processes = processes
+        self._num_open = len(processes)
         # (host, line); None for the end of a host's output.
         self._lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
         for host in range(len(processes)):
@@ -91,11 +93,12 @@ def start_agents(
 
     Args:
         program: a script and its arguments, or ``-m``, a module and its arguments.
-        hosts, ranks_per_host: how many agents, and how many ranks each of them starts.
+        hosts, ranks_per_host: the number of agents, and of the ranks that each of them starts.
         options: more options of ``torchrun``, such as ``--max-restarts``, ``1``.
         environment: more variables for the ranks.
     """
-    mark, processes = secrets.token_hex(8), list[subprocess.Popen[str]]()
+    mark = secrets.token_hex(8)
+    processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory(prefix="labkit-hosts-", ignore_cleanup_errors=True) as folder:
         # torchrun would set OMP_NUM_THREADS, and say so at length.
         settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()} | os.environ
@@ -108,7 +111,7 @@ def start_agents(
         try:
             for host in range(hosts):
                 # The hosts are numbered by their addresses, which are all this machine's own.
-                words = f"""-m labkit.runtime.agents
+                words = f"""-m workbook.agents
                     --nnodes {hosts} --nproc-per-node {ranks_per_host} --tee 3
                     --rdzv-backend c10d --rdzv-conf store_type=file --rdzv-id labkit
                     --local-addr 127.0.0.{1 + host}""".split()
@@ -153,9 +156,10 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    parent, caller, nothing = os.getppid(), os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    parent = os.getppid()
+    caller = os.dup(0)
     # The ranks get an empty input.
-    os.dup2(nothing, 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def end_with_caller() -> None:
         while os.read(caller, 1 << 10):
