@@ -42,7 +42,7 @@ FLOORS = {
         {"__init__", "__main__"},
     ],
     "workbook": [
-        {"plots"},
+        {"agents", "gpt_step", "plots"},
         {"notebook"},
         {"exercises", "widgets"},
         {"check", "kernels", "measure"},

@@ -1,6 +1,6 @@
 """Page 14: five models, each with its cluster, and the layouts in which a step can be spread.
 
-The bytes of a layout and the seconds of its step are predicted: ``workbook.measure.gpt_step``.
+The bytes of a layout and the seconds of its step are predicted: ``workbook.gpt_step``.
 """
 
 from functools import partial
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from labkit.units import check_choice, format_number, format_seconds, text_table
 from workbook.exercises.grader import Verdict, solved
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, show_verdict
-from workbook.measure.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds, layouts
+from workbook.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds, layouts
 
 # A layout whose step is longer than the best one's by no more than this is as good.
 _CLOSE = 1.03

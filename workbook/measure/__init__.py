@@ -5,7 +5,6 @@
     bench pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
     compare             all techniques and PyTorch's, under equal conditions
 
-``gpt_step`` predicts bytes and seconds of a GPT on given GPUs and links, for page 14. ``turns``
-has the rules of timing, ``record`` what stands beside the results. ``two_hosts`` and ``elsewhere``
-show the records of ``make two-hosts`` and ``make elsewhere``.
+``turns`` has the rules of timing, ``record`` what stands beside the results. ``two_hosts`` and
+``elsewhere`` show the records of ``make two-hosts`` and ``make elsewhere``.
 """

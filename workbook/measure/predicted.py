@@ -36,7 +36,7 @@ from labkit.training.measured import measure_link
 from labkit.units import format_seconds
 from labkit.workload.losses import CountedLoss, ShareLoss
 from labkit.workload.transformer import Block, gpt
-from workbook.measure.gpt_step import GPT
+from workbook.gpt_step import GPT
 from workbook.measure.record import Spread, Table
 
 SAMPLES = 12

@@ -1,8 +1,8 @@
-"""Training runs that others have published, to set beside ``workbook.measure.gpt_step``."""
+"""Training runs that others have published, to set beside ``workbook.gpt_step``."""
 
 from dataclasses import dataclass, replace
 
-from workbook.measure.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds
+from workbook.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds
 
 KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198, table 5"
 NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473, table 2"

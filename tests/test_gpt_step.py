@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.workload.transformer import gpt
-from workbook.measure.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds, layouts
+from workbook.gpt_step import GPT, Cluster, Layout, gpt_bytes, gpt_seconds, layouts
 from workbook.measure.published import KORTHIKANTI, RUNS
 
 MODEL = GPT(layers=24, width=2048, heads=16)
