@@ -33,6 +33,8 @@ _DRAWN = ("tree", "ring", "fast", *_REFERENCES)
 # No all-reduce: every rank copies S bytes, as it must at the least to read its tensor and to write
 # the result, at the same time as the others.
 _LIMIT = "copy (limit)"
+# The one whose tensors lie in shared memory beforehand, as DDP's buckets do.
+_IN_PLACE = "in place"
 
 AllReduce = Callable[[Tensor], object]
 # A contender from outside the package: a context manager that each rank enters once. It yields a
@@ -50,9 +52,9 @@ def bench_all_reduce(
 ) -> Result:
     """Time all available all-reduces on float32 tensors of these sizes, multiples of 4.
 
-    The tensors are in ordinary memory, not placed in shared memory beforehand. Every rank checks
-    each result: a wrong one is an error. NCCL takes part where each rank has a GPU; ``guests`` are
-    additional contenders by name, as ``tools/bench_mpi.py`` adds MPI.
+    Only those of ``in place`` are in shared memory beforehand, as DDP's buckets are. Every rank
+    checks each result: a wrong one is an error. NCCL takes part where each rank has a GPU;
+    ``guests`` are additional contenders by name, as ``tools/bench_mpi.py`` adds MPI.
     """
     link = measure_link(world_size, "exchange", gamma=True, **device_options)
     seconds, _ = on_ranks(
@@ -122,19 +124,27 @@ def checked_turns(
     pattern = (torch.arange(num_bytes // 4, device=comm.device) % 1021).float()
     values = pattern * (comm.rank + 1)
     expected = pattern * (comm.world_size * (comm.world_size + 1) // 2)
-    work = torch.empty_like(pattern)
+    tensor = torch.empty_like(pattern)
+    calls = {name: partial(reduce, tensor) for name, reduce in algorithms.items()}
+    tensors = dict.fromkeys(algorithms, tensor)
+    if comm.transport.shares_memory:
+        bucket = collectives.SharedBucket(comm, num_bytes // 4, tensor.dtype, comm.device)
+        calls[_IN_PLACE] = partial(bucket.all_reduce, comm)
+        tensors[_IN_PLACE] = bucket.flat[: num_bytes // 4]
 
     def turn(name: str) -> float:
+        work = tensors[name]
         # The first call fills the caches (of data and of code) again after the others' turns: in
         # a program that calls one all-reduce after another, they are warm.
-        algorithms[name](work.zero_())
+        work.zero_()
+        calls[name]()
         work.copy_(values)
-        seconds = timed(comm, lambda: algorithms[name](work))
+        seconds = timed(comm, calls[name])
         if not torch.equal(work, expected):
             raise AssertionError(f"{name}: {num_bytes} bytes have a wrong sum")
         return seconds
 
-    return {name: partial(turn, name) for name in algorithms}
+    return {name: partial(turn, name) for name in calls}
 
 
 def copy_turn(comm: Comm, num_bytes: int) -> Turn:
