@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_every_contender_of_the_all_reduce_bench_is_right(tmp_path):
     words = ["all-reduce", "--world-size", "3", "--sizes", "4,64KiB", "--repeats", "2"]
     found = rows_of(tmp_path, *words)
     names = {"fast", "direct", "fast ring", "ring", "tree", "naive"}
-    names |= {"ring over gloo", "gloo", "labkit backend", "copy (limit)"}
+    names |= {"ring over gloo", "gloo", "labkit backend", "in place", "copy (limit)"}
     for size in (4, 2**16):
         rows = by_contender(row for row in found if row["size_bytes"] == size)
         assert rows.keys() == names
@@ -73,6 +74,7 @@ def test_a_guest_takes_turns_with_the_others():
 def test_a_wrong_sum_ends_the_bench(monkeypatch):
     class Alone:
         rank, world_size, device = 0, 2, "cpu"
+        transport = SimpleNamespace(shares_memory=False)
 
     monkeypatch.setattr(all_reduce, "timed", lambda comm, action: action() or 1.0)
     with pytest.raises(AssertionError, match="lazy: 8 bytes have a wrong sum"):
