@@ -43,7 +43,12 @@ class SharedBucket:
         is_reachable = comm.transport.shares_memory and not isinstance(comm, SubComm)
         adds_in_place = Reduction.of("sum", torch.empty(0, dtype=dtype)).wide == dtype
         if is_reachable and adds_in_place and comm.world_size > 1 and device.type == "cpu":
-            blocks = comm.transport.share(max(1, padded * dtype.itemsize)) or []
+            size = f"{str(dtype).removeprefix('torch.')} [{num_elements}]"
+            with (
+                comm.collective("shared_bucket", option=size),
+                comm.session.joint_operation("shared_bucket"),
+            ):
+                blocks = comm.transport.share(max(1, padded * dtype.itemsize)) or []
             self._tensors = [block[: padded * dtype.itemsize].view(dtype) for block in blocks]
         if self._tensors:
             self.flat = self._tensors[comm.rank]
@@ -59,11 +64,11 @@ class SharedBucket:
             fast_ring_all_reduce(comm, self.flat, op)
             return
         reduction = Reduction.of(op, self.flat)
-        barrier = comm.transport.windows.barrier
         with (
             comm.collective("shared_all_reduce", self.flat, op),
             comm.session.streaming("shared_all_reduce", kind="all_reduce"),
         ):
+            barrier = comm.transport.windows.barrier
             for peer in range(comm.world_size):
                 if peer != comm.rank:
                     # Its values of our slice, which it reads here, and our sums, which it gets.

@@ -20,7 +20,7 @@ from labkit.collectives.common import (
     transfer,
 )
 from labkit.comm.comm import Comm
-from labkit.comm.transport import check_apart
+from labkit.comm.transport import check_apart, check_writable
 from labkit.schedules.tree import (
     binomial_broadcast,
     binomial_reduce,
@@ -79,10 +79,14 @@ def broadcast_coalesced(comm: Comm, tensors: Iterable[torch.Tensor]) -> None:
     """
     tensors_by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
+        if not tensor.is_contiguous():
+            check_writable(tensor)
         tensors_by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same_dtype in tensors_by_dtype.values():
-        flat = torch.cat([tensor.detach().flatten() for tensor in same_dtype])
-        broadcast(comm, flat)
+        shapes = [tuple(tensor.shape) for tensor in same_dtype]
+        with comm.collective("broadcast_coalesced", option=f"{same_dtype[0].dtype} {shapes}"):
+            flat = torch.cat([tensor.detach().flatten() for tensor in same_dtype])
+            broadcast(comm, flat)
         if comm.rank > 0:
             pieces = flat.split([tensor.numel() for tensor in same_dtype])
             for tensor, piece in zip(same_dtype, pieces):

@@ -12,10 +12,8 @@ Source: memfd_create(2) and fcntl(2) for seals; proc(5), /proc/PID/fd, for acces
 """
 
 import contextlib
-import fcntl
 import os
 import socket
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,7 +25,7 @@ from torch import Tensor
 
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import over_link
-from labkit.comm.shared_memory import Arena, loopback
+from labkit.comm.shared_memory import Arena, loopback, open_sealed, seal
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import Transport
@@ -73,9 +71,7 @@ def map_arena(
     key = f"labkit/arena/{ranks[0]}/{attempt}"
     if rank == ranks[0]:
         arena = Arena(world_size)
-        # The seals are a mark that ``map_arena`` made it, and keep its size.
-        with contextlib.suppress(AttributeError, OSError):
-            fcntl.fcntl(arena.descriptor, fcntl.F_ADD_SEALS, _seals())
+        seal(arena.descriptor)
         store.set(key, f"{os.getpid()} {arena.descriptor}")
     else:
         arena = _open(world_size, store.get(key))
@@ -90,27 +86,15 @@ def map_arena(
 
 def _open(world_size: int, note: bytes) -> Arena | None:
     """Map the arena of a note; None if it is absent, or another user or program made it."""
-    with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
+    with contextlib.suppress(OSError, ValueError):
         pid, descriptor = map(int, note.split())
-        # O_PATH does not open the file yet: a device could react, and a pipe could block.
-        path_only = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
-        stack.callback(os.close, path_only)
-        status = os.fstat(path_only)
-        is_memory = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
-        if is_memory and status.st_uid == os.geteuid():
-            opened = os.open(f"/proc/self/fd/{path_only}", os.O_RDWR)
-            stack.callback(os.close, opened)
-            # In another container the same path is another file. Sealed memory cannot shrink;
-            # shrinking would kill the processes that touch it (SIGBUS).
-            if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == _seals():
-                arena = Arena(world_size, os.dup(opened))
-                if arena.num_bytes == status.st_size:
-                    return arena
+        opened = open_sealed(pid, descriptor)
+        if opened is not None:
+            num_bytes = os.fstat(opened).st_size
+            arena = Arena(world_size, opened)
+            if arena.num_bytes == num_bytes:
+                return arena
     return None
-
-
-def _seals() -> int:
-    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _is_one_host() -> bool:

@@ -65,6 +65,8 @@ class Session:
         # Whether starts of operations are compared with those of other ranks after the run.
         self._compares = False
         self.at_close: list[Callable[[], None]] = []
+        # By Comm of this run, see ``work.work_queue_of``.
+        self.work_queues: dict[Any, Any] = {}
         self._timers: dict[tuple[torch.device, ...], ClockTimer] = {(): ClockTimer()}
         self.recorder = Recorder(self.rank, self.timer_of(self.device), keep=keep_spans)
         self.is_closed = False

@@ -10,8 +10,10 @@ And here is what the system says of such processes.
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
+import stat
 import sys
 import tempfile
 import time
@@ -135,22 +137,75 @@ def share_blocks(
     """
     row = board.ranks[rank]
     descriptor = _unnamed_file(num_bytes)
-    row["shares"] = descriptor
-    barrier()
-    blocks = []
     try:
+        seal(descriptor)
+        row["shares"] = descriptor
+        barrier()
+        blocks = []
         for peer_row in board.ranks:
-            path = f"/proc/{peer_row['pid']}/fd/{peer_row['shares']}"
-            # (It keeps no file open, as an ``mmap`` of Python does.)
-            blocks.append(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
-    except RuntimeError:
+            block = _map_block(int(peer_row["pid"]), int(peer_row["shares"]), num_bytes)
+            if block is None:
+                row["shares"] = -1
+                break
+            blocks.append(block)
+        # The file must not be closed before all have opened it.
+        barrier()
+        all_could = bool((board.ranks["shares"] >= 0).all())
+        barrier()
+    finally:
+        # The number may be another file's next.
         row["shares"] = -1
-    # The file must not be closed before all have opened it.
-    barrier()
-    os.close(descriptor)
-    all_could = bool((board.ranks["shares"] >= 0).all())
-    barrier()
+        os.close(descriptor)
     return blocks if all_could else None
+
+
+def _map_block(pid: int, descriptor: int, num_bytes: int) -> Tensor | None:
+    opened = open_sealed(pid, descriptor)
+    if opened is None:
+        return None
+    try:
+        if os.fstat(opened).st_size != num_bytes:
+            return None
+        path = f"/proc/self/fd/{opened}"
+        # (It keeps no file open, as an ``mmap`` of Python does.)
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    finally:
+        os.close(opened)
+
+
+def seal(descriptor: int) -> None:
+    """Fix the size of unnamed memory, which also marks it as labkit's (``open_sealed``)."""
+    with contextlib.suppress(AttributeError, OSError):
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+
+
+def open_sealed(pid: int, descriptor: int) -> int | None:
+    """Open a process's sealed memory; None if this is another file, or another user's.
+
+    Returns a descriptor of its own.
+    """
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        # O_PATH does not open the file yet: a device could react, and a pipe could block.
+        path_only = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
+        stack.callback(os.close, path_only)
+        status = os.fstat(path_only)
+        is_memory = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
+        if not is_memory or status.st_uid != os.geteuid():
+            return None
+        opened = os.open(f"/proc/self/fd/{path_only}", os.O_RDWR)
+        # In another container the same path is another file. Sealed memory cannot shrink;
+        # shrinking would kill the processes that touch it (SIGBUS).
+        try:
+            if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == _seals():
+                return opened
+        except OSError:
+            pass
+        os.close(opened)
+    return None
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -6,7 +6,6 @@ A queue carries out operations on one ``Comm`` one after another, in the order o
 import atexit
 import collections
 import contextlib
-import functools
 import math
 import queue
 import threading
@@ -301,14 +300,22 @@ class WorkQueue(threading.Thread):
         return not self.is_alive()
 
 
-@functools.cache
 def work_queue_of(comm: Comm) -> WorkQueue:
     """Return the one queue of all that is sent on ``comm`` in a forward and backward pass.
 
     DDP's buckets, those of a second replica in the same backward, and the batch statistics of
     SyncBatchNorm share it, so that their messages do not mix.
     """
-    # No timeout here: the run has a deadline.
-    work_queue = WorkQueue("labkit-ddp", comm)
-    atexit.register(work_queue.end, _LAST_PATIENCE_S)
-    return work_queue
+    queues = comm.session.work_queues
+    if comm not in queues:
+        # No timeout here: the run has a deadline.
+        work_queue = WorkQueue("labkit-ddp", comm)
+        atexit.register(work_queue.end, _LAST_PATIENCE_S)
+
+        def end() -> None:
+            atexit.unregister(work_queue.end)
+            work_queue.end(_LAST_PATIENCE_S)
+
+        queues[comm] = work_queue
+        comm.session.at_close.append(end)
+    return queues[comm]

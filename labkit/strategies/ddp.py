@@ -22,8 +22,10 @@ local SGD" (2020).
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +77,10 @@ class NaiveDDP(nn.Module):
         self._in_backward = False
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(comm, tensor)
+        # (Python's collector does not see a cycle that goes through such a hook.)
+        on_gradient = weakref.WeakMethod(self._on_gradient)
         for parameter in self.trained:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.register_post_accumulate_grad_hook(partial(_call_method, on_gradient))
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         # (Activation checkpointing may call it inside a backward.)
@@ -116,9 +120,9 @@ class NaiveDDP(nn.Module):
         """Begin anew if an exception has ended the last backward: PyTorch calls no ``_on_end``."""
         if self._in_backward:
             self._in_backward = False
-            self.wait_and_reset()
+            self.wait_and_reset(is_broken=True)
 
-    def wait_and_reset(self) -> None:
+    def wait_and_reset(self, is_broken: bool = False) -> None:
         """Called when all was sent, and before a backward if the last one was broken off."""
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
@@ -137,6 +141,13 @@ class NaiveDDP(nn.Module):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self.all_reduce(self.comm, parameter.grad, self.op)
+
+
+def _call_method(method: "weakref.WeakMethod[Any]", parameter: nn.Parameter) -> None:
+    """Call the method, unless its object is gone."""
+    alive = method()
+    if alive is not None:
+        alive(parameter)
 
 
 class BucketedDDP(NaiveDDP):
@@ -179,11 +190,18 @@ class BucketedDDP(NaiveDDP):
             self._launch(bucket, is_waited_for=True)
         self.wait_and_reset()
 
-    def wait_and_reset(self) -> None:
-        """Wait for all that was sent; then all gradients are missing again."""
+    def wait_and_reset(self, is_broken: bool = False) -> None:
+        """Wait for all that was sent; then all gradients are missing again.
+
+        What a broken backward has sent arrives later than the zeros of a ``zero_grad`` after it:
+        its gradients are set to zero again.
+        """
         with self.comm.span("wait"):
             for work in self._launched:
                 work.wait()
+        if is_broken:
+            for bucket in self.buckets[: len(self._launched)]:
+                bucket.flat.zero_()
         self._launched.clear()
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)

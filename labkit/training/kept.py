@@ -153,7 +153,7 @@ def numbers_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
             numbers[name] = value.getstate()
         elif isinstance(value, np.random.Generator):
             numbers[name] = value.bit_generator.state
-        elif isinstance(value, Tensor) and value.dim() == 0:
+        elif isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             numbers[name] = value.item()
         else:
             is_list = type(value) in (list, tuple) and len(value) <= _LONGEST
@@ -176,6 +176,6 @@ def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
         before.fill_(value)
     elif isinstance(before, list | tuple):
         attributes[name] = type(before)(value)
-    elif isinstance(value, Real):
+    elif isinstance(value, Real | list):
         # Some begin as None, or with the first step.
         attributes[name] = value

@@ -7,18 +7,22 @@ element by element; one that groups parameters by dimension or position, or uses
 products, does not.
 """
 
+import contextlib
 import io
-import pickle
+import random
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import cloudpickle
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.config import RunConfig
 from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
-from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
+from labkit.strategies.base import MakeOptimizer, Strategy, as_tensor, trained_parameters
 from labkit.training.kept import numbers_of
 from labkit.workload.samples import seeded
 
@@ -223,6 +227,7 @@ def _updated(
     with seeded(seed):
         optimizer = _made(name, make, parameters)
         before = _not_kept(optimizer, parameters)
+        objects_before = _objects(optimizer)
         for gradients in rounds[1:]:
             for parameter, gradient in zip(parameters, gradients):
                 parameter.grad = gradient.clone()
@@ -241,18 +246,23 @@ def _updated(
                     raise _TakesSparse from error
                 raise
     after = _not_kept(optimizer, parameters)
-    changed = [attribute for attribute in after if after[attribute] != before.get(attribute)]
+    changed = [name for name in after if after[name] != before.get(name)]
+    changed += sorted(_objects(optimizer) - objects_before)
+    if is_saved:
+        for entries in optimizer.state.values():
+            for key, value in entries.items() if isinstance(entries, dict) else ():
+                as_tensor(f"{name}/{key}", value)
     if is_saved and changed:
         raise ValueError(
-            f"optimizer {name} changes its attribute {changed[0]} in each step, and a checkpoint "
-            "would not hold it: keep tensors and numbers by parameter in self.state[parameter], "
+            f"optimizer {name} changes {changed[0]} in a step, and a checkpoint would not hold "
+            "it: keep tensors and numbers by parameter in self.state[parameter], "
             "other numbers in attributes or self.param_groups, or leave checkpoint_dir out"
         )
     return [parameter.detach() for parameter in parameters]
 
 
-class _ParameterPickler(pickle.Pickler):
-    """Writes parameters by their number, whatever their values."""
+class _ParameterPickler(cloudpickle.Pickler):
+    """Writes parameters by their number, whatever their values; functions with what they hold."""
 
     def __init__(self, file: io.BytesIO, parameters: list[nn.Parameter]):
         super().__init__(file)
@@ -265,18 +275,46 @@ class _ParameterPickler(pickle.Pickler):
 def _not_kept(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
 ) -> dict[str, bytes]:
-    """Return the attributes that no checkpoint holds, pickled without the parameters' values."""
-    held = {"state", "param_groups", "defaults"} | numbers_of(vars(optimizer)).keys()
+    """Return what no checkpoint holds, by name, pickled without the parameters' values.
+
+    A checkpoint holds numbers in attributes and groups, and the state of each parameter.
+    """
+    left_out: dict[str, Any] = {}
+    for name, value in _attributes(optimizer).items():
+        if not numbers_of({name: value}):
+            left_out[name] = value
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            left_out[f"state[{key!r}]"] = value
     pickled = {}
-    for attribute in vars(optimizer).keys() - held:
+    for name, value in left_out.items():
         buffer = io.BytesIO()
-        try:
-            _ParameterPickler(buffer, parameters).dump(vars(optimizer)[attribute])
-        except Exception:
-            # Functions such as hooks, which do not change.
-            continue
-        pickled[attribute] = buffer.getvalue()
+        # What cannot be pickled, such as an open file, is taken for constant.
+        with contextlib.suppress(Exception):
+            _ParameterPickler(buffer, parameters).dump(value)
+            pickled[name] = buffer.getvalue()
     return pickled
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes and entries of groups by name, without hooks and schedulers."""
+    values = {}
+    for name, value in vars(optimizer).items():
+        is_hook = name.startswith("_optimizer_")
+        is_elsewhere = name in ("state", "param_groups") or isinstance(value, LRScheduler)
+        if not is_hook and not is_elsewhere:
+            values[f"its attribute {name}"] = value
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                values[f"{name} in param_groups[{number}]"] = value
+    return values
+
+
+def _objects(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the names of what is only kept if it is there from the beginning."""
+    kinds = (Tensor, torch.Generator, random.Random, np.random.Generator)
+    return {name for name, value in _attributes(optimizer).items() if isinstance(value, kinds)}
 
 
 def _steps_with(optimizer: torch.optim.Optimizer, *closure: Any) -> bool:

@@ -12,6 +12,7 @@ from labkit import run
 from labkit.collectives import SharedBucket
 from labkit.comm.shared_memory import SEGMENT_BYTES
 from labkit.costs.traffic import ring_all_reduce_cost
+from labkit.errors import WorkerError
 
 # Below, at and above a segment of the slice of one rank, for 4 ranks; and no elements at all.
 SEGMENT = 4 * SEGMENT_BYTES // 4
@@ -78,3 +79,23 @@ def test_a_bucket_may_be_written_as_soon_as_it_is_reduced_and_leaves_no_file_ope
         return wrong, open_descriptors() - files_before
 
     assert run(in_a_row, world_size=3).values == [([], 0)] * 3
+
+
+def makes_one_more(comm, path):
+    """Rank 0 makes a bucket more; the other rank has opened a file since, and is in barriers."""
+    cpu = torch.device("cpu")
+    bucket = SharedBucket(comm, 25, torch.float32, cpu)
+    if comm.rank == 0:
+        return SharedBucket(comm, 25, torch.float32, cpu), bucket
+    with open(path, "r+b"):
+        for _ in range(3):
+            comm.barrier()
+    return bucket
+
+
+def test_ranks_out_of_step_get_an_error_and_touch_no_other_file(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b"of the learner")
+    with pytest.raises(WorkerError, match="shared_bucket"):
+        run(makes_one_more, str(path), world_size=2, timeout_s=30)
+    assert path.read_bytes() == b"of the learner"

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 23100,
+    "labkit": 23130,
     "notebooks": 900,
-    "tests": 25330,
+    "tests": 25440,
     "tools": 1620,
     "workbook": 14100,
 }

@@ -3,6 +3,8 @@
 Local SGD: as the same updates made one rank after the other.
 """
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -125,6 +127,19 @@ def test_traffic_equals_the_formula_and_the_line_has_a_lane_of_its_own():
         assert [len(sizes) > 1 for sizes, _, _ in found] == [False, True]
         # One bucket has nothing to run beside: whoever waits for it carries it out.
         assert [lanes for _, _, lanes in found] == [{0}, {0, 1}]
+
+
+def outlives(comm):
+    replica = BucketedDDP(comm, seeded(with_batch_norm))
+    replica(some_batches((4,))[0][0]).sum().backward()
+    reference = weakref.ref(replica)
+    del replica
+    gc.collect()
+    return reference() is None
+
+
+def test_a_replica_that_nobody_uses_is_freed():
+    assert run(outlives, world_size=2).values == [True, True]
 
 
 class Counting(Everything):

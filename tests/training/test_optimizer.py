@@ -131,24 +131,62 @@ def test_a_part_of_the_parameters_may_be_trained_and_is_said():
 
 
 class Remembering(torch.optim.SGD):
-    """Momentum in an attribute; constants and parameters in others."""
+    """Changes something in each step; has constants, parameters and a scheduler in attributes."""
 
-    def __init__(self, parameters, remembers):
+    def __init__(self, parameters, change):
         super().__init__(parameters, lr=0.1)
-        self.remembers, self.momentum = remembers, {}
+        self.change, self.momentum, self.average = change, {}, None
         self.known, self.weights = list(parameters), [torch.ones(3), torch.zeros(2, 2)]
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self, 1)
 
     def step(self, closure=None):
-        for parameter in self.known if self.remembers else ():
-            self.momentum[parameter] = parameter.grad + self.momentum.get(parameter, 0)
-            parameter.grad = self.momentum[parameter]
+        self.change(self)
         return super().step(closure)
 
 
-@pytest.mark.parametrize(("remembers", "is_saved"), [(True, True), (True, False), (False, True)])
-def test_what_no_checkpoint_would_hold_is_refused_with_checkpoints(remembers, is_saved):
-    make = partial(Remembering, remembers=remembers)
-    refuses = remembers and is_saved
-    expected = pytest.raises(ValueError, match="changes its attribute momentum")
-    with expected if refuses else contextlib.nullcontext():
-        try_optimizer("mine", make, biased(), "ddp", "model", 0, is_saved=is_saved)
+def remembers_gradients(optimizer):
+    for parameter in optimizer.known:
+        optimizer.momentum[parameter] = parameter.grad.clone()
+
+
+def counts_in_state(optimizer):
+    optimizer.state["steps"] = optimizer.state.get("steps", 0) + 1
+
+
+def keeps_a_vector_in_a_group(optimizer):
+    group = optimizer.param_groups[0]
+    group["norms"] = group.get("norms", torch.zeros(2)) + 1
+
+
+def makes_a_tensor(optimizer):
+    optimizer.average = torch.tensor(1.0)
+
+
+def keeps_a_pair_by_parameter(optimizer):
+    optimizer.state[optimizer.known[0]]["pair"] = (1, 2)
+
+
+def counts_and_lists(optimizer):
+    """All of it is kept."""
+    optimizer.average = [*(optimizer.average or []), 1.0]
+    optimizer.param_groups[0]["count"] = len(optimizer.average)
+
+
+NOT_KEPT = {
+    remembers_gradients: "its attribute momentum",
+    counts_in_state: r"state\['steps'\]",
+    keeps_a_vector_in_a_group: "norms in param_groups",
+    makes_a_tensor: "its attribute average",
+    keeps_a_pair_by_parameter: "a checkpoint holds tensors",
+}
+
+
+@pytest.mark.parametrize("change", [*NOT_KEPT, counts_and_lists], ids=lambda f: f.__name__)
+def test_what_no_checkpoint_would_hold_is_refused_with_checkpoints(change):
+    for is_saved in (True, False):
+        expected = contextlib.nullcontext()
+        if is_saved and change in NOT_KEPT:
+            expected = pytest.raises(ValueError, match=NOT_KEPT[change])
+        make = partial(Remembering, change=change)
+        with expected:
+            try_optimizer("mine", make, biased(), "ddp", "model", 0, is_saved=is_saved)
