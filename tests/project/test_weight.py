@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 23130,
+    "labkit": 23170,
     "notebooks": 900,
     "tests": 25440,
     "tools": 1620,
