@@ -1,4 +1,4 @@
-"""One MPI rank of ``bench_mpi.py``, which starts it through mpirun.
+"""One MPI rank of ``bench_guests.py``, which starts it through mpirun.
 
 It waits on a socket, so that it uses no processor time during the turns of others. For each size
 that it reads, it runs one checked all-reduce and answers with its seconds. Without a socket it

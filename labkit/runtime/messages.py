@@ -1,11 +1,15 @@
 """The messages between the caller and the ranks, as pickles: calls, and reports of their end."""
 
 import contextlib
+import importlib
 import inspect
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -60,11 +64,22 @@ def trace_of(reports: Iterable[Report]) -> Trace:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle's, also for classes of a notebook derived from PyTorch's C++ classes."""
+    """cloudpickle's, also for what of PyTorch it cannot pickle.
+
+    Those are classes of a notebook derived from PyTorch's C++ classes, modules of a class of their
+    own, such as ``torch.backends.cudnn`` and ``torch.ops.aten``, and operators.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if obj is _CPP_CLASS:
             return type, (torch._C.Future,)
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+            if sys.modules.get(obj.__name__) is obj:
+                return importlib.import_module, (obj.__name__,)
+            if isinstance(obj, torch._ops._OpNamespace):
+                return getattr, (torch.ops, obj.name)
+        if isinstance(obj, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            return attrgetter(str(obj)), (torch.ops,)
         return super().reducer_override(obj)
 
 

@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 23170,
+    "labkit": 23190,
     "notebooks": 900,
     "tests": 25440,
-    "tools": 1620,
+    "tools": 1675,
     "workbook": 14100,
 }
 

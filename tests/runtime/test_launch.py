@@ -139,3 +139,18 @@ def test_many_ranks_are_connected_when_they_first_talk():
     """Or the connections of a start would grow with the square of the ranks."""
     for before, total in run(connections_of_many, world_size=24).values:
         assert (before, total) == (0, 24.0)
+
+
+def test_a_function_may_use_pytorchs_own_kinds_of_modules_and_operators():
+    aten = torch.ops.aten
+    packet = torch.ops.aten.relu
+    overload = torch.ops.aten.relu.default
+
+    def uses(comm):
+        torch.backends.cudnn.deterministic = True
+        negative = -torch.ones(2)
+        by_each = [torch.ops.aten.relu(negative), aten.relu(negative)]
+        by_each += [packet(negative), overload(negative)]
+        return [result.tolist() for result in by_each], torch.backends.cudnn.deterministic
+
+    assert run(uses, world_size=2).values == [([[0, 0]] * 4, True)] * 2

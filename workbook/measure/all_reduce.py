@@ -27,7 +27,7 @@ from workbook.measure.turns import DeviceOptions, Turn, on_ranks, take_turns, ti
 
 SIZES_BYTES = (2**10, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 _MODELLED = ("naive", "tree", "ring")
-_REFERENCES = ("gloo", "MPI", "NCCL")
+_REFERENCES = ("gloo", "MPI", "DeepSpeed", "NCCL")
 # The first two are those whose crossing is drawn; more curves than these hide each other.
 _DRAWN = ("tree", "ring", "fast", *_REFERENCES)
 # No all-reduce: every rank copies S bytes, as it must at the least to read its tensor and to write
@@ -54,7 +54,7 @@ def bench_all_reduce(
 
     Only those of ``in place`` are in shared memory beforehand, as DDP's buckets are. Every rank
     checks each result: a wrong one is an error. NCCL takes part where each rank has a GPU;
-    ``guests`` are additional contenders by name, as ``tools/bench_mpi.py`` adds MPI.
+    ``guests`` are additional contenders by name, as ``tools/bench_guests.py`` adds MPI and DeepSpeed.
     """
     link = measure_link(world_size, "exchange", gamma=True, **device_options)
     seconds, _ = on_ranks(

@@ -1,15 +1,22 @@
-"""labkit's all-reduce bench with MPI as an additional contender, in turns with the others.
+"""labkit's all-reduce bench with guests: MPI and DeepSpeed's shared-memory op, in turns with ours.
 
-    python tools/bench_mpi.py --world-size 2,4 --sizes 4KiB,1MiB --json FILE --figure FILE.png
+    python tools/bench_guests.py --world-size 2,4 --sizes 4KiB,1MiB --json FILE --figure FILE.png
 
-It needs mpi4py and an MPI library. MPI ranks are separate processes, which only mpirun can start.
-To take turns with labkit's ranks, they wait on a socket for rank 0 of labkit's run.
+A guest takes part where it is installed. MPI needs mpirun and mpi4py; DeepSpeed's op is compiled
+from the sources in its package (``pip install --no-deps deepspeed``, ninja and a C++ compiler),
+the first time only.
+
+MPI ranks are separate processes, which only mpirun can start. To take turns with labkit's ranks,
+they wait on a socket for rank 0 of labkit's run.
 """
 
 import argparse
 import contextlib
+import importlib.metadata
+import importlib.util
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,11 +25,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
 from labkit.files import check_writable
 from labkit.units import parse_bytes
-from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce
+from workbook.measure.all_reduce import SIZES_BYTES, Guest, bench_all_reduce, checked_turns
 from workbook.measure.command import show
+from workbook.measure.turns import Turn
 
 PROGRAM = Path(__file__).with_name("mpi_rank.py")
 TIMEOUT_S = 30.0
@@ -37,7 +48,7 @@ OPEN_MPI = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Labkit's all-reduce bench with MPI as an additional contender."
+        description="Labkit's all-reduce bench beside MPI and DeepSpeed, where they are installed."
     )
     parser.add_argument("--world-size", default="2,4", metavar="N,N")
     parser.add_argument("--sizes", metavar="SIZE,SIZE")
@@ -49,17 +60,62 @@ def main() -> None:
     sizes = tuple(map(parse_bytes, given.sizes.split(","))) if given.sizes else SIZES_BYTES
     settings = {"world_sizes": world_sizes, "sizes_bytes": sizes, "repeats": given.repeats}
     check_writable(given.json, given.figure)
+    how: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "config": settings}
+    guests: dict[str, Guest] = {}
+    if shutil.which("mpirun") and importlib.util.find_spec("mpi4py"):
+        how["mpi"] = mpi_library(max(world_sizes))
+        guests["MPI"] = mpi_turns
+    if importlib.util.find_spec("deepspeed"):
+        how["deepspeed"] = importlib.metadata.version("deepspeed")
+        guests["DeepSpeed"] = deepspeed_turns
+    if not guests:
+        sys.exit("bench_guests: found neither mpirun with mpi4py nor deepspeed")
     on_cpu = {"device": "cpu"}
-    guests = {"MPI": mpi_turns}
     results = (bench_all_reduce(n, sizes, given.repeats, on_cpu, guests) for n in world_sizes)
-    # A test start: mpirun, or mpi4py, says itself what is missing.
-    most = max(world_sizes)
-    with start(most, stdout=subprocess.PIPE, text=True) as tried:
-        count, _, library = tried.communicate(timeout=TIMEOUT_S)[0].strip().partition(" ")
-    if count != str(most):
-        sys.exit(f"bench_mpi: mpirun was asked for {most} ranks of one run, and made {count or 0}")
-    how = {"command": shlex.join(["python", *sys.argv]), "config": settings, "mpi": library}
     show(results, how, given.json, given.figure)
+
+
+@contextlib.contextmanager
+def deepspeed_turns(comm: Comm) -> Iterator[Callable[[int], float]]:
+    """Load DeepSpeed's shared-memory all-reduce into these ranks, once for all sizes."""
+    from torch.utils import cpp_extension
+
+    package = importlib.util.find_spec("deepspeed")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    sources = Path(package.submodule_search_locations[0]) / "ops" / "csrc" / "cpu"
+    # By its variables it knows that all ranks are on one machine, and names its memory.
+    os.environ["LOCAL_SIZE"] = str(comm.world_size)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    number = broadcast(comm, torch.tensor([os.getpid()]))
+    os.environ["MASTER_PORT"] = str(number.item())
+    op = cpp_extension.load(
+        name="deepspeed_shm_comm",
+        sources=[str(sources / "comm" / name) for name in ("shm_interface.cpp", "shm.cpp")],
+        extra_include_paths=[str(sources / "includes")],
+        extra_cflags=["-O3", "-march=native", "-fopenmp"],
+    )
+    op.initialize(comm.world_size, comm.rank)
+    reduce = torch.ops.deepspeed.inference_all_reduce_
+    turns: dict[int, Turn] = {}
+
+    def turn(num_bytes: int) -> float:
+        if num_bytes not in turns:
+            turns[num_bytes] = checked_turns(comm, num_bytes, {"DeepSpeed": reduce})["DeepSpeed"]
+        return turns[num_bytes]()
+
+    yield turn
+
+
+def mpi_library(world_size: int) -> str:
+    """The MPI library's name and version, told by as many ranks as will take part."""
+    # A test start: mpirun, or mpi4py, says itself what is missing.
+    with start(world_size, stdout=subprocess.PIPE, text=True) as tried:
+        count, _, library = tried.communicate(timeout=TIMEOUT_S)[0].strip().partition(" ")
+    if count != str(world_size):
+        asked = f"mpirun was asked for {world_size} ranks of one run"
+        sys.exit(f"bench_guests: {asked}, and made {count or 0}")
+    return library
 
 
 def start(world_size: int, *arguments: str, **pipes: Any) -> subprocess.Popen[str]:
