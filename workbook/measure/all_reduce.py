@@ -54,7 +54,7 @@ def bench_all_reduce(
 
     Only those of ``in place`` are in shared memory beforehand, as DDP's buckets are. Every rank
     checks each result: a wrong one is an error. NCCL takes part where each rank has a GPU;
-    ``guests`` are additional contenders by name, as ``tools/bench_guests.py`` adds MPI and DeepSpeed.
+    ``guests`` are additional contenders by name: ``tools/bench_guests.py`` adds MPI and DeepSpeed.
     """
     link = measure_link(world_size, "exchange", gamma=True, **device_options)
     seconds, _ = on_ranks(
