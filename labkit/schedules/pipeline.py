@@ -156,20 +156,35 @@ def interleaved(
         yield Action("backward", micro_batch, stages_per_rank - 1 - chunk)
 
 
-PIPELINES: dict[str, Callable[..., Iterator[Action]]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zero_bubble": zero_bubble,
-    "interleaved": interleaved,
+class Pipelining(NamedTuple):
+    """A pipeline's schedule, as everything that runs or draws it needs to know it.
+
+    Attributes:
+        actions: (rank, P, M) -> the rank's actions; if it interleaves, (rank, P, M, V).
+        interleaves: whether a rank has several stages.
+        cuts_backward: whether a backward is two actions.
+        hops_beside: whether messages move beside a rank's work, not between its actions.
+    """
+
+    actions: Callable[..., Iterator[Action]]
+    interleaves: bool = False
+    cuts_backward: bool = False
+    hops_beside: bool = False
+
+
+# A schedule of one's own is entered here, and nowhere else.
+PIPELINES = {
+    "gpipe": Pipelining(gpipe),
+    "1f1b": Pipelining(one_f_one_b),
+    "zero_bubble": Pipelining(zero_bubble, cuts_backward=True, hops_beside=True),
+    "interleaved": Pipelining(interleaved, interleaves=True, hops_beside=True),
 }
-# The schedules in which a rank has a single stage.
-ONE_STAGE = ("gpipe", "1f1b", "zero_bubble")
 
 
 def stages_on_each(schedule: str, stages_per_rank: int | None = None) -> int:
     """V of a schedule: the given number, or else 2 for ``interleaved`` and 1 for the others."""
     check_choice("schedule", schedule, PIPELINES)
-    is_interleaved = schedule not in ONE_STAGE
+    is_interleaved = PIPELINES[schedule].interleaves
     if stages_per_rank is None:
         return 2 if is_interleaved else 1
     if is_interleaved != (stages_per_rank > 1):
@@ -194,10 +209,13 @@ def pipeline_streams(
     ``stages_per_rank`` is V, see ``stages_on_each``.
     """
     chunks = stages_on_each(schedule, stages_per_rank)
-    options = {"stages_per_rank": chunks} if schedule == "interleaved" else {}
+    pipelining = PIPELINES[schedule]
+    counts = [num_ranks, num_micro_batches]
+    if pipelining.interleaves:
+        counts.append(chunks)
     streams: list[list[Action]] = [[] for _ in range(num_ranks)]
     for rank, stream in enumerate(streams):
-        for action in PIPELINES[schedule](rank, num_ranks, num_micro_batches, **options):
+        for action in pipelining.actions(rank, *counts):
             if action.kind == "forward" or action.chunk * num_ranks + rank >= first_trained:
                 stream.append(action)
     return streams

@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from labkit.schedules.pipeline import (
+    PIPELINES,
     Action,
     Hop,
     Message,
@@ -143,6 +144,6 @@ def instructions(
     streams = pipeline_streams(
         schedule, num_ranks, num_micro_batches, first_trained, stages_per_rank
     )
-    if schedule in ("gpipe", "1f1b"):
-        return list(with_hops(streams[rank], rank, num_ranks, first_trained))
-    return with_messages(streams, first_trained)[rank]
+    if PIPELINES[schedule].hops_beside:
+        return with_messages(streams, first_trained)[rank]
+    return list(with_hops(streams[rank], rank, num_ranks, first_trained))

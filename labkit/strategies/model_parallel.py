@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
-from labkit.schedules.pipeline import stages_on_each
+from labkit.schedules.pipeline import PIPELINES, stages_on_each
 from labkit.schedules.split_points import stage_bounds
 from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.on_shares import OnShares
@@ -140,8 +140,8 @@ class Pipeline(StagedModel):
 
     def __post_init__(self) -> None:
         self.stages_per_rank = stages_on_each(self.schedule, self.stages_per_rank)
-        self.cuts_backward = self.schedule == "zero_bubble"
-        self.hops_beside = self.schedule in ("zero_bubble", "interleaved")
+        self.cuts_backward = PIPELINES[self.schedule].cuts_backward
+        self.hops_beside = PIPELINES[self.schedule].hops_beside
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         return self.run_step(inputs, targets, batch_size, self.schedule, self.micro_batches)

@@ -8,7 +8,7 @@ from workbook import plots
 
 
 def streams_of(schedule, stages, micro_batches):
-    return [list(PIPELINES[schedule](s, stages, micro_batches)) for s in range(stages)]
+    return [list(PIPELINES[schedule].actions(s, stages, micro_batches)) for s in range(stages)]
 
 
 GPIPE, ONE_F_ONE_B = (streams_of(name, 2, 2) for name in ("gpipe", "1f1b"))

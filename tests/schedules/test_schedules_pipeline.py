@@ -100,7 +100,7 @@ def finishes(programs):
 def test_no_cycle_of_stages_waits_though_a_send_waits_for_its_receive(name, num_stages):
     for count, first_trained in itertools.product((1, 2, 3, 5, 8), range(num_stages)):
         programs = [
-            with_hops(PIPELINES[name](s, num_stages, count), s, num_stages, first_trained)
+            with_hops(PIPELINES[name].actions(s, num_stages, count), s, num_stages, first_trained)
             for s in range(num_stages)
         ]
         assert finishes([step for step in row if isinstance(step, Hop)] for row in programs)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import ipywidgets
 
 from labkit.costs.pipeline_timeline import predicted_slots
-from labkit.schedules.pipeline import ONE_STAGE, pipeline_streams
+from labkit.schedules.pipeline import PIPELINES, pipeline_streams
 from labkit.training.measured import MeasuredSplit
 from workbook import plots
 from workbook.plots.models import BUCKET_SIZES_MB, LINKS, size_name
@@ -104,7 +104,8 @@ def pipeline_explorer(
     """
     count = ipywidgets.SelectionSlider(options=MICRO_BATCHES, value=4, description="micro-batches")
     count.style.description_width = "initial"
-    order = ipywidgets.Dropdown(options=ONE_STAGE, description="schedule")
+    of_one_stage = [name for name, schedule in PIPELINES.items() if not schedule.interleaves]
+    order = ipywidgets.Dropdown(options=of_one_stage, description="schedule")
 
     def draw(count: int, schedule: str) -> plots.CaptionedFigure:
         streams = pipeline_streams(schedule, stages, count)
