@@ -317,7 +317,7 @@ class DDP(OnShares):
         if self.average_every is not None:
             self.since_average += 1
             if self.since_average == self.average_every:
-                self.end_epoch()
+                self.average_replicas()
         return loss
 
     def sum_gradients(self) -> None:
@@ -325,6 +325,9 @@ class DDP(OnShares):
             self.replica.end_backward()
 
     def end_epoch(self) -> None:
+        self.average_replicas()
+
+    def average_replicas(self) -> None:
         """Average what local SGD has changed since; otherwise all replicas are equal already."""
         if isinstance(self.replica, LocalSGD) and self.since_average:
             self.replica.average()

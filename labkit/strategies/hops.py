@@ -13,14 +13,14 @@ from labkit.schedules.pipeline import Hop, Message
 class Hops:
     """The hops of one training step on one rank; with ``beside`` they run in their own thread.
 
-    ``outgoing`` and ``arrived`` are the tensors to send, and those received, by message.
+    ``outgoing`` and ``incoming`` are the tensors to send, and those received, by message.
     """
 
     def __init__(self, comm: Comm, *, beside: bool):
         self.comm = comm
         self.beside = beside
         self.outgoing: dict[Message, Tensor] = {}
-        self.arrived: dict[Message, Tensor] = {}
+        self.incoming: dict[Message, Tensor] = {}
         self.under_way: list[Work] = []
         self.receives: dict[Message, Work] = {}
 
@@ -30,13 +30,13 @@ class Hops:
             self.outgoing[message] = tensor
         else:
             chunk = message.chunk + (1 if message.kind == "activation" else -1)
-            self.arrived[message._replace(chunk=chunk)] = tensor
+            self.incoming[message._replace(chunk=chunk)] = tensor
 
     def run(self, hop: Hop, landing: Tensor | None) -> None:
         """Send, receive (into ``landing``), or both at once; with ``beside``, only begin to."""
         outgoing = self.outgoing.pop(hop.send) if hop.send else None
         if hop.recv and landing is not None:
-            self.arrived[hop.recv] = landing
+            self.incoming[hop.recv] = landing
         if not self.beside:
             run_hop(self.comm, hop, outgoing, landing)
             return
@@ -52,7 +52,7 @@ class Hops:
         if message in self.receives:
             with self.comm.span("wait"):
                 self.receives.pop(message).wait()
-        return self.arrived.pop(message)
+        return self.incoming.pop(message)
 
     def wait(self) -> None:
         """Wait until all hops have ended."""

@@ -78,7 +78,7 @@ class ParameterServer(OnShares):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.move_to_device(comm, model)
         self.parameters, self.gradient = lay_end_to_end(self.trained)
-        self.slices = chunk_bounds(self.parameters.numel(), self.servers)
+        self.slice_bounds = chunk_bounds(self.parameters.numel(), self.servers)
         workers = comm.world_size - self.servers
         self.serves = comm.rank < self.servers
         self.works = comm.rank in self.workers
@@ -86,7 +86,7 @@ class ParameterServer(OnShares):
         if self.serves:
             turns = server_turns(comm.rank, self.servers, workers)
             self.peers = [self.servers + worker for worker in turns]
-            start, end = self.slices[comm.rank]
+            start, end = self.slice_bounds[comm.rank]
             self.slice = self.parameters[start:end]
             self.slice_gradient = self.gradient[start:end]
             if self.servers > 1:
@@ -117,14 +117,14 @@ class ParameterServer(OnShares):
         """On a worker: send each server its slice of the gradient."""
         with self.comm.span("push"):
             for server in self.peers:
-                start, end = self.slices[server]
+                start, end = self.slice_bounds[server]
                 self.comm.send(self.gradient[start:end], server)
 
     def pull(self) -> None:
         """On a worker: receive each server's new values, straight into the model's parameters."""
         with self.comm.span("pull"):
             for server in self.peers:
-                start, end = self.slices[server]
+                start, end = self.slice_bounds[server]
                 self.comm.recv(self.parameters[start:end], server)
 
     @torch.no_grad()
@@ -144,6 +144,6 @@ class ParameterServer(OnShares):
     def full_state(self) -> State:
         # Workers have all slices already; each of several servers has only its own.
         if self.servers > 1:
-            for server, (start, end) in enumerate(self.slices):
+            for server, (start, end) in enumerate(self.slice_bounds):
                 broadcast(self.comm, self.parameters[start:end], root=server)
         return super().full_state()

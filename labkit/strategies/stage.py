@@ -54,17 +54,17 @@ class MemoryMeter:
 class Stage:
     """The layers of stage ``index``, and by micro-batch what it keeps from forward to backward.
 
-    ``model`` is all that the rank holds. ``entering`` and ``leaving`` are the layers' inputs and
-    outputs, of the last stage the loss.
+    ``strategy`` is all that the rank holds. ``entering`` and ``leaving`` are the inputs and outputs
+    of the layers, in the last stage the loss.
     """
 
-    def __init__(self, model: "StagedModel", layers: nn.Sequential, index: int):
-        self.model = model
+    def __init__(self, strategy: "StagedModel", layers: nn.Sequential, index: int):
+        self.strategy = strategy
         self.layers = layers
         self.index = index
-        self.is_last = index + 1 == model.num_stages
-        self.has_backward = index >= model.first_trained
-        self.returns_gradient = index > model.first_trained
+        self.is_last = index + 1 == strategy.num_stages
+        self.has_backward = index >= strategy.first_trained
+        self.returns_gradient = index > strategy.first_trained
         self.forget()
 
     def forget(self) -> None:
@@ -76,28 +76,28 @@ class Stage:
 
     def run(self, inputs: Tensor) -> Tensor:
         """The layers' output, in the dtype in which it crosses a cut or enters the loss."""
-        with self.model.autocast(self.model.comm.device):
+        with self.strategy.autocast(self.strategy.comm.device):
             outputs = self.layers(NonLeaf.apply(inputs))
         return self.as_output(outputs)
 
     def as_output(self, outputs: Tensor) -> Tensor:
         if self.is_last:
-            return self.model.wide(outputs)
-        return outputs.to(self.model.crossing_dtype(outputs.dtype))
+            return self.strategy.wide(outputs)
+        return outputs.to(self.strategy.crossing_dtype(outputs.dtype))
 
     def forward(self, micro_batch: int, entering: Tensor) -> Tensor:
         """Run the layers, and on the last stage the loss; returns what leaves, detached."""
-        model = self.model
-        with model.comm.span("forward"):
+        strategy = self.strategy
+        with strategy.comm.span("forward"):
             # A leaf, which collects a gradient if one has to be sent back.
             entering.requires_grad_(self.returns_gradient)
             self.entering[micro_batch] = entering
-            if model.recompute and self.has_backward:
+            if strategy.recompute and self.has_backward:
                 leaving = self._forward_without_graph(micro_batch)
             else:
                 leaving = self._forward_with_graph(micro_batch)
                 self.leaving[micro_batch] = leaving
-        model.meter.note_peak()
+        strategy.meter.note_peak()
         if not self.has_backward:
             # Nothing that a frozen stage was given or made is needed again.
             del self.entering[micro_batch]
@@ -106,40 +106,40 @@ class Stage:
 
     def _forward_without_graph(self, micro_batch: int) -> Tensor:
         entering = self.entering[micro_batch]
-        state = ForwardState(self.layers, self.model.comm.device)
+        state = ForwardState(self.layers, self.strategy.comm.device)
         self.states[micro_batch] = state
         # A copy, because the first layer may work in place.
         with torch.no_grad():
             leaving = self.run(entering.clone())
-        if self.model.meter.is_on:
-            counter = HeldBytes(self.model.module)
+        if self.strategy.meter.is_on:
+            counter = HeldBytes(self.strategy.module)
             for tensor in (entering, *(copy for _, _, copy in state.buffers)):
                 counter.keep(tensor)
-            self.model.meter.kept[self.index, micro_batch] = counter
+            self.strategy.meter.kept[self.index, micro_batch] = counter
         return leaving
 
     def _forward_with_graph(self, micro_batch: int) -> Tensor:
         """Return what backward begins with: the layers' output, on the last stage the loss."""
-        model = self.model
+        strategy = self.strategy
         entering = self.entering[micro_batch]
-        loss = partial(model.scaled_loss, targets=model.targets[micro_batch])
-        if model.cuts_backward:
-            graphs = LayerGraphs(entering, model.meter.counting)
+        loss = partial(strategy.scaled_loss, targets=strategy.targets[micro_batch])
+        if strategy.cuts_backward:
+            graphs = LayerGraphs(entering, strategy.meter.counting)
             self.graphs[micro_batch] = graphs
-            model.meter.kept[self.index, micro_batch] = graphs
-            with model.autocast(model.comm.device):
+            strategy.meter.kept[self.index, micro_batch] = graphs
+            with strategy.autocast(strategy.comm.device):
                 for layer in self.layers:
                     graphs.add(layer)
             graphs.add(self.as_output)
             if self.is_last:
                 graphs.add(loss)
             return graphs.leaving
-        with model.meter.counting() as counter:
+        with strategy.meter.counting() as counter:
             leaving = self.run(entering)
             if self.is_last:
                 leaving = loss(leaving)
         if counter:
-            model.meter.kept[self.index, micro_batch] = counter
+            strategy.meter.kept[self.index, micro_batch] = counter
         return leaving
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
@@ -148,27 +148,27 @@ class Stage:
         On the last stage that is None. If a backward is cut in two, the gradients of the weights
         are left to ``backward_weight``.
         """
-        model = self.model
-        with model.comm.span("backward_input" if model.cuts_backward else "backward"):
-            if model.recompute:
+        strategy = self.strategy
+        with strategy.comm.span("backward_input" if strategy.cuts_backward else "backward"):
+            if strategy.recompute:
                 with self.states.pop(micro_batch).restored():
                     self.leaving[micro_batch] = self._forward_with_graph(micro_batch)
-                model.meter.note_peak()
+                strategy.meter.note_peak()
             entering = self.entering.pop(micro_batch)
             leaving = self.leaving.pop(micro_batch)
-            if model.cuts_backward:
+            if strategy.cuts_backward:
                 input_gradient = self.graphs[micro_batch].backward_input(gradient)
-                model.meter.note_peak()
+                strategy.meter.note_peak()
                 return input_gradient
             torch.autograd.backward(leaving, gradient)
-            model.meter.kept.pop((self.index, micro_batch), None)
+            strategy.meter.kept.pop((self.index, micro_batch), None)
             return entering.grad
 
     def backward_weight(self, micro_batch: int) -> None:
         """Compute the gradients of the weights, the second half of ``backward``."""
-        with self.model.comm.span("backward_weight"):
+        with self.strategy.comm.span("backward_weight"):
             self.graphs.pop(micro_batch).backward_weight()
-            self.model.meter.kept.pop((self.index, micro_batch))
+            self.strategy.meter.kept.pop((self.index, micro_batch))
 
 
 @dataclass(eq=False)
@@ -187,7 +187,7 @@ class StagedModel(Strategy):
     Attributes:
         split_points: layers that begin a stage, one fewer than there are stages.
         stage_comm: the Comm of the ranks that have stages, in the order of their first ones.
-        index, num_stages: s and P V.
+        stage_rank, num_stages: s and P V.
         stages, module: by chunk this rank's stages; the layers of all of them.
         first_trained: the first stage that trains anything.
         loss_sum: the sum of the losses so far in this step, on the last stage.
@@ -210,11 +210,11 @@ class StagedModel(Strategy):
         self.meta_model = meta_copy(model)
         self.comm = comm
         self.stage_comm = self.lay_out(comm, model)
-        self.index = self.stage_comm.rank
+        self.stage_rank = self.stage_comm.rank
         self.num_ranks = self.stage_comm.world_size
         self.num_stages = self.num_ranks * (self.stages_per_rank or 1)
-        self.is_first = self.index == 0
-        self.is_last = self.index == self.num_ranks - 1
+        self.is_first = self.stage_rank == 0
+        self.is_last = self.stage_rank == self.num_ranks - 1
         self._take_stages(model)
         self._take_tensors(model)
         self.trained = [p for p in self.parameters.values() if p.requires_grad]
@@ -234,10 +234,10 @@ class StagedModel(Strategy):
         self.first_trained = trains.index(True)
         by_rank = [all_stages[rank :: self.num_ranks] for rank in range(self.num_ranks)]
         self.tied = tied_parameters([nn.ModuleList(stages) for stages in by_rank])
-        self.counted_elsewhere = {p for p, ranks in self.tied if self.index != ranks[0]}
+        self.counted_elsewhere = {p for p, ranks in self.tied if self.stage_rank != ranks[0]}
         self.stages = []
-        for chunk, stage_layers in enumerate(by_rank[self.index]):
-            index = chunk * self.num_ranks + self.index
+        for chunk, stage_layers in enumerate(by_rank[self.stage_rank]):
+            index = chunk * self.num_ranks + self.stage_rank
             self.stages.append(Stage(self, nn.Sequential(*stage_layers), index))
         self.module = nn.Sequential(*(stage.layers for stage in self.stages))
         self.module.to(self.comm.device).train()
@@ -252,7 +252,8 @@ class StagedModel(Strategy):
                 for key in layer.state_dict():
                     self.rank_of[f"{name}.{key}"] = stage % self.num_ranks
         state = model.state_dict(keep_vars=True)
-        self.tensors = {key: state[key] for key, r in self.rank_of.items() if r == self.index}
+        own = [key for key, rank in self.rank_of.items() if rank == self.stage_rank]
+        self.tensors = {key: state[key] for key in own}
         names = {parameter: name for name, parameter in model.named_parameters()}
         held = [value for value in self.tensors.values() if isinstance(value, nn.Parameter)]
         self.parameters = {names[parameter]: parameter for parameter in held}
@@ -298,7 +299,7 @@ class StagedModel(Strategy):
         """Execute this rank's ``instructions`` of a step, and update; returns ``loss_sum``."""
         count = self.start(inputs, targets, batch_size, micro_batches)
         sizes = self.num_ranks, count, self.first_trained, self.stages_per_rank
-        for instruction in instructions(schedule, self.index, *sizes):
+        for instruction in instructions(schedule, self.stage_rank, *sizes):
             if isinstance(instruction, Hop):
                 self._run_hop(instruction)
             else:
@@ -313,7 +314,7 @@ class StagedModel(Strategy):
         if action.kind == "backward_weight":
             stage.backward_weight(micro_batch)
             return
-        sizes = self.index, self.num_ranks, self.num_stages, self.first_trained
+        sizes = self.stage_rank, self.num_ranks, self.num_stages, self.first_trained
         needed, made = messages_of(action, *sizes)
         received = self.hops.take(needed) if needed else None
         if action.kind == "forward":
@@ -345,7 +346,7 @@ class StagedModel(Strategy):
         self._is_running = False
         self.weigh(self._batch_size)
         for parameter, ranks in self.tied:
-            if self.index in ranks:
+            if self.stage_rank in ranks:
                 gradient = torch.zeros_like(parameter)
                 if parameter.grad is not None:
                     gradient = parameter.grad.contiguous()
@@ -361,10 +362,10 @@ class StagedModel(Strategy):
             if stage.index > 0 and self.num_ranks > 1:
                 shape = self.boundary(inputs, stage.index)
                 value = torch.empty_like(shape, device=self.comm.device)
-                self.stage_comm.recv(value, (self.index - 1) % self.num_ranks)
+                self.stage_comm.recv(value, (self.stage_rank - 1) % self.num_ranks)
             value = stage.run(value)
             if not stage.is_last and self.num_ranks > 1:
-                self.stage_comm.send(value, (self.index + 1) % self.num_ranks)
+                self.stage_comm.send(value, (self.stage_rank + 1) % self.num_ranks)
         self.module.train()
         return value if self.is_last else None
 
@@ -376,7 +377,7 @@ class StagedModel(Strategy):
         state = State()
         for key, meta_tensor in self.meta_model.state_dict().items():
             value = torch.empty_like(meta_tensor, device=self.comm.device)
-            if self.rank_of[key] == self.index:
+            if self.rank_of[key] == self.stage_rank:
                 value.copy_(self.unshard(self.tensors[key]))
             state[key] = broadcast(self.stage_comm, value, root=self.rank_of[key]).cpu()
         return state

@@ -63,15 +63,15 @@ class TorchPipeline(StagedModel):
         """Return PyTorch's schedule of ``count`` micro-batches, for a batch of this shape."""
         # PyTorch could find the shapes by a pass, which would change BatchNorm's averages.
         micro_batch = inputs[: len(inputs) // count]
-        entering = self.boundary(micro_batch, self.index).detach()
-        leaving = self.boundary(micro_batch, self.index + 1).detach()
+        entering = self.boundary(micro_batch, self.stage_rank).detach()
+        leaving = self.boundary(micro_batch, self.stage_rank + 1).detach()
         stage = _TracedStage(
             _Layers(self),
-            self.index,
+            self.stage_rank,
             self.num_stages,
             self.comm.device,
-            input_args=entering.requires_grad_(self.index > self.first_trained),
-            output_args=leaving.requires_grad_(self.index >= self.first_trained),
+            input_args=entering.requires_grad_(self.stage_rank > self.first_trained),
+            output_args=leaving.requires_grad_(self.stage_rank >= self.first_trained),
         )
         stage.comm = self.comm
         name = self.schedule if count >= self.num_stages else "gpipe"

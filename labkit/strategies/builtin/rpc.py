@@ -94,13 +94,13 @@ class RpcParameterServer(ByRpc, ParameterServer):
         with self.comm.span("push"):
             self.calls = {}
             for server in self.peers:
-                start, end = self.slices[server]
+                start, end = self.slice_bounds[server]
                 self.calls[server] = call(server, self.comm.rank, self.gradient[start:end])
 
     def pull(self) -> None:
         with self.comm.span("pull"):
             for server, future in self.calls.items():
-                start, end = self.slices[server]
+                start, end = self.slice_bounds[server]
                 self.parameters[start:end] = answer_of(server, future)
 
     @torch.no_grad()
