@@ -54,8 +54,8 @@ class MemoryMeter:
 class Stage:
     """The layers of stage ``index``, and by micro-batch what it keeps from forward to backward.
 
-    ``strategy`` is all that the rank holds. ``entering`` and ``leaving`` are the inputs and outputs
-    of the layers, in the last stage the loss.
+    ``strategy`` is all that the rank holds; ``entering`` and ``leaving`` are the layers' inputs
+    and outputs, of the last stage the loss.
     """
 
     def __init__(self, strategy: "StagedModel", layers: nn.Sequential, index: int):
