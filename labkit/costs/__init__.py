@@ -21,6 +21,7 @@ from labkit.costs.traffic import (
     Cost as Cost,
     card_bytes as card_bytes,
     data_parallel_cost as data_parallel_cost,
+    halving_doubling_cost as halving_doubling_cost,
     model_parallel_cost as model_parallel_cost,
     naive_all_reduce_cost as naive_all_reduce_cost,
     parameter_server_cost as parameter_server_cost,
