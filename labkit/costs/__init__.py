@@ -10,6 +10,10 @@
 They are compared with measurements, so nothing that counts during a run imports them.
 """
 
+from labkit.costs.ddp_step import (
+    predict_step as predict_step,
+    samples_that_hide as samples_that_hide,
+)
 from labkit.costs.link import (
     Link as Link,
     all_reduce_seconds as all_reduce_seconds,

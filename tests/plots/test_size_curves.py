@@ -67,5 +67,5 @@ def test_a_step_by_micro_batches_has_a_curve_for_each_schedule():
     lines = {name: line.get_xydata().tolist() for name, line in lines_of(figure).items()}
     assert lines["gpipe"] == [[1, 10], [4, 7]]
     assert lines["1f1b"] == [[1, 8.5], [4, 9.5]]
-    assert lines["gpipe model"] == [[1, 5], [4, 5]]
+    assert lines["gpipe, theory"] == [[1, 5], [4, 5]]
     assert "gpipe is fastest with 4 micro-batches, 7 s." in figure.caption
