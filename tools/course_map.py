@@ -1,6 +1,6 @@
 """The pages of the course in one table, and every place that shows it.
 
-``python tools/course_map.py`` writes the maps in README and page 00, and the links to the previous
+``python tools/course_map.py`` writes the map in README, and on each page the links to the previous
 and the next page, and along the short path.
 """
 
@@ -70,21 +70,19 @@ PAGES = {
         "In how few rounds, bytes or spare memory can you solve twelve small puzzles?",
     ),
 }
-_FIRST = "00_start_here"
 _TABLE = re.compile(r"\| page \|.*\n(\|.*(\n|$))+")
 _NEIGHBOURS = re.compile(r"\| (Previous|Next|Short path) \|.*(\n|$)")
 _LAST_RUN = re.compile(r"(\| Last run on \|.*\n)")
 
 
-def course_map(folder: str = "", here: str = "") -> str:
-    """Return the table in Markdown, for the page ``here`` or README in ``folder``."""
+def course_map(folder: str = "") -> str:
+    """Return the table in Markdown, for README, with the pages in ``folder``."""
     lines = ["| page | short path | what it answers |", "|---|---|---|"]
-    for stem, (name, question) in PAGES.items():
-        label = f"**{stem[:2]} {name}**" if stem == here else _link(stem, folder)
+    for stem, (_, question) in PAGES.items():
         step = ""
         if stem in SHORT_PATH:
             step = str(SHORT_PATH.index(stem) + 1)
-        lines.append(f"| {label} | {step} | {question} |")
+        lines.append(f"| {_link(stem, folder)} | {step} | {question} |")
     return "\n".join(lines) + "\n"
 
 
@@ -129,9 +127,6 @@ def files() -> dict[Path, str]:
         row = _LAST_RUN.search(head)
         rows = (row[0] if row else "") + neighbours(stem)
         page.cells[0].source = replaced(_LAST_RUN, rows, head).removesuffix("\n")
-        if stem == _FIRST:
-            (cell,) = (cell for cell in page.cells if _TABLE.search(cell.source))
-            cell.source = replaced(_TABLE, course_map(here=stem), cell.source)
         found[path] = nbformat.writes(page).rstrip("\n") + "\n"
     return found
 

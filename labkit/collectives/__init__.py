@@ -6,6 +6,7 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     collective              file            steps               bytes sent
     naive_all_reduce        naive           2 (P - 1)           rank 0 (P - 1) S, the others S
     tree_all_reduce         tree            log2 P              log2 P x S
+    halving_doubling_all_reduce             2 log2 P            2 (P - 1) / P x S
     ring_all_reduce         ring            2 (P - 1)           2 (P - 1) / P x S
     fast_ring_all_reduce    fast_ring       2 (P - 1)           2 (P - 1) / P x S
     direct_all_reduce       direct          1                   (P - 1) S

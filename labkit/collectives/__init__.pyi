@@ -7,6 +7,7 @@ from .direct import (
     fast_all_reduce as fast_all_reduce,
 )
 from .fast_ring import fast_ring_all_reduce as fast_ring_all_reduce
+from .halving_doubling import halving_doubling_all_reduce as halving_doubling_all_reduce
 from .hierarchical import (
     fast_hierarchical_all_reduce as fast_hierarchical_all_reduce,
     hierarchical_all_reduce as hierarchical_all_reduce,

@@ -10,6 +10,10 @@
 They are compared with measurements, so nothing that counts during a run imports them.
 """
 
+from labkit.costs.ddp_step import (
+    predict_step as predict_step,
+    samples_that_hide as samples_that_hide,
+)
 from labkit.costs.link import (
     Link as Link,
     all_reduce_seconds as all_reduce_seconds,
@@ -21,6 +25,7 @@ from labkit.costs.traffic import (
     Cost as Cost,
     card_bytes as card_bytes,
     data_parallel_cost as data_parallel_cost,
+    halving_doubling_cost as halving_doubling_cost,
     model_parallel_cost as model_parallel_cost,
     naive_all_reduce_cost as naive_all_reduce_cost,
     parameter_server_cost as parameter_server_cost,

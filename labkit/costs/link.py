@@ -90,6 +90,7 @@ def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: 
     tree: L alpha + L S beta + L S gamma with L = log2 P. If P is not a power of two, L is
     rounded down, and the fold adds 2 alpha + 2 S beta + S gamma.
     ring: 2 (P - 1) alpha + 2 (P - 1) / P S beta + (P - 1) / P S gamma.
+    halving_doubling: 2 L alpha, and bytes as the ring's; rounding and fold as of the tree.
 
     The formulas hold if P divides S and partial sums have the tensor's dtype (those of float16
     and bfloat16 are wider).
@@ -100,15 +101,18 @@ def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: 
 
 def _line(algorithm: str, world_size: int, link: Link) -> tuple[float, float]:
     """(seconds at S = 0, seconds per byte of S) of an all-reduce."""
-    check_choice("algorithm", algorithm, ("naive", "tree", "ring"))
+    check_choice("algorithm", algorithm, ("naive", "tree", "ring", "halving_doubling"))
     peers = world_size - 1
     doublings = world_size.bit_length() - 1
-    fold = 2**doublings < world_size
+    paired = 2**doublings
+    fold = int(paired < world_size)
+    halves = (paired - 1) / paired
     # Along the longest path: messages, bytes sent in units of S, bytes added in units of S.
     messages, sent, added = {
         "naive": (2 * peers, 2 * peers, peers),
         "tree": (doublings + 2 * fold, doublings + 2 * fold, doublings + fold),
         "ring": (2 * peers, 2 * peers / world_size, peers / world_size),
+        "halving_doubling": (2 * (doublings + fold), 2 * (halves + fold), halves + fold),
     }[algorithm]
     return messages * link.alpha_s, sent * link.beta_s_per_byte + added * link.gamma_s_per_byte
 

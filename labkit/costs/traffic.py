@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from labkit.schedules.halving_doubling import recursive_halving
 from labkit.schedules.pipeline import Hop
 from labkit.schedules.ring import (
     Hosts,
@@ -24,6 +25,7 @@ from labkit.schedules.ring import (
 )
 from labkit.schedules.sharding import Instruction, Uses, sharded_pass
 from labkit.schedules.timetable import instructions
+from labkit.schedules.tree import fold, largest_power_of_two, recursive_doubling_return
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,33 @@ def ring_all_reduce_cost(
     """
     first = share_reduce_cost(num_elements, element_bytes, world_size, rank)
     return first + share_only_cost(num_elements, element_bytes, world_size, rank)
+
+
+def halving_doubling_cost(
+    num_elements: int,
+    element_bytes: int,
+    world_size: int,
+    rank: int = 0,
+    partial_bytes: int | None = None,
+) -> Cost:
+    """Halving and doubling: 2 log2 P steps and messages, 2 (P - 1) / P x S bytes sent.
+
+    If P is not a power of two, ranks beyond the largest one, Q, send S bytes, once; their partners
+    send S bytes more than Q ranks would. ``partial_bytes``: of an element of a partial sum.
+    """
+    partial_bytes = partial_bytes or element_bytes
+    bounds = chunk_bounds(num_elements, largest_power_of_two(world_size))
+    halvings = list(recursive_halving(rank, world_size))
+    handed_over = list(fold(rank, world_size))
+    handed_back = list(recursive_doubling_return(rank, world_size))
+    partial_elements = num_elements * sum(step.dst is not None for step in handed_over)
+    elements = num_elements * sum(step.dst is not None for step in handed_back)
+    messages = 2 * len(halvings) + (1 if handed_over else 0)
+    for _, (sent_first, sent_end), (kept_first, kept_end) in halvings:
+        partial_elements += bounds[sent_end - 1][1] - bounds[sent_first][0]
+        elements += bounds[kept_end - 1][1] - bounds[kept_first][0]
+    steps = 2 * len(halvings) + len(handed_over) + len(handed_back)
+    return Cost(steps, messages, partial_elements * partial_bytes + elements * element_bytes)
 
 
 def direct_all_reduce_cost(num_elements: int, element_bytes: int, world_size: int) -> Cost:

@@ -2,6 +2,7 @@
 
     ring               ring all-reduce and its halves, on one host and over several
     tree               binomial trees, recursive doubling, pairwise exchange
+    halving_doubling   reduce-scatter and all-gather in pairs, by halves of the tensor
     servers            which worker meets which server in which turn; how late a gradient is
     bucket_assignment  which gradients DDP sends together (when: ``strategies.ddp``)
     split_points       where a list of layers is cut into stages

@@ -61,21 +61,28 @@ def recursive_doubling(rank: int, world_size: int) -> Iterator[Transfer]:
     If P is not a power of two, a fold comes first: ranks Q and up send their values to rank - Q,
     and get the result in ``recursive_doubling_return``. Steps: log2 Q, and one more with a fold.
     """
-    paired = _largest_power_of_two(world_size)
-    fold = paired < world_size
+    yield from fold(rank, world_size)
+    paired = largest_power_of_two(world_size)
     if rank >= paired:
-        yield Transfer(0, rank - paired, None)
         return
-    if rank + paired < world_size:
-        yield Transfer(0, None, rank + paired)
+    first_step = 1 if paired < world_size else 0
     for bit in range(paired.bit_length() - 1):
         peer = rank ^ 2**bit
-        yield Transfer(fold + bit, peer, peer)
+        yield Transfer(first_step + bit, peer, peer)
+
+
+def fold(rank: int, world_size: int) -> Iterator[Transfer]:
+    """Fold ranks Q and up into ranks 0 and up: one step, or none if P is a power of two."""
+    paired = largest_power_of_two(world_size)
+    if rank >= paired:
+        yield Transfer(0, rank - paired, None)
+    elif rank + paired < world_size:
+        yield Transfer(0, None, rank + paired)
 
 
 def recursive_doubling_return(rank: int, world_size: int) -> Iterator[Transfer]:
     """Undo the fold: ranks Q and up get the result. One step, or none if P is a power of two."""
-    paired = _largest_power_of_two(world_size)
+    paired = largest_power_of_two(world_size)
     last = paired.bit_length()
     if rank >= paired:
         yield Transfer(last, None, rank - paired)
@@ -92,5 +99,6 @@ def pairwise_exchange(rank: int, world_size: int) -> Iterator[Transfer]:
         yield Transfer(step, (rank + step + 1) % world_size, (rank - step - 1) % world_size)
 
 
-def _largest_power_of_two(world_size: int) -> int:
+def largest_power_of_two(world_size: int) -> int:
+    """Return Q, the largest power of two up to P."""
     return 2 ** (world_size.bit_length() - 1)

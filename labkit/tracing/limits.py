@@ -196,7 +196,9 @@ def what_limited(
     nothing, in words.
     """
     times = rank_times(trace, start_s)
-    has_stages = "forward" in trace.kinds and len(STEP_KINDS & set(trace.kinds)) > 1
+    # Where replicas average gradients, their forwards are no stages'.
+    is_split = "forward" in trace.kinds and len(STEP_KINDS & set(trace.kinds)) > 1
+    has_stages = is_split and COMMUNICATE in trace.kinds
     if has_stages:
         _add_idle_ends(times, trace)
     counted = [rank_time for rank_time in times.values() if rank_time.elapsed_s]

@@ -14,6 +14,7 @@ from labkit.collectives import (
     fast_all_reduce,
     fast_ring_all_reduce,
     gather,
+    halving_doubling_all_reduce,
     naive_all_reduce,
     reduce,
     reduce_scatter,
@@ -32,6 +33,7 @@ SIZES = (0, 1, 3, 7, 1000)
 ALL_REDUCES = {
     "naive": naive_all_reduce,
     "tree": tree_all_reduce,
+    "halving and doubling": halving_doubling_all_reduce,
     "ring": ring_all_reduce,
     "fast ring": fast_ring_all_reduce,
     "direct": direct_all_reduce,
@@ -55,6 +57,8 @@ def price(name, op, dtype, size, world_size, rank, transport):
         return traffic.direct_all_reduce_cost(size, dtype.itemsize, world_size)
     if name == "naive":
         return traffic.naive_all_reduce_cost(*counts)
+    if name == "halving and doubling":
+        return traffic.halving_doubling_cost(*counts, partial_bytes=wide_bytes(op, dtype))
     if name == "tree":
         # Steps, partial sums sent, results sent: of three ranks the last one hands over and waits.
         of_ranks = {1: [(0, 0, 0)], 2: [(1, 1, 0)] * 2, 4: [(2, 2, 0)] * 4}

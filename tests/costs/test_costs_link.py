@@ -30,7 +30,11 @@ def test_predicted_seconds_are_the_papers():
     assert all_reduce_seconds("tree", S, 6, link) == pytest.approx(4 * (a + S * b) + 3 * S * g)
     ring = 6 * a + 1.5 * S * b + 0.75 * S * g
     assert all_reduce_seconds("ring", S, 4, link) == pytest.approx(ring)
-    for algorithm in ("naive", "tree", "ring"):
+    halving = 6 * a + 1.75 * S * b + 0.875 * S * g
+    assert all_reduce_seconds("halving_doubling", S, 8, link) == pytest.approx(halving)
+    folded = 6 * a + 3.5 * S * b + 1.75 * S * g
+    assert all_reduce_seconds("halving_doubling", S, 6, link) == pytest.approx(folded)
+    for algorithm in ("naive", "tree", "ring", "halving_doubling"):
         assert all_reduce_seconds(algorithm, S, 1, link) == 0
 
 

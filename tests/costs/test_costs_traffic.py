@@ -6,6 +6,7 @@ from labkit.costs.traffic import (
     Cost,
     card_bytes,
     gather_cost,
+    halving_doubling_cost,
     model_parallel_cost,
     naive_all_reduce_cost,
     parameter_server_cost,
@@ -32,6 +33,15 @@ def test_all_reduces(world_size):
     assert over_ranks(ring_all_reduce_cost, world_size) == [half + half] * world_size
     naive = over_ranks(naive_all_reduce_cost, world_size)
     assert naive == [Cost(2 * others, others, others * S)] + [Cost(2, 1, S)] * others
+
+
+@pytest.mark.parametrize("log2", [0, 1, 2, 3])
+def test_halving_and_doubling(log2):
+    world_size = 2**log2
+    elements = 8 * N
+    each = Cost(2 * log2, 2 * log2, 2 * (world_size - 1) * elements * ITEM // world_size)
+    for rank in range(world_size):
+        assert halving_doubling_cost(elements, ITEM, world_size, rank) == each
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])

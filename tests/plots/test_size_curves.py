@@ -37,8 +37,8 @@ def test_points_are_medians_and_the_band_spans_all_repeats():
 
 def test_a_model_is_dashed_in_the_color_of_what_it_predicts():
     figure = plots.size_curves(BOTH, {"ring": RING, "nccl": TREE})
-    assert legend_of(figure) == ["tree", "ring", "ring model", "nccl model"]
-    model = lines_of(figure)["ring model"]
+    assert legend_of(figure) == ["tree", "ring", "nccl, theory", "theory"]
+    model = lines_of(figure)["ring, theory"]
     assert model.get_linestyle() == "--"
     assert model.get_color() == SERIES[1][0].model.ink
 
@@ -53,7 +53,7 @@ def test_crossings_stand_beside_the_models(model, said):
     lines = {name: line for name, line in lines_of(figure).items() if "crossover" in name}
     marks = {line.get_linestyle(): line.get_xdata()[0] for line in lines.values()}
     assert marks == {"-": found} | ({"--": model} if model < math.inf else {})
-    assert f"tree and ring cross at 83.5 KiB, in the model at {said}" in figure.caption
+    assert f"tree and ring cross at 83.5 KiB, in theory at {said}" in figure.caption
 
 
 def test_a_step_by_micro_batches_has_a_curve_for_each_schedule():
@@ -67,5 +67,5 @@ def test_a_step_by_micro_batches_has_a_curve_for_each_schedule():
     lines = {name: line.get_xydata().tolist() for name, line in lines_of(figure).items()}
     assert lines["gpipe"] == [[1, 10], [4, 7]]
     assert lines["1f1b"] == [[1, 8.5], [4, 9.5]]
-    assert lines["gpipe model"] == [[1, 5], [4, 5]]
+    assert lines["gpipe, theory"] == [[1, 5], [4, 5]]
     assert "gpipe is fastest with 4 micro-batches, 7 s." in figure.caption

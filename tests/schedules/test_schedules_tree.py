@@ -2,6 +2,7 @@
 
 import pytest
 
+from labkit.schedules.halving_doubling import recursive_halving
 from labkit.schedules.tree import (
     binomial_broadcast,
     binomial_reduce,
@@ -70,3 +71,18 @@ def test_a_binomial_tree_reaches_everyone_and_backwards_collects_everyone(world_
         assert play(binomial_broadcast, world_size, start, root) == [{root}] * world_size
         assert play(binomial_reduce, world_size, alone(world_size), root)[root] == everyone
         assert len(by_step(binomial_broadcast, world_size, root)) == rounds(world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16])
+def test_halving_leaves_each_rank_one_block_with_everyone_in_it(world_size):
+    everyone = frozenset(range(world_size))
+    held = [[frozenset({rank})] * world_size for rank in range(world_size)]
+    steps = [list(recursive_halving(rank, world_size)) for rank in range(world_size)]
+    for row in zip(*steps, strict=True):
+        before = [list(blocks) for blocks in held]
+        for rank, (peer, sent, kept) in enumerate(row):
+            assert (row[peer].sent, row[peer].kept) == (kept, sent)
+            for block in range(*kept):
+                held[rank][block] |= before[peer][block]
+    assert [held[rank][rank] for rank in range(world_size)] == [everyone] * world_size
+    assert len(steps[0]) == rounds(world_size)

@@ -50,4 +50,5 @@ def test_the_two_files_of_pytorchs_profiler_show_who_is_late():
 
 def test_a_stage_is_idle_until_the_last_one_ends():
     last = [Span(1, "wait", 0, 1), Span(1, "forward", 1, 2), Span(1, "backward", 2, 4)]
-    assert what_limited(Trace.merge([[Span(0, "forward", 0, 1)], last])).shares["wait"] == 0.5
+    first = [Span(0, "forward", 0, 1), Span(0, "communicate", 1, 1)]
+    assert what_limited(Trace.merge([first, last])).shares["wait"] == 0.5

@@ -1,4 +1,4 @@
-"""Curves of time over a size, one per algorithm, beside their models."""
+"""Curves of time over a size, one per algorithm, beside their predictions."""
 
 import itertools
 import math
@@ -59,11 +59,11 @@ def size_curves(
         first, second = list(seconds)[:2]
         crossed_at = crossings(seconds[first], seconds[second])
         if sizes[0] <= crossover <= sizes[-1]:
-            marks.append(("model", crossover, _DASHED))
+            marks.append(("theory", crossover, _DASHED))
         marks += [("measured", size, "-") for size in crossed_at]
         measured_words = ", ".join(map(format_bytes, crossed_at)) or "no size"
         model_words = format_bytes(crossover) if crossover < math.inf else "no size"
-        change = f"{first} and {second} cross at {measured_words}, in the model at {model_words}."
+        change = f"{first} and {second} cross at {measured_words}, in theory at {model_words}."
     label = "size of the tensor (bytes)"
     takeaway = joined(_takeaway(seconds), change)
     return draw_curves(seconds, model or {}, title, label, takeaway, marks, format_bytes)
@@ -86,6 +86,20 @@ def communication_time(
     longest = max(seconds, key=lambda name: median(seconds[name][most]))
     takeaway = f"Longest in a batch of {most}: {longest}."
     return draw_curves(seconds, model or {}, title, "batch (samples)", takeaway, say_missed=True)
+
+
+@drawn
+def time_by_ranks(
+    measured: Mapping[str, Points], predicted: Model, *, title: str = "Time by number of ranks"
+) -> CaptionedFigure:
+    """Draw the time of an operation over the number of ranks.
+
+    Args:
+        measured, predicted: ``{name: {number of ranks: seconds}}``, as in ``size_curves``; a name
+            may be in one of them only.
+    """
+    seconds = {name: _repeats(points) for name, points in measured.items()}
+    return draw_curves(seconds, predicted, title, "ranks", "")
 
 
 def draw_curves(
@@ -120,11 +134,16 @@ def draw_curves(
         axes.fill_between(sizes, low, high, color=style.color, alpha=0.2, linewidth=0)
     for name, curve in predicted.items():
         look = {"color": looks[name][0].model.ink, "linestyle": _DASHED, "zorder": 3}
-        lines += axes.plot(list(curve), list(curve.values()), label=f"{name} model", **look)
+        (line,) = axes.plot(list(curve), list(curve.values()), label=f"{name}, theory", **look)
+        if name not in measured:
+            lines.append(line)
+    if measured.keys() & predicted.keys():
+        lines += axes.plot([], [], color=DARK, linestyle=_DASHED, label="theory")
     for source, size, dashes in marks:
         name = f"crossover, {source}: {format_size(size)}"
         lines.append(axes.axvline(size, color=DARK, linestyle=dashes, label=name))
-    _scale(axes, sorted(set().union(*measured.values())), label, format_size, log_time)
+    sizes = sorted(set().union(*measured.values(), *predicted.values()))
+    _scale(axes, sizes, label, format_size, log_time)
     add_legend(figure, lines)
     ratios = []
     missed = ""
@@ -139,7 +158,8 @@ def draw_curves(
                 axes.annotate(f"{ratio:.1f} x", (size, seconds), (6, 4), **beside)
     repeats = itertools.chain(*(points.values() for points in measured.values()))
     spread = repeats_words(repeats, "Points are medians of {} repeats; bands span all of them.")
-    ends = [f"{name} {_ends_of(points, format_size)}" for name, points in measured.items()]
+    curves = {name: _repeats(curve) for name, curve in predicted.items()} | dict(measured)
+    ends = [f"{name} {_ends_of(points, format_size)}" for name, points in curves.items()]
     return CaptionedFigure(
         figure,
         alt=f"Curves of time by {label}. {'; '.join(ends)}.",
