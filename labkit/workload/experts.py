@@ -143,7 +143,7 @@ class Experts(nn.Module):
         return self.mlp(rows, routing.counts), routing.chosen
 
     def mlp(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """The experts' outputs [m, D]; the first ``counts[0]`` of ``rows`` [m, D] are expert 0's."""
+        """Each expert's outputs, together [m, D], of its ``counts`` of the ``rows`` [m, D]."""
         parts = []
         for expert, part in enumerate(rows.split(counts.tolist())):
             hidden = functional.linear(part, self.up[expert], self.up_bias[expert])
