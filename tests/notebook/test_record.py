@@ -73,6 +73,16 @@ def test_an_exercise_once_passed_stays_passed(path):
     assert oct(path.parent.stat().st_mode & 0o777) == "0o700"
 
 
+def test_what_was_recorded_on_a_page_follows_it_to_another_number(monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "97_ring_all_reduce.ipynb")
+    record.note_verdict("ring.all_reduce", "passed", True)
+    made = record.Predicted("bytes", "B", 3.0, record.now())
+    record.note_prediction("97_ring_all_reduce", "bytes", made)
+    stored = record.read()
+    assert list(stored.exercises) == ["06_ring_all_reduce"]
+    assert stored.predictions == {"06_ring_all_reduce": {"bytes": [made]}}
+
+
 def test_several_processes_lose_nothing(monkeypatch):
     program = (
         "import sys; from workbook.notebook import record\nrecord.LOCK_S = 60\n"

@@ -31,18 +31,26 @@ COMMANDS = [
 
 
 def test_the_all_reduce_beside_gloo_and_mpi():
-    # By size, by contender: the median, as the figure draws it.
+    # By size, by contender, the seconds of all repeats.
     times = defaultdict(dict)
     for row in json.loads((ROOT / "data/results/all_reduce.json").read_text())["rows"]:
         if row["world_size"] == 2:
-            times[row["size_bytes"]][row["contender"]] = statistics.median(row["seconds"])
-    ratios = {size: by["gloo"] / by["fast"] for size, by in times.items()}
+            times[row["size_bytes"]][row["contender"]] = row["seconds"]
+    medians = {
+        size: {name: statistics.median(seconds) for name, seconds in by.items()}
+        for size, by in times.items()
+    }
+    # gloo's fast runs and its slow ones differ by a factor of ten: against the fast ones.
+    ratios = {
+        size: statistics.quantiles(by["gloo"], method="inclusive")[0] / medians[size]["fast"]
+        for size, by in times.items()
+    }
     least, most = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
     assert ratios[least] > 1
     said = f"from {ratios[least]:.2g} times at {format_bytes(least)} to "
     said += f"{ratios[most]:.2g} times at {format_bytes(most)}"
-    assert f"ours is ahead of gloo at every size, {said};" in README
-    ahead = [size for size, by in times.items() if by["MPI"] < min(by["fast"], by["gloo"])]
+    assert f"ours is ahead of the faster quarter of gloo's runs at every size, {said};" in README
+    ahead = [size for size, by in medians.items() if by["MPI"] < min(by["fast"], by["gloo"])]
     assert ahead == sorted(times)[: len(ahead)]
     assert f"MPI is ahead of both up to {format_bytes(max(ahead))}." in README
 

@@ -45,21 +45,35 @@ def current_page() -> str:
     return Path(named).stem if str(named).endswith(".ipynb") else ""
 
 
-def workbook_pages() -> list[Page]:
-    """The pages in reading order; none where labkit is installed without them."""
+def page_files() -> list[Path]:
+    """The notebooks in reading order; none where labkit is installed without them."""
     # A notebook's kernel is started in the notebooks' folder, a command in the one above.
     current = Path.cwd()
     folders = [current / "notebooks", Path(__file__).resolve().parents[2] / "notebooks"]
     if current.name == "notebooks":
         folders.insert(0, current)
     folder = next(filter(Path.is_dir, folders), None)
+    if folder is None:
+        return []
+    return sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+
+
+def workbook_pages() -> list[Page]:
+    """The pages in reading order, as they are in ``page_files``."""
     pages = []
-    if folder is not None:
-        for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")):
-            # A page that is being written, or was damaged, is left out.
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-                pages.append(_read_page(path))
+    for path in page_files():
+        # A page that is being written, or was damaged, is left out.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            pages.append(_read_page(path))
     return pages
+
+
+def present_name(name: str) -> str:
+    """The name that a page has now: its number may have been another one before."""
+    for path in page_files():
+        if path.stem[2:] == name[2:]:
+            return path.stem
+    return name
 
 
 def _read_page(path: Path) -> Page:

@@ -21,7 +21,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from labkit.files import user_folder, write_atomically
-from workbook.notebook.pages import current_page
+from workbook.notebook.pages import current_page, present_name
 
 VERSION = 1
 # A writer holds the lock for milliseconds; one that was stopped must not stop the lesson.
@@ -142,11 +142,13 @@ def _stored(path: Path) -> Record:
             raise ValueError(f"its version is {raw['version']!r}, and this labkit reads {VERSION}")
         record = Record()
         for page, attempts in raw["exercises"].items():
-            record.exercises[page] = {name: Tried(**tried) for name, tried in attempts.items()}
+            of_page = record.exercises.setdefault(present_name(page), {})
+            for name, tried in attempts.items():
+                of_page[name] = Tried(**tried)
         for page, predictions_by_key in raw["predictions"].items():
-            record.predictions[page] = {}
+            by_key = record.predictions.setdefault(present_name(page), {})
             for key, predictions in predictions_by_key.items():
-                record.predictions[page][key] = [Predicted(**made) for made in predictions]
+                by_key[key] = [Predicted(**made) for made in predictions]
         return record
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         name = f"{path.stem}.damaged-{datetime.now():%Y%m%d-%H%M%S-%f}{path.suffix}"
