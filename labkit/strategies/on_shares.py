@@ -10,7 +10,7 @@ shares.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -58,6 +58,7 @@ class OnShares(Strategy):
     amp: str | None = None
     module: Callable[..., Tensor] = field(init=False)
     no_sync: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, init=False)
+    expert_layers: Sequence[Experts] = field(default=(), init=False)
     runs_empty = False
     _is_warm = False
     factor = 1
