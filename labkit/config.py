@@ -202,6 +202,9 @@ class RunConfig:
     sequence_parallel: bool = _option(
         False, "tensor_parallel: divide positions where layers are not cut"
     )
+    capacity: float | None = _option(
+        None, "expert_parallel: an expert drops what exceeds so many times an even load"
+    )
     stage: int | None = _option(
         None, "sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters"
     )

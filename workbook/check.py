@@ -20,6 +20,7 @@ from workbook.exercises import (
     ddp,
     detective,
     elsewhere,
+    experts,
     fairness,
     hops,
     hosts,
@@ -41,6 +42,6 @@ from workbook.exercises.grader import Case, Exercise, Target, Verdict, grade
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "grade"]
 __all__ += ["backend", "cases", "choosing", "collectives", "compressed", "coordinator"]
-__all__ += ["data_parallel", "ddp", "detective", "elsewhere", "fairness", "hops", "hosts"]
-__all__ += ["messages", "overlap", "parameter_server", "pipeline", "placement", "puzzles"]
+__all__ += ["data_parallel", "ddp", "detective", "elsewhere", "experts", "fairness", "hops"]
+__all__ += ["hosts", "messages", "overlap", "parameter_server", "pipeline", "placement", "puzzles"]
 __all__ += ["rendezvous", "ring", "sharded", "staleness", "step", "tensor_parallel", "tree"]

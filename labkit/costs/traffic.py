@@ -311,6 +311,34 @@ def tensor_parallel_cost(
     return sum(costs, start=Cost(0, 0, 0))
 
 
+def expert_parallel_cost(
+    rows: Sequence[Sequence[int]],
+    num_layers: int,
+    num_experts: int,
+    width: int,
+    replicated: int,
+    element_bytes: int,
+    rank: int = 0,
+) -> Cost:
+    """One step of layers whose experts are divided over P ranks.
+
+    ``rows[r][q]``, added up over the ``num_layers`` layers of experts: the choices that fell, on
+    rank r, on experts of rank q. A layer sends its counts, two numbers of 8 bytes for each of
+    ``num_experts``, to all ranks, and four times rows of ``width`` elements: choices there and
+    outputs back, then their gradients there and back again. In the end the gradients of the
+    ``replicated`` elements, those of no expert, are summed by a ring. Left out: what
+    ``tensor_parallel_cost`` leaves out.
+    """
+    world_size = len(rows)
+    peers = [peer for peer in range(world_size) if peer != rank]
+    sent_rows = sum(rows[rank][peer] + rows[peer][rank] for peer in peers)
+    all_to_alls = 4 * num_layers * (world_size - 1)
+    travel = Cost(all_to_alls, all_to_alls, 2 * sent_rows * width * element_bytes)
+    counts = share_only_cost(world_size, 2 * num_experts * 8, world_size, rank)
+    gradients = ring_all_reduce_cost(replicated, element_bytes, world_size, rank)
+    return sum([counts] * num_layers, start=travel + gradients)
+
+
 def ring_attention_cost(
     shape: tuple[int, int, int, int],
     element_bytes: int,

@@ -26,6 +26,10 @@ TECHNIQUES = {
         "tensor_parallel.TensorParallel",
         "builtin.tensor_parallel.TorchTensorParallel",
     ),
+    "expert_parallel": (
+        "expert_parallel.ExpertParallel",
+        "builtin.expert_parallel.TorchExpertParallel",
+    ),
     "sharded": ("sharded.Sharded", "builtin.sharded.TorchSharded"),
 }
 # The variants for runs that name devices: one process instead of one rank per device.

@@ -97,6 +97,7 @@ class Strategy:
         through_comm: whether all traffic passes through ``comm``, which counts it.
         no_checkpoint: the reason why its runs have no checkpoints; empty if they may have.
         predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
+        balances_experts: whether it computes the balance loss of experts over a whole batch.
         optimizes: the tensors of an optimizer on one rank: all parameters of the ``model``, those
             of some of its ``layers``, ``rows`` of parameters, ``rows of layers``, or ``elements``:
             a flat tensor of a part of all parameters.
@@ -121,6 +122,7 @@ class Strategy:
     through_comm = True
     no_checkpoint = ""
     predicts_together = False
+    balances_experts = False
     optimizes = "model"
     amp: str | None = None
     loss: Loss = staticmethod(sum_cross_entropy)

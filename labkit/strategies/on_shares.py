@@ -10,7 +10,7 @@ shares.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -22,6 +22,7 @@ from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 from labkit.strategies.sync_batch_norm import convert
+from labkit.workload.experts import Experts
 from labkit.workload.samples import share
 
 
@@ -50,12 +51,14 @@ class OnShares(Strategy):
             context in which every micro-batch except the last one runs.
         runs_empty: whether ``module`` runs on empty micro-batches, for hooks that rely on it.
         factor: of the loss, where gradients are divided once more.
+        expert_layers: whose balance losses are added to the loss, but not to what is reported.
     """
 
     accumulate: int = 1
     amp: str | None = None
     module: Callable[..., Tensor] = field(init=False)
     no_sync: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, init=False)
+    expert_layers: Sequence[Experts] = field(default=(), init=False)
     runs_empty = False
     _is_warm = False
     factor = 1
@@ -74,6 +77,7 @@ class OnShares(Strategy):
         self.model = model.train()
         self.module = self.model
         self.trained = trained_parameters(model)
+        self.expert_layers = [layer for layer in model.modules() if isinstance(layer, Experts)]
         if self.sync_batch_norm and comm.rank in self.workers and len(self.workers) > 1:
             convert(model, comm, self.workers)
             self.runs_empty = True
@@ -127,7 +131,8 @@ class OnShares(Strategy):
         with self.autocast(inputs.device):
             outputs = self.wide(self.module(inputs))
         loss = self.loss(outputs, targets.to(outputs.device))
-        (loss * (self.scaler.scale * weight)).backward()
+        balance_loss = sum(layer.balance_loss for layer in self.expert_layers)
+        ((loss + balance_loss) * (self.scaler.scale * weight)).backward()
         if is_slow:
             gpus.synchronize(self.comm.device)
             # PyTorch initialises itself in the first micro-batch, which takes many times as long.
@@ -146,6 +151,7 @@ class Single(OnShares):
     """Plain training of the whole batch; ``sync_batch_norm`` changes nothing on one device."""
 
     sync_batch_norm: bool = False
+    balances_experts = True
 
     def check_ranks(self, world_size: int) -> None:
         if world_size != 1:

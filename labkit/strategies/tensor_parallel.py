@@ -16,7 +16,6 @@ Symbols: n samples, T positions, D features, P ranks. Source: Shoeybi et al., "M
 section 3.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, State
-from labkit.strategies.on_shares import OnShares
+from labkit.strategies.base import State
+from labkit.strategies.on_cuts import OnCuts
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
+from labkit.workload.experts import Experts
 from labkit.workload.layers import layers_of
 from labkit.workload.losses import Loss, ShareLoss, named_function
 from labkit.workload.transformer import Block, Embeddings, Head
@@ -37,6 +37,12 @@ def check_cut(model: nn.Module, loss: Loss, ranks: int, sequence_parallel: bool 
     layers = layers_of(model) if isinstance(model, nn.Sequential) else [model]
     embeddings, *inner, head = layers[0], *layers[1:-1], layers[-1]
     are_blocks = all(isinstance(layer, Block | nn.LayerNorm) for layer in inner)
+    has_experts = any(isinstance(module, Experts) for module in model.modules())
+    if has_experts:
+        raise ValueError(
+            "tensor_parallel cuts MLPs, and this model has experts in their place: use model gpt, "
+            "or strategy expert_parallel"
+        )
     if not (isinstance(embeddings, Embeddings) and are_blocks and isinstance(head, Head)):
         names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ValueError(
@@ -69,41 +75,25 @@ def check_cut(model: nn.Module, loss: Loss, ranks: int, sequence_parallel: bool 
 
 
 @dataclass(eq=False)
-class TensorParallel(OnShares):
+class TensorParallel(OnCuts):
     """Every rank computes the whole batch, with its part of each layer.
 
     Args:
         sequence_parallel: between the cuts, where each rank would otherwise hold all positions,
             it holds some of them.
-
-    Attributes:
-        group: knows how the parameters are divided.
-        shards: by name this rank's shards of parameters; a tied one has two names.
     """
 
     sequence_parallel: bool = False
-    optimizes = "rows"
     takes_whole_batch = True
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
         check_cut(model, loss, world_size, self.sequence_parallel)
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.group = TensorGroup(comm, self.sequence_parallel)
-        self.shards = self.cut(model)
-        self.move_to_device(comm, model)
-        held = [shard for shard in self.shards.values() if isinstance(shard, nn.Parameter)]
-        parameters = list(dict.fromkeys(held))
-        self.trained = [p for p in parameters if p.requires_grad]
-        self.optimizer = make_optimizer(self.trained)
-        self.norm_ranks = range(comm.world_size)
-        if comm.rank > 0:
-            self.counted_elsewhere = {p for p in parameters if p not in self.group.cuts}
+    def make_group(self, comm: Comm) -> TensorGroup:
+        return TensorGroup(comm, self.sequence_parallel)
 
     def cut(self, model: nn.Module) -> State:
-        """Cut the model in place; returns ``shards``."""
-        self.group.cut(model)
-        state = model.state_dict(keep_vars=True)
+        state = super().cut(model)
         # (The head comes last.)
         head_weight = list(state.values())[-1]
         self.classes = self.group.cuts[head_weight].sizes
@@ -125,24 +115,3 @@ class TensorParallel(OnShares):
     def predict(self, inputs: Tensor) -> Tensor | None:
         outputs = super().predict(inputs)
         return outputs if self.group.comm.rank == 0 else None
-
-    def full_state(self) -> State:
-        state = State()
-        for name, shard in self.shards.items():
-            state[name] = self.group.unshard(shard, shard.detach()).cpu().clone()
-        return state
-
-    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
-        parameters: dict[nn.Parameter, str] = {}
-        for name, shard in self.shards.items():
-            if isinstance(shard, nn.Parameter):
-                parameters.setdefault(shard, name)
-        return self.shards, {name: parameter for parameter, name in parameters.items()}
-
-    def state(self) -> State:
-        """Whole parameters and optimizer states, on rank 0: any technique can go on from them."""
-        state = self.group.unshard_state(super().state(), self.shards)
-        return state if self.comm.rank == 0 else State()
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        super().load_state(self.group.shard_state(state, self.shards))

@@ -37,6 +37,7 @@ from labkit.training.own_model import check_values, hooked, note_on_unused
 from labkit.training.trial import try_out, try_share
 from labkit.units import check_choice
 from labkit.workload.datasets import IMAGENET, is_folder, load_dataset, open_folder
+from labkit.workload.experts import Experts
 from labkit.workload.losses import LOSSES, ShareLoss
 from labkit.workload.models import build_model
 from labkit.workload.samples import (
@@ -159,6 +160,7 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
     weighing = try_out(config.loss, model, work.loss, work.train, work.test, config.seed)
     strategy = make_strategy(config, own_parts=own_parts, work=work)
     strategy.check_model(model, work.loss, config.world_size)
+    _check_balance(strategy, model, config)
     try_share(model, work.train, _smallest_share(config, strategy, len(work.train)))
     strategy.weighing = weighing
     if own_parts.model is not None:
@@ -191,6 +193,25 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
         )
         print_once(note)
     return strategy, work
+
+
+def _check_balance(strategy: Strategy, model: nn.Module, config: RunConfig) -> None:
+    """Refuse a balance loss of experts that would be of a part of the batch."""
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    if not any(layer.balance for layer in layers):
+        return
+    remedy = "make the experts with balance=0"
+    if not strategy.balances_experts and config.world_size > 1:
+        raise ValueError(
+            "the balance loss of experts depends on the choices of the whole batch, and in "
+            f"{config.technique_name} a rank has only its own: use expert_parallel or single, or "
+            f"{remedy}"
+        )
+    if (config.accumulate or 1) > 1:
+        raise ValueError(
+            "the balance loss of experts depends on the choices of the whole batch, and "
+            f"accumulate {config.accumulate} shows them in parts: leave it out, or {remedy}"
+        )
 
 
 def _smallest_share(config: RunConfig, strategy: Strategy, num_samples: int) -> int:

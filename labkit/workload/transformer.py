@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from labkit.workload.experts import Experts
+
 # 12 heads, so that 1 to 4 ranks can cut them.
 WIDTH, HEADS, BLOCKS = 96, 12, 4
 
@@ -66,14 +68,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each of a normalised input and added to it."""
+    """Attention, then the MLP (or experts), each of a normalised input and added to it."""
 
-    def __init__(self, width: int, num_heads: int):
+    def __init__(self, width: int, num_heads: int, num_experts: int = 0):
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attention = Attention(width, num_heads)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = MLP(width)
+        self.mlp = Experts(width, num_experts) if num_experts else MLP(width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -101,22 +103,30 @@ def gpt(
     width: int = WIDTH,
     num_heads: int = HEADS,
     num_blocks: int = BLOCKS,
+    num_experts: int = 0,
 ) -> Iterator[nn.Module]:
     """The layers for tokens [n, T] and a vocabulary of ``num_classes``; ``input_shape`` is (T,).
 
-    With the defaults 461,376 parameters on ``text``.
+    With the defaults 461,376 parameters on ``text``. With ``num_experts`` each block has so many
+    in place of its MLP.
     """
     (length,) = input_shape
     embeddings = Embeddings(num_classes, length, width)
-    blocks = [Block(width, num_heads) for _ in range(num_blocks)]
+    blocks = [Block(width, num_heads, num_experts) for _ in range(num_blocks)]
     layers = [embeddings, *blocks, nn.LayerNorm(width), Head(embeddings)]
     for module in nn.Sequential(*layers).modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     for block in blocks:
         # Each block adds two terms: their sum keeps its variance (Radford et al., section 2.3).
-        for end in (block.attention.out, block.mlp.down):
-            nn.init.normal_(end.weight, std=0.02 / math.sqrt(2 * num_blocks))
+        ends = [block.attention.out.weight]
+        if isinstance(block.mlp, Experts):
+            nn.init.normal_(block.mlp.up, std=0.02)
+            ends.append(block.mlp.down)
+        else:
+            ends.append(block.mlp.down.weight)
+        for end in ends:
+            nn.init.normal_(end, std=0.02 / math.sqrt(2 * num_blocks))
     yield from layers

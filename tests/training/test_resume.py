@@ -39,6 +39,10 @@ def small_gpt():
     return nn.Sequential(*gpt((64,), 80, width=24, num_heads=4, num_blocks=1))
 
 
+def small_moe():
+    return nn.Sequential(*gpt((64,), 80, width=24, num_heads=4, num_blocks=1, num_experts=3))
+
+
 def job(strategy, world_size=1, *, model=make_model, **settings):
     own, settings = take_own(SMALL | {"model": model} | settings)
     return RunConfig(strategy, world_size=world_size, **settings), own
@@ -97,6 +101,7 @@ def test_techniques_on_two_ranks_go_on_to_the_bit(tmp_path):
         "pipeline_builtin": job("pipeline", 2, builtin=True, micro_batches=2),
         "topk": job("ring_all_reduce", 2, compress="topk"),
         "cut": job("tensor_parallel", 2, sequence_parallel=True, **OF_TEXT | SCHEDULED),
+        "experts": job("expert_parallel", 2, **OF_EXPERTS | SCHEDULED),
         "cut_builtin": job("tensor_parallel", 2, builtin=True, **OF_TEXT),
         "fp16": job("ddp", 2, amp="fp16", clip_norm=0.5),
     }
@@ -186,6 +191,7 @@ def tied():
 EXACT = {"model": tied, "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
 # (Where a gradient is about zero, Adam would turn a rounding into a step.)
 OF_TEXT = {"model": small_gpt, "dataset": "text", "optimizer": "sgd"}
+OF_EXPERTS = OF_TEXT | {"model": small_moe}
 
 
 @pytest.mark.more
@@ -204,7 +210,10 @@ MOVES = [
     (("tensor_parallel", 3), ("single", 1)),
     (("ddp", 2), ("tensor_parallel", 3)),
     (("mesh", 4, {"dp": 2, "tp": 2}), ("mesh", 2, {"pp": 2})),
+    (("expert_parallel", 3), ("expert_parallel", 2)),
 ]
+# The data and the model of the techniques that do not train on images.
+WORK = {"tensor_parallel": OF_TEXT, "mesh": OF_TEXT, "expert_parallel": OF_EXPERTS}
 
 
 def trained(folder, technique, **settings):
@@ -214,19 +223,19 @@ def trained(folder, technique, **settings):
 
 
 @functools.cache
-def on_one_device(of_images):
-    return train_with("single", **SMALL | EXACT | ({} if of_images else OF_TEXT))
+def on_one_device(technique):
+    return train_with("single", **SMALL | EXACT | WORK.get(technique, {}))
 
 
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_other_ranks_and_techniques_end_where_one_device_ends(tmp_path, before, after):
-    of_images = not {before[0], after[0]} & {"tensor_parallel", "mesh"}
-    exact = EXACT if of_images else EXACT | OF_TEXT
+    technique = before[0] if before[0] in WORK else after[0]
+    exact = EXACT | WORK.get(technique, {})
     trained(tmp_path, before, **exact)
     # So that it goes on within the second epoch, after 8 of 12 steps.
     shutil.rmtree(tmp_path / "step-00000012")
     result = trained(tmp_path, after, resume=True, **exact)
-    due = on_one_device(of_images)
+    due = on_one_device(technique)
     assert "step-00000008" in result.notes["note"]
     assert result.replicas_agree
     assert result.difference_from(due) < 1e-10

@@ -1,0 +1,65 @@
+"""Techniques in which ranks divide parameters among themselves, each computing with its shard."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from labkit.comm.comm import Comm
+from labkit.strategies.base import MakeOptimizer, State
+from labkit.strategies.on_shares import OnShares
+from labkit.strategies.tensor_cut import TensorGroup
+
+
+@dataclass(eq=False)
+class OnCuts(OnShares):
+    """The base of techniques whose ranks hold shards of some parameters, and all of the others.
+
+    Attributes:
+        group: knows how the parameters are divided.
+        shards: by name this rank's shards of parameters; a tied one has two names.
+    """
+
+    optimizes = "rows"
+
+    def make_group(self, comm: Comm) -> TensorGroup:
+        """Return the group that cuts the model over the ranks of ``comm``."""
+        raise NotImplementedError
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.group = self.make_group(comm)
+        self.shards = self.cut(model)
+        self.move_to_device(comm, model)
+        held = [shard for shard in self.shards.values() if isinstance(shard, nn.Parameter)]
+        parameters = list(dict.fromkeys(held))
+        self.trained = [p for p in parameters if p.requires_grad]
+        self.optimizer = make_optimizer(self.trained)
+        self.norm_ranks = range(comm.world_size)
+        if comm.rank > 0:
+            self.counted_elsewhere = {p for p in parameters if p not in self.group.cuts}
+
+    def cut(self, model: nn.Module) -> State:
+        """Cut the model in place; returns ``shards``."""
+        self.group.cut(model)
+        return model.state_dict(keep_vars=True)
+
+    def full_state(self) -> State:
+        state = State()
+        for name, shard in self.shards.items():
+            state[name] = self.group.unshard(shard, shard.detach()).cpu().clone()
+        return state
+
+    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
+        parameters: dict[nn.Parameter, str] = {}
+        for name, shard in self.shards.items():
+            if isinstance(shard, nn.Parameter):
+                parameters.setdefault(shard, name)
+        return self.shards, {name: parameter for parameter, name in parameters.items()}
+
+    def state(self) -> State:
+        """Whole parameters and optimizer states, on rank 0: any technique can go on from them."""
+        state = self.group.unshard_state(super().state(), self.shards)
+        return state if self.comm.rank == 0 else State()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state(self.group.shard_state(state, self.shards))

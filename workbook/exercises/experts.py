@@ -1,0 +1,214 @@
+"""Page 13: a router, a capacity, an all-to-all of uneven parts, a balance loss, and its bytes.
+
+Symbols: n tokens of a rank with D features; E experts, k of a token; P ranks.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.workload.experts import route as reference_route
+from workbook.exercises.grader import Case, Check, Target, Wrong, judged, solved
+from workbook.exercises.grader.compare import agree, plain, short
+from workbook.exercises.grader.exercise import random_tensor
+
+_WIDTH = 3
+
+
+@judged("logits, k", (6, 4, 2), (5, 8, 3), (4, 3, 1), (1, 2, 2), (0, 4, 2))
+def route(fn: Callable, num_tokens: int, num_experts: int, k: int) -> Wrong | None:
+    """Grade ``fn(logits, k)``: (experts [n, k] int64, weights [n, k]) of ``logits`` [n, E].
+
+    The most probable comes first. The weights of a token's experts are their probabilities
+    divided by their sum; of a single expert the weight is its probability.
+    """
+    logits = random_tensor(7 * num_experts + k, num_tokens, num_experts)
+    returned = plain(fn(logits.clone(), k))
+    if not isinstance(returned, list) or len(returned) != 2:
+        return Wrong(f"it returned {short(returned)}, expected two tensors: experts, weights")
+    experts, weights = returned
+    for name, tensor in (("experts", experts), ("weights", weights)):
+        if not isinstance(tensor, Tensor):
+            return Wrong(f"{name} is {type(tensor).__name__}, expected a tensor")
+        if list(tensor.shape) != [num_tokens, k]:
+            return Wrong(f"{name} has shape {list(tensor.shape)}, expected {[num_tokens, k]}")
+    probabilities = logits.softmax(dim=1)
+    top, expected = probabilities.topk(k)
+    if not torch.equal(experts.long(), expected):
+        token = int((experts != expected).any(dim=1).nonzero()[0])
+        return Wrong(
+            f"the experts of token {token} are {experts[token].tolist()}, expected "
+            f"{expected[token].tolist()}"
+        )
+    if k == 1:
+        if torch.allclose(weights, torch.ones_like(weights)) and num_tokens:
+            return Wrong(
+                "a single expert has weight 1, whatever the router says: then the router gets no "
+                "gradient. Expected its probability"
+            )
+        if not torch.allclose(weights, top):
+            return Wrong(
+                f"the weight of token 0 is {short(weights[0, 0])}, expected {top[0, 0]:.4g}"
+            )
+        return None
+    if torch.allclose(weights, top) and num_tokens and k < num_experts:
+        return Wrong(
+            f"the weights of token 0 add up to {weights[0].sum():.3g}, expected 1: divide by the "
+            "sum of the chosen ones"
+        )
+    right = top / top.sum(dim=1, keepdim=True)
+    if not torch.allclose(weights, right, atol=1e-6):
+        token = int((weights - right).abs().amax(dim=1).argmax())
+        return Wrong(
+            f"the weights of token {token} are {short(weights[token].tolist())}, expected "
+            f"{short(right[token].tolist())}"
+        )
+    return None
+
+
+def _choices(random: Random, num_choices: int, num_experts: int) -> list[int]:
+    # Low numbers are popular.
+    return [min(random.randrange(num_experts) for _ in range(2)) for _ in range(num_choices)]
+
+
+def _more_choices(random: Random) -> list[tuple]:
+    return [(_choices(random, 12, experts), experts, most) for experts, most in ((4, 3), (3, 1))]
+
+
+def _keeps_the_last(solution: Callable, experts: list[int], num_experts: int, most: int) -> Any:
+    kept = solution(experts[::-1], num_experts, most)
+    return sorted(len(experts) - 1 - index for index in kept)
+
+
+@solved(
+    ([0, 1, 0, 0, 2, 1], 3, 2),
+    ([2, 2, 2, 2], 3, 1),
+    ([1, 0, 3, 2], 4, 1),
+    ([], 2, 3),
+    ([0, 0, 0], 1, 5),
+    more=_more_choices,
+    mistakes={
+        "an expert takes the first tokens, and drops the later ones": _keeps_the_last,
+        "an expert takes as many as its capacity, not one less": (
+            lambda rule, experts, count, most: rule(experts, count, most - 1)
+        ),
+    },
+)
+def kept(experts: list[int], num_experts: int, most: int) -> list[int]:
+    """Grade ``fn(experts, num_experts, most)``: the indices of the choices that are not dropped.
+
+    ``experts[i]`` is the expert of choice i; each takes at most ``most``, the first ones.
+    """
+    taken = [0] * num_experts
+    indices = []
+    for index, expert in enumerate(experts):
+        if taken[expert] < most:
+            taken[expert] += 1
+            indices.append(index)
+    return indices
+
+
+def _counts(rank: int, case: Case) -> list[int]:
+    """How many rows ``rank`` sends to each; some none, some of a rank all of its rows."""
+    counts = []
+    for peer in range(case.world_size):
+        key = 100 * rank + peer
+        counts.append(case.integer(key, 0, case.size) * (case.integer(key + 50, 0, 3) > 0))
+    return counts
+
+
+def _rows(rank: int, case: Case) -> Tensor:
+    return case.random(1000 + rank, sum(_counts(rank, case)), _WIDTH)
+
+
+def _arrived(rank: int, case: Case, reverse: bool = False) -> Tensor:
+    parts = []
+    for sender in range(case.world_size):
+        parts.append(_rows(sender, case).split(_counts(sender, case))[rank])
+    if reverse:
+        parts.reverse()
+    return torch.cat(parts)
+
+
+def _exchange_target(rank: int, case: Case) -> Target:
+    """Twice P - 1 messages: a number of 8 bytes, and rows."""
+    counts = _counts(rank, case)
+    rows = sum(counts) - counts[rank]
+    peers = case.world_size - 1
+    return Target(2 * peers, peers * 8 + rows * _WIDTH * 4)
+
+
+# fn(comm, rows, counts) -> rows [m', D]; counts[r] rows of rows [m, D] are for rank r, in order.
+exchange = Check(
+    "experts.exchange",
+    _arrived,
+    inputs=lambda rank, case: (_rows(rank, case), _counts(rank, case)),
+    signature="comm, rows, counts",
+    written=None,
+    keeps=("rows",),
+    parts=lambda case: {},
+    mistakes={"the rows of rank 0 come first": partial(_arrived, reverse=True)},
+    target=_exchange_target,
+    sizes=(3, 8, 1, 0),
+    nouns=("rank", "row at most"),
+)
+
+
+def _probabilities(seed: int, num_tokens: int, num_experts: int) -> Tensor:
+    return (2 * random_tensor(seed, num_tokens, num_experts)).softmax(dim=1)
+
+
+@judged("probabilities, experts", (1, 6, 4, 2), (2, 5, 3, 1), (3, 9, 5, 3))
+def balance(fn: Callable, seed: int, num_tokens: int, num_experts: int, k: int) -> Wrong | None:
+    """Grade ``fn(probabilities, experts)``: E (sum of f_e p_e), of [n, E] and [n, k] int64."""
+    probabilities = _probabilities(seed, num_tokens, num_experts).requires_grad_()
+    routing = reference_route(probabilities.log(), k)
+    fractions = routing.chosen / routing.chosen.sum()
+    means = probabilities.mean(dim=0)
+    expected = num_experts * (fractions * means).sum()
+    experts = probabilities.topk(k).indices
+    returned = fn(probabilities, experts)
+    if not isinstance(returned, Tensor) or returned.dim():
+        return Wrong(f"it returned {short(plain(returned))}, expected a scalar tensor")
+    mistakes = {
+        "without the factor E": expected / num_experts,
+        "f_e counts choices, not tokens: divide by k n": k * expected,
+        "p_e is the mean of the probabilities, not their sum": num_tokens * expected,
+        "f_e is a fraction of the choices, not p_e again": num_experts * means.square().sum(),
+        "p_e is a mean of probabilities, not f_e again": num_experts * fractions.square().sum(),
+    }
+    if not agree(returned.detach(), expected.detach()):
+        for words, value in mistakes.items():
+            if agree(returned.detach(), value.detach()) and not agree(value, expected):
+                return Wrong(
+                    f"it is {returned.item():.4g}, expected {expected.item():.4g}: {words}"
+                )
+        return Wrong(f"it is {returned.item():.4g}, expected {expected.item():.4g}")
+    if not returned.requires_grad:
+        return Wrong("the value is right, and has no gradient: do not take p_e out of the graph")
+    return None
+
+
+# n, k, D, P, bytes of an element
+@solved(
+    *((64, 2, 96, 4, 4), (8, 1, 16, 2, 8), (12, 3, 10, 3, 4), (6, 2, 4, 1, 2)),
+    mistakes={
+        "there and back, forward and backward: four times": lambda rule, *case: rule(*case) // 2,
+        "each of a token's k choices travels": lambda rule, n, k, *rest: rule(n, 1, *rest),
+        "one in P of the choices stays on its rank": (
+            lambda rule, n, k, width, P, size: 4 * k * n * width * size
+        ),
+    },
+)
+def layer_bytes(tokens: int, k: int, features: int, world_size: int, element_bytes: int) -> int:
+    """Grade ``fn(tokens, k, features, world_size, element_bytes)``.
+
+    The bytes of rows that a rank with so many tokens sends for one layer, forward and backward,
+    if each rank gets as many choices as any other.
+    """
+    rows = k * tokens * (world_size - 1) // world_size
+    return 4 * rows * features * element_bytes
