@@ -197,8 +197,8 @@ def what_limited(
     """
     times = rank_times(trace, start_s)
     # Where replicas average gradients, their forwards are no stages'.
-    is_split = "forward" in trace.kinds and len(STEP_KINDS & set(trace.kinds)) > 1
-    has_stages = is_split and COMMUNICATE in trace.kinds
+    kinds = set(trace.kinds)
+    has_stages = {"forward", COMMUNICATE} <= kinds and len(STEP_KINDS & kinds) > 1
     if has_stages:
         _add_idle_ends(times, trace)
     counted = [rank_time for rank_time in times.values() if rank_time.elapsed_s]

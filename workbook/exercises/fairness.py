@@ -1,4 +1,4 @@
-"""Page 15: the things that a benchmark has to look at beside its clock.
+"""Page 16: the things that a benchmark has to look at beside its clock.
 
 Symbols: P ranks.
 """

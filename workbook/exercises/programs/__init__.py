@@ -1,1 +1,1 @@
-"""Programs that torchrun runs on the hosts of pages 12 and 13."""
+"""Programs that torchrun runs on the hosts of pages 13 and 14."""
