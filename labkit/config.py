@@ -161,6 +161,9 @@ class RunConfig:
     checkpoint_every: int | None = _option(None, "steps between checkpoints (an epoch)")
     resume: bool = _option(False, "continue from the newest checkpoint in checkpoint_dir, if any")
     log_dir: str | None = _option(None, "folder for TensorBoard's files")
+    record: str | None = _option(
+        None, "folder for a record of every step, which labkit diff compares with another"
+    )
 
     backend: str = _option("auto", "for --builtin; labkit is this package's own")
     bucket_mb: float | None = _option(
