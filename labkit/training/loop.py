@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.strategies.base import Batch, Strategy
 from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
 from labkit.training.optimizers import optimizer_maker
-from labkit.training.recording import VERSION, Header, Recorder
+from labkit.training.recording import VERSION, Entry, Header, Recorder, entry_of, random_checksum
 from labkit.training.resolve import NOTHING, Own, Work, work_of
 from labkit.training.result import checksum
 from labkit.training.same_data import Sketch, check_same, sketch
@@ -168,9 +168,10 @@ class _Run:
                 # The one file is about all ranks.
                 ranks = format_count(config.world_size, "rank")
                 layout = f"{config.technique_name} on {ranks}"
-                header = Header(VERSION, 0, config.world_size, layout, is_whole=True)
+                header = Header(VERSION, 0, config.world_size, layout, True, config.shared())
                 self.recorder = Recorder(config.record, header)
             self.record(0)
+            self.random_state = random_checksum()
 
     def start_clock(self) -> None:
         """Count time, messages and bytes from now on."""
@@ -214,7 +215,9 @@ class _Run:
                 weight_before = progress.sums[progress.WEIGHT].clone()
                 self.stop_clock()
                 weight = progress.sums[progress.WEIGHT] - weight_before
-                self.record(progress.done, torch.stack([loss.to(weight), weight]))
+                drew = weight.new_tensor(self.random_state != random_checksum())
+                self.random_state = random_checksum()
+                self.record(progress.done, torch.stack([loss.to(weight), weight, drew]))
                 self.start_clock()
             if self.checkpoints is not None and progress.step < progress.epoch_steps:
                 # Its messages and seconds are not the technique's.
@@ -223,19 +226,28 @@ class _Run:
                 self.start_clock()
         strategy.end_epoch()
 
-    def record(self, step: int, loss_and_weight: Tensor | None = None) -> None:
-        """Record the loss over all ranks, and all tensors of the model; a collective call."""
-        if loss_and_weight is not None and self.comm.world_size > 1:
-            naive_all_reduce(self.comm, loss_and_weight)
+    def record(self, step: int, sums: Tensor | None = None) -> None:
+        """Record all tensors of the model; a collective call.
+
+        ``sums`` [3] of this rank: its losses, their weight, 1 if it drew random numbers.
+        """
+        if sums is not None and self.comm.world_size > 1:
+            naive_all_reduce(self.comm, sums)
         state = self.strategy.full_state()
         if self.recorder is None:
             return
-        if loss_and_weight is not None:
-            loss, weight = loss_and_weight
-            self.recorder.add(step, "loss", "loss", loss / weight)
+        # What was computed in lower precision is no nearer than that.
+        dtype = self.config.amp or self.config.dtype
+        if sums is not None:
+            entry = entry_of(step, "loss", "loss", sums[0] / sums[1])
+            self.recorder.write(replace(entry, dtype=dtype))
+            if sums[2]:
+                self.recorder.write(Entry(step, "random", "draws", [], "", 0.0, []))
         # The gradients of the last layer are complete first.
         for name in reversed(state):
-            self.recorder.add(step, "parameter", name, state[name])
+            if state[name].is_floating_point():
+                entry = entry_of(step, "parameter", name, state[name])
+                self.recorder.write(replace(entry, dtype=dtype))
 
     def end_epoch(self) -> None:
         """Evaluate, which is not part of the technique, so it is neither timed nor counted."""

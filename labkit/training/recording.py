@@ -11,9 +11,11 @@ ends with ``.part``.
 
 import contextlib
 import json
+import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ class Header:
     """The first line of a rank's file; ``layout`` is the technique, in words.
 
     ``is_whole`` if there is this one file, whose tensors are those of all ranks put together.
+    ``settings`` are those that runs in other layouts share.
     """
 
     version: int
@@ -39,6 +42,7 @@ class Header:
     world_size: int
     layout: str = ""
     is_whole: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Entry:
     Attributes:
         step: from 1 on; 0 is before the first.
         phase: ``forward`` (of a module: its output), ``loss``, ``gradient`` (when the optimizer
-            gets it) or ``parameter`` (after the step).
+            gets it), ``parameter`` (after the step), or ``random`` if the step drew numbers.
         name: of the module or the parameter.
         norm, sums: in float64; nan or infinite where the tensor has such values.
     """
@@ -63,14 +67,25 @@ class Entry:
 
 
 def entry_of(step: int, phase: str, name: str, tensor: Tensor) -> Entry:
-    """Make the entry of a tensor of floating-point values, of any shape."""
-    values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    flat = values.flatten().double()
+    """Make the entry of a tensor of floating-point values; of a DTensor, of this rank's part."""
+    values = tensor.detach()
+    if hasattr(values, "to_local"):
+        values = values.to_local()
+    flat = values.to_dense().flatten().double()
     sums = [part.sum() for part in flat.tensor_split(NUM_PARTS)]
     # One transfer from a GPU for all of them.
     norm, *sums_list = torch.stack([flat.square().sum().sqrt(), *sums]).tolist()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Entry(step, phase, name, list(tensor.shape), dtype, norm, sums_list)
+    return Entry(step, phase, name, list(values.shape), dtype, norm, sums_list)
+
+
+def together(entries: Iterable[Entry]) -> Entry:
+    """The entry of a tensor that is in several parts: a flat shape, and one sum of all."""
+    parts = list(entries)
+    size = sum(math.prod(part.shape) for part in parts)
+    norm = math.sqrt(sum(part.norm**2 for part in parts))
+    total = sum(sum(part.sums) for part in parts)
+    return replace(parts[0], shape=[size], norm=norm, sums=[total])
 
 
 class Recorder:
@@ -93,7 +108,10 @@ class Recorder:
 
     def add(self, step: int, phase: str, name: str, tensor: Tensor) -> None:
         if tensor.is_floating_point():
-            self._write(asdict(entry_of(step, phase, name, tensor)))
+            self.write(entry_of(step, phase, name, tensor))
+
+    def write(self, entry: Entry) -> None:
+        self._write(asdict(entry))
 
     def _write(self, line: dict[str, Any]) -> None:
         self.file.write(json.dumps(line) + "\n")
@@ -103,47 +121,65 @@ class Recorder:
         self.part.replace(self.path)
 
 
+def random_checksum() -> int:
+    """A number that changes when this process draws random numbers, as dropout does."""
+    checksum = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    if torch.cuda.is_initialized():
+        checksum = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), checksum)
+    return checksum
+
+
 @contextlib.contextmanager
 def recording(
     model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path, layout: str = ""
 ) -> Iterator[None]:
     """Record the steps of a training loop of one's own, on this rank.
 
-    Each ``optimizer.step()`` ends a step. Recorded are, in order, what the model's innermost
-    modules return, the gradients that the optimizer gets, and the parameters that it leaves;
-    before the first step the parameters as they start. Names are those of ``model``, without the
-    ``module.`` that a wrapper such as DistributedDataParallel puts before them. Inputs of the
-    model come first, as the output of ``inputs``.
-
-    The rank is that of ``torch.distributed``, or RANK, or 0.
+    Each ``optimizer.step()`` ends a step. Recorded are, in order, the model's inputs, what its
+    innermost modules return, the gradients that the optimizer gets, and the parameters that it
+    leaves; before the first step the parameters as they start. Names are those of ``model``,
+    without a wrapper's ``module.``. The rank is that of ``torch.distributed``, or RANK, or 0.
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()
         world_size = dist.get_world_size()
-    recorder = Recorder(folder, Header(VERSION, rank, world_size, layout))
     parameters = {_bare(name): p for name, p in model.named_parameters()}
+    if not parameters:
+        raise ValueError(
+            "the model has no parameters, so no steps to record: give the model that is trained"
+        )
+    recorder = Recorder(folder, Header(VERSION, rank, world_size, layout))
     step = 1
-    calls: dict[str, int] = {}
+    outputs_of: dict[str, list[Entry]] = {}
+    random_state = random_checksum()
 
     def note_output(name: str, outputs: Any) -> None:
-        if isinstance(outputs, Tensor):
-            calls[name] = calls.get(name, 0) + 1
-            number = f" (call {calls[name]})" if calls[name] > 1 else ""
-            recorder.add(step, "forward", name + number, outputs)
+        # Evaluation is no part of a step.
+        if isinstance(outputs, Tensor) and outputs.is_floating_point() and torch.is_grad_enabled():
+            entry = entry_of(step, "forward", name, outputs)
+            outputs_of.setdefault(name, []).append(entry)
 
     def before_update(*_: Any) -> None:
+        for entries in outputs_of.values():
+            # Micro-batches, as one batch.
+            recorder.write(together(entries))
+        outputs_of.clear()
         for name, parameter in reversed(parameters.items()):
-            if parameter.grad is not None:
-                recorder.add(step, "gradient", name, parameter.grad)
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            recorder.add(step, "gradient", name, gradient)
 
     def after_update(*_: Any) -> None:
-        nonlocal step
+        nonlocal step, random_state
         for name, parameter in parameters.items():
             recorder.add(step, "parameter", name, parameter)
+        if random_state != random_checksum():
+            random_state = random_checksum()
+            recorder.write(Entry(step, "random", "draws", [], "", 0.0, []))
         step += 1
-        calls.clear()
 
     for name, parameter in parameters.items():
         recorder.add(0, "parameter", name, parameter)
@@ -192,10 +228,9 @@ class Record:
     def world_size(self) -> int:
         return self.headers[0].world_size
 
-    def is_like(self, other: "Record") -> bool:
-        """Whether rank r of one does the work of rank r of the other."""
-        is_whole = self.headers[0].is_whole or other.headers[0].is_whole
-        return self.world_size == other.world_size and not is_whole
+    @property
+    def is_whole(self) -> bool:
+        return self.headers[0].is_whole
 
 
 def read_record(folder: str | Path) -> Record:

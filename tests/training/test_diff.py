@@ -136,6 +136,13 @@ class RateByRank(MeanOfShare):
         return 0.1 * (1 + self.rank)
 
 
+class FrozenOnOneRank(MeanOfShare):
+    def synchronise(self, model):
+        super().synchronise(model)
+        if self.rank == 1:
+            model[0].weight.grad = None
+
+
 class DoubleRate(MeanOfShare):
     def lr(self, step):
         return 0.2
@@ -216,19 +223,20 @@ FAULTS = {
     NotBroadcast: (0, "parameter", "0.weight", "not broadcast"),
     OtherSeed: (0, "parameter", "0.weight", "another seed"),
     RateByRank: (1, "parameter", "0.weight", "differ by rank"),
+    FrozenOnOneRank: (1, "gradient", "0.weight", "different gradients"),
     DoubleRate: (1, "parameter", "0.weight", "2 x .*learning rate"),
     LateSchedule: (3, "parameter", "0.weight", "schedule|optimizer"),
     WeightDecay: (1, "parameter", "0.weight", "weight decay"),
     NoMomentum: (2, "parameter", "0.weight", "momentum"),
     UnequalShares: (1, "gradient", "2.bias", "mean of means"),
     Padded: (1, "gradient", "2.bias", "mean of means"),
-    NotDividedByMicroBatches: (1, "gradient", "2.bias", "3 x .*3 micro-batches added"),
-    DividedTwiceByMicroBatches: (1, "gradient", "2.bias", "a 3-th"),
+    NotDividedByMicroBatches: (1, "gradient", "2.bias", "3 x .*micro-batches added"),
+    DividedTwiceByMicroBatches: (1, "gradient", "2.bias", "micro-batches twice"),
     NotSetToZero: (2, "gradient", "2.bias", ""),
-    Detached: (1, "parameter", "0.weight", "0 x .*nothing arrives|nothing"),
+    Detached: (1, "gradient", "0.bias", "nothing arrives"),
     ClippedBeforeTheSum: (1, "gradient", "2.bias", "clipping before"),
-    OtherOrder: (1, "gradient", "2.bias", ""),
-    Dropout: (1, "gradient", "2.bias", "random numbers"),
+    OtherOrder: (1, "forward", "inputs", "batches differ"),
+    Dropout: (1, "forward", "2", "random numbers"),
 }
 
 
@@ -287,11 +295,47 @@ def test_a_record_that_cannot_be_compared_is_refused(records, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"not of \[1\]"):
         read_record(records / "Loop")
     (tmp_path / "rank-1.jsonl").rename(records / "Loop" / "rank-1.jsonl")
-    other.write_text("\n".join([lines[0], *(line.replace("2.bias", "head") for line in lines[1:])]))
+    other.write_text(
+        "\n".join([lines[0], *(line.replace("2.bias", "head") for line in lines[1:])])
+    )
     renamed = "\n".join([lines[0], *(re.sub(r'"name": "', '"name": "x', x) for x in lines[1:])])
     other.write_text(renamed)
-    with pytest.raises(ValueError, match="no tensor in common"):
+    with pytest.raises(ValueError, match="not one model"):
         compare(read_record(records / "one"), read_record(tmp_path))
+
+
+class SmallerBatch(Loop):
+    def batch(self, step):
+        return [tensor[:9] for tensor in super().batch(step)]
+
+
+class WithNaN(Loop):
+    def batch(self, step):
+        inputs, targets = super().batch(step)
+        return (inputs * math.nan if step == 3 else inputs), targets
+
+
+def test_runs_that_are_not_one_are_refused_with_their_numbers(records, tmp_path):
+    SmallerBatch(0, 1).train(tmp_path / "smaller")
+    with pytest.raises(ValueError, match=r"\[72\] values .* \[54\]"):
+        diff_records(records / "one", tmp_path / "smaller")
+    with pytest.raises(ValueError, match="against has seed"):
+        labkit.diff("ddp", world_size=2, against={"strategy": "single", "seed": 1})
+    for seed in (0, 1):
+        labkit.train_with("single", record=str(tmp_path / f"{seed}"), seed=seed, train_size=64)
+    with pytest.raises(ValueError, match="seed 0 and 1"):
+        diff_records(tmp_path / "0", tmp_path / "1")
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    with pytest.raises(ValueError, match="no parameters"):
+        labkit.recording(nn.ReLU(), optimizer, tmp_path).__enter__()
+
+
+def test_nan_in_both_is_said(tmp_path):
+    for name in ("a", "b"):
+        WithNaN(0, 1).train(tmp_path / name)
+    comparison = diff_records(tmp_path / "a", tmp_path / "b")
+    assert "step 3: both have NaN or inf in inputs" in str(comparison)
+    assert comparison.steps == 3
 
 
 def test_a_run_that_ended_early_is_compared_as_far_as_it_went(tmp_path, records):
@@ -365,4 +409,3 @@ def test_nothing_is_left_of_the_records(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     labkit.diff("ddp", world_size=1, steps=1, train_size=64)
     assert list(tmp_path.glob("labkit-diff-*")) == []
-    assert math.isfinite(1.0)
