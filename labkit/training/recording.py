@@ -153,7 +153,16 @@ def recording(
     recorder = Recorder(folder, Header(VERSION, rank, world_size, layout))
     step = 1
     outputs_of: dict[str, list[Entry]] = {}
-    random_state = random_checksum()
+    random_state: int | None = None
+
+    def note_start(*_: Any) -> None:
+        nonlocal random_state
+        if random_state is None:
+            # Loading data, before, may draw numbers.
+            random_state = random_checksum()
+
+    def note_inputs(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        note_output("inputs", inputs[0] if inputs else None)
 
     def note_output(name: str, outputs: Any) -> None:
         # Evaluation is no part of a step.
@@ -176,23 +185,23 @@ def recording(
         nonlocal step, random_state
         for name, parameter in parameters.items():
             recorder.add(step, "parameter", name, parameter)
-        if random_state != random_checksum():
-            random_state = random_checksum()
+        if random_state not in (None, random_checksum()):
             recorder.write(Entry(step, "random", "draws", [], "", 0.0, []))
+        random_state = None
         step += 1
 
     for name, parameter in parameters.items():
         recorder.add(0, "parameter", name, parameter)
     hooks = [
-        model.register_forward_pre_hook(
-            lambda _, inputs: note_output("inputs", inputs[0] if inputs else None)
-        ),
+        # Not the wrapper's, which a faulty loop may leave out.
+        getattr(model, "module", model).register_forward_pre_hook(note_inputs),
         optimizer.register_step_pre_hook(before_update),
         optimizer.register_step_post_hook(after_update),
     ]
     names = {module: _bare(name) for name, module in model.named_modules()}
     for module in names:
         if next(module.children(), None) is None:
+            hooks.append(module.register_forward_pre_hook(note_start))
             hooks.append(
                 module.register_forward_hook(
                     lambda module, inputs, outputs: note_output(names[module], outputs)
