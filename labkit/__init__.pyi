@@ -25,6 +25,8 @@ from .errors import (
 from .runtime.launch import RunResult as RunResult, run as run
 from .runtime.preload import warm_up as warm_up
 from .tracing import Span as Span, Trace as Trace
+from .training.diff import diff as diff
+from .training.recording import recording as recording
 from .training.measured import measure_link as measure_link
 from .training.result import TrainResult as TrainResult
 from .training.train_run import train_with as train_with

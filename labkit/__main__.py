@@ -1,10 +1,11 @@
-"""The command line: ``python -m labkit train | explain | doctor``, and the commands of others.
+"""The command line, ``python -m labkit train | diff | explain | doctor``, and others' commands.
 
 A package above labkit adds commands by an entry point of the group ``labkit.commands``: a function
 that takes argparse's subparsers and gives each of its parsers a ``run``.
 """
 
 import argparse
+import shlex
 import signal
 import sys
 from argparse import Namespace
@@ -41,22 +42,20 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     train = commands.add_parser("train", help="train with one technique on real processes")
     train.set_defaults(run=_train)
+    _add_settings(train, needs_strategy=True)
     add = train.add_argument
-    for setting in fields(RunConfig):
-        option: dict[str, Any] = {"default": argparse.SUPPRESS, "help": setting.metadata["help"]}
-        if setting.default:
-            option["help"] += f" ({setting.default})"
-        if type_of(setting) is bool:
-            option["action"] = "store_true"
-        else:
-            option["type"] = type_of(setting)
-        if setting.name == "strategy":
-            option["required"] = True
-        add(f"--{setting.name.replace('_', '-')}", **option)
     add("--timeout", type=float, default=24 * 3600, help="deadline in seconds (one day)")
     add("--download", action="store_true", help="fetch the data set if it is absent")
     add("--json", metavar="FILE", help="write settings, epochs, phases and bytes as JSON")
     add("--save", metavar="FILE", help="write the parameters as a safetensors file")
+    diff = commands.add_parser("diff", help="say where two layouts of one training run part")
+    folders = "two recorded runs (train --record); without them, two are trained and compared"
+    diff.add_argument("folders", nargs="*", metavar="DIR", help=folders)
+    against = "the other layout: a technique and its options (single)"
+    diff.add_argument("--against", default="single", metavar="'T --OPTION N'", help=against)
+    diff.add_argument("--steps", type=int, default=5, metavar="N", help="updates to compare (5)")
+    _add_settings(diff)
+    diff.set_defaults(run=_diff)
     explain = commands.add_parser("explain", help="say what limited a run, or holds it up")
     files = (
         "a trace of labkit's; one per rank, or a folder of them: profiles of PyTorch's profiler, "
@@ -71,6 +70,20 @@ def make_parser() -> argparse.ArgumentParser:
     for name in sorted(points.names):
         points[name].load()(commands)
     return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser, needs_strategy: bool = False) -> None:
+    for setting in fields(RunConfig):
+        option: dict[str, Any] = {"default": argparse.SUPPRESS, "help": setting.metadata["help"]}
+        if setting.default:
+            option["help"] += f" ({setting.default})"
+        if type_of(setting) is bool:
+            option["action"] = "store_true"
+        else:
+            option["type"] = type_of(setting)
+        if setting.name == "strategy":
+            option["required"] = needs_strategy
+        parser.add_argument(f"--{setting.name.replace('_', '-')}", **option)
 
 
 def config_of(arguments: Namespace) -> RunConfig:
@@ -113,6 +126,27 @@ def _train(arguments: Namespace) -> int:
     if arguments.save:
         result.save_state(arguments.save)
     return 0
+
+
+def _diff(arguments: Namespace) -> int:
+    names = [setting.name for setting in fields(RunConfig)]
+    settings = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    if len(arguments.folders) not in (0, 2) or bool(arguments.folders) == ("strategy" in settings):
+        raise ValueError(
+            "give two folders of recorded runs, or --strategy and the options of the layout to "
+            "compare"
+        )
+    from labkit.training.diff import diff, diff_records
+
+    if arguments.folders:
+        comparison = diff_records(*arguments.folders)
+    else:
+        words = shlex.split(arguments.against)
+        other = make_parser().parse_args(["train", "--strategy", *words])
+        against = {name: getattr(other, name) for name in names if hasattr(other, name)}
+        comparison = diff(**settings, against=against, steps=arguments.steps)
+    print(comparison)
+    return 0 if comparison.equal else 1
 
 
 def _explain(arguments: Namespace) -> int:

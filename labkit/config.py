@@ -161,6 +161,9 @@ class RunConfig:
     checkpoint_every: int | None = _option(None, "steps between checkpoints (an epoch)")
     resume: bool = _option(False, "continue from the newest checkpoint in checkpoint_dir, if any")
     log_dir: str | None = _option(None, "folder for TensorBoard's files")
+    record: str | None = _option(
+        None, "folder for a record of every step, which labkit diff compares with another"
+    )
 
     backend: str = _option("auto", "for --builtin; labkit is this package's own")
     bucket_mb: float | None = _option(
@@ -291,6 +294,12 @@ class RunConfig:
             return f"{self.strategy} with builtin"
         return self.strategy
 
+    def shared(self) -> dict[str, Any]:
+        """The settings that all layouts of one run have in common."""
+        machine = ("device", "link", "checkpoint_dir", "checkpoint_every", "resume", "log_dir")
+        other = (*LAYOUT, *machine, "record", "epochs")
+        return {name: value for name, value in vars(self).items() if name not in other}
+
     def options(self) -> dict[str, Any]:
         """The technique's own options that were given, as keyword arguments of its constructor."""
         options = {name: getattr(self, name) for name in OPTIONS}
@@ -302,6 +311,8 @@ class RunConfig:
 _NAMES = [setting.name for setting in fields(RunConfig)]
 # Options of some techniques only, beside the settings of all techniques.
 OPTIONS = tuple(_NAMES[_NAMES.index("backend") :])
+# Settings that make a layout; the others are the same in all layouts of one run.
+LAYOUT = ("strategy", "world_size", "builtin", "hosts", *OPTIONS)
 _CHOICES = {
     "dtype": ("float32", "float64"),
     "backend": ("auto", "gloo", "nccl", "labkit"),

@@ -41,7 +41,7 @@ _ARRANGEMENT = (
 # The settings that may be others in a run that goes on; all the rest must be as they were.
 _FREE = (
     *("epochs", "device", "link", "hosts", "weights", "straggler", "max_staleness"),
-    *("checkpoint_dir", "checkpoint_every", "resume", "log_dir"),
+    *("checkpoint_dir", "checkpoint_every", "resume", "log_dir", "record"),
 )
 # The numbers of an epoch by name; NaN where there is nothing to measure.
 Row = dict[str, float]

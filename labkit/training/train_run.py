@@ -29,7 +29,7 @@ from labkit.training.same_data import Sketch, check_same, sketch
 from labkit.workload.datasets import is_folder
 
 # Settings that may differ between machines.
-_OF_A_MACHINE = ("devices", "log_dir", "checkpoint_dir", "weights")
+_OF_A_MACHINE = ("devices", "log_dir", "record", "checkpoint_dir", "weights")
 
 
 def train_with(
@@ -129,7 +129,7 @@ def train_run(
 
 def _with_full_paths(config: RunConfig) -> RunConfig:
     """Return ``config`` with absolute paths: the ranks may have been started in another folder."""
-    names = ["weights", "checkpoint_dir", "log_dir"]
+    names = ["weights", "checkpoint_dir", "log_dir", "record"]
     if is_folder(config.dataset):
         names.append("dataset")
     paths = {}
