@@ -196,9 +196,7 @@ def what_limited(
     nothing, in words.
     """
     times = rank_times(trace, start_s)
-    # Where replicas average gradients, their forwards are no stages'.
-    kinds = set(trace.kinds)
-    has_stages = {"forward", COMMUNICATE} <= kinds and len(STEP_KINDS & kinds) > 1
+    has_stages = _has_stages(trace)
     if has_stages:
         _add_idle_ends(times, trace)
     counted = [rank_time for rank_time in times.values() if rank_time.elapsed_s]
@@ -249,6 +247,12 @@ def what_limited(
     second = "; ".join(parts)
     text = f"{first} {second[:1].upper()}{second[1:]}." if second else first
     return Limit(kind, text, culprit, shares, hidden, slowdown)
+
+
+def _has_stages(trace: Trace) -> bool:
+    """Whether the ranks are stages; replicas, which average gradients, are not."""
+    kinds = set(trace.kinds)
+    return {"forward", COMMUNICATE} <= kinds and len(STEP_KINDS & kinds) > 1
 
 
 def _add_idle_ends(times: dict[int, RankTimes], trace: Trace) -> None:

@@ -102,10 +102,7 @@ def fit(
                 run.train_epoch()
                 run.stop_clock()
             run.end_epoch()
-    if run.events is not None:
-        run.events.close()
-    if run.recorder is not None:
-        run.recorder.end()
+    run.close_files()
     state = strategy.full_state()
     notes = strategy.notes()
     strategy.close()
@@ -172,6 +169,13 @@ class _Run:
                 self.recorder = Recorder(config.record, header)
             self.record(0)
             self.random_state = random_checksum()
+
+    def close_files(self) -> None:
+        """End the files beside the checkpoints."""
+        if self.events is not None:
+            self.events.close()
+        if self.recorder is not None:
+            self.recorder.end()
 
     def start_clock(self) -> None:
         """Count time, messages and bytes from now on."""

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -168,7 +168,11 @@ def draw_curves(
 
 
 def _scale(
-    axes: Any, sizes: list[float], label: str, format_size: Callable[[float], str], log_time: bool
+    axes: Any,
+    sizes: Sequence[float],
+    label: str,
+    format_size: Callable[[float], str],
+    log_time: bool,
 ) -> None:
     axes.set_xscale("log", base=2)
     ticks = sizes[:: math.ceil(len(sizes) / 10)]
