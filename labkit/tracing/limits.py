@@ -196,9 +196,7 @@ def what_limited(
     nothing, in words.
     """
     times = rank_times(trace, start_s)
-    # Where replicas average gradients, their forwards are no stages'.
-    is_split = "forward" in trace.kinds and len(STEP_KINDS & set(trace.kinds)) > 1
-    has_stages = is_split and COMMUNICATE in trace.kinds
+    has_stages = {"forward", COMMUNICATE} <= set(trace.kinds)  # replicas call collectives
     if has_stages:
         _add_idle_ends(times, trace)
     counted = [rank_time for rank_time in times.values() if rank_time.elapsed_s]

@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 23190,
+    "labkit": 23340,
     "notebooks": 900,
-    "tests": 25440,
+    "tests": 25460,
     "tools": 1675,
-    "workbook": 14100,
+    "workbook": 14105,
 }
 
 

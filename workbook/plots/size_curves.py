@@ -168,7 +168,7 @@ def draw_curves(
 
 
 def _scale(
-    axes: Any, sizes: list[float], label: str, format_size: Callable[[float], str], log_time: bool
+    axes: Any, sizes: list[int], label: str, format_size: Callable[[float], str], log_time: bool
 ) -> None:
     axes.set_xscale("log", base=2)
     ticks = sizes[:: math.ceil(len(sizes) / 10)]
