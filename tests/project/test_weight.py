@@ -19,7 +19,7 @@ LIMITS = {
     "notebooks": 900,
     "tests": 25460,
     "tools": 1675,
-    "workbook": 14105,
+    "workbook": 14115,
 }
 
 
