@@ -51,25 +51,29 @@ PAGES = {
         "sharded data parallel",
         "How do ranks share parameters, gradients and optimizer state that fit on none of them?",
     ),
-    "12_experts": (
+    "12_mesh": (
+        "mesh",
+        "Data, pipeline and tensor parallelism at once: which rank sums what with which others?",
+    ),
+    "13_experts": (
         "experts",
         "Each token needs only some of a layer's parameters: which rank has them?",
     ),
-    "13_many_machines": ("many machines", "How do several machines train one model?"),
-    "14_detective_cases": (
+    "14_many_machines": ("many machines", "How do several machines train one model?"),
+    "15_detective_cases": (
         "detective cases",
         "A job on many ranks fails or learns badly: which rank, which line, what cause?",
     ),
-    "15_choosing": ("choosing", "Which technique suits a model and its machines?"),
-    "16_seventy_times": (
+    "16_choosing": ("choosing", "Which technique suits a model and its machines?"),
+    "17_seventy_times": (
         "seventy times",
         "How can a benchmark make a ring look 70 times faster than DDP?",
     ),
-    "17_the_same_elsewhere": (
+    "18_the_same_elsewhere": (
         "the same elsewhere",
         "What is each technique called in Horovod, TensorFlow and others, and is it the same?",
     ),
-    "18_puzzles": (
+    "19_puzzles": (
         "puzzles",
         "In how few rounds, bytes or spare memory can you solve twelve small puzzles?",
     ),

@@ -97,8 +97,6 @@ def train_run(
         strategy, (start, note), data = _begin(config, own_parts, download)
     if note and is_rank_0():
         print(note, file=sys.stderr)
-    if is_rank_0():
-        print_once(strategy.start_note())
     num_ranks = config.world_size
     devices = config.devices
     if strategy.in_one_process:
@@ -145,6 +143,8 @@ def _with_full_paths(config: RunConfig) -> RunConfig:
 def _begin(config: RunConfig, own_parts: Own, download: bool) -> tuple[Strategy, Start, Sketch]:
     """Return the technique, where the run begins, and a sketch of the data set."""
     strategy, work = resolve(config, own_parts, download)
+    if is_rank_0():
+        print_once(strategy.start_note())
     kept = Kept(None, None, work.train.dataset)
     before = kept.state()["numbers"]
     data = sketch(work.train, work.test, config.seed)

@@ -1,4 +1,4 @@
-"""The choice of page 15: plausible layouts that are wrong are told why."""
+"""The choice of page 16: plausible layouts that are wrong are told why."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What page 14 shows of a run on two hosts that stood still."""
+"""What page 15 shows of a run on two hosts that stood still."""
 
 from answers.detective import ERRORS, hung
 

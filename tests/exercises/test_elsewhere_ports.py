@@ -1,4 +1,4 @@
-"""What the checks of page 17 compare with: real Horovod-like and DDP runs, and real BatchNorm."""
+"""What the checks of page 18 compare with: real Horovod-like and DDP runs, and real BatchNorm."""
 
 import itertools
 

@@ -96,7 +96,9 @@ def test_a_rank_talks_to_the_ranks_of_its_groups_and_replicas_send_their_gradien
 
 
 def test_a_run_says_which_ranks_sum_what(capfd):
-    train_with("mesh", dp=2, tp=2, model="gpt", dataset="text", train_size=4, batch_size=4, epochs=1)
+    train_with(
+        "mesh", dp=2, tp=2, model="gpt", dataset="text", train_size=4, batch_size=4, epochs=1
+    )
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mesh")]
     groups = "(0 1) (2 3) sum activations, (0 2) (1 3) sum gradients"
     assert line == f"mesh dp 2 x pp 1 x tp 2: ranks {groups}"

@@ -1,4 +1,4 @@
-"""The broken jobs of page 14, run on real ranks: each leaves a ``Case`` to solve.
+"""The broken jobs of page 15, run on real ranks: each leaves a ``Case`` to solve.
 
 The rank at fault, its step and the size of the fault are drawn with ``seed``, anew in each run.
 The evidence against a wrong answer is made from the results of the run. Symbols: P ranks.

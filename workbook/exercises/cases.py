@@ -1,4 +1,4 @@
-"""Page 14: broken jobs that have run, the answers to find, and the evidence against wrong ones.
+"""Page 15: broken jobs that have run, the answers to find, and the evidence against wrong ones.
 
 ``broken_jobs`` runs them. Symbols: P ranks.
 """

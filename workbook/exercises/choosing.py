@@ -1,4 +1,4 @@
-"""Page 15: five models, each with its cluster, and the layouts in which a step can be spread.
+"""Page 16: five models, each with its cluster, and the layouts in which a step can be spread.
 
 The bytes of a layout and the seconds of its step are predicted: ``workbook.gpt_step``.
 """

@@ -1,4 +1,4 @@
-"""Page 17: the decisions of Horovod's coordinator in each cycle; they need no ranks."""
+"""Page 18: the decisions of Horovod's coordinator in each cycle; they need no ranks."""
 
 from collections.abc import Sequence
 from random import Random

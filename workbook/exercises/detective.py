@@ -1,4 +1,4 @@
-"""Page 14: a run on two hosts that stands still, and flight recorders to read.
+"""Page 15: a run on two hosts that stands still, and flight recorders to read.
 
 The program is ``exercises/programs/early_stop.py``: which rank is to blame depends on a seed.
 """

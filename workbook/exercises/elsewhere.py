@@ -1,4 +1,4 @@
-"""Page 17: a port from Horovod to DDP, and the meaning of an update elsewhere.
+"""Page 18: a port from Horovod to DDP, and the meaning of an update elsewhere.
 
 The ranks of the port begin with different weights and buffers, as in a real program, and rank 0
 alone may have a checkpoint. Symbols: P ranks.

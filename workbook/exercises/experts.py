@@ -1,4 +1,4 @@
-"""Page 12: a router, a capacity, an all-to-all of uneven parts, a balance loss, and its bytes.
+"""Page 13: a router, a capacity, an all-to-all of uneven parts, a balance loss, and its bytes.
 
 Symbols: n tokens of a rank with D features; E experts, k of a token; P ranks.
 """

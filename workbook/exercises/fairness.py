@@ -1,4 +1,4 @@
-"""Page 16: the things that a benchmark has to look at beside its clock.
+"""Page 17: the things that a benchmark has to look at beside its clock.
 
 Symbols: P ranks.
 """

@@ -1,4 +1,4 @@
-"""Page 13: all-reduce over several hosts, in pieces, local SGD, and the place of a process.
+"""Page 14: all-reduce over several hosts, in pieces, local SGD, and the place of a process.
 
 The ranks of one machine play the ranks of several hosts: what counts is which of them send to
 each other. Hosts have different numbers of ranks, and ranks are numbered host by host.

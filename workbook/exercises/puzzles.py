@@ -1,4 +1,4 @@
-"""Page 18: twelve puzzles, first right, then scored against a target.
+"""Page 19: twelve puzzles, first right, then scored against a target.
 
 A puzzle is passed when its score reaches its target. Rounds are counted along the
 longest chain of messages that wait for each other; an exchange takes one round, as a send with its

@@ -1,4 +1,4 @@
-"""Page 13: processes that get their ranks, and learn of each other, from a store.
+"""Page 14: processes that get their ranks, and learn of each other, from a store.
 
 The processes and the store are real, and three attempts are made on one store, since a store
 outlives the attempt that failed. In the first, all processes go step by step together, so that a

@@ -17,7 +17,7 @@ SHORT_PATH = (
     "09_pipeline",
     "10_tensor_parallel",
     "11_sharded_data_parallel",
-    "15_choosing",
+    "16_choosing",
 )
 # What stands before the exercise of a page that counts most.
 ONE_EXERCISE = "**If you do one exercise on this page, do this one.**"

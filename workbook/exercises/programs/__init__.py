@@ -1,1 +1,1 @@
-"""Programs that torchrun runs on the hosts of pages 13 and 14."""
+"""Programs that torchrun runs on the hosts of pages 14 and 15."""

@@ -1,4 +1,4 @@
-"""The broken jobs of page 14. On which rank, when and by how much each fails is in its data.
+"""The broken jobs of page 15. On which rank, when and by how much each fails is in its data.
 
 Symbols: P ranks, B samples of a batch, D inputs, T tokens.
 """
