@@ -154,16 +154,7 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
             check_choice(name, getattr(config, name), tuple(known))
     if config.log_dir is not None:
         require("tensorboard", "log_dir")
-    if config.record is not None and config.strategy == "async_parameter_server":
-        raise ValueError(
-            "record: the workers of async_parameter_server have no steps in common: leave record "
-            "out, or record parameter_server"
-        )
-    if config.record is not None and list(Path(config.record).glob("rank-*.jsonl*")):
-        raise ValueError(
-            f"record {config.record} holds the record of another run: give another folder, or "
-            "remove it"
-        )
+    _check_record(config)
     if config.augment is not None or config.resize is not None:
         require("torchvision", "augment or resize")
     work = work_of(config, own_parts, download)
@@ -204,6 +195,19 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
         )
         print_once(note)
     return strategy, work
+
+
+def _check_record(config: RunConfig) -> None:
+    if config.record is not None and config.strategy == "async_parameter_server":
+        raise ValueError(
+            "record: the workers of async_parameter_server have no steps in common: leave record "
+            "out, or record parameter_server"
+        )
+    if config.record is not None and list(Path(config.record).glob("rank-*.jsonl*")):
+        raise ValueError(
+            f"record {config.record} holds the record of another run: give another folder, or "
+            "remove it"
+        )
 
 
 def _check_balance(strategy: Strategy, model: nn.Module, config: RunConfig) -> None:
