@@ -292,6 +292,6 @@ def beside(
             num_close += abs(error) <= CLOSE
         measured_text = spread.text(format_seconds)
         rows.append((name, format_seconds(model_s), measured_text, f"{error:+.0%}"))
-    heads = ("technique", "step (model)", "measured (quartiles)", "model's error")
+    heads = ("technique", "step (predicted)", "measured (quartiles)", "error")
     note = f"{num_close} of {num_predicted} within {CLOSE:.0%} on {ranks} emulated devices."
     return Table(heads, tuple(rows), (note,))
