@@ -13,7 +13,8 @@ import socket
 from jupyter_client.connect import LocalPortCache
 
 # Each of pytest's workers counts through its own ports, so that none is given twice.
-_FIRST, _PER_WORKER = 10_000, 2_000
+# (Not 10080, which browsers refuse.)
+_FIRST, _PER_WORKER = 11_000, 2_000
 _COUNT = itertools.count(random.randrange(_PER_WORKER))
 
 

@@ -24,6 +24,7 @@ from workbook.exercises import (
     fairness,
     hops,
     hosts,
+    mesh,
     messages,
     overlap,
     parameter_server,
@@ -43,5 +44,6 @@ from workbook.exercises.grader import Case, Exercise, Target, Verdict, grade
 __all__ = ["Case", "Exercise", "Target", "Verdict", "grade"]
 __all__ += ["backend", "cases", "choosing", "collectives", "compressed", "coordinator"]
 __all__ += ["data_parallel", "ddp", "detective", "elsewhere", "experts", "fairness", "hops"]
-__all__ += ["hosts", "messages", "overlap", "parameter_server", "pipeline", "placement", "puzzles"]
-__all__ += ["rendezvous", "ring", "sharded", "staleness", "step", "tensor_parallel", "tree"]
+__all__ += ["hosts", "mesh", "messages", "overlap", "parameter_server", "pipeline", "placement"]
+__all__ += ["puzzles", "rendezvous", "ring", "sharded", "staleness", "step", "tensor_parallel"]
+__all__ += ["tree"]

@@ -338,6 +338,10 @@ class Strategy:
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         """Prepare for ``load_state``: do what a first step leaves behind, beside its update."""
 
+    def start_note(self) -> str:
+        """Return a line that a run prints before it starts; "" for none."""
+        return ""
+
     def notes(self) -> dict[str, Any]:
         """Facts about the run that are special to the technique; the same keys on every rank."""
         return {}

@@ -46,6 +46,30 @@ def check_sides(dp: int, pp: int, tp: int, world_size: int) -> None:
         )
 
 
+def describe_groups(dp: int, pp: int, tp: int) -> str:
+    """Return one line that says which ranks do what together; "" for a single rank."""
+    ranks = torch.arange(dp * pp * tp).view(dp, pp, tp)
+    sides = (
+        ("sum activations", ranks.reshape(-1, tp)),
+        ("pass activations on", ranks.transpose(1, 2).reshape(-1, pp)),
+        ("sum gradients", ranks.permute(1, 2, 0).reshape(-1, dp)),
+    )
+    parts = []
+    for action, groups in sides:
+        if groups.shape[1] > 1:
+            names = [f"({_shorten(group)})" for group in groups.tolist()]
+            parts.append(f"{_shorten(names)} {action}")
+    if not parts:
+        return ""
+    return f"mesh dp {dp} x pp {pp} x tp {tp}: ranks {', '.join(parts)}"
+
+
+def _shorten(items: list[Any]) -> str:
+    if len(items) > 4:
+        items = [*items[:2], "...", items[-1]]
+    return " ".join(map(str, items))
+
+
 @dataclass(eq=False)
 class Mesh(Pipeline):
     """Data, pipeline and tensor parallelism, each over its own groups of ranks.
@@ -150,6 +174,9 @@ class Mesh(Pipeline):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         super().load_state(self.group.shard_state(state, self.tensors | self.parameters))
+
+    def start_note(self) -> str:
+        return describe_groups(self.dp, self.pp, self.tp)
 
     def notes(self) -> dict[str, Any]:
         return super().notes() | {"mesh": [self.dp, self.pp, self.tp]}

@@ -129,6 +129,70 @@ def random_checksum() -> int:
     return checksum
 
 
+class _Steps:
+    """Hooks on a model and its optimizer that write each step of a loop into a record."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder):
+        self.recorder = recorder
+        self.parameters = {_bare(name): p for name, p in model.named_parameters()}
+        self.names = {module: _bare(name) for name, module in model.named_modules()}
+        self.step = 1
+        self.outputs_of: dict[str, list[Entry]] = {}
+        self.random_state: int | None = None
+        for name, parameter in self.parameters.items():
+            recorder.add(0, "parameter", name, parameter)
+
+    def hook(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """Register all hooks; returns what removes them."""
+        hooks = [
+            # Not the wrapper's, which a faulty loop may leave out.
+            getattr(model, "module", model).register_forward_pre_hook(self.note_inputs),
+            optimizer.register_step_pre_hook(self.before_update),
+            optimizer.register_step_post_hook(self.after_update),
+        ]
+        for module in self.names:
+            if next(module.children(), None) is None:
+                hooks.append(module.register_forward_pre_hook(self.note_start))
+                hooks.append(module.register_forward_hook(self.note_output))
+        return hooks
+
+    def note_start(self, *_: Any) -> None:
+        if self.random_state is None:
+            # Loading data, before, may draw numbers.
+            self.random_state = random_checksum()
+
+    def note_inputs(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.note("inputs", inputs[0] if inputs else None)
+
+    def note_output(self, module: nn.Module, _: Any, outputs: Any) -> None:
+        self.note(self.names[module], outputs)
+
+    def note(self, name: str, values: Any) -> None:
+        # Evaluation is no part of a step.
+        if isinstance(values, Tensor) and values.is_floating_point() and torch.is_grad_enabled():
+            entry = entry_of(self.step, "forward", name, values)
+            self.outputs_of.setdefault(name, []).append(entry)
+
+    def before_update(self, *_: Any) -> None:
+        for entries in self.outputs_of.values():
+            # Micro-batches, as one batch.
+            self.recorder.write(together(entries))
+        self.outputs_of.clear()
+        for name, parameter in reversed(self.parameters.items()):
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            self.recorder.add(self.step, "gradient", name, gradient)
+
+    def after_update(self, *_: Any) -> None:
+        for name, parameter in self.parameters.items():
+            self.recorder.add(self.step, "parameter", name, parameter)
+        if self.random_state not in (None, random_checksum()):
+            self.recorder.write(Entry(self.step, "random", "draws", [], "", 0.0, []))
+        self.random_state = None
+        self.step += 1
+
+
 @contextlib.contextmanager
 def recording(
     model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path, layout: str = ""
@@ -145,68 +209,12 @@ def recording(
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()
         world_size = dist.get_world_size()
-    parameters = {_bare(name): p for name, p in model.named_parameters()}
-    if not parameters:
+    if not any(True for _ in model.parameters()):
         raise ValueError(
             "the model has no parameters, so no steps to record: give the model that is trained"
         )
     recorder = Recorder(folder, Header(VERSION, rank, world_size, layout))
-    step = 1
-    outputs_of: dict[str, list[Entry]] = {}
-    random_state: int | None = None
-
-    def note_start(*_: Any) -> None:
-        nonlocal random_state
-        if random_state is None:
-            # Loading data, before, may draw numbers.
-            random_state = random_checksum()
-
-    def note_inputs(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        note_output("inputs", inputs[0] if inputs else None)
-
-    def note_output(name: str, outputs: Any) -> None:
-        # Evaluation is no part of a step.
-        if isinstance(outputs, Tensor) and outputs.is_floating_point() and torch.is_grad_enabled():
-            entry = entry_of(step, "forward", name, outputs)
-            outputs_of.setdefault(name, []).append(entry)
-
-    def before_update(*_: Any) -> None:
-        for entries in outputs_of.values():
-            # Micro-batches, as one batch.
-            recorder.write(together(entries))
-        outputs_of.clear()
-        for name, parameter in reversed(parameters.items()):
-            gradient = parameter.grad
-            if gradient is None:
-                gradient = torch.zeros_like(parameter)
-            recorder.add(step, "gradient", name, gradient)
-
-    def after_update(*_: Any) -> None:
-        nonlocal step, random_state
-        for name, parameter in parameters.items():
-            recorder.add(step, "parameter", name, parameter)
-        if random_state not in (None, random_checksum()):
-            recorder.write(Entry(step, "random", "draws", [], "", 0.0, []))
-        random_state = None
-        step += 1
-
-    for name, parameter in parameters.items():
-        recorder.add(0, "parameter", name, parameter)
-    hooks = [
-        # Not the wrapper's, which a faulty loop may leave out.
-        getattr(model, "module", model).register_forward_pre_hook(note_inputs),
-        optimizer.register_step_pre_hook(before_update),
-        optimizer.register_step_post_hook(after_update),
-    ]
-    names = {module: _bare(name) for name, module in model.named_modules()}
-    for module in names:
-        if next(module.children(), None) is None:
-            hooks.append(module.register_forward_pre_hook(note_start))
-            hooks.append(
-                module.register_forward_hook(
-                    lambda module, inputs, outputs: note_output(names[module], outputs)
-                )
-            )
+    hooks = _Steps(model, recorder).hook(model, optimizer)
     try:
         yield
     finally:

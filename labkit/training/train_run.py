@@ -14,7 +14,7 @@ import torch
 
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.config import RunConfig, parse_link
-from labkit.devices import hardware, versions
+from labkit.devices import hardware, print_once, versions
 from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.launch import RunResult, run
 from labkit.runtime.preload import warm_up
@@ -97,6 +97,8 @@ def train_run(
         strategy, (start, note), data = _begin(config, own_parts, download)
     if note and is_rank_0():
         print(note, file=sys.stderr)
+    if is_rank_0():
+        print_once(strategy.start_note())
     num_ranks = config.world_size
     devices = config.devices
     if strategy.in_one_process:

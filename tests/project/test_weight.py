@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 24640,
+    "labkit": 24650,
     "notebooks": 900,
     "tests": 26240,
     "tools": 1675,

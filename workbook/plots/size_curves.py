@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -117,21 +117,20 @@ def draw_curves(
 
     ``label`` is that of the axis of the sizes, ``takeaway`` begins the caption, and ``marks`` are
     vertical lines at a crossover: (source, size, line style). ``say_missed`` writes beside a point
-    how many times the link's model it is, from twice on.
+    how many times its prediction it is, from twice on.
     """
     figure, axes = new_axes(4.6, title)
     looks = dict(zip(dict.fromkeys([*measured, *predicted]), itertools.cycle(SERIES)))
     lines = []
     for name, points in measured.items():
         style, marker, _ = looks[name]
-        sizes = list(points)
         middle = list(map(median, points.values()))
         low = list(map(min, points.values()))
         high = list(map(max, points.values()))
         # A thin line, so that a model that fits stays visible.
         look: dict[str, Any] = {"linewidth": 0.6 if name in predicted else 1.6, "marker": marker}
-        lines += axes.plot(sizes, middle, label=name, color=style.color, **look)
-        axes.fill_between(sizes, low, high, color=style.color, alpha=0.2, linewidth=0)
+        lines += axes.plot(list(points), middle, label=name, color=style.color, **look)
+        axes.fill_between(list(points), low, high, color=style.color, alpha=0.2, linewidth=0)
     for name, curve in predicted.items():
         look = {"color": looks[name][0].model.ink, "linestyle": _DASHED, "zorder": 3}
         (line,) = axes.plot(list(curve), list(curve.values()), label=f"{name}, theory", **look)
@@ -142,8 +141,8 @@ def draw_curves(
     for source, size, dashes in marks:
         name = f"crossover, {source}: {format_size(size)}"
         lines.append(axes.axvline(size, color=DARK, linestyle=dashes, label=name))
-    sizes = sorted(set().union(*measured.values(), *predicted.values()))
-    _scale(axes, sizes, label, format_size, log_time)
+    all_sizes = set().union(*measured.values(), *predicted.values())
+    _scale(axes, all_sizes, label, format_size, log_time)
     add_legend(figure, lines)
     ratios = []
     missed = ""
@@ -158,24 +157,18 @@ def draw_curves(
                 axes.annotate(f"{ratio:.1f} x", (size, seconds), (6, 4), **beside)
     repeats = itertools.chain(*(points.values() for points in measured.values()))
     spread = repeats_words(repeats, "Points are medians of {} repeats; bands span all of them.")
-    curves = {name: _repeats(curve) for name, curve in predicted.items()} | dict(measured)
-    ends = [f"{name} {_ends_of(points, format_size)}" for name, points in curves.items()]
     return CaptionedFigure(
         figure,
-        alt=f"Curves of time by {label}. {'; '.join(ends)}.",
+        alt=f"Curves of time by {label}. {_ends(measured, predicted, format_size)}.",
         caption=joined(takeaway, ratio_words(ratios, "dashed"), missed, spread),
     )
 
 
 def _scale(
-    axes: Any,
-    sizes: Sequence[float],
-    label: str,
-    format_size: Callable[[float], str],
-    log_time: bool,
+    axes: Any, all_sizes: set[int], label: str, format_size: Callable[[float], str], log_time: bool
 ) -> None:
     axes.set_xscale("log", base=2)
-    ticks = sizes[:: math.ceil(len(sizes) / 10)]
+    ticks = sorted(all_sizes)[:: math.ceil(len(all_sizes) / 10)]
     axes.set_xticks(ticks, list(map(format_size, ticks)))
     if log_time:
         axes.set_yscale("log")
@@ -186,6 +179,14 @@ def _scale(
     axes.minorticks_off()
     axes.set(xlabel=f"{label}, log scale", ylabel=f"time{', log scale' * log_time}")
     axes.grid()
+
+
+def _ends(
+    measured: Mapping[str, Repeats], predicted: Model, format_size: Callable[[float], str]
+) -> str:
+    """All curves in words; of one that is measured and predicted, the measured one."""
+    curves = {name: _repeats(curve) for name, curve in predicted.items()} | dict(measured)
+    return "; ".join(f"{name} {_ends_of(points, format_size)}" for name, points in curves.items())
 
 
 def _ends_of(points: Repeats, format_size: Callable[[float], str]) -> str:

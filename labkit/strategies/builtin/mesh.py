@@ -12,7 +12,7 @@ from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.builtin import check_dtensor, check_no_scalars
 from labkit.strategies.builtin.sharded import shard_units
 from labkit.strategies.builtin.tensor_parallel import TorchTensorParallel
-from labkit.strategies.mesh import check_sides
+from labkit.strategies.mesh import check_sides, describe_groups
 from labkit.strategies.tensor_cut import Cut
 from labkit.workload.losses import Loss
 from labkit.workload.transformer import Block
@@ -44,6 +44,9 @@ class TorchMesh(TorchTensorParallel):
         check_no_scalars(model)
         if self.tp > 1:
             super().check_model(model, loss, self.tp)
+
+    def start_note(self) -> str:
+        return describe_groups(self.dp, self.pp, self.tp)
 
     def share(self) -> tuple[int, int]:
         return self.comm.rank // self.tp, self.dp
