@@ -58,8 +58,9 @@ def memory_ledger(
     if limit_bytes is not None:
         scale, unit = 1e9, "GB"
         axes.axhline(limit_bytes / scale, color=DARK, linestyle="--")
-        left = {"textcoords": "offset points", "va": "bottom"}
-        axes.annotate(f"{shown(limit_bytes)}: a GPU", (-0.5, limit_bytes / scale), (3, 2), **left)
+        end = (len(models) - 0.1, limit_bytes / scale)
+        above_line = {"textcoords": "offset points", "ha": "right"}
+        axes.annotate(f"{shown(limit_bytes)}: a GPU", end, (0, 3), **above_line)
     kinds = {}
     parts = []
     for x, source, group, ledger in bars:
