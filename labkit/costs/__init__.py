@@ -4,6 +4,7 @@
     link               seconds: the alpha-beta model, fitted to measurements; all-reduces, servers
     ddp_step           a step of DDP: which bucket is sent when, and what stays exposed
     pipeline_timeline  a step of a pipeline: which stage runs what when, and the bubble
+    hidden             from how many tokens on communication is no longer than computing
     memory             what a rank holds, by what it is for
     async_run          an asynchronous parameter server: staleness, waiting time
 
@@ -14,6 +15,7 @@ from labkit.costs.ddp_step import (
     predict_step as predict_step,
     samples_that_hide as samples_that_hide,
 )
+from labkit.costs.hidden import tokens_that_hide as tokens_that_hide
 from labkit.costs.link import (
     Link as Link,
     all_reduce_seconds as all_reduce_seconds,

@@ -106,6 +106,11 @@ class TestMemoryLedger:
         }
         assert "is 1.5 times the model" in figure.caption
 
+    def test_a_limit_is_a_line_in_gb(self):
+        axes = plots.memory_ledger({"a": {"gradients": 9e10}}, limit_bytes=8e10).figure.axes[0]
+        assert axes.lines[0].get_ydata() == pytest.approx([80, 80])
+        assert axes.patches[0].get_height() == pytest.approx(90)
+
 
 class TestLearningCurves:
     def test_curves_are_the_epochs_by_epoch_and_by_second(self):

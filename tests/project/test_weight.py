@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 24700,
+    "labkit": 24740,
     "notebooks": 900,
-    "tests": 26340,
-    "tools": 1675,
-    "workbook": 14480,
+    "tests": 26380,
+    "tools": 1685,
+    "workbook": 14620,
 }
 
 

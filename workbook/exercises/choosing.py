@@ -97,7 +97,7 @@ def ranking(name: str) -> str:
         step = format_seconds(way.step_s) if way.fits else "does not fit"
         parts = map(format_seconds, way.parts_s.values())
         rows.append((str(way.layout), _gb(sum(way.held.values())), step, *parts))
-    heads = ("layout (model)", "GB", "step", *ways[0].parts_s)
+    heads = ("layout (predicted)", "GB", "step", *ways[0].parts_s)
     return f"{text_table(heads, rows)}\n{num_fitting} of {len(ways)} ways fit."
 
 
@@ -118,7 +118,7 @@ def choose(name: str, **layout: Any) -> Verdict:
             return Verdict(f"choosing.{name}", NOT_YET, notes=[note])
         held = ", ".join(f"{kind} {_gb(size)} GB" for kind, size in choice.held.items())
         parts = ", ".join(f"{part} {format_seconds(s)}" for part, s in choice.parts_s.items() if s)
-        by_model = f"By the model it holds {held}; a step is {parts}."
+        by_model = f"By the calculator it holds {held}; a step is {parts}."
         if wrong := what_is_wrong(name, choice):
             return Verdict(f"choosing.{name}", NOT_YET, notes=[wrong, by_model])
         right = "It fits, and nothing without interleaving is quicker by more than 3%."

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from labkit.units import byte_unit, format_bytes
+from labkit.units import byte_unit, format_bytes, format_number
 from workbook.plots.figure import CaptionedFigure, add_legend, drawn, joined, new_axes, ratio_words
 from workbook.plots.palette import BLUE, DARK, GREEN, ORANGE, PURPLE, VERMILION, Style, swatch
 
@@ -19,14 +19,25 @@ Ledger = Mapping[str, float]
 
 @drawn
 def memory_ledger(
-    models: Mapping[str, Ledger], held: Mapping[str, Ledger] | None = None, *, title: str = ""
+    models: Mapping[str, Ledger],
+    held: Mapping[str, Ledger] | None = None,
+    *,
+    limit_bytes: float | None = None,
+    title: str = "",
 ) -> CaptionedFigure:
     """Draw what a rank holds as stacked bars: the formula hatched, and beside it what was counted.
 
     Args:
         models: ``{group: {kind: bytes}}``, such as ``costs.memory.sharded_memory``.
         held: the same of a run, by the same groups; None if nothing has run.
+        limit_bytes: the memory of a device, drawn as a line; the figure then counts in GB.
     """
+
+    def shown(num_bytes: float) -> str:
+        if limit_bytes is None:
+            return format_bytes(num_bytes)
+        return f"{format_number(num_bytes / 1e9)} GB"
+
     held = held or {}
     bars: list[tuple[float, str, str, Ledger]] = []  # x, source, group, ledger
     ticks: list[float] = []
@@ -36,7 +47,7 @@ def memory_ledger(
         bars.append((number, "model", group, ledger))
         ticks.append(number)
         model_bytes = sum(ledger.values())
-        totals.append(f"{group} {format_bytes(model_bytes)}")
+        totals.append(f"{group} {shown(model_bytes)}")
         if group in held:
             bars.append((number + 0.36, "held", group, held[group]))
             ticks[-1] = number + 0.18
@@ -44,6 +55,12 @@ def memory_ledger(
     largest = max(sum(ledger.values()) for *_, ledger in bars)
     scale, unit = byte_unit(largest)
     figure, axes = new_axes(3.8, title)
+    if limit_bytes is not None:
+        scale, unit = 1e9, "GB"
+        axes.axhline(limit_bytes / scale, color=DARK, linestyle="--")
+        end = (len(models) - 0.1, limit_bytes / scale)
+        above_line = {"textcoords": "offset points", "ha": "right"}
+        axes.annotate(f"{shown(limit_bytes)}: a GPU", end, (0, 3), **above_line)
     kinds = {}
     parts = []
     for x, source, group, ledger in bars:
@@ -56,9 +73,11 @@ def memory_ledger(
                 axes.bar(x, num_bytes / scale, 0.34, bottom, **look.fill)
                 bottom += num_bytes / scale
                 kinds[kind] = kind.replace("_", " ")
-                amounts.append(f"{kinds[kind]} {format_bytes(num_bytes)}")
+                amounts.append(f"{kinds[kind]} {shown(num_bytes)}")
         parts.append(f"{group}, {source}: {', '.join(amounts)}")
-        label = f"{source} {format_bytes(bottom * scale)}".removeprefix("held ")
+        label = shown(bottom * scale)
+        if held and source == "model":
+            label = f"{source} {label}"
         above = {"textcoords": "offset points", "ha": "center", "size": 8}
         axes.annotate(label, (x, bottom), (0, 3), **above)
     axes.set_xticks(ticks, list(models))

@@ -1,4 +1,4 @@
-"""The start of page 18's first exercise: training with Horovod's interface."""
+"""The start of page 18's third exercise: training with Horovod's interface."""
 
 from collections.abc import Callable
 from typing import Any
