@@ -1,6 +1,7 @@
 """A ledger of memory: what the formula says beside what was held, by kind."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from labkit.units import byte_unit, format_bytes, format_number
 from workbook.plots.figure import CaptionedFigure, add_legend, drawn, joined, new_axes, ratio_words
@@ -61,31 +62,42 @@ def memory_ledger(
         end = (len(models) - 0.1, limit_bytes / scale)
         above_line = {"textcoords": "offset points", "ha": "right"}
         axes.annotate(f"{shown(limit_bytes)}: a GPU", end, (0, 3), **above_line)
-    kinds = {}
     parts = []
     for x, source, group, ledger in bars:
-        bottom = 0.0
-        amounts = []
-        for kind, style in LEDGER.items():
-            num_bytes = ledger.get(kind, 0)
-            if num_bytes:
-                look = style.model if source == "model" else style
-                axes.bar(x, num_bytes / scale, 0.34, bottom, **look.fill)
-                bottom += num_bytes / scale
-                kinds[kind] = kind.replace("_", " ")
-                amounts.append(f"{kinds[kind]} {shown(num_bytes)}")
+        height = _stack(axes, x, ledger, scale, is_model=source == "model")
+        amounts = [f"{_name(kind)} {shown(ledger[kind])}" for kind in _kinds_of([ledger])]
         parts.append(f"{group}, {source}: {', '.join(amounts)}")
-        label = shown(bottom * scale)
+        label = shown(height * scale)
         if held and source == "model":
             label = f"{source} {label}"
         above = {"textcoords": "offset points", "ha": "center", "size": 8}
-        axes.annotate(label, (x, bottom), (0, 3), **above)
+        axes.annotate(label, (x, height), (0, 3), **above)
     axes.set_xticks(ticks, list(models))
     axes.set(ylabel=f"held by one rank ({unit})", xlim=(-0.5, len(models) - 0.1))
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y")
     axes.margins(y=0.12)
-    legend = [swatch(kinds[kind], LEDGER[kind], not held) for kind in LEDGER if kind in kinds]
-    add_legend(figure, legend)
+    kinds = _kinds_of([ledger for *_, ledger in bars])
+    add_legend(figure, [swatch(_name(kind), LEDGER[kind], not held) for kind in kinds])
     caption = joined(f"By the formula {', '.join(totals)}.", ratio_words(ratios, "hatched"))
     return CaptionedFigure(figure, alt=f"Stacked bars. {'; '.join(parts)}.", caption=caption)
+
+
+def _name(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
+def _kinds_of(ledgers: Iterable[Ledger]) -> list[str]:
+    """The kinds that one of the ledgers has bytes of, in the order of ``LEDGER``."""
+    ledgers = list(ledgers)
+    return [kind for kind in LEDGER if any(ledger.get(kind) for ledger in ledgers)]
+
+
+def _stack(axes: Any, x: float, ledger: Ledger, scale: float, is_model: bool) -> float:
+    """Draw a ledger as a bar at ``x``, kind upon kind; returns its height."""
+    height = 0.0
+    for kind in _kinds_of([ledger]):
+        look = LEDGER[kind].model if is_model else LEDGER[kind]
+        axes.bar(x, ledger[kind] / scale, 0.34, height, **look.fill)
+        height += ledger[kind] / scale
+    return height
