@@ -14,6 +14,8 @@ LEDGER = {
     "in_flight": Style(VERMILION, ".."),
     "activations": Style(GREEN, "\\\\"),
 }
+# Of a text: its distance from where it belongs.
+_IN_POINTS: dict[str, Any] = {"textcoords": "offset points"}
 # By kind, bytes.
 Ledger = Mapping[str, float]
 
@@ -60,8 +62,7 @@ def memory_ledger(
         scale, unit = 1e9, "GB"
         axes.axhline(limit_bytes / scale, color=DARK, linestyle="--")
         end = (len(models) - 0.1, limit_bytes / scale)
-        above_line = {"textcoords": "offset points", "ha": "right"}
-        axes.annotate(f"{shown(limit_bytes)}: a GPU", end, (0, 3), **above_line)
+        axes.annotate(f"{shown(limit_bytes)}: a GPU", end, (0, 3), ha="right", **_IN_POINTS)
     parts = []
     for x, source, group, ledger in bars:
         height = _stack(axes, x, ledger, scale, is_model=source == "model")
@@ -70,8 +71,7 @@ def memory_ledger(
         label = shown(height * scale)
         if held and source == "model":
             label = f"{source} {label}"
-        above = {"textcoords": "offset points", "ha": "center", "size": 8}
-        axes.annotate(label, (x, height), (0, 3), **above)
+        axes.annotate(label, (x, height), (0, 3), ha="center", size=8, **_IN_POINTS)
     axes.set_xticks(ticks, list(models))
     axes.set(ylabel=f"held by one rank ({unit})", xlim=(-0.5, len(models) - 0.1))
     axes.tick_params(axis="x", length=0)
