@@ -7,18 +7,18 @@ import torch
 from torch import nn
 
 from labkit.workload.layers import EmulatedLayer, HeldBytes, layers_of, output_shapes
-from labkit.workload.models import MODELS, build_model
+from labkit.workload.models import MODELS, TEXT_MODELS, build_model
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_on_paper_are_those_of_a_real_run(name):
-    shape = (8,) if name == "gpt" else (1, 8, 8)
+    shape = (8,) if name in TEXT_MODELS else (1, 8, 8)
     model = build_model(name, num_classes=10, input_shape=shape, seed=0)
     before = copy.deepcopy(model.state_dict())
     found = output_shapes(model, shape, batch_size=3)
     assert model.training
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    value = torch.randint(10, (3, 8)) if name == "gpt" else torch.randn(3, 1, 8, 8)
+    value = torch.randint(10, (3, 8)) if name in TEXT_MODELS else torch.randn(3, 1, 8, 8)
     for layer, (shape, dtype) in zip(layers_of(model), found, strict=True):
         value = layer(value)
         assert (value.shape, value.dtype) == (shape, dtype)

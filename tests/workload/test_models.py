@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from labkit.workload.models import MODELS, build_model
+from labkit.workload.models import MODELS, TEXT_MODELS, build_model
 
 DIGITS = (1, 8, 8)
 CIFAR = (3, 32, 32)
 # ResNet-50 has the blocks of torchvision and the stem of ResNet-18.
-SMALL = [name for name in MODELS if name not in ("resnet50", "gpt")]
+SMALL = [name for name in MODELS if name not in ("resnet50", *TEXT_MODELS)]
 
 
 @pytest.mark.parametrize(
