@@ -10,7 +10,8 @@ from labkit.workload.layers import EmulatedLayer, HeldBytes, layers_of, output_s
 from labkit.workload.models import MODELS, TEXT_MODELS, build_model
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Which expert gets how much depends on values.
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "moe_gpt"])
 def test_shapes_on_paper_are_those_of_a_real_run(name):
     shape = (8,) if name in TEXT_MODELS else (1, 8, 8)
     model = build_model(name, num_classes=10, input_shape=shape, seed=0)
