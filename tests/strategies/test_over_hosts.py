@@ -24,7 +24,9 @@ OWN_PACE = "async_parameter_server"
 IN_ONE_PROCESS = ("single", "data_parallel")
 # What cuts layers cuts those of a transformer.
 OF_TEXT = {"model": "gpt", "dataset": "text"}
+OF_EXPERTS = OF_TEXT | {"model": "moe_gpt"}
 OWN_WORK = {"tensor_parallel": OF_TEXT, "mesh": OF_TEXT | {"tp": 3}}
+OWN_WORK["expert_parallel"] = OF_EXPERTS
 TECHNIQUES = {
     name: {"strategy": name} | OWN_WORK.get(name, {})
     for name in strategies.STRATEGIES
@@ -61,7 +63,8 @@ def trained_on_hosts(sizes, folder, techniques, settings):
 
 @pytest.mark.more
 def test_every_technique_follows_one_device(tmp_path):
-    settings, techniques = (SETTINGS, SETTINGS | OF_TEXT), TECHNIQUES | APPROXIMATE
+    settings = (SETTINGS, SETTINGS | OF_TEXT, SETTINGS | OF_EXPERTS)
+    techniques = TECHNIQUES | APPROXIMATE
     alone = {one["model"]: labkit.train_with("single", **one).state for one in settings}
     found = trained_on_hosts([1, 2], tmp_path, techniques, SETTINGS)
     for name, result in found.items():
