@@ -24,8 +24,9 @@ from labkit.config import LAYOUT
 from labkit.training.recording import Entry, Record, read_record, together
 from labkit.training.train_run import train_with
 
-# Relative differences that rounding explains, by dtype.
+# Relative differences that rounding explains, by dtype; inputs of other dtypes are integers.
 _ROUNDING = {"float64": 1e-9, "float32": 1e-4}
+_ROUNDING |= dict.fromkeys(("float16", "bfloat16", "fp16", "bf16", "tf32"), 0.03)
 _PHASES = ("forward", "loss", "gradient", "parameter")
 # (Power of the number of ranks, the usual cause of a difference by that factor.)
 _POWERS = (
@@ -52,7 +53,8 @@ _CAUSES = {
     "times": "gradients of micro-batches added and not divided, or not set to zero before",
     "part": "divided by a number of micro-batches twice, or only one of them counted",
     "factor": "no number of ranks: a loss divided by the samples of a share in place of the "
-    "batch's (padding, ignored targets, a last short batch), or another rate",
+    "batch's (padding, ignored targets, a last short batch), another rate, or clipping, which "
+    "hides the factor before it",
     "statistics": "no single factor, and the model has BatchNorm: a rank or a micro-batch "
     "normalises with its own statistics (sync_batch_norm)",
     "weights": "no single factor: shares of unequal weight that count alike (a mean of means over "
@@ -83,13 +85,15 @@ class Difference:
     cause: str
 
     def __str__(self) -> str:
-        noun = self.phase
+        noun = "output" if self.phase == "forward" else self.phase
         if self.phase == "parameter" and self.factor is not None:
             noun = "change"
         holder = f"on rank {self.rank}"
         if self.rank is None:
             holder = "over all ranks"
-        if self.phase != "loss":
+        if self.name == "inputs":
+            noun = "input of the model"
+        elif self.phase != "loss":
             noun += f" of {self.name}"
         text = f"step {self.step}: the {noun} differs {holder}, by {self.size:.2g} of it"
         if self.factor is not None:
@@ -307,7 +311,7 @@ def _relative(a: Entry, b: Entry, least: float) -> float:
 
 
 def _tolerance(a: Entry, b: Entry) -> float:
-    return max(_ROUNDING.get(entry.dtype, 0.03) for entry in (a, b))
+    return max(_ROUNDING.get(entry.dtype, 1e-12) for entry in (a, b))
 
 
 def _described(

@@ -67,7 +67,7 @@ class Entry:
 
 
 def entry_of(step: int, phase: str, name: str, tensor: Tensor) -> Entry:
-    """Make the entry of a tensor of floating-point values; of a DTensor, of this rank's part."""
+    """Make the entry of a tensor of numbers; of a DTensor, of this rank's part."""
     values = tensor.detach()
     if hasattr(values, "to_local"):
         values = values.to_local()
@@ -139,6 +139,7 @@ class _Steps:
         self.step = 1
         self.outputs_of: dict[str, list[Entry]] = {}
         self.random_state: int | None = None
+        self.has_drawn = False
         for name, parameter in self.parameters.items():
             recorder.add(0, "parameter", name, parameter)
 
@@ -158,25 +159,28 @@ class _Steps:
 
     def note_start(self, *_: Any) -> None:
         if self.random_state is None:
-            # Loading data, before, may draw numbers.
             self.random_state = random_checksum()
 
     def note_inputs(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        # What has been drawn before, for the data, is not the model's.
+        self.random_state = None
         self.note("inputs", inputs[0] if inputs else None)
 
     def note_output(self, module: nn.Module, _: Any, outputs: Any) -> None:
-        self.note(self.names[module], outputs)
+        self.has_drawn = self.has_drawn or self.random_state != random_checksum()
+        if isinstance(outputs, Tensor) and outputs.is_floating_point():
+            self.note(self.names[module], outputs)
 
     def note(self, name: str, values: Any) -> None:
         # Evaluation is no part of a step.
-        if isinstance(values, Tensor) and values.is_floating_point() and torch.is_grad_enabled():
+        if isinstance(values, Tensor) and torch.is_grad_enabled():
             entry = entry_of(self.step, "forward", name, values)
             self.outputs_of.setdefault(name, []).append(entry)
 
     def before_update(self, *_: Any) -> None:
         for entries in self.outputs_of.values():
-            # Micro-batches, as one batch.
-            self.recorder.write(together(entries))
+            # Micro-batches as one batch.
+            self.recorder.write(together(entries) if len(entries) > 1 else entries[0])
         self.outputs_of.clear()
         for name, parameter in reversed(self.parameters.items()):
             gradient = parameter.grad
@@ -187,9 +191,10 @@ class _Steps:
     def after_update(self, *_: Any) -> None:
         for name, parameter in self.parameters.items():
             self.recorder.add(self.step, "parameter", name, parameter)
-        if self.random_state not in (None, random_checksum()):
+        if self.has_drawn:
             self.recorder.write(Entry(self.step, "random", "draws", [], "", 0.0, []))
         self.random_state = None
+        self.has_drawn = False
         self.step += 1
 
 

@@ -160,9 +160,9 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
     work = work_of(config, own_parts, download)
     model = work.make_model()
     weighing = try_out(config.loss, model, work.loss, work.train, work.test, config.seed)
+    _check_balance(model, config)
     strategy = make_strategy(config, own_parts=own_parts, work=work)
     strategy.check_model(model, work.loss, config.world_size)
-    _check_balance(strategy, model, config)
     try_share(model, work.train, _smallest_share(config, strategy, len(work.train)))
     strategy.weighing = weighing
     if own_parts.model is not None:
@@ -210,22 +210,23 @@ def _check_record(config: RunConfig) -> None:
         )
 
 
-def _check_balance(strategy: Strategy, model: nn.Module, config: RunConfig) -> None:
-    """Refuse a balance loss of experts that would be of a part of the batch."""
+def _check_balance(model: nn.Module, config: RunConfig) -> None:
+    """Refuse a balance loss of experts that would be left out, or be of a part of the batch."""
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     if not any(layer.balance for layer in layers):
         return
-    remedy = "make the experts with balance=0"
-    if not strategy.balances_experts and config.world_size > 1:
+    technique = strategies.get(config.strategy, builtin=config.builtin)
+    if not technique.balances_experts:
         raise ValueError(
-            "the balance loss of experts depends on the choices of the whole batch, and in "
-            f"{config.technique_name} a rank has only its own: use expert_parallel or single, or "
-            f"{remedy}"
+            f"{config.technique_name} does not know the choices of the whole batch, on which the "
+            "balance loss of experts depends: use expert_parallel or single, or make the experts "
+            "with balance=0"
         )
     if (config.accumulate or 1) > 1:
         raise ValueError(
             "the balance loss of experts depends on the choices of the whole batch, and "
-            f"accumulate {config.accumulate} shows them in parts: leave it out, or {remedy}"
+            f"accumulate {config.accumulate} shows them in parts: leave it out, or make the "
+            "experts with balance=0"
         )
 
 

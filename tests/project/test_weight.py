@@ -17,7 +17,7 @@ LIMITS = {
     "data": 60,
     "labkit": 24740,
     "notebooks": 900,
-    "tests": 26380,
+    "tests": 26440,
     "tools": 1685,
     "workbook": 14620,
 }

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from labkit import run, train_with
 from labkit.costs.traffic import expert_parallel_cost
+from labkit.strategies.tensor_parallel import check_cut
 from labkit.training.result import checksum, largest_difference
 from labkit.workload.experts import Experts, route
 from labkit.workload.losses import CountedLoss, ShareLoss
@@ -175,7 +176,8 @@ def test_what_would_not_be_the_training_of_one_device_is_refused():
     text = {"dataset": "text", "model": "moe_gpt", "epochs": 1}
     both = {"world_size": 2, **text}
     refused = {
-        "balance loss.*ddp a rank has only its own": ("ddp", both),
+        "ddp does not know the choices of the whole batch": ("ddp", both),
+        "pipeline does not know the choices": ("pipeline", {"world_size": 1, **text}),
         "balance loss.*accumulate 2": (
             "expert_parallel",
             dict(world_size=2, accumulate=2, **text),
@@ -185,9 +187,11 @@ def test_what_would_not_be_the_training_of_one_device_is_refused():
             "expert_parallel",
             dict(world_size=9, **text),
         ),
-        "experts in their place": ("tensor_parallel", both),
+        "tensor_parallel does not know the choices": ("tensor_parallel", both),
         "capacity 0": ("expert_parallel", {"capacity": 0.0, **both}),
     }
     for message, (strategy, settings) in refused.items():
         with pytest.raises(ValueError, match=message):
             train_with(strategy, **settings)
+    with pytest.raises(ValueError, match="experts in their place"):
+        check_cut(small(), ShareLoss.of(cross_entropy), 2)

@@ -280,6 +280,42 @@ def test_another_batch_is_told_where_ranks_do_the_same_work(records):
     assert "batches differ" in found.cause
 
 
+class Tokens(Loop):
+    """Inputs are integers, and the next batch draws numbers before the update, as loaders do."""
+
+    def model(self):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(9, 6), nn.Flatten(), nn.Linear(12, 3)).double()
+
+    def batch(self, step):
+        return torch.arange(2 * SAMPLES).view(SAMPLES, 2) * step % 9, torch.arange(SAMPLES) % 3
+
+    def synchronise(self, model):
+        torch.rand(1)
+
+
+class OtherTokens(Tokens):
+    def batch(self, step):
+        inputs, targets = super().batch(step)
+        return inputs.flip(0), targets
+
+
+class TokensAtDoubleRate(Tokens):
+    def lr(self, step):
+        return 0.2
+
+
+def test_tokens_are_inputs_and_what_a_loader_draws_is_not_the_models(tmp_path):
+    for loop in (Tokens, OtherTokens, TokensAtDoubleRate):
+        loop(0, 1).train(tmp_path / loop.__name__)
+    other = diff_records(tmp_path / "Tokens", tmp_path / "OtherTokens").difference
+    assert (other.step, other.name) == (1, "inputs")
+    assert "batches differ" in other.cause
+    faster = diff_records(tmp_path / "Tokens", tmp_path / "TokensAtDoubleRate").difference
+    assert faster.phase == "parameter"
+    assert "learning rate" in faster.cause
+
+
 def test_a_record_that_cannot_be_compared_is_refused(records, tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no record"):
         read_record(tmp_path)
