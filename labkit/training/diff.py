@@ -256,7 +256,11 @@ def _check_one_run(first: Record, second: Record) -> None:
 
 def _other_samples(first: Record, second: Record, key: Key) -> str:
     sizes = [
-        [entries[key].shape[0] for _, entries in sorted(record.entries.items()) if key in entries]
+        [
+            math.prod(entries[key].shape)
+            for _, entries in sorted(record.entries.items())
+            if key in entries
+        ]
         for record in (first, second)
     ]
     return (

@@ -11,8 +11,8 @@ none is dropped.
 
 Left alone, routers send most tokens to few experts, which then learn most. The **balance loss**
 works against that. Over all tokens of a batch, f_e is the fraction of choices that fell on expert
-e, and p_e the mean of its probabilities: the loss is b E (sum of f_e p_e over e), and is smallest,
-b, where all are equal. Only p_e has a gradient.
+e, and p_e the mean of its probabilities: the loss is b E (sum of f_e p_e over e). That is b where
+all are equal, and b E / k where all tokens have the same experts. Only p_e has a gradient.
 
 Shapes: n tokens, D features, E experts, k experts of a token, m choices (k n, less the dropped).
 
