@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 24740,
+    "labkit": 24745,
     "notebooks": 900,
-    "tests": 26440,
+    "tests": 26415,
     "tools": 1685,
-    "workbook": 14620,
+    "workbook": 14500,
 }
 
 
