@@ -177,7 +177,7 @@ test-pretended: env
 	  $(BIN)/python -m pytest $(SPREAD) $(NBVAL) $(NOTEBOOKS) $(ARGS) || exit 1; done
 
 faults: env
-	$(BIN)/python -m pytest -p no:nbval tests/runtime/test_fault_table.py -v --durations=0 $(ARGS)
+	$(BIN)/python -m pytest -p no:nbval tests/engine/runtime/test_fault_table.py -v --durations=0 $(ARGS)
 
 # By default the oldest of the range in pyproject.toml. Of .venv only uv is used.
 TORCH_VERSION ?= $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml | head -n 1)
@@ -189,7 +189,7 @@ test-torch: env
 	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python \
 	  $(if $(filter default,$(BUILD)),,--torch-backend $(BUILD)) 'torch==$(TORCH_VERSION)' -e '.[course,test]'
 	$(HIDE_GPUS) $(OTHER)/bin/python -m pytest $(SPREAD) -p no:nbval -m "not more" \
-	  tests/runtime/test_launch.py tests/backend tests/strategies $(ARGS)
+	  tests/engine/runtime/test_launch.py tests/backend tests/strategies $(ARGS)
 	$(HIDE_GPUS) LABKIT_LIVE=0 $(OTHER)/bin/python -m pytest $(SPREAD) $(NBVAL) \
 	  notebooks/10_*.ipynb notebooks/11_*.ipynb $(ARGS)
 

@@ -3,7 +3,7 @@
 import lazy_loader
 
 from labkit.backend import register_backend
-from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
+from labkit.engine.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
 
 __version__ = "0.2.0"
 
@@ -19,5 +19,5 @@ def __getattr__(name: str):
 
 register_backend()
 # The ranks of a script load that script, and so import the launcher.
-FOR_RANKS.append("labkit.runtime.launch")
+FOR_RANKS += ["labkit.collectives", "labkit.engine.runtime.launch"]
 FOR_TRAINING.append("labkit.training.loop")

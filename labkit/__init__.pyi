@@ -8,23 +8,22 @@ from . import (
     backend as backend,
     collectives as collectives,
     costs as costs,
-    devices as devices,
-    placement as placement,
     schedules as schedules,
     strategies as strategies,
     units as units,
     workload as workload,
 )
-from .comm.emulated_link import EmulatedLink as EmulatedLink
-from .config import RunConfig as RunConfig
-from .errors import (
+from .engine import devices as devices
+from .engine.comm.emulated_link import EmulatedLink as EmulatedLink
+from .engine.errors import (
     DeadlineError as DeadlineError,
     DeadlockError as DeadlockError,
     WorkerError as WorkerError,
 )
-from .runtime.launch import RunResult as RunResult, run as run
-from .runtime.preload import warm_up as warm_up
-from .tracing import Span as Span, Trace as Trace
+from .engine.runtime.launch import RunResult as RunResult, run as run
+from .engine.runtime.preload import warm_up as warm_up
+from .engine.tracing import Span as Span, Trace as Trace
+from .training.config import RunConfig as RunConfig
 from .training.diff import diff as diff
 from .training.recording import recording as recording
 from .training.measured import measure_link as measure_link

@@ -13,11 +13,11 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
-from labkit.config import RunConfig, type_of
-from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
+from labkit.engine.errors import MismatchError, OutputError, PreemptedError, WorkerError
+from labkit.engine.files import check_writable
+from labkit.engine.started import is_rank_0, started_as_rank
 from labkit.extras import describe_absence, extra_of
-from labkit.files import check_writable
-from labkit.started import is_rank_0, started_as_rank
+from labkit.training.config import RunConfig, type_of
 
 
 class _Parser(argparse.ArgumentParser):
@@ -99,7 +99,7 @@ def config_of(arguments: Namespace) -> RunConfig:
 def _train(arguments: Namespace) -> int:
     config = config_of(arguments)
     check_writable(arguments.json, arguments.save)
-    from labkit.runtime import preload
+    from labkit.engine.runtime import preload
 
     if started_as_rank() is None:
         # Files that are being written, and all ranks, then end as after an error.
@@ -150,14 +150,14 @@ def _diff(arguments: Namespace) -> int:
 
 
 def _explain(arguments: Namespace) -> int:
-    from labkit.tracing.explain import explain
+    from labkit.engine.tracing.explain import explain
 
     print(explain(arguments.files))
     return 0
 
 
 def _doctor(arguments: Namespace) -> int:
-    from labkit.doctor import main as doctor
+    from labkit.training.doctor import main as doctor
 
     return doctor()
 

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import html
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from reprlib import repr as shortened
 from typing import Any
 
@@ -32,6 +32,30 @@ def typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
     """The same for a list with commas."""
     return typed(lambda text: tuple(parse(word.strip()) for word in text.split(",")))
+
+
+def parse_names(text: str | None) -> tuple[str, ...]:
+    """``"0, 1.conv1"`` is ("0", "1.conv1"); no text is ()."""
+    if not text:
+        return ()
+    return tuple(word.strip() for word in text.split(","))
+
+
+def parse_devices(devices: str | Sequence[Any]) -> tuple[str, ...]:
+    """``"cpu,cuda:1"``, or a sequence of names or of ``torch.device``, is ("cpu", "cuda:1")."""
+    names = parse_names(join_names(devices))
+    for name in names or ("",):
+        if not re.fullmatch(r"cpu|cuda:(0|[1-9][0-9]{0,3})", name):
+            raise ValueError(
+                f"devices must be cpu or cuda:NUMBER, separated by commas, got {shortened(name)} "
+                f"in {shortened(devices)}"
+            )
+    return names
+
+
+def join_names(value: Any) -> str:
+    """``["cpu", "cuda:1"]`` is "cpu,cuda:1"; a text stays as it is."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def parse_bytes(text: str) -> int:

@@ -12,7 +12,7 @@ from ranks import wait_until
 from safetensors.torch import load_file
 
 from labkit import train_with
-from labkit.comm.shared_memory import kill_marked
+from labkit.engine.comm.shared_memory import kill_marked
 from labkit.training.result import largest_difference
 
 ROOT = Path(__file__).resolve().parents[1]

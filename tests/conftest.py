@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish(session):
     import cloudpickle
 
-    from labkit.runtime import preload
+    from labkit.engine.runtime import preload
 
     # The functions of tests go to ranks by value, like those of a notebook.
     for module in {item.module for item in session.items if hasattr(item, "module")}:

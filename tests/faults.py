@@ -1,4 +1,4 @@
-"""What the rows of the fault table share (tests/runtime/test_fault_table.py).
+"""What the rows of the fault table share (tests/engine/runtime/test_fault_table.py).
 
 Whatever a row does, at its end nothing may be left, and the next run works.
 """
@@ -76,7 +76,7 @@ class Case:
         found = caught.value
         check_words(str(found), fault.says)
         # The learner's lines, without ours around them.
-        assert "labkit/runtime/worker.py" not in str(found)
+        assert "labkit/engine/runtime/worker.py" not in str(found)
         if fault.rank is not None:
             assert f"rank {fault.rank}" in str(found)
             assert found.rank == fault.rank, f"rank {found.rank} in {found}"

@@ -18,7 +18,7 @@ from pathlib import Path
 import cloudpickle
 import torch.distributed as dist
 
-from labkit.runtime.preload import warm_up
+from labkit.engine.runtime.preload import warm_up
 
 _LOOK_S = 0.1
 _PATIENCE_S = 120.0

@@ -3,8 +3,8 @@
 import itertools
 
 from labkit.costs.link import Link
-from labkit.placement.planner import LayerCost, Profile
-from labkit.tracing import Span, Trace
+from labkit.costs.planner import LayerCost, Profile
+from labkit.engine.tracing import Span, Trace
 from labkit.training.measured import MeasuredSplit
 
 MIB = 2**20

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import wait_until
 
-from labkit.comm.shared_memory import marked
+from labkit.engine.comm.shared_memory import marked
 from workbook.agents import start_agents
 
 pytestmark = pytest.mark.fresh

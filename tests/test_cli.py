@@ -12,7 +12,7 @@ from ranks import is_alive, session_of, wait_until
 from safetensors.torch import load_file
 
 from labkit.__main__ import main
-from labkit.config import RunConfig
+from labkit.training.config import RunConfig
 
 TRAIN = [sys.executable, "-m", "labkit", "train"]
 PLACED = ["--strategy", "model_parallel", "--devices"]

@@ -13,7 +13,7 @@ from ranks import leftovers, running_ranks, wait_until
 
 import labkit.horovod as hvd
 from labkit import WorkerError, run
-from labkit.errors import PeerLostError
+from labkit.engine.errors import PeerLostError
 
 
 @pytest.fixture(autouse=True)

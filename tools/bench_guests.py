@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from labkit.collectives import broadcast
-from labkit.comm.comm import Comm
-from labkit.files import check_writable
+from labkit.engine.comm.comm import Comm
+from labkit.engine.files import check_writable
 from labkit.units import parse_bytes
 from workbook.measure.all_reduce import SIZES_BYTES, Guest, bench_all_reduce, checked_turns
 from workbook.measure.command import show

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nbformat
 
-from labkit.files import write_atomically
+from labkit.engine.files import write_atomically
 from workbook.notebook.pages import SHORT_PATH
 
 ROOT = Path(__file__).resolve().parents[1]

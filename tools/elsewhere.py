@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from labkit.comm.shared_memory import kill_marked, loopback
-from labkit.files import check_writable
+from labkit.engine.comm.shared_memory import kill_marked, loopback
+from labkit.engine.files import check_writable
 from labkit.units import check_choice
 from labkit.workload.datasets import load_dataset
 from labkit.workload.models import build_model

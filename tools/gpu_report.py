@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from labkit.files import write_atomically
+from labkit.engine.files import write_atomically
 from workbook.measure.record import machine
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from labkit.comm.shared_memory import is_running
+from labkit.engine.comm.shared_memory import is_running
 
 NAMES = ("host0", "host1")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

@@ -13,9 +13,10 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from labkit import EmulatedLink, RunResult, devices, run
-from labkit.files import write_atomically
-from labkit.tracing import Trace
+from labkit import EmulatedLink, RunResult, run
+from labkit.engine import devices
+from labkit.engine.files import write_atomically
+from labkit.engine.tracing import Trace
 from workbook.plots import CaptionedFigure
 from workbook.plots.figure import WIDTH_IN, add_legend, drawn, fixed_axes, label_lanes
 from workbook.plots.palette import BLUE, DARK, GRID

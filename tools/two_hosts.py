@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 import labkit
 from labkit import strategies
-from labkit.comm.comm import Comm, SubComm
 from labkit.costs import hosts_all_reduce_seconds
 from labkit.costs.ddp_step import bucket_times
 from labkit.costs.link import Link, fit_link
+from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.bucket_assignment import assign_buckets
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.ring_all_reduce import RingAllReduce

@@ -2,8 +2,8 @@
 
 import lazy_loader
 
-from labkit.comm.source_lines import count_as_ours
-from labkit.runtime.preload import FOR_RANKS, IN_NOTEBOOKS, interrupts_later
+from labkit.engine.comm.source_lines import count_as_ours
+from labkit.engine.runtime.preload import FOR_RANKS, IN_NOTEBOOKS, interrupts_later
 
 # Lazy, as labkit is; the names are listed in __init__.pyi.
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from labkit.comm.shared_memory import kill_marked, loopback
-from labkit.comm.source_lines import is_ours
+from labkit.engine.comm.shared_memory import kill_marked, loopback
+from labkit.engine.comm.source_lines import is_ours
 
 _MARK = "LABKIT_AGENTS"
 _FOLDER = "LABKIT_AGENTS_FOLDER"

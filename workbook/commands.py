@@ -8,7 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 from labkit import units
-from labkit.files import check_writable
+from labkit.engine.files import check_writable
 from labkit.units import list_of, typed
 
 _integers = list_of(int)

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from labkit.files import write_atomically
+from labkit.engine.files import write_atomically
 
 SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
 CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")

@@ -9,7 +9,7 @@ from torch.futures import Future
 
 from labkit import collectives
 from labkit.collectives.common import MEANS, Reduction, check_fits, in_place
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 
 AllReduce = Callable[[Comm, Tensor], Tensor | None]
 

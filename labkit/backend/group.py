@@ -4,10 +4,10 @@
     torch.distributed.init_process_group("labkit")      # or new_group(backend="labkit")
     model = DistributedDataParallel(model)
 
-Ranks of one machine meet in shared memory (``labkit.comm.shared_memory``); on several machines the
-same collectives run over gloo's point-to-point. ``labkit.backend.use(my_ring)`` puts another
-all-reduce below DDP. One queue carries out the collectives, in the order of the calls; sends and
-receives have one queue per edge and direction, since they may wait for each other.
+Ranks of one machine meet in shared memory (``labkit.engine.comm.shared_memory``); on several
+machines the same collectives run over gloo's point-to-point. ``labkit.backend.use(my_ring)`` puts
+another all-reduce below DDP. One queue carries out the collectives, in the order of the calls;
+sends and receives have one queue per edge and direction, since they may wait for each other.
 """
 
 import atexit
@@ -32,10 +32,10 @@ from labkit.backend.chosen import all_reduce
 from labkit.backend.mailbox import Mailbox
 from labkit.backend.reductions import reduction_of, scaled
 from labkit.collectives.common import check_fits, check_one_per_rank
-from labkit.comm.comm import Comm
-from labkit.comm.rendezvous import separate_comm
-from labkit.comm.transport import Traffic
-from labkit.comm.work import AllOf, Work, WorkQueue
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.rendezvous import separate_comm
+from labkit.engine.comm.transport import Traffic
+from labkit.engine.comm.work import AllOf, Work, WorkQueue
 
 # PyTorch's flight recorder listens to hooks that a group in Python never calls, and would fail.
 getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("labkit")

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from labkit.collectives.common import check_fits
-from labkit.comm.comm import Comm
-from labkit.comm.source_lines import credit_to
-from labkit.comm.work import Work, WorkQueue
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.source_lines import credit_to
+from labkit.engine.comm.work import Work, WorkQueue
 
 _all_dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _DTYPES = sorted(_all_dtypes, key=str)

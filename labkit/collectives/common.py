@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from labkit.comm.comm import Comm
-from labkit.comm.transport import check_tensor, check_writable, describe
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.transport import check_tensor, check_writable, describe
 from labkit.schedules.tree import Transfer
 from labkit.units import check_choice
 

@@ -27,7 +27,7 @@ from labkit.collectives.ring import (
     share_reduce,
     split_chunks,
 )
-from labkit.comm.comm import Comm, SubComm
+from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.ring import ring_share_reduce
 
 AllReduce = Callable[[Comm, Tensor], Tensor]

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from labkit.collectives.common import Reduction, in_place
 from labkit.collectives.fast_ring import fast_ring_all_reduce
-from labkit.comm.comm import Comm, SubComm
-from labkit.comm.shared_transport import split_segments
-from labkit.comm.transport import check_tensor
+from labkit.engine.comm.comm import Comm, SubComm
+from labkit.engine.comm.shared_transport import split_segments
+from labkit.engine.comm.transport import check_tensor
 
 # Up to here one hop is faster than the fast ring on 2 to 4 ranks (``labkit bench all-reduce``).
 ONE_HOP_BYTES = 512 * 1024

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from labkit.collectives.common import Reduction, in_place
 from labkit.collectives.ring import ring_all_reduce, split_chunks
-from labkit.comm.comm import Comm, SubComm
+from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.ring import RingStep, ring_all_reduce as ring_steps
 
 

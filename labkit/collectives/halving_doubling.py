@@ -7,7 +7,7 @@ communication operations in MPICH" (2005), section 4.5. gloo: ``allreduce_halvin
 import torch
 
 from labkit.collectives.common import Reduction, collective_in_place, transfer
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.schedules.halving_doubling import recursive_halving
 from labkit.schedules.ring import Blocks, chunk_bounds
 from labkit.schedules.tree import fold, largest_power_of_two, recursive_doubling_return

@@ -32,7 +32,7 @@ from torch import Tensor
 from labkit.collectives.common import Reduction, in_place
 from labkit.collectives.fast_ring import fast_ring_all_reduce
 from labkit.collectives.ring import share_only, share_reduce, split_chunks
-from labkit.comm.comm import Comm, SubComm, exchange_under_way
+from labkit.engine.comm.comm import Comm, SubComm, exchange_under_way
 from labkit.schedules.ring import (
     Blocks,
     chunk_bounds,

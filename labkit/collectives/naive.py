@@ -17,7 +17,7 @@ from labkit.collectives.common import (
     collective_in_place,
     new_like,
 )
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 
 
 def naive_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

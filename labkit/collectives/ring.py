@@ -23,8 +23,8 @@ from contextlib import contextmanager
 import torch
 
 from labkit.collectives.common import Reduction, check_one_per_rank, in_place, new_like
-from labkit.comm.comm import Comm
-from labkit.comm.transport import check_apart
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.transport import check_apart
 from labkit.schedules.ring import chunk_bounds, owned_chunk, ring_share_only, ring_share_reduce
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from labkit.collectives.common import Reduction
 from labkit.collectives.fast_ring import fast_ring_all_reduce
-from labkit.comm.comm import Comm, SubComm
-from labkit.comm.shared_memory import SEGMENT_BYTES
-from labkit.comm.shared_transport import split_segments
+from labkit.engine.comm.comm import Comm, SubComm
+from labkit.engine.comm.shared_memory import SEGMENT_BYTES
+from labkit.engine.comm.shared_transport import split_segments
 
 
 class SharedBucket:

@@ -19,8 +19,8 @@ from labkit.collectives.common import (
     new_like,
     transfer,
 )
-from labkit.comm.comm import Comm
-from labkit.comm.transport import check_apart, check_writable
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.transport import check_apart, check_writable
 from labkit.schedules.tree import (
     binomial_broadcast,
     binomial_reduce,

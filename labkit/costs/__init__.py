@@ -7,6 +7,8 @@
     hidden             from how many tokens on communication is no longer than computing
     memory             what a rank holds, by what it is for
     async_run          an asynchronous parameter server: staleness, waiting time
+    planner            what a split into stages costs, and the best one; layers as data
+    layer_profile      the cost of each layer: measured seconds, or its counted FLOPs
 
 They are compared with measurements, so nothing that counts during a run imports them.
 """
@@ -22,6 +24,11 @@ from labkit.costs.link import (
     crossover_bytes as crossover_bytes,
     hosts_all_reduce_seconds as hosts_all_reduce_seconds,
     parameter_server_seconds as parameter_server_seconds,
+)
+from labkit.costs.planner import (
+    VGG16_SPLITS as VGG16_SPLITS,
+    best_split as best_split,
+    predict_split as predict_split,
 )
 from labkit.costs.traffic import (
     Cost as Cost,

@@ -4,8 +4,8 @@ import heapq
 import statistics
 from dataclasses import dataclass
 
+from labkit.engine.tracing import Span, Trace
 from labkit.schedules.servers import StalenessTracker, Update
-from labkit.tracing import Span, Trace
 
 _SERVER_S = 0.1
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from labkit.collectives.common import Reduction, check_root, mean_of, new_like
+from labkit.engine.runtime.plain import dump_plain, load_plain
 from labkit.horovod.negotiator import (
     Handle,
     NegotiationError,
@@ -32,7 +33,6 @@ from labkit.horovod.optimizer import (
     Sum as Sum,
     compress,
 )
-from labkit.runtime.plain import dump_plain, load_plain
 from labkit.strategies import sync_batch_norm
 
 HorovodInternalError = NegotiationError
@@ -118,7 +118,7 @@ def _check_no_gradient(tensor: Tensor) -> None:
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return all ranks' objects, by rank: plain data, see ``labkit.runtime.plain``."""
+    """Return all ranks' objects, by rank: plain data, see ``labkit.engine.runtime.plain``."""
     data = torch.frombuffer(bytearray(dump_plain(obj)), dtype=torch.uint8)
     lengths = allgather(torch.tensor([len(data)]), name and f"{name}.lengths")
     parts = allgather(data, name).split(lengths.tolist())

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from labkit.collectives import all_to_all, broadcast, fast_all_reduce
-from labkit.comm.comm import Comm
-from labkit.comm.source_lines import caller_location, credit_to
-from labkit.errors import MismatchError, PeerLostError
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.source_lines import caller_location, credit_to
+from labkit.engine.errors import MismatchError, PeerLostError
+from labkit.engine.runtime.torchrun import Opened, open_for
 from labkit.horovod.coordinator import Coordinator, Decision, Request
-from labkit.runtime.torchrun import Opened, open_for
 
 FUSION_BYTES = 64 * 2**20
 # How long a tensor waits for others to be fused with, unless the program waits for it.

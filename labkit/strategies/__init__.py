@@ -8,40 +8,31 @@ from labkit.units import check_choice
 if TYPE_CHECKING:  # base imports torch, and checking a name should take no time
     from labkit.strategies.base import Strategy
 
-# name -> (ours, PyTorch's counterpart), each as module.class
+# name -> module.class
 TECHNIQUES = {
-    "single": ("on_shares.Single", "on_shares.Single"),
-    "data_parallel": ("data_parallel.DataParallel", "builtin.ddp.TorchDataParallel"),
-    "ddp": ("ddp.DDP", "builtin.ddp.TorchDDP"),
-    "parameter_server": ("parameter_server.ParameterServer", "builtin.rpc.RpcParameterServer"),
-    "async_parameter_server": (
-        "async_parameter_server.AsyncParameterServer",
-        "builtin.rpc.RpcAsyncParameterServer",
-    ),
-    "model_parallel": ("model_parallel.ModelParallel", "builtin.pipeline.TorchModelParallel"),
-    "pipeline": ("model_parallel.Pipeline", "builtin.pipeline.TorchPipeline"),
-    "mesh": ("mesh.Mesh", "builtin.mesh.TorchMesh"),
-    "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "builtin.ddp.TorchDDP"),
-    "tensor_parallel": (
-        "tensor_parallel.TensorParallel",
-        "builtin.tensor_parallel.TorchTensorParallel",
-    ),
-    "expert_parallel": (
-        "expert_parallel.ExpertParallel",
-        "builtin.expert_parallel.TorchExpertParallel",
-    ),
-    "sharded": ("sharded.Sharded", "builtin.sharded.TorchSharded"),
+    "single": "on_shares.Single",
+    "data_parallel": "data_parallel.DataParallel",
+    "ddp": "ddp.DDP",
+    "parameter_server": "parameter_server.ParameterServer",
+    "async_parameter_server": "async_parameter_server.AsyncParameterServer",
+    "model_parallel": "model_parallel.ModelParallel",
+    "pipeline": "model_parallel.Pipeline",
+    "mesh": "mesh.Mesh",
+    "ring_all_reduce": "ring_all_reduce.RingAllReduce",
+    "tensor_parallel": "tensor_parallel.TensorParallel",
+    "expert_parallel": "expert_parallel.ExpertParallel",
+    "sharded": "sharded.Sharded",
 }
 # The variants for runs that name devices: one process instead of one rank per device.
 IN_ONE_PROCESS = {"model_parallel": "model_parallel.ModelParallelOneProcess"}
 STRATEGIES = tuple(TECHNIQUES)
 
 
-def get(name: str, *, builtin: bool = False, in_one_process: bool = False) -> "type[Strategy]":
-    """Return the class of a technique: ours, PyTorch's, or ours for devices in one process."""
+def get(name: str, *, in_one_process: bool = False) -> "type[Strategy]":
+    """Return the class of a technique, or of its variant for devices in one process."""
     check_choice("strategy", name, STRATEGIES)
-    path = TECHNIQUES[name][builtin]
-    if in_one_process and not builtin:
+    path = TECHNIQUES[name]
+    if in_one_process:
         path = IN_ONE_PROCESS.get(name, path)
     module, _, class_name = path.rpartition(".")
     return getattr(importlib.import_module(f"labkit.strategies.{module}"), class_name)

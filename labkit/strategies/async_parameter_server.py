@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit import gpus
-from labkit.comm.comm import Comm
-from labkit.errors import PeerLostError
+from labkit.engine import gpus
+from labkit.engine.comm.comm import Comm
+from labkit.engine.errors import PeerLostError
 from labkit.schedules.servers import StalenessTracker, check_bound
 from labkit.strategies.base import Batch, LossScaler, MakeOptimizer, lay_end_to_end
 from labkit.strategies.on_shares import OnShares

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from labkit.collectives import naive_all_reduce
-from labkit.comm.comm import Comm, SubComm
+from labkit.engine.comm.comm import Comm, SubComm
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 from labkit.workload.samples import share
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 
 

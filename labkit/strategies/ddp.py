@@ -39,8 +39,8 @@ from labkit.collectives import (
     fast_hierarchical_all_reduce,
     fast_ring_all_reduce,
 )
-from labkit.comm.comm import Comm
-from labkit.comm.work import Work, work_queue_of
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.base import MakeOptimizer, trained_parameters, views_of
 from labkit.strategies.on_shares import OnShares

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.collectives import all_to_all, fast_ring_all_reduce
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.strategies.base import views_of
 from labkit.strategies.on_cuts import OnCuts
 from labkit.strategies.tensor_cut import Conjugate, Cut, TensorGroup, gather_shards

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from labkit.comm.comm import Comm
-from labkit.comm.work import Work, work_queue_of
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.pipeline import Hop, Message
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.collectives import broadcast_coalesced
-from labkit.comm.comm import Comm, SubComm
+from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.ddp import Bucket

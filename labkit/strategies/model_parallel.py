@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.schedules.pipeline import PIPELINES, stages_on_each
 from labkit.schedules.split_points import stage_bounds
 from labkit.strategies.base import MakeOptimizer, trained_parameters

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, State
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.tensor_cut import TensorGroup

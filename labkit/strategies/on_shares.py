@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from labkit import gpus
 from labkit.collectives import broadcast
-from labkit.comm.comm import Comm
+from labkit.engine import gpus
+from labkit.engine.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 from labkit.strategies.sync_batch_norm import convert
 from labkit.workload.experts import Experts

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.collectives import broadcast
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
 from labkit.strategies.base import MakeOptimizer, State, lay_end_to_end

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.collectives.compressed import TopK, all_reduce_of
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, State, views_of
 from labkit.strategies.on_shares import OnShares
 

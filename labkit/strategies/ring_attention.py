@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from labkit.comm.comm import Comm
-from labkit.comm.transport import describe
-from labkit.comm.work import work_queue_of
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.transport import describe
+from labkit.engine.comm.work import work_queue_of
 from labkit.schedules.ring import attention_chunks
 
 # By rank: one or two chunks of the sequence.

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from labkit.collectives.ring import all_gather, share_only, share_reduce, split_chunks
-from labkit.comm.comm import Comm
-from labkit.comm.work import Work, work_queue_of
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.collectives import broadcast, naive_all_reduce
-from labkit.comm.comm import Comm, SubComm
+from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.pipeline import Action, Hop, messages_of
 from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.schedules.timetable import instructions

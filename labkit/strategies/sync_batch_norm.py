@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from labkit.collectives import all_gather
-from labkit.comm.comm import Comm, SubComm
-from labkit.comm.work import work_queue_of
+from labkit.engine.comm.comm import Comm, SubComm
+from labkit.engine.comm.work import work_queue_of
 
 
 class GlobalBatch:

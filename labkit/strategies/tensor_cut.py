@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.collectives import fast_ring_all_reduce, share_only, share_reduce
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.base import State, views_of
 from labkit.workload.losses import ClassOptions, CountedLoss, Loss, ShareLoss

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.strategies.base import State
 from labkit.strategies.on_cuts import OnCuts
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.config import RunConfig
 from labkit.strategies.base import State, Strategy, named
 from labkit.training.checkpoint_files import (
     Facts,
@@ -28,6 +27,7 @@ from labkit.training.checkpoint_files import (
     step_path,
     steps,
 )
+from labkit.training.config import RunConfig
 from labkit.training.kept import Kept, common, random_states, set_random_states
 from labkit.training.optimizers import schedule_of
 from labkit.training.resolve import PARTS, Own, Work

@@ -32,8 +32,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from labkit.comm.comm import Comm
-from labkit.errors import OutputError
+from labkit.engine.comm.comm import Comm
+from labkit.engine.errors import OutputError
 from labkit.strategies.base import State, of_kind
 from labkit.training.kept import common
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, Subset
 
-from labkit.config import LAYOUT
+from labkit.training.config import LAYOUT
 from labkit.training.recording import Entry, Record, read_record, together
 from labkit.training.train_run import train_with
 

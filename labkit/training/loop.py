@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit import gpus
 from labkit.collectives import broadcast, naive_all_reduce, ring_all_reduce
-from labkit.comm.comm import Comm
-from labkit.comm.peak_memory import Part, PeakMemory
-from labkit.config import RunConfig
-from labkit.errors import PreemptedError
-from labkit.runtime.worker import allow_tf32
+from labkit.engine import gpus
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.peak_memory import Part, PeakMemory
+from labkit.engine.errors import PreemptedError
+from labkit.engine.runtime.worker import allow_tf32
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.strategies.base import Batch, Strategy
 from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
+from labkit.training.config import RunConfig
 from labkit.training.optimizers import optimizer_maker
 from labkit.training.recording import VERSION, Entry, Header, Recorder, entry_of, random_checksum
 from labkit.training.resolve import NOTHING, Own, Work, work_of

@@ -18,19 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit.comm.comm import Comm
+from labkit.costs.layer_profile import profile_layers
 from labkit.costs.link import Link, fit_link
-from labkit.devices import num_cores
-from labkit.gpus import synchronize
-from labkit.placement.planner import Profile
-from labkit.placement.profile import profile_layers
-from labkit.runtime.launch import run
+from labkit.costs.planner import Profile
+from labkit.engine.comm.comm import Comm
+from labkit.engine.devices import num_cores
+from labkit.engine.gpus import synchronize
+from labkit.engine.runtime.launch import run
+from labkit.engine.tracing import Span, Trace
+from labkit.engine.tracing.limits import Limit, what_limited
+from labkit.engine.tracing.spans import STEP_KINDS
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.model_parallel import ModelParallel, Pipeline
 from labkit.strategies.stage import StagedModel
-from labkit.tracing import Span, Trace
-from labkit.tracing.limits import Limit, what_limited
-from labkit.tracing.spans import STEP_KINDS
 from labkit.units import check_choice, format_bytes
 from labkit.workload.layers import layers_of, output_shapes
 from labkit.workload.models import build_model

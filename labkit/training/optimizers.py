@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from labkit.config import RunConfig
 from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.strategies.base import MakeOptimizer, Strategy, as_tensor, trained_parameters
+from labkit.training.config import RunConfig
 from labkit.training.kept import numbers_of
 from labkit.workload.samples import seeded
 

@@ -20,8 +20,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils.data import TensorDataset
 
-from labkit import strategies
-from labkit.config import (
+from labkit import builtin as counterparts, strategies
+from labkit.engine.devices import check_named, plan, print_once
+from labkit.extras import require
+from labkit.schedules.split_points import check_split_points
+from labkit.strategies.base import Strategy
+from labkit.training.config import (
     OPTIONS,
     RunConfig,
     parse_augment,
@@ -29,10 +33,6 @@ from labkit.config import (
     parse_split_points,
     parse_straggler,
 )
-from labkit.devices import check_named, plan, print_once
-from labkit.extras import require
-from labkit.schedules.split_points import check_split_points
-from labkit.strategies.base import Strategy
 from labkit.training.optimizers import OPTIMIZERS, try_optimizer
 from labkit.training.own_model import check_values, hooked, note_on_unused
 from labkit.training.trial import try_out, try_share
@@ -215,7 +215,7 @@ def _check_balance(model: nn.Module, config: RunConfig) -> None:
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     if not any(layer.balance for layer in layers):
         return
-    technique = strategies.get(config.strategy, builtin=config.builtin)
+    technique = find_technique(config.strategy, builtin=config.builtin)
     if not technique.balances_experts:
         raise ValueError(
             f"{config.technique_name} does not know the choices of the whole batch, on which the "
@@ -368,6 +368,15 @@ def _detach_computed(model: nn.Module) -> None:
                 vars(module)[name] = value.detach()
 
 
+def find_technique(
+    name: str, *, builtin: bool = False, in_one_process: bool = False
+) -> type[Strategy]:
+    """Return the class of a technique: ours, or PyTorch's counterpart (``single`` has none)."""
+    if builtin and name in counterparts.TECHNIQUES:
+        return counterparts.get(name)
+    return strategies.get(name, in_one_process=in_one_process and not builtin)
+
+
 def make_strategy(
     config: RunConfig, *, own_parts: Own = NOTHING, work: Work | None = None
 ) -> Strategy:
@@ -377,7 +386,7 @@ def make_strategy(
     ValueError for unknown names, or what does not fit the world size or the model.
     """
     named_devices = config.devices
-    technique = strategies.get(
+    technique = find_technique(
         config.strategy, builtin=config.builtin, in_one_process=named_devices is not None
     )
     options = config.options()
@@ -404,7 +413,7 @@ def make_strategy(
         options["straggler"] = parse_straggler(config.straggler, config.world_size)
     if "split_points" in technique.options():
         # Not at the top: few runs need it, and it brings all of placement.
-        from labkit.placement.profile import even_split
+        from labkit.costs.layer_profile import even_split
         from labkit.workload.layers import layers_of, output_shapes
 
         work = work or work_of(config, own_parts)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.comm.peak_memory import PeakMemory
-from labkit.comm.transport import as_bytes
-from labkit.config import RunConfig
-from labkit.files import write_atomically
-from labkit.tracing import Trace
-from labkit.tracing.limits import Limit, what_limited
+from labkit.engine.comm.peak_memory import PeakMemory
+from labkit.engine.comm.transport import as_bytes
+from labkit.engine.files import write_atomically
+from labkit.engine.tracing import Trace
+from labkit.engine.tracing.limits import Limit, what_limited
+from labkit.training.config import RunConfig
 
 
 @dataclass(frozen=True)

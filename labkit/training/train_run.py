@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from labkit.comm.emulated_link import EmulatedLink
-from labkit.config import RunConfig, parse_link
-from labkit.devices import hardware, print_once, versions
-from labkit.errors import PreemptedError, WorkerError
-from labkit.runtime.launch import RunResult, run
-from labkit.runtime.preload import warm_up
-from labkit.started import RANK_NAME, is_rank_0, started_as_rank
+from labkit.engine.comm.emulated_link import EmulatedLink
+from labkit.engine.devices import hardware, print_once, versions
+from labkit.engine.errors import PreemptedError, WorkerError
+from labkit.engine.runtime.launch import RunResult, run
+from labkit.engine.runtime.preload import warm_up
+from labkit.engine.started import RANK_NAME, is_rank_0, started_as_rank
 from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import Start, find_start, on_sigterm, remove_unfinished
+from labkit.training.config import RunConfig, parse_link
 from labkit.training.kept import Kept
 from labkit.training.loop import RankReport, fit
 from labkit.training.resolve import NOTHING, PARTS, Own, imported, resolve, take_own
@@ -163,7 +163,7 @@ def _begin_together(
 ) -> tuple[Strategy, Start, Sketch]:
     """``_begin`` on a launcher's ranks, maybe of other code: all raise one error, or none."""
     # Only what a launcher has started needs it.
-    from labkit.runtime import rounds
+    from labkit.engine.runtime import rounds
 
     launch = rounds.join(timeout_s)
     begun = None

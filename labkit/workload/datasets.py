@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, Subset
 
+from labkit.engine.files import check_regular, user_folder
 from labkit.extras import require
-from labkit.files import check_regular, user_folder
 from labkit.units import check_choice
 from labkit.workload.samples import Standard, Transform
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from labkit.files import check_regular
+from labkit.engine.files import check_regular
 
 # Where checkpoints keep the model's state dict, in any order of nesting.
 _NESTED_UNDER = ("state_dict", "model_state_dict", "model", "module")

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import labkit
 from labkit import run
 from labkit.collectives import ring_all_reduce, tree_all_reduce
-from labkit.errors import PeerLostError
+from labkit.engine.errors import PeerLostError
 
 # Refusals
 

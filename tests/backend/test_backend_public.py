@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ranks import equal, plain
 from torch.distributed import distributed_c10d
 
-from labkit.comm import rendezvous
+from labkit.engine.comm import rendezvous
 
 CASES = {}
 # Functions that concern the start or the end of a process, not a group.

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from labkit.errors import PeerLostError
+from labkit.engine.errors import PeerLostError
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from cases import bits, values_of
 
 from labkit import run
 from labkit.collectives import direct_all_reduce, fast_ring_all_reduce
-from labkit.comm.shared_memory import NUM_WINDOWS, WINDOW_BYTES
+from labkit.engine.comm.shared_memory import NUM_WINDOWS, WINDOW_BYTES
 
 # One element below and above a window, and enough windows that each is used again.
 LIMIT = WINDOW_BYTES // 4

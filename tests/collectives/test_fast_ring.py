@@ -9,7 +9,7 @@ from cases import bits, paid, ring_cost, values_of, wide_bytes
 
 from labkit import run
 from labkit.collectives import fast_ring_all_reduce, ring_all_reduce
-from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
+from labkit.engine.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 
 
 def both_rings(comm):

@@ -10,9 +10,9 @@ from ranks import open_descriptors
 
 from labkit import run
 from labkit.collectives import SharedBucket
-from labkit.comm.shared_memory import SEGMENT_BYTES
 from labkit.costs.traffic import ring_all_reduce_cost
-from labkit.errors import WorkerError
+from labkit.engine.comm.shared_memory import SEGMENT_BYTES
+from labkit.engine.errors import WorkerError
 
 # Below, at and above a segment of the slice of one rank, for 4 ranks; and no elements at all.
 SEGMENT = 4 * SEGMENT_BYTES // 4

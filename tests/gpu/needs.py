@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from labkit.gpus import num_gpus
+from labkit.engine.gpus import num_gpus
 from labkit.units import format_count
 
 GPUS = num_gpus()

@@ -1,6 +1,6 @@
 """A notebook's cell on two hosts with a network between them, through a cluster of Ray.
 
-Ray on one machine: tests/runtime/test_ray.py.
+Ray on one machine: tests/engine/runtime/test_ray.py.
 """
 
 import importlib.util

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from labkit.comm.board import Board
-from labkit.runtime import output
-from labkit.tracing import Span, Trace
+from labkit.engine.comm.board import Board
+from labkit.engine.runtime import output
+from labkit.engine.tracing import Span, Trace
 from workbook.notebook import live
 from workbook.notebook.lane_picture import draw
 from workbook.notebook.lanes import History

@@ -1,6 +1,6 @@
 """The file with a learner's progress: where it is, and who writes it.
 
-That it is damaged or cannot be written: tests/runtime/test_fault_table.py.
+That it is damaged or cannot be written: tests/engine/runtime/test_fault_table.py.
 """
 
 import os

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from labkit import RunConfig, TrainResult
-from labkit.runtime.launch import RunResult
-from labkit.tracing import Span, Trace
-from labkit.tracing.chrome import read_traces
+from labkit.engine.runtime.launch import RunResult
+from labkit.engine.tracing import Span, Trace
+from labkit.engine.tracing.chrome import read_traces
 from workbook import verdict
 
 HERE = Path(__file__).parent

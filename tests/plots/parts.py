@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from labkit.tracing import Span, Trace
+from labkit.engine.tracing import Span, Trace
 
 SPANS = [
     Span(0, "compute", 0.000, 0.004),

@@ -14,9 +14,9 @@ from PIL import Image
 from splits import LINK, PROFILE
 
 from labkit.costs.pipeline_timeline import predicted_slots
-from labkit.placement.planner import predict_split
+from labkit.costs.planner import predict_split
+from labkit.engine.tracing import Span, Trace
 from labkit.schedules.pipeline import Action
-from labkit.tracing import Span, Trace
 from workbook import plots
 from workbook.plots.palette import styles_of
 

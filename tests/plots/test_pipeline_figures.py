@@ -2,8 +2,8 @@ import pytest
 from parts import boxes_of, legend_of
 
 from labkit.costs.pipeline_timeline import predicted_slots
+from labkit.engine.tracing import Span, Trace
 from labkit.schedules.pipeline import PIPELINES, pipeline_streams
-from labkit.tracing import Span, Trace
 from workbook import plots
 
 

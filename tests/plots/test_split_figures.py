@@ -10,7 +10,7 @@ from matplotlib.text import Text
 from parts import bars_of
 from splits import LAYERS, LINK, PROFILE
 
-from labkit.placement.planner import predict_split
+from labkit.costs.planner import predict_split
 from workbook import plots
 
 # As many layers as make long names of stages.

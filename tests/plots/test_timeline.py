@@ -7,9 +7,9 @@ from matplotlib.colors import to_hex
 from parts import SPANS, TRACE, boxes_of, lanes_of, legend_of, spans_of
 
 from labkit import RunResult
-from labkit.comm.peak_memory import PeakMemory
-from labkit.tracing import Span, Trace
-from labkit.tracing.limits import what_limited
+from labkit.engine.comm.peak_memory import PeakMemory
+from labkit.engine.tracing import Span, Trace
+from labkit.engine.tracing.limits import what_limited
 from workbook import plots
 
 

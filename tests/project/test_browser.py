@@ -53,7 +53,7 @@ EXPLORER = """
 from functools import partial
 import labkit, workbook
 from labkit.costs import Link
-from labkit.placement.planner import LayerCost, Profile
+from labkit.costs.planner import LayerCost, Profile
 from labkit.training.measured import measure_split
 
 layers = (LayerCost(f"layer {i}", 0.001, 0.002, 2**22 >> i // 2, 2**10, 2**10) for i in range(34))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from labkit import devices, run
+from labkit import run
 from labkit.__main__ import config_of, make_parser
+from labkit.engine import devices
 from labkit.training.resolve import make_strategy
 from labkit.units import format_bytes
 from labkit.workload.models import MODELS

@@ -1,6 +1,6 @@
 """SECURITY.md says what the code does, and what a run opens to others is what it says.
 
-The rendezvous of ranks in a hostile store: tests/comm/test_rendezvous.py.
+The rendezvous of ranks in a hostile store: tests/engine/comm/test_rendezvous.py.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from inventory import ROOT, dangerous_calls
 from ranks import travel_by_value, wait_until
 
 from labkit import run
-from labkit.strategies.builtin import rpc as remote
+from labkit.builtin import rpc as remote
 
 travel_by_value(__name__)
 

@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import run, strategies
+from labkit import run
 from labkit.costs.traffic import Cost, ring_all_reduce_cost
 from labkit.schedules.bucket_assignment import MIB
 from labkit.strategies.ddp import DDP, BucketedDDP, NaiveDDP
+from labkit.training.resolve import find_technique
 from labkit.training.result import checksum, largest_difference
 from labkit.workload.samples import share
 
@@ -85,7 +86,7 @@ def builtin_buckets(comm):
     plain = bucket_bytes(DistributedDataParallel(wide_model()))
     by_size = {}
     for options in ({}, {"bucket_mb": 2}, {"bucket_mb": 0}):
-        strategy = strategies.get("ddp", builtin=True)(**options)
+        strategy = find_technique("ddp", builtin=True)(**options)
         strategy.setup(comm, wide_model(), sgd)
         by_size[options.get("bucket_mb")] = bucket_bytes(strategy.module)
     return plain, by_size

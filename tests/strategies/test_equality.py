@@ -16,6 +16,7 @@ from torch import nn
 
 from labkit import run, strategies
 from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.training.resolve import find_technique
 from labkit.training.result import checksum, largest_difference
 
 BATCHES = (7, 5, 1, 9)
@@ -87,7 +88,7 @@ CUTS = {1: (), 2: (3,), 3: (3, 5), 4: (1, 4, 5)}
 
 
 def ours_or_theirs(name, builtin=False, **options):
-    return partial(strategies.get(name, builtin=builtin), **options)
+    return partial(find_technique(name, builtin=builtin), **options)
 
 
 def in_one_process(world_size):

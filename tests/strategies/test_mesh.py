@@ -97,7 +97,7 @@ def test_a_rank_talks_to_the_ranks_of_its_groups_and_replicas_send_their_gradien
 
 def test_a_run_says_which_ranks_sum_what(capfd, monkeypatch):
     # A process says it once.
-    monkeypatch.setattr("labkit.devices._printed", set())
+    monkeypatch.setattr("labkit.engine.devices._printed", set())
     train_with(
         "mesh", dp=2, tp=2, model="gpt", dataset="text", train_size=4, batch_size=4, epochs=1
     )

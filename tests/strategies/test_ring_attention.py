@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit import WorkerError, run
-from labkit.comm.comm import SubComm
 from labkit.costs.traffic import ring_attention_cost
+from labkit.engine.comm.comm import SubComm
 from labkit.schedules.ring import attention_chunks
 from labkit.strategies.ring_attention import ring_attention
 from labkit.workload.layers import HeldBytes

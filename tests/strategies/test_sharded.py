@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit import RunConfig, run, train_with
+from labkit.builtin.sharded import TorchSharded
 from labkit.costs.memory import sharded_memory
 from labkit.costs.traffic import sharded_cost
-from labkit.strategies.builtin.sharded import TorchSharded
 from labkit.strategies.sharded import Sharded
 from labkit.training.resolve import make_strategy
 from labkit.training.result import largest_difference

@@ -13,6 +13,7 @@ from labkit import run, strategies
 from labkit.costs.traffic import Cost, model_parallel_cost
 from labkit.schedules.pipeline import PIPELINES
 from labkit.strategies.layer_graphs import LayerGraphs
+from labkit.training.resolve import find_technique
 from labkit.training.result import largest_difference
 from labkit.workload.layers import HeldBytes
 from labkit.workload.samples import seed_all
@@ -32,7 +33,7 @@ OURS_ALONE = {
 def made(technique, points, builtin=False):
     name = "model_parallel" if technique == "model_parallel" else "pipeline"
     options = TECHNIQUES.get(technique) or OURS_ALONE.get(technique, {})
-    return strategies.get(name, builtin=builtin)(points, **options)
+    return find_technique(name, builtin=builtin)(points, **options)
 
 
 def plain():

@@ -8,11 +8,12 @@ import torch
 from odd_models import seeded, sgd, some_batches
 from torch import nn
 
-from labkit import run, strategies
+from labkit import run
 from labkit.collectives import ring_all_reduce
 from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost
 from labkit.strategies.on_shares import Single
 from labkit.strategies.sync_batch_norm import convert
+from labkit.training.resolve import find_technique
 from labkit.training.result import checksum, largest_difference
 
 
@@ -114,7 +115,7 @@ def trained(comm, make_strategy, sizes=(7, 5, 2)):
 
 
 def made(name, builtin=False, **options):
-    return partial(strategies.get(name, builtin=builtin), sync_batch_norm=True, **options)
+    return partial(find_technique(name, builtin=builtin), sync_batch_norm=True, **options)
 
 
 # With several servers or micro-batches: tests/training has the rest.

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from test_files import at_most
 
-from labkit.errors import OutputError
+from labkit.engine.errors import OutputError
 from labkit.training.checkpoint_files import (
     Facts,
     newest,

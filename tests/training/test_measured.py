@@ -4,8 +4,8 @@ import pytest
 from torch import nn
 
 from labkit.costs.link import Link
+from labkit.engine.tracing.spans import STEP_KINDS
 from labkit.schedules.pipeline import pipeline_streams
-from labkit.tracing.spans import STEP_KINDS
 from labkit.training.measured import measure_link, measure_split
 from labkit.workload.layers import EmulatedLayer
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from labkit import RunConfig, run, train_with
-from labkit.runtime.worker import seed_random_numbers
+from labkit.engine.runtime.worker import seed_random_numbers
 from labkit.training.checkpoint_files import newest
 from labkit.training.loop import fit
 from labkit.training.resolve import make_strategy, take_own

@@ -8,7 +8,7 @@ import threading
 import pytest
 from splits import LINK, PROFILE, measured
 
-from labkit.placement.planner import predict_split
+from labkit.costs.planner import predict_split
 from workbook import plots, widgets
 from workbook.widgets.explorer import Job
 

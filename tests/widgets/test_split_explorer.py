@@ -6,7 +6,7 @@ import re
 import pytest
 from splits import LINK, PROFILE, measured
 
-from labkit.placement.planner import best_split, predict_split
+from labkit.costs.planner import best_split, predict_split
 from labkit.units import format_bytes, format_seconds
 from workbook import plots, widgets
 from workbook.widgets.split_explorer import LINKS

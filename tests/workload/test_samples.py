@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from labkit.config import AUGMENTATIONS
+from labkit.training.config import AUGMENTATIONS
 from labkit.workload.samples import Samples, Standard, Transform, share
 
 NUMBERS = [torch.tensor([4, 0, 4]), torch.tensor([], dtype=torch.int64), torch.tensor([2])]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from workbook.exercises.grader import Case, Check, Wrong
 from workbook.exercises.grader.compare import agree, beside, kind_of, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters

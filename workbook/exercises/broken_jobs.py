@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _dump_fr_trace_json
 
 from labkit import EmulatedLink, RunResult, load_dataset, run
-from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import Card
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.emulated_link import Card
 from workbook.exercises.cases import Case, case_of
 from workbook.exercises.detective import entries_in
 from workbook.exercises.grader.exercise import new_seed, random_tensor

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.comm.comm import Comm
 from labkit.costs.traffic import ring_all_reduce_cost
+from labkit.engine.comm.comm import Comm
 from labkit.schedules.bucket_assignment import assign_buckets
 from workbook.exercises.grader import Case, Check, Target, Wrong, judged, solved
 from workbook.exercises.grader.compare import plain, short

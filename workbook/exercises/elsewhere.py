@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from workbook.exercises.grader import Case, Check, Wrong, judged
 from workbook.exercises.grader.compare import plain, short
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.workload.layers import EmulatedLayer
 from workbook.exercises.grader import Case, Check, Target, Wrong
 from workbook.exercises.grader.exercise import with_parameters

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from labkit.collectives import hierarchical_all_reduce
 from labkit.collectives.ring import split_chunks
-from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs import card_bytes
 from labkit.costs.traffic import ring_all_reduce_cost
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.emulated_link import EmulatedLink
 from labkit.units import format_bytes
 from workbook.exercises.grader import Case, Check, Target, Wrong, judged
 from workbook.exercises.grader.compare import agree, plain, short

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.collectives import fast_ring_all_reduce
-from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import EmulatedLink
-from labkit.comm.transport import check_tensor
-from labkit.comm.work import work_queue_of
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.emulated_link import EmulatedLink
+from labkit.engine.comm.transport import check_tensor
+from labkit.engine.comm.work import work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from workbook.exercises.ddp import gradients_left
 from workbook.exercises.grader import Case, Check, Wrong, judged

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from labkit.comm.comm import Comm
 from labkit.costs.traffic import parameter_server_cost
+from labkit.engine.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.parameter_server import answer_one_by_one
 from labkit.units import format_count

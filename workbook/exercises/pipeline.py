@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit import schedules
-from labkit.comm.comm import Comm
 from labkit.costs.pipeline_timeline import Slot, bubble as idle_share, predicted_slots
+from labkit.engine.comm.comm import Comm
 from labkit.schedules.pipeline import (
     Action,
     Hop,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import combinations
 
 from labkit.costs.link import Link
-from labkit.placement.planner import LayerCost, Profile, predict_split
+from labkit.costs.planner import LayerCost, Profile, predict_split
 from labkit.schedules.split_points import check_split_points
 from labkit.units import format_bytes, format_seconds
 from workbook.exercises.grader import Wrong, judged, solved

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.units import format_bytes, format_count, format_seconds, text_table
 from workbook.exercises.grader import Case, Check, Target, Verdict
 from workbook.exercises.grader.critical_path import seconds_in_a_row, steps_in_a_row

@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from workbook.exercises.grader import Case, Check
 from workbook.exercises.grader.compare import plain, short
 from workbook.exercises.grader.exercise import Found

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from labkit.collectives.ring import split_chunks
-from labkit.comm.comm import Comm
 from labkit.costs.traffic import (
     Cost,
     ring_all_reduce_cost,
     share_only_cost,
     share_reduce_cost,
 )
+from labkit.engine.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds, owned_chunk
 from workbook.exercises.grader import Case, Check, Target, Wrong, judged, solved
 from workbook.exercises.grader.held_memory import PeakBytes

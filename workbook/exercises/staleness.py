@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.schedules.servers import StalenessTracker, in_time
 from workbook.exercises.grader import Case, Check, Target, solved
 from workbook.exercises.grader.compare import agree, beside, plain, short

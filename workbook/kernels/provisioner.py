@@ -38,7 +38,7 @@ class WarmProcess:
             self.process = subprocess.Popen(
                 [executable, "-c", PROGRAM.format(theirs.fileno())],
                 env={
-                    # What imports read: as labkit.runtime.server and ipykernel set it.
+                    # What imports read: as labkit.engine.runtime.server and ipykernel set it.
                     "OMP_WAIT_POLICY": "passive",
                     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
                     "MPLBACKEND": "module://matplotlib_inline.backend_inline",

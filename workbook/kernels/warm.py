@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import workbook  # noqa: F401, appends to what ranks find imported
-from labkit.runtime import preload
+from labkit.engine.runtime import preload
 from workbook.kernels.provisioner import GO, LAUNCHER
 
 # Imported beside what ranks need: what pages import first, and what shows their runs.

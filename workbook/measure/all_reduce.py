@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit import collectives
-from labkit.comm.comm import Comm
-from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link, all_reduce_seconds, crossover_bytes
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.torch_transport import TorchTransport
 from labkit.training.measured import measure_link
 from labkit.units import format_bytes
 from workbook.measure.record import Cells, Result

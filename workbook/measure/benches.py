@@ -12,12 +12,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from labkit.comm.comm import Comm
-from labkit.comm.torch_transport import TorchTransport
-from labkit.placement.profile import even_split
+from labkit.builtin.ddp import TorchDDP
+from labkit.builtin.pipeline import TorchPipeline
+from labkit.costs.layer_profile import even_split
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.torch_transport import TorchTransport
 from labkit.strategies.base import Strategy
-from labkit.strategies.builtin.ddp import TorchDDP
-from labkit.strategies.builtin.pipeline import TorchPipeline
 from labkit.strategies.ddp import DDP
 from labkit.strategies.model_parallel import ModelParallel, Pipeline
 from labkit.training.result import largest_difference

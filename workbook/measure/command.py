@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit.devices import check_world_size, plan
+from labkit.engine.devices import check_world_size, plan
 from labkit.units import check_choice, check_integer
 from labkit.workload.models import MODELS
 from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce

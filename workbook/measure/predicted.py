@@ -20,13 +20,13 @@ from torch.nn import functional
 
 import labkit
 from labkit import strategies
-from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.ddp_step import predict_step
 from labkit.costs.link import Link, all_reduce_seconds, parameter_server_seconds
 from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.costs.traffic import tensor_parallel_cost
-from labkit.devices import num_cores
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.emulated_link import EmulatedLink
+from labkit.engine.devices import num_cores
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.pipeline import pipeline_streams
 from labkit.schedules.ring import chunk_bounds

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tabulate import tabulate
 
-from labkit.devices import hardware, versions
-from labkit.files import write_atomically
-from labkit.gpus import num_gpus, nvidia_smi
+from labkit.engine.devices import hardware, versions
+from labkit.engine.files import write_atomically
+from labkit.engine.gpus import num_gpus, nvidia_smi
 from labkit.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:

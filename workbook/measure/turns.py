@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from labkit.collectives import tree_all_reduce
-from labkit.comm.comm import Comm
-from labkit.gpus import synchronize
-from labkit.runtime.launch import run
+from labkit.engine.comm.comm import Comm
+from labkit.engine.gpus import synchronize
+from labkit.engine.runtime.launch import run
 
 _TIMEOUT_S = 1800
 

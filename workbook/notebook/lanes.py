@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.lib.recfunctions import repack_fields
 
-from labkit.comm.board import KINDS, Board
+from labkit.engine.comm.board import KINDS, Board
 
 # {kind: [slots] its share of each slot}
 Shares = dict[str, np.ndarray]

@@ -1,7 +1,7 @@
 """A cell while ranks run: their lanes, losses and rates; at the end, the timeline.
 
-``labkit.runtime.output`` asks for a ``watcher`` of each run that a notebook starts. A run that
-ends within a second shows nothing.
+``labkit.engine.runtime.output`` asks for a ``watcher`` of each run that a notebook starts. A
+run that ends within a second shows nothing.
 """
 
 import html
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from labkit.comm.board import Board
-from labkit.runtime.launch import RunResult
-from labkit.tracing import Trace
+from labkit.engine.comm.board import Board
+from labkit.engine.runtime.launch import RunResult
+from labkit.engine.tracing import Trace
 from labkit.units import format_count, format_number
 from workbook.notebook.lane_picture import draw
 from workbook.notebook.lanes import History

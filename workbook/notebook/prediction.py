@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from labkit.runtime.output import kernel
+from labkit.engine.runtime.output import kernel
 from labkit.units import as_repeats, format_value
 from workbook.notebook import record
 from workbook.notebook.pages import current_page

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from labkit.files import user_folder, write_atomically
+from labkit.engine.files import user_folder, write_atomically
 from workbook.notebook.pages import current_page, present_name
 
 VERSION = 1

@@ -12,8 +12,8 @@ from itertools import accumulate
 from operator import truediv
 from typing import TypeAlias
 
-from labkit.runtime.launch import RunResult
-from labkit.tracing.limits import COMMUNICATE, COMPUTE, state_of
+from labkit.engine.runtime.launch import RunResult
+from labkit.engine.tracing.limits import COMMUNICATE, COMPUTE, state_of
 from labkit.training.measured import MeasuredSplit
 from labkit.training.result import TrainResult
 from labkit.units import as_repeats, format_count, format_number, format_seconds, format_value

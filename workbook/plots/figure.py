@@ -18,7 +18,7 @@ import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from labkit.files import write_atomically
+from labkit.engine.files import write_atomically
 from labkit.units import format_number
 from workbook.plots.palette import GRID
 

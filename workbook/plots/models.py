@@ -15,8 +15,8 @@ from matplotlib.ticker import MaxNLocator
 from labkit.costs.async_run import simulate
 from labkit.costs.ddp_step import StepModel, predict_step
 from labkit.costs.link import Link
+from labkit.engine.tracing import Span
 from labkit.schedules.bucket_assignment import MIB
-from labkit.tracing import Span
 from labkit.units import format_bytes, format_count, format_seconds
 from workbook.plots.figure import (
     WIDTH_IN,

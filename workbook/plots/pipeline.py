@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula
+from labkit.engine.tracing import Span, Trace
 from labkit.schedules.pipeline import LETTERS, Action, in_flight
-from labkit.tracing import Span, Trace
 from labkit.units import as_repeats, format_count, format_number, format_seconds, second_unit
 from workbook.plots.figure import (
     WIDTH_PX,

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from labkit.placement.planner import Profile, SplitModel
+from labkit.costs.planner import Profile, SplitModel
 from labkit.schedules.split_points import stage_bounds
 from labkit.units import (
     byte_unit,
@@ -35,7 +35,7 @@ def split_costs(profile: Profile, predicted: SplitModel) -> CaptionedFigure:
 
     Args:
         profile: the model's layers, for the same batch size as the split.
-        predicted: from ``labkit.placement.planner.predict_split``, of this profile.
+        predicted: from ``labkit.costs.planner.predict_split``, of this profile.
     """
     points = predicted.split_points
     bounds = stage_bounds(points, len(profile.layers))

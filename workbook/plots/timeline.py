@@ -15,8 +15,8 @@ from matplotlib.patches import Patch
 from matplotlib.path import Path
 
 from labkit import RunResult
-from labkit.tracing import Span, Trace
-from labkit.tracing.limits import what_limited
+from labkit.engine.tracing import Span, Trace
+from labkit.engine.tracing.limits import what_limited
 from labkit.units import format_bytes, format_count, format_seconds, second_unit
 from workbook.plots.figure import (
     WIDTH_PX,

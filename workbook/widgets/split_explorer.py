@@ -13,7 +13,7 @@ from ipywidgets import HTML, Button, Dropdown, HBox, IntSlider, SelectionSlider
 from traitlets import Dict, Int, List, Unicode
 
 from labkit.costs.link import Link
-from labkit.placement.planner import Profile, SplitModel, best_split, predict_split
+from labkit.costs.planner import Profile, SplitModel, best_split, predict_split
 from labkit.schedules.split_points import check_split_points
 from labkit.training.measured import MeasuredSplit, measure_split
 from labkit.units import format_seconds, html_table

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
-from labkit.placement.planner import Profile, SplitModel
+from labkit.costs.planner import Profile, SplitModel
 from labkit.schedules.split_points import stage_bounds
 from labkit.training.measured import MeasuredSplit
 from labkit.units import format_bytes, format_number, format_seconds, second_unit

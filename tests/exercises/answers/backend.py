@@ -6,7 +6,7 @@ from graded import Answers, ends
 
 from labkit import collectives
 from labkit.collectives import ring_all_reduce
-from labkit.comm.work import completed
+from labkit.engine.comm.work import completed
 from workbook import check
 
 # bucket(comm, tensors)

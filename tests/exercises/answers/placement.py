@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 
 from graded import Answers
 
-from labkit.placement.planner import predict_split
+from labkit.costs.planner import predict_split
 from workbook import check
 
 

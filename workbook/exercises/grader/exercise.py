@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.traffic import Cost
+from labkit.engine.comm.emulated_link import EmulatedLink
 from labkit.units import format_count
 
 # The first is divisible by 2, 3 and 4, with enough elements per chunk to tell what it contains.

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from labkit.runtime.messages import UnpicklableError, dump_call
+from labkit.engine.runtime.messages import UnpicklableError, dump_call
 from labkit.units import format_count
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, new_seed
 from workbook.exercises.grader.judge_traffic import (

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from labkit.comm.comm import Comm
-from labkit.errors import DeadlineError, WorkerError
-from labkit.runtime.launch import run
+from labkit.engine.comm.comm import Comm
+from labkit.engine.errors import DeadlineError, WorkerError
+from labkit.engine.runtime.launch import run
 from workbook.exercises.grader.compare import plain
 from workbook.exercises.grader.exercise import Case, Exercise, Outcome, Ranks, Wrong
 from workbook.exercises.grader.watched import Watched

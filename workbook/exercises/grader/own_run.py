@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from labkit.comm.comm import Comm
-from labkit.errors import WorkerError
-from labkit.runtime.launch import run
-from labkit.runtime.output import undrawn
+from labkit.engine.comm.comm import Comm
+from labkit.engine.errors import WorkerError
+from labkit.engine.runtime.launch import run
+from labkit.engine.runtime.output import undrawn
 from workbook.exercises.grader.exercise import Case, Exercise
 from workbook.exercises.grader.on_ranks import TIMEOUT_S, call_once
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.runtime.output import is_live, kernel, undrawn
+from labkit.engine.runtime.output import is_live, kernel, undrawn
 from labkit.units import html_table, text_table
 from workbook.notebook.record import note_verdict
 

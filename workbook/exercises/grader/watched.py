@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from workbook.exercises.grader.compare import MOST_ENTRIES
 
 # The code of an operation -> its name, and the names of its dst, its src and what it sends.

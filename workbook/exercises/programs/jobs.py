@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DistributedSampler
 
 from labkit.collectives import ring_all_reduce
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 from labkit.workload.samples import share
 
 HARD, SPOILT, WIDTH = 2.0, 100.0, 512

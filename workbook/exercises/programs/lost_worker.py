@@ -13,7 +13,7 @@ import torch
 
 import labkit
 from labkit.collectives import ring_all_reduce
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 
 STEPS, EVERY, SAMPLES = 24, 8, 32
 # How fast the parameters follow the gradient.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.comm.comm import Comm
+from labkit.engine.comm.comm import Comm
 
 
 def branch_step(comm: Comm, tower: nn.Module, head: Any, inputs: Tensor, targets: Tensor) -> None:

@@ -12,11 +12,12 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from labkit import devices, strategies
-from labkit.config import RunConfig, parse_split_points
-from labkit.errors import WorkerError
-from labkit.runtime.preload import warm_up
-from labkit.training.resolve import NOTHING, imported, resolve, samples_for
+from labkit import strategies
+from labkit.engine import devices
+from labkit.engine.errors import WorkerError
+from labkit.engine.runtime.preload import warm_up
+from labkit.training.config import RunConfig, parse_split_points
+from labkit.training.resolve import NOTHING, find_technique, imported, resolve, samples_for
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import check_above_zero, check_integer
 from workbook.measure.compare.summary import SINGLE, Record, report
@@ -65,7 +66,7 @@ def find_contenders(
     for name in names or strategies.STRATEGIES:
         if name == SINGLE:
             continue
-        torchs = strategies.get(name, builtin=True)
+        torchs = find_technique(name, builtin=True)
         counterpart = torchs.__name__
         add(name, name, counterpart=counterpart)
         if name == "model_parallel":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit.comm.peak_memory import PeakMemory
+from labkit.engine.comm.peak_memory import PeakMemory
 from labkit.units import format_bytes, format_count, format_number, format_seconds
 from workbook.measure.record import Spread, Table, ratios
 

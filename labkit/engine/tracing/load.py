@@ -1,0 +1,96 @@
+"""The contents of other tools' files: JSON, JSON lines, text and pickles, gzipped or not.
+
+A pickle is read as data: one that asks for a class or a function is refused, and nothing runs.
+"""
+
+import gzip
+import io
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from labkit.engine.files import check_regular
+
+# Names of traces and dumps in a folder; that of a flight recorder's file may end with its rank.
+_IN_FOLDERS = re.compile(r"\.(?:json|json\.gz|jsonl|pickle|pkl|html|txt)$|^[^.]*\d$")
+# A profile of 200 MB has a million events; of most, nothing or only name and times are read.
+_UNUSED = {"python_function", "overhead", "ac2g", "fwdbwd", "async_cpu_to_gpu", "cuda_sync"}
+_RUNTIME = re.compile(r"runtime|driver", re.IGNORECASE)
+_COLLECTIVE = re.compile("reduce|gather|scatter|all_?to_?all|broadcast|ccl|gloo", re.IGNORECASE)
+# Stands for all events in which a host started work on a GPU.
+LAUNCH = {"ph": "launch", "name": "launch"}
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """An unpickler of dicts, lists, tuples, sets, strings and numbers; ValueError for all else."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise ValueError(
+            f"it asks for {module}.{name}, and only plain data are read from a pickle"
+        )
+
+
+def list_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the files; a folder stands for those in it that can be a trace or a dump."""
+    files = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            files.append(path)
+            continue
+        inside = [entry for entry in sorted(path.iterdir()) if _IN_FOLDERS.search(entry.name)]
+        if not inside:
+            raise ValueError(f"{path} has no traces or dumps (.json, .json.gz, .jsonl, .pickle)")
+        files += inside
+    return files
+
+
+def load(path: Path) -> Any:
+    """Return what a file holds: parsed JSON, a list for JSON lines, a pickle's data, or text.
+
+    Raises:
+        ValueError: it is absent, cut off, not what its name says, or a pickle of more than data.
+    """
+    check_regular(path)
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        if data[:1] == b"\x80":
+            return _DataUnpickler(io.BytesIO(data)).load()
+        text = data.decode()
+        del data
+        if text.lstrip()[:1] not in ("{", "["):
+            return text
+        if '"log_type_name"' in text.split("\n", 1)[0]:
+            # The last line may be cut off: its process ended while it wrote.
+            return [json.loads(line) for line in text.split("\n")[:-1] if line]
+        # Names of operators have characters that JSON forbids.
+        return json.loads(text, object_hook=_drop_unused, strict=False)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"cannot read {path}: its JSON is damaged or cut off ({error.msg})"
+        ) from None
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    except (pickle.UnpicklingError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"cannot read {path}: {error!r}") from None
+
+
+def _drop_unused(item: dict[str, Any]) -> dict[str, Any] | None:
+    """Keep of a Chrome event no more than is read; another JSON object stays as it is."""
+    if "ph" not in item:
+        return item
+    category = str(item.get("cat"))
+    name = str(item.get("name"))
+    if category in _UNUSED:
+        return None
+    if _RUNTIME.search(category):
+        return LAUNCH if "Launch" in name else None
+    is_ours = "num_bytes" in (item.get("args") or ())
+    if item["ph"] == "X" and not is_ours and not _COLLECTIVE.search(name):
+        item.pop("args", None)
+    return item

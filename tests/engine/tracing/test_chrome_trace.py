@@ -1,0 +1,87 @@
+"""Reading Chrome traces: what comes back, and that whatever cannot be read ends in one line."""
+
+import gzip
+import json
+
+import pytest
+
+from labkit.__main__ import main
+from labkit.engine.tracing import Span, Trace
+from labkit.engine.tracing.chrome import read_traces
+
+
+def written(folder, events, name="trace.json", **head):
+    path = folder / name
+    path.write_text(json.dumps({"traceEvents": events, **head}))
+    return path
+
+
+def event(name, ts, dur, cat="cpu_op", **more):
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 7, "tid": 1, **more}
+
+
+def of_rank(folder, rank, events, world_size=2, **head):
+    note = {"rank": rank, "world_size": world_size}
+    return written(folder, events, f"rank{rank}.json", distributedInfo=note, **head)
+
+
+def test_a_saved_trace_comes_back(tmp_path):
+    spans = (
+        Span(0, "compute", 0.0, 0.25),
+        Span(1, "wait", 0.125, 0.25, 0, 0),
+        Span(1, "share_reduce", 0.25, 0.5, 4096, 0, 2),
+    )
+    path = Trace(spans, {0: "cuda:0"}).save(tmp_path / "t.json")
+    named = [e["args"]["name"] for e in json.loads(path.read_text())["traceEvents"][:2]]
+    assert named == ["rank 0 · cuda:0", "rank 1"]
+    assert read_traces([path])[0] == Trace(spans)
+
+
+def test_on_a_gpu_kernels_count_and_their_launches_do_not(tmp_path):
+    path = written(
+        tmp_path,
+        [
+            event("aten::mm", 0, 50),
+            event("cudaLaunchKernel", 0, 50, "cuda_runtime"),
+            event("nccl:all_reduce", 0, 3, "user_annotation"),
+            event("volta_sgemm_128x64", 60, 5, "kernel", pid=0, tid=7),
+            event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 62, 9, "kernel", pid=0, tid=20),
+            event("Memcpy HtoD", 72, 1, "gpu_memcpy", pid=0, tid=7),
+        ],
+    )
+    trace, gap = read_traces([path])
+    assert [span.kind for span in trace.spans] == ["compute", "communicate", "compute"]
+    assert gap == "a GPU without work"
+
+
+def test_until_the_last_rank_has_begun_a_collective_the_others_wait(tmp_path):
+    early = of_rank(tmp_path, 0, [event("gloo:all_reduce", 10, 30, "user_annotation")])
+    late = of_rank(tmp_path, 1, [event("gloo:all_reduce", 30, 10, "user_annotation")])
+    trace, _ = read_traces([late, early])
+    (wait,) = trace.of(kind="wait")
+    assert (wait.rank, wait.peer, wait.duration_s) == (0, 1, pytest.approx(20e-6))
+    assert [span.rank for span in trace.of(kind="communicate")] == [0, 1]
+
+
+GOOD = json.dumps({"traceEvents": [event("aten::mm", 1, 2)]})
+BROKEN = {
+    "no text": b"\xff\xfe\x00",
+    "cut off": GOOD[:-9].encode(),
+    "packed and cut off": gzip.compress(GOOD.encode())[:-9],
+    "a number": b"7",
+    "no events": b'{"traceEvents": []}',
+    "another tool's": b'[{"ph": "X", "ts": 1, "dur": 2}]',
+    "absent": None,
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_file_that_is_no_trace_is_refused_in_one_line(case, tmp_path, capsys):
+    path = tmp_path / "trace.json"
+    if BROKEN[case] is not None:
+        path.write_bytes(BROKEN[case])
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", str(path)])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(path) in error

@@ -1,0 +1,54 @@
+"""What limited a run, on recorded runs.
+
+tests/engine/tracing/recorded/NAME.json.gz is ``result.trace.save`` of a real run on two cores,
+with times rounded to 0.1 µs: ``computing`` is ddp on 2 ranks with batches of 512, ``straggler``
+ddp on 3 with straggler 1:4, ``slow_link`` ddp on 2 over a link of 1 ms and 10 MB/s,
+``busy_server`` a parameter server and 3 workers over 5 MB/s, ``async_straggler`` the asynchronous
+one with straggler 1:6, ``bubble`` model parallelism on 2 stages of equal cost,
+``late_without_spans`` four ranks at a barrier of which rank 2 sleeps longer. ``profiler_rankN`` is
+PyTorch's profiler: DDP over gloo on 2 ranks, whose rank 1 sleeps 20 ms in every step.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from labkit.engine.tracing.chrome import read_traces
+from labkit.engine.tracing.limits import what_limited
+from labkit.engine.tracing.spans import Span, Trace
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rank", "words"),
+    [
+        ("one_device", "computing", None, "Computing limited the run: it took 97% of the time"),
+        ("computing", "computing", None, "of the ranks' time. The rest: messages"),
+        ("straggler", "straggler", 1, "times as long as the others for its part"),
+        ("slow_link", "communication", None, "11% of all communication was hidden"),
+        ("busy_server", "bottleneck", 0, "while it exchanged messages with others"),
+        ("async_straggler", "computing", None, "and hardly any of them waited for it"),
+        ("bubble", "bubble", None, "the stages were idle for"),
+        ("late_without_spans", "straggler", 2, "as long as the others between its messages"),
+    ],
+)
+def test_recorded_runs(name, kind, rank, words):
+    limit = what_limited(read_traces([RECORDED / f"{name}.json.gz"])[0])
+    assert (limit.kind, limit.rank) == (kind, rank)
+    assert words in str(limit)
+    assert sum(limit.shares.values()) == pytest.approx(1)
+
+
+def test_the_two_files_of_pytorchs_profiler_show_who_is_late():
+    files = [RECORDED / f"profiler_rank{rank}.json.gz" for rank in (0, 1)]
+    trace, gap = read_traces(files)
+    limit = what_limited(trace, gap=gap)
+    assert (limit.kind, limit.rank) == ("straggler", 1)
+    assert "rank 0 waited for it 42% of its time" in str(limit)
+
+
+def test_a_stage_is_idle_until_the_last_one_ends():
+    last = [Span(1, "wait", 0, 1), Span(1, "forward", 1, 2), Span(1, "backward", 2, 4)]
+    first = [Span(0, "forward", 0, 1), Span(0, "communicate", 1, 1)]
+    assert what_limited(Trace.merge([first, last])).shares["wait"] == 0.5
