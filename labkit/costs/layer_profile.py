@@ -65,7 +65,7 @@ def _one_pass(layers: list[nn.Module], value: Tensor) -> Iterator[LayerCost]:
         )
 
 
-def _timed(fn: Callable, *args: Tensor) -> tuple[float, Any]:
+def _timed(fn: Callable[..., Any], *args: Tensor) -> tuple[float, Any]:
     gpus.synchronize(args[0].device)
     start_s = time.perf_counter()
     result = fn(*args)
