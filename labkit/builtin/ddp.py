@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.backend.group import sent as sent_on_our_backend
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer
+from labkit.strategies.base import MakeOptimizer, Traits
 from labkit.strategies.on_shares import OnShares
+from labkit.strategies.saved_state import SavedState
 
 # PyTorch's bucket size where a script gives no ``bucket_cap_mb``.
 DEFAULT_BUCKET_MB = 25
@@ -28,8 +29,7 @@ class TorchDataParallel(OnShares):
     """
 
     devices: Sequence[Any] = ()
-    in_one_process = True
-    through_comm = False
+    traits = Traits(in_one_process=True, through_comm=False)
 
     def move_to_device(self, comm: Comm, model: nn.Module) -> None:
         super().move_to_device(comm, model)
@@ -50,6 +50,16 @@ class TorchDataParallel(OnShares):
         return notes
 
 
+class BucketOrder(SavedState["TorchDDP"]):
+    """As of any technique; DDP also remembers in which order gradients became ready."""
+
+    def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+        # After its first backward DDP assigns the gradients to other buckets, in whose order it
+        # adds up from then on.
+        self.strategy.add_gradients(inputs, targets, batch_size)
+        self.strategy.optimizer.zero_grad()
+
+
 @dataclass(eq=False)
 class TorchDDP(OnShares):
     """``torch.nn.parallel.DistributedDataParallel``, the counterpart of ring all-reduce and DDP.
@@ -67,6 +77,7 @@ class TorchDDP(OnShares):
     sync_batch_norm: bool = False
     backend: str = "auto"
     bucket_mb: float = DEFAULT_BUCKET_MB
+    saved_state = BucketOrder
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
@@ -81,19 +92,13 @@ class TorchDDP(OnShares):
         self.no_sync = self.module.no_sync
         self.runs_empty = True
         # In fp16 a loss P times as large would overflow sooner than on one device.
-        self.factor = 1 if self.scaler.enabled else comm.world_size
+        self.factor = 1 if self.precision.scaler.enabled else comm.world_size
 
     def sum_gradients(self) -> None:
-        if self.scaler.enabled:
+        if self.precision.scaler.enabled:
             for parameter in self.trained:
                 if parameter.grad is not None:
                     parameter.grad *= self.comm.world_size
-
-    def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
-        # After its first backward DDP assigns the gradients to other buckets, in whose order it
-        # adds up from then on.
-        self.add_gradients(inputs, targets, batch_size)
-        self.optimizer.zero_grad()
 
     def sent(self) -> tuple[int, int] | None:
         if dist.get_backend(self.group) != "labkit":

@@ -4,7 +4,7 @@ PyTorch has no module for it, so the layers are ours; what travels goes through 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +33,7 @@ class TorchExpertGroup(ExpertGroup):
 class TorchExpertParallel(ExpertParallel):
     """The counterpart of ``ExpertParallel``."""
 
-    through_comm = False
+    traits = replace(ExpertParallel.traits, through_comm=False)
 
     def make_group(self, comm: Comm) -> TensorGroup:
         return TorchExpertGroup(comm)

@@ -11,8 +11,9 @@ from labkit.builtin import check_dtensor, check_no_scalars
 from labkit.builtin.sharded import shard_units
 from labkit.builtin.tensor_parallel import TorchTensorParallel
 from labkit.engine.comm.comm import Comm, SubComm
-from labkit.strategies.base import MakeOptimizer, State
+from labkit.strategies.base import MakeOptimizer, Traits
 from labkit.strategies.mesh import check_sides, describe_groups
+from labkit.strategies.saved_state import State
 from labkit.strategies.tensor_cut import Cut
 from labkit.workload.losses import Loss
 from labkit.workload.transformer import Block
@@ -29,8 +30,13 @@ class TorchMesh(TorchTensorParallel):
     dp: int = 1
     pp: int = 1
     tp: int = 1
-    predicts_together = True
-    no_checkpoint = "PyTorch has divided the parameters in its own way (or leave builtin out)"
+    traits = Traits(
+        takes_whole_batch=True,
+        through_comm=False,
+        predicts_together=True,
+        optimizes="rows",
+        no_checkpoint="PyTorch has divided the parameters in its own way (or leave builtin out)",
+    )
     runs_empty = True
 
     def check_ranks(self, world_size: int) -> None:

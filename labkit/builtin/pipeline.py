@@ -5,7 +5,7 @@ has receive buffers of one shape, so all micro-batches of a step must be equally
 that does not divide by ``micro_batches`` is cut into fewer.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class TorchPipeline(StagedModel):
     micro_batches: int = 4
     schedule: str = "gpipe"
     recompute: bool = field(default=False, init=False)
-    through_comm = False
+    traits = replace(StagedModel.traits, through_comm=False)
 
     def __post_init__(self) -> None:
         check_choice("schedule of PyTorch's stages", self.schedule, _SCHEDULES)

@@ -15,7 +15,7 @@ import os
 import queue
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.futures import Future
 from labkit.engine.comm.comm import Comm
 from labkit.engine.errors import PeerLostError
 from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.base import MakeOptimizer, Strategy, Traits
 from labkit.strategies.parameter_server import ParameterServer
 
 # Waiting for a straggler is not an error, and the run has its own deadline.
@@ -70,10 +70,9 @@ def answer_of(server: int, future: Any) -> Any:
 class ByRpc(Strategy):
     """The base of both techniques: it starts and ends RPC."""
 
-    through_comm = False
-
     def __post_init__(self) -> None:
         check_available()
+        super().__post_init__()
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)
@@ -89,6 +88,8 @@ class ByRpc(Strategy):
 @dataclass(eq=False)
 class RpcParameterServer(ByRpc, ParameterServer):
     """``ParameterServer`` on ``torch.distributed.rpc``; short messages still go through Comm."""
+
+    traits = Traits(through_comm=False)
 
     def push(self) -> None:
         with self.comm.span("push"):
@@ -123,7 +124,7 @@ class RpcAsyncParameterServer(ByRpc, AsyncParameterServer):
     A worker that dies ends the run, since RPC can only be shut down by all ranks.
     """
 
-    survives_lost_workers = False
+    traits = replace(AsyncParameterServer.traits, through_comm=False, survives_lost_workers=False)
 
     def push_and_pull(self, report: Tensor) -> Tensor:
         with self.comm.span("communicate"):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from labkit.builtin import check_dtensor, check_no_scalars
 from labkit.builtin.ddp import TorchDDP
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, State
+from labkit.strategies.base import MakeOptimizer, Traits
+from labkit.strategies.saved_state import State
 from labkit.units import check_integer
 from labkit.workload.layers import layers_of
 from labkit.workload.losses import Loss
@@ -32,15 +33,16 @@ class TorchSharded(TorchDDP):
     """
 
     stage: int = 3
-    predicts_together = True
-    no_checkpoint = "PyTorch has divided the parameters in its own way (or leave builtin out)"
-
-    @property
-    def optimizes(self) -> str:  # type: ignore[override]
-        return "layers" if self.stage == 1 else "rows"
+    traits = Traits(
+        predicts_together=True,
+        optimizes="rows",
+        no_checkpoint="PyTorch has divided the parameters in its own way (or leave builtin out)",
+    )
 
     def __post_init__(self) -> None:
         check_integer("stage", self.stage, least=1, most=3)
+        if self.stage == 1:
+            self.traits = replace(self.traits, optimizes="layers")
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
         layers_of(model)

@@ -4,7 +4,7 @@ A DTensor is a tensor of which each rank of a mesh has a part. Operations on DTe
 themselves which collective they need: those of the ranks' process group, gloo on CPUs.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from labkit.builtin import check_dtensor
-from labkit.strategies.base import State
+from labkit.strategies.saved_state import State
 from labkit.strategies.tensor_cut import Cut, CutLoss
 from labkit.strategies.tensor_parallel import TensorParallel
 from labkit.workload.losses import Loss
@@ -44,7 +44,7 @@ class TorchTensorParallel(TensorParallel):
     """
 
     sequence_parallel: bool = field(default=False, init=False)
-    through_comm = False
+    traits = replace(TensorParallel.traits, through_comm=False)
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
         super().check_model(model, loss, world_size)

@@ -28,8 +28,9 @@ from labkit.engine import gpus
 from labkit.engine.comm.comm import Comm
 from labkit.engine.errors import PeerLostError
 from labkit.schedules.servers import StalenessTracker, check_bound
-from labkit.strategies.base import Batch, LossScaler, MakeOptimizer, lay_end_to_end
+from labkit.strategies.base import Batch, MakeOptimizer, Traits, lay_end_to_end
 from labkit.strategies.on_shares import OnShares
+from labkit.strategies.precision import LossScaler
 from labkit.workload.losses import CountedLoss
 
 # Seconds since the start, and the mean loss of the epoch's samples.
@@ -61,8 +62,10 @@ class AsyncParameterServer(OnShares):
     straggler: tuple[int, float] | None = None
     max_staleness: int | None = None
     servers = 1
-    survives_lost_workers = True
-    no_checkpoint = "the workers of an asynchronous server never stop together"
+    traits = Traits(
+        survives_lost_workers=True,
+        no_checkpoint="the workers of an asynchronous server never stop together",
+    )
 
     def check_ranks(self, world_size: int) -> None:
         if world_size < 2:
@@ -87,7 +90,7 @@ class AsyncParameterServer(OnShares):
             if self.clip_norm is not None:
                 self.clip_norm /= len(self.workers)
             # Workers have unscaled what they push.
-            self.scaler = LossScaler(False)
+            self.precision.scaler = LossScaler(False)
 
     def updates_of(self, samples: int, world_size: int) -> int:
         # One for each worker's share, unless it is empty.
@@ -118,10 +121,10 @@ class AsyncParameterServer(OnShares):
             weight = self.weight_of_share(samples, batch_size)
             # Sums and counts are float64: 16 bits count to 256.
             report = torch.stack([loss.double(), weight.to(loss.device)])
-            if self.scaler.enabled:
-                self.scaler.unscale([self.gradient])
+            if self.precision.scaler.enabled:
+                self.precision.scaler.unscale([self.gradient])
                 overflowed = not bool(self.gradient.isfinite().all())
-                self.scaler.update(overflowed)
+                self.precision.scaler.update(overflowed)
                 if overflowed:
                     report.zero_()
             self.gradient[self.buffers] = self.values[self.buffers]

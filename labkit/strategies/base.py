@@ -11,16 +11,12 @@ When the gradients of the mean loss are complete, ``update`` ends the step:
    ``clip_norm`` / (norm + 1e-6). Where ranks divide them, they add up the squares of their norms.
 3. **step**: the optimizer changes the parameters.
 
-The names of a checkpoint's tensors: ``model/NAME``, a parameter or buffer as the model's state
-dict names it; ``optimizer/NAME/KEY``, the optimizer's state of a parameter, or ``number/NAME/KEY``
-if that is no tensor; and ``own/NAME``, anything else that a rank carries from step to step.
-
 Sources: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section
-3.2; Micikevicius et al., "Mixed precision training" (2018), sections 3.1 and 3.2.
+3.2; for fp16 see ``precision``.
 """
 
-import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,56 +26,41 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from labkit.collectives import naive_all_reduce
 from labkit.engine.comm.comm import Comm, SubComm
+from labkit.strategies.precision import Precision
+from labkit.strategies.saved_state import SavedState, State
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 from labkit.workload.samples import share
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-State = dict[str, Tensor]
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class LossScaler:
-    """The scale of the loss for fp16, by the rule of ``torch.amp.GradScaler``.
+@dataclass(frozen=True)
+class Traits:
+    """What a training run has to know of a technique before it starts it.
 
-    An update whose gradients have overflowed halves it; 2000 without an overflow double it.
-    PyTorch's looks at one process. This one hears of an overflow anywhere, so that all ranks have
-    the same scale.
+    Attributes:
+        in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
+        survives_lost_workers: whether the run continues when a rank other than 0 dies.
+        takes_whole_batch: whether each rank needs all of a batch, not a share.
+        through_comm: whether all traffic passes through ``comm``, which counts it.
+        no_checkpoint: the reason why its runs have no checkpoints; empty if they may have.
+        predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
+        balances_experts: whether it computes the balance loss of experts over a whole batch.
+        optimizes: the tensors of an optimizer on one rank: all parameters of the ``model``, those
+            of some of its ``layers``, ``rows`` of parameters, ``rows of layers``, or ``elements``:
+            a flat tensor of a part of all parameters.
     """
 
-    growth_interval = 2000
-
-    def __init__(self, enabled: bool = True):
-        self.enabled = enabled
-        self.scale = 2.0**16 if enabled else 1.0
-        self._growth_tracker = 0  # updates without an overflow since the scale has changed
-
-    def unscale(self, gradients: list[Tensor]) -> None:
-        """Divide the gradients by the scale, in place."""
-        if self.enabled and gradients:
-            torch._foreach_mul_(gradients, 1 / self.scale)
-
-    def update(self, overflowed: bool) -> None:
-        """Adapt the scale to an update that was made, or skipped because it ``overflowed``."""
-        self._growth_tracker += 1
-        if overflowed:
-            self.scale /= 2
-            self._growth_tracker = 0
-        elif self._growth_tracker == self.growth_interval:
-            self.scale *= 2
-            self._growth_tracker = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        if not self.enabled:
-            return {}
-        return {"scale": self.scale, "_growth_tracker": self._growth_tracker}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state_dict``, also from one of ``torch.amp.GradScaler``."""
-        if self.enabled:
-            self.scale = float(state["scale"])
-            self._growth_tracker = int(state["_growth_tracker"])
+    in_one_process: bool = False
+    survives_lost_workers: bool = False
+    takes_whole_batch: bool = False
+    through_comm: bool = True
+    no_checkpoint: str = ""
+    predicts_together: bool = False
+    balances_experts: bool = False
+    optimizes: str = "model"
 
 
 class Strategy:
@@ -91,16 +72,8 @@ class Strategy:
 
     Attributes:
         servers: ranks 0 to ``servers`` - 1 serve the others, and compute no gradients.
-        in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
-        survives_lost_workers: whether the run continues when a rank other than 0 dies.
-        takes_whole_batch: whether each rank needs all of a batch, not a share.
-        through_comm: whether all traffic passes through ``comm``, which counts it.
-        no_checkpoint: the reason why its runs have no checkpoints; empty if they may have.
-        predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
-        balances_experts: whether it computes the balance loss of experts over a whole batch.
-        optimizes: the tensors of an optimizer on one rank: all parameters of the ``model``, those
-            of some of its ``layers``, ``rows`` of parameters, ``rows of layers``, or ``elements``:
-            a flat tensor of a part of all parameters.
+        traits: what a run has to know before it starts; options may decide some of them.
+        saved_state: the class of what goes to a checkpoint.
         loss: (outputs, targets) -> the sum of a share's losses. The loop sets it, and
             ``clip_norm``.
         weighing: the kind of number that divides the sum of the losses, see ``ShareLoss``.
@@ -113,17 +86,11 @@ class Strategy:
             overrides ``run`` or ``predict``, ``full_state`` and ``held``.
     """
 
+    traits = Traits()
+    saved_state: type[SavedState[Any]] = SavedState
     servers = 0
     straggler: tuple[int, float] | None = None
     sync_batch_norm = False
-    in_one_process = False
-    survives_lost_workers = False
-    takes_whole_batch = False
-    through_comm = True
-    no_checkpoint = ""
-    predicts_together = False
-    balances_experts = False
-    optimizes = "model"
     amp: str | None = None
     loss: Loss = staticmethod(sum_cross_entropy)
     weighing = "samples"
@@ -140,11 +107,6 @@ class Strategy:
 
     def __post_init__(self) -> None:
         self.devices = [torch.device(name) for name in self.devices]
-
-    @classmethod
-    def options(cls) -> list[str]:
-        """Return the names of the options that this technique takes."""
-        return list(inspect.signature(cls).parameters)
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ValueError unless this technique can run with ``world_size``."""
@@ -166,20 +128,9 @@ class Strategy:
         raise NotImplementedError
 
     @cached_property
-    def scaler(self) -> LossScaler:
-        return LossScaler(self.amp == "fp16")
-
-    @property
-    def half(self) -> torch.dtype | None:
-        return _HALVES[self.amp] if self.amp else None
-
-    def autocast(self, device: torch.device) -> torch.autocast:
-        """The context of a forward on ``device``; each thread needs its own."""
-        return torch.autocast(device.type, self.half, enabled=self.half is not None)
-
-    def wide(self, outputs: Tensor) -> Tensor:
-        """Outputs as float32: the sum of many losses needs more than the 8 bits of bf16."""
-        return outputs.float() if outputs.dtype == self.half else outputs
+    def precision(self) -> Precision:
+        """The dtypes of a forward, and the scale of the loss."""
+        return Precision(self.amp)
 
     @torch.no_grad()
     def weigh(self, batch_size: int) -> None:
@@ -217,13 +168,14 @@ class Strategy:
                     parameter.grad.mul_(self.correction.to(parameter.device))
                 elif self.correction is not None:
                     parameter.grad.mul_(self.correction)
-            self.scaler.unscale(gradients)
+            scaler = self.precision.scaler
+            scaler.unscale(gradients)
             norm = torch.zeros(())
-            if self.clip_norm is not None or self.scaler.enabled:
+            if self.clip_norm is not None or scaler.enabled:
                 norm = self._total_norm()
-            if self.scaler.enabled:
+            if scaler.enabled:
                 overflowed = not bool(norm.isfinite())
-                self.scaler.update(overflowed)
+                scaler.update(overflowed)
                 if overflowed:
                     return False
             if self.clip_norm is not None:
@@ -242,18 +194,13 @@ class Strategy:
         return norm
 
     @property
-    def uses_gpu(self) -> bool:
-        """Return whether a batch that this rank reads goes to a GPU."""
-        return any(device.type == "cuda" for device in (self.comm.device, *self.devices))
-
-    @property
     def workers(self) -> range:
         """The ranks that divide each batch among themselves; any other ranks serve them."""
         return range(self.servers, self.comm.world_size) or range(1)
 
     def share(self) -> tuple[int, int]:
         """(index, count) of this rank's part of every batch; (0, 0) for one that only serves."""
-        if self.takes_whole_batch:
+        if self.traits.takes_whole_batch:
             return 0, 1
         if self.comm.rank not in self.workers:
             return 0, 0
@@ -266,20 +213,6 @@ class Strategy:
     def updates_of(self, samples: int, world_size: int) -> int:
         """The number of updates that the technique makes of a global batch of ``samples``."""
         return 1
-
-    def counted(self) -> Tensor:
-        """Right predictions of this rank since the last call and of how many, float64 [2]."""
-        counts = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
-        if isinstance(self.loss, CountedLoss):
-            counts[0], counts[1] = self.loss.take()
-        return counts
-
-    def counted_weight(self) -> Tensor:
-        """The weight of this rank's losses since the last call, a scalar, float64."""
-        weight = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        if isinstance(self.loss, CountedLoss):
-            weight += torch.as_tensor(self.loss.take_weight()).to(weight)
-        return weight
 
     def end_epoch(self) -> None:
         """Make equal on all ranks what differs after the steps, such as batch statistics."""
@@ -305,39 +238,6 @@ class Strategy:
         """This rank's tensors by the model's names: all of them, and its parameters, each once."""
         return self.model.state_dict(), dict(self.model.named_parameters())
 
-    def state(self) -> State:
-        """Return this rank's tensors of a checkpoint; a collective call."""
-        tensors, parameters = self.held()
-        has_part = self.optimizes not in ("model", "elements")
-        state = State()
-        if has_part or self.comm.rank == self.workers[0]:
-            state |= named("model", tensors)
-        if self.optimizer and (has_part or self.comm.rank == 0):
-            for name, parameter in parameters.items():
-                for key, value in self.optimizer.state.get(parameter, {}).items():
-                    stored, tensor = as_tensor(f"{name}/{key}", value)
-                    state[stored] = tensor
-        return state
-
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from all ranks' ``state``; without "own" tensors if these were other ranks."""
-        tensors, parameters = self.held()
-        for name, tensor in tensors.items():
-            tensor.copy_(state[f"model/{name}"])
-        if not self.optimizer:
-            return
-        for name, parameter in parameters.items():
-            for key, value in of_kind(f"optimizer/{name}", state).items():
-                # PyTorch's optimizers count steps on the host.
-                device = parameter.device if value.dim() else "cpu"
-                self.optimizer.state[parameter][key] = value.to(device, copy=True)
-            for key, value in of_kind(f"number/{name}", state).items():
-                self.optimizer.state[parameter][key] = value.item()
-
-    def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
-        """Prepare for ``load_state``: do what a first step leaves behind, beside its update."""
-
     def start_note(self) -> str:
         """Return a line that a run prints before it starts; "" for none."""
         return ""
@@ -348,36 +248,10 @@ class Strategy:
 
     def sent(self) -> tuple[int, int] | None:
         """Messages and bytes that this rank has sent so far; None if they are not counted."""
-        return (self.comm.messages, self.comm.bytes_sent) if self.through_comm else None
+        return (self.comm.messages, self.comm.bytes_sent) if self.traits.through_comm else None
 
     def close(self) -> None:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
-
-
-def as_tensor(name: str, value: object) -> tuple[str, Tensor]:
-    """Return what a checkpoint holds of an optimizer's value ``PARAMETER/KEY``: (name, tensor).
-
-    ValueError for a value that is neither a tensor nor a number.
-    """
-    if isinstance(value, Tensor):
-        return f"optimizer/{name}", value
-    if isinstance(value, int | float):
-        dtype = torch.float64 if isinstance(value, float) else None
-        return f"number/{name}", torch.tensor(value, dtype=dtype)
-    raise ValueError(
-        f"the optimizer has a {type(value).__name__} as {name}, and a checkpoint holds tensors "
-        "and numbers: use another optimizer, or leave checkpoint_dir out"
-    )
-
-
-def named(kind: str, tensors: Mapping[str, Tensor]) -> State:
-    return {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
-
-
-def of_kind(kind: str, state: Mapping[str, Tensor]) -> State:
-    """The reverse of ``named``."""
-    prefix = f"{kind}/"
-    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
+from labkit.strategies.base import MakeOptimizer, Strategy, Traits, trained_parameters
 
 
 @dataclass(eq=False)
@@ -40,8 +40,7 @@ class DataParallel(Strategy):
 
     devices: Sequence[Any] = ()
     amp: str | None = None
-    in_one_process = True
-    through_comm = False
+    traits = Traits(in_one_process=True, through_comm=False)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
@@ -96,7 +95,7 @@ class DataParallel(Strategy):
         return self.replicas[:count]
 
     def forward(self, replica: nn.Module, part: Tensor) -> Tensor:
-        with self.autocast(part.device):
+        with self.precision.autocast(part.device):
             return replica(part)
 
     def parallel(self, fn: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
@@ -130,8 +129,8 @@ class DataParallel(Strategy):
                 moved.append(self._move("gather", output.detach(), index, 0))
             gathered = torch.cat(moved)
         with self.comm.span("compute"):
-            loss = self.loss(self.wide(gathered.requires_grad_()), targets)
-            scaled = loss * (self.scaler.scale / batch_size)
+            loss = self.loss(self.precision.wide(gathered.requires_grad_()), targets)
+            scaled = loss * (self.precision.scaler.scale / batch_size)
             (gradient,) = torch.autograd.grad(scaled, gathered)
         with self.comm.span("gather"):
             parts = gradient.split([len(output) for output in outputs])

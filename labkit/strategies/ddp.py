@@ -24,7 +24,7 @@ local SGD" (2020).
 import contextlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -284,10 +284,11 @@ class DDP(OnShares):
     def __post_init__(self) -> None:
         if self.average_every is None:
             return
-        self.no_checkpoint = (
+        reason = (
             f"with average_every {self.average_every} momenta differ between ranks, and a "
             "checkpoint holds one optimizer"
         )
+        self.traits = replace(self.traits, no_checkpoint=reason)
         refused = {
             "sync_batch_norm": (self.sync_batch_norm, "communicates in every step"),
             "bucket_mb": (self.bucket_mb != 25, "is about gradients, which stay local"),

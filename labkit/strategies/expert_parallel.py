@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from labkit.collectives import all_to_all, fast_ring_all_reduce
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import views_of
+from labkit.strategies.base import Traits, views_of
 from labkit.strategies.on_cuts import OnCuts
 from labkit.strategies.tensor_cut import Conjugate, Cut, TensorGroup, gather_shards
 from labkit.workload.experts import Experts, Routing
@@ -105,8 +105,7 @@ class ExpertParallel(OnCuts):
     """
 
     capacity: float | None = None
-    predicts_together = True
-    balances_experts = True
+    traits = Traits(predicts_together=True, balances_experts=True, optimizes="rows")
     # A rank without samples computes those of the others.
     runs_empty = True
 

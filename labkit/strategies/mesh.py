@@ -19,7 +19,7 @@ Megatron-LM" (2021), section 3; Shoeybi et al., "Megatron-LM" (2019), figure 8, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from labkit.collectives import broadcast_coalesced
 from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
-from labkit.strategies.base import MakeOptimizer, State
+from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.ddp import Bucket
 from labkit.strategies.model_parallel import Pipeline
+from labkit.strategies.saved_state import SavedState, State
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
 from labkit.strategies.tensor_parallel import check_cut
 from labkit.workload.layers import layers_of
@@ -70,6 +71,19 @@ def _shorten(items: list[Any]) -> str:
     return " ".join(map(str, items))
 
 
+class MeshState(SavedState["Mesh"]):
+    """Whole tensors, each from one rank: a run of another arrangement can go on from them."""
+
+    def collect(self) -> State:
+        mesh = self.strategy
+        state = mesh.group.unshard_state(super().collect(), mesh.tensors | mesh.parameters)
+        return state if mesh.data.rank == mesh.tensor.rank == 0 else State()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        mesh = self.strategy
+        super().restore(mesh.group.shard_state(state, mesh.tensors | mesh.parameters))
+
+
 @dataclass(eq=False)
 class Mesh(Pipeline):
     """Data, pipeline and tensor parallelism, each over its own groups of ranks.
@@ -89,6 +103,7 @@ class Mesh(Pipeline):
     tp: int = 1
     bucket_mb: float = 25
     micro_batches: int | None = None  # type: ignore[assignment]
+    saved_state = MeshState
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,11 +113,9 @@ class Mesh(Pipeline):
                 f"schedule {self.schedule} sends beside the work, and tp {self.tp} in it, on one "
                 "connection: use gpipe or 1f1b, or tp 1"
             )
-
-    @property
-    def optimizes(self) -> str:  # type: ignore[override]
         sides = {"rows": self.tp, "layers": self.pp}
-        return " of ".join(kind for kind, ranks in sides.items() if ranks > 1) or "model"
+        divided = [kind for kind, ranks in sides.items() if ranks > 1]
+        self.traits = replace(self.traits, optimizes=" of ".join(divided) or "model")
 
     def check_ranks(self, world_size: int) -> None:
         check_sides(self.dp, self.pp, self.tp, world_size)
@@ -166,14 +179,6 @@ class Mesh(Pipeline):
         if outputs is not None and self.tp > 1:
             outputs = torch.cat(gather_shards(self.tensor, outputs, 1, self.classes), dim=1)
         return outputs if self.tensor.rank == 0 else None
-
-    def state(self) -> State:
-        """Whole tensors, each from one rank: a run of another arrangement can go on from them."""
-        state = self.group.unshard_state(super().state(), self.tensors | self.parameters)
-        return state if self.data.rank == self.tensor.rank == 0 else State()
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        super().load_state(self.group.shard_state(state, self.tensors | self.parameters))
 
     def start_note(self) -> str:
         return describe_groups(self.dp, self.pp, self.tp)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from labkit.engine.comm.comm import Comm
 from labkit.schedules.pipeline import PIPELINES, stages_on_each
 from labkit.schedules.split_points import stage_bounds
-from labkit.strategies.base import MakeOptimizer, trained_parameters
+from labkit.strategies.base import MakeOptimizer, Traits, trained_parameters
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.stage import StagedModel
 from labkit.workload.layers import layers_of
@@ -49,8 +49,7 @@ class ModelParallelOneProcess(OnShares):
 
     split_points: Sequence[int] = ()
     devices: Sequence[Any] = ("cpu",)
-    in_one_process = True
-    through_comm = False
+    traits = Traits(in_one_process=True, through_comm=False)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm

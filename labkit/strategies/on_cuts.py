@@ -6,9 +6,23 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, State
+from labkit.strategies.base import MakeOptimizer, Traits
 from labkit.strategies.on_shares import OnShares
+from labkit.strategies.saved_state import SavedState, State
 from labkit.strategies.tensor_cut import TensorGroup
+
+
+class CutState(SavedState["OnCuts"]):
+    """Whole parameters and optimizer states, on rank 0: any technique can go on from them."""
+
+    def collect(self) -> State:
+        cuts = self.strategy
+        state = cuts.group.unshard_state(super().collect(), cuts.shards)
+        return state if cuts.comm.rank == 0 else State()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        cuts = self.strategy
+        super().restore(cuts.group.shard_state(state, cuts.shards))
 
 
 @dataclass(eq=False)
@@ -20,7 +34,8 @@ class OnCuts(OnShares):
         shards: by name this rank's shards of parameters; a tied one has two names.
     """
 
-    optimizes = "rows"
+    saved_state = CutState
+    traits = Traits(optimizes="rows")
 
     def make_group(self, comm: Comm) -> TensorGroup:
         """Return the group that cuts the model over the ranks of ``comm``."""
@@ -55,11 +70,3 @@ class OnCuts(OnShares):
             if isinstance(shard, nn.Parameter):
                 parameters.setdefault(shard, name)
         return self.shards, {name: parameter for parameter, name in parameters.items()}
-
-    def state(self) -> State:
-        """Whole parameters and optimizer states, on rank 0: any technique can go on from them."""
-        state = self.group.unshard_state(super().state(), self.shards)
-        return state if self.comm.rank == 0 else State()
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        super().load_state(self.group.shard_state(state, self.shards))

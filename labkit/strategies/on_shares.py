@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from labkit.collectives import broadcast
 from labkit.engine import gpus
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
+from labkit.strategies.base import MakeOptimizer, Strategy, Traits, trained_parameters
 from labkit.strategies.sync_batch_norm import convert
 from labkit.workload.experts import Experts
 from labkit.workload.samples import share
@@ -128,11 +128,11 @@ class OnShares(Strategy):
         if is_slow:
             gpus.synchronize(self.comm.device)
         start_s = time.perf_counter()
-        with self.autocast(inputs.device):
-            outputs = self.wide(self.module(inputs))
+        with self.precision.autocast(inputs.device):
+            outputs = self.precision.wide(self.module(inputs))
         loss = self.loss(outputs, targets.to(outputs.device))
         balance_loss = sum(layer.balance_loss for layer in self.expert_layers)
-        ((loss + balance_loss) * (self.scaler.scale * weight)).backward()
+        ((loss + balance_loss) * (self.precision.scaler.scale * weight)).backward()
         if is_slow:
             gpus.synchronize(self.comm.device)
             # PyTorch initialises itself in the first micro-batch, which takes many times as long.
@@ -151,7 +151,7 @@ class Single(OnShares):
     """Plain training of the whole batch; ``sync_batch_norm`` changes nothing on one device."""
 
     sync_batch_norm: bool = False
-    balances_experts = True
+    traits = Traits(balances_experts=True)
 
     def check_ranks(self, world_size: int) -> None:
         if world_size != 1:

@@ -14,7 +14,7 @@ Source: Li et al., "Scaling distributed machine learning with the parameter serv
 is its synchronous case ("sequential consistency", section 3.4).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ from labkit.collectives import broadcast
 from labkit.engine.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
-from labkit.strategies.base import MakeOptimizer, State, lay_end_to_end
+from labkit.strategies.base import MakeOptimizer, lay_end_to_end
 from labkit.strategies.on_shares import OnShares
+from labkit.strategies.saved_state import State
 
 
 @torch.no_grad()
@@ -58,15 +59,15 @@ class ParameterServer(OnShares):
     sync_batch_norm: bool = False
     servers: int = 1
 
-    @property
-    def optimizes(self) -> str:  # type: ignore[override]
-        return "elements" if self.servers > 1 else "model"
-
-    @property
-    def no_checkpoint(self) -> str:  # type: ignore[override]
-        if self.servers == 1:
-            return ""
-        return f"each of {self.servers} servers has a part of the optimizer's state (or take one)"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.servers > 1:
+            self.traits = replace(
+                self.traits,
+                optimizes="elements",
+                no_checkpoint=f"each of {self.servers} servers has a part of the optimizer's "
+                "state (or take one)",
+            )
 
     def check_ranks(self, world_size: int) -> None:
         if self.servers >= max(world_size, 2):
@@ -90,7 +91,7 @@ class ParameterServer(OnShares):
             self.slice = self.parameters[start:end]
             self.slice_gradient = self.gradient[start:end]
             if self.servers > 1:
-                # It works element by element (``optimizes``): a slice gets the same updates.
+                # Element by element (``traits.optimizes``) a slice gets the same updates.
                 self.trained = [nn.Parameter(self.slice)]
                 self.trained[0].grad = self.slice_gradient
             self.optimizer = make_optimizer(self.trained)
@@ -98,7 +99,7 @@ class ParameterServer(OnShares):
             self.peers = worker_turns(comm.rank - self.servers, self.servers, workers)
             self.trained = []
         # Workers have to know only whether gradients have overflowed.
-        self.norm_ranks = range(comm.world_size if self.scaler.enabled else self.servers)
+        self.norm_ranks = range(comm.world_size if self.precision.scaler.enabled else self.servers)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.gradient.zero_()
@@ -108,7 +109,7 @@ class ParameterServer(OnShares):
             self.serve()
         else:
             self.push()
-            if self.scaler.enabled:
+            if self.precision.scaler.enabled:
                 self.update()
             self.pull()
         return loss

@@ -16,8 +16,26 @@ from torch import Tensor, nn
 
 from labkit.collectives.compressed import TopK, all_reduce_of
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, State, views_of
+from labkit.strategies.base import MakeOptimizer, views_of
 from labkit.strategies.on_shares import OnShares
+from labkit.strategies.saved_state import SavedState, State
+
+
+class ResidualState(SavedState["RingAllReduce"]):
+    """As of any technique, and the gradients that ``TopK`` has not sent yet."""
+
+    def collect(self) -> State:
+        state = super().collect()
+        all_reduce = self.strategy.all_reduce
+        if isinstance(all_reduce, TopK) and all_reduce.residual is not None:
+            state["own/residual"] = all_reduce.residual
+        return state
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        all_reduce = self.strategy.all_reduce
+        if isinstance(all_reduce, TopK) and "own/residual" in state:
+            all_reduce.residual = state["own/residual"].to(self.strategy.comm.device)
 
 
 @dataclass(eq=False)
@@ -35,6 +53,7 @@ class RingAllReduce(OnShares):
     sync_batch_norm: bool = False
     compress: str | None = None
     hierarchical: bool = False
+    saved_state = ResidualState
 
     def __post_init__(self) -> None:
         if self.compress == "topk" and self.amp == "fp16":
@@ -64,14 +83,3 @@ class RingAllReduce(OnShares):
         for view, parameter in zip(self.views, self.trained):
             # Gradients of several dtypes were summed in the widest of these dtypes.
             parameter.grad = view.to(parameter.dtype)
-
-    def state(self) -> State:
-        state = super().state()
-        if isinstance(self.all_reduce, TopK) and self.all_reduce.residual is not None:
-            state["own/residual"] = self.all_reduce.residual
-        return state
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        super().load_state(state)
-        if isinstance(self.all_reduce, TopK) and "own/residual" in state:
-            self.all_reduce.residual = state["own/residual"].to(self.comm.device)

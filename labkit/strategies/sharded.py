@@ -36,8 +36,9 @@ from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
-from labkit.strategies.base import MakeOptimizer, State, as_tensor, of_kind, views_of
+from labkit.strategies.base import MakeOptimizer, Traits, views_of
 from labkit.strategies.on_shares import OnShares
+from labkit.strategies.saved_state import SavedState, State, as_tensor, of_kind
 from labkit.units import check_integer
 from labkit.workload.layers import HeldBytes, layers_of
 from labkit.workload.losses import Loss
@@ -202,6 +203,68 @@ def divide(
     return units, flats, uses
 
 
+class ShardedState(SavedState["Sharded"]):
+    """Whole tensors, as from any technique: each flat's from one rank, in turn."""
+
+    def collect(self) -> State:
+        sharded = self.strategy
+        state = self.buffers() if sharded.comm.rank == 0 else State()
+        for number, flat in enumerate(sharded.flats):
+            shards: State = {"model/{}": flat.shard}
+            for key, value in sharded.optimizer.state.get(flat.shard, {}).items():
+                stored, tensor = as_tensor(f"{{}}/{key}", value)
+                shards[stored] = tensor
+            for stored, shard in shards.items():
+                # A tensor without dimensions, such as a count of steps, is the same for all.
+                values = flat.unshard(shard) if shard.dim() else [shard] * len(flat.parameters)
+                if number % sharded.comm.world_size != sharded.comm.rank:
+                    continue
+                for parameter, value in zip(flat.parameters, values):
+                    for name in sharded.names[parameter]:
+                        state[stored.format(name)] = value
+        return state
+
+    def buffers(self) -> State:
+        """The model's buffers, by their names in a checkpoint."""
+        sharded = self.strategy
+        parameters = dict(sharded.model.named_parameters(remove_duplicate=False))
+        state = sharded.model.state_dict()
+        return {f"model/{name}": state[name] for name in state if name not in parameters}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        sharded = self.strategy
+        for name, buffer in self.buffers().items():
+            buffer.copy_(state[name])
+        # Keys of what an optimizer keeps once per parameter, such as a count of steps.
+        scalar_keys = {"step", "mu_product"}
+        for parameter, names in sharded.names.items():
+            for key, value in of_kind(f"optimizer/{names[0]}", state).items():
+                if value.dim() == 0 and parameter.dim() > 0:
+                    scalar_keys.add(key)
+        for flat in sharded.flats:
+            self._load_flat(flat, state, scalar_keys)
+
+    def _load_flat(self, flat: Flat, state: Mapping[str, Tensor], scalar_keys: set[str]) -> None:
+        sharded = self.strategy
+        names = [sharded.names[parameter][0] for parameter in flat.parameters]
+        values = [state[f"model/{name}"] for name in names]
+        flat.shard.copy_(flat.shard_of(values))
+        if sharded.stage < 3:
+            for parameter, value in zip(flat.parameters, values):
+                parameter.copy_(value)
+        for key in of_kind(f"optimizer/{names[0]}", state):
+            values = [state[f"optimizer/{name}/{key}"] for name in names]
+            if key in scalar_keys:
+                # PyTorch's optimizers count steps on the host.
+                value = values[0].to("cpu", copy=True)
+            else:
+                value = flat.shard_of(values).to(sharded.comm.device, copy=True)
+            sharded.optimizer.state[flat.shard][key] = value
+        for key, value in of_kind(f"number/{names[0]}", state).items():
+            sharded.optimizer.state[flat.shard][key] = value.item()
+
+
 @dataclass(eq=False)
 class Sharded(OnShares):
     """Synchronous data parallelism whose ranks hold a part of what they update.
@@ -225,8 +288,8 @@ class Sharded(OnShares):
 
     stage: int = 3
     sync_batch_norm: bool = False
-    optimizes = "elements"
-    predicts_together = True
+    saved_state = ShardedState
+    traits = Traits(predicts_together=True, optimizes="elements")
     runs_empty = True
 
     def __post_init__(self) -> None:
@@ -404,58 +467,3 @@ class Sharded(OnShares):
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             state[name] = values.get(tensor, tensor).detach().cpu().clone()
         return state
-
-    def state(self) -> State:
-        """Whole tensors, as from any technique: each flat's from one rank, in turn."""
-        state = self.buffers() if self.comm.rank == 0 else State()
-        for number, flat in enumerate(self.flats):
-            shards: State = {"model/{}": flat.shard}
-            for key, value in self.optimizer.state.get(flat.shard, {}).items():
-                stored, tensor = as_tensor(f"{{}}/{key}", value)
-                shards[stored] = tensor
-            for stored, shard in shards.items():
-                # A tensor without dimensions, such as a count of steps, is the same for all.
-                values = flat.unshard(shard) if shard.dim() else [shard] * len(flat.parameters)
-                if number % self.comm.world_size != self.comm.rank:
-                    continue
-                for parameter, value in zip(flat.parameters, values):
-                    for name in self.names[parameter]:
-                        state[stored.format(name)] = value
-        return state
-
-    def buffers(self) -> State:
-        """The model's buffers, by their names in a checkpoint."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        state = self.model.state_dict()
-        return {f"model/{name}": state[name] for name in state if name not in parameters}
-
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, buffer in self.buffers().items():
-            buffer.copy_(state[name])
-        # Keys of what an optimizer keeps once per parameter, such as a count of steps.
-        scalar_keys = {"step", "mu_product"}
-        for parameter, names in self.names.items():
-            for key, value in of_kind(f"optimizer/{names[0]}", state).items():
-                if value.dim() == 0 and parameter.dim() > 0:
-                    scalar_keys.add(key)
-        for flat in self.flats:
-            self._load_flat(flat, state, scalar_keys)
-
-    def _load_flat(self, flat: Flat, state: Mapping[str, Tensor], scalar_keys: set[str]) -> None:
-        names = [self.names[parameter][0] for parameter in flat.parameters]
-        values = [state[f"model/{name}"] for name in names]
-        flat.shard.copy_(flat.shard_of(values))
-        if self.stage < 3:
-            for parameter, value in zip(flat.parameters, values):
-                parameter.copy_(value)
-        for key in of_kind(f"optimizer/{names[0]}", state):
-            values = [state[f"optimizer/{name}/{key}"] for name in names]
-            if key in scalar_keys:
-                # PyTorch's optimizers count steps on the host.
-                value = values[0].to("cpu", copy=True)
-            else:
-                value = flat.shard_of(values).to(self.comm.device, copy=True)
-            self.optimizer.state[flat.shard][key] = value
-        for key, value in of_kind(f"number/{names[0]}", state).items():
-            self.optimizer.state[flat.shard][key] = value.item()

@@ -22,10 +22,11 @@ from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.pipeline import Action, Hop, messages_of
 from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.schedules.timetable import instructions
-from labkit.strategies.base import MakeOptimizer, State, Strategy
+from labkit.strategies.base import MakeOptimizer, Strategy, Traits
 from labkit.strategies.hops import Hops
 from labkit.strategies.layer_graphs import LayerGraphs
 from labkit.strategies.recompute import ForwardState
+from labkit.strategies.saved_state import State
 from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, output_shapes
 
 
@@ -76,13 +77,13 @@ class Stage:
 
     def run(self, inputs: Tensor) -> Tensor:
         """The layers' output, in the dtype in which it crosses a cut or enters the loss."""
-        with self.strategy.autocast(self.strategy.comm.device):
+        with self.strategy.precision.autocast(self.strategy.comm.device):
             outputs = self.layers(NonLeaf.apply(inputs))
         return self.as_output(outputs)
 
     def as_output(self, outputs: Tensor) -> Tensor:
         if self.is_last:
-            return self.strategy.wide(outputs)
+            return self.strategy.precision.wide(outputs)
         return outputs.to(self.strategy.crossing_dtype(outputs.dtype))
 
     def forward(self, micro_batch: int, entering: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class Stage:
             graphs = LayerGraphs(entering, strategy.meter.counting)
             self.graphs[micro_batch] = graphs
             strategy.meter.kept[self.index, micro_batch] = graphs
-            with strategy.autocast(strategy.comm.device):
+            with strategy.precision.autocast(strategy.comm.device):
                 for layer in self.layers:
                     graphs.add(layer)
             graphs.add(self.as_output)
@@ -199,8 +200,7 @@ class StagedModel(Strategy):
     split_points: Sequence[int] = ()
     amp: str | None = field(default=None, kw_only=True)
     recompute: bool = field(default=False, kw_only=True)
-    optimizes = "layers"
-    takes_whole_batch = True
+    traits = Traits(takes_whole_batch=True, optimizes="layers")
     stages_per_rank = 1
     cuts_backward = False
     hops_beside = False
@@ -339,7 +339,7 @@ class StagedModel(Strategy):
         """The loss that backward begins with; the loss itself is added to ``loss_sum``."""
         loss = self.loss(outputs, targets)
         self.loss_sum += loss.detach()
-        return loss * (self.scaler.scale / self._batch_size)
+        return loss * (self.precision.scaler.scale / self._batch_size)
 
     def update(self) -> bool:
         self.meter.is_on = False
@@ -388,7 +388,7 @@ class StagedModel(Strategy):
 
     def crossing_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which an activation crosses a cut."""
-        return self.half if self.half and dtype == torch.float32 else dtype
+        return self.precision.half if self.precision.half and dtype == torch.float32 else dtype
 
     def boundary(self, inputs: Tensor, stage: int) -> Tensor:
         """On the meta device, what enters ``stage`` if ``inputs`` [n, ...] enter the model.

@@ -39,7 +39,8 @@ from torch.nn import functional
 from labkit.collectives import fast_ring_all_reduce, share_only, share_reduce
 from labkit.engine.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
-from labkit.strategies.base import State, views_of
+from labkit.strategies.base import views_of
+from labkit.strategies.saved_state import State
 from labkit.workload.losses import ClassOptions, CountedLoss, Loss, ShareLoss
 from labkit.workload.transformer import MLP, Attention, Embeddings, Head
 

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import State
+from labkit.strategies.base import Traits
 from labkit.strategies.on_cuts import OnCuts
+from labkit.strategies.saved_state import State
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
 from labkit.workload.experts import Experts
 from labkit.workload.layers import layers_of
@@ -84,7 +85,7 @@ class TensorParallel(OnCuts):
     """
 
     sequence_parallel: bool = False
-    takes_whole_batch = True
+    traits = Traits(takes_whole_batch=True, optimizes="rows")
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
         check_cut(model, loss, world_size, self.sequence_parallel)

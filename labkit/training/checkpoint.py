@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.strategies.base import State, Strategy, named
+from labkit.strategies.base import Strategy
+from labkit.strategies.saved_state import State, named
 from labkit.training.checkpoint_files import (
     Facts,
     Stored,
@@ -31,6 +32,7 @@ from labkit.training.config import RunConfig
 from labkit.training.kept import Kept, common, random_states, set_random_states
 from labkit.training.optimizers import schedule_of
 from labkit.training.resolve import PARTS, Own, Work
+from labkit.workload.losses import CountedLoss
 
 # The settings that decide which rank computes what, in which order.
 _ARRANGEMENT = (
@@ -79,8 +81,8 @@ def find_start(config: RunConfig, own_parts: Own, strategy: Strategy, work: Work
     folder = config.checkpoint_dir
     if folder is None:
         return None, ""
-    if strategy.no_checkpoint:
-        raise ValueError(f"leave checkpoint_dir out: {strategy.no_checkpoint}")
+    if strategy.traits.no_checkpoint:
+        raise ValueError(f"leave checkpoint_dir out: {strategy.traits.no_checkpoint}")
     names = [path.name for _, path in steps(folder)]
     if names and not config.resume:
         raise ValueError(
@@ -185,6 +187,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         work = self.work
+        self.saved_state = self.strategy.saved_state(self.strategy)
         self.kept = Kept(self.strategy.optimizer, work.loss.loss, work.train.dataset)
         self._first_random = random_states(self.strategy.comm.device)
         if self.strategy.comm.rank == 0:
@@ -203,7 +206,7 @@ class Checkpoints:
         strategy = self.strategy
         progress = self.progress
         with strategy.comm.span("checkpoint"):
-            state = strategy.state()
+            state = self.saved_state.collect()
             drawn = random_states(strategy.comm.device)
             state |= named("random", drawn)
             state |= named("kept", self.kept.state())
@@ -215,10 +218,8 @@ class Checkpoints:
             schedule = schedule_of(strategy.optimizer)
             update = -1 if schedule is None else schedule.update
             state["progress/updates"] = torch.tensor(update)
-            scaler = getattr(strategy, "scaler", None)
-            if scaler is not None:
-                for name, value in scaler.state_dict().items():
-                    state[f"scaler/{name}"] = torch.tensor(value)
+            for name, value in strategy.precision.scaler.state_dict().items():
+                state[f"scaler/{name}"] = torch.tensor(value)
             facts = Facts(progress.epoch, progress.step, progress.rows, self.facts)
             path = step_path(self.config.checkpoint_dir or "", self.progress.done)
             save(strategy.comm, path, facts, state)
@@ -233,23 +234,25 @@ class Checkpoints:
         progress.epoch, progress.step = facts.epoch, facts.step
         progress.rows = facts.rows
         # What a rehearsal has counted was none of the run's samples.
-        strategy.counted()
-        strategy.counted_weight()
+        if isinstance(strategy.loss, CountedLoss):
+            strategy.loss.take()
+            strategy.loss.take_weight()
         _, rearranged = _differences(facts.identity, self.facts)
         state: State = {}
         for kind in ("model", "optimizer", "number"):
             state |= named(kind, stored.of(kind))
         if not rearranged:
             state |= named("own", stored.of("own", rank))
-        strategy.load_state(state)
+        self.saved_state.restore(state)
         by_rank = stored.by_rank("progress")
         kept_by_rank = stored.by_rank("kept")
         schedule = schedule_of(strategy.optimizer)
         if schedule is not None:
             schedule.update = max(int(numbers["updates"]) for numbers in by_rank)
         scale = stored.of("scaler")
-        if scale and getattr(strategy, "scaler", None) is not None:
-            strategy.scaler.load_state_dict({name: t.item() for name, t in scale.items()})
+        if scale:
+            numbers = {name: tensor.item() for name, tensor in scale.items()}
+            strategy.precision.scaler.load_state_dict(numbers)
         if rearranged:
             self.kept.load(common(kept_by_rank)[0])
             # The sums of other ranks than there are now go to rank 0.

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from labkit.engine.comm.comm import Comm
 from labkit.engine.errors import OutputError
-from labkit.strategies.base import State, of_kind
+from labkit.strategies.saved_state import State, of_kind
 from labkit.training.kept import common
 
 FACTS = "facts.json"

@@ -145,6 +145,8 @@ class _Run:
         strategy = self.strategy
         self.comm = strategy.comm
         self.stop = threading.Event()
+        devices = [self.comm.device, *strategy.devices]
+        self.uses_gpu = any(device.type == "cuda" for device in devices)
         sums = torch.zeros(5, dtype=torch.float64, device=self.comm.device)
         self.progress = Progress(sums, math.ceil(len(self.work.train) / config.batch_size))
         if config.checkpoint_dir is not None:
@@ -152,7 +154,7 @@ class _Run:
             if self.start is not None:
                 # A first step leaves more behind than its update.
                 first_share = next(self.shares(self.batches(0)[:1], 0))
-                strategy.rehearse(*first_share)
+                self.checkpoints.saved_state.rehearse(*first_share)
                 self.checkpoints.load(self.start)
         if config.log_dir is not None and self.comm.rank == 0:
             # Not at the top: few runs need it, and it takes a moment.
@@ -189,8 +191,12 @@ class _Run:
         if sent is not None:
             counts = zip(progress.sent or (0, 0), sent, self._sent_before)
             progress.sent = [total + after - before for total, after, before in counts]
-        progress.sums[progress.RIGHT : progress.JUDGED + 1] += self.strategy.counted()
-        progress.sums[progress.WEIGHT] += self.strategy.counted_weight()
+        loss = self.strategy.loss
+        if isinstance(loss, CountedLoss):
+            right, judged = loss.take()
+            progress.sums[progress.RIGHT] += right
+            progress.sums[progress.JUDGED] += judged
+            progress.sums[progress.WEIGHT] += loss.take_weight()
 
     def now_s(self) -> float:
         """Read the host's clock when all that was queued on the strategy's devices has ended."""
@@ -350,7 +356,7 @@ class _Run:
     def shares(self, batches: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         """This rank's samples of each global batch, on its device, and the size of that batch."""
         parts = [self.strategy.part_of(batch) for batch in batches]
-        loaded = self.work.train.batches(parts, pinned=self.strategy.uses_gpu, epoch=epoch)
+        loaded = self.work.train.batches(parts, pinned=self.uses_gpu, epoch=epoch)
         for batch in batches:
             with self.comm.span("data"):
                 inputs, targets = on_device(next(loaded), self.comm.device)
@@ -372,8 +378,8 @@ class _Run:
             batches = torch.arange(len(test)).split(size)
             parts = [share(batch, index, count) for batch in batches]
             # Not every model takes an empty batch.
-            parts = [part for part in parts if len(part) or strategy.predicts_together]
-            for batch in test.batches(parts, pinned=strategy.uses_gpu):
+            parts = [part for part in parts if len(part) or strategy.traits.predicts_together]
+            for batch in test.batches(parts, pinned=self.uses_gpu):
                 inputs, targets = on_device(batch, comm.device)
                 outputs = strategy.predict(inputs)
                 if outputs is None:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
-from labkit.strategies.base import MakeOptimizer, Strategy, as_tensor, trained_parameters
+from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
+from labkit.strategies.saved_state import as_tensor
 from labkit.training.config import RunConfig
 from labkit.training.kept import numbers_of
 from labkit.workload.samples import seeded
@@ -112,7 +113,7 @@ def try_optimizer(
 ) -> str:
     """Return a note if the optimizer holds only some of the trained parameters, else "".
 
-    ``optimizes`` tells what a rank of the technique holds, see ``Strategy``; ``keeps_sparse``
+    ``optimizes`` tells what a rank of the technique holds, see ``Traits``; ``keeps_sparse``
     whether sparse gradients, as of ``nn.Embedding(sparse=True)``, reach the optimizer as such;
     ``is_saved`` whether checkpoints have to hold what it changes.
 
@@ -326,7 +327,7 @@ def _steps_with(optimizer: torch.optim.Optimizer, *closure: Any) -> bool:
 
 
 def shares(tensors: list[Tensor], optimizes: str) -> list[list[Tensor]]:
-    """Parts of tensors as ranks hold them, by rank, in the words of ``Strategy.optimizes``."""
+    """Parts of tensors as ranks hold them, by rank, in the words of ``Traits.optimizes``."""
     if optimizes == "elements":
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         return [[part] for part in flat.tensor_split(2) if part.numel()]

@@ -5,6 +5,7 @@ few samples. On a rank ``work_of`` finds the same work again.
 """
 
 import copy
+import inspect
 import os
 import pkgutil
 import sys
@@ -177,7 +178,7 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
             "single without accumulate"
         )
     if own_parts.optimizer is not None:
-        optimizes = strategy.optimizes
+        optimizes = strategy.traits.optimizes
         if config.world_size == 1 and optimizes != "elements":
             optimizes = "model"
         keeps_sparse = config.strategy == "single" or (
@@ -216,7 +217,7 @@ def _check_balance(model: nn.Module, config: RunConfig) -> None:
     if not any(layer.balance for layer in layers):
         return
     technique = find_technique(config.strategy, builtin=config.builtin)
-    if not technique.balances_experts:
+    if not technique.traits.balances_experts:
         raise ValueError(
             f"{config.technique_name} does not know the choices of the whole batch, on which the "
             "balance loss of experts depends: use expert_parallel or single, or make the experts "
@@ -233,11 +234,11 @@ def _check_balance(model: nn.Module, config: RunConfig) -> None:
 def _smallest_share(config: RunConfig, strategy: Strategy, num_samples: int) -> int:
     """The fewest samples, but not none, that the model gets at once on a rank."""
     workers = config.world_size - strategy.servers
-    if strategy.in_one_process:
+    if strategy.traits.in_one_process:
         workers = len(strategy.devices)
-    if strategy.takes_whole_batch or strategy.sync_batch_norm:
+    if strategy.traits.takes_whole_batch or strategy.sync_batch_norm:
         workers = 1
-    if "dp" in strategy.options():
+    if "dp" in options_of(type(strategy)):
         workers = getattr(strategy, "dp", 1)
     micro_batches = getattr(strategy, "micro_batches", getattr(strategy, "accumulate", 1))
     if not isinstance(micro_batches, int):
@@ -368,6 +369,11 @@ def _detach_computed(model: nn.Module) -> None:
                 vars(module)[name] = value.detach()
 
 
+def options_of(technique: type[Strategy]) -> list[str]:
+    """Return the names of the options that a technique takes."""
+    return list(inspect.signature(technique).parameters)
+
+
 def find_technique(
     name: str, *, builtin: bool = False, in_one_process: bool = False
 ) -> type[Strategy]:
@@ -396,13 +402,13 @@ def make_strategy(
         device = named_devices or plan(1, config.device).devices[0]
         if "cuda" not in device:
             raise ValueError(f"tf32 is a mode of NVIDIA's GPUs, and this run is on {device}")
-    if not technique.in_one_process:
+    if not technique.traits.in_one_process:
         options.pop("devices", None)
     elif named_devices is None:
         options["devices"] = plan(config.world_size, config.device).devices
     else:
         options["devices"] = check_named(named_devices, config.device)
-    known = [name for name in OPTIONS if name in technique.options()]
+    known = [name for name in OPTIONS if name in options_of(technique)]
     for name in options:
         if name not in known:
             raise ValueError(
@@ -411,7 +417,7 @@ def make_strategy(
             )
     if config.straggler is not None:
         options["straggler"] = parse_straggler(config.straggler, config.world_size)
-    if "split_points" in technique.options():
+    if "split_points" in options_of(technique):
         # Not at the top: few runs need it, and it brings all of placement.
         from labkit.costs.layer_profile import even_split
         from labkit.workload.layers import layers_of, output_shapes
@@ -428,7 +434,7 @@ def make_strategy(
             points = even_split(model, tuple(inputs.shape[1:]), num_stages, inputs.dtype)
         else:
             points = parse_split_points(config.split_points)
-        if not technique.in_one_process:
+        if not technique.traits.in_one_process:
             # Each rank asks for them, to know what it receives.
             output_shapes(model, tuple(inputs.shape[1:]), dtype=inputs.dtype)
         options["split_points"] = check_split_points(points, num_layers, num_stages)

@@ -99,7 +99,7 @@ def train_run(
         print(note, file=sys.stderr)
     num_ranks = config.world_size
     devices = config.devices
-    if strategy.in_one_process:
+    if strategy.traits.in_one_process:
         num_ranks = 1
         devices = str(strategy.devices[0])
     passes_sigterm_on = config.checkpoint_dir is not None and not is_one_of_several
@@ -115,7 +115,7 @@ def train_run(
                 hosts=config.hosts,
                 timeout_s=timeout_s,
                 link=link,
-                may_lose=range(1, num_ranks) if strategy.survives_lost_workers else (),
+                may_lose=range(1, num_ranks) if strategy.traits.survives_lost_workers else (),
             )
     except WorkerError as error:
         _, mark, message = error.worker_traceback.rpartition(f"{PreemptedError.__name__}: ")
@@ -241,7 +241,7 @@ def _gather(config: RunConfig, strategy: Strategy, result: RunResult, note: str)
     if note:
         notes["note"] = note
     trace = result.trace
-    if strategy.in_one_process:
+    if strategy.traits.in_one_process:
         # Threads compute at the same time: only the main thread's seconds add up to the run's.
         seconds = trace.seconds_by_kind(lane=0)
         trace = replace(trace, devices={0: ", ".join(dict.fromkeys(map(str, strategy.devices)))})

@@ -86,7 +86,13 @@ def trained(comm, make_strategy, make_model, clip_norm):
             sent = comm.messages - before[0], comm.bytes_sent - before[1]
             rows = strategy.notes()["choices_by_rank"]
     logits = strategy.predict(strategy.part_of(some_texts()[0][0]))
-    return strategy.full_state(), losses, logits, strategy.counted().tolist(), (sent, rows)
+    return (
+        strategy.full_state(),
+        losses,
+        logits,
+        [float(count) for count in strategy.loss.take()],
+        (sent, rows),
+    )
 
 
 def in_turn(comm, cases):

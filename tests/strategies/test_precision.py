@@ -12,7 +12,7 @@ from torch import nn
 
 from labkit import run, strategies
 from labkit.costs.traffic import model_parallel_cost
-from labkit.strategies.base import LossScaler
+from labkit.strategies.precision import LossScaler
 from labkit.training.result import checksum, largest_difference
 
 CUTS = {1: (), 2: (3,), 3: (2, 5)}

@@ -70,7 +70,13 @@ def trained(comm, make_strategy, make_model, clip_norm):
         losses.append(strategy.step(inputs[mine], targets[mine], len(targets)).item())
         sent.append((comm.messages - before[0], comm.bytes_sent - before[1]))
     logits = strategy.predict(some_texts()[0][0])
-    return strategy.full_state(), losses, logits, strategy.counted().tolist(), sent[0]
+    return (
+        strategy.full_state(),
+        losses,
+        logits,
+        [float(count) for count in strategy.loss.take()],
+        sent[0],
+    )
 
 
 def in_turn(comm, cases):
@@ -122,7 +128,7 @@ def all_end_where_one_device_ends(cases, world_size):
             torch.testing.assert_close(one, logits, rtol=1e-10, atol=1e-10)
         if how[1] is not None:
             assert min(norms) < CLIP_NORM < max(norms), case
-        if make_strategy.func.through_comm:
+        if make_strategy.func.traits.through_comm:
             counts = [sum(one) for one in zip(*(own for *_, own, _ in by_rank))]
             assert counts == [right, sum(BATCHES) * LENGTH], case
 

@@ -162,7 +162,7 @@ def test_every_option_equals_one_device_or_is_refused_by_name(alone, technique):
             with pytest.raises(ValueError, match="|".join(options)):
                 job_of(technique, options)
     config, strategy, _ = jobs[0]
-    ranks = 1 if strategy.in_one_process else config.world_size
+    ranks = 1 if strategy.traits.in_one_process else config.world_size
     values = run(fit_each, list(jobs.values()), world_size=ranks).values
     for number, by_rank in zip(jobs, zip(*values, strict=True), strict=True):
         options = TRIED[number]

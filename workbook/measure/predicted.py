@@ -253,7 +253,9 @@ def measured_s(
         torch.set_num_threads(1)
         return [_steps(comm, name, ranks, repeats) for name in names]
 
-    alone = [name for name in names if name == "single" or strategies.get(name).in_one_process]
+    alone = [
+        name for name in names if name == "single" or strategies.get(name).traits.in_one_process
+    ]
     together = [name for name in names if name not in alone]
     seconds = {}
     for world_size, group in ((1, alone), (ranks, together)):

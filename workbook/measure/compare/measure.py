@@ -17,7 +17,14 @@ from labkit.engine import devices
 from labkit.engine.errors import WorkerError
 from labkit.engine.runtime.preload import warm_up
 from labkit.training.config import RunConfig, parse_split_points
-from labkit.training.resolve import NOTHING, find_technique, imported, resolve, samples_for
+from labkit.training.resolve import (
+    NOTHING,
+    find_technique,
+    imported,
+    options_of,
+    resolve,
+    samples_for,
+)
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import check_above_zero, check_integer
 from workbook.measure.compare.summary import SINGLE, Record, report
@@ -74,7 +81,7 @@ def find_contenders(
                 ranks = len(parse_split_points(points)) + 1
                 add(f"{name} {points}", name, split_points=points, ranks=ranks)
         add(counterpart, name, builtin=True)
-        if "backend" in torchs.options() and devices.plan(1, device).backend == "gloo":
+        if "backend" in options_of(torchs) and devices.plan(1, device).backend == "gloo":
             add(f"{counterpart} (labkit)", name, builtin=True, backend="labkit")
     return list(contenders.values())
 
