@@ -113,7 +113,7 @@ def test_a_row_has_prediction_model_measurement_and_ratios():
     assert tuple(row.cells().values()) == ("a < b", "4 ms", "2.5 ms", measured, "1.5", "2.4")
     assert repr(row) == (
         f"a < b: prediction 4 ms, model 2.5 ms, measured {measured} "
-        "(1.5 × the prediction, 2.4 × the model)"
+        "(1.5 × the prediction, 2.4 × the formula)"
     )
     page = row._repr_html_()
     assert page.count('<th scope="col">') == 6

@@ -132,13 +132,13 @@ def test_a_measurement_and_its_model():
     """The seconds of page 06's rings on the emulated link, and of the pipeline bench."""
     agree = verdict.against_model([0.4894, 0.4954, 0.5388], 0.48, what="the naive all-reduce")
     assert str(agree) == (
-        "The naive all-reduce was 495 ms (489 ms to 539 ms in 3 repeats), and the model says 480 "
-        "ms: they agree."
+        "The naive all-reduce was 495 ms (489 ms to 539 ms in 3 repeats), and the formula says "
+        "480 ms: they agree."
     )
     unsure = verdict.against_model([0.000114, 0.00404, 0.074], 0.000271)
     assert str(unsure).endswith("the repeats differ too much to compare the two.")
     differ = verdict.against_model(of_pipeline("labkit gpipe"), 1.2, run=limited("bubble"))
-    assert "measured is 1.46 times the model. The bubble limited the run" in str(differ)
+    assert "measured is 1.46 times the formula. The bubble limited the run" in str(differ)
 
 
 def test_how_much_communication_there_was_and_what_computing_hid():

@@ -37,7 +37,9 @@ MAKE_FIGURE = {
     "staleness_histogram": lambda: plots.staleness_histogram(UPDATES, bound=5),
     "staleness_model": lambda: plots.staleness_model(3, 4, 5),
     "learning_curves": lambda: plots.learning_curves({"single": EPOCHS}),
-    "bars": lambda: plots.bars({"ring": {"measured": 1, "model": 2}}, quantity="time", unit="s"),
+    "bars": lambda: plots.bars(
+        {"ring": {"measured": 1, "predicted": 2}}, quantity="time", unit="s"
+    ),
     "split_costs": lambda: plots.split_costs(PROFILE, predict_split(PROFILE, (3,), LINK)),
     "pipeline_timetable": lambda: plots.pipeline_timetable(predicted_slots([STREAM], [1], [2])),
     "pipeline_timeline": lambda: plots.pipeline_timeline(STAGE, [STREAM]),

@@ -45,7 +45,7 @@ class TestStaleness:
         histogram = figure.figure.axes[1]
         assert sum(bar.get_height() for bar in histogram.patches) == len(timetable.updates)
         assert f"{len(timetable.updates)} gradients are applied" in figure.caption
-        assert "(model)" in figure.figure.get_suptitle()
+        assert "(predicted)" in figure.figure.get_suptitle()
 
 
 class TestRing:
@@ -78,7 +78,7 @@ class TestRing:
 
 class TestBars:
     def test_bars_are_medians_with_whiskers_and_models_are_pale_and_hatched(self):
-        groups = {"1 MiB": {"ours": [1e-3, 9e-3, 2e-3], "gloo": 4e-3, "ours model": 1.5e-3}}
+        groups = {"1 MiB": {"ours": [1e-3, 9e-3, 2e-3], "gloo": 4e-3, "ours predicted": 1.5e-3}}
         figure = plots.bars(groups, quantity="time of a step", unit="s")
         axes = figure.figure.axes[0]
         assert axes.get_ylabel() == "time of a step (ms)"
@@ -87,10 +87,10 @@ class TestBars:
         (whisker,) = [c for c in axes.collections if hasattr(c, "get_segments")]
         assert whisker.get_segments()[0][:, 1] == pytest.approx([1, 9])
         model = Style(to_hex(looks["ours"].get_facecolor())).model
-        assert looks["ours model"].get_hatch() == model.hatch
-        assert to_hex(looks["ours model"].get_facecolor()) == model.color
+        assert looks["ours predicted"].get_hatch() == model.hatch
+        assert to_hex(looks["ours predicted"].get_facecolor()) == model.color
         assert looks["ours"].get_facecolor() != looks["gloo"].get_facecolor()
-        assert "1.33 times the model" in figure.caption
+        assert "1.33 times what was predicted" in figure.caption
 
 
 class TestMemoryLedger:
@@ -104,7 +104,7 @@ class TestMemoryLedger:
             0.36: None,
             1: "////",
         }
-        assert "is 1.5 times the model" in figure.caption
+        assert "is 1.5 times what was predicted" in figure.caption
 
     def test_a_limit_is_a_line_in_gb(self):
         axes = plots.memory_ledger({"a": {"gradients": 9e10}}, limit_bytes=8e10).figure.axes[0]

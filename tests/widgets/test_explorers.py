@@ -90,7 +90,7 @@ def test_what_the_memory_explorer_runs_holds_what_it_predicts(model):
     run, shown = made.children[-2:]
     run.click()
     made.job.join()
-    assert "is equal to the model" in shown.value
+    assert "is equal to what was predicted" in shown.value
 
 
 def test_a_pipelines_step_is_predicted_and_then_run():

@@ -60,10 +60,10 @@ def test_the_browser_gets_the_predicted_step(explorer):
     split = predict_split(PROFILE, (2, 4), LINK, micro_batches=4, schedule="1f1b")
     for stage, row in enumerate(shown["stages"]):
         slots = [slot for slot in split.slots() if slot.stage == stage]
-        assert row["model"]["spans"] == [(s.kind, s.start_s, s.end_s) for s in slots]
-        assert row["model"]["memory"][1] == format_bytes(split.memory_bytes[stage])
-    assert number(explorer, "model", "step") == format_seconds(split.step_s)
-    assert number(explorer, "model", "idle") == f"{split.bubble:.0%}"
+        assert row["predicted"]["spans"] == [(s.kind, s.start_s, s.end_s) for s in slots]
+        assert row["predicted"]["memory"][1] == format_bytes(split.memory_bytes[stage])
+    assert number(explorer, "predicted", "step") == format_seconds(split.step_s)
+    assert number(explorer, "predicted", "idle") == f"{split.bubble:.0%}"
     assert plots.split_costs(PROFILE, split).caption.endswith(shown["caption"].split(". ", 1)[1])
     assert explorer.link.options == ("this machine", *LINKS)
     json.dumps(shown)
@@ -135,7 +135,7 @@ def test_best_moves_the_cuts_there_and_says_why(explorer):
     assert tuple(explorer.picture.points) == best.split_points
     steps = f"step {1e3 * before.step_s:.3g} ms -&gt; {1e3 * best.step_s:.3g} ms"
     a, b = best.split_points
-    assert f"best by the model, cut before layers {a}, {b}: {steps}" in explorer.status.value
+    assert f"best by the formula, cut before layers {a}, {b}: {steps}" in explorer.status.value
 
 
 def test_another_number_of_stages_moves_the_cuts_as_far_as_needed(explorer):

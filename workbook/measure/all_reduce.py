@@ -199,6 +199,6 @@ def result_of(seconds: Cells, link: Link, world_size: int) -> Result:
         against=tuple(name for name in _REFERENCES if name in curves),
         case="size_bytes",
         columns={"share_of_limit": share_of_limit, "model_s": model_s},
-        notes=(str(link), f"The ring overtakes the tree in the model: {overtakes}."),
+        notes=(str(link), f"The ring overtakes the tree by the formula: {overtakes}."),
         figures={f"{world_size}_ranks": figure},
     )

@@ -11,7 +11,7 @@ from typing import Any
 from labkit.units import format_seconds
 from workbook.measure.record import Spread, Table
 
-HEADS = ("cable, workers", "step", "model", "speed-up", "model", "efficiency", "published")
+HEADS = ("cable, workers", "step", "predicted", "speed-up", "predicted", "efficiency", "published")
 Record = Mapping[str, Any]
 
 

@@ -1,7 +1,7 @@
 """For notebook cells, besides figures: predictions, progress, verdicts, live runs, sources.
 
 prediction       asks for a prediction (its field: form; its numbers: typed), and compares it
-                 with the model and the measurement (row)
+                 with the formula and the measurement (row)
 progress         what is passed on the workbook's pages, and how predictions turned out
 record           stores both in one file
 verdict          sentences made from measurements

@@ -56,7 +56,7 @@ def predict_row(
     model: float | None,
     measured: float | Iterable[float],
 ) -> PredictionRow:
-    """Put prediction, model and measurement of one quantity into one table row.
+    """Put prediction, formula and measurement of one quantity into one table row.
 
     Args:
         quantity, unit: as in ``predict``; ``bytes`` and ``s`` are scaled when shown (MiB, ms).
@@ -119,7 +119,7 @@ class Prediction:
         self._record()
 
     def measured(self, measured: float, model: float | None = None) -> None:
-        """Lock the prediction, and record it beside the measurement and the model."""
+        """Lock the prediction, and record it beside the measurement and the formula."""
         self.locked_at = self.locked_at or record.now()
         model = None if model is None else float(model)
         self._record(measured=float(measured), model=model, measured_at=self.locked_at)

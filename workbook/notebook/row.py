@@ -1,4 +1,4 @@
-"""Prediction, model and measurement of one quantity side by side, in one row of a table."""
+"""Prediction, formula and measurement of one quantity side by side, in one row of a table."""
 
 import statistics
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from labkit.units import format_number, format_value, html_table
 
 @dataclass(frozen=True)
 class PredictionRow:
-    """One quantity; ``prediction`` and ``model`` are None where there is no such number.
+    """One quantity; ``prediction`` and ``model``, of a formula, are None where there is none.
 
     The median of the ``repeats`` is shown and compared.
     """
@@ -33,10 +33,10 @@ class PredictionRow:
         return {
             "quantity": self.quantity,
             "prediction": self._text("prediction", self.prediction),
-            "model": self._text("model", self.model),
+            "formula": self._text("formula", self.model),
             "measured": measured,
             "× prediction": self._ratio(self.prediction),
-            "× model": self._ratio(self.model),
+            "× formula": self._ratio(self.model),
         }
 
     def _text(self, name: str, number: float | None) -> str:
@@ -49,7 +49,7 @@ class PredictionRow:
         cells = self.cells()
         parts = []
         ratios = []
-        for name, number in (("prediction", self.prediction), ("model", self.model)):
+        for name, number in (("prediction", self.prediction), ("formula", self.model)):
             parts.append(cells[name] if number is None else f"{name} {cells[name]}")
             if number:
                 ratios.append(f"{cells[f'× {name}']} × the {name}")

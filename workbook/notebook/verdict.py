@@ -25,7 +25,7 @@ Times: TypeAlias = TrainResult | float | Iterable[float]
 
 # From this many repeats on, the spread is that of the middle half: one outlier says little.
 _QUARTILES = 8
-# A model agrees within this relative difference, or within repeats that differ by less than _WIDE.
+# A formula agrees within this relative difference, or within repeats that differ less than _WIDE.
 _TOLERANCE = 0.1
 _WIDE = 3
 
@@ -173,14 +173,16 @@ def against_model(
     if len(repeats) == 1:
         spread = "measured once"
     text = f"{what[:1].upper()}{what[1:]} was {format_value(median, unit)} ({spread}), and the "
-    text += f"model says {format_value(model, unit)}"
+    text += f"formula says {format_value(model, unit)}"
     inside = low <= model <= high
     if abs(median / model - 1) <= _TOLERANCE or (inside and high <= _WIDE * low):
         return Verdict(f"{text}: they agree.")
     if inside:
         return Verdict(f"{text}: the repeats differ too much to compare the two.")
     reason = f" {run.explain()}" if run is not None else ""
-    return Verdict(f"{text}: measured is {format_number(median / model)} times the model.{reason}")
+    return Verdict(
+        f"{text}: measured is {format_number(median / model)} times the formula.{reason}"
+    )
 
 
 def overlap(run: TrainResult | RunResult) -> Verdict:

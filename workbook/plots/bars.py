@@ -32,7 +32,7 @@ def bars(
     Args:
         groups: ``{group: {series: value}}``. A value is a number, or the list of its repeats (the
             bar is their median, the whisker runs from the smallest to the largest). The series
-            ``model`` predicts ``measured``, and ``ours model`` predicts ``ours``.
+            ``predicted`` predicts ``measured``, and ``ours predicted`` predicts ``ours``.
         quantity: the name of the axis.
         unit: ``s`` and ``bytes`` are scaled to a readable unit (ms, MiB), other units are not.
     """
@@ -79,7 +79,7 @@ def bars(
 
 
 def _styles(names: Mapping[str, object]) -> dict[str, Style]:
-    """The look of each series: a model has the colour of the series that it predicts."""
+    """The look of each series: a prediction has the colour of the series that it predicts."""
     looks = dict(zip(dict.fromkeys(map(_base, names)), itertools.cycle(SERIES)))
     styles = {}
     for name in names:
@@ -89,8 +89,8 @@ def _styles(names: Mapping[str, object]) -> dict[str, Style]:
 
 
 def _base(name: str) -> str:
-    """The series that a model predicts, or the series itself."""
-    return "measured" if name == "model" else name.removesuffix(" model")
+    """The series that is predicted, or the series itself."""
+    return "measured" if name == "predicted" else name.removesuffix(" predicted")
 
 
 def _caption(repeats: dict[str, dict[str, list[float]]]) -> str:

@@ -97,7 +97,7 @@ def add_title(figure: Figure, title: str) -> None:
 
 
 def ratio_words(ratios: Sequence[float], look: str) -> str:
-    """``What was measured is 0.889 to 1.25 times the model (hatched).``; empty without ratios."""
+    """``What was measured is 2 times what was predicted (hatched).``; empty without ratios."""
     if not ratios:
         return ""
     low = format_number(min(ratios))
@@ -105,7 +105,7 @@ def ratio_words(ratios: Sequence[float], look: str) -> str:
     times = f"{low} to {high} times"
     if low == high:
         times = "equal to" if low == "1" else f"{low} times"
-    return f"What was measured is {times} the model ({look})."
+    return f"What was measured is {times} what was predicted ({look})."
 
 
 def repeats_words(series: Iterable[Sequence[float]], sentence: str) -> str:

@@ -47,7 +47,7 @@ def memory_ledger(
     ratios = []
     totals = []
     for number, (group, ledger) in enumerate(models.items()):
-        bars.append((number, "model", group, ledger))
+        bars.append((number, "predicted", group, ledger))
         ticks.append(number)
         model_bytes = sum(ledger.values())
         totals.append(f"{group} {shown(model_bytes)}")
@@ -65,11 +65,11 @@ def memory_ledger(
         axes.annotate(f"{shown(limit_bytes)}: a GPU", end, (0, 3), ha="right", **_IN_POINTS)
     parts = []
     for x, source, group, ledger in bars:
-        height = _stack(axes, x, ledger, scale, is_model=source == "model")
+        height = _stack(axes, x, ledger, scale, is_model=source == "predicted")
         amounts = [f"{_name(kind)} {shown(ledger[kind])}" for kind in _kinds_of([ledger])]
         parts.append(f"{group}, {source}: {', '.join(amounts)}")
         label = shown(height * scale)
-        if held and source == "model":
+        if held and source == "predicted":
             label = f"{source} {label}"
         axes.annotate(label, (x, height), (0, 3), ha="center", size=8, **_IN_POINTS)
     axes.set_xticks(ticks, list(models))

@@ -87,11 +87,11 @@ def bucket_overlap(
     below.plot([sizes.index(bucket_mb)], [step.step_s * 1e3], color=BLUE, marker="o", markersize=9)
     below.axhline(backward_ms, color=STYLES["compute"].color, linestyle=":")
     below.annotate("backward alone", (0, backward_ms), (2, 3), textcoords="offset points")
-    below.set(xlabel="size of a bucket (MiB)", ylabel="step, model (ms)")
+    below.set(xlabel="size of a bucket (MiB)", ylabel="step, predicted (ms)")
     below.set_ylim(0, max(sweep_ms) * 1.1)
     size = size_name(bucket_mb)
     ranks = format_count(world_size, "rank")
-    add_title(figure, f"Buckets of {size}, {ranks}, {link} (model)")
+    add_title(figure, f"Buckets of {size}, {ranks}, {link} (predicted)")
 
     exposed = format_seconds(step.exposed_s)
     best_mb = min(sweep, key=sweep.__getitem__)
@@ -176,7 +176,7 @@ def staleness_model(
     add_legend(figure, kinds + _draw_histogram(below, groups, bound, model=True))
     crew = format_count(workers, "worker")
     limit = "no bound" if bound is None else f"bound {bound}"
-    add_title(figure, f"{crew}, one {factor:g}x straggler, {limit} (model)")
+    add_title(figure, f"{crew}, one {factor:g}x straggler, {limit} (predicted)")
     waits = f"{free.waiting_share():.0%} of their time"
     largest = max(update.staleness for update in free.updates)
     return CaptionedFigure(

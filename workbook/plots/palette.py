@@ -3,7 +3,7 @@
 Because of the hatch, no figure depends on colour alone. Cool colours are for work on a rank
 (compute, update, data, evaluate), warm ones for communication and its phases, grey for waiting;
 backward is a darker green than forward. A measurement is filled with its colour; a prediction is
-pale, hatched and labelled "model".
+pale, hatched and labelled "predicted".
 """
 
 import itertools
@@ -116,5 +116,5 @@ def tint(color: str, strength: float) -> str:
 def swatch(label: str, style: Style, model: bool = False) -> Patch:
     """A legend entry for bars of this style; with ``model``, for predictions, and labelled so."""
     if model:
-        return Patch(label=f"{label} (model)", **style.model.fill)
+        return Patch(label=f"{label} (predicted)", **style.model.fill)
     return Patch(label=label, **style.fill)

@@ -121,9 +121,9 @@ def _draw(
         figure,
         alt=f"{'Predicted timetable' if model else 'Timeline'} of {sizes}. {'; '.join(orders)}. "
         f"In all, {words}.",
-        caption=f"{'Model' if model else 'Measured'}: {words}. {usual} stages without hops would "
-        f"be idle for {formula}. Activations of at most {', '.join(held)} micro-batches are held, "
-        f"by {row}.",
+        caption=f"{'Predicted' if model else 'Measured'}: {words}. {usual} stages without hops "
+        f"would be idle for {formula}. Activations of at most {', '.join(held)} micro-batches "
+        f"are held, by {row}.",
     )
 
 

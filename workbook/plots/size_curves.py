@@ -25,11 +25,11 @@ Repeats = Mapping[int, list[float]]
 Points = Mapping[int, float | Iterable[float]]
 Model = Mapping[str, Mapping[int, float]]
 _DASHED: Any = (0, (5, 3))
-# From so many times its model on, a point is marked.
+# From so many times its prediction on, a point is marked.
 _MISSED = 2
 _MISSED_WORDS = (
-    "A number beside a point is how many times the model it is. The model leaves out that a rank "
-    "is woken for its message, and what else runs."
+    "A number beside a point is how many times the prediction it is. The formula leaves out that "
+    "a rank is woken for its message, and what else runs."
 )
 
 

@@ -1,4 +1,4 @@
-"""The costs of cutting a network into stages, by the model."""
+"""The costs of cutting a network into stages, by the formula."""
 
 from collections.abc import Mapping, Sequence
 from operator import add
@@ -87,16 +87,17 @@ def split_caption(predicted: SplitModel, measured: "MeasuredSplit | None" = None
     stages_s = list(map(add, predicted.forward_s, predicted.backward_s))
     largest_s = max(stages_s)
     text = (
-        f"Model: the step takes {format_seconds(predicted.step_s)}, with {format_seconds(hops_s)} "
-        f"of hops. The largest stage is stage {stages_s.index(largest_s)} with "
-        f"{format_seconds(largest_s)}; stages are idle for {predicted.bubble:.0%} of the step."
+        f"Predicted: the step takes {format_seconds(predicted.step_s)}, with "
+        f"{format_seconds(hops_s)} of hops. The largest stage is stage "
+        f"{stages_s.index(largest_s)} with {format_seconds(largest_s)}; stages are idle for "
+        f"{predicted.bubble:.0%} of the step."
     )
     if measured is None:
         return text
     step_s = median(measured.step_s)
     return (
         f"{text} Measured: {format_seconds(step_s)}, {step_s / predicted.step_s:.2f} times the "
-        f"model (median of {len(measured.step_s)} steps)."
+        f"prediction (median of {len(measured.step_s)} steps)."
     )
 
 

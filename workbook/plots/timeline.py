@@ -71,7 +71,7 @@ def timeline(
     # 1.5 s is still shown as 1500 ms, so that ticks are integers.
     scale, unit = second_unit((end_s - start_s) / 2)
     if title is None:
-        title = "What each rank should do (model)" if model else "What each rank did"
+        title = "What each rank should do (predicted)" if model else "What each rank did"
     figure, axes = new_axes(1.5 + min(0.45 * len(names), 7), title)
     margin_s = 0.003 * (end_s - start_s)
     axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)

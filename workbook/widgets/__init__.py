@@ -1,11 +1,11 @@
 """Interactive figures, for notebooks with a kernel.
 
-    bucket_explorer      the model of DDP's buckets: ``plots.bucket_overlap`` with controls
+    bucket_explorer      a predicted backward: ``plots.bucket_overlap`` with controls
     split_explorer       a model cut into stages: a picture whose cuts are dragged; runs it
     pipeline_explorer    micro-batches and a schedule: the step predicted, then run
     memory_explorer      what a rank holds under sharding: the formula, then a run
     ring_stepper         ring all-reduce step by step: ``plots.ring_step`` with two sliders
-    staleness_explorer   the model of late gradients: ``plots.staleness_model`` with three sliders
+    staleness_explorer   predicted lateness: ``plots.staleness_model`` with three sliders
 
 The picture is drawn in the browser from numbers that Python sends; ``plots.split_costs`` is its
 static twin. The others show a figure of ``workbook.plots``. Each prints as a line of text where

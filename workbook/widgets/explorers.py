@@ -16,7 +16,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
 def bucket_explorer(bucket_mb: float = 25, world_size: int = 4) -> Explorer:
-    """Explore the model of a backward pass with buckets; ``plots.bucket_overlap`` draws it.
+    """Explore the prediction of a backward pass with buckets; ``plots.bucket_overlap`` draws it.
 
     Args:
         bucket_mb: MiB to start with, one of ``BUCKET_SIZES_MB``; the control ``size``.
@@ -50,7 +50,7 @@ def ring_stepper(world_size: int = 4) -> Explorer:
 
 
 def staleness_explorer(workers: int = 3, factor: int = 4) -> Explorer:
-    """Explore the model of an asynchronous run; ``plots.staleness_model`` draws it.
+    """Explore the prediction of an asynchronous run; ``plots.staleness_model`` draws it.
 
     The controls are ``workers``, ``factor`` and ``bound``.
 

@@ -191,13 +191,13 @@ class LayerRow {
   }
 }
 
-/** The look of what is predicted (`model`) or `measured`. */
+/** The look of what is predicted (`predicted`) or `measured`. */
 function bar(kind, look) {
   return { class: `${look} ${kind}`, style: `fill: var(--${kind}-${look})` };
 }
 
 /** Draw the step as a table: a row per stage with its timeline and its memory, a row per hop
- * between. What was measured is below what the model predicts. Returns the height. */
+ * between. What was measured is below what was predicted. Returns the height. */
 function drawLanes(group, { stages, hops, ends, ticks, end_s }, width, top) {
   const pixels = (width - NAMES - MEMORY - 20) / end_s;
   const at = (seconds) => NAMES + seconds * pixels;
@@ -211,11 +211,11 @@ function drawLanes(group, { stages, hops, ends, ticks, end_s }, width, top) {
   let y = top + 18 + (ends.length - 1) * LINE;
   const parts = [svg("text", { x: 0, y: top + 12, class: "quiet" }, "one step"),
     svg("text", { x: left, y: y - 6, class: "quiet" }, "memory; over each cut")];
-  for (const [stage, { range, model, measured }] of stages.entries()) {
+  for (const [stage, { range, predicted, measured }] of stages.entries()) {
     parts.push(svg("text", { x: 0, y: y + 14, class: "row" }, `stage ${stage}`));
     parts.push(svg("text", { x: 52, y: y + 14, class: "quiet" }, range));
-    parts.push(...bars(model.spans, "model", y, STAGE - GAP));
-    parts.push(...memory(model.memory, "model", y, STAGE - GAP));
+    parts.push(...bars(predicted.spans, "predicted", y, STAGE - GAP));
+    parts.push(...memory(predicted.memory, "predicted", y, STAGE - GAP));
     y += STAGE;
     if (measured) {
       parts.push(...bars(measured.spans, "measured", y, MEASURED - GAP));
@@ -226,7 +226,7 @@ function drawLanes(group, { stages, hops, ends, ticks, end_s }, width, top) {
       const { name, words, spans } = hops[stage];
       parts.push(svg("text", { x: 0, y: y + 13, class: "quiet" }, name));
       parts.push(svg("text", { x: left, y: y + 13, class: "quiet" }, words));
-      parts.push(...bars(spans, "model", y + GAP, HOP - 3 * GAP));
+      parts.push(...bars(spans, "predicted", y + GAP, HOP - 3 * GAP));
       y += HOP;
     }
   }
@@ -252,12 +252,12 @@ function drawLanes(group, { stages, hops, ends, ticks, end_s }, width, top) {
 function hatches(root) {
   const name = `labkit-${Math.random().toString(36).slice(2)}`;
   return svg("defs", {}, ...Object.entries(MARKS).flatMap(([kind, mark]) => {
-    for (const look of ["model", "measured"]) {
+    for (const look of ["predicted", "measured"]) {
       root.style.setProperty(`--${kind}-${look}`, `url(#${name}-${kind}-${look})`);
     }
     const tile = (look) => svg("rect", { width: 6, height: 6, class: `${look} ${kind}` });
     return [
-      svg("pattern", { ...TILE, id: `${name}-${kind}-model`, patternTransform: "rotate(45)" },
+      svg("pattern", { ...TILE, id: `${name}-${kind}-predicted`, patternTransform: "rotate(45)" },
         tile("pale"), svg("path", { d: "M1 0V6", class: `slanted ${kind}` })),
       svg("pattern", { ...TILE, id: `${name}-${kind}-measured` },
         tile("full"), svg("path", { d: mark, class: `ink ${kind}` })),
@@ -269,8 +269,8 @@ function hatches(root) {
 function legend() {
   const swatch = (kind, look) => svg("svg", { width: 22, height: 12 },
     svg("rect", { ...bar(kind, look), width: 22, height: 12 }));
-  const kinds = Object.keys(MARKS).map((kind) => html("span", {}, swatch(kind, "model"), kind));
-  return html("div", { class: "legend quiet" }, ...kinds, html("span", {}, "hatched: the model"),
+  const kinds = Object.keys(MARKS).map((kind) => html("span", {}, swatch(kind, "predicted"), kind));
+  return html("div", { class: "legend quiet" }, ...kinds, html("span", {}, "hatched: predicted"),
     html("span", {}, swatch("forward", "measured"), "filled: measured by Run"));
 }
 

@@ -39,7 +39,7 @@ _HERE = Path(__file__).parent
 
 
 class CutPicture(anywidget.AnyWidget):
-    """Layers in a row, cuts that are dragged, and the step that the model predicts.
+    """Layers in a row, cuts that are dragged, and the step that the formula predicts.
 
     Attributes:
         points: the split points, 1 to 3; the browser moves them.
@@ -202,4 +202,4 @@ class SplitExplorer(Printed):
         best = best_split(self._profile, self.stages.value, **self._step_settings())
         self.picture.points = list(best.split_points)
         steps = f"step {format_seconds(before.step_s)} -> {format_seconds(best.step_s)}"
-        return f"best by the model, {cuts_words(best.split_points)}: {steps}"
+        return f"best by the formula, {cuts_words(best.split_points)}: {steps}"

@@ -37,9 +37,9 @@ def step_data(
     split: SplitModel, num_layers: int, uncut_bytes: int, run: MeasuredSplit | None
 ) -> dict[str, Any]:
     """A step in lanes; memory's longest bar stands for ``uncut_bytes``, or more if a stage is."""
-    memory_bytes: dict[str, Sequence[int]] = {"model": split.memory_bytes}
-    bars = {"model": [(s.stage, (s.kind, s.start_s, s.end_s)) for s in split.slots()]}
-    ends = [("model", split.step_s, f"model {format_seconds(split.step_s)}")]
+    memory_bytes: dict[str, Sequence[int]] = {"predicted": split.memory_bytes}
+    bars = {"predicted": [(s.stage, (s.kind, s.start_s, s.end_s)) for s in split.slots()]}
+    ends = [("predicted", split.step_s, f"predicted {format_seconds(split.step_s)}")]
     longest_bytes = max(uncut_bytes, 1)
     last_s = max(1e-9, split.step_s)
     if run is not None:
@@ -72,7 +72,7 @@ def ticks(end_s: float) -> list[tuple[float, str]]:
 
 
 def step_numbers(split: SplitModel, run: MeasuredSplit | None) -> tuple[list[str], list]:
-    """The table above the picture: its head, the model's row, and that of the measurement."""
+    """The table above the picture: its head, the predicted row, and that of the measurement."""
     heads = ["", "step", "idle", "largest stage", "all hops", "largest memory", "bytes of a step"]
 
     def row(name: str, source: SplitModel | MeasuredSplit, step_s: float, hops_s: float) -> list:
@@ -91,7 +91,7 @@ def step_numbers(split: SplitModel, run: MeasuredSplit | None) -> tuple[list[str
             format_bytes(num_bytes),
         ]
 
-    rows = [row("model", split, split.step_s, sum(split.hop_s) + sum(split.backward_hop_s))]
+    rows = [row("predicted", split, split.step_s, sum(split.hop_s) + sum(split.backward_hop_s))]
     if run is not None:
         hops_s = sum(map(median, (*run.forward_hop_s, *run.backward_hop_s)))
         rows.append(row("measured", run, median(run.step_s), hops_s))
