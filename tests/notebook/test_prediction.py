@@ -64,7 +64,7 @@ def test_none_at_all_is_fine(capsys):
     made = workbook.predict(*SENT)
     assert capsys.readouterr().out == "Your prediction of sent by one rank: none yet (bytes)\n"
     row = workbook.predict_row(*SENT, made, None, 6)
-    assert repr(row) == "sent by one rank: no prediction, no model, measured 6 B"
+    assert repr(row) == "sent by one rank: no prediction, no formula, measured 6 B"
     assert made.locked_at
     assert recorded() == []
 
@@ -112,7 +112,7 @@ def test_a_row_has_prediction_model_measurement_and_ratios():
     measured = "6 ms (median of 3, from 5 ms to 9 ms)"
     assert tuple(row.cells().values()) == ("a < b", "4 ms", "2.5 ms", measured, "1.5", "2.4")
     assert repr(row) == (
-        f"a < b: prediction 4 ms, model 2.5 ms, measured {measured} "
+        f"a < b: prediction 4 ms, formula 2.5 ms, measured {measured} "
         "(1.5 × the prediction, 2.4 × the formula)"
     )
     page = row._repr_html_()

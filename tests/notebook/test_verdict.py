@@ -22,7 +22,7 @@ from labkit.engine.tracing.chrome import read_traces
 from workbook import verdict
 
 HERE = Path(__file__).parent
-LIMITS = HERE.parent / "tracing" / "recorded"
+LIMITS = HERE.parent / "engine" / "tracing" / "recorded"
 RESULTS = HERE.parents[1] / "data" / "results"
 SIX_EPOCHS = 0
 
