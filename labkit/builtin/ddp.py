@@ -50,7 +50,7 @@ class TorchDataParallel(OnShares):
         return notes
 
 
-class BucketOrder(SavedState["TorchDDP"]):
+class BucketOrder(SavedState):
     """As of any technique; DDP also remembers in which order gradients became ready."""
 
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:

@@ -87,7 +87,7 @@ class Strategy:
     """
 
     traits = Traits()
-    saved_state: type[SavedState[Any]] = SavedState
+    saved_state: type[SavedState] = SavedState
     servers = 0
     straggler: tuple[int, float] | None = None
     sync_batch_norm = False

@@ -71,7 +71,7 @@ def _shorten(items: list[Any]) -> str:
     return " ".join(map(str, items))
 
 
-class MeshState(SavedState["Mesh"]):
+class MeshState(SavedState):
     """Whole tensors, each from one rank: a run of another arrangement can go on from them."""
 
     def collect(self) -> State:

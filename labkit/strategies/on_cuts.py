@@ -12,7 +12,7 @@ from labkit.strategies.saved_state import SavedState, State
 from labkit.strategies.tensor_cut import TensorGroup
 
 
-class CutState(SavedState["OnCuts"]):
+class CutState(SavedState):
     """Whole parameters and optimizer states, on rank 0: any technique can go on from them."""
 
     def collect(self) -> State:

@@ -21,7 +21,7 @@ from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import SavedState, State
 
 
-class ResidualState(SavedState["RingAllReduce"]):
+class ResidualState(SavedState):
     """As of any technique, and the gradients that ``TopK`` has not sent yet."""
 
     def collect(self) -> State:

@@ -6,22 +6,18 @@ if that is no tensor; and ``own/NAME``, anything else that a rank carries from s
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from labkit.strategies.base import Strategy
-
 State = dict[str, Tensor]
-Technique = TypeVar("Technique", bound="Strategy")
 
 
-class SavedState(Generic[Technique]):
-    """The part of a checkpoint that is one rank's, of a technique that has been set up."""
+class SavedState:
+    """The part of a checkpoint that is one rank's, of a ``Strategy`` that has been set up."""
 
-    def __init__(self, strategy: Technique):
+    def __init__(self, strategy: Any):
         self.strategy = strategy
 
     def collect(self) -> State:

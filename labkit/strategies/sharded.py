@@ -203,7 +203,7 @@ def divide(
     return units, flats, uses
 
 
-class ShardedState(SavedState["Sharded"]):
+class ShardedState(SavedState):
     """Whole tensors, as from any technique: each flat's from one rank, in turn."""
 
     def collect(self) -> State:
