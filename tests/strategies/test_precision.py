@@ -137,11 +137,13 @@ def overflowing(comm, make_strategy, rank, layer):
     strategy.clip_norm = CLIP_NORM
     # Steps so small that the model hardly changes.
     strategy.setup(comm, built, lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9))
-    strategy.scaler.load_state_dict({"scale": 2.0**10, "_growth_tracker": 0})
+    strategy.precision.scaler.load_state_dict({"scale": 2.0**10, "_growth_tracker": 0})
     for inputs, targets in some_batches((6, 6, 6, 6)):
         mine = strategy.part_of(torch.arange(len(targets)))
         strategy.step(inputs.float()[mine], targets[mine], len(targets))
-        found.append((checksum(strategy.full_state()), *strategy.scaler.state_dict().values()))
+        found.append(
+            (checksum(strategy.full_state()), *strategy.precision.scaler.state_dict().values())
+        )
         # A server on RPC's threads would go on with the next step of the workers meanwhile.
         comm.barrier()
     strategy.close()
