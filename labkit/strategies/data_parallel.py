@@ -67,9 +67,9 @@ class DataParallel(Strategy):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         parts = self.scatter(inputs)
         replicas = self.replicate(len(parts))
-        outputs = self.parallel(self.forward, replicas, parts)
+        outputs = self.parallel("forward", self.forward, replicas, parts)
         loss, gradients = self.gather(outputs, targets, batch_size)
-        self.parallel(torch.autograd.backward, outputs, gradients)
+        self.parallel("backward", torch.autograd.backward, outputs, gradients)
         self.reduce(replicas)
         self.weigh(batch_size)
         self.update()
@@ -98,22 +98,25 @@ class DataParallel(Strategy):
         with self.precision.autocast(part.device):
             return replica(part)
 
-    def parallel(self, fn: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-        """Call ``fn(*arguments[.., i])`` for all i at once, in thread i; the results, by i."""
+    def parallel(self, kind: str, fn: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+        """Call ``fn(*arguments[.., i])`` for all i at once, in thread i; the results, by i.
+
+        ``kind`` is that of the spans: forward or backward.
+        """
         first, *rest = zip(*arguments)
         futures = [
-            thread.submit(self._compute, index, fn, *args)
+            thread.submit(self._timed, kind, index, fn, *args)
             for index, (thread, args) in enumerate(zip(self.threads, rest), start=1)
         ]
         try:
-            result = self._compute(0, fn, *first)
+            result = self._timed(kind, 0, fn, *first)
         finally:
             with self.comm.span("wait"):
                 wait(futures)
         return [result, *(future.result() for future in futures)]
 
-    def _compute(self, index: int, fn: Callable[..., Any], *args: Any) -> Any:
-        with self.comm.span("compute", self.devices[index] if index else None):
+    def _timed(self, kind: str, index: int, fn: Callable[..., Any], *args: Any) -> Any:
+        with self.comm.span(kind, self.devices[index] if index else None):
             return fn(*args)
 
     def gather(
@@ -128,9 +131,10 @@ class DataParallel(Strategy):
             for index, output in enumerate(outputs):
                 moved.append(self._move("gather", output.detach(), index, 0))
             gathered = torch.cat(moved)
-        with self.comm.span("compute"):
+        with self.comm.span("forward"):
             loss = self.loss(self.precision.wide(gathered.requires_grad_()), targets)
             scaled = loss * (self.precision.scaler.scale / batch_size)
+        with self.comm.span("backward"):
             (gradient,) = torch.autograd.grad(scaled, gathered)
         with self.comm.span("gather"):
             parts = gradient.split([len(output) for output in outputs])

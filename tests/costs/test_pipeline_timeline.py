@@ -1,8 +1,18 @@
 """Pipelines on paper: the papers' pictures, the bubble's formula, streams that never end."""
 
+import math
+
 import pytest
 
-from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula, predicted_slots
+from labkit.costs.link import Link
+from labkit.costs.pipeline_timeline import (
+    Slot,
+    bubble,
+    bubble_formula,
+    micro_batches_for_bubble,
+    predicted_slots,
+    samples_that_hide_hop,
+)
 from labkit.schedules.pipeline import Action, pipeline_streams
 
 
@@ -74,3 +84,33 @@ def test_a_hop_delays_the_neighbour_and_occupies_no_stage():
     stage_1 = [(slot.start_s, slot.end_s) for slot in slots if slot.stage == 1]
     assert stage_1 == [(1.5, 2.5), (2.5, 3.5), (3.5, 4.5), (4.5, 5.5)]
     assert max(slot.end_s for slot in slots) == 7  # B1's gradient leaves at 5.5 and takes 0.5
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 8])
+def test_one_micro_batch_less_has_a_larger_bubble(num_stages):
+    for most in (0.5, 1 / 3, 0.2, 0.01):
+        count = micro_batches_for_bubble(num_stages, most)
+        assert bubble_formula(num_stages, count) <= most + 1e-9
+        assert count == 1 or bubble_formula(num_stages, count - 1) > most
+    assert micro_batches_for_bubble(1, 0.01) == 1
+    for share in (0, 1):
+        with pytest.raises(ValueError, match="above 0 and below 1"):
+            micro_batches_for_bubble(num_stages, share)
+
+
+def test_a_hop_is_as_long_as_the_forward_beside_it_from_that_many_samples_on():
+    link = Link(alpha_s=1e-3, beta_s_per_byte=1e-6)
+    samples = samples_that_hide_hop(link, sample_bytes=300, sample_s=5e-4)
+    assert samples * 5e-4 == pytest.approx(link.message_seconds(samples * 300))
+    assert samples_that_hide_hop(link, sample_bytes=500, sample_s=5e-4) == math.inf
+
+
+def test_gpipe_hides_a_hop_that_is_no_longer_than_a_forward_but_for_filling_and_draining():
+    """P - 1 hops each way; 1F1B waits for more of them."""
+    ends = {}
+    for schedule in ("gpipe", "1f1b"):
+        streams = pipeline_streams(schedule, 4, 16)
+        slots = predicted_slots(streams, [1.0] * 4, [2.0] * 4, [1.0] * 3)
+        ends[schedule] = max(slot.end_s for slot in slots)
+    assert ends["gpipe"] == 3 * (16 + 3) + 2 * 3
+    assert ends["1f1b"] > ends["gpipe"]

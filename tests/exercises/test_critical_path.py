@@ -2,7 +2,11 @@
 
 import pytest
 
-from workbook.exercises.grader.critical_path import seconds_in_a_row, steps_in_a_row
+from workbook.exercises.grader.critical_path import (
+    longest_wait,
+    seconds_in_a_row,
+    steps_in_a_row,
+)
 
 
 def ring(sends_first):
@@ -39,3 +43,11 @@ def test_on_a_link_a_message_takes_its_latency_and_its_bytes(segments, num_bytes
 @pytest.mark.parametrize("calls", [[[("recv_any", None, None)]], [[("send", 1, None)], []]])
 def test_what_cannot_be_told_is_not(calls):
     assert steps_in_a_row(calls) is None
+
+
+def test_the_last_of_those_that_a_root_tells_one_by_one_waits_longest():
+    root = [("send", peer, None, 0) for peer in (1, 2, 3)]
+    calls = [root, *([("recv", None, 0, 0)] for _ in range(3))]
+    assert longest_wait(calls, 1.0, 1000) == (3, 0, 2.0, 1)
+    assert longest_wait(ring(None), 1.0, 1000) is None, "nobody waits in a ring of exchanges"
+    assert longest_wait([[("recv_any", None, None)]], 1.0, 1000) is None

@@ -22,7 +22,9 @@ def test_the_scoreboard_keeps_the_best_of_the_session(monkeypatch, capsys):
     check.puzzles.broadcast(to_all, world_sizes=(4,))
     for fn, best in ((None, 3), (by_doubling, 2), (to_all, 2), (lambda comm, tensor: None, 2)):
         if fn:
-            check.puzzles.broadcast(fn, world_sizes=(4,))
+            verdict = check.puzzles.broadcast(fn, world_sizes=(4,))
+            # A pass has a score, too; a wrong result has none.
+            assert ("score" in verdict.rows) == ("wrong" not in verdict.rows["values"])
         capsys.readouterr()
         puzzles.scoreboard()
         rows = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -101,7 +101,8 @@ def test_who_gains_with_more_samples_is_said_from_the_quartiles(record):
 def test_the_figures_say_what_the_numbers_say(record):
     drawn = figures.draw(record)
     assert set(drawn) == {"time_to_accuracy", "train_size"}
-    assert "ring 550 ms at 50, 1.1 s at 100" in drawn["train_size"].caption
+    assert "ring 550 ms at 50, 1.1 s at 100" in drawn["train_size"].alt
+    assert "With 2 times as many samples" in drawn["train_size"].caption
     # Three epochs, the first 1 s longer: 3 x 1.1 + 1.
     said = "First at 95%: ring, after 4.3 s. Last at 95%: single, after 10.9 s."
     assert said in drawn["time_to_accuracy"].caption

@@ -47,9 +47,17 @@ class TestTimetable:
             slots = predicted_slots(streams, [1] * len(streams), [2] * len(streams))
             words = words_of(plots.pipeline_timetable(slots))
             assert words == {row: list(map(str, stream)) for row, stream in enumerate(streams)}
-        narrow = predicted_slots(streams_of("gpipe", 2, 16), [1, 1], [2, 2])
+        narrow = predicted_slots(streams_of("gpipe", 2, 30), [1, 1], [2, 2])
         words = words_of(plots.pipeline_timetable(narrow))[0]
-        assert words == [f"B{number}" for number in range(16)], "15 does not fit a forward"
+        assert words == [f"B{number}" for number in range(30)], "29 does not fit a forward"
+
+    def test_a_narrow_box_has_its_label_from_bottom_to_top(self):
+        streams = pipeline_streams("interleaved", 4, 8)
+        slots = predicted_slots(streams, [0.5] * 8, [1] * 8)
+        figure = plots.pipeline_timetable(slots)
+        assert words_of(figure) == {row: list(map(str, s)) for row, s in enumerate(streams)}
+        turned = {text.get_text() for text in figure.figure.axes[0].texts if text.get_rotation()}
+        assert {text[0] for text in turned} == {"F"}
 
 
 class TestTimeline:

@@ -4,7 +4,6 @@ Symbols: P devices, n samples.
 """
 
 import copy
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -20,33 +19,6 @@ from workbook.exercises.grader.compare import agree, beside, kind_of, other_kind
 from workbook.exercises.grader.exercise import random_tensor, with_parameters
 
 _MEET_S = 0.4
-_BATCHES = (6, 4, (2,)), (7, 4, ()), (2, 4, (2,)), (1, 4, (2,)), (8, 3, (2, 3)), (3, 1, (2,))
-
-
-@judged("inputs, num_devices", *_BATCHES)
-def scatter(fn: Callable, n: int, devices: int, shape: tuple[int, ...]) -> Wrong | None:
-    """Grade ``fn(inputs, num_devices)``: a list of parts of ``inputs`` [n, ...], in order.
-
-    None is empty, and their sizes differ by one at most; any of them may be the larger ones.
-    """
-    inputs = torch.arange(1, 1 + n * math.prod(shape)).view(n, *shape)
-    # Integers stand for targets.
-    if len(shape) != 2:
-        inputs = inputs.float()
-    even = [len(part) for part in inputs.tensor_split(min(devices, n))]
-    text = f"expected parts of {even} samples, the larger ones anywhere"
-    returned = plain(fn(inputs, devices))
-    if not isinstance(returned, list):
-        return Wrong(f"{text}, but the function returned {short(returned)}")
-    parts = list(map(torch.as_tensor, returned))
-    sizes = [len(part) if part.dim() else 0 for part in parts]
-    if sorted(sizes) != sorted(even):
-        return Wrong(f"{text}, but they have {sizes}")
-    for part, expected in zip(parts, inputs.split(sizes)):
-        if part.dtype != expected.dtype or part.tolist() != expected.tolist():
-            text = f"{short(part)}, {part.dtype}, expected {short(expected)}, {expected.dtype}"
-            return Wrong(f"a part is {text}")
-    return None
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
@@ -91,7 +63,14 @@ def replicate(fn: Callable, num_devices: int) -> Wrong | None:
 _THREADS = ((3, True, -1), (5, False, -1), (3, True, 1), (3, False, 0), (3, True, 2))
 
 
-@judged("functions, inputs", *_THREADS)
+def _threads_in_words(count: int, grad_mode: bool, failing: int) -> str:
+    text = f"{count} functions, autograd {'on' if grad_mode else 'off'} in the caller"
+    if failing >= 0:
+        text += f", and functions[{failing}] raising an error"
+    return text
+
+
+@judged("functions, inputs", *_THREADS, in_words=_threads_in_words)
 def parallel_apply(fn: Callable, count: int, grad_mode: bool, failing: int) -> Wrong | None:
     """Grade ``fn(functions, inputs)``: ``functions[i](inputs[i])`` for all i, in threads.
 
@@ -134,7 +113,11 @@ def parallel_apply(fn: Callable, count: int, grad_mode: bool, failing: int) -> W
     return None
 
 
-@judged("outputs, targets", ([1, 3, 2],), ([4, 3],), ([1, 1, 1, 1],), ([5],))
+@judged(
+    "outputs, targets",
+    *(([1, 3, 2],), ([4, 3],), ([1, 1, 1, 1],), ([5],)),
+    in_words=lambda samples: f"outputs of {', '.join(map(str, samples))} samples, by device",
+)
 def gather(fn: Callable, samples: list[int]) -> Wrong | None:
     """Grade ``fn(outputs, targets)``: the loss on device 0, and what goes back to the devices.
 
@@ -177,10 +160,16 @@ def gather(fn: Callable, samples: list[int]) -> Wrong | None:
 _SHAPES = ((4,), (4,), (2, 3), (4,), (), (1,))
 
 
+def _gaps_in_words(there: str) -> str:
+    words = there.split()
+    return f"{len(words[0])} devices and {len(words)} parameters"
+
+
 @judged(
     "gradients",
     *(("yyy -yy yy- --- --y yyy",), ("yy -y y- -- -- yy",)),
     ("yyyyy -y-yy yy-yy ----- ---y- yyyyy",),
+    in_words=_gaps_in_words,
 )
 def reduce(fn: Callable, there: str) -> Wrong | None:
     """Grade ``fn(gradients)``: by device, by parameter -> the sums over the devices, by parameter.
@@ -206,6 +195,8 @@ def reduce(fn: Callable, there: str) -> Wrong | None:
         return Wrong("the gradients of other devices have changed: add into copies")
     for index, (value, total, word) in enumerate(zip(sums, totals, words)):
         if not agree(value, total):
-            text = f"parameter {index} has a gradient on devices {word}: its sum is "
-            return Wrong(text + beside(value, total))
+            holders = [str(device) for device, letter in enumerate(word) if letter == "y"]
+            text = f"parameter {index} has a gradient on "
+            text += f"devices {', '.join(holders)}" if holders else "no device"
+            return Wrong(f"{text}: its sum is {beside(value, total)}")
     return None

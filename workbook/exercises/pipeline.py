@@ -28,7 +28,7 @@ from labkit.schedules.pipeline import (
 from labkit.workload.layers import EmulatedLayer
 from workbook.exercises.grader import Case, Check, Target, Wrong, judged
 from workbook.exercises.grader.compare import agree, beside, fit, plain, short
-from workbook.exercises.grader.exercise import Found, random_tensor, with_parameters
+from workbook.exercises.grader.exercise import Found, Ranks, random_tensor, with_parameters
 from workbook.exercises.grader.own_run import OwnRun
 
 Streams = list[list[Action]]
@@ -138,10 +138,28 @@ def zero_bubble(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong 
             return Wrong(f"{text} {most}, what 1F1B holds on stage 0. It runs {_listed(stream)}")
     labkit_end_s = max(slot.end_s for slot in _slots(pipeline_streams("zero_bubble", P, M)))
     if end_s > labkit_end_s:
-        text = f"the step takes {end_s:g} columns, labkit's {labkit_end_s:g}, 1F1B's"
-        text += f" {3 * (M + P - 1)}"
-        return Wrong(f"{text}; stage 0 runs {_listed(streams[0])}")
+        text = f"the step takes {end_s:g} columns, the target is {labkit_end_s:g}, and 1F1B takes"
+        return Wrong(f"{text} {3 * (M + P - 1)}{_first_gap(streams)}")
     return None
+
+
+def _first_gap(streams: Streams) -> str:
+    """The first time that a stage is idle while a W could run, or else all stages wait for one."""
+    for stage, stream in enumerate(streams):
+        slots = [slot for slot in _slots(streams) if slot.stage == stage]
+        pending = set[int]()
+        for action, slot, following in zip(stream, slots, slots[1:]):
+            if action.kind == "backward_input":
+                pending.add(action.micro_batch)
+            elif action.kind == "backward_weight":
+                pending.remove(action.micro_batch)
+            gap = following.start_s - slot.end_s
+            if gap >= 1 and pending:
+                text = f"; after {action} stage {stage} is idle, though W{min(pending)} could run"
+                return f"{text}. It runs {_listed(stream)}"
+    last = len(streams) - 1
+    text = "; no stage is idle while it could run a W: a B waits for the W's of the stage behind"
+    return f"{text}: stage {last} runs {_listed(streams[last])}"
 
 
 def _streams(fn: Callable, P: int, M: int, kinds: dict[str, str] = KINDS) -> Streams | Wrong:
@@ -193,12 +211,17 @@ def _wrong_streams(streams: Streams, M: int) -> Found:
     for stage, stream in enumerate(streams):
         expected = list(schedules.one_f_one_b(stage, len(streams), M))
         if [action.kind for action in stream] != [action.kind for action in expected]:
-            text = f"stage {stage} runs {_listed(stream)}, labkit's {_listed(expected)}; "
+            text = f"stage {stage} runs {_listed(stream)}: "
             held = in_flight(stream)
             most = in_flight(expected)
             if held < most:
                 return f"{text}with {held} micro-batches under way, not {most}, others wait for it"
-            return f"{text}it holds {held} micro-batches at once, labkit's {most}"
+            if held > most:
+                return f"{text}it holds {held} micro-batches at once, where {most} are enough"
+            kinds = zip(stream, expected, strict=True)
+            first = next(n for n, (own, one) in enumerate(kinds) if own.kind != one.kind)
+            text += f"after {_listed(stream[:first])} a {expected[first].kind} can run, and other"
+            return f"{text} stages wait for it"
     return None
 
 
@@ -270,7 +293,8 @@ def _landed(rank: int, case: Case) -> dict[str, Tensor]:
     return payloads
 
 
-def _completed(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong:
+def _completed(fn: Callable, comm: Comm, case: Case) -> list:
+    """The tensors that the hops have received, and the most calls of comm in a hop."""
     received = []
     most = 0
     for hop in _hops(comm.rank, comm.world_size):
@@ -281,18 +305,22 @@ def _completed(fn: Callable, comm: Comm, case: Case) -> list[Tensor] | Wrong:
         most = max(most, comm.operations - before)
         if landing is not None:
             received.append(landing)
-    if most > 1:
-        return Wrong(f"a hop took {most} calls of comm, where the target is 1")
-    return received
+    return [*received, most]
+
+
+def _one_call_each(case: Case, ranks: Ranks) -> Found:
+    most = max(outcome.value[-1] for outcome in ranks)
+    return f"a hop took {most} calls of comm, where the target is 1" if most > 1 else None
 
 
 _check = partial(Check, inputs=lambda rank, case: (case,), written=None, target=_target)
 # All hops of a 1F1B step are carried out, each in one call of comm.
 hop = _check(
     "pipeline.hop",
-    lambda rank, case: [*_landed(rank, case).values()],
+    lambda rank, case: [*_landed(rank, case).values(), None],
     signature="comm, hop, outgoing, landing",
     call=_completed,
+    rule=_one_call_each,
     parts=lambda case: {k: t for r in range(case.world_size) for k, t in _landed(r, case).items()},
     sizes=(),
 )

@@ -10,7 +10,7 @@ Symbols: P ranks, S bytes of a rank's tensor, N its elements.
 import math
 import random
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,11 @@ from torch import Tensor
 from labkit.engine.comm.comm import Comm
 from labkit.units import format_bytes, format_count, format_seconds, text_table
 from workbook.exercises.grader import Case, Check, Target, Verdict
-from workbook.exercises.grader.critical_path import seconds_in_a_row, steps_in_a_row
+from workbook.exercises.grader.critical_path import (
+    longest_wait,
+    seconds_in_a_row,
+    steps_in_a_row,
+)
 from workbook.exercises.grader.exercise import Found, Ranks
 from workbook.exercises.grader.held_memory import PeakBytes
 
@@ -45,12 +49,14 @@ class Puzzle(Check):
         score: (case, outcomes by rank) -> a number; None if it cannot be told.
         goal: case -> what passes; None if the case is not scored.
         shown: a score in words.
+        lost: (case, outcomes by rank) -> where a score that is too large comes from, in words.
         slack: how much larger than the target a score may be.
     """
 
     score: Callable[[Case, Ranks], float | None] = lambda case, ranks: None
     goal: Callable[[Case], float | None] = lambda case: None
     shown: Callable[[float], str] = str
+    lost: Callable[[Case, Ranks], str] = lambda case, ranks: ""
     slack: float = 0.0
 
     # Powers of two and others, one of them drawn; the last is shown on the scoreboard.
@@ -71,15 +77,25 @@ class Puzzle(Check):
             row = (score, self.shown(score), self.shown(target))
             scored.setdefault(case.world_size, row)
             if score > target + self.slack:
-                return f"the score is {self.shown(score)}; the target is {self.shown(target)}"
+                text = f"the score is {self.shown(score)}; the target is {self.shown(target)}"
+                return text + self.lost(case, ranks)
             return None
 
-        judged = replace(self, rule=reaches_its_target)
+        judged = replace(self, rule=reaches_its_target, more_cells=self.scores)
         verdict = super(Puzzle, judged).__call__(fn, world_sizes=world_sizes)
         if len(scored) == len(world_sizes):
             row = scored[world_sizes[-1]]
             _SCORES[self.name] = min(row, _SCORES.get(self.name, row))
         return verdict
+
+    def scores(self, tried: Mapping[Case, Ranks]) -> dict[str, str]:
+        """The table's cell with the first score of these cases and its target, if there is one."""
+        for case, ranks in tried.items():
+            target = self.goal(case)
+            score = None if target is None else self.score(case, ranks)
+            if target is not None and score is not None:
+                return {"score": f"{self.shown(score)} (target {self.shown(target)})"}
+        return {}
 
 
 def scoreboard() -> None:
@@ -91,18 +107,48 @@ def scoreboard() -> None:
     print(text_table(["puzzle", "yours", "target"], rows))
 
 
+def _in_rounds_words(rounds: float) -> str:
+    return format_count(round(rounds), "round")
+
+
+def _who_waited(
+    case: Case,
+    ranks: Ranks,
+    latency_s: float = 1.0,
+    bytes_per_s: float = math.inf,
+    shown: Callable[[float], str] = _in_rounds_words,
+) -> str:
+    """Name the rank that waits longest, or else the one with the most calls."""
+    longest = longest_wait([outcome.steps for outcome in ranks], latency_s, bytes_per_s)
+    if longest is None:
+        busiest = max(range(len(ranks)), key=lambda rank: len(ranks[rank].steps))
+        calls = format_count(len(ranks[busiest].steps), "call")
+        return f". No rank waits for another; rank {busiest} has {calls} of comm, one by one"
+    text = f". Rank {longest.rank} waits longest: {shown(longest.wait_s)} for rank"
+    return f"{text} {longest.peer}, in its call {longest.call} of comm"
+
+
+def _who_sent_most(case: Case, ranks: Ranks) -> str:
+    busiest = max(range(len(ranks)), key=lambda rank: ranks[rank].num_bytes)
+    most = ranks[busiest]
+    messages = format_count(most.messages, "message")
+    return f". Rank {busiest} sends most, {format_count(most.num_bytes, 'byte')} in {messages}"
+
+
 _puzzle = partial(Puzzle, written=None, sizes=(24, 7), drawn_size=100_000)
 _in_rounds = partial(
     _puzzle,
     score=lambda case, ranks: steps_in_a_row([outcome.steps for outcome in ranks]),
     # In a round, at most twice as many ranks can know something.
     goal=lambda case: math.ceil(math.log2(case.world_size)),
-    shown=partial(format_count, noun="round"),
+    shown=_in_rounds_words,
+    lost=_who_waited,
 )
 _in_bytes = partial(
     _puzzle,
     score=lambda case, ranks: sum(outcome.num_bytes for outcome in ranks),
     shown=partial(format_count, noun="byte"),
+    lost=_who_sent_most,
 )
 
 
@@ -246,6 +292,7 @@ long_broadcast = _puzzle(
     score=lambda case, ranks: seconds_in_a_row([o.steps for o in ranks], LATENCY_S, BYTES_PER_S),
     goal=_chain_s,
     shown=format_seconds,
+    lost=partial(_who_waited, latency_s=LATENCY_S, bytes_per_s=BYTES_PER_S, shown=format_seconds),
     # Segments of the best size may leave a short one, which is a message more.
     slack=1.5 * LATENCY_S,
 )
@@ -297,22 +344,34 @@ def _input_gradient(rank: int, case: Case) -> list:
         inputs.append(_forward(layer, inputs[-1]))
     for layer in reversed(range(LAYERS)):
         gradient = _backward(layer, inputs[layer], gradient)
-    return [gradient, None]
+    return [gradient, None, None]
 
 
 def _with_few_forwards(fn: Callable, comm: Comm, first: Tensor, gradient: Tensor) -> list:
-    """The gradient of ``first``, and the most that new tensors held."""
+    """The gradient of ``first``, the most that new tensors held, and after which call."""
     calls = []
+    peaks = [(0, "")]
+
+    def note(call: str) -> None:
+        if held.num_bytes > peaks[-1][0]:
+            peaks.append((held.num_bytes, call))
 
     def forward(layer: int, x: Tensor) -> Tensor:
         if len(calls) == 2 * LAYERS:
             raise ValueError(f"forward was called more than {2 * LAYERS} times, twice per layer")
         calls.append(layer)
-        return _forward(layer, x)
+        output = _forward(layer, x)
+        note(f"forward({layer}, ...)")
+        return output
+
+    def backward(layer: int, x: Tensor, gradient: Tensor) -> Tensor:
+        input_gradient = _backward(layer, x, gradient)
+        note(f"backward({layer}, ...)")
+        return input_gradient
 
     with PeakBytes() as held:
-        input_gradient = fn(comm, forward, _backward, first, gradient)
-    return [input_gradient, held.num_bytes]
+        input_gradient = fn(comm, forward, backward, first, gradient)
+    return [input_gradient, held.num_bytes, peaks[-1][1]]
 
 
 # The gradient through all layers, with at most two forwards of each: Chen and others, 2016.
@@ -330,6 +389,7 @@ recompute = _puzzle(
     # Segments of n, n - 1, ..., 1 layers, each shorter as one more input is kept, and a gradient.
     goal=lambda case: 4.0 * case.size * (math.isqrt(2 * LAYERS) + 1),
     shown=format_bytes,
+    lost=lambda case, ranks: f". Most is held at {ranks[0].value[2]}",
 )
 
 PUZZLES = (largest, pass_on, pass_in_place, same_bits, broadcast, prefix_sum, all_gather)

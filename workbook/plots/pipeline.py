@@ -23,6 +23,9 @@ from workbook.plots.figure import (
 from workbook.plots.size_curves import draw_curves
 from workbook.plots.timeline import draw_spans, tag
 
+# A narrower box has no label.
+_LEAST_PX = 9
+
 
 @drawn
 def pipeline_timetable(
@@ -83,16 +86,20 @@ def _draw(
     end_s = max(slot.end_s for slot in slots)
     scale, shown_unit = (1.0, unit) if unit else second_unit(end_s / 2)
     figure, axes = new_axes(1.5 + 0.45 * len(stages), title)
-    axes.set_xlim(0, end_s / scale)
+    # A little more than the step, so that the last box has its right edge.
+    axes.set_xlim(0, 1.003 * end_s / scale)
     entries = draw_spans(axes, spans, stages, scale, model)
     for slot in slots:
-        # ``F3``, or ``3``, or nothing: what fits with as many digits as the last one has.
+        # ``F3``, or ``3``, or ``F3`` from bottom to top, or nothing: what fits with as many digits
+        # as the last one has.
         pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_PX - 60)
         room = int((pixels - 6) / 8) - len(str(count - 1))
+        text = str(Action(slot.kind, slot.micro_batch, slot.chunk))
+        middle = (slot.start_s + slot.end_s) / 2 / scale
         if room >= 0:
-            text = str(Action(slot.kind, slot.micro_batch, slot.chunk))
-            middle = (slot.start_s + slot.end_s) / 2 / scale
             tag(axes, middle, stages.index(slot.stage), text if room else text[1:])
+        elif pixels >= _LEAST_PX:
+            tag(axes, middle, stages.index(slot.stage), text, rotation=90, fontsize="x-small")
     row = "stage" if chunks == 1 else "rank"
     axes.set(xlabel=f"time ({shown_unit})", ylabel=row)
     label_lanes(axes, list(map(str, stages)))

@@ -228,7 +228,7 @@ def draw_spans(
     return [swatch(kind, style, model) for kind, style in styles.items()]
 
 
-def tag(axes: Axes, x: float, y: float, text: str) -> None:
+def tag(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
     """Text on a bar, on a white background, so that no hatch runs through it."""
     box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-    axes.text(x, y, text, va="center", ha="center", bbox=box)
+    axes.text(x, y, text, va="center", ha="center", bbox=box, **look)

@@ -11,14 +11,6 @@ from torch.nn import functional
 from workbook import check
 
 
-def splits(inputs, num_devices):
-    return list(inputs.tensor_split(min(num_devices, len(inputs))))
-
-
-def drops_the_rest(inputs, num_devices):
-    return list(inputs.split(max(1, len(inputs) // num_devices)))[:num_devices]
-
-
 def copies(model, num_devices):
     return [model, *(copy.deepcopy(model) for _ in range(num_devices - 1))]
 
@@ -89,15 +81,6 @@ def takes_means(gradients):
 
 
 ANSWERS = [
-    Answers(
-        check.data_parallel.scatter,
-        [splits],
-        [
-            lambda inputs, num_devices: inputs.tensor_split(num_devices),
-            drops_the_rest,
-            lambda inputs, num_devices: splits(inputs, num_devices)[::-1],
-        ],
-    ),
     Answers(
         check.data_parallel.replicate,
         [copies],

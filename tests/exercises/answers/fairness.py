@@ -70,6 +70,10 @@ def by_the_mean(train_size, samples_by_rank, epoch_seconds):
     return useful(train_size, samples_by_rank, epoch_seconds, statistics.fmean)
 
 
+def with_the_warm_up(train_size, samples_by_rank, epoch_seconds):
+    return min(train_size, sum(samples_by_rank)) / statistics.fmean(epoch_seconds)
+
+
 def counts_samples_twice(train_size, samples_by_rank, epoch_seconds):
     return useful(sum(samples_by_rank), samples_by_rank, epoch_seconds)
 
@@ -87,7 +91,7 @@ ANSWERS = [
     Answers(
         check.fairness.useful_rate,
         [useful],
-        [counts_samples_twice, by_the_mean, lambda size, by_rank, s: None],
+        [counts_samples_twice, by_the_mean, with_the_warm_up, lambda size, by_rank, s: None],
     ),
     Answers(
         check.fairness.replicas_agree,

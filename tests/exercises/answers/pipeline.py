@@ -106,6 +106,15 @@ def weights_at_the_end(stage, P, M):
     yield from cut_in_two(stage, P, M, lag=M)
 
 
+def weights_after_the_drain(stage, P, M):
+    """The gaps between the last B's stay empty."""
+    stream = list(cut_in_two(stage, P, M))
+    last = max(place for place, action in enumerate(stream) if action[0] == "forward")
+    late = [action for action in stream[last:] if action[0] == "backward_weight"]
+    yield from (action for action in stream if action not in late)
+    yield from late
+
+
 # The hop
 
 
@@ -149,7 +158,7 @@ ANSWERS = [
     Answers(
         check.pipeline.zero_bubble,
         [cut_in_two, by_counting],
-        [weights_at_once, weights_at_the_end, forwards_again],
+        [weights_at_once, weights_at_the_end, weights_after_the_drain, forwards_again],
     ),
     Answers(
         check.pipeline.hop,

@@ -9,7 +9,7 @@ from labkit.strategies.hops import run_hop
 from workbook import check
 
 
-def step(comm, layers, stream, micro_batches, weighs=True):
+def step(comm, layers, stream, micro_batches, weighs=True, tracks=True):
     """The step of the solution."""
     first, last = comm.rank == 0, comm.rank == comm.world_size - 1
     entered = {m: part[0] for m, part in enumerate(micro_batches) if first}
@@ -27,7 +27,7 @@ def step(comm, layers, stream, micro_batches, weighs=True):
             run_hop(comm, one, outgoing, into)
         elif one.kind == "forward":
             m = one.micro_batch
-            left[m] = layers(entered[m].requires_grad_(not first))
+            left[m] = layers(entered[m].requires_grad_(tracks and not first))
             if last:
                 targets, weight = micro_batches[m][1:]
                 loss = functional.cross_entropy(left[m], targets)
@@ -61,6 +61,11 @@ def does_not_weigh(comm, layers, stream, micro_batches):
     step(comm, layers, stream, micro_batches, weighs=False)
 
 
+def asks_for_no_gradient(comm, layers, stream, micro_batches):
+    """What comes in does not require a gradient, so there is none to send back."""
+    step(comm, layers, stream, micro_batches, tracks=False)
+
+
 def forwards_first(comm, layers, stream, micro_batches):
     """Runs GPipe's order on any stream of two messages a micro-batch that never meet."""
     order = sorted(stream, key=lambda one: isinstance(one, Action) and one.kind == "backward")
@@ -69,6 +74,8 @@ def forwards_first(comm, layers, stream, micro_batches):
 
 ANSWERS = [
     Answers(
-        check.pipeline.step, [clears_first], [does_not_weigh, all_at_once, ends(forwards_first)]
+        check.pipeline.step,
+        [clears_first],
+        [does_not_weigh, all_at_once, ends(forwards_first), ends(asks_for_no_gradient)],
     )
 ]

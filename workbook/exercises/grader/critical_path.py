@@ -6,6 +6,7 @@ takes as many steps as it has links. An exchange sends and receives in the same 
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 # By rank, the calls of comm in their order: (name, dst, src, bytes).
 Calls = Sequence[Sequence[tuple]]
@@ -22,15 +23,39 @@ def steps_in_a_row(calls: Calls) -> int | None:
     return int(steps)
 
 
+class LongestWait(NamedTuple):
+    """The longest time for which a rank waits for a peer, and the number of its call, from 1."""
+
+    rank: int
+    peer: int
+    wait_s: float
+    call: int
+
+
 def seconds_in_a_row(calls: Calls, latency_s: float, bytes_per_s: float) -> float | None:
     """Return the time that the messages take where each rank has a link; None if untold.
 
     A message takes a latency, and its bytes over the bandwidth. A rank can send and receive at
     the same time, but only one message each way.
     """
+    played = _play(calls, latency_s, bytes_per_s)
+    return None if played is None else played[0]
+
+
+def longest_wait(calls: Calls, latency_s: float, bytes_per_s: float) -> LongestWait | None:
+    """Return the longest wait, by the same clock; None if it is untold, or no rank waits."""
+    played = _play(calls, latency_s, bytes_per_s)
+    return None if played is None else played[1]
+
+
+def _play(
+    calls: Calls, latency_s: float, bytes_per_s: float
+) -> tuple[float, LongestWait | None] | None:
+    """The end of the last message, and the longest wait before one."""
     ranks = [_Progress(row) for row in calls]
     if any(name == "recv_any" for row in calls for name, *_ in row):
         return None
+    waits = []
     moved = True
     while moved:
         moved = False
@@ -40,13 +65,18 @@ def seconds_in_a_row(calls: Calls, latency_s: float, bytes_per_s: float) -> floa
                 continue
             moved = True
             receiver = ranks[dst]
-            end_s = max(sender.began_s, receiver.began_s) + latency_s
-            end_s += sender.calls[sender.index][_BYTES] / bytes_per_s
+            start_s = max(sender.began_s, receiver.began_s)
+            for waiting, own, peer in ((rank, sender, dst), (dst, receiver, rank)):
+                waits.append(LongestWait(waiting, peer, start_s - own.began_s, own.index + 1))
+            end_s = start_s + latency_s + sender.calls[sender.index][_BYTES] / bytes_per_s
             sender.end(_DST, end_s)
             receiver.end(_SRC, end_s)
     if any(rank.index < len(rank.calls) for rank in ranks):
         return None
-    return max((rank.ended_s for rank in ranks), default=0)
+    longest = max(waits, key=lambda wait: wait.wait_s, default=None)
+    if longest and longest.wait_s == 0:
+        longest = None
+    return max((rank.ended_s for rank in ranks), default=0), longest
 
 
 class _Progress:

@@ -151,6 +151,7 @@ class Exercise:
         judge: (case, values by rank) -> what is wrong, or None; in place of ``expected``.
         rule: (case, outcomes by rank) -> what is wrong although the values are right, or None.
         target: (rank, case) -> Target of this rank.
+        more_cells: (the outcomes of right results, by case) -> further cells of the table, by row.
         call: (fn, comm, *inputs) -> what is graded, or a ``Wrong``.
         sizes: the numbers of elements to try, the most informative first; () for none.
         nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
@@ -172,6 +173,7 @@ class Exercise:
     judge: Callable[[Case, list[Any]], Found] | None = None
     rule: Callable[[Case, Ranks], Found] = lambda case, ranks: None
     target: Callable[[int, Case], Target] | None = None
+    more_cells: Callable[[Mapping[Case, Ranks]], dict[str, str]] = lambda tried: {}
     call: Callable[..., Any] = lambda fn, comm, *args: fn(comm, *args)
     sizes: tuple[int, ...] = SIZES
     nouns: tuple[str, str] = ("rank", "element")
@@ -203,6 +205,7 @@ class Exercise:
     def to_run(self) -> "Exercise":
         """The same without its judging fields, whose functions may not be picklable."""
         judging = ("expected", "target", "judge", "parts", "library", "special", "rule")
+        judging += ("more_cells",)
         return replace(self, mistakes={}, **dict.fromkeys(judging))
 
     def where(self, case: Case) -> str:

@@ -146,6 +146,8 @@ def _column(
     """The cells of one world size: yours, beside the target where it is another."""
     case, ranks = next(iter(tried.items()))
     cells = {"values": "wrong" if "values" in problems else "right"}
+    if "values" not in problems:
+        cells |= exercise.more_cells(tried)
     if exercise.target is None:
         return cells
     targets = targets_of(exercise, case)

@@ -18,13 +18,17 @@ Grades = Callable[[Callable], Verdict]
 
 
 def judged(
-    signature: str, *cases: tuple, drawn: Callable | None = None
+    signature: str,
+    *cases: tuple,
+    drawn: Callable | None = None,
+    in_words: Callable[..., str] | None = None,
 ) -> Callable[[Callable], Grades]:
     """Make the check of an exercise, with its name, from its judge, ``judge(fn, *case)``.
 
     The judge calls the learner's function with the arguments of ``signature``, and returns a
     ``Wrong``, or None if nothing is wrong. It is asked for each case, in another process.
-    ``drawn(fn, status, world_size)`` is the verdict's own run.
+    ``drawn(fn, status, world_size)`` is the verdict's own run. ``in_words(*case)`` says for a
+    message what is given, by default the judge's arguments by name.
     """
 
     def check_of(judge: Callable[..., Wrong | None]) -> Grades:
@@ -34,6 +38,7 @@ def judged(
             names,
             cases,
             signature=signature,
+            in_words=in_words,
             call=lambda fn, comm, *args: judge(fn, *args),
         )
 
@@ -88,9 +93,18 @@ def solved(
     return check_of
 
 
-def _exercise(task: Callable, names: list[str], cases: tuple, **fields: Any) -> Exercise:
+def _exercise(
+    task: Callable,
+    names: list[str],
+    cases: tuple,
+    in_words: Callable[..., str] | None = None,
+    **fields: Any,
+) -> Exercise:
     """Call a function twice for each case: the second time it may have kept something."""
-    words = [", ".join(map("{}={!r}".format, names, case)) for case in cases]
+    if in_words is None:
+        words = [", ".join(map("{}={!r}".format, names, case)) for case in cases]
+    else:
+        words = [in_words(*case) for case in cases]
     return Exercise(
         f"{task.__module__.rpartition('.')[2]}.{task.__name__}",
         # A copy, because the function may change its arguments.

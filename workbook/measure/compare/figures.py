@@ -4,11 +4,12 @@ import statistics
 from collections.abc import Mapping
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from labkit.units import format_count, format_seconds
 from workbook.measure.compare.summary import Record, present, reached, series
 from workbook.measure.record import Spread
-from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn, joined
 from workbook.plots.palette import DARK, SERIES, swatch
 
 LOOKS = {"labkit": SERIES[0][0], "PyTorch": SERIES[1][0]}
@@ -29,15 +30,22 @@ def epoch_time(record: Record) -> CaptionedFigure:
     """Epoch time by the number of training samples."""
     columns: dict[int, dict[str, list[float]]] = {}
     parts = []
+    growth = {}
     for name in present(record):
-        medians = []
+        medians_s = {}
         for size, times in series(record, name).items():
             columns.setdefault(size, {})[name] = times
-            medians.append(f"{format_seconds(statistics.median(times))} at {size:,}")
-        parts.append(f"{name} {', '.join(medians)}")
-    columns_by_head = {f"{size:,}: epoch (s)": columns[size] for size in sorted(columns)}
+            medians_s[size] = statistics.median(times)
+        words = [f"{format_seconds(seconds)} at {size:,}" for size, seconds in medians_s.items()]
+        parts.append(f"{name} {', '.join(words)}")
+        growth[name] = medians_s[max(medians_s)] / medians_s[min(medians_s)]
+    most = max(growth, key=growth.__getitem__)
+    least = min(growth, key=growth.__getitem__)
+    caption = f"With {max(columns) / min(columns):.3g} times as many samples an epoch took "
+    caption += f"{growth[least]:.3g} ({least}) to {growth[most]:.3g} ({most}) times as long."
+    columns_by_head = {f"epoch (s), {size:,} samples": columns[size] for size in sorted(columns)}
     title = "Epoch time by training samples"
-    return _draw_rows(record, columns_by_head, "-", title, f"{'; '.join(parts)}.")
+    return _draw_rows(record, columns_by_head, "-", title, caption, f"{'; '.join(parts)}.")
 
 
 def time_to_accuracy(record: Record) -> CaptionedFigure:
@@ -83,8 +91,12 @@ def _draw_rows(
     missing: str,
     title: str,
     caption: str,
+    numbers: str = "",
 ) -> CaptionedFigure:
-    """Horizontal bars: a row per contender, and axes per quantity ``{contender: repeats}``."""
+    """Horizontal bars: a row per contender, and axes per quantity ``{contender: repeats}``.
+
+    ``numbers`` are for those who cannot see the bars.
+    """
     contenders = present(record)
     figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(contenders)))
     grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
@@ -105,9 +117,12 @@ def _draw_rows(
             longest = max(longest, spread.high)
         # Room for the number beside the longest bar.
         axes.set(xlabel=quantity, xlim=(0, 1.3 * longest or 1))
+        # The last tick's number would be cut at the edge of the figure.
+        axes.xaxis.set_major_locator(MaxNLocator(4, prune="upper"))
         axes.grid(axis="x")
     grid[0].set_yticks(range(len(contenders)), list(contenders))
     grid[0].set_ylim(len(contenders) - 0.5, -0.5)
     add_title(figure, title)
     add_legend(figure, [swatch(name, look) for name, look in LOOKS.items()])
-    return CaptionedFigure(figure, alt=f"{title}. {caption}", caption=f"{caption} {_REPEATS}")
+    alt = joined(f"{title}.", caption, numbers)
+    return CaptionedFigure(figure, alt=alt, caption=f"{caption} {_REPEATS}")
