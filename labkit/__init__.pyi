@@ -17,6 +17,7 @@ from . import (
 )
 from .comm.emulated_link import EmulatedLink as EmulatedLink
 from .config import RunConfig as RunConfig
+from .costs.what_if import what_if as what_if
 from .errors import (
     DeadlineError as DeadlineError,
     DeadlockError as DeadlockError,

@@ -13,7 +13,7 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
-from labkit.config import RunConfig, type_of
+from labkit.config import RunConfig, parse_link, parse_straggler, type_of
 from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
 from labkit.extras import describe_absence, extra_of
 from labkit.files import check_writable
@@ -62,6 +62,13 @@ def make_parser() -> argparse.ArgumentParser:
         "flight recorder dumps, torchtitan's structured logs; a page of PyTorch's debug server"
     )
     explain.add_argument("files", nargs="+", metavar="FILE", help=files)
+    add = explain.add_argument
+    add("--link", metavar="L,B", help="predict a trace of labkit's over a link, as 10ms,1GB/s")
+    straggler = "predict it with rank R computing F times as long; may be given several times"
+    add("--straggler", action="append", metavar="R:F", help=straggler)
+    ranks = "predict it on N ranks, for data parallelism by ring"
+    add("--ranks", type=int, metavar="N", help=ranks)
+    add("--out", metavar="FILE", help="write the predicted trace as Chrome trace JSON")
     explain.set_defaults(run=_explain)
     doctor = commands.add_parser("doctor", help="check what this machine has and can do")
     doctor.set_defaults(run=_doctor)
@@ -150,9 +157,26 @@ def _diff(arguments: Namespace) -> int:
 
 
 def _explain(arguments: Namespace) -> int:
-    from labkit.tracing.explain import explain
+    if not (arguments.link or arguments.straggler or arguments.ranks or arguments.out):
+        from labkit.tracing.explain import explain
 
-    print(explain(arguments.files))
+        print(explain(arguments.files))
+        return 0
+    check_writable(arguments.out)
+    from labkit.comm.emulated_link import EmulatedLink
+    from labkit.costs.what_if import what_if
+    from labkit.tracing.chrome import read_traces
+
+    trace, _ = read_traces(arguments.files)
+    link = None
+    if arguments.link:
+        link = EmulatedLink(**parse_link(arguments.link))
+    num_ranks = arguments.ranks or len(trace.ranks)
+    stragglers = dict(parse_straggler(text, num_ranks) for text in arguments.straggler or ())
+    prediction = what_if(trace, link=link, stragglers=stragglers, ranks=arguments.ranks)
+    print(prediction)
+    if arguments.out:
+        prediction.predicted.save(arguments.out)
     return 0
 
 
