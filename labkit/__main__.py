@@ -48,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--download", action="store_true", help="fetch the data set if it is absent")
     add("--json", metavar="FILE", help="write settings, epochs, phases and bytes as JSON")
     add("--save", metavar="FILE", help="write the parameters as a safetensors file")
+    add("--trace", metavar="FILE", help="write the trace of all ranks as Chrome trace JSON")
     diff = commands.add_parser("diff", help="say where two layouts of one training run part")
     folders = "two recorded runs (train --record); without them, two are trained and compared"
     diff.add_argument("folders", nargs="*", metavar="DIR", help=folders)
@@ -105,7 +106,7 @@ def config_of(arguments: Namespace) -> RunConfig:
 
 def _train(arguments: Namespace) -> int:
     config = config_of(arguments)
-    check_writable(arguments.json, arguments.save)
+    check_writable(arguments.json, arguments.save, arguments.trace)
     from labkit.runtime import preload
 
     if started_as_rank() is None:
@@ -132,6 +133,8 @@ def _train(arguments: Namespace) -> int:
         result.save_json(arguments.json)
     if arguments.save:
         result.save_state(arguments.save)
+    if arguments.trace:
+        result.trace.save(arguments.trace)
     return 0
 
 

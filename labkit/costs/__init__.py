@@ -7,6 +7,7 @@
     hidden             from how many tokens on communication is no longer than computing
     memory             what a rank holds, by what it is for
     async_run          an asynchronous parameter server: staleness, waiting time
+    what_if            a recorded run under other conditions: its trace is played again (replay)
 
 They are compared with measurements, so nothing that counts during a run imports them.
 """

@@ -30,6 +30,8 @@ from labkit.tracing.spans import STEP_KINDS, Span, Trace
 
 # Spans that touch are nearer to each other than this.
 _TOUCH_S = 1e-7
+# The two halves of a ring.
+RING_KINDS = {"share_reduce", "share_only"}
 
 
 @dataclass(eq=False, slots=True)
@@ -340,16 +342,19 @@ class Replay:
         self._at(end_s, self._end, step)
 
     def _joint_seconds(self, span: Span, network: Network) -> float:
-        """Seconds of an all-reduce in shared memory if it were a ring over the link.
+        """Seconds over the link of a collective of all ranks, as a ring.
 
-        Of S bytes it sends P - 1 messages of S, or 2 (P - 1) of S / P.
+        Of S bytes it sends P - 1 messages of S, or 2 (P - 1) of S / P; half of a ring P - 1 of
+        S / P.
         """
         if not span.num_bytes or (network.ranks_per_host or 0) >= self.num_ranks:
             return 0.0
-        message_bytes = span.num_bytes / len(span.messages)
-        if len(span.messages) == self.num_ranks - 1:
+        num_messages = len(span.messages)
+        message_bytes = span.num_bytes / num_messages
+        if num_messages == self.num_ranks - 1 and span.kind not in RING_KINDS:
+            num_messages *= 2
             message_bytes /= self.num_ranks
-        return 2 * (self.num_ranks - 1) * network.link.message_seconds(message_bytes)
+        return num_messages * network.link.message_seconds(message_bytes)
 
     def _end(self, now_s: float, step: Step) -> None:
         step.end_s = now_s

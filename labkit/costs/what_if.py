@@ -52,6 +52,15 @@ class WhatIf:
         """What limits the predicted run."""
         return what_limited(self.predicted, gap="idle time")
 
+    def beside(self, run: Any) -> str:
+        """How far the prediction is from ``run``, made under these conditions, in words."""
+        trace = getattr(run, "trace", run)
+        run_s = _seconds(trace)[0]
+        error = self.predicted_s / run_s - 1
+        words = f"{abs(error):.0%} too {'long' if error > 0 else 'short'}"
+        after = f"Run: {format_seconds(run_s)} {self.unit}; the prediction is {words}."
+        return f"{after} {what_limited(trace)}"
+
     def __str__(self) -> str:
         before = f"Recorded: {format_seconds(self.recorded_s)} {self.unit}."
         after = f"Predicted {self.conditions}: {format_seconds(self.predicted_s)} {self.unit}, "
@@ -104,13 +113,8 @@ def what_if(
     words = " and ".join(conditions) or "with nothing changed"
     spans = Replay(lanes, network, factors).run()
     predicted = Trace.merge([spans], about={"predicted": words})
-    recorded_s = step_seconds(trace)
-    predicted_s = step_seconds(predicted)
-    unit = "a step"
-    if recorded_s is None or predicted_s is None:
-        unit = "in all"
-        recorded_s = _extent(trace)
-        predicted_s = _extent(predicted)
+    recorded_s, unit = _seconds(trace)
+    predicted_s, _ = _seconds(predicted)
     return WhatIf(words, trace, predicted, recorded_s, predicted_s, unit)
 
 
@@ -135,10 +139,13 @@ def step_seconds(trace: Trace) -> float | None:
     return statistics.median(end_s - start_s for start_s, end_s in itertools.pairwise(last_s))
 
 
-def _extent(trace: Trace) -> float:
-    """Seconds from the first span's start to the last one's end."""
+def _seconds(trace: Trace) -> tuple[float, str]:
+    """The seconds of a training step; without steps, of the whole trace."""
+    step_s = step_seconds(trace)
+    if step_s is not None:
+        return step_s, "a step"
     ends_s = [span.end_s for span in trace.spans]
-    return max(ends_s) - min(span.start_s for span in trace.spans)
+    return max(ends_s) - min(span.start_s for span in trace.spans), "in all"
 
 
 def _check(trace: Trace) -> None:

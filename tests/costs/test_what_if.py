@@ -128,9 +128,8 @@ def test_on_more_ranks_the_batch_is_divided_and_the_ring_grows(ranks):
     assert prediction.predicted_s == pytest.approx(2 / ranks + ring_s)
     cost = ring_all_reduce_cost(num_bytes // 4, 4, ranks)
     for rank in range(ranks):
-        sent = [span for span in prediction.predicted.of(rank) if span.num_bytes]
-        assert len(sent) == 3 * cost.messages
-        assert sum(span.num_bytes for span in sent) == 3 * cost.num_bytes
+        sent = [span.num_bytes for span in prediction.predicted.of(rank)]
+        assert sum(sent) == 3 * cost.num_bytes
 
 
 def test_ranks_of_one_host_share_its_card():

@@ -1,15 +1,14 @@
 """``labkit.what_if`` beside runs: one recorded run of each technique, and the same run changed.
 
-``python -m workbook.measure.what_if --json FILE`` plays emulated devices (``predicted``): a run is
+``python -m workbook.measure.changed --json FILE`` plays emulated devices (``predicted``): a run is
 recorded, predicted under another link, straggler or number of ranks, and then run like that.
 """
 
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,21 +45,30 @@ class NaiveReplicas(OnShares):
 
 @dataclass(frozen=True)
 class Change:
-    """A technique on some ranks, and what is changed: the arguments of ``labkit.what_if``."""
+    """A technique on some ranks, and what is changed: the arguments of ``labkit.what_if``.
+
+    ``link`` is that of the recorded run; None: the memory that its ranks share.
+    """
 
     technique: str
     ranks: int
     change: dict[str, Any]
+    link: EmulatedLink | None = LINK
 
     def __str__(self) -> str:
         words = [f"{self.technique}, {self.ranks} ranks:"]
         if "link" in self.change:
-            words.append(f"link {self.change['link'].latency_s * 1e3:g} ms")
+            before = "none" if self.link is None else _latency(self.link)
+            words.append(f"link {before} to {_latency(self.change['link'])}")
         for rank, factor in self.change.get("stragglers", {}).items():
             words.append(f"straggler {rank}:{factor:g}")
         if "ranks" in self.change:
             words.append(f"on {self.change['ranks']} ranks")
         return " ".join(words)
+
+
+def _latency(link: EmulatedLink) -> str:
+    return format_seconds(link.latency_s)
 
 
 CHANGES = (
@@ -76,6 +84,10 @@ CHANGES = (
     Change("parameter_server", 3, {"link": SLOW_LINK}),
     Change("parameter_server", 4, {"stragglers": {2: 4.0}}),
     Change("sharded", 3, {"link": SLOW_LINK}),
+    Change("pipeline zero_bubble", 4, {"link": SLOW_LINK}),
+    Change("tensor_parallel", 2, {"link": SLOW_LINK}),
+    Change("ring_all_reduce", 3, {"link": SLOW_LINK}, link=None),
+    Change("ddp", 3, {"link": LINK}, link=None),
 )
 
 
@@ -91,13 +103,18 @@ def technique_of(name: str, ranks: int) -> Strategy:
 
 
 def recorded(
-    name: str, ranks: int, link: EmulatedLink, stragglers: dict[int, float], repeats: int
+    name: str,
+    ranks: int,
+    link: EmulatedLink | None = LINK,
+    stragglers: Mapping[int, float] | None = None,
+    repeats: int = 5,
 ) -> Trace:
     """The trace of ``repeats`` steps on emulated devices, and of one before that warms up."""
+    slowdowns = stragglers or {}
 
     def train(comm: Comm) -> None:
         torch.set_num_threads(1)
-        predicted.EmulatedBlock.slowdown = stragglers.get(comm.rank, 1.0)
+        predicted.EmulatedBlock.slowdown = slowdowns.get(comm.rank, 1.0)
         predicted.steps_of(comm, technique_of(name, ranks), repeats)
 
     result = labkit.run(train, world_size=ranks, link=link, device="cpu")
@@ -107,14 +124,10 @@ def recorded(
 
 def measure(change: Change, repeats: int) -> dict[str, Any]:
     """Record, predict and run one change; seconds of a step."""
-    play = partial(recorded, change.technique, repeats=repeats)
-    before = play(change.ranks, LINK, {})
+    before = recorded(change.technique, change.ranks, change.link, repeats=repeats)
     prediction = labkit.what_if(before, **change.change)
-    after = play(
-        change.change.get("ranks", change.ranks),
-        change.change.get("link", LINK),
-        change.change.get("stragglers", {}),
-    )
+    conditions = {"ranks": change.ranks, "link": change.link} | change.change
+    after = recorded(change.technique, repeats=repeats, **conditions)
     return {
         "change": str(change),
         "recorded_s": prediction.recorded_s,
@@ -156,7 +169,7 @@ def main() -> None:
         print(table_of([row]).rows[0], flush=True)
         rows.append(row)
     print(table_of(rows))
-    command = shlex.join(["python", "-m", "workbook.measure.what_if", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "workbook.measure.changed", *sys.argv[1:]])
     write({"command": command, "rows": rows} | machine(), arguments.json, {})
 
 
