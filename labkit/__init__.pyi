@@ -15,6 +15,7 @@ from . import (
 )
 from .engine import devices as devices
 from .engine.comm.emulated_link import EmulatedLink as EmulatedLink
+from .costs.what_if import what_if as what_if
 from .engine.errors import (
     DeadlineError as DeadlineError,
     DeadlockError as DeadlockError,

@@ -17,7 +17,7 @@ from labkit.engine.errors import MismatchError, OutputError, PreemptedError, Wor
 from labkit.engine.files import check_writable
 from labkit.engine.started import is_rank_0, started_as_rank
 from labkit.extras import describe_absence, extra_of
-from labkit.training.config import RunConfig, type_of
+from labkit.training.config import RunConfig, parse_link, parse_straggler, type_of
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--download", action="store_true", help="fetch the data set if it is absent")
     add("--json", metavar="FILE", help="write settings, epochs, phases and bytes as JSON")
     add("--save", metavar="FILE", help="write the parameters as a safetensors file")
+    add("--trace", metavar="FILE", help="write the trace of all ranks as Chrome trace JSON")
     diff = commands.add_parser("diff", help="say where two layouts of one training run part")
     folders = "two recorded runs (train --record); without them, two are trained and compared"
     diff.add_argument("folders", nargs="*", metavar="DIR", help=folders)
@@ -62,6 +63,13 @@ def make_parser() -> argparse.ArgumentParser:
         "flight recorder dumps, torchtitan's structured logs; a page of PyTorch's debug server"
     )
     explain.add_argument("files", nargs="+", metavar="FILE", help=files)
+    add = explain.add_argument
+    add("--link", metavar="L,B", help="predict a trace of labkit's over a link, as 10ms,1GB/s")
+    straggler = "predict it with rank R computing F times as long; may be given several times"
+    add("--straggler", action="append", metavar="R:F", help=straggler)
+    ranks = "predict it on N ranks, for data parallelism by ring"
+    add("--ranks", type=int, metavar="N", help=ranks)
+    add("--out", metavar="FILE", help="write the predicted trace as Chrome trace JSON")
     explain.set_defaults(run=_explain)
     doctor = commands.add_parser("doctor", help="check what this machine has and can do")
     doctor.set_defaults(run=_doctor)
@@ -98,7 +106,7 @@ def config_of(arguments: Namespace) -> RunConfig:
 
 def _train(arguments: Namespace) -> int:
     config = config_of(arguments)
-    check_writable(arguments.json, arguments.save)
+    check_writable(arguments.json, arguments.save, arguments.trace)
     from labkit.engine.runtime import preload
 
     if started_as_rank() is None:
@@ -125,6 +133,8 @@ def _train(arguments: Namespace) -> int:
         result.save_json(arguments.json)
     if arguments.save:
         result.save_state(arguments.save)
+    if arguments.trace:
+        result.trace.save(arguments.trace)
     return 0
 
 
@@ -150,9 +160,26 @@ def _diff(arguments: Namespace) -> int:
 
 
 def _explain(arguments: Namespace) -> int:
-    from labkit.engine.tracing.explain import explain
+    if not (arguments.link or arguments.straggler or arguments.ranks or arguments.out):
+        from labkit.engine.tracing.explain import explain
 
-    print(explain(arguments.files))
+        print(explain(arguments.files))
+        return 0
+    check_writable(arguments.out)
+    from labkit.costs.what_if import what_if
+    from labkit.engine.comm.emulated_link import EmulatedLink
+    from labkit.engine.tracing.chrome import read_traces
+
+    trace, _ = read_traces(arguments.files)
+    link = None
+    if arguments.link:
+        link = EmulatedLink(**parse_link(arguments.link))
+    num_ranks = arguments.ranks or len(trace.ranks)
+    stragglers = dict(parse_straggler(text, num_ranks) for text in arguments.straggler or ())
+    prediction = what_if(trace, link=link, stragglers=stragglers, ranks=arguments.ranks)
+    print(prediction)
+    if arguments.out:
+        prediction.predicted.save(arguments.out)
     return 0
 
 

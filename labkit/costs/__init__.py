@@ -9,6 +9,7 @@
     async_run          an asynchronous parameter server: staleness, waiting time
     planner            what a split into stages costs, and the best one; layers as data
     layer_profile      the cost of each layer: measured seconds, or its counted FLOPs
+    what_if            a recorded run under other conditions: its trace is played again (replay)
 
 They are compared with measurements, so nothing that counts during a run imports them.
 """

@@ -56,8 +56,10 @@ class Hops:
 
     def wait(self) -> None:
         """Wait until all hops have ended."""
-        for work in self.under_way:
-            work.wait()
+        if self.under_way:
+            with self.comm.span("wait"):
+                for work in self.under_way:
+                    work.wait()
 
 
 def run_hop(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:

@@ -199,7 +199,7 @@ class MeasuredSplit:
         """The spans of the counted step whose length is the median."""
         index = self.step_s.index(statistics.median_low(self.step_s))
         spans = [span for span in _by_step(self.trace)[index].spans if span.kind != _MARK]
-        return Trace.merge([spans], self.trace.devices)
+        return Trace.merge([spans], self.trace.devices, self.trace.about)
 
 
 def measure_split(
@@ -251,7 +251,9 @@ def measure_split(
         step_s=[max(s.end_s for s in t.spans) - t.spans[0].start_s for t in traces],
         memory_bytes=list(map(operator.add, held, parameters)),
         held_bytes=list(held),
-        trace=Trace.merge((trace.spans for trace in traces), result.trace.devices),
+        trace=Trace.merge(
+            (trace.spans for trace in traces), result.trace.devices, result.trace.about
+        ),
     )
 
 

@@ -32,6 +32,7 @@ from labkit.schedules.pipeline import pipeline_streams
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.sharding import sharded_pass
 from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.strategies.base import Strategy
 from labkit.training.measured import measure_link
 from labkit.units import format_seconds
 from labkit.workload.losses import CountedLoss, ShareLoss
@@ -54,11 +55,16 @@ CLOSE = 0.2
 
 
 class EmulatedBlock(Block):
-    """A block that takes ``FORWARD_S`` a sample, and less if it is cut over ranks."""
+    """A block that takes ``FORWARD_S`` a sample, and less if it is cut over ranks.
+
+    On a straggler it takes ``slowdown`` times as long.
+    """
+
+    slowdown = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         num_parameters = sum(parameter.numel() for parameter in self.parameters())
-        seconds = len(x) * FORWARD_S * num_parameters / MODEL.block_parameters
+        seconds = len(x) * FORWARD_S * num_parameters / MODEL.block_parameters * self.slowdown
         if x.is_meta:
             seconds = 0.0
         time.sleep(seconds)
@@ -222,7 +228,11 @@ class StepModel:
 
 def _steps(comm: Comm, name: str, ranks: int, repeats: int) -> list[float]:
     """Seconds of this rank's steps, after one that warms up; asynchronous ones on the server."""
-    strategy = strategies.get(name)(**options_of(name, ranks))
+    return steps_of(comm, strategies.get(name)(**options_of(name, ranks)), repeats)
+
+
+def steps_of(comm: Comm, strategy: Strategy, repeats: int) -> list[float]:
+    """Seconds of this rank's steps with a technique; a ``data`` span begins each of them."""
     strategy.loss = CountedLoss(ShareLoss(functional.cross_entropy))
     strategy.setup(comm, build(), partial(torch.optim.SGD, lr=0.01))
     tokens = torch.arange(SAMPLES * (MODEL.length + 1)).view(SAMPLES, -1) % MODEL.vocabulary
@@ -238,6 +248,8 @@ def _steps(comm: Comm, name: str, ranks: int, repeats: int) -> list[float]:
         for _ in range(repeats + 1):
             comm.barrier()
             start_s = time.perf_counter()
+            with comm.span("data"):
+                pass
             strategy.step(*batch)
             seconds.append(time.perf_counter() - start_s)
     strategy.close()

@@ -167,9 +167,10 @@ class Session:
         came_s, late = board.arrived(rank, dst, src)
         if self.device.type == "cuda":
             came_s = None
-        messages = self._numbered_messages(dst, src) if self._compares else ()
+        messages = self._numbered_messages(dst, src)
+        meets = messages if self._compares else ()
         peer = src if dst is None else dst
-        self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, messages, late)
+        self.recorder.transfer(start, timer.mark(), num_bytes, peer, came_s, meets, late, messages)
 
     def _numbered_messages(self, dst: int | None, src: int | None) -> tuple[Any, ...]:
         """Return (source, destination, number) of the messages just sent and received."""
@@ -179,6 +180,10 @@ class Session:
         if src is not None:
             messages.append((src, self.rank, int(self.board.counts[RECV, src, self.rank])))
         return tuple(messages)
+
+    def _numbered_meeting(self) -> tuple[int, int, int]:
+        """Return the meeting of all ranks that was the latest joint operation."""
+        return -1, -1, int(self.board.ranks[self.rank]["joint"])
 
     @contextmanager
     def joint_operation(self, op: str) -> Iterator[None]:
@@ -198,7 +203,7 @@ class Session:
         with self.joint_operation("barrier"):
             self.transport.barrier()
         # A barrier has no payload, so all its time is waiting.
-        self.recorder.wait(start, timer.mark())
+        self.recorder.wait(start, timer.mark(), (self._numbered_meeting(),))
         self.barriers += 1
 
     @contextmanager
@@ -216,10 +221,14 @@ class Session:
         start = timer.mark()
         with self.joint_operation(name):
             yield
-        self.operations += 1 if dst is None else sent.messages - messages_before
+        num_messages = sent.messages - messages_before
+        self.operations += 1 if dst is None else num_messages
         came_s = self.board.joint_arrived_s(self.rank)
         num_bytes = sent.num_bytes - bytes_before
-        self.recorder.transfer(start, timer.mark(), num_bytes, dst, came_s, kind=kind)
+        messages = (self._numbered_meeting(),) * num_messages
+        self.recorder.transfer(
+            start, timer.mark(), num_bytes, dst, came_s, kind=kind, messages=messages
+        )
 
     # For the code that manages the run, and for strategies that use several devices
 

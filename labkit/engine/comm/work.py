@@ -6,9 +6,11 @@ A queue carries out operations on one ``Comm`` one after another, in the order o
 import atexit
 import collections
 import contextlib
+import itertools
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,12 +24,15 @@ from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.source_lines import caller_location, credit_to
 from labkit.engine.comm.transport import describe
 from labkit.engine.errors import PeerLostError
+from labkit.engine.tracing import Recorder
 
 Operation = Callable[[Comm], object]
 
 _GRACE_S = 1.0
 # How long a process that exits waits for an operation that is under way.
 _LAST_PATIENCE_S = 2.0
+# Of the operations that this process has called, in all queues.
+_call_numbers = itertools.count(1)
 
 
 class Work(dist.Work):
@@ -50,6 +55,9 @@ class Work(dist.Work):
         self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self.location = caller_location()
         self.source = -1
+        # In the caller's trace: the number of this operation, and the second of its call.
+        self.call: tuple[int, float] | None = None
+        self.recorder: Recorder | None = None
         self.done = threading.Event()
         self._error: BaseException | None = None
         # On a GPU: the caller's stream at the call, and the operation's stream at its end.
@@ -110,6 +118,8 @@ class Work(dist.Work):
             TimeoutError: it takes longer than ``timeout``, by default the group's.
             Exception: the error of the operation.
         """
+        if self.recorder is not None and self.call is not None:
+            self.recorder.waits_for(self.call[0])
         limit_s = timeout.total_seconds() if timeout else self._timeout_s
         if not self.done.wait(limit_s):
             origin = f"{self}, called at {self.location}"
@@ -218,6 +228,11 @@ class WorkQueue(threading.Thread):
             for tensor in (*inputs, *result):
                 tensor.record_stream(self._stream)
             work.called = torch.cuda.current_stream(self._stream.device).record_event()
+        else:
+            # (A GPU reaches the call later, and its times are the trace's.)
+            work.recorder = self._comm.session.recorder
+            called_s = time.perf_counter() - work.recorder.origin
+            work.call = next(_call_numbers), called_s
         if caller is self:
             # A callback of the operation that has just ended.
             with self._working:
@@ -259,6 +274,7 @@ class WorkQueue(threading.Thread):
         error = None
         self.under_way = work
         self._worker = threading.current_thread()
+        session.recorder.carry_out(work.call)
         credit_to(work.location)
         # Inference tensors may only be changed in inference mode.
         has_inference = any(tensor.is_inference() for tensor in work.result())
@@ -283,6 +299,7 @@ class WorkQueue(threading.Thread):
             if board.posted(rank) != posted_before:
                 board.give_up(rank, f"{type(error).__name__}: {error}")
         self.under_way = self._worker = None
+        session.recorder.carry_out(None)
         work.finish(error)
 
     def end(self, patience_s: float | None = None) -> bool:

@@ -93,12 +93,12 @@ def run(
         if hosts is not None:
             raise ValueError(f"hosts={hosts!r}: leave hosts out, the ranks were started already")
         settings = world_size, device, transport, timeout_s, link, devices
-        return _result(torchrun.run_as_rank(fn, args, *settings))
+        return _result(torchrun.run_as_rank(fn, args, *settings), link)
     if hosts is not None:
         from labkit.engine.runtime.ray_ranks import run_on
 
         choice = device, transport, devices
-        return _result(run_on(hosts, fn, args, world_size, choice, timeout_s, link))
+        return _result(run_on(hosts, fn, args, world_size, choice, timeout_s, link), link)
     chosen = plan(world_size, device, transport, devices=devices)
     if expendable and transport == "auto" and chosen.backend == "nccl":
         # A group of NCCL does not outlive any of its ranks.
@@ -130,7 +130,7 @@ def _run_here(job: Job) -> RunResult:
         if limit:
             raise OSError(f"the ranks could not be started: {error}. {limit}") from None
         raise
-    return _result(reports, supervisor.lost)
+    return _result(reports, job.link, supervisor.lost)
 
 
 def _value(report: Report | None) -> Any:
@@ -141,11 +141,15 @@ def _value(report: Report | None) -> Any:
     return pickle.loads(report.payload)
 
 
-def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
+def _result(
+    reports: Sequence[Report | None],
+    link: EmulatedLink | None,
+    lost: dict[int, str] | None = None,
+) -> RunResult:
     counted = [report or _LOST for report in reports]
     return RunResult(
         values=[_value(report) for report in reports],
-        trace=trace_of(filter(None, reports)),
+        trace=trace_of(filter(None, reports), link),
         duration_s=max(report.duration_s for report in counted),
         messages=[report.messages for report in counted],
         bytes_sent=[report.bytes_sent for report in counted],

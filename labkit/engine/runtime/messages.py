@@ -4,10 +4,11 @@ import contextlib
 import importlib
 import inspect
 import io
+import math
 import pickle
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from labkit.engine.comm.emulated_link import EmulatedLink
 from labkit.engine.comm.peak_memory import PeakMemory
 from labkit.engine.tracing import Span, Trace
 from labkit.engine.tracing.recorder import with_waits
@@ -56,11 +58,17 @@ class Report:
     is_plain: bool = False
 
 
-def trace_of(reports: Iterable[Report]) -> Trace:
-    """The trace of the ranks that have returned."""
+def trace_of(reports: Iterable[Report], link: EmulatedLink | None = None) -> Trace:
+    """The trace of the ranks that have returned, over an emulated link."""
     reports = list(reports)
     devices = {report.rank: report.device for report in reports}
-    return Trace.merge([with_waits(report.spans for report in reports)], devices)
+    about: dict[str, Any] = {}
+    if link is not None:
+        settings: dict[str, Any] = asdict(link)
+        if math.isinf(link.bandwidth_bytes_per_s):
+            settings["bandwidth_bytes_per_s"] = None  # JSON has no infinity
+        about["link"] = settings
+    return Trace.merge([with_waits(report.spans for report in reports)], devices, about)
 
 
 class _Pickler(cloudpickle.Pickler):

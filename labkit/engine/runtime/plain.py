@@ -8,6 +8,7 @@ and objects of the classes below, or that the program has allowed itself
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,8 +77,10 @@ def load_report(data: bytes, rank: int) -> Report:
     try:
         fields = load_plain(data)
         spans = []
-        for *values, meets in json.loads(fields["spans"]):
-            spans.append(Span(*values, meets=tuple(map(tuple, meets))))
+        for *values, meets, messages, call in json.loads(fields["spans"]):
+            span = Span(*values, meets=tuple(map(tuple, meets)))
+            messages = tuple(map(tuple, messages))
+            spans.append(replace(span, messages=messages, call=call and tuple(call)))
         report = Report(**fields | {"spans": tuple(spans)})
         if (report.rank, report.kind, report.is_plain) == (rank, "value", True):
             return report

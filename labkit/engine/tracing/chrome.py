@@ -34,7 +34,11 @@ def merge_traces(contents: dict[Path, Any]) -> tuple[Trace, str, list[str]]:
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"cannot read {path} as a Chrome trace: {error!r}") from None
         if spans:
-            return Trace.merge([spans]), "code outside all spans", []
+            trace = Trace.merge([spans], about=content.get("labkit"))
+            notes = []
+            if "predicted" in trace.about:
+                notes.append(f"This is a prediction: {trace.about['predicted']}.")
+            return trace, "code outside all spans", notes
     profiles, notes = read_profiles(contents)
     gap = "code between PyTorch's operators"
     if any(profile.on_gpu for profile in profiles):
@@ -59,6 +63,8 @@ def _own_spans(content: Any) -> list[Span]:
             end_s = start_s + event["dur"] / 1e6
             num_bytes = event["args"]["num_bytes"]
             peer = event["args"].get("peer")
-            lane = event["tid"]
-            spans.append(Span(event["pid"], event["name"], start_s, end_s, num_bytes, peer, lane))
+            messages = tuple(map(tuple, event["args"].get("messages", ())))
+            call = event["args"].get("call")
+            span = Span(event["pid"], event["name"], start_s, end_s, num_bytes, peer, event["tid"])
+            spans.append(replace(span, messages=messages, call=call and tuple(call)))
     return spans

@@ -94,6 +94,7 @@ class _Region:
     kind: str
     timer: ClockTimer
     resumed: Any
+    messages: tuple[Meeting, ...] = ()
 
     def at(self, timer: ClockTimer, mark: Any) -> Any:
         """The mark of another timer as one of this region's."""
@@ -139,7 +140,19 @@ class Recorder:
                 self._open.stack, self._open.lane = self._first_stack, 0
             else:
                 self._open.stack, self._open.lane = [], next(self._lanes)
+            self._open.call = None
         return self._open.stack
+
+    def carry_out(self, call: tuple[int, float] | None) -> None:
+        """Record this thread's next spans as parts of a call of another thread; None ends it."""
+        self._stack()
+        self._open.call = call
+
+    def waits_for(self, number: int) -> None:
+        """Record, in an open ``wait`` region, that it waits for the call with this number."""
+        stack = self._stack()
+        if stack and stack[-1].kind == "wait":
+            stack[-1].messages += ((self.rank, self.rank, number),)
 
     def _add(
         self,
@@ -150,8 +163,9 @@ class Recorder:
         num_bytes: int = 0,
         peer: int | None = None,
         meets: tuple[Meeting, ...] = (),
+        messages: tuple[Meeting, ...] = (),
     ) -> None:
-        fields = kind, num_bytes, peer, self._open.lane, meets
+        fields = kind, num_bytes, peer, self._open.lane, meets, messages, self._open.call
         if type(timer) is ClockTimer:
             # The host's own clock, where spans are short and many, takes no detour.
             self._keep(start - self.origin, end - self.origin, fields)
@@ -194,7 +208,7 @@ class Recorder:
         finally:
             end = timer.mark()
             stack.pop()
-            self._add(timer, kind, inner.resumed, end)
+            self._add(timer, kind, inner.resumed, end, messages=inner.messages)
             if self.listener is not None:
                 self.listener.begun(outer.kind if outer else None, self._open.lane)
             if outer is not None:
@@ -209,6 +223,7 @@ class Recorder:
         arrived: Any = None,
         meets: tuple[Meeting, ...] = (),
         late: int | None = None,
+        messages: tuple[Meeting, ...] = (),
         kind: str | None = None,
     ) -> None:
         """Record a transfer: waiting until ``late`` (or the peer) ``arrived``, then moving bytes.
@@ -225,12 +240,12 @@ class Recorder:
             awaited = peer if late is None else late
             self._add(self.timer, "wait", start, begun, 0, awaited)
             start = begun
-        self._add(self.timer, kind, start, end, num_bytes, peer, meets)
+        self._add(self.timer, kind, start, end, num_bytes, peer, meets, messages)
 
-    def wait(self, start: Any, end: Any) -> None:
+    def wait(self, start: Any, end: Any, messages: tuple[Meeting, ...] = ()) -> None:
         """Record that this rank waited for all others, from one mark to another."""
         self._between(start, end)
-        self._add(self.timer, "wait", start, end)
+        self._add(self.timer, "wait", start, end, messages=messages)
 
     def _between(self, start: Any, end: Any) -> str:
         """Cut the open region for a separate operation; returns the kind of a transfer here."""
@@ -249,9 +264,9 @@ class Recorder:
         """
         self.settle()
         return [
-            Span(self.rank, kind, start_s, end_s, num_bytes, peer, lane, meets)
-            for start_s, end_s, (kind, num_bytes, peer, lane, meets) in self._past
-            if end_s > start_s or num_bytes or meets or kind == "data"
+            Span(self.rank, kind, start_s, end_s, num_bytes, peer, lane, meets, messages, call)
+            for start_s, end_s, (kind, num_bytes, peer, lane, meets, messages, call) in self._past
+            if end_s > start_s or num_bytes or meets or messages or kind == "data"
         ]
 
 

@@ -44,6 +44,11 @@ class Span:
     lane: int = 0
     # On a GPU: the meetings with other ranks in this span, until ``with_waits`` has compared them.
     meets: tuple[Meeting, ...] = field(default=(), compare=False, repr=False)
+    # The messages that it sends and receives. A meeting of all ranks stands here once for each
+    # message in it. In a ``wait``: the calls that it waits for, as (rank, rank, number).
+    messages: tuple[Meeting, ...] = field(default=(), compare=False, repr=False)
+    # In an operation that another thread has called: (the call's number, its second).
+    call: tuple[int, float] | None = field(default=None, compare=False, repr=False)
 
     @property
     def duration_s(self) -> float:
@@ -55,20 +60,25 @@ class Trace:
     """The spans of all ranks of a run, sorted by start. At second 0 all ranks had started.
 
     ``devices`` are the ranks' devices by name (``cuda:0``), as far as they are known. ``apart``:
-    the recording of each rank began with its own first span.
+    the recording of each rank began with its own first span. ``about``: the settings of the run
+    that ``labkit.what_if`` needs, and ``predicted``, in words, of a trace that was not recorded.
     """
 
     spans: tuple[Span, ...] = field(default=())
     devices: Mapping[int, str] = field(default_factory=dict, hash=False)
     apart: bool = False
+    about: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
     def merge(
-        cls, parts: Iterable[Iterable[Span]], devices: Mapping[int, str] | None = None
+        cls,
+        parts: Iterable[Iterable[Span]],
+        devices: Mapping[int, str] | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> "Trace":
         spans = (span for part in parts for span in part)
         ordered = sorted(spans, key=lambda span: (span.start_s, span.rank))
-        return cls(tuple(ordered), devices or {})
+        return cls(tuple(ordered), devices or {}, about=about or {})
 
     @property
     def ranks(self) -> list[int]:
@@ -97,7 +107,7 @@ class Trace:
             for s in self.spans
             if s.start_s < end_s and s.end_s > start_s
         )
-        return Trace(tuple(cut), self.devices, self.apart)
+        return Trace(tuple(cut), self.devices, self.apart, self.about)
 
     def seconds_by_kind(
         self, rank: int | None = None, lane: int | None = None
@@ -122,7 +132,13 @@ class Trace:
             event: dict[str, Any] = {"ph": "X", "name": span.kind, "cat": span.kind}
             event |= {"pid": span.rank, "tid": span.lane}
             event |= {"ts": span.start_s * 1e6, "dur": span.duration_s * 1e6}
-            event["args"] = {"num_bytes": span.num_bytes, "peer": span.peer}
+            arguments: dict[str, Any] = {"num_bytes": span.num_bytes, "peer": span.peer}
+            if span.messages:
+                arguments["messages"] = span.messages
+            if span.call:
+                arguments["call"] = span.call
+            event["args"] = arguments
             events.append(event)
-        write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        content = {"traceEvents": events, "displayTimeUnit": "ms", "labkit": dict(self.about)}
+        write_atomically(path, json.dumps(content))
         return Path(path)

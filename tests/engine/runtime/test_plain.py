@@ -24,7 +24,7 @@ from labkit.engine.tracing import Span
 
 SPANS = (
     Span(1, "compute", 0.1, 0.25),
-    Span(1, "share_reduce", 0.25, 1 / 3, 4096, 0, 2, ((-1, -1, 7),)),
+    Span(1, "share_reduce", 0.25, 1 / 3, 4096, 0, 2, ((-1, -1, 7),), ((1, 0, 3),), (5, 0.125)),
 )
 MEMORY = PeakMemory(5, {"cuda:0": 6})
 SENT = {"messages": 3, "bytes_sent": 2**40, "device": "cuda:0 of machine 1", "duration_s": 0.1}
@@ -42,7 +42,9 @@ class Bomb:
 def test_a_report_arrives_as_it_was():
     found = load_report(dump_report(REPORT), 1)
     assert found == replace(REPORT, is_plain=True)
-    assert [span.meets for span in found.spans] == [span.meets for span in SPANS]
+    for name in ("meets", "messages", "call"):
+        arrived = [getattr(span, name) for span in found.spans]
+        assert arrived == [getattr(span, name) for span in SPANS]
     assert load_plain(found.payload) == {"loss": [0.5]}
 
 

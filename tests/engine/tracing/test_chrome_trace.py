@@ -29,12 +29,15 @@ def test_a_saved_trace_comes_back(tmp_path):
     spans = (
         Span(0, "compute", 0.0, 0.25),
         Span(1, "wait", 0.125, 0.25, 0, 0),
-        Span(1, "share_reduce", 0.25, 0.5, 4096, 0, 2),
+        Span(1, "share_reduce", 0.25, 0.5, 4096, 0, 2, (), ((1, 0, 3),), (5, 0.125)),
     )
-    path = Trace(spans, {0: "cuda:0"}).save(tmp_path / "t.json")
+    about = {"strategy": "ddp", "batch_size": 64}
+    path = Trace(spans, {0: "cuda:0"}, about=about).save(tmp_path / "t.json")
     named = [e["args"]["name"] for e in json.loads(path.read_text())["traceEvents"][:2]]
     assert named == ["rank 0 · cuda:0", "rank 1"]
-    assert read_traces([path])[0] == Trace(spans)
+    trace, _ = read_traces([path])
+    assert trace == Trace(spans, about=about)
+    assert (trace.spans[2].messages, trace.spans[2].call) == (spans[2].messages, spans[2].call)
 
 
 def test_on_a_gpu_kernels_count_and_their_launches_do_not(tmp_path):

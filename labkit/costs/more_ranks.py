@@ -1,0 +1,135 @@
+"""The lanes of a recorded run as they would be on another number of ranks.
+
+Only for data parallelism whose messages are those of a ring, or of an all-reduce in shared memory:
+these have formulas for any number of ranks. A rank takes the work of a recorded one, and computes
+in proportion to its samples. Each half of a ring becomes one meeting of all ranks.
+
+Symbols: P ranks recorded, N predicted, S bytes of one rank's tensor.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from labkit.costs.replay import RING_KINDS, Lanes, Network, Step, lanes_of, match
+from labkit.engine.tracing.spans import STEP_KINDS, Span, Trace
+from labkit.schedules.ring import chunk_bounds
+
+# Techniques whose ranks all do the same, however many there are.
+_TECHNIQUES = ("ring_all_reduce", "ddp", "sharded")
+
+
+def on_ranks(trace: Trace, num_ranks: int, network: Network | None) -> Lanes:
+    """The steps of each (rank, lane) on ``num_ranks`` ranks, from the first training step on.
+
+    ``network`` is that of the recorded run.
+
+    Raises:
+        ValueError: the messages for another number of ranks are not known, or a rank would have
+            no samples.
+    """
+    technique = trace.about.get("strategy")
+    if technique not in _TECHNIQUES:
+        raise ValueError(
+            f"ranks {num_ranks}: the messages on another number of ranks are known for "
+            f"{', '.join(_TECHNIQUES)}; this is a trace of {technique or 'no training run'}"
+        )
+    old_ranks = len(trace.ranks)
+    batch_size = trace.about["batch_size"]
+    if batch_size < max(num_ranks, old_ranks):
+        raise ValueError(
+            f"ranks {num_ranks}: a batch of {batch_size} leaves a rank without samples"
+        )
+    begins_s = {rank: trace.of(rank, "data")[0].start_s for rank in trace.ranks}
+    steps_only = tuple(span for span in trace.spans if span.start_s >= begins_s[span.rank])
+    lanes = lanes_of(replace(trace, spans=steps_only), network)
+    _check_kinds(lanes, num_ranks)
+    samples = [end - start for start, end in chunk_bounds(batch_size, old_ranks)]
+    new_lanes: Lanes = {}
+    for rank, (start, end) in enumerate(chunk_bounds(batch_size, num_ranks)):
+        template = rank % old_ranks
+        rows = {lane: steps for (owner, lane), steps in lanes.items() if owner == template}
+        ratio = (end - start) / samples[template]
+        for lane, steps in _lanes_of_rank(rank, rows, (old_ranks, num_ranks), ratio).items():
+            new_lanes[rank, lane] = steps
+    match(new_lanes)
+    return new_lanes
+
+
+def _check_kinds(lanes: Lanes, num_ranks: int) -> None:
+    """Raise ValueError for messages that are no ring's."""
+    steps = itertools.chain.from_iterable(lanes.values())
+    messages = [step for step in steps if step.is_message and not step.is_joint]
+    kinds = sorted({step.span.kind for step in messages} - RING_KINDS)
+    if kinds:
+        raise ValueError(
+            f"ranks {num_ranks}: the trace has messages of kind {', '.join(kinds)}, which are not "
+            "known on another number of ranks"
+        )
+
+
+def _lanes_of_rank(
+    rank: int, rows: dict[int, list[Step]], sizes: tuple[int, int], ratio: float
+) -> dict[int, list[Step]]:
+    """The steps by lane of ``rank`` of N, whose work is that of a recorded rank of P."""
+    parts = []
+    for lane, steps in rows.items():
+        parts += [(lane, part) for part in _collectives(steps, sizes[0])]
+    # Collectives have one order on all ranks, whichever thread carries them out.
+    parts.sort(key=lambda lane_and_part: lane_and_part[1][0].came_s)
+    number = 0
+    copy_of: dict[int, Step] = {}
+    new_rows: dict[int, list[Step]] = {lane: [] for lane in rows}
+    for lane, part in parts:
+        first = part[0]
+        span = replace(first.span, rank=rank)
+        own_s = first.own_s
+        if first.is_message:
+            number += 1
+            span, own_s = _joint(span, number, part, sizes)
+        elif span.kind in STEP_KINDS:
+            own_s *= ratio
+        fields = {"awaited": set(first.awaited), "is_called": first.is_called}
+        copy_of[id(first)] = Step(span, first.came_s, first.gap_s, own_s, **fields)
+        new_rows[lane].append(copy_of[id(first)])
+    for _, part in parts:
+        for step in part:
+            for called_s, called in step.calls:
+                copy_of[id(part[0])].calls.append((called_s, copy_of[id(called)]))
+    return new_rows
+
+
+def _collectives(steps: Sequence[Step], num_ranks: int) -> Iterator[Sequence[Step]]:
+    """Cut a lane into halves of rings, of P - 1 messages each, and single steps."""
+    index = 0
+    while index < len(steps):
+        first = index
+        missing = 0
+        if steps[first].is_message and not steps[first].is_joint:
+            missing = num_ranks - 2
+        index += 1
+        while missing and index < len(steps):
+            missing -= steps[index].is_message
+            index += 1
+        yield steps[first:index]
+
+
+def _joint(
+    span: Span, number: int, part: Sequence[Step], sizes: tuple[int, int]
+) -> tuple[Span, float]:
+    """A collective as a meeting of N ranks, and the seconds that it takes beyond the link."""
+    old_ranks, num_ranks = sizes
+    own_s = sum(step.own_s for step in part)
+    num_bytes = sum(step.span.num_bytes for step in part)
+    if not num_bytes:
+        return replace(span, messages=((-1, -1, number),)), own_s
+    count = sum(len(step.span.messages) for step in part if step.is_joint)
+    # In one hop a rank sends S to each other one; else each message is a chunk of S / P.
+    scale = (num_ranks - 1) / (old_ranks - 1)
+    new_count = num_ranks - 1
+    if count != old_ranks - 1:
+        scale *= old_ranks / num_ranks
+    if count > old_ranks - 1:
+        new_count *= 2
+    span = replace(span, messages=((-1, -1, number),) * new_count)
+    return replace(span, num_bytes=round(scale * num_bytes)), own_s * scale

@@ -1,0 +1,184 @@
+"""What if: a recorded run as it would be over another link, with a straggler, on more ranks.
+
+The computing is that of the recorded run, the schedule too (``labkit.costs.replay``); messages
+cost what the link's formula says, and waiting follows from both.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from labkit.costs.link import Link
+from labkit.costs.more_ranks import on_ranks
+from labkit.costs.replay import Network, Replay, lanes_of
+from labkit.engine.tracing.limits import Limit, what_limited
+from labkit.engine.tracing.spans import Trace
+from labkit.units import MOST_RANKS, check_integer, check_number, format_number, format_seconds
+
+# Why the order of messages of these techniques is not that of the recorded run.
+_REFUSED = {
+    "async_parameter_server": "whose push comes first depends on the seconds that would change",
+    "data_parallel": "its replicas are threads of one process, which send no messages",
+}
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A recorded run beside the same run under other conditions; prints as sentences.
+
+    Attributes:
+        conditions: what was changed, in words.
+        recorded, predicted: the two timelines; the second is no measurement.
+        recorded_s, predicted_s: seconds of a training step, the median; of the whole trace if it
+            has no steps (``unit`` is then ``in all``).
+    """
+
+    conditions: str
+    recorded: Trace = field(repr=False)
+    predicted: Trace = field(repr=False)
+    recorded_s: float
+    predicted_s: float
+    unit: str
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long as the recorded run the predicted one takes."""
+        return self.predicted_s / self.recorded_s if self.recorded_s else math.inf
+
+    def explain(self) -> Limit:
+        """What limits the predicted run."""
+        return what_limited(self.predicted, gap="idle time")
+
+    def beside(self, run: Any) -> str:
+        """How far the prediction is from ``run``, made under these conditions, in words."""
+        trace = getattr(run, "trace", run)
+        run_s = _seconds(trace)[0]
+        error = self.predicted_s / run_s - 1
+        words = f"{abs(error):.0%} too {'long' if error > 0 else 'short'}"
+        after = f"Run: {format_seconds(run_s)} {self.unit}; the prediction is {words}."
+        return f"{after} {what_limited(trace)}"
+
+    def __str__(self) -> str:
+        before = f"Recorded: {format_seconds(self.recorded_s)} {self.unit}."
+        after = f"Predicted {self.conditions}: {format_seconds(self.predicted_s)} {self.unit}, "
+        after += f"{format_number(self.ratio)} times as long."
+        return f"{before} {what_limited(self.recorded)}\n{after} {self.explain()}"
+
+
+def what_if(
+    run: Any,
+    *,
+    link: Any = None,
+    stragglers: Mapping[int, float] | None = None,
+    ranks: int | None = None,
+) -> WhatIf:
+    """Predict a recorded run over another link, with slow ranks, or on another number of ranks.
+
+    Args:
+        run: the result of ``labkit.run``, of ``labkit.train_with``, or its trace (of all ranks).
+        link: an ``EmulatedLink``; None leaves messages as they were.
+        stragglers: by rank, how many times as long it computes.
+        ranks: a technique that divides the batch and sums gradients on a ring: on so many ranks,
+            each with its own core or device. ``stragglers`` are then among these.
+
+    Raises:
+        ValueError: what cannot be predicted, and why.
+    """
+    trace = getattr(run, "trace", run)
+    _check(trace)
+    about = trace.about
+    network = None
+    if about.get("link"):
+        network = _network(**about["link"])
+    num_ranks = len(trace.ranks)
+    conditions = []
+    if ranks is not None:
+        check_integer("ranks", ranks, 2, MOST_RANKS)
+        lanes = on_ranks(trace, ranks, network)
+        num_ranks = ranks
+        conditions.append(f"on {ranks} ranks")
+    else:
+        lanes = lanes_of(trace, network)
+    if link is not None:
+        network = _network(link.latency_s, link.bandwidth_bytes_per_s, link.ranks_per_host)
+        conditions.append(f"over a link of {network}")
+    factors = dict(stragglers or {})
+    for rank, factor in factors.items():
+        check_integer("the rank of a straggler", rank, 0, num_ranks - 1)
+        check_number("the factor of a straggler", factor, 0, 1e6)
+        conditions.append(f"with rank {rank} computing {format_number(factor)} times as long")
+    words = " and ".join(conditions) or "with nothing changed"
+    spans = Replay(lanes, network, factors).run()
+    predicted = Trace.merge([spans], about={"predicted": words})
+    recorded_s, unit = _seconds(trace)
+    predicted_s, _ = _seconds(predicted)
+    return WhatIf(words, trace, predicted, recorded_s, predicted_s, unit)
+
+
+def _network(
+    latency_s: float, bandwidth_bytes_per_s: float | None, ranks_per_host: int | None
+) -> Network:
+    return Network(Link(latency_s, 1 / (bandwidth_bytes_per_s or math.inf)), ranks_per_host)
+
+
+def step_seconds(trace: Trace) -> float | None:
+    """Median seconds from one training step's start on the last rank to the next one's.
+
+    The loading of data begins a step. None for fewer than two steps.
+    """
+    begins_s = []
+    for rank in trace.ranks:
+        begins_s.append([span.start_s for span in trace.of(rank, "data", lane=0)])
+    # A rank without work, such as a server, may load no data.
+    last_s = [max(at_s) for at_s in zip(*filter(None, begins_s))]
+    if len(last_s) < 2:
+        return None
+    return statistics.median(end_s - start_s for start_s, end_s in itertools.pairwise(last_s))
+
+
+def _seconds(trace: Trace) -> tuple[float, str]:
+    """The seconds of a training step; without steps, of the whole trace."""
+    step_s = step_seconds(trace)
+    if step_s is not None:
+        return step_s, "a step"
+    ends_s = [span.end_s for span in trace.spans]
+    return max(ends_s) - min(span.start_s for span in trace.spans), "in all"
+
+
+def _check(trace: Trace) -> None:
+    """Raise ValueError for a trace that cannot be played again."""
+    about = trace.about
+    if "predicted" in about:
+        words = about["predicted"]
+        raise ValueError(f"the trace is a prediction, {words}: give the recorded one")
+    if trace.apart:
+        raise ValueError(
+            "the trace is from PyTorch's profiler, which records no bytes per message and not who "
+            "waits for whom: record the run with labkit, and save its result's trace"
+        )
+    technique = about.get("strategy", "")
+    if technique in _REFUSED:
+        raise ValueError(f"a run of {technique} cannot be predicted: {_REFUSED[technique]}")
+    if about.get("builtin"):
+        raise ValueError("the messages of PyTorch's own techniques are not recorded")
+    if len(trace.ranks) < 2:
+        raise ValueError("the trace is of one rank, which waits for nobody: give that of a run")
+    if not any(span.messages for span in trace.spans):
+        raise ValueError(
+            "the trace does not say which message is which, so it is of an older labkit, or of a "
+            "run without messages: record the run again"
+        )
+    for span in trace.spans:
+        if span.kind == "between_hosts":
+            raise ValueError(
+                "the hierarchical all-reduce moves messages while others move, and the trace does "
+                "not say since when: record the run without hierarchical"
+            )
+        if span.lane and span.call is None:
+            raise ValueError(
+                f"rank {span.rank} has a span, {span.kind}, in a thread of which the trace does "
+                "not say who called it and when (on a GPU it never does)"
+            )
