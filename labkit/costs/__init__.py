@@ -7,6 +7,7 @@
     hidden             from how many tokens on communication is no longer than computing
     memory             what a rank holds, by what it is for
     async_run          an asynchronous parameter server: staleness, waiting time
+    failures           the checkpoint interval that loses least, and goodput
 
 They are compared with measurements, so nothing that counts during a run imports them.
 """
@@ -14,6 +15,10 @@ They are compared with measurements, so nothing that counts during a run imports
 from labkit.costs.ddp_step import (
     predict_step as predict_step,
     samples_that_hide as samples_that_hide,
+)
+from labkit.costs.failures import (
+    checkpoint_interval_s as checkpoint_interval_s,
+    goodput as goodput,
 )
 from labkit.costs.hidden import tokens_that_hide as tokens_that_hide
 from labkit.costs.link import (

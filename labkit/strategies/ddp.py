@@ -343,7 +343,7 @@ class DDP(OnShares):
     outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        self.outer_step = None
+        self.outer_step: OuterStep | None = None
         if (self.outer_lr, self.outer_momentum) != (1.0, 0.0):
             self.outer_step = OuterStep(self.outer_lr, self.outer_momentum)
         if self.average_every is None:
