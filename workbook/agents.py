@@ -6,6 +6,7 @@ of a private folder, so that none of them unpickles what comes over a socket (SE
 """
 
 import contextlib
+import logging
 import math
 import os
 import queue
@@ -83,6 +84,7 @@ def start_agents(
     *,
     hosts: int = 2,
     ranks_per_host: int = 2,
+    forked: bool = False,
     options: Sequence[str] = (),
     environment: dict[str, str] | None = None,
 ) -> Iterator[Agents]:
@@ -94,6 +96,8 @@ def start_agents(
     Args:
         program: a script and its arguments, or ``-m``, a module and its arguments.
         hosts, ranks_per_host: the number of agents, and of the ranks that each of them starts.
+        forked: whether ranks are forks of their agent, which has imported torch: then they start
+            at once, and no agent says how one has ended. The program is a file.
         options: more options of ``torchrun``, such as ``--max-restarts``, ``1``.
         environment: more variables for the ranks.
     """
@@ -116,6 +120,8 @@ def start_agents(
                     --rdzv-backend c10d --rdzv-conf store_type=file --rdzv-id labkit
                     --local-addr 127.0.0.{1 + host}""".split()
                 words += ["--rdzv-endpoint", f"{folder}/store"]
+                if forked:
+                    words += ["--run-path", "--start-method", "fork"]
                 words += ["--log-dir", f"{folder}/host{host}", *options, script, *arguments]
                 process = subprocess.Popen(
                     [sys.executable, *words],
@@ -156,6 +162,9 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    if "--run-path" in sys.argv:
+        # PyTorch's logger imports its compiler to format a traceback, which takes seconds.
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
     parent = os.getppid()
     caller = os.dup(0)
     # The ranks get an empty input.
@@ -180,3 +189,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    # To take torch apart takes seconds.
+    os._exit(0)

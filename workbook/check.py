@@ -21,6 +21,7 @@ from workbook.exercises import (
     detective,
     elsewhere,
     experts,
+    failures,
     fairness,
     hops,
     hosts,
@@ -43,7 +44,16 @@ from workbook.exercises.grader import Case, Exercise, Target, Verdict, grade
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "grade"]
 __all__ += ["backend", "cases", "choosing", "collectives", "compressed", "coordinator"]
-__all__ += ["data_parallel", "ddp", "detective", "elsewhere", "experts", "fairness", "hops"]
-__all__ += ["hosts", "mesh", "messages", "overlap", "parameter_server", "pipeline", "placement"]
+__all__ += ["data_parallel", "ddp", "detective", "elsewhere", "experts", "failures", "fairness"]
+__all__ += [
+    "hops",
+    "hosts",
+    "mesh",
+    "messages",
+    "overlap",
+    "parameter_server",
+    "pipeline",
+    "placement",
+]
 __all__ += ["puzzles", "rendezvous", "ring", "sharded", "staleness", "step", "tensor_parallel"]
 __all__ += ["tree"]

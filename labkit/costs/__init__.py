@@ -7,6 +7,7 @@
     hidden             from how many tokens on communication is no longer than computing
     memory             what a rank holds, by what it is for
     async_run          an asynchronous parameter server: staleness, waiting time
+    failures           the checkpoint interval that loses least, and goodput
     planner            what a split into stages costs, and the best one; layers as data
     layer_profile      the cost of each layer: measured seconds, or its counted FLOPs
     what_if            a recorded run under other conditions: its trace is played again (replay)
@@ -17,6 +18,10 @@ They are compared with measurements, so nothing that counts during a run imports
 from labkit.costs.ddp_step import (
     predict_step as predict_step,
     samples_that_hide as samples_that_hide,
+)
+from labkit.costs.failures import (
+    checkpoint_interval_s as checkpoint_interval_s,
+    goodput as goodput,
 )
 from labkit.costs.hidden import tokens_that_hide as tokens_that_hide
 from labkit.costs.link import (

@@ -15,10 +15,15 @@ bytes. Momenta stay local: with SGD, momentum or not, an update is linear in the
 K = 1 the mean parameters depend on the mean gradients alone, and are those of DDP. With K > 1, or
 with Adam, they are others.
 
+**DiLoCo** (``outer_lr``, ``outer_momentum``) does not stop at that mean. How far the mean has
+moved since the average before it counts as a gradient, of which an outer SGD with Nesterov's
+momentum makes an update. Every rank makes the same one, so the bytes are those of local SGD.
+
 Sources: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
 (2020), sections 3.2.1 (naive), 3.2.2 (buckets) and 3.2.3 (overlap); Stich, "Local SGD converges
 fast and communicates little" (2019), algorithm 1; Lin et al., "Don't use large mini-batches, use
-local SGD" (2020).
+local SGD" (2020); Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
+Models" (2023), algorithm 1.
 """
 
 import contextlib
@@ -250,20 +255,72 @@ class Bucket:
 
 
 class LocalSGD(NaiveDDP):
-    """A ``NaiveDDP`` that averages parameters instead of gradients, in ``average``."""
+    """A ``NaiveDDP`` that averages parameters instead of gradients, in ``average``.
 
-    def __init__(self, comm: Comm, module: nn.Module, **options: Any):
+    With an ``outer_step`` the mean is not taken as it is.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        module: nn.Module,
+        *,
+        outer_step: "OuterStep | None" = None,
+        **options: Any,
+    ):
         super().__init__(comm, module, **options)
         self._synchronises = False
+        self.outer_step = outer_step
+        if outer_step is not None:
+            outer_step.begin(self._flat())
 
     @torch.no_grad()
     def average(self) -> None:
         """Give each parameter the mean over the ranks, in one all-reduce; buffers are rank 0's."""
-        flat = torch.cat([parameter.flatten() for parameter in self.trained])
+        flat = self._flat()
         self.all_reduce(self.comm, flat, "mean")
+        if self.outer_step is not None:
+            self.outer_step.update(flat)
         for parameter, mean in zip(self.trained, views_of(flat, self.trained)):
             parameter.copy_(mean)
         broadcast_coalesced(self.comm, self.module.buffers())
+
+    def _flat(self) -> Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in self.trained])
+
+
+class OuterStep:
+    """DiLoCo's outer SGD with Nesterov's momentum, the same on all ranks.
+
+    Args:
+        lr: above 0; 1 without momentum takes the mean as it is, to the bit.
+        momentum: in [0, 1), of the outer gradients, as ``torch.optim.SGD(nesterov=True)`` counts.
+    """
+
+    def __init__(self, lr: float, momentum: float):
+        if lr <= 0:
+            raise ValueError(f"outer_lr must be above 0, got {lr}: parameters would never move")
+        if not 0 <= momentum < 1:
+            raise ValueError(
+                f"outer_momentum must be at least 0 and below 1, got {momentum}: with 1 or more "
+                "no outer gradient is ever forgotten"
+            )
+        self.lr = lr
+        self.momentum = momentum
+
+    def begin(self, parameters: Tensor) -> None:
+        """Take the parameters [N] that all ranks start with."""
+        self.parameters = parameters
+        self.velocity = torch.zeros_like(parameters)
+
+    def update(self, mean: Tensor) -> None:
+        """Replace the ranks' ``mean`` [N] by the parameters after the outer step."""
+        # The outer gradient, by which plain averaging would go down.
+        moved = self.parameters - mean
+        self.velocity = self.momentum * self.velocity + moved
+        # parameters - lr (moved + momentum velocity), so written that lr 1 leaves the mean exact.
+        mean += (1 - self.lr) * moved - self.lr * self.momentum * self.velocity
+        self.parameters = mean.clone()
 
 
 @dataclass(eq=False)
@@ -274,15 +331,28 @@ class DDP(OnShares):
         average_every: K, for local SGD: parameters are averaged after every K updates of an epoch
             and at its end. ``clip_norm`` limits the norm of each rank's own gradient. Of a loss
             with weights that depend on the data, ranks add up the weight in every step.
+        outer_lr, outer_momentum: DiLoCo's outer step at every average; its paper takes 0.7 and
+            0.9. With 1 and 0 there is none.
     """
 
     sync_batch_norm: bool = False
     bucket_mb: float = 25
     hierarchical: bool = False
     average_every: int | None = None
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
+        self.outer_step: OuterStep | None = None
+        if (self.outer_lr, self.outer_momentum) != (1.0, 0.0):
+            self.outer_step = OuterStep(self.outer_lr, self.outer_momentum)
         if self.average_every is None:
+            if self.outer_step is not None:
+                raise ValueError(
+                    f"outer_lr {self.outer_lr} and outer_momentum {self.outer_momentum} are of "
+                    "the step after an average of parameters: give average_every, the updates "
+                    "between two averages"
+                )
             return
         reason = (
             f"with average_every {self.average_every} momenta differ between ranks, and a "
@@ -306,7 +376,7 @@ class DDP(OnShares):
         if self.average_every is None:
             self.replica = BucketedDDP(comm, self.model, bucket_mb=self.bucket_mb, **options)
         else:
-            self.replica = LocalSGD(comm, self.model, **options)
+            self.replica = LocalSGD(comm, self.model, outer_step=self.outer_step, **options)
             self.since_average = 0
             # Then the mean of the ranks' gradients is that of the mean loss over the global batch.
             self.factor = comm.world_size

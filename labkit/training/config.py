@@ -158,6 +158,12 @@ class RunConfig:
     average_every: int | None = _option(
         None, "ddp: local SGD: average parameters after that many updates, not gradients"
     )
+    outer_lr: float | None = _option(
+        None, "ddp with average_every: DiLoCo's outer learning rate (0.7); 1 takes the average"
+    )
+    outer_momentum: float | None = _option(
+        None, "ddp with average_every: DiLoCo's outer Nesterov momentum (0.9)"
+    )
     accumulate: int | None = _option(None, "micro-batches per update and synchronisation")
     amp: str | None = _option(None, "mixed precision; tf32: products of float32 on NVIDIA's GPUs")
     sync_batch_norm: bool = _option(

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit import run
 from labkit.costs.traffic import Cost, ring_all_reduce_cost
 from labkit.schedules.bucket_assignment import MIB
-from labkit.strategies.ddp import DDP, BucketedDDP, NaiveDDP
+from labkit.strategies.ddp import DDP, BucketedDDP, NaiveDDP, OuterStep
 from labkit.training.resolve import find_technique
 from labkit.training.result import checksum, largest_difference
 from labkit.workload.samples import share
@@ -159,9 +159,9 @@ class Counting(Everything):
 BATCHES, EVERY, AVERAGES = some_batches((7, 5, 2, 9, 8)), 2, (2, 4, 5)
 
 
-def local_sgd(comm):
+def local_sgd(comm, **outer_step):
     """(state after each step, bytes sent in all steps)."""
-    strategy, states = DDP(average_every=EVERY), []
+    strategy, states = DDP(average_every=EVERY, **outer_step), []
     strategy.setup(comm, seeded(Counting), sgd)
     before = comm.bytes_sent
     for inputs, targets in BATCHES:
@@ -173,10 +173,13 @@ def local_sgd(comm):
     return [*states[:-1], strategy.full_state()], comm.bytes_sent - before
 
 
-def one_after_the_other(world_size):
+def one_after_the_other(world_size, outer_lr=1.0, outer_momentum=0.0):
     """The state after the last average, by plain PyTorch."""
     models = [seeded(Counting) for _ in range(world_size)]
     optimizers = [sgd([p for p in model.parameters() if p.requires_grad]) for model in models]
+    started = [*seeded(Counting).parameters()]
+    nesterov = {"momentum": outer_momentum, "nesterov": outer_momentum > 0}
+    outer = torch.optim.SGD(started, lr=outer_lr, **nesterov)
     for number, (inputs, targets) in enumerate(BATCHES, start=1):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers)):
             for parameter in model.parameters():
@@ -185,18 +188,28 @@ def one_after_the_other(world_size):
             loss = functional.cross_entropy(model(inputs[mine]), targets[mine], reduction="sum")
             (loss * world_size / len(targets)).backward()
             optimizer.step()
-        for same in zip(*(model.parameters() for model in models)) if number in AVERAGES else ():
-            mean = torch.stack([*same]).mean(0).detach()
+        if number not in AVERAGES:
+            continue
+        for start, *same in zip(started, *(model.parameters() for model in models)):
+            start.grad = start.detach() - torch.stack(same).mean(0).detach()
+        outer.step()
+        for start, *same in zip(started, *(model.parameters() for model in models)):
             for parameter in same:
-                parameter.data = mean.clone()
+                parameter.data = start.detach().clone()
     return models[0].state_dict()
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_local_sgd_averages_what_the_ranks_have_trained_alone(world_size):
-    values = run(local_sgd, world_size=world_size).values
+DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "outer_step"), [(1, {}), (3, {}), (4, {}), (1, DILOCO), (3, DILOCO)]
+)
+def test_local_sgd_averages_what_the_ranks_have_trained_alone(world_size, outer_step):
+    values = run(partial(local_sgd, **outer_step), world_size=world_size).values
     # (The buffer is rank 0's.)
-    assert largest_difference(values[0][0][-1], one_after_the_other(world_size)) < 1e-10
+    due = one_after_the_other(world_size, **outer_step)
+    assert largest_difference(values[0][0][-1], due) < 1e-10
     for number, same in enumerate(zip(*(found for found, _ in values)), start=1):
         assert len({*map(checksum, same)}) == (1 if number in AVERAGES else world_size), number
     trained = sum(p.numel() for p in Counting().parameters() if p.requires_grad)
@@ -206,7 +219,30 @@ def test_local_sgd_averages_what_the_ranks_have_trained_alone(world_size):
         assert num_bytes == len(AVERAGES) * average.num_bytes
 
 
+def test_an_outer_step_with_lr_1_and_no_momentum_keeps_the_bits_of_the_mean():
+    outer_step = OuterStep(1.0, 0.0)
+    parameters, *means = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1))
+    outer_step.begin(parameters)
+    for mean in means:
+        updated = mean.clone()
+        outer_step.update(updated)
+        assert torch.equal(updated, mean)
+
+
 def test_local_sgd_refuses_what_it_has_no_gradients_for():
     for options in ({"sync_batch_norm": True}, {"bucket_mb": 1}, {"amp": "fp16"}):
         with pytest.raises(ValueError, match="average_every 4 does not go with "):
             DDP(average_every=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"outer_lr": 0.7}, "give average_every"),
+        ({"average_every": 4, "outer_lr": 0.0}, "outer_lr must be above 0"),
+        ({"average_every": 4, "outer_momentum": 1.0}, "outer_momentum must be .* below 1"),
+    ],
+)
+def test_an_outer_step_needs_averages_and_forgets(options, why):
+    with pytest.raises(ValueError, match=why):
+        DDP(**options)

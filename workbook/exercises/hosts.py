@@ -1,4 +1,4 @@
-"""Page 14: all-reduce over several hosts, in pieces, local SGD, and the place of a process.
+"""Page 14: all-reduce over several hosts, in two pieces, and local SGD.
 
 The ranks of one machine play the ranks of several hosts: what counts is which of them send to
 each other. Hosts have different numbers of ranks, and ranks are numbered host by host.
@@ -20,10 +20,8 @@ from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.emulated_link import EmulatedLink
 from labkit.units import format_bytes
-from workbook.exercises.grader import Case, Check, Target, Wrong, judged
-from workbook.exercises.grader.compare import agree, plain, short
+from workbook.exercises.grader import Case, Check, Target
 from workbook.exercises.grader.exercise import DRAWN, Found, Ranks, same_bits
-from workbook.exercises.ring import ring_target
 
 Hosts = tuple[tuple[int, ...], ...]
 
@@ -82,32 +80,6 @@ inside = _check(
 )
 
 
-def _peers(rank: int, case: Case) -> tuple[int, ...]:
-    """The ranks with this local rank on each host; local rank 0 if not every host has it."""
-    local_rank = _host(rank, case).index(rank) % min(_RANKS[case.world_size])
-    return tuple(host[local_rank] for host in hosts_of(case))
-
-
-def _ring_of_peers(rank: int, case: Case) -> Target:
-    peers = _peers(rank, case)
-    if rank not in peers:
-        return Target(0, 0, peers=frozenset())
-    ring = ring_target(case.size, 4, peers.index(rank), Case(len(peers), case.size))
-    return ring._replace(peers=frozenset(peers) - {rank})
-
-
-# Called on ``peers`` only. Target: the ring of H ranks, 2 (H - 1) messages of a piece each.
-between = _check(
-    "hosts.between",
-    lambda rank, case: case.total(_peers(rank, case)) if rank in _peers(rank, case) else None,
-    signature="comm, chunk, peers",
-    inputs=lambda rank, case: (case.tensor(rank), _peers(rank, case)),
-    call=lambda fn, comm, chunk, peers: comm.rank in peers and fn(comm, chunk, peers),
-    target=_ring_of_peers,
-    link=_CARD,
-)
-
-
 def _leaves_too_much(case: Case, ranks: Ranks) -> Found:
     hosts = hosts_of(case)
     # Ranks may cut a tensor into up to P pieces before the ring of hosts cuts them into H.
@@ -161,15 +133,24 @@ def _gradient_of(rank: int, case: Case) -> Callable[[Tensor, int], Tensor]:
 
 
 def _trained(
-    case: Case, rank: int, divisor: int = 0, at_end: bool = True, interval: int = 0
+    case: Case,
+    rank: int,
+    divisor: int = 0,
+    at_end: bool = True,
+    interval: int = 0,
+    first_step: int = 1,
 ) -> Tensor:
-    """The rank's weights at the end, of all ranks' updates one after the other."""
+    """The rank's weights at the end, of all ranks' updates one after the other.
+
+    A mean is taken after every step whose number, counted from ``first_step``, ``interval``
+    divides.
+    """
     steps, usual_interval = _plan(case)
     interval = interval or usual_interval
     weights = [_start(case)] * case.world_size
     for step in range(steps):
         weights = [w - LR * _gradient_of(r, case)(w, step) for r, w in enumerate(weights)]
-        if (step + 1) % interval == 0 or (at_end and step + 1 == steps):
+        if (step + first_step) % interval == 0 or (at_end and step + 1 == steps):
             mean = torch.stack(weights).sum(0) / (divisor or case.world_size)
             weights = [mean] * case.world_size
     return weights[rank]
@@ -211,45 +192,12 @@ local_sgd = Check(
         "the steps after the last full round are never averaged": (
             lambda rank, case: _trained(case, rank, at_end=False)
         ),
+        "step begins at 0, so step % every == 0 takes the mean after the first step already": (
+            lambda rank, case: _trained(case, rank, first_step=0)
+        ),
     },
     rule=same_bits,
     target=_an_all_reduce_per_average,
     special=lambda case: "{} steps, an average every {}".format(*_plan(case)),
     link=_CARD,
 )
-
-# The tasks of each node as Slurm writes them -> rank, local rank and host.
-_SLURM = {
-    "2,2": ((0, 0, 0), (3, 1, 1)),
-    "2(x3),1": ((1, 1, 0), (4, 0, 2), (6, 0, 3)),
-    "3,1(x2),4": ((2, 2, 0), (3, 0, 1), (4, 0, 2), (5, 0, 3), (8, 3, 3)),
-    "12(x12)": ((13, 1, 1), (143, 11, 11)),
-}
-
-
-def _torchruns(rank: int, local_rank: int, host: int, **variables: str) -> tuple:
-    variables |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
-    return variables, (rank, local_rank, host)
-
-
-@judged(
-    "environment",
-    *(_torchruns(5, 1, 1), _torchruns(3, 3, 0)),
-    _torchruns(4, 0, 1, SLURM_PROCID="1", SLURM_TASKS_PER_NODE="1(x2)"),
-    *(
-        ({"SLURM_PROCID": str(ranks[0]), "SLURM_TASKS_PER_NODE": tasks}, ranks)
-        for tasks, processes in _SLURM.items()
-        for ranks in processes
-    ),
-)
-def place(fn: Callable, environment: dict[str, str], expected: tuple) -> Wrong | None:
-    """Grade ``fn(environment)``: (rank, local rank, host) of a process of torchrun or of Slurm.
-
-    ``environment`` is a dict of strings. Under Slurm the local rank and the host follow from
-    SLURM_PROCID and SLURM_TASKS_PER_NODE. Under a torchrun that Slurm has started, torchrun's
-    variables are right.
-    """
-    answer = fn(environment)
-    if agree(answer, expected):
-        return None
-    return Wrong(f"it returned {short(plain(answer))}")

@@ -5,6 +5,7 @@
     bench pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
     compare             all techniques and PyTorch's, under equal conditions
 
-``turns`` has the rules of timing, ``record`` what stands beside the results. ``two_hosts`` and
-``elsewhere`` show the records of ``make two-hosts`` and ``make elsewhere``.
+``turns`` has the rules of timing, ``record`` what stands beside the results. ``failures`` trains
+while hosts fail. ``two_hosts`` and ``elsewhere`` show the records of ``make two-hosts`` and ``make
+elsewhere``.
 """

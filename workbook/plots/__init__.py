@@ -18,6 +18,7 @@ from workbook.plots.pipeline import (
     pipeline_timetable as pipeline_timetable,
     step_by_micro_batches as step_by_micro_batches,
 )
+from workbook.plots.replicas import replicas as replicas
 from workbook.plots.ring import (
     ring_states as ring_states,
     ring_step as ring_step,

@@ -75,6 +75,12 @@ STYLES = {
     "activation": Style(VERMILION, ".."),
     "gradient": Style(ORANGE, "--", DARK),
     "wait": Style(GREY, "..", "#595959"),
+    # While hosts fail.
+    "train": Style(GREEN),
+    "run again": Style(SKY, "xx", DARK),
+    "checkpoint": Style(BLUE),
+    "down": Style(DARK),
+    "recover": Style(PURPLE, "..."),
     # Time outside all spans: Python between the spans.
     "other": Style("#F2F2F2", "//", GREY),
 }

@@ -31,6 +31,8 @@ from workbook.plots.palette import styles_of, swatch
 
 # With more lanes, a lane is too low for a second line, and each rank's numbers are too many words.
 _MOST_LANES = 8
+# Behind a text on a bar.
+BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
 
 
 @drawn
@@ -230,5 +232,4 @@ def draw_spans(
 
 def tag(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
     """Text on a bar, on a white background, so that no hatch runs through it."""
-    box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-    axes.text(x, y, text, va="center", ha="center", bbox=box, **look)
+    axes.text(x, y, text, va="center", ha="center", bbox=BOX, **look)

@@ -1,11 +1,10 @@
 """Answers to ``check.hosts``."""
 
-import re
-
 import torch
 from graded import Answers, ends
 
 from labkit.collectives import fast_ring_all_reduce, ring_all_reduce
+from labkit.engine.comm.comm import SubComm
 from workbook import check
 
 # inside(comm, chunks, host)
@@ -43,15 +42,11 @@ def inside_all_send_first(comm, chunks, host):
             chunk += comm.recv(torch.empty_like(chunk), host[0])
 
 
-# between(comm, chunk, peers)
+# between hosts, for all_reduce
 
 
 def between(comm, chunk, peers):
     around(comm, chunk, peers, peers.index(comm.rank))
-
-
-def takes_its_rank_for_its_place(comm, chunk, peers):
-    around(comm, chunk, peers, comm.rank % len(peers))
 
 
 def around(comm, chunk, peers, place):
@@ -66,14 +61,6 @@ def around(comm, chunk, peers, place):
     for step in range(H - 1):
         sent, received = (place + 1 - step) % H, (place - step) % H
         comm.exchange(pieces[sent], dst, pieces[received], src)
-
-
-def between_with_all(comm, chunk, peers):
-    """The whole chunk to every peer: as good with two hosts, and too much with three."""
-    H, place, own = len(peers), peers.index(comm.rank), chunk.clone()
-    for turn in range(1, H):
-        to, source = peers[(place + turn) % H], peers[(place - turn) % H]
-        chunk += comm.exchange(own, to, torch.empty_like(own), source)
 
 
 # all_reduce(comm, tensor, hosts)
@@ -102,6 +89,13 @@ def over_hosts(comm, tensor, hosts, steps=(inside, between, share_inside)):
 
 def as_on_the_page(comm, tensor, hosts):
     over_hosts(comm, tensor, hosts)
+
+
+def with_labkit_s_ring_between(comm, tensor, hosts):
+    def ring(comm, chunk, peers):
+        ring_all_reduce(SubComm(comm, peers), chunk)
+
+    over_hosts(comm, tensor, hosts, (inside, ring, share_inside))
 
 
 def around_all_ranks(comm, tensor, hosts):
@@ -150,41 +144,19 @@ def averages_before_the_first_step_too(comm, weight, gradient_of, steps, every):
     local_sgd(comm, weight, gradient_of, steps, every)
 
 
+def counts_steps_from_0(comm, weight, gradient_of, steps, every):
+    for step in range(steps):
+        weight -= 0.1 * gradient_of(weight, step)
+        if step % every == 0 or step + 1 == steps:
+            ring_all_reduce(comm, weight, "mean")
+
+
 def averages_gradients(comm, weight, gradient_of, steps, every):
     for step in range(steps):
         gradient = gradient_of(weight, step)
         if (step + 1) % every == 0 or step + 1 == steps:
             ring_all_reduce(comm, gradient, "mean")
         weight -= 0.1 * gradient
-
-
-# place(environment)
-
-
-def place(environment):
-    if "RANK" in environment:
-        return tuple(int(environment[n]) for n in ("RANK", "LOCAL_RANK", "GROUP_RANK"))
-    tasks, rank = tasks_of(environment["SLURM_TASKS_PER_NODE"]), int(environment["SLURM_PROCID"])
-    by_rank = [host for host, count in enumerate(tasks) for _ in range(count)]
-    return rank, rank - by_rank.index(by_rank[rank]), by_rank[rank]
-
-
-def tasks_of(text):
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
-
-
-def as_if_all_had_the_first_nodes_tasks(environment):
-    if "RANK" in environment:
-        return place(environment)
-    tasks = tasks_of(environment["SLURM_TASKS_PER_NODE"])[0]
-    rank = int(environment["SLURM_PROCID"])
-    return rank, rank % tasks, rank // tasks
-
-
-def local_rank_is_rank(environment):
-    rank, _, host = place(environment)
-    return rank, rank, host
 
 
 ANSWERS = [
@@ -195,14 +167,8 @@ ANSWERS = [
         on=4,
     ),
     Answers(
-        check.hosts.between,
-        [between],
-        [between_with_all, ends(takes_its_rank_for_its_place)],
-        on=6,
-    ),
-    Answers(
         check.hosts.all_reduce,
-        [as_on_the_page],
+        [as_on_the_page, with_labkit_s_ring_between],
         [around_all_ranks, forgets_the_others_at_home],
         on=4,
     ),
@@ -211,8 +177,7 @@ ANSWERS = [
         [as_explained, round_by_round],
         [
             *(adds_the_weights, leaves_the_last_steps, averages_before_the_first_step_too),
-            averages_gradients,
+            *(averages_gradients, counts_steps_from_0),
         ],
     ),
-    Answers(check.hosts.place, [place], [as_if_all_had_the_first_nodes_tasks, local_rank_is_rank]),
 ]

@@ -1,0 +1,65 @@
+"""Training while hosts fail: nothing that counts is lost, and nothing of it is left."""
+
+import itertools
+import os
+
+import pytest
+
+from labkit.engine.comm.shared_memory import marked
+from labkit.engine.tracing import Span
+from workbook import plots
+from workbook.exercises.programs.faulty_hosts import Settings
+from workbook.measure.failures import Fault, FaultyRun, train_with_faults
+
+pytestmark = pytest.mark.fresh
+
+# As quick as torchrun is; the last one is over before anybody has lost patience.
+FAULTS = [Fault("kill", 1, 0.6), Fault("stop", 0, 5.0, lasts_s=1.5)]
+FAULTS += [Fault("cut", 1, 10.0, lasts_s=1.5), Fault("stop", 1, 15.0, lasts_s=0.2)]
+SETTINGS = Settings(every=30, recovery_s=2.0, patience_s=1.0, duration_s=16.0)
+
+
+@pytest.mark.slow
+def test_training_goes_on_after_each_fault_as_if_none_had_been():
+    folders = set(os.listdir(os.environ["TMPDIR"])) if "TMPDIR" in os.environ else None
+    run = train_with_faults(FAULTS, SETTINGS)
+    assert run.faults == FAULTS
+    assert sorted(run.losses) == list(range(1, len(run.losses) + 1))
+    assert all(len(set(losses)) == 1 for losses in run.losses.values())
+    # A fault costs at most the steps between two checkpoints.
+    twice = sum(len(losses) - 1 for losses in run.losses.values())
+    assert 0 < twice <= 3 * SETTINGS.every
+    assert run.goodput == pytest.approx(len(run.losses) * run.step_s / run.duration_s)
+    for rank in range(4):
+        spans = [span for span in run.spans if span.rank == rank]
+        for before, after in itertools.pairwise(spans):
+            assert before.end_s <= after.start_s + 1e-6
+        downs = [span for span in spans if span.kind == "down"]
+        waits = [span for span in spans if span.kind == "wait"]
+        # Host 0 is stopped once, host 1 is killed and cut; nobody restarts for a short stop.
+        assert (len(downs), len(waits)) == ((1, 2) if rank < 2 else (2, 1))
+    assert not marked("LABKIT_AGENTS_FOLDER", "")
+    if folders is not None:
+        assert set(os.listdir(os.environ["TMPDIR"])) == folders
+
+
+def test_faults_in_a_recovery_and_unknown_ones_are_refused():
+    with pytest.raises(ValueError, match="the second would meet the recovery"):
+        train_with_faults([Fault("kill", 0, 1.0), Fault("kill", 1, 2.0)])
+    with pytest.raises(ValueError, match="kind"):
+        Fault("flood", 0, 1.0)
+    with pytest.raises(ValueError, match="host"):
+        Fault("kill", 2, 1.0)
+
+
+def test_the_figure_has_a_lane_per_rank_and_the_formula_beside_what_counted():
+    spans = [Span(0, "train", 0.0, 2.0), Span(1, "train", 0.0, 1.0), Span(1, "down", 1.0, 2.0)]
+    losses = {step: [1.0] for step in range(1, 11)}
+    run = FaultyRun([Fault("kill", 0, 1.0)], spans, losses, step_s=0.1, duration_s=2.0)
+    figure = plots.replicas(run, 0.4)
+    assert run.goodput == 0.5
+    (axes,) = figure.figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["rank 0", "rank 1", "counted", "by the formula"]
+    assert "50% of 2 s counted, by the formula 40%" in figure.caption
+    assert "kill of host 0 at 1 s" in figure.alt

@@ -1,0 +1,220 @@
+"""Training while hosts fail on a schedule: what each rank did when, and how much of it counted.
+
+Agents of ``torchrun`` play the hosts (``workbook.agents``), and their ranks run
+``exercises/programs/faulty_hosts.py``. A fault meets all ranks of a host at once:
+
+    kill    SIGKILL: as if the power had failed
+    stop    SIGSTOP for a while: the processes are there, and do nothing
+    cut     the host's ranks go on, but send nothing for a while; without root there is no cable to
+            pull, so each sleeps before its next message
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit.engine.files import write_atomically
+from labkit.engine.tracing import Span
+from labkit.units import check_choice, check_integer, check_number
+from workbook.agents import start_agents
+from workbook.exercises.programs import faulty_hosts
+from workbook.exercises.programs.faulty_hosts import Settings
+
+HOSTS = 2
+RANKS_PER_HOST = 2
+_RANKS = HOSTS * RANKS_PER_HOST
+_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a host: ``kind`` is kill, stop or cut.
+
+    ``at_s`` counts from the first step. A stop or a cut ends after ``lasts_s``.
+    """
+
+    kind: str
+    host: int
+    at_s: float
+    lasts_s: float = 0.7
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, ("kill", "stop", "cut"))
+        check_integer("host", self.host, 0, HOSTS - 1)
+        check_number("at_s", self.at_s, 0, _LIMIT_S)
+        check_number("lasts_s", self.lasts_s, 0, _LIMIT_S)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of its host."""
+        return range(self.host * RANKS_PER_HOST, (self.host + 1) * RANKS_PER_HOST)
+
+
+@dataclass(frozen=True)
+class FaultyRun:
+    """What a run with faults has done; seconds count from its first step.
+
+    Attributes:
+        faults: those that came before its end.
+        spans: what each rank did, of the kinds train, run again, checkpoint, recover, down, wait.
+        losses: step -> the loss, each time that it was run.
+        step_s: the median step that no fault met.
+        duration_s: until the end of the last step.
+    """
+
+    faults: Sequence[Fault]
+    spans: Sequence[Span]
+    losses: dict[int, list[float]]
+    step_s: float
+    duration_s: float
+
+    @property
+    def useful_s(self) -> float:
+        """The time of the steps that count: each once, however often it was run."""
+        return len(self.losses) * self.step_s
+
+    @property
+    def goodput(self) -> float:
+        """Useful steps / the steps for which there would have been time without faults."""
+        return self.useful_s / self.duration_s
+
+    @property
+    def between_failures_s(self) -> float:
+        """Seconds between failures on average."""
+        return self.duration_s / len(self.faults)
+
+
+def train_with_faults(faults: Sequence[Fault], settings: Settings | None = None) -> FaultyRun:
+    """Train while hosts fail, on two hosts of two ranks; takes ``duration_s`` and a few seconds.
+
+    Raises:
+        ValueError: two faults are so close that the second would meet a recovery.
+        RuntimeError: training did not come to its end.
+    """
+    settings = settings or Settings()
+    faults = sorted(faults, key=lambda fault: fault.at_s)
+    for before, after in itertools.pairwise(faults):
+        if after.at_s < before.at_s + settings.recovery_s:
+            raise ValueError(
+                f"faults at {before.at_s:g} and {after.at_s:g} s: the second would meet the "
+                f"recovery from the first, which takes {settings.recovery_s:g} s: move it"
+            )
+    with tempfile.TemporaryDirectory(prefix="labkit-faults-") as name:
+        folder = Path(name)
+        program = [faulty_hosts.__file__, folder, json.dumps(asdict(settings))]
+        is_over = threading.Event()
+        injector = threading.Thread(target=_inject, args=(faults, folder, is_over), daemon=True)
+        with start_agents(
+            program,
+            hosts=HOSTS,
+            ranks_per_host=RANKS_PER_HOST,
+            forked=True,
+            options=["--max-restarts", "99"],
+        ) as agents:
+            injector.start()
+            lines: list[str] = []
+            has_ended = agents.follow(_LIMIT_S, show=lambda host, line: lines.append(line))
+            is_over.set()
+            injector.join()
+        events = _read_events(folder)
+        if not has_ended or not all(events) or not (folder / "begun").exists():
+            last = "\n".join(lines[-5:])
+            raise RuntimeError(f"training with faults did not come to its end:\n{last}")
+        return _result(faults, events, faulty_hosts.read_moment(folder / "begun"))
+
+
+def _inject(faults: Sequence[Fault], folder: Path, is_over: threading.Event) -> None:
+    """Let each fault happen at its time after the first step."""
+    begun = folder / "begun"
+    while not begun.exists():
+        if is_over.wait(0.01):
+            return
+    begun_s = faulty_hosts.read_moment(begun)
+    for fault in faults:
+        if is_over.wait(max(0.0, begun_s + fault.at_s - time.monotonic())):
+            return
+        now_s = time.monotonic()
+        write_atomically(folder / "fault", repr(now_s).encode())
+        if fault.kind == "cut":
+            write_atomically(folder / f"cut-{fault.host}", repr(now_s + fault.lasts_s).encode())
+        elif fault.kind == "kill":
+            _signal_ranks(fault, folder, signal.SIGKILL)
+        else:
+            _signal_ranks(fault, folder, signal.SIGSTOP)
+            is_over.wait(fault.lasts_s)
+            _signal_ranks(fault, folder, signal.SIGCONT)
+
+
+def _signal_ranks(fault: Fault, folder: Path, number: int) -> None:
+    events = _read_events(folder)
+    for rank in fault.ranks:
+        pids = [event["pid"] for event in events[rank] if event["kind"] == "process"]
+        # It may have ended by itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[-1], number)
+
+
+def _read_events(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return by rank what it has noted, in the order of time; a line that was cut is left out."""
+    events = []
+    for rank in range(_RANKS):
+        path = folder / f"events-{rank}"
+        noted = []
+        for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+            if line.endswith("\n"):
+                noted.append(json.loads(line))
+        events.append(noted)
+    return events
+
+
+def _result(
+    faults: Sequence[Fault], events: list[list[dict[str, Any]]], begun_s: float
+) -> FaultyRun:
+    losses: dict[int, list[float]] = {}
+    seconds = []
+    for event in events[0]:
+        if event["kind"] == "step":
+            losses.setdefault(event["step"], []).append(event["loss"])
+            seconds.append(event["end_s"] - event["start_s"])
+    end_s = max(event["end_s"] for event in events[0] if event["kind"] == "step")
+    met = [fault for fault in faults if fault.at_s < end_s - begun_s]
+    spans = []
+    for rank, noted in enumerate(events):
+        spans += _spans_of(rank, noted, met, begun_s)
+    return FaultyRun(met, spans, losses, statistics.median(seconds), end_s - begun_s)
+
+
+def _spans_of(
+    rank: int, noted: list[dict[str, Any]], faults: Sequence[Fault], begun_s: float
+) -> list[Span]:
+    """Spans of one rank: what it noted, and in the gaps that faults left, down or wait."""
+    spans: list[Span] = []
+    done: set[int] = set()
+    for event in noted:
+        kind = event["kind"]
+        if kind == "step":
+            kind = "run again" if event["step"] in done else "train"
+            done.add(event["step"])
+        start_s = event["start_s"] - begun_s
+        end_s = event["end_s"] - begun_s
+        if end_s <= 0:
+            continue
+        if kind == "process":
+            is_own = [fault for fault in faults if fault.at_s < start_s][-1:]
+            gap = "down" if is_own and rank in is_own[0].ranks else "wait"
+            spans.append(Span(rank, gap, spans[-1].end_s if spans else 0.0, start_s))
+            kind = "recover"
+        if spans and spans[-1].kind == kind:
+            start_s = spans.pop().start_s
+        spans.append(Span(rank, kind, start_s, end_s))
+    return spans

@@ -1,0 +1,84 @@
+"""Ranks on hosts that fail, over time, and how much of the time counted."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from labkit.engine.tracing import Span
+from labkit.units import format_number, format_seconds
+from workbook.plots.figure import (
+    CaptionedFigure,
+    add_legend,
+    drawn,
+    joined,
+    label_lanes,
+    new_axes,
+    ratio_words,
+)
+from workbook.plots.palette import DARK
+from workbook.plots.timeline import BOX, draw_spans
+
+
+class Fault(Protocol):
+    """What the figure needs of a fault, see ``workbook.measure.failures``."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def host(self) -> int: ...
+    @property
+    def at_s(self) -> float: ...
+    @property
+    def ranks(self) -> range: ...
+
+
+class FaultyRun(Protocol):
+    """What the figure needs of a run with faults."""
+
+    @property
+    def faults(self) -> Sequence[Fault]: ...
+    @property
+    def spans(self) -> Sequence[Span]: ...
+    @property
+    def useful_s(self) -> float: ...
+    @property
+    def goodput(self) -> float: ...
+    @property
+    def duration_s(self) -> float: ...
+
+
+@drawn
+def replicas(
+    run: FaultyRun, model_goodput: float, *, title: str = "What each rank did while hosts failed"
+) -> CaptionedFigure:
+    """Draw a lane per rank, and below them the time that counted, measured and by the formula.
+
+    Args:
+        run: of ``workbook.measure.failures.train_with_faults``.
+        model_goodput: the predicted part of the time that counts, drawn hatched.
+    """
+    ranks = sorted({span.rank for span in run.spans})
+    measured, model = len(ranks), len(ranks) + 1
+    figure, axes = new_axes(1.7 + 0.4 * (len(ranks) + 2), title)
+    axes.set_xlim(0, run.duration_s)
+    lanes = [*ranks, measured, model]
+    counted = Span(measured, "train", 0.0, run.useful_s)
+    entries = draw_spans(axes, [*run.spans, counted], lanes, 1.0, False)
+    predicted = Span(model, "train", 0.0, model_goodput * run.duration_s)
+    entries += draw_spans(axes, [predicted], lanes, 1.0, True)
+    words = []
+    for fault in run.faults:
+        on_host = {"ymin": fault.ranks[0] - 0.45, "ymax": fault.ranks[-1] + 0.45}
+        axes.vlines(fault.at_s, **on_host, color=DARK, linewidth=2.5)
+        label = {"textcoords": "offset points", "va": "center", "bbox": BOX}
+        axes.annotate(fault.kind, (fault.at_s, fault.ranks[0]), (8, 0), **label)
+        words.append(f"{fault.kind} of host {fault.host} at {format_seconds(fault.at_s)}")
+    axes.set_xlabel("time since the first step (s)")
+    label_lanes(axes, [*(f"rank {rank}" for rank in ranks), "counted", "by the formula"])
+    add_legend(figure, entries)
+    counted_words = f"{run.goodput:.0%} of {format_number(run.duration_s)} s counted, by the "
+    counted_words += f"formula {model_goodput:.0%}"
+    return CaptionedFigure(
+        figure,
+        alt=f"Lanes of {len(ranks)} ranks with {'; '.join(words)}. {counted_words}.",
+        caption=joined(f"{counted_words}.", ratio_words([run.goodput / model_goodput], "hatched")),
+    )
