@@ -3,7 +3,7 @@
     traffic            steps, messages and bytes, exactly as a run counts them
     link               seconds: the alpha-beta model, fitted to measurements; all-reduces, servers
     ddp_step           a step of DDP: which bucket is sent when, and what stays exposed
-    pipeline_timeline  a step of a pipeline: which stage runs what when, and the bubble
+    pipeline_timeline  a step of a pipeline: which stage runs what when, the bubble, hidden hops
     hidden             from how many tokens on communication is no longer than computing
     memory             what a rank holds, by what it is for
     async_run          an asynchronous parameter server: staleness, waiting time
@@ -30,6 +30,13 @@ from labkit.costs.link import (
     crossover_bytes as crossover_bytes,
     hosts_all_reduce_seconds as hosts_all_reduce_seconds,
     parameter_server_seconds as parameter_server_seconds,
+)
+from labkit.costs.pipeline_timeline import (
+    bubble as bubble,
+    bubble_formula as bubble_formula,
+    micro_batches_for_bubble as micro_batches_for_bubble,
+    predicted_slots as predicted_slots,
+    samples_that_hide_hop as samples_that_hide_hop,
 )
 from labkit.costs.planner import (
     VGG16_SPLITS as VGG16_SPLITS,

@@ -4,6 +4,7 @@ import copy
 import random
 
 import numpy as np
+import pytest
 import torch
 from odd_models import seeded, sgd, some_batches
 from torch import nn
@@ -11,7 +12,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from labkit import run, strategies
 from labkit.costs.traffic import Cost, model_parallel_cost
-from labkit.schedules.pipeline import PIPELINES
+from labkit.schedules.pipeline import PIPELINES, Hop, Message
+from labkit.strategies.hops import run_hop
 from labkit.strategies.layer_graphs import LayerGraphs
 from labkit.training.resolve import find_technique
 from labkit.training.result import largest_difference
@@ -211,3 +213,9 @@ def test_the_halves_of_a_backward_leave_what_a_backward_leaves_and_free_the_rest
     found = [gradient, *(parameter.grad for parameter in model.parameters())]
     due = torch.autograd.grad(model(inputs).square().sum(), [inputs, *model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(found, due, strict=True))
+
+
+def test_a_hop_without_the_tensor_to_send_says_which_one_is_missing():
+    hop = Hop(Message("gradient", 3, peer=0), None)
+    with pytest.raises(ValueError, match="gradient of micro-batch 3"):
+        run_hop(comm=None, hop=hop, outgoing=None, landing=None)
