@@ -28,6 +28,8 @@ _MARK = "LABKIT_AGENTS"
 _FOLDER = "LABKIT_AGENTS_FOLDER"
 # Time for an agent to end its ranks; then they are killed.
 _GRACE_S = 10.0
+# Elsewhere the system's libraries may not survive a fork.
+_START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
 def show_line(host: int, line: str) -> None:
@@ -97,7 +99,7 @@ def start_agents(
         program: a script and its arguments, or ``-m``, a module and its arguments.
         hosts, ranks_per_host: the number of agents, and of the ranks that each of them starts.
         forked: whether ranks are forks of their agent, which has imported torch: then they start
-            at once, and no agent says how one has ended. The program is a file.
+            at once (on Linux), and no agent says how one has ended. The program is a file.
         options: more options of ``torchrun``, such as ``--max-restarts``, ``1``.
         environment: more variables for the ranks.
     """
@@ -121,7 +123,7 @@ def start_agents(
                     --local-addr 127.0.0.{1 + host}""".split()
                 words += ["--rdzv-endpoint", f"{folder}/store"]
                 if forked:
-                    words += ["--run-path", "--start-method", "fork"]
+                    words += ["--run-path", "--start-method", _START_METHOD]
                 words += ["--log-dir", f"{folder}/host{host}", *options, script, *arguments]
                 process = subprocess.Popen(
                     [sys.executable, *words],

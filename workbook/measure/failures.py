@@ -121,11 +121,13 @@ def train_with_faults(faults: Sequence[Fault], settings: Settings | None = None)
             forked=True,
             options=["--max-restarts", "99"],
         ) as agents:
-            injector.start()
             lines: list[str] = []
-            has_ended = agents.follow(_LIMIT_S, show=lambda host, line: lines.append(line))
-            is_over.set()
-            injector.join()
+            injector.start()
+            try:
+                has_ended = agents.follow(_LIMIT_S, show=lambda host, line: lines.append(line))
+            finally:
+                is_over.set()
+                injector.join()
         events = _read_events(folder)
         if not has_ended or not all(events) or not (folder / "begun").exists():
             last = "\n".join(lines[-5:])
@@ -210,9 +212,12 @@ def _spans_of(
         if end_s <= 0:
             continue
         if kind == "process":
-            is_own = [fault for fault in faults if fault.at_s < start_s][-1:]
-            gap = "down" if is_own and rank in is_own[0].ranks else "wait"
-            spans.append(Span(rank, gap, spans[-1].end_s if spans else 0.0, start_s))
+            gap = "wait"
+            earlier = [fault for fault in faults if fault.at_s < start_s]
+            if earlier and rank in earlier[-1].ranks:
+                gap = "down"
+            gap_start_s = spans[-1].end_s if spans else 0.0
+            spans.append(Span(rank, gap, gap_start_s, start_s))
             kind = "recover"
         if spans and spans[-1].kind == kind:
             start_s = spans.pop().start_s

@@ -74,13 +74,13 @@ STYLES = {
     # What crosses the cut between two stages, in forward and in backward.
     "activation": Style(VERMILION, ".."),
     "gradient": Style(ORANGE, "--", DARK),
-    "wait": Style(GREY, "..", "#595959"),
     # While hosts fail.
-    "train": Style(GREEN),
+    "train": Style(DEEP_GREEN),
     "run again": Style(SKY, "xx", DARK),
     "checkpoint": Style(BLUE),
     "down": Style(DARK),
-    "recover": Style(PURPLE, "..."),
+    "recover": Style(PURPLE, "xx"),
+    "wait": Style(GREY, "..", "#595959"),
     # Time outside all spans: Python between the spans.
     "other": Style("#F2F2F2", "//", GREY),
 }

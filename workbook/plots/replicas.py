@@ -1,7 +1,6 @@
 """Ranks on hosts that fail, over time, and how much of the time counted."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from labkit.engine.tracing import Span
 from labkit.units import format_number, format_seconds
@@ -18,46 +17,19 @@ from workbook.plots.palette import DARK
 from workbook.plots.timeline import BOX, draw_spans
 
 
-class Fault(Protocol):
-    """What the figure needs of a fault, see ``workbook.measure.failures``."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def host(self) -> int: ...
-    @property
-    def at_s(self) -> float: ...
-    @property
-    def ranks(self) -> range: ...
-
-
-class FaultyRun(Protocol):
-    """What the figure needs of a run with faults."""
-
-    @property
-    def faults(self) -> Sequence[Fault]: ...
-    @property
-    def spans(self) -> Sequence[Span]: ...
-    @property
-    def useful_s(self) -> float: ...
-    @property
-    def goodput(self) -> float: ...
-    @property
-    def duration_s(self) -> float: ...
-
-
 @drawn
 def replicas(
-    run: FaultyRun, model_goodput: float, *, title: str = "What each rank did while hosts failed"
+    run: Any, model_goodput: float, *, title: str = "What each rank did while hosts failed"
 ) -> CaptionedFigure:
     """Draw a lane per rank, and below them the time that counted, measured and by the formula.
 
     Args:
-        run: of ``workbook.measure.failures.train_with_faults``.
+        run: a ``workbook.measure.failures.FaultyRun``.
         model_goodput: the predicted part of the time that counts, drawn hatched.
     """
     ranks = sorted({span.rank for span in run.spans})
-    measured, model = len(ranks), len(ranks) + 1
+    measured = len(ranks)
+    model = measured + 1
     figure, axes = new_axes(1.7 + 0.4 * (len(ranks) + 2), title)
     axes.set_xlim(0, run.duration_s)
     lanes = [*ranks, measured, model]
@@ -77,8 +49,11 @@ def replicas(
     add_legend(figure, entries)
     counted_words = f"{run.goodput:.0%} of {format_number(run.duration_s)} s counted, by the "
     counted_words += f"formula {model_goodput:.0%}"
+    ratios = []
+    if model_goodput:
+        ratios.append(run.goodput / model_goodput)
     return CaptionedFigure(
         figure,
         alt=f"Lanes of {len(ranks)} ranks with {'; '.join(words)}. {counted_words}.",
-        caption=joined(f"{counted_words}.", ratio_words([run.goodput / model_goodput], "hatched")),
+        caption=joined(f"{counted_words}.", ratio_words(ratios, "hatched")),
     )

@@ -53,6 +53,21 @@ def quorum(answers, last, now_s, patience_s, min_replicas):
     return tuple(sorted(leading)), tuple(sorted(healthy - leading))
 
 
+def by_votes(answers, last, now_s, patience_s, min_replicas):
+    groups, votes = {}, 0
+    for replica in sorted(answers):
+        heard_s, step = answers[replica]
+        if heard_s < now_s - patience_s:
+            continue
+        groups.setdefault(step, []).append(replica)
+        votes += last.count(replica)
+    count = sum(map(len, groups.values()))
+    if count < max(1, min_replicas) or (last and votes <= len(last) // 2):
+        return [[], []]
+    leading = groups.pop(max(groups))
+    return [leading, sorted(replica for group in groups.values() for replica in group)]
+
+
 def half_is_enough(answers, last, now_s, patience_s, min_replicas):
     healthy = [r for r, (heard_s, _) in answers.items() if now_s - heard_s <= patience_s]
     if 2 * len({*healthy} & {*last}) == len(last):
@@ -99,7 +114,7 @@ ANSWERS = [
     ),
     Answers(
         check.failures.quorum,
-        [quorum],
+        [quorum, by_votes],
         [
             *(half_is_enough, newcomers_vote, old_answers_count, as_few_as_there_are),
             *(the_lost_may_lead, never_begins),

@@ -46,7 +46,7 @@ class Settings:
     checkpoint_s: float = 0.1
     recovery_s: float = 2.75
     patience_s: float = 0.5
-    duration_s: float = 11.8
+    duration_s: float = 11.3
 
 
 def train(rank: int, folder: Path, settings: Settings, note: Any) -> None:
