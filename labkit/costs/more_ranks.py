@@ -34,6 +34,8 @@ def on_ranks(trace: Trace, num_ranks: int, network: Network | None) -> Lanes:
             f"ranks {num_ranks}: the messages on another number of ranks are known for "
             f"{', '.join(_TECHNIQUES)}; this is a trace of {technique or 'no training run'}"
         )
+    if trace.about.get("compress") == "topk":
+        raise ValueError(f"ranks {num_ranks}: with compress topk messages are no parts of a ring")
     old_ranks = len(trace.ranks)
     batch_size = trace.about["batch_size"]
     if batch_size < max(num_ranks, old_ranks):

@@ -56,7 +56,9 @@ class GlobalBatch:
 
         # Not on comm itself: buckets of DDP may be under way, and messages must not mix.
         queue = work_queue_of(self.comm)
-        queue.add("sync_batch_norm", gather_rows, [row], [rows], is_waited_for=True).wait()
+        work = queue.add("sync_batch_norm", gather_rows, [row], [rows], is_waited_for=True)
+        with self.comm.span("wait"):
+            work.wait()
         return rows
 
 

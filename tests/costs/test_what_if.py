@@ -132,6 +132,18 @@ def test_on_more_ranks_the_batch_is_divided_and_the_ring_grows(ranks):
         assert sum(sent) == 3 * cost.num_bytes
 
 
+@pytest.mark.parametrize(("count", "num_bytes"), [(2, 2400), (4, 1600)])
+def test_an_all_reduce_in_shared_memory_becomes_a_ring(count, num_bytes):
+    """Of 1200 bytes on 3 ranks: in one hop, or as a ring's messages."""
+
+    def fill(lane):
+        span = Span(lane.rank, "all_reduce", 0.0, 0.0, num_bytes)
+        lane.spans.append(replace(span, messages=((-1, -1, 1),) * count))
+
+    ring_s = all_reduce_seconds("ring", 1200, 3, Link(0.25, 1e-3))
+    assert end_s(what_if(trace_of(3, fill), link=LINK).predicted) == pytest.approx(ring_s)
+
+
 def test_ranks_of_one_host_share_its_card():
     def fill(lane):
         pair = (lane.rank + 2) % 4
@@ -207,6 +219,11 @@ def test_a_run_records_what_a_prediction_needs(tmp_path):
             ends[message].add(span.rank)
     for (src, dst, _), ranks in ends.items():
         assert ranks == ({0, 1, 2} if src < 0 else {src, dst})
+    for rank in range(3):
+        spans = result.trace.of(rank)
+        waited = {m[2] for span in spans for m in span.messages if m[:2] == (rank, rank)}
+        assert waited == {span.call[0] for span in spans if span.call}
+    assert result.trace.about["link"]["bandwidth_bytes_per_s"] == 1e7
     path = result.trace.save(tmp_path / "trace.json")
     change = {"link": EmulatedLink(0.1), "stragglers": {1: 4.0}}
     prediction = what_if(read_traces([path])[0], **change)
@@ -244,9 +261,9 @@ def bad(name):
         return replace(ring, spans=tuple(ring.of(0)))
     if name == "thread":
         return replace(ring, spans=(*ring.spans, Span(0, "compute", 0.0, 1.0, lane=1)))
-    if name == "cut":
-        return replace(ring, spans=ring.spans[:-3])
-    return replace(ring, about={"strategy": name})
+    if name == "few samples":
+        return ring
+    return replace(ring, about={"strategy": name, "batch_size": 12, "compress": "topk"})
 
 
 @pytest.mark.parametrize(
@@ -259,7 +276,9 @@ def bad(name):
         ("async_parameter_server", {}, "depends on the seconds"),
         ("data_parallel", {}, "no messages"),
         ("pipeline", {"ranks": 3}, "a trace of pipeline"),
+        ("ddp", {"ranks": 3}, "no parts of a ring"),
         ("ddp", {"stragglers": {2: 2.0}}, "the rank of a straggler"),
+        ("few samples", {"ranks": 13}, "without samples"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_with_a_reason(name, change, words):

@@ -126,8 +126,7 @@ def measure(change: Change, repeats: int) -> dict[str, Any]:
     """Record, predict and run one change; seconds of a step."""
     before = recorded(change.technique, change.ranks, change.link, repeats=repeats)
     prediction = labkit.what_if(before, **change.change)
-    conditions: dict[str, Any] = {"ranks": change.ranks, "link": change.link}
-    conditions |= change.change
+    conditions: dict[str, Any] = {"ranks": change.ranks, "link": change.link} | change.change
     after = recorded(change.technique, repeats=repeats, **conditions)
     return {
         "change": str(change),
